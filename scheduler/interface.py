@@ -1,0 +1,156 @@
+"""The contract between a policy and whatever drives it (the SGLang worker or the simulator).
+
+A driver runs one decode iteration like this::
+
+    plan = policy.plan(running, now_s)            # needs A(r), depth, width, budget
+    trees = draft(plan)                           # candidate token trees; none when plan.depth == 0
+    selection = policy.select(plan, trees)        # which candidates are verified
+    outcome = verify(selection)                   # one target forward
+    policy.observe(outcome)                       # may arrive one iteration late (overlap schedule)
+    policy.forget(rid)                            # once per finished or aborted request
+
+A policy is passive: time is an argument, it owns no clock, no thread and no randomness.
+Under an overlapped schedule the outcome of iteration i is observed after iteration i+1 was
+planned; ``IterationPlan.iteration`` ties the two together.
+
+Everything is flat arrays over rows (requests) and nodes (candidate tokens), so that the same
+values feed SDPA on a CPU, FlashInfer on a GPU and the simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningBatch:
+    """The requests that decode in this iteration; every array has shape [n]."""
+
+    rids: tuple[str, ...]
+    slo_class: tuple[str, ...]  # bounded set of names, "default" when the request named none
+    tpot_slo_s: FloatArray  # seconds per output token; inf = no SLO
+    decode_start_s: FloatArray  # time of the first output token (TTFT is excluded from l)
+    decoded_tokens: IntArray  # o: tokens produced since decode_start_s
+    context_tokens: IntArray  # tokens in the KV cache
+    remaining_tokens: IntArray  # upper bound of what is still to be generated, >= 1
+    max_depth: IntArray  # deepest node that may be kept for the row; 0 = root only (grammar, ...)
+    temperature: FloatArray  # 0 = greedy
+
+    def __len__(self) -> int:
+        return len(self.rids)
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    """What the drafter has to do, and what selection needs to know later."""
+
+    iteration: int  # counts plans of this policy; echoed in IterationOutcome
+    now_s: float
+    running: RunningBatch
+    need: FloatArray  # A(r), paper section 3: accepted tokens (bonus included) that row needs now; [n]
+    depth: int  # d: draft steps; 0 = draft nothing
+    width: int  # w: beams kept per request and step; >= 1 when depth > 0
+    budget: int  # B: tokens of the verification forward, roots included
+    branching: tuple[int, ...] | None = None
+    """Fixed expansion (SpecInfer): children per live beam at each step, instead of a beam of width w.
+    ``len(branching) == depth``."""
+    n_max: int | None = None  # most nodes that the SLO phase may add to one request
+    weight: FloatArray | None = None  # value of one accepted token of each row; [n]
+    t_spec_s: float = 0.0  # predicted duration of this iteration
+
+    def __post_init__(self) -> None:
+        assert self.depth >= 0 and (self.depth == 0 or self.width >= 1)
+        assert self.branching is None or len(self.branching) == self.depth
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateTrees:
+    """Candidate trees of all rows, flat. Nodes of a row are ordered by depth, parents first."""
+
+    row_start: IntArray  # [n + 1]: nodes of row r are row_start[r] : row_start[r + 1]
+    token: IntArray  # [m]
+    parent: IntArray  # [m]: index of the parent inside its row; -1 = child of the root
+    depth: IntArray  # [m]: 1 for children of the root
+    logprob: FloatArray  # [m]: log of the path probability root..node under the draft, <= 0
+
+    @staticmethod
+    def empty(n: int) -> CandidateTrees:
+        none = np.zeros(0, np.int64)
+        return CandidateTrees(np.zeros(n + 1, np.int64), none, none, none, np.zeros(0))
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.row_start) - 1
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.token)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The candidates that are verified. Kept nodes of a row always form a tree with its root."""
+
+    keep: BoolArray  # [m]
+    counts: IntArray  # [n]: kept nodes per row, root not counted
+    slo_counts: IntArray  # [n]: how many of them the SLO phase chose
+    expected_tokens: FloatArray  # [n]: 1 + sum of estimated path probabilities of kept nodes
+
+    @property
+    def verify_tokens(self) -> int:
+        """Tokens of the verification forward, roots included."""
+        return int(self.counts.sum()) + len(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class IterationOutcome:
+    """What one iteration did. Times are seconds of wall clock, measured by the driver."""
+
+    plan: IterationPlan
+    trees: CandidateTrees
+    selection: Selection
+    accepted: BoolArray  # [m]: node was kept, tested and accepted
+    new_tokens: IntArray  # [n]: tokens emitted, bonus included
+    end_s: float  # when the outcome was known
+    draft_s: float
+    select_s: float
+    verify_s: float
+    total_s: float  # plan to commit, prefill not included
+    since_last_s: float = 0.0  # time since the previous decode iteration ended (prefill included)
+    tested: BoolArray | None = field(default=None)
+    """[m]: kept nodes whose parent was accepted (censoring: all others were never tried).
+    None = derive it from ``accepted``."""
+
+
+class Policy(Protocol):
+    """One scheduling policy. Implementations live in this package and are built by name."""
+
+    name: str
+
+    def plan(self, running: RunningBatch, now_s: float) -> IterationPlan:
+        """Decides the shape of this iteration's candidate trees. ``running`` is never empty."""
+        ...
+
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """Decides which candidates are verified."""
+        ...
+
+    def observe(self, outcome: IterationOutcome) -> None:
+        """Learns from a finished iteration (possibly one iteration late)."""
+        ...
+
+    def observe_prefill(self, tokens: int, duration_s: float, now_s: float) -> None:
+        """Learns what a prefill chunk of ``tokens`` cost."""
+        ...
+
+    def forget(self, rid: str) -> None:
+        """Drops all state of a request that finished or was aborted; unknown rids are ignored."""
+        ...
