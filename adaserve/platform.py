@@ -1,0 +1,75 @@
+"""SGLang platform for hosts without an accelerator.
+
+SGLang asks every installed platform plugin whether it applies (``select``). Ours applies only
+where no accelerator is there and nobody asked for another CPU platform, so that a GPU host is
+never touched.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
+
+ATTENTION_BACKEND = "adaserve_cpu"
+
+
+def select() -> str | None:
+    """Entry point ``sglang.srt.platforms``: our class where the host has nothing but a CPU."""
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return None  # SGLang's own CPU build was asked for
+    if torch.cuda.is_available() or torch.xpu.is_available():
+        return None
+    if torch.backends.mps.is_available() or hasattr(torch, "npu"):
+        return None
+    return "adaserve.platform.AdaServeCpuPlatform"
+
+
+class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
+    """Stock SGLang on plain PyTorch CPU operators and AdaServe's own CPU kernels."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return ATTENTION_BACKEND
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "ADASERVE"
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return backend == ATTENTION_BACKEND
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Settings without which SGLang 0.5.23 reaches for CUDA-only code on a CPU."""
+        server_args.disable_overlap_schedule = True
+        server_args.disable_cuda_graph = True
+        if server_args.attention_backend is None:
+            server_args.attention_backend = ATTENTION_BACKEND
+        if server_args.sampling_backend is None:
+            server_args.sampling_backend = "pytorch"
+
+    def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
+        if kind != "mha":
+            return None
+        from adaserve.cpu.kv_pool import CpuMHATokenToKVPool
+
+        return CpuMHATokenToKVPool
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
