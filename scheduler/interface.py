@@ -43,6 +43,8 @@ class RunningBatch:
     remaining_tokens: IntArray  # upper bound of what is still to be generated, >= 1
     max_depth: IntArray  # deepest node that may be kept for the row; 0 = root only (grammar, ...)
     temperature: FloatArray  # 0 = greedy
+    prefill_tokens: int = 0
+    """Prefill tokens that will share this iteration's verify forward (mixed chunks); 0 = none."""
 
     def __len__(self) -> int:
         return len(self.rids)
@@ -128,6 +130,7 @@ class IterationOutcome:
     tested: BoolArray | None = field(default=None)
     """[m]: kept nodes whose parent was accepted (censoring: all others were never tried).
     None = derive it from ``accepted``."""
+    prefill_tokens: int = 0  # prefill tokens that shared the verify forward; their time is in verify_s
 
 
 class Policy(Protocol):
@@ -141,6 +144,15 @@ class Policy(Protocol):
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Decides which candidates are verified."""
+        ...
+
+    def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
+        """Optional for a driver: asked after draft step ``step`` (1-based) while step < plan.depth.
+
+        ``frontier_logprob`` [n, beams]: path log-probabilities of the newest level, -inf where a row
+        has no such beam. False = select from what is there. A driver that can't stop early (CUDA
+        graphs over all steps) need not ask.
+        """
         ...
 
     def observe(self, outcome: IterationOutcome) -> None:

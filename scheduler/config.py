@@ -1,0 +1,54 @@
+"""One frozen configuration for every policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from adaserve.scheduler.latency import LatencyModel, default_latency
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """Built once, passed whole. Letters follow the AdaServe paper; times are seconds."""
+
+    latency: LatencyModel = field(default_factory=default_latency)
+    budget: int | None = None  # B: verify tokens per iteration, roots included; None = knee of the profile
+    d_min: int = 1
+    d_max: int = 8
+    w_max: int = 3
+    n_max_factor: float = 1.2  # n_max = int(factor * B / n), the authors' public code
+    B1: int | None = None  # verifier tokens per step in the EuroSys depth rule; None = B
+    B2: int | None = None  # draft tokens per step in the EuroSys width rule; None = 3 B / 4
+    c1: float = 0.0
+    c2: int = 0
+    baseline_s: float | None = None  # unloaded seconds per token; None = from the latency model
+
+    calibrate: bool = True  # correct path probabilities online (priced, turbospec)
+    track_latency: bool = True  # correct the latency model online
+    early_stop: bool = True  # priced: let the drafter stop when the frontier no longer pays
+
+    horizon_tokens: int = 48  # priced: tokens looked ahead at most when weighing a request
+    attain_weight: float = 1.5  # priced: weight = 1 + attain_weight * g
+    triage_ratio: float = 2.5  # priced: hopeless when the pace needed exceeds this many times what is feasible
+    triage_every: int = 4  # priced: hopeless requests are served every this many iterations; 1 = always
+
+    turbo_k_max: int = 8
+    turbo_probe_every: int = 32  # turbospec: iterations at k = 0 before one probe
+    turbo_reset_steps: int = 512  # turbospec: skipped draft prefills before the threshold is lifted
+    fixed_branching: tuple[int, ...] = (1, 1, 3, 1, 1, 1, 1, 1)  # SpecInfer's static tree
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"budget must be >= 1 token or None (from the profile), got {self.budget}")
+        if not 1 <= self.d_min <= self.d_max:
+            raise ValueError(f"need 1 <= d_min <= d_max, got {self.d_min} and {self.d_max}")
+        if self.w_max < 1:
+            raise ValueError(f"w_max must be >= 1, got {self.w_max}")
+        if self.triage_every < 1 or self.turbo_probe_every < 1 or self.turbo_reset_steps < 1:
+            raise ValueError("triage_every, turbo_probe_every and turbo_reset_steps must be >= 1")
+        if not self.fixed_branching or min(self.fixed_branching) < 1:
+            raise ValueError(f"fixed_branching needs children >= 1 at every step, got {self.fixed_branching}")
+
+    def budget_tokens(self) -> int:
+        """B, resolved: the configured one, or the knee of the verify latency."""
+        return self.budget if self.budget is not None else self.latency.knee_tokens()

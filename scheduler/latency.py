@@ -1,0 +1,277 @@
+"""How long a forward takes: parametric and tabulated costs, profiles, and online correction.
+
+A profile is a small JSON file that ``adaserve profile`` writes::
+
+    {"schema_version": 1, "device": "...", "target": "...", "draft": "...",
+     "draft_points":  [{"rows": 8, "context": 1024, "seconds": 0.0021}, ...],
+     "verify_points": [{"tokens": 64, "context": 8192, "seconds": 0.031}, ...],
+     "overhead_s": 0.0008}
+
+``rows`` are the tokens of one draft forward, ``tokens`` those of one target forward (roots
+included), ``context`` is the sum of cached tokens over the batch (N_context, TurboSpec section 4).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, overload
+
+import numpy as np
+
+from adaserve.scheduler.interface import FloatArray
+
+SCHEMA_VERSION = 1
+
+
+class ProfileError(ValueError):
+    """A latency profile is malformed; the message names the field and the remedy."""
+
+
+class StepCost(Protocol):
+    """Seconds of one forward pass of one model."""
+
+    def seconds(self, tokens: FloatArray, context: float) -> FloatArray:
+        """``tokens`` [k] batch tokens of k alternative forwards, ``context`` cached tokens; [k] seconds."""
+        ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCost:
+    """``fixed + (memory^s + compute^s)^(1/s)``: one family from TurboSpec's line to a roofline.
+
+    memory = ``weights_s + per_context_s * N_context``; compute = ``per_token_s * N_batched``.
+    ``sharpness`` s = 1 is the linear form T = alpha N_context + gamma N_batched + delta (TurboSpec,
+    section 4); s -> inf is max(memory, compute) (MagicDec, section 3).
+    """
+
+    fixed_s: float
+    weights_s: float = 0.0
+    per_token_s: float = 0.0
+    per_context_s: float = 0.0
+    sharpness: float = 1.0
+
+    def __post_init__(self) -> None:
+        values = (self.fixed_s, self.weights_s, self.per_token_s, self.per_context_s)
+        if not all(math.isfinite(v) and v >= 0 for v in values):
+            raise ProfileError(f"cost coefficients must be finite and >= 0, got {values}; measure again")
+        if not self.sharpness >= 1:
+            raise ProfileError(f"sharpness must be >= 1, got {self.sharpness}")
+
+    def seconds(self, tokens: FloatArray, context: float) -> FloatArray:
+        memory = self.weights_s + self.per_context_s * context
+        compute = self.per_token_s * tokens
+        if self.sharpness == 1:
+            return self.fixed_s + memory + compute
+        top = np.maximum(memory, compute)
+        low = np.minimum(memory, compute)
+        ratio = np.divide(low, top, out=np.zeros_like(top), where=top > 0)
+        roof: FloatArray = top * (1 + ratio**self.sharpness) ** (1 / self.sharpness)
+        return self.fixed_s + roof
+
+    def to_json(self) -> dict[str, Any]:
+        return {"form": "forward", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class TableCost:
+    """Measured points at a reference context, joined by lines; beyond the last point its slope goes on.
+
+    Small CPUs and padded CUDA graphs have steps that no smooth form follows.
+    """
+
+    tokens: tuple[float, ...]
+    seconds_at: tuple[float, ...]
+    per_context_s: float = 0.0
+    context_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.seconds_at) or not self.tokens:
+            raise ProfileError("a table needs as many seconds as tokens, and at least one point")
+        if any(b <= a for a, b in zip(self.tokens, self.tokens[1:], strict=False)):
+            raise ProfileError("table tokens must be strictly increasing")
+
+    def seconds(self, tokens: FloatArray, context: float) -> FloatArray:
+        xs, ys = np.asarray(self.tokens), np.asarray(self.seconds_at)
+        out: FloatArray = np.interp(tokens, xs, ys)
+        if len(xs) > 1:
+            slope = max(0.0, (ys[-1] - ys[0]) / (xs[-1] - xs[0]), (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
+            out = out + slope * np.maximum(0.0, tokens - xs[-1])
+        floor = 0.1 * ys[0]  # a far smaller context must not extrapolate below zero
+        return np.maximum(floor, out + self.per_context_s * (context - self.context_at))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"form": "table", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Predicts a decode iteration: ``depth`` draft forwards, one verify forward, a fixed overhead."""
+
+    draft: StepCost
+    verify: StepCost
+    overhead_s: float = 0.0
+    source: str = "default"
+
+    @overload
+    def verify_s(self, tokens: float, context: float = ...) -> float: ...
+    @overload
+    def verify_s(self, tokens: FloatArray, context: float = ...) -> FloatArray: ...
+    def verify_s(self, tokens: float | FloatArray, context: float = 0.0) -> float | FloatArray:
+        """Seconds of a target forward over ``tokens`` (scalar or array) with ``context`` cached tokens."""
+        out = self.verify.seconds(np.asarray(tokens, np.float64), context)
+        return out if isinstance(tokens, np.ndarray) else float(out)
+
+    def draft_step_s(self, rows: float, context: float = 0.0) -> float:
+        """Seconds of one draft forward over ``rows`` tokens."""
+        return float(self.draft.seconds(np.asarray(rows, np.float64), context))
+
+    def draft_s(self, n: int, depth: int, width: int, context: float = 0.0) -> float:
+        """Seconds of a beam of ``depth`` steps: n rows first, then n * width (Algorithm 2, step 2)."""
+        if depth <= 0:
+            return 0.0
+        later = (depth - 1) * self.draft_step_s(n * width, context) if depth > 1 else 0.0
+        return self.draft_step_s(n, context) + later
+
+    def iteration_s(self, n: int, depth: int, width: int, verify_tokens: float, context: float = 0.0) -> float:
+        """Seconds of one whole decode iteration, prefill not included."""
+        return self.draft_s(n, depth, width, context) + self.verify_s(verify_tokens, context) + self.overhead_s
+
+    def baseline_s(self) -> float:
+        """Unloaded seconds per output token: one request, no speculation."""
+        return self.verify_s(1.0) + self.overhead_s
+
+    def knee_tokens(self, factor: float = 2.0, most: int = 4096) -> int:
+        """Largest B whose verify forward costs at most ``factor`` times that of one token (>= 1).
+
+        AdaServe (EuroSys) section 5 chooses B by a profiled trade-off of throughput and latency; with
+        factor 2 compute has caught up with weight loading, v1's FLOP/s over bandwidth.
+        """
+        grid = np.arange(1, most + 1, dtype=np.float64)
+        within = self.verify_s(grid) <= factor * self.verify_s(1.0)
+        return int(np.flatnonzero(within)[-1]) + 1
+
+    def to_json(self) -> dict[str, Any]:
+        """A form that ``from_json`` reads back."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "draft": self.draft.to_json(),
+            "verify": self.verify.to_json(),
+            "overhead_s": self.overhead_s,
+            "source": self.source,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> LatencyModel:
+        """Reads ``to_json``'s form. Raises ProfileError with the field that is wrong."""
+        for name in ("draft", "verify"):
+            if not isinstance(data.get(name), Mapping):
+                raise ProfileError(f"latency model lacks {name!r}; run `adaserve profile` again")
+        return LatencyModel(
+            _cost_from_json(data["draft"]),
+            _cost_from_json(data["verify"]),
+            float(data.get("overhead_s", 0.0)),
+            str(data.get("source", "file")),
+        )
+
+
+def _cost_from_json(data: Mapping[str, Any]) -> StepCost:
+    fields = {k: v for k, v in data.items() if k != "form"}
+    try:
+        if data.get("form") == "table":
+            fields["tokens"] = tuple(fields["tokens"])
+            fields["seconds_at"] = tuple(fields["seconds_at"])
+            return TableCost(**fields)
+        return ForwardCost(**fields)
+    except (TypeError, KeyError) as error:
+        raise ProfileError(f"unknown or missing cost field: {error}; run `adaserve profile` again") from error
+
+
+def default_latency() -> LatencyModel:
+    """Llama-70B on four A100s: the line through published 54/77/124/217 ms at 128/256/512/1024 tokens.
+
+    The 1B draft costs its weights (2.5 GB at 2 TB/s) plus launch time, and compute per row.
+    """
+    return LatencyModel(
+        draft=ForwardCost(fixed_s=0.0020, per_token_s=1.6e-5),
+        verify=ForwardCost(fixed_s=0.0307, per_token_s=1.82e-4),
+        source="70B on 4x A100, published table",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured points; [k, 3] arrays of (rows or tokens, context, seconds)."""
+
+    draft: FloatArray
+    verify: FloatArray
+    overhead_s: float = 0.0
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Writes the schema of the module docstring."""
+        body = {
+            "schema_version": SCHEMA_VERSION,
+            **self.meta,
+            "draft_points": _points_out(self.draft, "rows"),
+            "verify_points": _points_out(self.verify, "tokens"),
+            "overhead_s": self.overhead_s,
+        }
+        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+
+def _points_out(points: FloatArray, axis: str) -> list[dict[str, float]]:
+    return [{axis: float(x), "context": float(c), "seconds": float(s)} for x, c, s in points]
+
+
+def _points_in(data: Mapping[str, Any], name: str, axis: str) -> FloatArray:
+    raw = data.get(name)
+    if not isinstance(raw, list) or not raw:
+        raise ProfileError(f"profile needs a non-empty list {name!r}; run `adaserve profile`")
+    try:
+        points = np.array([[p[axis], p.get("context", 0), p["seconds"]] for p in raw], dtype=np.float64)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ProfileError(f"{name}: every point needs {axis!r} and 'seconds' ({error})") from error
+    if not np.isfinite(points).all() or (points[:, 0] < 1).any() or (points[:, 2] <= 0).any():
+        raise ProfileError(f"{name}: {axis} must be >= 1 and seconds finite and > 0; measure again")
+    return points
+
+
+def validate_profile(data: Mapping[str, Any]) -> Profile:
+    """Checks a parsed profile. Raises ProfileError naming the field and the remedy."""
+    version = data.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise ProfileError(f"profile schema {version} is not {SCHEMA_VERSION}; run `adaserve profile` again")
+    overhead = float(data.get("overhead_s", 0.0))
+    if not (math.isfinite(overhead) and overhead >= 0):
+        raise ProfileError(f"overhead_s must be finite and >= 0, got {overhead}")
+    known = {"schema_version", "draft_points", "verify_points", "overhead_s"}
+    return Profile(
+        _points_in(data, "draft_points", "rows"),
+        _points_in(data, "verify_points", "tokens"),
+        overhead,
+        {k: v for k, v in data.items() if k not in known},
+    )
+
+
+def load_profile(path: Path) -> Profile:
+    """Reads and checks a profile file. Raises ProfileError with what to do."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(f"cannot read latency profile {path}: {error}; write one with `adaserve profile`") from error
+    except json.JSONDecodeError as error:
+        raise ProfileError(f"{path} is not JSON ({error}); write it again with `adaserve profile`") from error
+    return validate_profile(data)
+
+
+def load_latency(path: Path) -> LatencyModel:
+    """The latency model of a profile file: the best fit of its points (``scheduler/fit.py``)."""
+    from adaserve.scheduler.fit import fit_latency
+
+    return fit_latency(load_profile(path)).model

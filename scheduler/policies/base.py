@@ -1,0 +1,138 @@
+"""What all policies share: plan assembly, tracking of latency and acceptance, reliability."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaserve.scheduler.acceptance import AcceptanceRates, level_tests, tested_nodes
+from adaserve.scheduler.calibration import Calibrator
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.interface import (
+    CandidateTrees,
+    FloatArray,
+    IntArray,
+    IterationOutcome,
+    IterationPlan,
+    RunningBatch,
+    Selection,
+)
+from adaserve.scheduler.need import check_batch, depth_cap, need_tokens
+from adaserve.scheduler.selection import path_probability, rank, take_prefix, two_phase
+from adaserve.scheduler.tracking import LatencyTracker
+
+NO_BUDGET = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a rule decides for one iteration."""
+
+    depth: int
+    width: int = 1
+    budget: int = NO_BUDGET
+    n_max: int | None = None
+    branching: tuple[int, ...] | None = None
+
+
+class BasePolicy:
+    """Fixed shape, everything drafted is verified; subclasses override ``shape`` and ``select``."""
+
+    def __init__(self, name: str, config: PolicyConfig) -> None:
+        self.name = name
+        self.config = config
+        self.latency = LatencyTracker(config.latency, config.track_latency)
+        self.rates = AcceptanceRates()
+        self.calibrator = Calibrator()
+        self._iterations = 0
+        self._budget = config.budget_tokens()
+
+    def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
+        """d, w and B of the iteration; ``cap`` [n] is the deepest useful node per row."""
+        raise NotImplementedError
+
+    def weights(self, running: RunningBatch, now_s: float, t_spec_s: float) -> FloatArray | None:
+        """Value of an accepted token per row, [n]; None = all equal."""
+        return None
+
+    def plan(self, running: RunningBatch, now_s: float) -> IterationPlan:
+        """One plan. Raises ValueError on duplicate rids or NaN times."""
+        check_batch(running)
+        n = len(running)
+        cap = depth_cap(running)
+        shape = self.shape(running, cap, now_s)
+        depth = min(shape.depth, int(cap.max()))
+        budget = min(shape.budget, n * (1 + _most_nodes(depth, shape)))
+        if shape.budget <= n or depth <= 0:  # only the roots fit: a draft step would be wasted
+            depth, budget = 0, n
+        branching = shape.branching[:depth] if shape.branching and depth else None
+        t_spec = self._t_spec(running, depth, shape.width, budget)
+        plan = IterationPlan(
+            iteration=self._iterations,
+            now_s=now_s,
+            running=running,
+            need=need_tokens(running, now_s, t_spec),
+            depth=depth,
+            width=shape.width if depth else 1,
+            budget=budget,
+            branching=branching,
+            n_max=shape.n_max,
+            weight=self.weights(running, now_s, t_spec) if depth else None,
+            t_spec_s=t_spec,
+        )
+        self._iterations += 1
+        return plan
+
+    def _t_spec(self, running: RunningBatch, depth: int, width: int, budget: int) -> float:
+        """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
+        context = float(running.context_tokens.sum())
+        n = len(running)
+        tokens = min(budget, n * (1 + depth * width)) + running.prefill_tokens
+        return self.latency.iteration_s(n, depth, width, tokens, context)
+
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """Keeps every usable candidate; the globally best ones if the budget binds."""
+        cap = depth_cap(plan.running)
+        f = path_probability(trees)
+        return two_phase(trees, f, plan.need, plan.depth, plan.budget, None, cap, slo_phase=False)
+
+    def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
+        """Whether another draft step pays; the published rules fix the depth beforehand."""
+        return True
+
+    def observe(self, outcome: IterationOutcome) -> None:
+        """Learns acceptance, calibration and speed."""
+        running, trees = outcome.plan.running, outcome.trees
+        if trees.n_nodes:
+            tried, passed = level_tests(outcome)
+            self.rates.observe(running.rids, running.slo_class, tried, passed)
+            tested = tested_nodes(outcome)
+            self.calibrator.observe(trees, tested, outcome.accepted, running.rids, running.slo_class)
+        context = float(running.context_tokens.sum())
+        tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
+        self.latency.observe_verify(tokens, context, outcome.verify_s)
+        depth = int(trees.depth.max(initial=0))
+        self.latency.observe_draft(len(running), depth, outcome.plan.width, context, outcome.draft_s)
+
+    def observe_prefill(self, tokens: int, duration_s: float, now_s: float) -> None:
+        """Separate prefill forwards teach the verify cost nothing (other kernels); ignored here."""
+
+    def forget(self, rid: str) -> None:
+        """Drops the request's acceptance and calibration state."""
+        self.rates.forget(rid)
+        self.calibrator.forget(rid)
+
+
+def _most_nodes(depth: int, shape: Shape) -> int:
+    """Largest candidate tree of one row, root not counted."""
+    if shape.branching is None:
+        return depth * shape.width
+    beams = np.cumprod(np.asarray(shape.branching[:depth], np.int64))
+    return int(beams.sum())
+
+
+def keep_roots(trees: CandidateTrees) -> Selection:
+    """A selection that verifies roots only."""
+    zero = np.zeros(trees.n_rows, np.int64)
+    return take_prefix(rank(trees, np.zeros(trees.n_nodes)), zero, zero, trees.n_nodes)

@@ -1,0 +1,76 @@
+"""AdaServe's published rules (v1 and EuroSys) and the ablations that differ in one ingredient."""
+
+from __future__ import annotations
+
+import math
+
+from adaserve.scheduler.interface import CandidateTrees, IntArray, IterationPlan, RunningBatch, Selection
+from adaserve.scheduler.need import depth_cap
+from adaserve.scheduler.policies.base import BasePolicy, Shape
+from adaserve.scheduler.selection import equal_share, path_probability, two_phase
+
+
+def eurosys_shape(n: int, B1: float, B2: float, c1: float, c2: int, d: tuple[int, int], w_max: int) -> tuple[int, int]:
+    """(d, w) of AdaServe (EuroSys) section 5: d = clamp(floor(B1/(n + c1)) - 1, D_min, D_max),
+    w = clamp(floor(B2/n) + c2, 1, W_max). The paper writes clip(upper, lower, x)."""
+    depth = min(max(math.floor(B1 / (n + c1)) - 1, d[0]), d[1])
+    width = min(max(math.floor(B2 / n) + c2, 1), w_max)
+    return depth, width
+
+
+def v1_shape(n: int, B: int, d_max: int, w_max: int) -> tuple[int, int]:
+    """(d, w) of arXiv v1: d = max(1, min(D_max, ceil(B/n))), w = max(1, min(W_max, floor(B/n)))."""
+    return max(1, min(d_max, math.ceil(B / n))), max(1, min(w_max, B // n))
+
+
+class AdaServePolicy(BasePolicy):
+    """The EuroSys rules: Algorithm 2 with the corrections listed in ``scheduler/reference.py``.
+
+    Also the ablations: ``slo_phase=False`` is GlobalGreedy, ``equal=True`` is EqualGreedy (v1,
+    section 6.4).
+    """
+
+    slo_phase = True
+    equal = False
+
+    def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
+        """Depth and width from n alone; nothing is drafted when only roots fit (base class)."""
+        n, c = len(running), self.config
+        B = self._budget
+        B1 = B if c.B1 is None else c.B1
+        B2 = 0.75 * B if c.B2 is None else c.B2
+        depth, width = eurosys_shape(n, B1, B2, c.c1, c.c2, (c.d_min, c.d_max), c.w_max)
+        return Shape(depth, width, B, self._n_max(n))
+
+    def _n_max(self, n: int) -> int:
+        # The authors' public code: int(1.2 B / n) added nodes; at least 1 or the phase does nothing.
+        return max(1, int(self.config.n_max_factor * self._budget / n))
+
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """SLO phase, then throughput phase (Algorithm 2 lines 8-22)."""
+        f, cap = path_probability(trees), depth_cap(plan.running)
+        if self.equal:
+            return equal_share(trees, f, plan.budget, cap)
+        return two_phase(trees, f, plan.need, plan.depth, plan.budget, plan.n_max, cap, self.slo_phase)
+
+
+class AdaServeV1Policy(AdaServePolicy):
+    """The arXiv v1 shape rule with the same selection."""
+
+    def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
+        """d and w of v1; n > B drafts nothing instead of v1's wasted max(1, ...)."""
+        n = len(running)
+        depth, width = v1_shape(n, self._budget, self.config.d_max, self.config.w_max)
+        return Shape(depth, width, self._budget, self._n_max(n))
+
+
+class GlobalGreedyPolicy(AdaServePolicy):
+    """Throughput phase only."""
+
+    slo_phase = False
+
+
+class EqualGreedyPolicy(AdaServePolicy):
+    """The same number of nodes for every request, its best ones."""
+
+    equal = True

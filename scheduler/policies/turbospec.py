@@ -1,0 +1,78 @@
+"""TurboSpec: closed-loop choice of the chain length k by expected goodput."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.interface import FloatArray, IntArray, IterationOutcome, RunningBatch
+from adaserve.scheduler.policies.base import BasePolicy, Shape
+
+
+def chain_length(acc: float | FloatArray, k: int | IntArray) -> FloatArray:
+    """Expected tokens of a chain of k, bonus included: (1 - acc^(k+1)) / (1 - acc); k + 1 if acc = 1."""
+    a, steps = np.asarray(acc, np.float64), np.asarray(k, np.float64)
+    safe = np.where(a < 1, 1 - a, 1.0)
+    return np.where(a < 1, (1 - a ** (steps + 1)) / safe, steps + 1)
+
+
+class TurboSpecPolicy(BasePolicy):
+    """k* = argmax goodput(k), k = 0 included (Listing 2 never tries it), one k for the whole batch.
+
+    acc is the global rate of tested proposals. While k* = 0 it is not observed, so every
+    ``turbo_probe_every`` iterations one chain of 1 is drafted: speculation comes back by itself.
+    """
+
+    def __init__(self, name: str, config: PolicyConfig) -> None:
+        super().__init__(name, config)
+        self._idle = 0
+        self._threshold = float("inf")  # batch size above which draft prefill is skipped
+        self._skipped = 0
+
+    def goodput(self, running: RunningBatch, cap: IntArray) -> FloatArray:
+        """Expected tokens per second of k = 0..k_max, [k_max + 1] (TurboSpec section 4, Eq. 1)."""
+        n, context = len(running), float(running.context_tokens.sum())
+        k_most = min(self.config.turbo_k_max, int(cap.max()))
+        ks = np.arange(k_most + 1)
+        lengths = np.minimum(cap[None, :], ks[:, None])
+        tokens = chain_length(self.rates.overall, lengths).sum(axis=1)
+        verify = self.latency.verify_many((n + lengths.sum(axis=1)).astype(np.float64), context)
+        draft = np.array([self.latency.draft_s(n, int(k), 1, context) for k in ks])
+        out: FloatArray = tokens / (draft + verify + self.config.latency.overhead_s)
+        return out
+
+    def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
+        """A chain of k*; a probe of 1 now and then while k* is 0."""
+        n = len(running)
+        best = int(np.argmax(self.goodput(running, cap)))
+        if best > 0:
+            self._idle = 0
+            return Shape(best, 1, self._cap_budget(n, best))
+        if self._threshold == float("inf"):
+            self._threshold = n
+        self._idle += 1
+        if self._idle >= self.config.turbo_probe_every:
+            self._idle = 0
+            return Shape(1, 1, self._cap_budget(n, 1))
+        return Shape(0)
+
+    def _cap_budget(self, n: int, k: int) -> int:
+        full = n * (1 + k)
+        return full if self.config.budget is None else min(full, self.config.budget)
+
+    def wants_draft_prefill(self, n_running: int) -> bool:
+        """Whether a new request should get draft KV (TurboSpec section 5.3; Listing 1 inverts the test).
+
+        Above the batch size at which k* first was 0 it is skipped; such a request can never speculate
+        (drive it with ``max_depth`` 0). Every ``turbo_reset_steps`` skips the threshold is lifted.
+        """
+        if n_running <= self._threshold:
+            return True
+        self._skipped += 1
+        if self._skipped >= self.config.turbo_reset_steps:
+            self._skipped, self._threshold = 0, float("inf")
+        return False
+
+    def observe(self, outcome: IterationOutcome) -> None:
+        """Learns acc and speed."""
+        super().observe(outcome)

@@ -1,0 +1,95 @@
+"""Online correction of a latency model: slope and offset of measured against predicted seconds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from adaserve.scheduler.interface import FloatArray
+from adaserve.scheduler.latency import LatencyModel
+
+
+class LineTracker:
+    """Exponentially weighted fit ``measured = slope * predicted + offset``.
+
+    While the predictions hardly vary the slope can't be told from the offset, so a ridge pulls the
+    offset to zero: then the plain ratio remains, which is what a model that is k times wrong needs.
+    """
+
+    RIDGE = 0.02  # relative to the second moment of the predictions
+    LIMITS = (0.1, 10.0)
+
+    def __init__(self, memory: float = 24.0) -> None:
+        """``memory``: effective number of observations, after which old ones have faded."""
+        self._decay = 1.0 - 1.0 / memory
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self.slope, self.offset = 1.0, 0.0
+
+    def observe(self, predicted: float, measured: float) -> None:
+        """One pair of seconds; nonsense (not finite, not positive) is ignored, outliers are clipped."""
+        if not (math.isfinite(measured) and measured > 0 and predicted > 0):
+            return
+        if self._n > 4:  # a stall (GC, swap) says nothing about the model
+            measured = min(measured, 4.0 * max(self.predict(predicted), predicted * self.LIMITS[0]))
+        d = self._decay
+        self._n, self._x, self._y = d * self._n + 1, d * self._x + predicted, d * self._y + measured
+        self._xx, self._xy = d * self._xx + predicted**2, d * self._xy + predicted * measured
+        self._solve()
+
+    def _solve(self) -> None:
+        ratio = self._y / self._x
+        mean = self._x / self._n
+        ridge = self.RIDGE * self._xx
+        variance = max(0.0, self._xx - self._x * mean)
+        slope = (self._xy - self._y * mean + ridge * ratio) / (variance + ridge)
+        self.slope = min(max(slope, self.LIMITS[0] * ratio), 2.0 * ratio)
+        self.offset = (self._y - self.slope * self._x) / self._n
+
+    def predict(self, seconds: float) -> float:
+        """Corrected seconds."""
+        return max(0.0, self.slope * seconds + self.offset)
+
+
+class LatencyTracker:
+    """A latency model with its corrections; the policies ask this, never the raw model."""
+
+    def __init__(self, model: LatencyModel, enabled: bool = True) -> None:
+        self.model = model
+        self.enabled = enabled
+        self.verify = LineTracker()
+        self.draft = LineTracker()
+
+    def verify_s(self, tokens: float, context: float = 0.0) -> float:
+        """Corrected seconds of one target forward."""
+        return self.verify.predict(self.model.verify_s(tokens, context))
+
+    def verify_many(self, tokens: FloatArray, context: float = 0.0) -> FloatArray:
+        """Corrected seconds of alternative target forwards, [k]."""
+        raw = self.verify.slope * self.model.verify_s(tokens, context) + self.verify.offset
+        return np.maximum(raw, 0.0)
+
+    def draft_s(self, n: int, depth: int, width: int, context: float = 0.0) -> float:
+        """Corrected seconds of ``depth`` draft forwards."""
+        if depth <= 0:
+            return 0.0
+        return self.draft.predict(self.model.draft_s(n, depth, width, context) / depth) * depth
+
+    def draft_step_s(self, rows: float, context: float = 0.0) -> float:
+        """Corrected seconds of one draft forward."""
+        return self.draft.predict(self.model.draft_step_s(rows, context))
+
+    def iteration_s(self, n: int, depth: int, width: int, verify_tokens: float, context: float = 0.0) -> float:
+        """Corrected seconds of a decode iteration."""
+        draft = self.draft_s(n, depth, width, context)
+        return draft + self.verify_s(verify_tokens, context) + self.model.overhead_s
+
+    def observe_verify(self, tokens: float, context: float, measured_s: float) -> None:
+        """A measured target forward."""
+        if self.enabled:
+            self.verify.observe(self.model.verify_s(tokens, context), measured_s)
+
+    def observe_draft(self, n: int, depth: int, width: int, context: float, measured_s: float) -> None:
+        """``depth`` measured draft forwards."""
+        if self.enabled and depth > 0:
+            self.draft.observe(self.model.draft_s(n, depth, width, context) / depth, measured_s / depth)
