@@ -1,0 +1,71 @@
+"""A lean forward of Llama-family models on the CPU, over SGLang's paged KV pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adaserve.cpu.extract import read_weights, supports
+from adaserve.cpu.linear import Storage
+from adaserve.cpu.params import ModelConfig, ModelWeights
+from adaserve.cpu.plan import TreeAttentionPlan
+from adaserve.cpu.torch_forward import TorchBackend
+
+
+class LeanModel:
+    """Target or draft: prefill, decode, beam steps and tree verification are the same call.
+
+    Activations and sums are fp32 whatever the weights are stored in. Not safe for concurrent calls.
+    """
+
+    def __init__(self, weights: ModelWeights, config: ModelConfig, linear: Storage = "auto") -> None:
+        self.config = config
+        self._backend = TorchBackend(weights, config, linear)
+
+    @classmethod
+    def from_sglang(cls, model: Any, linear: Storage = "auto") -> LeanModel:
+        """From a model that SGLang loaded. Raises ValueError where `supports(model)` gives a reason."""
+        reason = supports(model)
+        if reason:
+            raise ValueError(f"the lean CPU forward does not cover this model: {reason}")
+        weights, config = read_weights(model)
+        return cls(weights, config, linear)
+
+    @torch.no_grad()
+    def forward(  # noqa: PLR0917 - the order of SGLang's own forward
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_slots: torch.Tensor,
+        k_buffers: list[torch.Tensor],
+        v_buffers: list[torch.Tensor],
+        plan: TreeAttentionPlan,
+    ) -> torch.Tensor:
+        """Hidden states after the final norm, fp32 [T, H], of T tokens (`input_ids`, `positions` int64 [T]).
+
+        Writes the tokens' keys and values into `out_slots` (int64 [T]) of the pools, per layer
+        [slots, kv_heads, head_dim], before attending.
+        """
+        return self._backend.forward(input_ids, positions, out_slots, k_buffers, v_buffers, plan)
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [T, H] -> fp32 [T, vocab]."""
+        return self._backend.logits(hidden)
+
+    @torch.no_grad()
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The greedy token of each row, int64 [T]."""
+        return self.logits(hidden).argmax(dim=-1)
+
+    @torch.no_grad()
+    def topk_logprobs(
+        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per row the `width` likeliest tokens of softmax(logits * inv_temperature), best first.
+
+        Returns log-probabilities fp32 [T, width] and tokens int64 [T, width].
+        """
+        scaled = self.logits(hidden) * inv_temperature[:, None]
+        return scaled.log_softmax(dim=-1).topk(width, dim=-1)

@@ -1,0 +1,59 @@
+"""The weights of a Llama-family model, independent of the framework that loaded them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int  # leading columns of a head that rotate, in two halves ("neox" style)
+    vocab_size: int
+    norm_eps: float
+    qk_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError("num_heads must be a multiple of num_kv_heads")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError("rotary_dim must be even and at most head_dim")
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Matrices are [out, in] as in `torch.nn.Linear`; any floating dtype."""
+
+    input_norm: torch.Tensor  # [H]
+    qkv: torch.Tensor  # [q_size + 2 * kv_size, H]
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None  # [head_dim], Qwen3
+    k_norm: torch.Tensor | None
+    o: torch.Tensor  # [H, q_size]
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor  # [H]
+    gate_up: torch.Tensor  # [2 * I, H], gate first
+    down: torch.Tensor  # [H, I]
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    embed: torch.Tensor  # [vocab, H]
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor  # [H]
+    lm_head: torch.Tensor  # [vocab, H]; the same tensor as `embed` when tied
+    cos_sin: torch.Tensor  # [max positions, rotary_dim], cosines then sines, scaling included
