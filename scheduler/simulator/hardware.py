@@ -1,0 +1,93 @@
+"""Latency and memory from data-sheet figures, for planning without a GPU at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from adaserve.scheduler.latency import ForwardCost, LatencyModel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSpec:
+    """Dense bf16 peak (not the sparse one), memory bandwidth and size of one GPU."""
+
+    name: str
+    flops: float
+    bytes_per_s: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What a forward reads and computes, in bf16."""
+
+    name: str
+    parameters: float
+    layers: int
+    kv_bytes_per_token: float
+
+
+GPUS = {
+    "a100": GpuSpec("A100 80GB SXM", 312e12, 2.039e12, 80e9),
+    "h100": GpuSpec("H100 80GB SXM", 989e12, 3.35e12, 80e9),
+    "h200": GpuSpec("H200 141GB SXM", 989e12, 4.8e12, 141e9),
+    "l40s": GpuSpec("L40S 48GB", 362e12, 0.864e12, 48e9),
+}
+MODELS = {
+    "llama-3.1-8b": ModelSpec("Llama-3.1-8B", 8.03e9, 32, 2 * 2 * 32 * 8 * 128),
+    "llama-3.1-70b": ModelSpec("Llama-3.1-70B", 70.6e9, 80, 2 * 2 * 80 * 8 * 128),
+    "qwen2.5-32b": ModelSpec("Qwen2.5-32B", 32.8e9, 64, 2 * 2 * 64 * 8 * 128),
+    "llama-3.2-1b": ModelSpec("Llama-3.2-1B", 1.24e9, 16, 2 * 2 * 16 * 8 * 64),
+    "qwen2.5-0.5b": ModelSpec("Qwen2.5-0.5B", 0.49e9, 24, 2 * 2 * 24 * 2 * 64),
+}
+DRAFT_OF = {"llama-3.1-8b": "llama-3.2-1b", "llama-3.1-70b": "llama-3.2-1b", "qwen2.5-32b": "qwen2.5-0.5b"}
+
+BANDWIDTH_SHARE = 0.82  # of the data sheet, reached by weight streaming
+COMPUTE_SHARE = 0.62  # of the dense peak; with it 70B on 4x A100 has the published 0.18 ms per token
+LAYER_LAUNCH_S = 20e-6
+ALL_REDUCE_S = 50e-6  # two per layer under tensor parallelism; small messages are latency-bound
+DRAFT_SAMPLING_S = 0.3e-3
+USABLE_MEMORY = 0.9
+
+
+def forward_cost(model: ModelSpec, gpu: GpuSpec, tp: int) -> ForwardCost:
+    """Seconds of a forward, additive in memory and compute time as the published table is (sharpness 1)."""
+    layer = LAYER_LAUNCH_S + (2 * ALL_REDUCE_S if tp > 1 else 0.0)
+    bandwidth = tp * gpu.bytes_per_s * BANDWIDTH_SHARE
+    return ForwardCost(
+        fixed_s=model.layers * layer,
+        weights_s=2 * model.parameters / bandwidth,
+        per_token_s=2 * model.parameters / (tp * gpu.flops * COMPUTE_SHARE),
+        per_context_s=model.kv_bytes_per_token / bandwidth,
+    )
+
+
+def hardware_latency(model: str, gpu: str, tp: int) -> LatencyModel:
+    """Target on ``tp`` GPUs, its usual draft on one. Raises ValueError naming what is known."""
+    target, device = _lookup(MODELS, model, "model"), _lookup(GPUS, gpu, "GPU")
+    if tp < 1:
+        raise ValueError(f"tensor parallel degree must be >= 1, got {tp}")
+    base = forward_cost(_lookup(MODELS, DRAFT_OF.get(model, ""), "target model"), device, 1)
+    draft = ForwardCost(
+        base.fixed_s + DRAFT_SAMPLING_S, base.weights_s, base.per_token_s, base.per_context_s
+    )
+    return LatencyModel(draft, forward_cost(target, device, tp), 0.0, f"{target.name} on {tp}x {device.name}")
+
+
+def kv_capacity_tokens(model: str, gpu: str, tp: int) -> int:
+    """Tokens of KV cache that fit beside the weights. Raises ValueError when the weights don't fit."""
+    target, device = _lookup(MODELS, model, "model"), _lookup(GPUS, gpu, "GPU")
+    draft = MODELS[DRAFT_OF[model]]
+    free = USABLE_MEMORY * tp * device.memory_bytes - 2 * (target.parameters + draft.parameters)
+    if free <= 0:
+        raise ValueError(f"{target.name} does not fit on {tp}x {device.name}; raise the tensor parallel degree")
+    return int(free / (target.kv_bytes_per_token + draft.kv_bytes_per_token))
+
+
+def _lookup(table: dict[str, T], name: str, what: str) -> T:
+    if name.lower() not in table:
+        raise ValueError(f"unknown {what} {name!r}; known: {', '.join(table)}")
+    return table[name.lower()]

@@ -1,0 +1,89 @@
+"""Which running requests take part in an iteration: the paper's continuous-batching schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from adaserve.scheduler.interface import IntArray
+from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.order import NeedOrder
+from adaserve.scheduler.simulator.rows import Rows
+
+RowOrder = Callable[[Rows, float], IntArray | None]
+
+
+def everyone(rows: Rows, now_s: float) -> IntArray | None:
+    """Plain continuous batching."""
+    return None
+
+
+def fcfs(latency: LatencyModel, max_batch: int) -> RowOrder:
+    """FCFS (v1 ablation): the oldest ``max_batch`` requests decode, the others wait."""
+
+    def choose(rows: Rows, now_s: float) -> IntArray | None:
+        if len(rows) <= max_batch:
+            return None
+        arrivals = np.array([r.arrival_s for r in rows.requests])
+        return np.sort(np.argsort(arrivals, kind="stable")[:max_batch])
+
+    return choose
+
+
+def stta(latency: LatencyModel) -> RowOrder:
+    """STTA (v1 ablation), as we read it: the shortest time to attain first, preempting the others.
+
+    Requests in order of the deadline of their next token; the batch grows while its iteration still
+    ends before the earliest such deadline. At least one request always runs; late ones don't shrink it.
+    """
+
+    def choose(rows: Rows, now_s: float) -> IntArray | None:
+        n = len(rows)
+        need = NeedOrder()
+        need.refresh(rows.rids, next_token_deadline(rows), rows.rids)
+        at = {rid: i for i, rid in enumerate(rows.rids)}
+        order = [at[rid] for rid in need]
+        deadline = next_token_deadline(rows)[order]
+        ahead = deadline[deadline > now_s + latency.verify_s(1.0)]
+        if not len(ahead):
+            return None
+        cost = latency.verify_s(np.arange(1, n + 1, dtype=np.float64), float((rows.prompt + rows.decoded).sum()))
+        fits = int(np.count_nonzero(now_s + cost <= ahead[0]))
+        return np.sort(np.asarray(order[: max(1, fits)]))
+
+    return choose
+
+
+def next_token_deadline(rows: Rows) -> np.ndarray:
+    """start + SLO x (o + 1): when the next token is due, [n] seconds."""
+    return rows.start + np.where(np.isfinite(rows.slo), rows.slo, 1e6) * (rows.decoded + 1)
+
+
+def separate_pipelines() -> RowOrder:
+    """SepPipe (v1 ablation): iterations of one class each; the class with the most urgent request next."""
+
+    def choose(rows: Rows, now_s: float) -> IntArray | None:
+        if len(set(rows.classes)) <= 1:
+            return None
+        urgent = int(np.argmin(next_token_deadline(rows)))
+        mine = rows.classes[urgent]
+        return np.array([i for i, c in enumerate(rows.classes) if c == mine])
+
+    return choose
+
+
+ROW_ORDERS = ("all", "fcfs", "stta", "sep-pipe")
+
+
+def build_order(name: str, latency: LatencyModel, max_batch: int = 32) -> RowOrder:
+    """A row order by name. Raises ValueError listing the names."""
+    if name == "all":
+        return everyone
+    if name == "fcfs":
+        return fcfs(latency, max_batch)
+    if name == "stta":
+        return stta(latency)
+    if name == "sep-pipe":
+        return separate_pipelines()
+    raise ValueError(f"unknown order {name!r}; choose one of {', '.join(ROW_ORDERS)}")

@@ -1,0 +1,53 @@
+"""Routers: which replica gets a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import numpy as np
+
+from adaserve.scheduler.simulator.replica import Replica
+from adaserve.scheduler.simulator.workload import SimRequest
+
+Route = Callable[[Sequence[Replica], SimRequest], int]
+ROUTERS = ("round-robin", "least-work", "slo")
+
+
+def round_robin() -> Route:
+    """In turn."""
+    turn = count()
+    return lambda replicas, request: next(turn) % len(replicas)
+
+
+def least_work(replicas: Sequence[Replica], request: SimRequest) -> int:
+    """The replica with the fewest tokens left to produce."""
+    return int(np.argmin([r.load_tokens for r in replicas]))
+
+
+def slo_aware(replicas: Sequence[Replica], request: SimRequest) -> int:
+    """Strict requests go where least work waits; lax ones are packed where they still attain.
+
+    A replica's pace is taken from its own recent iterations: a lax request (SLO of at least twice the
+    present time per token) joins the busiest replica that keeps a quarter of headroom for it.
+    """
+    load = np.array([r.load_tokens for r in replicas])
+    per_token = np.array([r.seconds_per_token for r in replicas])
+    fits = per_token * 2.0 <= request.tpot_slo_s
+    if len(replicas) > 1 and fits.any() and np.isfinite(request.tpot_slo_s):
+        crowded = load > np.median(load) * 1.5
+        candidates = np.flatnonzero(fits & ~crowded)
+        if len(candidates):
+            return int(candidates[np.argmax(load[candidates])])
+    return int(np.argmin(load))
+
+
+def build_router(name: str) -> Route:
+    """A router by name. Raises ValueError listing the names."""
+    if name == "round-robin":
+        return round_robin()
+    if name == "least-work":
+        return least_work
+    if name == "slo":
+        return slo_aware
+    raise ValueError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}")

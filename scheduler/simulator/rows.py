@@ -1,0 +1,75 @@
+"""The decoding requests of one replica as arrays, so that a batch costs a few numpy calls."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray, RunningBatch
+from adaserve.scheduler.simulator.workload import SimRequest
+
+NO_LIMIT = 1 << 20
+
+
+class Rows:
+    """Parallel arrays over running requests; requests join and leave between iterations."""
+
+    def __init__(self) -> None:
+        self.requests: list[SimRequest] = []
+        self.decoded: IntArray = np.zeros(0, np.int64)
+        self.seen_decoded: IntArray = np.zeros(0, np.int64)  # as of the previous commit (overlap)
+        self.max_depth: IntArray = np.zeros(0, np.int64)
+        self._rebuild()
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def _rebuild(self) -> None:
+        rs = self.requests
+        self.rids = tuple(r.rid for r in rs)
+        self.classes = tuple(r.slo_class for r in rs)
+        self.slo: FloatArray = np.array([r.tpot_slo_s for r in rs])
+        self.start: FloatArray = np.array([r.first_token_s for r in rs])
+        self.prompt: IntArray = np.array([r.prompt_tokens for r in rs], np.int64)
+        self.length: IntArray = np.array([r.output_tokens - 1 for r in rs], np.int64)
+        self.limit: IntArray = np.array([r.cap_tokens - 1 for r in rs], np.int64)
+        self.difficulty: FloatArray = np.array([r.difficulty for r in rs])
+        self.bias: FloatArray = np.array([r.bias for r in rs])
+
+    def join(self, requests: list[SimRequest], can_draft: bool) -> None:
+        """Adds requests whose first token is out."""
+        zeros = np.zeros(len(requests), np.int64)
+        self.requests.extend(requests)
+        self.decoded = np.concatenate([self.decoded, zeros])
+        self.seen_decoded = np.concatenate([self.seen_decoded, zeros])
+        self.max_depth = np.concatenate([self.max_depth, zeros + (NO_LIMIT if can_draft else 0)])
+        self._rebuild()
+
+    def leave(self, gone: BoolArray) -> None:
+        """Removes rows."""
+        self.requests = [r for r, out in zip(self.requests, gone.tolist(), strict=True) if not out]
+        self.decoded, self.seen_decoded = self.decoded[~gone], self.seen_decoded[~gone]
+        self.max_depth = self.max_depth[~gone]
+        self._rebuild()
+
+    def batch(self, at: IntArray | None, stale: bool, prefill_tokens: int) -> RunningBatch:
+        """The batch a policy sees; ``at`` picks rows, ``stale`` shows the previous commit's counts."""
+        decoded = self.seen_decoded if stale else self.decoded
+        if at is None:
+            rids, classes, pick = self.rids, self.classes, slice(None)
+        else:
+            rids = tuple(self.rids[i] for i in at)
+            classes = tuple(self.classes[i] for i in at)
+            pick = at  # type: ignore[assignment]
+        done = decoded[pick]
+        return RunningBatch(
+            rids=rids,
+            slo_class=classes,
+            tpot_slo_s=self.slo[pick],
+            decode_start_s=self.start[pick],
+            decoded_tokens=done,
+            context_tokens=self.prompt[pick] + 1 + done,
+            remaining_tokens=np.maximum(1, self.limit[pick] - done),
+            max_depth=self.max_depth[pick],
+            temperature=np.ones(len(rids)),
+            prefill_tokens=prefill_tokens,
+        )

@@ -1,0 +1,134 @@
+"""Runs requests through replicas behind a router, and writes records in the project's result schema."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from sortedcontainers import SortedKeyList
+
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.metrics import RequestRecord
+from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.simulator.order import ROW_ORDERS, build_order
+from adaserve.scheduler.simulator.replica import Replica, ReplicaConfig
+from adaserve.scheduler.simulator.router import build_router
+from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren, TreeSampler
+from adaserve.scheduler.simulator.workload import SimRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationConfig:
+    """Everything but the requests."""
+
+    replica: ReplicaConfig
+    policy: str = "priced"  # a policy name, or fcfs / stta / sep-pipe (continuous batching with that order)
+    policy_config: PolicyConfig | None = None  # None = the defaults with the replica's latency model
+    replicas: int = 1
+    router: str = "least-work"
+    children: ChildSource = field(default_factory=SyntheticChildren)
+    seed: int = 0
+    drain_s: float = 600.0  # simulated seconds after the last arrival, then the rest counts as failed
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """Requests as they ended, and the replicas with their logs."""
+
+    requests: list[SimRequest]
+    replicas: list[Replica]
+
+    def records(self) -> list[RequestRecord]:
+        """One judged record per request, by arrival."""
+        return [to_record(r) for r in self.requests]
+
+
+def build_replica(config: SimulationConfig, index: int = 0) -> Replica:
+    """A replica with its own policy and random streams."""
+    ordered = config.policy in ROW_ORDERS
+    latency = config.replica.latency
+    policy_config = config.policy_config or PolicyConfig(latency=latency)
+    policy = build_policy("none" if ordered else config.policy, policy_config)
+    streams = np.random.default_rng([config.seed, index, 0x51A]).spawn(2)
+    sampler = TreeSampler(config.children, streams[0])
+    order = build_order(config.policy if ordered else "all", latency)
+    return Replica(policy, config.replica, sampler, streams[1], order)
+
+
+def simulate(
+    requests: list[SimRequest], config: SimulationConfig, progress: Callable[[int], None] | None = None
+) -> SimulationResult:
+    """Discrete events: the earliest of next arrival and next iteration. ``progress`` gets arrivals so far."""
+    replicas = [build_replica(config, i) for i in range(config.replicas)]
+    route = build_router(config.router)
+    busy: SortedKeyList = SortedKeyList(key=lambda i: (replicas[i].now_s, i))
+    horizon = (requests[-1].arrival_s if requests else 0.0) + config.drain_s
+    arrived = 0
+    while arrived < len(requests) or busy:
+        clock = replicas[busy[0]].now_s if busy else math.inf
+        if arrived < len(requests) and requests[arrived].arrival_s <= clock:
+            target = route(replicas, requests[arrived])
+            if replicas[target].busy:  # its key must not change while it is in the list
+                replicas[target].submit(requests[arrived])
+            else:
+                replicas[target].submit(requests[arrived])
+                if replicas[target].busy:
+                    busy.add(target)
+            arrived += 1
+            if progress and arrived % 50 == 0:
+                progress(arrived)
+            continue
+        if clock > horizon:
+            break
+        index = busy.pop(0)
+        replicas[index].step()
+        if replicas[index].busy:
+            busy.add(index)
+    return SimulationResult(requests, replicas)
+
+
+def to_record(request: SimRequest) -> RequestRecord:
+    """The request in the project's record form, judged."""
+    ended = request.finished
+    record = RequestRecord(
+        id=request.rid,
+        slo_class=request.slo_class,
+        slo_ttft_ms=_ms(request.ttft_slo_s),
+        slo_tpot_ms=_ms(request.tpot_slo_s),
+        scheduled_s=request.arrival_s,
+        sent_s=request.arrival_s,
+        first_token_s=request.first_token_s if ended else None,
+        last_token_s=request.last_token_s if ended else None,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens if ended else 0,
+        n_chunks=request.iterations + 1 if ended else 0,
+        finish_reason="length" if ended else None,
+        error=None if ended else ("rejected-saturated" if request.shed else "unfinished"),
+        http_status=200 if ended else 429,
+        accept_length=request.produced / request.iterations if request.iterations else None,
+    )
+    record.judge()
+    return record
+
+
+def _ms(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else seconds * 1e3
+
+
+def with_seed(config: SimulationConfig, seed: int) -> SimulationConfig:
+    """The same simulation with another seed."""
+    return replace(config, seed=seed)
+
+
+def violations(records: Iterable[RequestRecord]) -> float:
+    """1 - attainment."""
+    met = [r.attained for r in records]
+    return 1.0 - sum(met) / max(1, len(met))
+
+
+def default_replica(latency: LatencyModel) -> ReplicaConfig:
+    """A replica of that latency."""
+    return ReplicaConfig(latency)

@@ -1,0 +1,131 @@
+"""Candidate trees without a model: one-step probabilities drawn per node, acceptance from calibrated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray, IterationPlan, Selection
+
+KeepDrafting = Callable[[int, FloatArray], bool]
+
+
+class ChildSource(Protocol):
+    """Draws the best children of live beams."""
+
+    def children(
+        self, rng: np.random.Generator, difficulty: FloatArray, bias: FloatArray, beams: int, count: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """Claimed q and true acceptance p of the ``count`` best children, [n, beams, count] each."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticChildren:
+    """Best child ~ Beta around the request's difficulty; the rest share what is left geometrically.
+
+    ``miscalibration`` 0: the claimed q is right up to the request's bias. Above 0 the draft is
+    over-confident (logit p = (1 - miscalibration) logit q + bias), below 0 under-confident.
+    """
+
+    miscalibration: float = 0.15
+    concentration: float = 1.6
+    sibling_share: float = 0.55
+
+    def children(
+        self, rng: np.random.Generator, difficulty: FloatArray, bias: FloatArray, beams: int, count: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """See ChildSource."""
+        a, b = self.concentration * difficulty, self.concentration * (1 - difficulty)
+        best = rng.beta(a[:, None], b[:, None], (len(difficulty), beams))
+        best = np.clip(best, 0.05, 0.999)
+        shares = self.sibling_share * (1 - self.sibling_share) ** np.arange(count - 1)
+        rest = np.minimum((1 - best)[:, :, None] * shares, best[:, :, None] * 0.98 ** np.arange(1, count))
+        logit = (1 - self.miscalibration) * np.log(best / (1 - best)) + bias[:, None]
+        true = 1 / (1 + np.exp(-logit))
+        scale = (1 - true) / (1 - best)
+        q = np.concatenate([best[:, :, None], rest], axis=2)
+        p = np.concatenate([true[:, :, None], rest * scale[:, :, None]], axis=2)
+        return q, p
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Trees with what the policy must not see. All rows have the same levels."""
+
+    trees: CandidateTrees
+    acceptance: FloatArray  # [n, M]: true P(accepted | parent accepted)
+    parent: IntArray  # [n, M], -1 = root
+    levels: tuple[slice, ...]  # columns of each depth
+
+
+class TreeSampler:
+    """Grows beams (or fixed trees) level by level, and walks the verified ones."""
+
+    def __init__(self, source: ChildSource, rng: np.random.Generator) -> None:
+        self.source = source
+        self._rng = rng
+
+    def draft(
+        self, plan: IterationPlan, difficulty: FloatArray, bias: FloatArray, keep_drafting: KeepDrafting
+    ) -> Drafted:
+        """Beam search of plan.width (Algorithm 2 step 2), or plan.branching children per beam."""
+        n = len(difficulty)
+        parents, logs, accepts = [], [], []
+        frontier, columns, offset = np.zeros((n, 1)), np.full((n, 1), -1), 0
+        for step in range(plan.depth):
+            count = plan.width if plan.branching is None else plan.branching[step]
+            q, p = self.source.children(self._rng, difficulty, bias, frontier.shape[1], count)
+            path = (frontier[:, :, None] + np.log(q)).reshape(n, -1)
+            above = np.repeat(columns, count, axis=1)
+            p = p.reshape(n, -1)
+            if plan.branching is None and path.shape[1] > plan.width:
+                best = np.argsort(-path, axis=1)[:, : plan.width]
+                path, above, p = (np.take_along_axis(x, best, axis=1) for x in (path, above, p))
+            parents.append(above)
+            logs.append(path)
+            accepts.append(p)
+            frontier, columns = path, np.arange(offset, offset + path.shape[1])[None, :].repeat(n, axis=0)
+            offset += path.shape[1]
+            if step + 1 < plan.depth and not keep_drafting(step + 1, path):
+                break
+        return _assemble(n, parents, logs, accepts)
+
+    def verify(self, drafted: Drafted, selection: Selection) -> BoolArray:
+        """Accepted nodes, [m]: at each node one kept child or none (sample-then-match, lossless)."""
+        n, width = drafted.acceptance.shape
+        keep = selection.keep.reshape(n, width)
+        accepted = np.zeros((n, width), np.bool_)
+        current, rows = np.full(n, -1), np.arange(n)
+        for columns in drafted.levels:
+            child = keep[rows, columns] & (drafted.parent[rows, columns] == current[rows, None])
+            reach = np.cumsum(np.where(child, drafted.acceptance[rows, columns], 0.0), axis=1)
+            hit = reach > self._rng.random(len(rows))[:, None]
+            rows, at = rows[hit[:, -1]], columns.start + np.argmax(hit[hit[:, -1]], axis=1)
+            if not len(rows):
+                break
+            accepted[rows, at] = True
+            current[rows] = at
+        return accepted.ravel()
+
+
+def _assemble(
+    n: int, parents: list[IntArray], logs: list[FloatArray], accepts: list[FloatArray]
+) -> Drafted:
+    widths = [x.shape[1] for x in parents]
+    ends = np.cumsum(widths)
+    total = int(ends[-1])
+    levels = tuple(slice(int(e) - w, int(e)) for e, w in zip(ends, widths, strict=True))
+    depth = np.repeat(np.arange(1, len(widths) + 1), widths)
+    parent = np.concatenate(parents, axis=1)
+    trees = CandidateTrees(
+        row_start=np.arange(n + 1) * total,
+        token=np.zeros(n * total, np.int64),
+        parent=parent.ravel(),
+        depth=np.tile(depth, n),
+        logprob=np.concatenate(logs, axis=1).ravel(),
+    )
+    return Drafted(trees, np.concatenate(accepts, axis=1), parent, levels)
