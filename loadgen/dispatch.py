@@ -1,0 +1,94 @@
+"""Open-loop dispatch: every request leaves at its own absolute time, in its own greenlet."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import gevent
+from adaserve.loadgen.schedule import PlannedRequest
+from adaserve.loadgen.stream import Target, run_clock, send
+from adaserve.scheduler.metrics import RequestRecord
+from gevent.event import Event
+from gevent.pool import Group
+
+
+class Dispatcher:
+    """Sends a list of planned requests.
+
+    ``on_record`` is called once per request, in the greenlet of that request, when it has ended.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        requests: Sequence[PlannedRequest],
+        on_record: Callable[[RequestRecord], None],
+        worker: int = 0,
+    ) -> None:
+        self._target = target
+        self._sessions = _by_session(requests)
+        self._on_record = on_record
+        self._worker = worker
+        self._running = Group()
+        self._stopped = Event()
+        self._now: Callable[[], float] = run_clock(0.0)
+
+    def run(self, t0: float) -> None:
+        """Blocks until everything was sent and answered, or :meth:`stop` was called.
+
+        ``t0``: the value of ``perf_counter()`` that is time 0 of the schedule."""
+        self._now = run_clock(t0)
+        # A full collection stops all streams for tens of ms; the schedule never becomes garbage.
+        gc.collect()
+        gc.freeze()
+        for turns in self._sessions:
+            if not self._wait_until(turns[0].at_s):
+                break
+            self._running.start(gevent.Greenlet(self._session, turns))
+        self._running.join()
+
+    def stop(self) -> None:
+        """Ends the run: nothing more is sent, open streams are closed and recorded as interrupted."""
+        self._stopped.set()
+        self._running.kill()
+
+    def _wait_until(self, at_s: float) -> bool:
+        """Sleeps until a time of the run; False when the run was stopped. Absolute times: sleeping
+        for gaps would add up the lateness of every wake-up."""
+        while (left := at_s - self._now()) > 0:
+            if self._stopped.wait(left):
+                return False
+        return not self._stopped.is_set()
+
+    def _session(self, turns: Sequence[PlannedRequest]) -> None:
+        history = ""
+        ready_s = turns[0].at_s
+        for request in turns:
+            due_s = max(request.at_s, ready_s)
+            try:
+                if request.turn and not self._wait_until(due_s):
+                    return
+            except gevent.GreenletExit:
+                return
+            answer = send(self._target, request, history, due_s, self._now)
+            answer.record.worker = self._worker
+            self._on_record(answer.record)
+            if not answer.record.ok:
+                return
+            history += f"{request.prompt}{answer.text}\n\n"
+            ready_s = self._now() + request.think_s
+
+
+def _by_session(requests: Sequence[PlannedRequest]) -> list[list[PlannedRequest]]:
+    """Groups turns, in the order of the first turn's time; requests without session stand alone."""
+    sessions: dict[str, list[PlannedRequest]] = {}
+    for r in requests:
+        sessions.setdefault(f"s{r.session}" if r.session is not None else f"#{r.index}", []).append(r)
+    return sorted(sessions.values(), key=lambda turns: turns[0].at_s)
+
+
+def start_time(t0_epoch: float, epoch_now: float) -> float:
+    """The perf_counter value that belongs to a wall-clock time (shared between workers)."""
+    return perf_counter() + (t0_epoch - epoch_now)

@@ -1,0 +1,160 @@
+"""Connects runs to Locust's events, command line and web UI."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gevent
+from adaserve.loadgen.config import BenchConfig, Server, load_config
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.locust_run import LocalRun, MasterRun, WorkerRun
+from adaserve.loadgen.results import new_results_dir
+from adaserve.loadgen.web_tab import install_tab
+from locust.env import Environment
+from locust.runners import MasterRunner, WorkerRunner
+
+logger = logging.getLogger("adaserve.loadgen")
+
+
+def add_arguments(parser: Any) -> None:
+    group = parser.add_argument_group("SLO load")
+    group.add_argument("--bench-config", default="", help="YAML file with classes, arrivals, trace, server")
+    group.add_argument("--results", default="", help="Folder for the results (default: results/<UTC>-locust)")
+    group.add_argument("--bench-seed", type=int, default=None, help="Seed of the schedule")
+
+
+def install(environment: Environment) -> None:
+    """Sets up this process's role. Exits with code 2 and one sentence when the input is bad."""
+    if isinstance(environment.runner, WorkerRunner):
+        _Worker(environment).install()
+    else:
+        _Starter(environment).install()
+
+
+class _Starter:
+    """Local runner or master: plans a run when a test starts."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.run: LocalRun | None = None
+        self._number = 0
+
+    def install(self) -> None:
+        try:
+            self._config()
+        except LoadgenError as e:
+            fail(e)
+        events = self.environment.events
+        events.test_start.add_listener(self._on_start)
+        events.test_stopping.add_listener(self._on_stopping)
+        runner = self.environment.runner
+        if isinstance(runner, MasterRunner):
+            runner.register_message("adaserve_ready", self._on_ready)
+            runner.register_message("adaserve_records", self._on_records)
+            runner.register_message("adaserve_done", self._on_done)
+        if self.environment.web_ui is not None:
+            install_tab(self.environment, lambda: self.run.rows() if self.run else [])
+
+    def _config(self) -> BenchConfig:
+        options: Any = self.environment.parsed_options
+        config = load_config(options.bench_config) if options.bench_config else BenchConfig()
+        if self.environment.host:
+            config = replace(config, server=replace(config.server, url=self.environment.host))
+        if options.bench_seed is not None:
+            config = replace(config, seed=options.bench_seed)
+        return config
+
+    def _out(self) -> Path:
+        options: Any = self.environment.parsed_options
+        self._number += 1
+        if not options.results:
+            return new_results_dir(Path("results"), "locust")
+        out = Path(options.results)
+        return out if self._number == 1 else out.with_name(f"{out.name}-{self._number}")
+
+    def _on_start(self, **_kwargs: Any) -> None:
+        gevent.spawn(self._go)
+
+    def _go(self) -> None:
+        headless = self.environment.web_ui is None
+        runner = self.environment.runner
+        assert runner is not None
+        try:
+            kind = MasterRun if isinstance(runner, MasterRunner) else LocalRun
+            self.run = kind(self.environment, self._config(), self._out())
+            self.run.start()
+        except LoadgenError as e:
+            print(f"error: {e}", file=sys.stderr)
+            self.environment.process_exit_code = 2
+        except Exception:
+            logger.exception("the run failed")
+            self.environment.process_exit_code = 1
+        if headless:
+            # In a greenlet of its own: quitting kills the greenlets of the run, this one included.
+            gevent.spawn(runner.quit)
+        else:
+            gevent.spawn(runner.stop)
+
+    def _on_stopping(self, **_kwargs: Any) -> None:
+        if self.run is not None:
+            self.run.stop()
+
+    def _master(self) -> MasterRun:
+        assert isinstance(self.run, MasterRun)
+        return self.run
+
+    def _on_ready(self, msg: Any, **_kwargs: Any) -> None:
+        self._master().on_ready(msg.node_id)
+
+    def _on_records(self, msg: Any, **_kwargs: Any) -> None:
+        self._master().on_records(msg.data["lines"])
+
+    def _on_done(self, msg: Any, **_kwargs: Any) -> None:
+        self._master().on_done(msg.node_id)
+
+
+class _Worker:
+    """Worker: does what the master's messages say."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.run: WorkerRun | None = None
+
+    def install(self) -> None:
+        runner = self.environment.runner
+        assert isinstance(runner, WorkerRunner)
+        runner.register_message("adaserve_begin", self._on_begin)
+        runner.register_message("adaserve_rows", self._on_rows)
+        runner.register_message("adaserve_prepare", self._on_prepare)
+        runner.register_message("adaserve_go", self._on_go)
+        runner.register_message("adaserve_stop", self._on_stop)
+        self.environment.events.test_stopping.add_listener(self._on_stop)
+
+    def _on_begin(self, msg: Any, **_kwargs: Any) -> None:
+        self.run = WorkerRun(self.environment, Server(**msg.data["server"]), msg.data["index"])
+
+    def _on_rows(self, msg: Any, **_kwargs: Any) -> None:
+        assert self.run is not None
+        self.run.add(msg.data["rows"])
+
+    def _on_prepare(self, msg: Any, **_kwargs: Any) -> None:
+        assert self.run is not None
+        self.run.prepare(msg.data["expected"])
+
+    def _on_go(self, msg: Any, **_kwargs: Any) -> None:
+        assert self.run is not None
+        gevent.spawn(self.run.go, msg.data["t0"])
+
+    def _on_stop(self, **_kwargs: Any) -> None:
+        if self.run is not None:
+            self.run.stop()
+
+
+def fail(error: Exception) -> None:
+    """Ends the process with one sentence and exit code 2."""
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,298 @@
+"""The load test as Locust sees it: one run object per role (local, master, worker).
+
+Locust's users are closed loops, so they do nothing here: the schedule is dispatched beside them.
+Local: plan, dispatch, record. Master: plan, send each worker its part and one start time, record
+what comes back. Worker: dispatch and send the records to the master.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import gevent
+from adaserve.loadgen.config import BenchConfig, Server
+from adaserve.loadgen.dispatch import Dispatcher, start_time
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.preflight import preflight
+from adaserve.loadgen.recorder import Recorder
+from adaserve.loadgen.results import command_line, describe_host, write_json, write_summary
+from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts
+from adaserve.loadgen.server_metrics import scrape, server_side
+from adaserve.loadgen.stream import Target
+from adaserve.scheduler.metrics import RequestRecord
+from gevent.event import Event
+from locust.env import Environment
+from locust.runners import MasterRunner, WorkerRunner
+
+logger = logging.getLogger("adaserve.loadgen")
+
+_LEAD_S = 0.5  # between the start signal and time 0: all workers must have it by then
+_BATCH = 200  # planned requests per message to a worker
+_FLUSH_S = 0.5
+_WORKER_WAIT_S = 60.0
+
+
+class LocalRun:
+    """A run in this process; also what master and worker have in common with it."""
+
+    def __init__(self, environment: Environment, config: BenchConfig, out: Path) -> None:
+        self.environment = environment
+        self.config = config
+        self.out = out
+        self.done = Event()
+        self.recorder: Recorder | None = None
+        self.reasons: list[str] = []
+        self._dispatcher: Dispatcher | None = None
+        self._schedule: Schedule | None = None
+        self._before: Mapping[str, Any] = {}
+        self._t0_epoch = 0.0
+        self._finished = False
+
+    def start(self) -> None:
+        """Runs to the end. Raises LoadgenError before anything is sent."""
+        schedule = self._prepare()
+        self._dispatcher = Dispatcher(Target(self.config.server), schedule.requests, self._record)
+        self._t0_epoch = time.time() + _LEAD_S
+        ticker = gevent.spawn(self._tick)
+        try:
+            self._dispatcher.run(start_time(self._t0_epoch, time.time()))
+        finally:
+            ticker.kill()
+            self.finish()
+
+    def stop(self) -> None:
+        """Ends the run early; what was recorded so far is kept."""
+        if not self._finished:
+            self.reasons.append("the run was interrupted")
+            if self._dispatcher is not None:
+                self._dispatcher.stop()
+            self.done.wait(10)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The live table of the web UI."""
+        return self.recorder.rows() if self.recorder is not None else []
+
+    def _prepare(self) -> Schedule:
+        self.config = preflight(self.config)
+        schedule = self._schedule = build_schedule(self.config)
+        self.recorder = Recorder(self.out, len(schedule))
+        self.config.save(self.out / "config.yaml")
+        write_json(self.out / "env.json", {"command": command_line(), **describe_host()})
+        self._before = scrape(self.config.server)
+        logger.info(
+            "%d requests in %.0f s (%s), model %s, results in %s",
+            len(schedule),
+            schedule.duration_s,
+            ", ".join(f"{n} {c}" for n, c in class_counts(schedule.requests).items()),
+            self.config.server.model,
+            self.out,
+        )
+        return schedule
+
+    def _record(self, record: RequestRecord) -> None:
+        assert self.recorder is not None
+        self.recorder.add(record)
+        fire_stats(self.environment, record)
+
+    def _tick(self) -> None:
+        while True:
+            gevent.sleep(_FLUSH_S)
+            self._progress("running")
+
+    def _progress(self, state: str) -> None:
+        if self.recorder is not None:
+            self.recorder.write_progress(time.time() - self._t0_epoch, state)
+
+    def finish(self) -> None:
+        """Closes the files and writes ``summary.json``; once."""
+        if self._finished or self.recorder is None or self._schedule is None:
+            self.done.set()
+            return
+        self._finished = True
+        self.recorder.close()
+        try:
+            meta = self._meta(self._schedule)
+            summary = write_summary(self.out, self.config.warmup_s, meta, sorted(set(self.reasons)))
+            self._progress("finished" if summary["valid"] else "invalid")
+            for reason in summary["invalid_reasons"]:
+                logger.warning("this run is not valid: %s", reason)
+            logger.info("results: %s", self.out)
+        finally:
+            self.done.set()
+
+    def _meta(self, schedule: Schedule) -> dict[str, Any]:
+        env = json.loads((self.out / "env.json").read_text(encoding="utf-8"))
+        server = self.config.server
+        return {
+            "git_sha": env["git_sha"],
+            "command": env["command"],
+            "seed": self.config.seed,
+            "trace_sha256": schedule.trace_sha256,
+            "prompts": schedule.prompts_source,
+            "planned_requests": len(schedule),
+            "model": server.model,
+            "api": server.api,
+            "baseline_ms": self.config.baseline_ms,
+            "class_targets": {n: c.target for n, c in self.config.classes.items()},
+            "server": server_side(self._before, scrape(server)),
+        }
+
+
+class MasterRun(LocalRun):
+    """Plans and records; the workers send."""
+
+    def __init__(self, environment: Environment, config: BenchConfig, out: Path) -> None:
+        super().__init__(environment, config, out)
+        runner = environment.runner
+        assert isinstance(runner, MasterRunner)
+        self.runner = runner
+        self._waiting: dict[str, int] = {}  # worker -> its index, until it is done
+        self._ready: set[str] = set()
+        self._all_ready = Event()
+        self._all_done = Event()
+
+    def start(self) -> None:
+        schedule = self._prepare()
+        workers = [c.id for c in self.runner.clients.all]
+        self._waiting = {client: index for index, client in enumerate(workers)}
+        ticker = gevent.spawn(self._tick)
+        try:
+            for client, index in list(self._waiting.items()):
+                self._send_shard(client, index, schedule.shard(index, len(workers)))
+            if not self._all_ready.wait(_WORKER_WAIT_S):
+                raise LoadgenError("some workers did not take their part of the schedule in time")
+            self._t0_epoch = time.time() + _LEAD_S
+            for client in workers:
+                self.runner.send_message("adaserve_go", {"t0": self._t0_epoch}, client)
+            self._wait_for_workers()
+        finally:
+            ticker.kill()
+            self.finish()
+
+    def stop(self) -> None:
+        if not self._finished:
+            self.reasons.append("the run was interrupted")
+            for client in self._waiting:
+                self.runner.send_message("adaserve_stop", {}, client)
+            self.done.wait(10)
+            self.finish()
+
+    def _send_shard(self, client: str, index: int, shard: tuple[PlannedRequest, ...]) -> None:
+        self.runner.send_message(
+            "adaserve_begin", {"server": asdict(self.config.server), "index": index}, client
+        )
+        for k in range(0, len(shard), _BATCH):
+            rows = [asdict(r) for r in shard[k : k + _BATCH]]
+            self.runner.send_message("adaserve_rows", {"rows": rows}, client)
+        self.runner.send_message("adaserve_prepare", {"expected": len(shard)}, client)
+
+    def _wait_for_workers(self) -> None:
+        while not self._all_done.wait(1.0):
+            alive = {c.id for c in self.runner.clients.all if c.state != "missing"}
+            for client in set(self._waiting) - alive:
+                self.reasons.append("a worker was lost: its requests are missing")
+                del self._waiting[client]
+            if not self._waiting:
+                return
+
+    def on_ready(self, client: str) -> None:
+        self._ready.add(client)
+        if self._ready >= set(self._waiting):
+            self._all_ready.set()
+
+    def on_records(self, lines: list[str]) -> None:
+        assert self.recorder is not None
+        if self._finished:
+            return
+        for line in lines:
+            self.recorder.add(RequestRecord.from_mapping(json.loads(line)), line)
+
+    def on_done(self, client: str) -> None:
+        self._waiting.pop(client, None)
+        if not self._waiting:
+            self._all_done.set()
+
+
+class WorkerRun:
+    """Sends one part of the schedule for a master."""
+
+    def __init__(self, environment: Environment, server: Server, index: int) -> None:
+        runner = environment.runner
+        assert isinstance(runner, WorkerRunner)
+        self.environment, self.runner, self.index = environment, runner, index
+        self.server = server
+        self._requests: list[PlannedRequest] = []
+        self._lines: list[str] = []
+        self._dispatcher: Dispatcher | None = None
+        self._done = Event()
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        self._requests += [PlannedRequest(**r) for r in rows]
+
+    def prepare(self, expected: int) -> None:
+        if len(self._requests) != expected:
+            logger.error("got %d of %d planned requests", len(self._requests), expected)
+            return
+        self._dispatcher = Dispatcher(Target(self.server), self._requests, self._record, self.index)
+        self.runner.send_message("adaserve_ready", {})
+
+    def go(self, t0_epoch: float) -> None:
+        """Runs to the end and reports."""
+        assert self._dispatcher is not None
+        flusher = gevent.spawn(self._flush_often)
+        try:
+            self._dispatcher.run(start_time(t0_epoch, time.time()))
+        finally:
+            flusher.kill()
+            self._flush()
+            self.runner.send_message("adaserve_done", {})
+            self._done.set()
+
+    def stop(self) -> None:
+        if self._dispatcher is not None and not self._done.is_set():
+            self._dispatcher.stop()
+            self._done.wait(5)
+            gevent.sleep(0.2)  # lets the socket send the tail before Locust closes it
+
+    def _record(self, record: RequestRecord) -> None:
+        self._lines.append(record.to_json())
+        fire_stats(self.environment, record)
+
+    def _flush_often(self) -> None:
+        while True:
+            gevent.sleep(_FLUSH_S)
+            self._flush()
+
+    def _flush(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines:
+            self.runner.send_message("adaserve_records", {"lines": lines})
+
+
+def fire_stats(environment: Environment, record: RequestRecord) -> None:
+    """Locust's own statistics: a few events per request, named after the class."""
+    if not record.judged:
+        return
+    error = None if record.ok else RuntimeError(record.error)
+    values = {
+        "TTFT": record.ttft_s,
+        "TPOT": record.tpot_s,
+        "E2E": record.e2e_s if record.ok else (record.end_s or record.sent_s) - record.sent_s,
+        "LAG": max(0.0, record.lag_s),
+    }
+    for kind, value in values.items():
+        if value is not None:
+            environment.events.request.fire(
+                request_type=kind,
+                name=record.slo_class,
+                response_time=value * 1e3,
+                response_length=record.output_tokens if kind == "E2E" else 0,
+                exception=error if kind == "E2E" else None,
+                context={},
+            )

@@ -1,0 +1,32 @@
+"""Open-loop load with per-class SLOs: ``locust -f loadgen/locustfile.py --host http://127.0.0.1:30000``.
+
+Headless, with the web UI, with ``--processes`` or as master and workers. Options of its own:
+``--bench-config FILE`` (YAML: classes, arrivals, trace, ...), ``--results DIR``. Users and spawn rate
+do not matter: the schedule decides what is sent when.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gevent
+from adaserve.loadgen import locust_hooks
+from locust import User, events, task
+
+
+class OpenLoopLoad(User):
+    """Keeps Locust's test alive; the requests are dispatched beside it."""
+
+    @task
+    def wait(self) -> None:
+        gevent.sleep(1)
+
+
+@events.init_command_line_parser.add_listener
+def _(parser: Any) -> None:
+    locust_hooks.add_arguments(parser)
+
+
+@events.init.add_listener
+def _(environment: Any, **_kwargs: Any) -> None:
+    locust_hooks.install(environment)

@@ -1,0 +1,185 @@
+"""What must be known before a run: is the server there, which model, how fast when idle.
+
+Plain blocking HTTP from the standard library, so that it works with and without gevent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from adaserve.loadgen import protocol
+from adaserve.loadgen.config import BenchConfig, Server
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.prompts import load_prompts
+from adaserve.loadgen.schedule import PlannedRequest
+
+_PROBE_TOKENS = 24
+_TIMEOUT_S = 60.0
+
+
+def base_url(server: Server) -> str:
+    return server.url.rstrip("/").removesuffix("/v1")
+
+
+def preflight(config: BenchConfig) -> BenchConfig:
+    """Checks the server and fills in what the configuration leaves open: the model's name, the
+    baseline latency (from the server, else measured), characters per token, usage in every chunk.
+
+    Raises LoadgenError with one sentence when the run cannot work."""
+    server = replace(config.server, model=_model(config.server))
+    config = replace(config, server=server)
+    if config.baseline_ms is None and config.slo_config().needs_baseline:
+        config = replace(config, baseline_ms=server_baseline_ms(server) or measured_baseline_ms(config))
+    if config.server.continuous_usage is None:
+        config = replace(config, server=replace(server, continuous_usage=_continuous_usage(config)))
+    return replace(config, chars_per_token={**_probe_classes(config), **config.chars_per_token})
+
+
+def get_json(server: Server, path: str) -> Any:
+    """GET and parse; raises urllib's errors."""
+    request = urllib.request.Request(base_url(server) + path, headers=dict(server.headers))
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+        return json.load(response)
+
+
+def _model(server: Server) -> str | None:
+    try:
+        listed = [m["id"] for m in get_json(server, "/v1/models")["data"]]
+    except urllib.error.HTTPError as e:
+        if e.code in (401, 403):
+            raise LoadgenError(
+                f"{server.url} wants authentication ({e.code}): give the key, for example with --api-key"
+            ) from e
+        return server.model  # a server without a model list
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        reason = getattr(e, "reason", e)
+        raise LoadgenError(
+            f"no OpenAI-compatible server answers at {server.url} ({reason}): start it (for example "
+            "`adaserve serve`) or give its address with --url"
+        ) from e
+    if server.model is None:
+        return listed[0] if listed else None
+    if listed and server.model not in listed and server.api != "generate":
+        raise LoadgenError(f"the server has no model {server.model!r}: it serves {', '.join(listed)}")
+    return server.model
+
+
+def server_baseline_ms(server: Server) -> float | None:
+    """The baseline latency that an AdaServe server measured; None from other servers."""
+    try:
+        value = get_json(server, "/slo/snapshot.json").get("baseline_ms")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return float(value) if isinstance(value, int | float) and value > 0 else None
+
+
+def measured_baseline_ms(config: BenchConfig) -> float:
+    """Time per token of single requests, median of three: (E2E of n tokens - E2E of 1) / (n - 1).
+
+    On a server that speculates this is faster than plain decoding; give the baseline then."""
+    text = load_prompts(config.prompts).get("chat", 30, "baseline")
+    samples = []
+    for _ in range(3):
+        one_s, n1 = _timed(config.server, text, 1)
+        many_s, n2 = _timed(config.server, text, _PROBE_TOKENS)
+        if n2 > n1:
+            samples.append((many_s - one_s) / (n2 - n1) * 1e3)
+    if not samples or statistics.median(samples) <= 0:
+        raise LoadgenError("could not measure the baseline latency of the server: give it with --baseline-ms")
+    return round(statistics.median(samples), 3)
+
+
+def _timed(server: Server, text: str, n_tokens: int) -> tuple[float, int]:
+    start = time.perf_counter()
+    data = _post(replace(server, ignore_eos=server.api == "generate"), _planned(text, n_tokens), {})
+    return time.perf_counter() - start, _usage(data, "completion_tokens")
+
+
+def _probe_classes(config: BenchConfig) -> dict[str, float]:
+    """One short request per class, with its SLO headers: refused classes show before the run, and
+    the server's token count tells how long this tokenizer's tokens are. Returns chars per token."""
+    store = load_prompts(config.prompts)
+    slo_config = config.slo_config()
+    ratios: dict[str, float] = {}
+    for c in config.classes.values():
+        category = c.category or c.name
+        text = store.get(category, 100, f"probe/{category}")
+        slo = slo_config.get(c.name).slo(config.baseline_s)
+        planned = replace(
+            _planned(text, 1),
+            slo_class=c.name,
+            tpot_ms=_finite_ms(slo.tpot_s),
+            ttft_ms=_finite_ms(slo.ttft_s),
+        )
+        data = _post(config.server, planned, protocol.slo_headers(config.server, planned))
+        tokens = _usage(data, "prompt_tokens")
+        if tokens > 0:
+            ratios[category] = round(len(text) / tokens, 3)
+    return ratios
+
+
+def _finite_ms(value_s: float) -> float | None:
+    return None if value_s == float("inf") else value_s * 1e3
+
+
+def _continuous_usage(config: BenchConfig) -> bool:
+    """Whether the server sends usage with every chunk when asked (SGLang, vLLM)."""
+    server = replace(config.server, continuous_usage=True)
+    if server.api == "generate":
+        return False  # it always does
+    planned = _planned("Hello", 2)
+    try:
+        with _open(server, planned, {}, stream=True) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    data = json.loads(line[6:])
+                    if data.get("choices"):
+                        return bool(data.get("usage"))
+    except (urllib.error.HTTPError, ValueError):
+        return False
+    return False
+
+
+def _planned(text: str, n_tokens: int) -> PlannedRequest:
+    return PlannedRequest(0, 0.0, "default", None, None, text, 0, n_tokens)
+
+
+def _open(server: Server, planned: PlannedRequest, headers: Mapping[str, str], stream: bool) -> Any:
+    data = protocol.body(server, planned, "")
+    if not stream:
+        data["stream"] = False
+        data.pop("stream_options", None)
+    request = urllib.request.Request(
+        base_url(server) + protocol.PATHS[server.api],
+        json.dumps(data).encode(),
+        {"Content-Type": "application/json", **server.headers, **headers},
+    )
+    return urllib.request.urlopen(request, timeout=server.timeout_s)
+
+
+def _post(server: Server, planned: PlannedRequest, headers: Mapping[str, str]) -> Any:
+    try:
+        with _open(server, planned, headers, stream=False) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as e:
+        text = e.read().decode("utf-8", "replace")
+        with contextlib.suppress(ValueError):
+            text = protocol.error_text(json.loads(text))
+        raise LoadgenError(
+            f"the server refuses a request of class {planned.slo_class!r} with {e.code}: {text[:300]}"
+        ) from e
+    except (OSError, ValueError) as e:
+        raise LoadgenError(f"a first request to {server.url} failed: {e}") from e
+
+
+def _usage(data: Any, key: str) -> int:
+    source = data[0] if isinstance(data, list) and data else data
+    usage = source.get("usage") or source.get("meta_info") or {} if isinstance(source, dict) else {}
+    return int(usage.get(key) or 0)

@@ -1,0 +1,143 @@
+"""Real prompts, cut to the lengths that a schedule asks for.
+
+Acceptance of speculated tokens depends on the text, so prompts are text that people wrote. Source:
+a JSONL (or .jsonl.gz) file of ``{"category": ..., "text": ...}``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from adaserve.loadgen.errors import LoadgenError
+
+CHARS_PER_TOKEN = 3.5
+"""When neither a tokenizer nor a measurement is at hand. Large vocabularies: about 4."""
+
+
+class Tokenizer(Protocol):
+    """What a Hugging Face tokenizer offers."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class PromptStore:
+    """Texts by category."""
+
+    texts: Mapping[str, Sequence[str]]
+    source: str
+    chars_per_token: Mapping[str, float]  # measured per category; CHARS_PER_TOKEN where missing
+    tokenizer: Tokenizer | None = None
+
+    def get(self, category: str, n_tokens: int, key: str) -> str:
+        """A prompt of about ``n_tokens`` tokens; the same ``key`` gives the same text.
+
+        Unknown categories use all texts."""
+        pool = self.texts.get(category) or [t for texts in self.texts.values() for t in texts]
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+        rng = np.random.default_rng(seed)
+        if self.tokenizer is not None:
+            text = _gather(pool, n_tokens * 8, rng)
+            return self.tokenizer.decode(self.tokenizer.encode(text)[:n_tokens])
+        n_chars = max(1, round(n_tokens * self.chars_per_token.get(category, CHARS_PER_TOKEN)))
+        return _cut(_gather(pool, n_chars, rng), n_chars)
+
+
+def _gather(pool: Sequence[str], n_chars: int, rng: np.random.Generator) -> str:
+    """At least ``n_chars`` of text: one entry, from a random line on when it is much longer."""
+    text = pool[int(rng.integers(len(pool)))]
+    if len(text) > 2 * n_chars:
+        start = text.rfind("\n", 0, int(rng.integers(len(text) - n_chars))) + 1
+        return text[start:]
+    parts = [text]
+    size = len(text)
+    while size < n_chars:
+        parts.append(pool[int(rng.integers(len(pool)))])
+        size += len(parts[-1]) + 2
+    return "\n\n".join(parts)
+
+
+def _cut(text: str, n_chars: int) -> str:
+    """The first ``n_chars``, without half a word at the end when a word ends nearby."""
+    if len(text) <= n_chars:
+        return text
+    end = max(text.rfind(" ", 0, n_chars), text.rfind("\n", 0, n_chars))
+    return text[: end if end > 0.9 * n_chars else n_chars]
+
+
+def default_prompts() -> Path | None:
+    """The held-out prompts that ship with the embedded pair, when they are there."""
+    try:
+        path = resources.files("adaserve.pair") / "prompts.jsonl.gz"
+    except ModuleNotFoundError:
+        return None
+    return Path(str(path)) if path.is_file() else None
+
+
+def load_prompts(
+    path: str | Path | None = None,
+    chars_per_token: Mapping[str, float] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> PromptStore:
+    """Reads a prompt file; None = the shipped prompts, or a few built-in sentences without them."""
+    found = Path(path) if path is not None else default_prompts()
+    if found is None:
+        return PromptStore(_BUILT_IN, "built-in", chars_per_token or {}, tokenizer)
+    try:
+        raw = found.read_bytes()
+        text = (gzip.decompress(raw) if found.suffix == ".gz" else raw).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as e:
+        raise LoadgenError(f"cannot read the prompts in {found}: {e}") from e
+    texts: dict[str, list[str]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            category, prompt = _parse(line, f"{found}:{number}")
+            texts.setdefault(category, []).append(prompt)
+    if not texts:
+        raise LoadgenError(f"{found} holds no prompts")
+    return PromptStore(texts, str(found), chars_per_token or {}, tokenizer)
+
+
+def _parse(line: str, where: str) -> tuple[str, str]:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as e:
+        raise LoadgenError(f"{where}: not a JSON object: {e}") from e
+    if not isinstance(data, dict) or not isinstance(data.get("text"), str) or not data["text"].strip():
+        raise LoadgenError(f'{where}: expected {{"category": "coding", "text": "..."}} with some text')
+    return str(data.get("category", "")), data["text"]
+
+
+_BUILT_IN: Mapping[str, Sequence[str]] = {
+    "coding": [
+        "def moving_average(values, window):\n"
+        '    """Return the mean of each full window over values."""\n'
+        "    if window < 1:\n        raise ValueError('window must be at least 1')\n    result = []\n",
+        "class Stack:\n    '''A last-in, first-out container.'''\n\n    def __init__(self):\n"
+        "        self._items = []\n\n    def push(self, item):\n",
+        "import csv\n\ndef read_rows(path):\n    '''Yield each row of a CSV file as a dict.'''\n"
+        "    with open(path, newline='') as handle:\n        reader = csv.DictReader(handle)\n",
+    ],
+    "chat": [
+        "What should I pack for three days of hiking in the mountains when the weather may change?",
+        "Explain to a ten-year-old why the sky is blue during the day and red in the evening.",
+        "My bread does not rise. Name the most likely reasons and how to find out which it is.",
+    ],
+    "summarization": [
+        "The town council met on Tuesday to decide about the old mill. For ten years the building had "
+        "stood empty, and two plans were on the table: to turn it into a library, or to sell the land. "
+        "After three hours of debate, in which shop owners, teachers and neighbours spoke, the members "
+        "voted seven to four for the library. Work is to begin in spring and to take two years. The "
+        "costs are to be shared between the town and a foundation, which asked in return that the "
+        "reading room stay open in the evening.",
+    ],
+}

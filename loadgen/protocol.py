@@ -1,0 +1,116 @@
+"""Request bodies and stream events of the three HTTP APIs: completions, chat, SGLang's generate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adaserve.loadgen.config import Server
+from adaserve.loadgen.schedule import PlannedRequest
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
+
+
+@dataclass(slots=True)
+class StreamEvent:
+    """What one SSE event says."""
+
+    text: str = ""  # new text
+    finish_reason: str | None = None
+    output_tokens: int | None = None  # generated so far, where the event tells
+    prompt_tokens: int | None = None
+    accept_length: float | None = None  # tokens per verification forward
+    error: str | None = None
+
+
+def body(server: Server, request: PlannedRequest, history: str) -> dict[str, Any]:
+    """The JSON body. ``history``: text of earlier turns, put before the prompt."""
+    if server.api == "generate":
+        sampling = {
+            "max_new_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "ignore_eos": server.ignore_eos,
+        }
+        return {"text": history + request.prompt, "sampling_params": sampling, "stream": True}
+    options: dict[str, Any] = {"include_usage": True}
+    if server.continuous_usage:
+        options["continuous_usage_stats"] = True
+    data: dict[str, Any] = {
+        "model": server.model,
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "stream": True,
+        "stream_options": options,
+    }
+    if server.ignore_eos:
+        data["ignore_eos"] = True
+    if server.api == "chat":
+        return data | {"messages": [{"role": "user", "content": history + request.prompt}]}
+    return data | {"prompt": history + request.prompt}
+
+
+def slo_headers(server: Server, request: PlannedRequest) -> dict[str, str]:
+    """The SLO of a request as HTTP headers."""
+    headers: dict[str, str] = {}
+    if server.slo_headers in ("both", "class"):
+        headers["x-slo-class"] = request.slo_class
+    if server.slo_headers in ("both", "ms"):
+        if request.tpot_ms is not None:
+            headers["x-slo-tpot-ms"] = f"{request.tpot_ms:.6g}"
+        if request.ttft_ms is not None:
+            headers["x-slo-ttft-ms"] = f"{request.ttft_ms:.6g}"
+    return headers
+
+
+def parse_event(api: str, data: Mapping[str, Any], seen: int) -> StreamEvent:
+    """Reads one event. ``seen``: characters of text so far (``generate`` repeats the whole text)."""
+    if data.get("error") or data.get("object") == "error":
+        return StreamEvent(error=error_text(data))
+    if api == "generate":
+        return _parse_generate(data, seen)
+    event = StreamEvent()
+    choices = data.get("choices") or ()
+    if choices:
+        choice = choices[0]
+        event.text = choice.get("text") or _delta_text(choice.get("delta")) or ""
+        event.finish_reason = choice.get("finish_reason")
+    usage = data.get("usage")
+    if usage:
+        event.output_tokens = usage.get("completion_tokens")
+        event.prompt_tokens = usage.get("prompt_tokens")
+    return event
+
+
+def _delta_text(delta: Mapping[str, Any] | None) -> str:
+    if not delta:
+        return ""
+    text = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+    for call in delta.get("tool_calls") or ():
+        function = call.get("function") or {}
+        text += (function.get("name") or "") + (function.get("arguments") or "")
+    return text
+
+
+def _parse_generate(data: Mapping[str, Any], seen: int) -> StreamEvent:
+    meta = data.get("meta_info") or {}
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    if kind == "abort":
+        return StreamEvent(error=f"aborted: {reason.get('message', '')}".strip(": "))
+    verifications = meta.get("spec_verify_ct")
+    tokens = meta.get("completion_tokens")
+    return StreamEvent(
+        text=data.get("text", "")[seen:],
+        finish_reason=kind,
+        output_tokens=tokens,
+        prompt_tokens=meta.get("prompt_tokens"),
+        accept_length=tokens / verifications if tokens and verifications else None,
+    )
+
+
+def error_text(data: Mapping[str, Any]) -> str:
+    error = data.get("error", data)
+    if isinstance(error, Mapping):
+        error = error.get("message") or error
+    return " ".join(str(error).split())[:300] or "error without a message"

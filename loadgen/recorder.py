@@ -1,0 +1,151 @@
+"""Writes records as they come, and keeps the few numbers that a live table needs.
+
+Memory does not grow with the number of requests: a record is written and forgotten."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adaserve.scheduler.metrics import RequestRecord
+
+_BINS_PER_DECADE = 100  # 2.3% per bin
+_LOWEST_MS = 0.01
+
+
+@dataclass
+class LogHistogram:
+    """Counts of times in logarithmic bins, for percentiles to within 1.2%."""
+
+    counts: dict[int, int] = field(default_factory=dict)
+    n: int = 0
+
+    def add(self, value_ms: float) -> None:
+        key = round(math.log10(max(value_ms, _LOWEST_MS) / _LOWEST_MS) * _BINS_PER_DECADE)
+        self.counts[key] = self.counts.get(key, 0) + 1
+        self.n += 1
+
+    def percentile(self, p: float) -> float | None:
+        """The value below which ``p`` percent of the samples lie, ms; None without samples."""
+        left = math.ceil(self.n * p / 100)
+        for key in sorted(self.counts):
+            left -= self.counts[key]
+            if left <= 0:
+                return float(_LOWEST_MS * 10 ** (key / _BINS_PER_DECADE))
+        return None
+
+
+@dataclass
+class ClassTally:
+    """Running figures of one class."""
+
+    requests: int = 0
+    failed: int = 0
+    attained: int = 0
+    not_judged: int = 0
+    output_tokens: int = 0
+    good_tokens: int = 0
+    slo_tpot_ms: float | None = None
+    slo_ttft_ms: float | None = None
+    tpot_sum_ms: float = 0.0
+    tpot: LogHistogram = field(default_factory=LogHistogram)
+    ttft: LogHistogram = field(default_factory=LogHistogram)
+
+    def add(self, record: RequestRecord) -> None:
+        self.slo_tpot_ms, self.slo_ttft_ms = record.slo_tpot_ms, record.slo_ttft_ms
+        if not record.judged:
+            self.not_judged += 1
+            return
+        self.requests += 1
+        self.failed += not record.ok
+        if not record.ok:
+            return
+        self.output_tokens += record.output_tokens
+        if record.attained:
+            self.attained += 1
+            self.good_tokens += record.output_tokens
+        if record.tpot_s is not None:
+            self.tpot_sum_ms += record.tpot_s * 1e3
+            self.tpot.add(record.tpot_s * 1e3)
+        if record.ttft_s is not None:
+            self.ttft.add(record.ttft_s * 1e3)
+
+    @property
+    def attainment(self) -> float | None:
+        return self.attained / self.requests if self.requests else None
+
+    def row(self, name: str) -> dict[str, Any]:
+        """One line of a live table; JSON values."""
+        return {
+            "name": name,
+            "requests": self.requests,
+            "failed": self.failed,
+            "slo_tpot_ms": self.slo_tpot_ms,
+            "slo_ttft_ms": self.slo_ttft_ms,
+            "mean_tpot_ms": self.tpot_sum_ms / self.tpot.n if self.tpot.n else None,
+            "p99_tpot_ms": self.tpot.percentile(99),
+            "p50_ttft_ms": self.ttft.percentile(50),
+            "attained": self.attained,
+            "attainment": self.attainment,
+            "output_tokens": self.output_tokens,
+            "good_tokens": self.good_tokens,
+        }
+
+
+class Recorder:
+    """``requests.jsonl`` and ``progress.json`` of one run."""
+
+    def __init__(self, out: Path, planned: int) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.out = out
+        self.planned = planned
+        self.finished = 0
+        self.lag = LogHistogram()
+        self.classes: dict[str, ClassTally] = {}
+        self._file = open(out / "requests.jsonl", "w", encoding="utf-8")  # noqa: SIM115
+
+    def add(self, record: RequestRecord, line: str | None = None) -> None:
+        """Writes one record (``line``: its JSON, when it is at hand already)."""
+        self._file.write((line if line is not None else record.to_json()) + "\n")
+        self._file.flush()  # into the page cache: safe even when this process is killed
+        self.finished += 1
+        if record.turn == 0:
+            self.lag.add(max(0.0, record.lag_s * 1e3))
+        self.classes.setdefault(record.slo_class, ClassTally()).add(record)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The live table: classes by name, then all of them together."""
+        rows = [tally.row(name) for name, tally in sorted(self.classes.items())]
+        requests = sum(r["requests"] for r in rows)
+        attained = sum(r["attained"] for r in rows)
+        total = {
+            "name": "all",
+            "requests": requests,
+            "failed": sum(r["failed"] for r in rows),
+            "attained": attained,
+            "attainment": attained / requests if requests else None,
+            "output_tokens": sum(r["output_tokens"] for r in rows),
+            "good_tokens": sum(r["good_tokens"] for r in rows),
+        }
+        return [*rows, total]
+
+    def write_progress(self, elapsed_s: float, state: str) -> None:
+        """Replaces ``progress.json`` (atomically: readers never see half of it)."""
+        data = {
+            "state": state,
+            "elapsed_s": round(elapsed_s, 3),
+            "planned": self.planned,
+            "finished": self.finished,
+            "lag_p99_ms": self.lag.percentile(99),
+            "by_class": self.rows(),
+        }
+        part = self.out / "progress.json.part"
+        part.write_text(json.dumps(data), encoding="utf-8")
+        os.replace(part, self.out / "progress.json")
+
+    def close(self) -> None:
+        self._file.close()

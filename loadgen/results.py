@@ -1,0 +1,111 @@
+"""The folder of a run: ``config.yaml, env.json, requests.jsonl, summary.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.scheduler.metrics import RequestRecord, read_records, summarize
+
+_PACKAGES = ("adaserve", "sglang", "torch", "locust", "gevent", "numpy")
+
+
+def new_results_dir(root: Path, tag: str) -> Path:
+    """``root/<UTC>-<tag>``, not yet existing."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    path = root / f"{stamp}-{tag}"
+    suffix = 1
+    while path.exists():
+        suffix += 1
+        path = root / f"{stamp}-{tag}-{suffix}"
+    return path
+
+
+def describe_host() -> dict[str, Any]:
+    """Machine and versions, for ``env.json``. No names of machines or people."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": versions,
+        "git_sha": git_sha(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def git_sha() -> str | None:
+    """Commit of the project's checkout, "-dirty" when files differ; None outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        sha = _git(here, "rev-parse", "--short=12", "HEAD")
+        return sha + ("-dirty" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *args: str) -> str:
+    command = ["git", "-C", str(folder), *args]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+
+
+def command_line() -> str:
+    """The command that was typed, without the interpreter's path."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def iter_records(folder: Path) -> Iterator[RequestRecord]:
+    """The records of a run, one at a time. Raises LoadgenError when there are none."""
+    path = folder / "requests.jsonl"
+    try:
+        with open(path, encoding="utf-8") as f:
+            yield from read_records(f)
+    except FileNotFoundError:
+        raise LoadgenError(f"{folder} holds no requests.jsonl: it is no results folder of a run") from None
+    except (OSError, ValueError, TypeError) as e:
+        raise LoadgenError(f"cannot read {path}: {e}") from e
+
+
+def write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_summary(
+    folder: Path, warmup_s: float, meta: Mapping[str, Any], reasons: list[str]
+) -> dict[str, Any]:
+    """Computes ``summary.json`` from ``requests.jsonl``; ``reasons``: why the run is invalid, besides
+    what the records show."""
+    summary = summarize(iter_records(folder), warmup_s, meta)
+    recorded = summary["requests"] + summary["disconnected"] + summary["warmup_requests"]
+    summary["unsent"] = max(0, int(meta.get("planned_requests") or recorded) - recorded)
+    summary["invalid_reasons"] += reasons
+    summary["valid"] = not summary["invalid_reasons"]
+    write_json(folder / "summary.json", summary)
+    return summary

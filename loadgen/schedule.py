@@ -1,0 +1,204 @@
+"""The whole schedule of a run, built before anything is sent: pure, seeded, hashable.
+
+Building first and sending at absolute times is what makes the load open-loop: a slow server cannot
+slow the arrivals down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from adaserve.loadgen.arrivals import arrival_times
+from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.prompts import PromptStore, load_prompts
+from adaserve.scheduler.slo import SLOError
+from adaserve.scheduler.trace import Trace, TraceError, TraceRow, assign_classes, read_trace, to_jsonl
+
+# Independent random streams: changing one input leaves the others' draws as they were.
+_ARRIVALS, _LENGTHS, _DISCONNECT = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request that will be sent."""
+
+    index: int
+    at_s: float  # planned time from the start of the run
+    slo_class: str
+    tpot_ms: float | None  # objectives that are sent and judged; None = none
+    ttft_ms: float | None
+    prompt: str
+    prompt_tokens: int  # as planned; the record has the server's count
+    max_tokens: int
+    temperature: float = 0.0
+    session: str | None = None
+    turn: int = 0
+    think_s: float = 0.0  # wait after the previous turn's answer
+    disconnect_after: int | None = None  # hang up after this many chunks
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Requests by planned time, and the trace that they amount to."""
+
+    requests: tuple[PlannedRequest, ...]
+    trace_sha256: str
+    prompts_source: str
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def duration_s(self) -> float:
+        return self.requests[-1].at_s if self.requests else 0.0
+
+    def shard(self, index: int, count: int) -> tuple[PlannedRequest, ...]:
+        """The part of worker ``index`` of ``count``. Turns of a session stay together."""
+        order: dict[str, int] = {}
+        for r in self.requests:
+            order.setdefault(r.session if r.session is not None else f"#{r.index}", len(order))
+        return tuple(
+            r
+            for r in self.requests
+            if order[r.session if r.session is not None else f"#{r.index}"] % count == index
+        )
+
+
+def build_schedule(config: BenchConfig, prompts: PromptStore | None = None) -> Schedule:
+    """Plans the run. Raises LoadgenError for anything that cannot be sent as asked."""
+    try:
+        trace = _from_trace(config, config.trace) if config.trace is not None else _synthetic(config)
+        if config.max_requests is not None:
+            trace = replace(trace, rows=trace.rows[: config.max_requests])
+        if not trace.rows:
+            raise LoadgenError("the schedule is empty: raise the rate or the duration, or check the window")
+        store = prompts or load_prompts(config.prompts, config.chars_per_token, _tokenizer(config.tokenizer))
+        return _plan(config, trace, store)
+    except (TraceError, SLOError) as e:
+        raise LoadgenError(str(e)) from e
+
+
+def _from_trace(config: BenchConfig, spec: TraceSpec) -> Trace:
+    # The start is counted in the trace's own time, the duration in the run's.
+    trace = read_trace(spec.path, spec.format, spec.sort).window(spec.start_s)
+    if spec.target_rps is not None:
+        trace = trace.at_rps(spec.target_rps)
+    if spec.time_scale != 1.0:
+        trace = trace.scaled(spec.time_scale)
+    trace = trace.window(0.0, config.duration_s)
+    mix = {name: c.share for name, c in config.classes.items()}
+    return replace(trace, rows=tuple(assign_classes(trace.rows, mix, config.seed)))
+
+
+def _synthetic(config: BenchConfig) -> Trace:
+    rows: list[TraceRow] = []
+    shared = {n: c.share for n, c in config.classes.items() if c.arrivals is None and c.share > 0}
+    if shared:
+        rng = np.random.default_rng([config.seed, _ARRIVALS])
+        times = arrival_times(config.arrivals, config.duration_s, rng)
+        rows += assign_classes([TraceRow(float(t), 1, 1) for t in times], shared, config.seed)
+    for k, c in enumerate(config.classes.values()):
+        if c.arrivals is not None:
+            rng = np.random.default_rng([config.seed, _ARRIVALS, k + 1])
+            times = arrival_times(c.arrivals, config.duration_s, rng)
+            rows += [TraceRow(float(t), 1, 1, slo_class=c.name) for t in times]
+    rows.sort(key=lambda r: r.arrival_s)
+    rng = np.random.default_rng([config.seed, _LENGTHS])
+    return Trace(tuple(t for k, r in enumerate(rows) for t in _turns(config, r, k, rng)), "synthetic")
+
+
+def _turns(config: BenchConfig, row: TraceRow, number: int, rng: np.random.Generator) -> list[TraceRow]:
+    """The row with drawn lengths; several rows of one session when its class has several turns."""
+    c = config.classes[row.slo_class or ""]
+    drawn = [
+        replace(row, prompt_tokens=_draw(c.prompt_tokens, rng), output_tokens=_draw(c.output_tokens, rng))
+        for _ in range(c.turns)
+    ]
+    return drawn if c.turns == 1 else [replace(r, session_id=f"s{number}") for r in drawn]
+
+
+def _draw(length: Length, rng: np.random.Generator) -> int:
+    value = length.median * math.exp(length.sigma * rng.standard_normal())
+    return round(min(max(value, length.low), length.high))
+
+
+def _plan(config: BenchConfig, trace: Trace, store: PromptStore) -> Schedule:
+    slo_config = config.slo_config()
+    turns: dict[str, int] = {}
+    hang_up = np.random.default_rng([config.seed, _DISCONNECT]).uniform(size=(len(trace.rows), 2))
+    requests = []
+    for index, row in enumerate(trace.rows):
+        c = config.classes.get(row.slo_class or "")
+        keep_own = config.trace is not None and (config.trace.slo_from == "trace" or c is None)
+        judged = row if keep_own else replace(row, slo_tpot_ms=None, slo_x_baseline=None, slo_ttft_ms=None)
+        # A class that only the trace knows is judged by the row's milliseconds.
+        known = c is not None or row.slo_class in slo_config.labels
+        slo = (judged if known else replace(judged, slo_class=None)).slo(slo_config, config.baseline_s)
+        request = _request(index, row, c, store, config)
+        if row.session_id is not None:
+            turns[row.session_id] = turns.get(row.session_id, -1) + 1
+            request = replace(request, turn=turns[row.session_id])
+        if c is not None and hang_up[index, 0] < c.disconnect:
+            request = replace(request, disconnect_after=1 + int(hang_up[index, 1] * request.max_tokens / 2))
+        tpot_ms = slo.tpot_s * 1e3 if math.isfinite(slo.tpot_s) else None
+        ttft_ms = slo.ttft_s * 1e3 if math.isfinite(slo.ttft_s) else None
+        requests.append(replace(request, tpot_ms=tpot_ms, ttft_ms=ttft_ms))
+    return Schedule(tuple(requests), _sha256(trace.rows), store.source)
+
+
+def _request(
+    index: int, row: TraceRow, c: ClassLoad | None, store: PromptStore, config: BenchConfig
+) -> PlannedRequest:
+    spec = config.trace
+    n_prompt = _clip(row.prompt_tokens, spec.max_prompt_tokens if spec else None)
+    key = row.prompt_id or f"{config.seed}/{index}"
+    category = (c.category if c else None) or row.slo_class or ""
+    return PlannedRequest(
+        index=index,
+        at_s=row.arrival_s,
+        slo_class=row.slo_class or "default",
+        tpot_ms=None,
+        ttft_ms=None,
+        prompt=row.text if row.text else store.get(category, n_prompt, f"{category}/{key}"),
+        prompt_tokens=n_prompt,
+        max_tokens=_clip(row.output_tokens, spec.max_output_tokens if spec else None),
+        temperature=c.temperature if c else 0.0,
+        session=row.session_id,
+        think_s=c.think_s if c and spec is None else 0.0,
+    )
+
+
+def _clip(value: int, limit: int | None) -> int:
+    return value if limit is None else min(value, limit)
+
+
+def _sha256(rows: Sequence[TraceRow]) -> str:
+    digest = hashlib.sha256()
+    for line in to_jsonl(rows):
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def _tokenizer(name: str | None):  # type: ignore[no-untyped-def]
+    """A Hugging Face tokenizer, only imported when asked for."""
+    if name is None:
+        return None
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name)
+    except (ImportError, OSError, ValueError) as e:
+        raise LoadgenError(f"cannot load the tokenizer {name!r}: {str(e).splitlines()[0]}") from e
+
+
+def class_counts(requests: Sequence[PlannedRequest]) -> Mapping[str, int]:
+    """How many requests each class has, by name."""
+    counts: dict[str, int] = {}
+    for r in requests:
+        counts[r.slo_class] = counts.get(r.slo_class, 0) + 1
+    return dict(sorted(counts.items()))

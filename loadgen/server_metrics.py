@@ -1,0 +1,64 @@
+"""What the server itself counted during a run, from its Prometheus endpoint (where it has one)."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from adaserve.loadgen.config import Server
+
+_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+REQUESTS = "adaserve:slo_requests_total"
+Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def parse_metrics(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Prometheus text format -> {(name, labels): value}; samples with equal labels are added up."""
+    samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is not None:
+            key = (match[1], frozenset(_LABEL.findall(match[2] or "")))
+            samples[key] = samples.get(key, 0.0) + float(match[3])
+    return samples
+
+
+def scrape(server: Server) -> Samples:
+    """The server's metrics now; empty when it has none."""
+    url = server.url.rstrip("/").removesuffix("/v1") + "/metrics"
+    try:
+        request = urllib.request.Request(url, headers=dict(server.headers))
+        with urllib.request.urlopen(request, timeout=5) as response:
+            return parse_metrics(response.read().decode("utf-8", "replace"))
+    except (OSError, ValueError):
+        return {}
+
+
+def server_side(before: Samples, after: Samples) -> dict[str, Any] | None:
+    """Attainment per class as the server counted it between two scrapes; None without counters."""
+    counts: dict[str, dict[str, dict[str, float]]] = {}
+    for (name, labels), value in after.items():
+        if name != REQUESTS:
+            continue
+        label = dict(labels)
+        grew = value - before.get((name, labels), 0.0)
+        by_objective = counts.setdefault(label.get("slo_class", ""), {})
+        outcomes = by_objective.setdefault(label.get("objective", ""), {})
+        outcomes[label.get("outcome", "")] = outcomes.get(label.get("outcome", ""), 0.0) + grew
+    if not counts:
+        return None
+    return {name: _attainment(by_objective) for name, by_objective in sorted(counts.items())}
+
+
+def _attainment(by_objective: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for objective, outcomes in sorted(by_objective.items()):
+        total = sum(outcomes.values())
+        result[objective] = {
+            "requests": int(total),
+            "attainment": round(outcomes.get("met", 0.0) / total, 6) if total else None,
+        }
+    return result

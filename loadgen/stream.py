@@ -1,0 +1,223 @@
+"""One streamed request over a gevent socket, with the time at which each piece arrived.
+
+Locust's own clients are not used for the stream: ``FastHttpUser.client.iter_lines`` waits for full
+1024-byte blocks, which moves the first token by the time of several tokens. Here every ``recv``
+delivers what is there, and the clock is read at once.
+"""
+
+from __future__ import annotations
+
+import json
+import socket as std_socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from urllib.parse import urlsplit
+
+import gevent
+from adaserve.loadgen import protocol
+from adaserve.loadgen.config import Server
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.schedule import PlannedRequest
+from adaserve.scheduler.metrics import RequestRecord
+from gevent import socket, ssl
+from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError, HTTPSocketResponse
+
+
+class Target:
+    """The server's address, resolved once: a name look-up per request would count as TTFT."""
+
+    def __init__(self, server: Server) -> None:
+        parts = urlsplit(server.url)
+        self.server = server
+        self.tls = parts.scheme == "https"
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if self.tls else 80)
+        self.path = parts.path.rstrip("/").removesuffix("/v1") + protocol.PATHS[server.api]
+        self.host_header = parts.netloc.rpartition("@")[2]
+        try:
+            found = socket.getaddrinfo(self.host, self.port, 0, std_socket.SOCK_STREAM)
+        except OSError as e:
+            raise LoadgenError(f"cannot find the host of {server.url}: {e}") from e
+        self._family, _, _, _, self._address = found[0]
+        self._context = ssl.create_default_context() if self.tls else None
+        if self._context is not None and server.insecure:
+            self._context.check_hostname = False
+            self._context.verify_mode = ssl.CERT_NONE
+
+    def connect(self) -> socket.socket:
+        sock = socket.socket(self._family, std_socket.SOCK_STREAM)
+        try:
+            sock.settimeout(self.server.timeout_s)
+            sock.connect(self._address)
+            sock.setsockopt(std_socket.IPPROTO_TCP, std_socket.TCP_NODELAY, 1)
+            if self._context is not None:
+                sock = self._context.wrap_socket(sock, server_hostname=self.host)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def encode(self, request: PlannedRequest, history: str) -> bytes:
+        """The whole HTTP request."""
+        payload = json.dumps(protocol.body(self.server, request, history)).encode()
+        headers = {
+            "Host": self.host_header,
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream",
+            "Accept-Encoding": "identity",
+            "Connection": "close",
+            "X-Request-Id": f"bench-{request.index}",
+            **self.server.headers,
+            **protocol.slo_headers(self.server, request),
+            "Content-Length": str(len(payload)),
+        }
+        head = "".join(f"{k}: {v}\r\n" for k, v in headers.items())
+        return f"POST {self.path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + payload
+
+
+@dataclass(slots=True)
+class Answer:
+    """The text of an answer (for the next turn of a session) beside its record."""
+
+    record: RequestRecord
+    text: str
+
+
+def send(
+    target: Target,
+    request: PlannedRequest,
+    history: str,
+    scheduled_s: float,
+    now: Callable[[], float],
+) -> Answer:
+    """Sends one request and reads its stream. ``now`` gives seconds since the start of the run.
+
+    Never raises for what the server does: failures are in the record."""
+    record = RequestRecord(
+        id=str(request.index),
+        slo_class=request.slo_class,
+        slo_ttft_ms=request.ttft_ms,
+        slo_tpot_ms=request.tpot_ms,
+        scheduled_s=scheduled_s,
+        sent_s=0.0,
+        session_id=request.session,
+        turn=request.turn,
+    )
+    data = target.encode(request, history)
+    reader = _Reader(target.server.api, record, now, request.disconnect_after)
+    record.sent_s = now()
+    sock: socket.socket | None = None
+    try:
+        sock = target.connect()
+        sock.sendall(data)
+        reader.read(HTTPSocketResponse(sock, block_size=16384, method="POST"))
+    except gevent.GreenletExit:
+        record.error = "interrupted"
+    except (HTTPConnectionClosed, HTTPParseError):
+        record.error = "connection closed before the end of the answer"
+    except TimeoutError:
+        record.error = f"timeout: nothing came for {target.server.timeout_s:g} s"
+    except OSError as e:
+        record.error = f"{type(e).__name__}: {e.strerror or e}"
+    finally:
+        if sock is not None:
+            sock.close()
+    reader.finish()
+    return Answer(record, "".join(reader.text))
+
+
+class _Reader:
+    """Fills a record from a response."""
+
+    def __init__(
+        self,
+        api: str,
+        record: RequestRecord,
+        now: Callable[[], float],
+        disconnect_after: int | None,
+    ) -> None:
+        self.api, self.record, self.now = api, record, now
+        self.disconnect_after = disconnect_after
+        self.text: list[str] = []
+        self._seen = 0
+        self._done = False
+        self._usage_tokens: int | None = None
+
+    def read(self, response: HTTPSocketResponse) -> None:
+        self.record.http_status = response.status_code
+        if response.status_code != 200:
+            text = response.read().decode("utf-8", "replace")
+            self.record.error = f"HTTP {response.status_code}: {_short(text)}"
+            return
+        while not self._done:
+            line = response.readline(b"\n")
+            at_s = self.now()  # before anything else: this is the measurement
+            if not line:
+                break
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), at_s)
+        if not self._done and self.record.error is None and self.record.finish_reason is None:
+            self.record.error = "the stream ended without a finish reason"
+
+    def _event(self, payload: bytes, at_s: float) -> None:
+        if payload == b"[DONE]":
+            self._done = True
+            return
+        try:
+            event = protocol.parse_event(self.api, json.loads(payload), self._seen)
+        except (ValueError, AttributeError, TypeError):
+            event = protocol.StreamEvent(error=f"not understood: {_short(payload.decode(errors='replace'))}")
+        record = self.record
+        if event.error is not None:
+            record.error, self._done = event.error, True
+            return
+        if event.text or (event.finish_reason and record.first_token_s is not None):
+            self._token(event, at_s)
+        record.finish_reason = event.finish_reason or record.finish_reason
+        if event.output_tokens is not None:
+            self._usage_tokens = event.output_tokens
+        record.prompt_tokens = event.prompt_tokens or record.prompt_tokens
+        record.accept_length = event.accept_length or record.accept_length
+        if self.disconnect_after is not None and record.n_chunks >= self.disconnect_after:
+            record.error, self._done = "client_disconnect", True
+
+    def _token(self, event: protocol.StreamEvent, at_s: float) -> None:
+        record = self.record
+        if record.first_token_s is None:
+            record.first_token_s = at_s
+            record.first_chunk_tokens = event.output_tokens or 1
+        elif event.text and record.last_token_s is not None:
+            record.itl_ms.append(round((at_s - record.last_token_s) * 1e3, 2))
+        # The end-of-text token has no text: its time is that of the event with the finish reason.
+        record.last_token_s = at_s
+        if event.text:
+            record.n_chunks += 1
+            self.text.append(event.text)
+            self._seen += len(event.text)
+
+    def finish(self) -> None:
+        """Token counts, end time, verdict."""
+        record = self.record
+        record.end_s = self.now()
+        record.output_tokens = self._usage_tokens if self._usage_tokens is not None else record.n_chunks
+        record.token_source = "usage" if self._usage_tokens is not None else "chunks"
+        record.first_chunk_tokens = min(record.first_chunk_tokens, max(1, record.output_tokens))
+        if record.ok and record.first_token_s is None and record.output_tokens == 0:
+            record.error = "the answer holds no token"
+        record.judge()
+
+
+def run_clock(t0: float) -> Callable[[], float]:
+    """Seconds since ``t0`` (a value of perf_counter)."""
+    return lambda: perf_counter() - t0
+
+
+def _short(text: str) -> str:
+    """One line for an error message: the server's own words where it sent JSON."""
+    try:
+        event = protocol.parse_event("completions", json.loads(text), 0)
+        text = event.error or json.loads(text).get("detail") or text
+    except (ValueError, AttributeError):
+        pass
+    return " ".join(str(text).split())[:300]

@@ -1,0 +1,68 @@
+"""A tab in Locust's web UI: one line per SLO class, and the records as a download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flask import Response, request
+from locust.env import Environment
+
+_KEY = "slo"
+_COLUMNS = {
+    "name": "Class",
+    "requests": "# Requests",
+    "failed": "# Fails",
+    "slo": "TPOT SLO (ms)",
+    "mean_tpot": "Mean TPOT (ms)",
+    "p99_tpot": "99%ile TPOT (ms)",
+    "ttft": "Median TTFT (ms)",
+    "attainment": "Attainment (%)",
+    "tokens": "Tokens in time",
+}
+
+
+def install_tab(environment: Environment, rows: Callable[[], list[dict[str, Any]]]) -> None:
+    """``rows`` gives the live table (see Recorder.rows)."""
+    web_ui = environment.web_ui
+    assert web_ui is not None
+    web_ui.template_args["extended_tabs"] = [{"title": "SLO classes", "key": _KEY}]
+    structure = [{"key": k, "title": t} for k, t in _COLUMNS.items()]
+    web_ui.template_args["extended_tables"] = [{"key": _KEY, "structure": structure}]
+    web_ui.template_args["extended_csv_files"] = [
+        {"href": "slo_classes/csv", "title": "Download SLO classes CSV"}
+    ]
+
+    @web_ui.app.after_request
+    def extend_stats(response: Response) -> Response:
+        if request.path.endswith("/stats/requests") and response.is_json:
+            data = response.get_json()
+            data["extended_stats"] = [{"key": _KEY, "data": [display_row(r) for r in rows()]}]
+            response.set_data(web_ui.app.json.dumps(data))
+        return response
+
+    @web_ui.app.route("/slo_classes/csv")
+    def slo_csv() -> Response:
+        lines = [",".join(_COLUMNS.values())]
+        lines += [",".join(str(display_row(r)[k]) for k in _COLUMNS) for r in rows()]
+        headers = {"Content-Disposition": "attachment; filename=slo_classes.csv"}
+        return Response("\n".join(lines) + "\n", mimetype="text/csv", headers=headers)
+
+
+def display_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A line of the live table as the web UI shows it."""
+
+    def ms(key: str) -> str:
+        return "" if row.get(key) is None else f"{row[key]:.1f}"
+
+    return {
+        "name": row["name"],
+        "requests": row["requests"],
+        "failed": row["failed"],
+        "slo": ms("slo_tpot_ms"),
+        "mean_tpot": ms("mean_tpot_ms"),
+        "p99_tpot": ms("p99_tpot_ms"),
+        "ttft": ms("p50_ttft_ms"),
+        "attainment": "" if row["attainment"] is None else f"{100 * row['attainment']:.1f}",
+        "tokens": row["good_tokens"],
+    }
