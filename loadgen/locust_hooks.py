@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from argparse import SUPPRESS
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def add_arguments(parser: Any) -> None:
     group = parser.add_argument_group("SLO load")
     group.add_argument("--bench-config", default="", help="YAML file with classes, arrivals, trace, server")
     group.add_argument("--results", default="", help="Folder for the results (default: results/<UTC>-locust)")
+    group.add_argument("--bench-checked", action="store_true", help=SUPPRESS)  # the caller did the preflight
     group.add_argument("--bench-seed", type=int, default=None, help="Seed of the schedule")
 
 
@@ -85,7 +87,8 @@ class _Starter:
         assert runner is not None
         try:
             kind = MasterRun if isinstance(runner, MasterRunner) else LocalRun
-            self.run = kind(self.environment, self._config(), self._out())
+            options: Any = self.environment.parsed_options
+            self.run = kind(self.environment, self._config(), self._out(), options.bench_checked)
             self.run.start()
         except LoadgenError as e:
             print(f"error: {e}", file=sys.stderr)

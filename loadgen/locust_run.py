@@ -41,10 +41,14 @@ _WORKER_WAIT_S = 60.0
 class LocalRun:
     """A run in this process; also what master and worker have in common with it."""
 
-    def __init__(self, environment: Environment, config: BenchConfig, out: Path) -> None:
+    def __init__(
+        self, environment: Environment, config: BenchConfig, out: Path, checked: bool = False
+    ) -> None:
+        """``checked``: ``config`` went through the preflight already."""
         self.environment = environment
         self.config = config
         self.out = out
+        self._checked = checked
         self.done = Event()
         self.recorder: Recorder | None = None
         self.reasons: list[str] = []
@@ -79,7 +83,8 @@ class LocalRun:
         return self.recorder.rows() if self.recorder is not None else []
 
     def _prepare(self) -> Schedule:
-        self.config = preflight(self.config)
+        if not self._checked:
+            self.config = preflight(self.config)
         schedule = self._schedule = build_schedule(self.config)
         self.recorder = Recorder(self.out, len(schedule))
         self.config.save(self.out / "config.yaml")
@@ -147,8 +152,10 @@ class LocalRun:
 class MasterRun(LocalRun):
     """Plans and records; the workers send."""
 
-    def __init__(self, environment: Environment, config: BenchConfig, out: Path) -> None:
-        super().__init__(environment, config, out)
+    def __init__(
+        self, environment: Environment, config: BenchConfig, out: Path, checked: bool = False
+    ) -> None:
+        super().__init__(environment, config, out, checked)
         runner = environment.runner
         assert isinstance(runner, MasterRunner)
         self.runner = runner

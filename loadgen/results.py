@@ -17,6 +17,8 @@ import psutil
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.scheduler.metrics import RequestRecord, read_records, summarize
 
+COMMAND_VARIABLE = "ADASERVE_BENCH_COMMAND"
+"""Set by a process that starts this one: the command that the user typed."""
 _PACKAGES = ("adaserve", "sglang", "torch", "locust", "gevent", "numpy")
 
 
@@ -78,6 +80,8 @@ def _git(folder: Path, *args: str) -> str:
 
 def command_line() -> str:
     """The command that was typed, without the interpreter's path."""
+    if COMMAND_VARIABLE in os.environ:
+        return os.environ[COMMAND_VARIABLE]
     return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 

@@ -1,0 +1,205 @@
+"""Runs a load test in a Locust process of its own, with a progress bar, and prints the outcome.
+
+Locust patches the standard library for gevent when it is imported, which must not happen inside a
+command that also uses asyncio: hence the separate process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from adaserve.loadgen.config import BenchConfig
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.preflight import preflight
+from adaserve.loadgen.results import COMMAND_VARIABLE, command_line, write_summary
+from adaserve.loadgen.schedule import Schedule, build_schedule
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+_LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+_STOP_S = 20.0
+
+
+def run_bench(
+    config: BenchConfig,
+    out: Path,
+    processes: int = 1,
+    console: Console | None = None,
+    checked: bool = False,
+) -> dict[str, Any]:
+    """Runs the load test to the end and returns its summary; everything is written to ``out``.
+
+    Ctrl-C ends the run early: records so far are kept and the summary says that the run is not
+    valid. ``checked``: the preflight was done. Raises LoadgenError for bad input."""
+    console = console or Console(stderr=True)
+    if out.exists() and any(out.iterdir()):
+        raise LoadgenError(f"{out} is not empty: give another folder, results are not overwritten")
+    if not checked:
+        # Bad input is reported before the server is bothered; the baseline does not matter for that.
+        build_schedule(replace(config, baseline_ms=config.baseline_ms or 30.0))
+        with console.status("asking the server for its model and its speed"):
+            config = preflight(config)
+    schedule = build_schedule(config)
+    out.mkdir(parents=True, exist_ok=True)
+    config.save(out / "config.yaml")
+    try:
+        code = _run_locust(out, schedule, processes, console)
+    finally:
+        summary = _summary(out, config, len(schedule))
+    if summary is None:
+        raise LoadgenError(f"the load test ended with code {code} before it sent anything:\n{_log_tail(out)}")
+    return summary
+
+
+def _command(out: Path, processes: int) -> list[str]:
+    command = [sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), "--headless", "--only-summary"]
+    command += ["--bench-config", str(out / "config.yaml"), "--results", str(out), "--bench-checked"]
+    if processes > 1:
+        command += ["--processes", str(processes)]
+    return command
+
+
+def _run_locust(out: Path, schedule: Schedule, processes: int, console: Console) -> int:
+    environment = {**os.environ, COMMAND_VARIABLE: command_line()}
+    with open(out / "locust.log", "w", encoding="utf-8") as log:
+        # A session of its own: Ctrl-C reaches only this process, which then stops Locust in order.
+        process = subprocess.Popen(
+            _command(out, processes),
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        with _stopped_at_the_end(process):
+            _show_progress(process, out, schedule, console)
+            return process.wait()
+
+
+@contextlib.contextmanager
+def _stopped_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Ends the process group whatever happens; politely first, so that records are written."""
+    previous = signal.signal(signal.SIGTERM, _interrupt) if _in_main_thread() else None
+    try:
+        yield
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.wait(_STOP_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _interrupt(_signum: int, _frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _show_progress(process: subprocess.Popen[bytes], out: Path, schedule: Schedule, console: Console) -> None:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} requests"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("load test", total=len(schedule), note="starting")
+        while process.poll() is None:
+            data = _read_progress(out)
+            if data is not None:
+                progress.update(task, completed=data["finished"], note=_note(data))
+            time.sleep(0.2)
+
+
+def _read_progress(out: Path) -> dict[str, Any] | None:
+    try:
+        data: dict[str, Any] = json.loads((out / "progress.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data
+
+
+def _note(data: Mapping[str, Any]) -> str:
+    rows = [r for r in data["by_class"] if r["attainment"] is not None and r["name"] != "all"]
+    return "  ".join(f"{r['name']} {100 * r['attainment']:.0f}%" for r in rows)
+
+
+def _summary(out: Path, config: BenchConfig, planned: int) -> dict[str, Any] | None:
+    """The summary that Locust wrote, or one made from the records when it was killed."""
+    path = out / "summary.json"
+    if path.exists():
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return data
+    if not (out / "requests.jsonl").exists():
+        return None
+    meta = {"seed": config.seed, "planned_requests": planned, "baseline_ms": config.baseline_ms}
+    return write_summary(out, config.warmup_s, meta, ["the load generator was killed"])
+
+
+def _log_tail(out: Path) -> str:
+    lines = (out / "locust.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-5:])
+
+
+_COLUMNS = (
+    "\nrequests",
+    "SLO\nms",
+    "TPOT\nmean ms",
+    "TPOT\np99 ms",
+    "TTFT\np50 ms",
+    "met\n%",
+    "goodput\ntok/s",
+    "accept\nlength",
+)
+
+
+def class_table(summary: Mapping[str, Any], title: str | None = None) -> Table:
+    """The outcome per class, for a terminal of 80 columns."""
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("\nclass", no_wrap=True)
+    for head in _COLUMNS:
+        table.add_column(head, justify="right", no_wrap=True)
+    for name, c in summary["by_class"].items():
+        table.add_row(name, *_cells(c))
+    table.add_section()
+    table.add_row("all", *_cells(summary), style="bold")
+    return table
+
+
+def _cells(c: Mapping[str, Any]) -> list[str]:
+    def show(value: Any, digits: int = 1) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    slo = c["slo_tpot_ms"]
+    return [
+        f"{c['requests']}" + (f" ({c['failed']} failed)" if c["failed"] else ""),
+        "mixed" if isinstance(slo, list) else show(slo),
+        show(c["mean_tpot_ms"]),
+        show(c["p99_tpot_ms"]),
+        show(c["median_ttft_ms"], 0),
+        "-" if c["slo_attainment"] is None else show(100 * c["slo_attainment"]),
+        show(c["token_goodput"]),
+        show(c["accept_length"], 2),
+    ]

@@ -1,0 +1,206 @@
+"""Commands ``bench serve`` and ``report``: mounted into ``adaserve``, or run as
+``python -m adaserve.loadgen``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from adaserve.loadgen.bench import class_table, run_bench
+from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec, load_config
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.results import new_results_dir
+from adaserve.loadgen.schedule import build_schedule, class_counts
+from rich.console import Console
+
+bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running server.")
+
+
+def _server(text: str, **settings: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Server", **settings)
+
+
+def _load(text: str, **settings: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Load", **settings)
+
+
+def _requests(text: str, **settings: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Requests", **settings)
+
+
+def _output(text: str, **settings: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Output", **settings)
+
+
+Text, Number, Count = str | None, float | None, int | None
+
+
+@bench_app.command("serve")
+def bench_serve(
+    *,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; options beat it.")] = None,
+    url: Annotated[Text, _server("Address of the server.", envvar="ADASERVE_URL")] = None,
+    model: Annotated[Text, _server("Model name (default: the first one served).")] = None,
+    api: Annotated[Text, _server("completions, chat or generate (SGLang's own).")] = None,
+    api_key: Annotated[Text, _server("Bearer token.", envvar=["ADASERVE_API_KEY", "OPENAI_API_KEY"])] = None,
+    slo_headers: Annotated[Text, _server("SLO headers to send: both, ms, class or none.")] = None,
+    rps: Annotated[Number, _load("Requests per second.")] = None,
+    burstiness: Annotated[Number, _load("Variation of the gaps: 1 = Poisson, more = bursts.")] = None,
+    duration: Annotated[Number, _load("Seconds during which requests arrive.")] = None,
+    trace: Annotated[Text, _load("Trace: JSONL, Azure, BurstGPT, Mooncake or AdaServe file.")] = None,
+    start: Annotated[Number, _load("Skip this many seconds of the trace.")] = None,
+    target_rps: Annotated[Number, _load("Stretch the trace to this mean rate.")] = None,
+    time_scale: Annotated[Number, _load("Multiply the trace's times: 2 = half the load.")] = None,
+    max_requests: Annotated[Count, _load("Send at most this many requests.")] = None,
+    seed: Annotated[Count, _load("Same seed, same schedule.")] = None,
+    processes: Annotated[int, _load("Processes that send.")] = 1,
+    mix: Annotated[Text, _requests("Shares of the classes: coding=0.6,chat=0.4.")] = None,
+    slo: Annotated[list[str] | None, _requests("TPOT SLO: coding=1.2x (baseline), chat=50 (ms).")] = None,
+    baseline_ms: Annotated[Number, _requests("ms per token of the idle server (default: ask).")] = None,
+    prompts: Annotated[Text, _requests("JSONL(.gz) of {category, text}.")] = None,
+    output_tokens: Annotated[Count, _requests("Tokens to generate, for every class.")] = None,
+    temperature: Annotated[Number, _requests("Sampling temperature, for every class.")] = None,
+    ignore_eos: Annotated[bool | None, _requests("Generate full lengths (SGLang, vLLM).")] = None,
+    warmup: Annotated[Number, _output("Leave out the first seconds of the run.")] = None,
+    out: Annotated[Path | None, _output("Results folder (default: results/<UTC>-TAG).")] = None,
+    tag: Annotated[str, _output("Name of the run.")] = "bench",
+    plan_only: Annotated[bool, _output("Show what would be sent, send nothing.")] = False,
+    fail_under_attainment: Annotated[Number, _output("Exit with 1 below this share (0 to 1).")] = None,
+) -> None:
+    """Send requests with different SLOs and see who got the speed they asked for.
+
+    The load is open-loop: requests leave at their planned times, however slow the server is. Without
+    options: one minute of coding, chat and summarization requests, one per second, against a server
+    on port 30000. Works with any OpenAI-compatible server.
+
+    Exit codes: 0 fine, 1 attainment below the limit or run not valid, 2 bad input."""
+    console = Console(stderr=True)
+    try:
+        settings = load_config(config) if config is not None else BenchConfig()
+        settings = _with_server(
+            settings,
+            {"url": url, "model": model, "api": api, "slo_headers": slo_headers, "ignore_eos": ignore_eos},
+            api_key,
+        )
+        settings = _with_load(
+            settings,
+            trace,
+            {"start_s": start, "target_rps": target_rps, "time_scale": time_scale},
+            {"rps": rps, "cv": burstiness, "kind": "gamma" if burstiness is not None else None},
+        )
+        settings = _with_classes(settings, mix, slo or [])
+        settings = _with_tokens(settings, output_tokens, temperature)
+        common = {"duration_s": duration, "max_requests": max_requests, "seed": seed, "warmup_s": warmup}
+        common |= {"baseline_ms": baseline_ms}
+        settings = replace(settings, **_given(common | {"prompts": prompts}))
+        if plan_only:
+            return _show_plan(settings)
+        folder = out if out is not None else new_results_dir(Path("results"), tag)
+        summary = run_bench(settings, folder, processes, console)
+    except LoadgenError as e:
+        _fail(e)
+    _print_outcome(summary, folder, console)
+    if not summary["valid"]:
+        raise typer.Exit(1)
+    check_attainment(summary, fail_under_attainment)
+
+
+def check_attainment(summary: Mapping[str, Any], limit: float | None) -> None:
+    """Ends the command with exit code 1 when attainment is below ``limit``."""
+    attainment = summary["slo_attainment"] or 0.0
+    if limit is not None and attainment < limit:
+        print(f"attainment {attainment:.3f} is below {limit:g}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if v is not None}
+
+
+def _with_server(config: BenchConfig, values: Mapping[str, Any], api_key: str | None) -> BenchConfig:
+    changes = _given(values)
+    if api_key:
+        changes["headers"] = {**config.server.headers, "Authorization": f"Bearer {api_key}"}
+    return replace(config, server=replace(config.server, **changes))
+
+
+def _with_load(
+    config: BenchConfig, trace: str | None, fit: Mapping[str, Any], arrivals: Mapping[str, Any]
+) -> BenchConfig:
+    if _given(arrivals):
+        if trace is not None:
+            raise LoadgenError("--trace brings its own arrivals: use --target-rps instead of --rps")
+        config = replace(config, trace=None, arrivals=replace(config.arrivals, **_given(arrivals)))
+    spec = TraceSpec(trace) if trace is not None else config.trace
+    if _given(fit) and spec is None:
+        raise LoadgenError("--start, --target-rps and --time-scale need a --trace")
+    return replace(config, trace=replace(spec, **_given(fit)) if spec is not None else None)
+
+
+def _with_classes(config: BenchConfig, mix: str | None, slos: list[str]) -> BenchConfig:
+    classes = dict(config.classes)
+    if mix is not None:
+        shares = dict(_assignment(part, "--mix") for part in mix.split(","))
+        for name in shares:
+            _known(classes, name, "--mix")
+        classes = {n: replace(classes[n], share=_float(v, "--mix")) for n, v in shares.items()}
+    for text in slos:
+        name, value = _assignment(text, "--slo")
+        _known(classes, name, "--slo")
+        number = _float(value.removesuffix("x").removesuffix("ms"), "--slo")
+        slo: dict[str, Any] = {"tpot_ms": None, "x_baseline": None}
+        slo["x_baseline" if value.endswith("x") else "tpot_ms"] = number
+        classes[name] = replace(classes[name], **slo)
+    return replace(config, classes=classes)
+
+
+def _with_tokens(config: BenchConfig, output_tokens: int | None, temperature: float | None) -> BenchConfig:
+    changes: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+    if output_tokens is not None:
+        changes["output_tokens"] = Length(output_tokens)
+    return replace(config, classes={n: replace(c, **changes) for n, c in config.classes.items()})
+
+
+def _assignment(text: str, option: str) -> tuple[str, str]:
+    name, separator, value = text.strip().partition("=")
+    if not separator or not name or not value:
+        raise LoadgenError(f"{option}: expected class=value, not {text!r}")
+    return name, value
+
+
+def _known(classes: Mapping[str, ClassLoad], name: str, option: str) -> None:
+    if name not in classes:
+        raise LoadgenError(f"{option}: unknown class {name!r}: known are {', '.join(classes)}")
+
+
+def _float(text: str, option: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise LoadgenError(f"{option}: {text!r} is not a number") from None
+
+
+def _show_plan(config: BenchConfig) -> None:
+    # The plan's times and lengths do not depend on the baseline: any value will do.
+    schedule = build_schedule(replace(config, baseline_ms=config.baseline_ms or 30.0))
+    counts = ", ".join(f"{n} {c}" for n, c in class_counts(schedule.requests).items())
+    typer.echo(f"{len(schedule)} requests in {schedule.duration_s:.1f} s: {counts}")
+    typer.echo(f"prompts: {schedule.prompts_source}; trace sha256 {schedule.trace_sha256[:16]}")
+
+
+def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -> None:
+    Console().print(class_table(summary))
+    for reason in summary["invalid_reasons"]:
+        console.print(f"[yellow]this run is not valid: {reason}[/yellow]")
+    for error, count in list(summary["errors"].items())[:3]:
+        console.print(f"[red]{count} x {error}[/red]", markup=True)
+    console.print(f"results: {folder}", soft_wrap=True)
+
+
+def _fail(error: Exception) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    raise typer.Exit(2)
