@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from adaserve.cpu import build, native
 from adaserve.cpu.extract import read_weights, supports
 from adaserve.cpu.linear import Storage
 from adaserve.cpu.params import ModelConfig, ModelWeights
+from adaserve.cpu.native import NativeBackend
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.cpu.torch_forward import TorchBackend
 
@@ -21,7 +23,17 @@ class LeanModel:
 
     def __init__(self, weights: ModelWeights, config: ModelConfig, linear: Storage = "auto") -> None:
         self.config = config
-        self._backend = TorchBackend(weights, config, linear)
+        kernels = build.load_kernels() if native.covers(config) else None
+        self._backend: NativeBackend | TorchBackend
+        if kernels is None:
+            self._backend = TorchBackend(weights, config, linear)
+        else:
+            self._backend = NativeBackend(kernels, weights, config, linear)
+
+    @property
+    def backend(self) -> str:
+        """"native" with the C kernels, "torch" without."""
+        return self._backend.name
 
     @classmethod
     def from_sglang(cls, model: Any, linear: Storage = "auto") -> LeanModel:
@@ -57,7 +69,7 @@ class LeanModel:
     @torch.no_grad()
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """The greedy token of each row, int64 [T]."""
-        return self.logits(hidden).argmax(dim=-1)
+        return self._backend.argmax(hidden)
 
     @torch.no_grad()
     def topk_logprobs(
@@ -67,5 +79,4 @@ class LeanModel:
 
         Returns log-probabilities fp32 [T, width] and tokens int64 [T, width].
         """
-        scaled = self.logits(hidden) * inv_temperature[:, None]
-        return scaled.log_softmax(dim=-1).topk(width, dim=-1)
+        return self._backend.topk_logprobs(hidden, inv_temperature, width)

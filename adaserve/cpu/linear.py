@@ -11,14 +11,14 @@ from torch.nn import functional
 Storage = Literal["auto", "fp32", "fp16", "bf16"]
 Linear = Callable[[torch.Tensor], torch.Tensor]  # fp32 [T, in] -> fp32 [T, out]
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+STORAGE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def exact_storage(weight: torch.Tensor) -> Storage:
     """The smallest storage that holds every weight without rounding, so that "auto" is exact."""
     weight = weight.detach()
     for name in ("fp16", "bf16"):
-        if weight.dtype == _DTYPES[name] or torch.equal(weight.to(_DTYPES[name]).to(weight.dtype), weight):
+        if weight.dtype == STORAGE_DTYPES[name] or torch.equal(weight.to(STORAGE_DTYPES[name]).to(weight.dtype), weight):
             return name  # type: ignore[return-value]
     return "fp32"
 
@@ -32,7 +32,7 @@ def torch_linear(weight: torch.Tensor, bias: torch.Tensor | None, storage: Stora
         return _fbgemm_fp16(weight, bias)
     if storage == "bf16" and _has_fast_bf16():
         return _bf16(weight, bias)
-    weight = weight.detach().to(_DTYPES[storage]).float().contiguous()
+    weight = weight.detach().to(STORAGE_DTYPES[storage]).float().contiguous()
     return _mkldnn(weight, bias) if torch.backends.mkldnn.is_available() else _plain(weight, bias)
 
 

@@ -63,6 +63,16 @@ class TorchBackend:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._lm_head(hidden) if hidden.shape[0] else hidden.new_empty(0, self._config.vocab_size)
 
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.logits(hidden).argmax(dim=-1)
+
+    def topk_logprobs(
+        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scaled = self.logits(hidden) * inv_temperature[:, None]
+        logprobs, tokens = scaled.log_softmax(dim=-1).topk(width, dim=-1)
+        return logprobs, tokens
+
     def _project(
         self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,154 @@
+"""Compiles the C kernels for this host at first use, and loads them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "csrc"
+_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno")
+# x86 and recent ARM compilers know -march=native, older ARM ones only -mcpu=native.
+_HOST_FLAGS = (("-march=native",), ("-mcpu=native",), ())
+_COMPILE_TIMEOUT_S = 120
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be compiled or loaded here; the message says why."""
+
+
+@cache
+def load_kernels() -> ctypes.CDLL | None:
+    """The kernels, compiled unless this host has done so before; None (and one warning) where that fails."""
+    if os.environ.get("ADASERVE_CPU_KERNELS", "1") == "0":
+        return None
+    try:
+        return load_library(build())
+    except BuildError as error:
+        logger.warning("AdaServe's CPU kernels are off, torch operators serve in their place: %s", error)
+        return None
+
+
+def build() -> Path:
+    """Path of the compiled kernels in the user's cache. Safe when several processes build at once."""
+    compiler = _find_compiler()
+    folder = _cache_folder()
+    target = folder / f"kernels-{_fingerprint(compiler)}.so"
+    if target.exists():
+        return target
+    # Each process compiles under a name of its own; the rename is atomic and the last one wins.
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        library = Path(work) / "kernels.so"
+        _compile(compiler, library)
+        os.replace(library, target)
+    return target
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Loads the kernels and lends them the threads of torch's own OpenMP runtime."""
+    try:
+        kernels = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path.name} does not load ({error})") from error
+    openmp = find_openmp()
+    if openmp is None:
+        logger.warning("AdaServe's CPU kernels found no OpenMP runtime in torch: they use one thread")
+    else:
+        names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+        entries = [ctypes.cast(getattr(openmp, name), ctypes.c_void_p) for name in names]
+        kernels.ada_set_runtime(*entries)
+    return kernels
+
+
+def find_openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has loaded. LLVM's and Intel's offer the same GOMP_* entry points."""
+    folder = Path(torch.__file__).parent / "lib"
+    files = [f for pattern in ("libgomp*", "libiomp5*", "libomp*") for f in sorted(folder.glob(pattern))]
+    # Builds that ship no runtime use the system's, which is then among the libraries already loaded.
+    for path in [*map(str, files), *_mapped_openmp(), None]:
+        try:
+            library = ctypes.CDLL(path)
+            if all(hasattr(library, n) for n in ("GOMP_parallel", "GOMP_barrier", "omp_get_num_threads")):
+                return library
+        except OSError:
+            continue
+    return None
+
+
+def _mapped_openmp() -> list[str]:
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "/lib" in line}
+    return sorted(p for p in paths if Path(p).name.startswith(("libgomp", "libiomp5", "libomp")))
+
+
+def _find_compiler() -> str:
+    for name in (os.environ.get("CC"), "gcc", "cc", "clang"):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise BuildError("no C compiler found; install gcc or clang, or set CC")
+
+
+def _compile(compiler: str, library: Path) -> None:
+    message = ""
+    for host_flags in _HOST_FLAGS:
+        command = [compiler, *_FLAGS, *host_flags, str(SOURCES / "kernels.c"), "-o", str(library), "-lm"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"{compiler} did not run: {error}") from error
+        if done.returncode == 0:
+            return
+        message = message or done.stderr.strip()
+    raise BuildError(f"{compiler} failed: {message[:500]}")
+
+
+def _fingerprint(compiler: str) -> str:
+    """Changes with the sources, the flags, the compiler and the processor that they were compiled for."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} did not run: {error}") from error
+    digest.update(version + " ".join(_FLAGS).encode() + _processor().encode())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.platform() + platform.processor()
+    # One processor's worth: name and instruction sets, not its clock rate of the moment.
+    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _cache_folder() -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "adaserve" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"the cache folder {folder} cannot be made: {error}") from error
+    if not os.access(folder, os.W_OK):
+        raise BuildError(f"the cache folder {folder} is read-only; set XDG_CACHE_HOME to one that is not")
+    return folder

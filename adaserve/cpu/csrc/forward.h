@@ -1,0 +1,194 @@
+/* One forward: every member of the team walks through all layers, with barriers where data changes hands. */
+#ifndef ADA_FORWARD_H
+#define ADA_FORWARD_H
+
+#include "model.h"
+
+/* Mirrored by a ctypes structure in native.py. */
+typedef struct {
+    int32_t tokens, requests, kv_type;
+    const int64_t *ids, *positions, *slots;
+    const int32_t *qo_indptr, *kv_indptr, *kv_indices;
+    const uint8_t *mask;
+    void *const *k_pools, *const *v_pools; /* per layer [slots, kv_heads, head_dim] */
+    int64_t slot_stride;                   /* elements between slots */
+    float *hidden;                         /* out: [tokens, hidden] */
+} batch;
+
+typedef struct {
+    model *m;
+    const batch *b;
+    attention attention;
+    int *next_item; /* [layers] */
+    float *residual, *normed, *qkv, *attended, *mlp;
+} pass;
+
+static void rms_norm(const float *x, const float *weight, float *y, int n, float eps) {
+    vf squares = splat(0.0f);
+    float sum = 0;
+    int i = 0;
+    for (; i + VL <= n; i += VL) squares += load(x + i) * load(x + i);
+    for (; i < n; i++) sum += x[i] * x[i];
+    const float scale = 1.0f / sqrtf((lane_sum(squares) + sum) / (float)n + eps);
+    for (i = 0; i + VL <= n; i += VL) store(y + i, load(x + i) * scale * load(weight + i));
+    for (; i < n; i++) y[i] = x[i] * scale * weight[i];
+}
+
+static void norm_share(const team *t, const pass *p, const float *weight, float *out) {
+    const int n = p->m->shape.hidden;
+    int begin, end;
+    team_share(t, p->b->tokens, &begin, &end);
+    for (int i = begin; i < end; i++)
+        rms_norm(p->residual + (size_t)i * n, weight, out + (size_t)i * n, n, p->m->shape.norm_eps);
+}
+
+static void embed_share(const team *t, const pass *p) {
+    const model_source *s = &p->m->shape;
+    int begin, end;
+    team_share(t, p->b->tokens, &begin, &end);
+    for (int i = begin; i < end; i++)
+        widen(s->embed_type, s->embed, (size_t)p->b->ids[i] * s->hidden, p->residual + (size_t)i * s->hidden, s->hidden);
+}
+
+static void rotate(float *x, const float *cos, const float *sin, int half) {
+    int i = 0;
+    for (; i + VL <= half; i += VL) {
+        vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+        store(x + i, a * c - b * s);
+        store(x + half + i, b * c + a * s);
+    }
+    for (; i < half; i++) {
+        float a = x[i], b = x[half + i];
+        x[i] = a * cos[i] - b * sin[i];
+        x[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
+/* q: normed, rotated and scaled in place; k and v: into the pools. */
+static void position_token(const pass *p, int index, int token) {
+    const model_source *s = &p->m->shape;
+    const layer *l = &p->m->layers[index];
+    const batch *b = p->b;
+    const int dim = s->head_dim, half = s->rotary_dim / 2;
+    const float *cos = s->cos_sin + b->positions[token] * s->rotary_dim, *sin = cos + half;
+    const float scale = 1.0f / sqrtf((float)dim);
+    float *head = p->qkv + (size_t)token * (s->heads + 2 * s->kv_heads) * dim;
+    for (int h = 0; h < s->heads + s->kv_heads; h++, head += dim) {
+        const float *norm = h < s->heads ? l->q_norm : l->k_norm;
+        if (norm) rms_norm(head, norm, head, dim, s->qk_norm_eps);
+        rotate(head, cos, sin, half);
+        if (h < s->heads)
+            for (int i = 0; i < dim; i++) head[i] *= scale;
+    }
+    const int kv_size = s->kv_heads * dim;
+    const size_t at = (size_t)b->slots[token] * b->slot_stride;
+    narrow(b->kv_type, head - kv_size, b->k_pools[index], at, kv_size);
+    narrow(b->kv_type, head, b->v_pools[index], at, kv_size);
+}
+
+static void attention_phase(const team *t, const pass *p, int index) {
+    attention a = p->attention;
+    a.keys = p->b->k_pools[index];
+    a.values = p->b->v_pools[index];
+    a.next_item = p->next_item + index;
+    attention_share(&a, &p->m->members[t->rank].parts);
+}
+
+/* In row blocks, so that the activations between the two products stay in cache. */
+static void mlp_phase(const team *t, const pass *p, const layer *l, gemm_scratch *scratch) {
+    const size_t hidden = p->m->shape.hidden;
+    for (int row0 = 0; row0 < p->b->tokens; row0 += ROW_BLOCK) {
+        const int rows = imin(ROW_BLOCK, p->b->tokens - row0);
+        const size_t block = (size_t)rows * DEPTH;
+        operand x = {p->normed + row0 * hidden, hidden, DEPTH}, activated = {p->mlp, DEPTH, block};
+        gemm(t, &l->gate_up, x, rows, (epilogue){EPILOGUE_SILU, p->mlp, DEPTH, block}, scratch);
+        team_barrier(t);
+        gemm(t, &l->down, activated, rows, (epilogue){EPILOGUE_ADD, p->residual + row0 * hidden, hidden, 0}, scratch);
+        team_barrier(t);
+    }
+}
+
+static void layer_share(const team *t, const pass *p, int index) {
+    const model_source *s = &p->m->shape;
+    const layer *l = &p->m->layers[index];
+    const int tokens = p->b->tokens;
+    const size_t hidden = s->hidden, q_size = s->heads * s->head_dim, qkv_size = l->qkv.columns;
+    gemm_scratch *scratch = &p->m->members[t->rank].gemm;
+    int begin, end;
+
+    norm_share(t, p, l->input_norm, p->normed);
+    team_barrier(t);
+    operand x = {p->normed, hidden, DEPTH};
+    gemm(t, &l->qkv, x, tokens, (epilogue){EPILOGUE_STORE, p->qkv, qkv_size, 0}, scratch);
+    team_barrier(t);
+    team_share(t, tokens, &begin, &end);
+    for (int i = begin; i < end; i++) position_token(p, index, i);
+    team_barrier(t);
+    attention_phase(t, p, index);
+    team_barrier(t);
+    operand attended = {p->attended, q_size, DEPTH};
+    gemm(t, &l->o, attended, tokens, (epilogue){EPILOGUE_ADD, p->residual, hidden, 0}, scratch);
+    team_barrier(t);
+    norm_share(t, p, l->post_norm, p->normed);
+    team_barrier(t);
+    mlp_phase(t, p, l, scratch);
+}
+
+static void forward_share(const team *t, void *data) {
+    const pass *p = data;
+    embed_share(t, p);
+    for (int i = 0; i < p->m->shape.layers; i++) layer_share(t, p, i);
+    norm_share(t, p, p->m->shape.final_norm, p->b->hidden);
+}
+
+/* Queries per attention item: many share a pass over the keys, but their scores should stay in L2. */
+static int queries_per_item(int queries, int keys, int group) {
+    const int rows = imin(QUERY_ROWS, 65536 / imax(1, keys));
+    return imax(1, imin(queries, rows / group));
+}
+
+static int plan_attention(pass *p, int threads) {
+    model *m = p->m;
+    const batch *b = p->b;
+    const model_source *s = &m->shape;
+    const int group = s->heads / s->kv_heads, n = b->requests, padded_dim = ceil_div(s->head_dim, PANEL) * PANEL;
+    int64_t *mask_start = reserve(&m->plan, sizeof(int64_t) * (n + 1) + sizeof(int32_t) * (2 * n + 1 + s->layers));
+    if (!mask_start) return 0;
+    int32_t *item_start = (int32_t *)(mask_start + n + 1), *block = item_start + n + 1;
+    size_t scores = 1, stride = 0, rows = group;
+    mask_start[0] = item_start[0] = 0;
+    for (int i = 0; i < n; i++) {
+        const int queries = b->qo_indptr[i + 1] - b->qo_indptr[i], keys = b->kv_indptr[i + 1] - b->kv_indptr[i];
+        mask_start[i + 1] = mask_start[i] + (int64_t)queries * keys;
+        block[i] = queries_per_item(queries, keys, group);
+        item_start[i + 1] = item_start[i] + ceil_div(queries, block[i]) * s->kv_heads;
+        rows = imax((int)rows, block[i] * group);
+        /* The extra panel keeps rows of a power-of-two length out of each other's cache sets. */
+        size_t width = (size_t)(ceil_div(keys, PANEL) + 1) * PANEL;
+        if (width > stride) stride = width;
+    }
+    scores = rows * stride;
+    p->next_item = block + n;
+    memset(p->next_item, 0, sizeof(int) * s->layers);
+    p->attention = (attention){
+        .heads = s->heads, .kv_heads = s->kv_heads, .head_dim = s->head_dim, .padded_dim = padded_dim,
+        .type = b->kv_type, .q = p->qkv, .q_stride = (size_t)(s->heads + 2 * s->kv_heads) * s->head_dim,
+        .out = p->attended, .slot_stride = b->slot_stride, .requests = n, .qo_indptr = b->qo_indptr,
+        .kv_indptr = b->kv_indptr, .kv_indices = b->kv_indices, .mask = b->mask, .mask_start = mask_start,
+        .item_start = item_start, .block_queries = block};
+    const size_t sizes[] = {rows * s->head_dim, scores, rows * padded_dim, (size_t)s->head_dim * PANEL,
+                            (size_t)KEY_BLOCK * padded_dim};
+    size_t total = 0;
+    for (int i = 0; i < 5; i++) total += ceil_div((int)sizes[i], 16) * 16;
+    for (int i = 0; i < threads; i++) {
+        float *data = reserve(&m->members[i].attention, sizeof(float) * total);
+        if (!data) return 0;
+        memset(data + total - sizes[4], 0, sizeof(float) * sizes[4]); /* padding columns of the values */
+        float *parts[5];
+        for (int j = 0; j < 5; data += ceil_div((int)sizes[j], 16) * 16, j++) parts[j] = data;
+        m->members[i].parts = (attention_scratch){parts[0], parts[1], parts[2], parts[3], parts[4], stride};
+    }
+    return 1;
+}
+
+#endif

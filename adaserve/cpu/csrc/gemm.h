@@ -1,0 +1,219 @@
+/* y = x W^T with W packed once into the order in which the threads stream it.
+ *
+ * Packed order: group of `group_panels` panels > block of DEPTH k > panel > k > 16 columns. Each group is one
+ * contiguous read; its sums stay in a thread's scratch until the epilogue. For few rows the products are bound
+ * by that read: while one panel computes, the tile prefetches the next. */
+#ifndef ADA_GEMM_H
+#define ADA_GEMM_H
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "team.h"
+#include "tile.h"
+
+#define DEPTH 256       /* k per block: a panel of it stays in L1 */
+#define ROW_BLOCK 120   /* rows that share one pass over the weights */
+#define MAX_GROUP 8     /* panels per group */
+#define WIDEN_BLOCKS 3  /* from so many row tiles on it pays to convert a panel to fp32 once */
+
+typedef struct {
+    int columns, depth, type; /* W is [columns, depth] */
+    int panels, group_panels, groups;
+    int gated;                /* panels alternate between gate and up columns */
+    char *data;
+    size_t bytes;
+    float *bias;              /* [panels * PANEL] or NULL */
+} matrix;
+
+/* Rows of activations, by blocks of DEPTH columns: element (row, k) at
+ * data[k / DEPTH * block + row * ld + k % DEPTH]. Row-major is block = DEPTH, ld = columns. */
+typedef struct {
+    const float *data;
+    size_t ld, block;
+} operand;
+
+enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_SILU };
+
+typedef struct {
+    int kind;
+    float *y;     /* STORE, ADD: row-major, `ld` apart. SILU: an operand's data */
+    size_t ld, block;
+} epilogue;
+
+typedef struct {
+    float sums[ROW_BLOCK * MAX_GROUP * PANEL];
+    float panel[DEPTH * PANEL];
+} gemm_scratch;
+
+static inline int imin(int a, int b) { return a < b ? a : b; }
+static inline int imax(int a, int b) { return a > b ? a : b; }
+static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+/* ---- packing ---- */
+
+static char *huge_alloc(size_t bytes) {
+    const size_t page = (size_t)2 << 20;
+    char *data = aligned_alloc(page, (bytes + page - 1) / page * page + page);
+#ifdef MADV_HUGEPAGE
+    if (data) madvise(data, (bytes + page - 1) / page * page, MADV_HUGEPAGE);
+#endif
+    return data;
+}
+
+/* Source row of a packed column, or -1 for padding. */
+static int source_row(const matrix *m, int column) {
+    int half = m->columns / 2, panel = column / PANEL, lane = column % PANEL;
+    if (!m->gated) return column < m->columns ? column : -1;
+    int i = panel / 2 * PANEL + lane;
+    return i < half ? i + panel % 2 * half : -1;
+}
+
+static void pack_panel(const matrix *m, const char *source, int panel, int k0, int kc, char *target) {
+    const size_t bytes = type_bytes[m->type];
+    for (int lane = 0; lane < PANEL; lane++) {
+        int row = source_row(m, panel * PANEL + lane);
+        const char *from = source + ((size_t)row * m->depth + k0) * bytes;
+        char *to = target + lane * bytes;
+        for (int k = 0; k < kc; k++, to += PANEL * bytes) {
+            if (row < 0) memset(to, 0, bytes);
+            else memcpy(to, from + k * bytes, bytes);
+        }
+    }
+}
+
+static void pack_matrix(matrix *m, const char *source) {
+    char *target = m->data;
+    for (int group = 0; group < m->groups; group++)
+        for (int k0 = 0; k0 < m->depth; k0 += DEPTH) {
+            int kc = imin(DEPTH, m->depth - k0);
+            for (int p = 0; p < m->group_panels; p++) {
+                pack_panel(m, source, group * m->group_panels + p, k0, kc, target);
+                target += (size_t)kc * PANEL * type_bytes[m->type];
+            }
+        }
+}
+
+/* Wide groups read x less often; the threads need enough groups to share. */
+static int choose_group(int panels, int threads) {
+    for (int size = MAX_GROUP; size > 2; size /= 2) {
+        int groups = ceil_div(panels, size);
+        if (groups >= 8 * threads || (panels % size == 0 && groups % threads == 0)) return size;
+    }
+    return 2;
+}
+
+static int matrix_init(matrix *m, const void *source, const float *bias, int columns, int depth, int type,
+                       int gated, int threads) {
+    int panels = gated ? 2 * ceil_div(columns / 2, PANEL) : ceil_div(columns, PANEL);
+    int size = choose_group(panels, threads);
+    *m = (matrix){.columns = columns, .depth = depth, .type = type, .group_panels = size, .gated = gated};
+    m->groups = ceil_div(panels, size);
+    m->panels = m->groups * size;
+    m->bytes = (size_t)m->panels * PANEL * depth * type_bytes[type];
+    m->data = huge_alloc(m->bytes);
+    if (!m->data) return 0;
+    pack_matrix(m, source);
+    if (bias) {
+        m->bias = calloc((size_t)m->panels * PANEL, sizeof(float));
+        if (!m->bias) return 0;
+        memcpy(m->bias, bias, sizeof(float) * columns);
+    }
+    return 1;
+}
+
+static void matrix_free(matrix *m) {
+    free(m->data);
+    free(m->bias);
+}
+
+/* ---- products ---- */
+
+/* One panel (or two neighbours) of one k block against all rows, in evenly sized row tiles, while the next
+ * `bytes` of packed weights are fetched. */
+static void multiply(tile_args a, const tile_fn *table, int rows, int row_tiles, const char *next, size_t bytes) {
+    const float *x = a.x;
+    float *c = a.c;
+    for (int i = 0; i < row_tiles; i++) {
+        int row = rows * i / row_tiles, count = rows * (i + 1) / row_tiles - row;
+        a.x = x + row * a.ldx;
+        a.c = c + row * a.ldc;
+        a.ahead = next + bytes * i / row_tiles;
+        table[count - 1](&a);
+    }
+}
+
+static void multiply_block(const matrix *m, const char *w, int kc, const float *x, size_t ldx, int rows,
+                           int mode, gemm_scratch *s) {
+    const int row_tiles = ceil_div(rows, MAX_ROWS);
+    const int at_once = ceil_div(rows, row_tiles) <= PAIR_ROWS ? 2 : 1;
+    const int convert = m->type != FP32 && at_once == 1 && row_tiles >= WIDEN_BLOCKS;
+    const size_t bytes = (size_t)at_once * kc * PANEL * type_bytes[m->type];
+    const tile_fn *table = tiles[at_once - 1][convert ? FP32 : m->type][mode];
+    tile_args a = {.x = x, .ldx = ldx, .ldw = PANEL, .panel_stride = (size_t)kc * PANEL, .depth = kc,
+                   .ldc = (size_t)m->group_panels * PANEL, .ahead_step = bytes / (kc * row_tiles)};
+    for (int p = 0; p < m->group_panels; p += at_once, w += bytes) {
+        if (convert) widen(m->type, w, 0, s->panel, kc * PANEL);
+        a.w = convert ? (const char *)s->panel : w;
+        a.c = s->sums + p * PANEL;
+        multiply(a, table, rows, row_tiles, w + bytes, bytes);
+    }
+}
+
+static void finish_silu(const matrix *m, const epilogue *e, const float *sums, size_t ld, int row0, int rows,
+                        int column0) {
+    for (int p = 0; p < m->group_panels; p += 2) {
+        int column = (column0 + p * PANEL) / 2;
+        if (column >= m->columns / 2) return;
+        float *out = e->y + (size_t)(column / DEPTH) * e->block + column % DEPTH;
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < PANEL; j += VL) {
+                const float *pair = sums + r * ld + p * PANEL + j;
+                vf gate = load(pair), up = load(pair + PANEL);
+                store(out + (row0 + r) * e->ld + j, gate / (1.0f + vexp(-gate)) * up);
+            }
+    }
+}
+
+static void finish_rows(const matrix *m, const epilogue *e, const float *sums, size_t ld, int row0, int rows,
+                        int column0) {
+    int count = imin(m->group_panels * PANEL, m->columns - column0);
+    const float *bias = m->bias ? m->bias + column0 : NULL;
+    for (int r = 0; r < rows; r++) {
+        const float *from = sums + r * ld;
+        float *to = e->y + (row0 + r) * e->ld + column0;
+        for (int j = 0; j < count; j++) {
+            float value = bias ? from[j] + bias[j] : from[j];
+            to[j] = e->kind == EPILOGUE_ADD ? to[j] + value : value;
+        }
+    }
+}
+
+static void multiply_group(const matrix *m, int group, operand x, int row0, int rows, const epilogue *e,
+                           gemm_scratch *s) {
+    const size_t row_bytes = (size_t)m->group_panels * PANEL * type_bytes[m->type];
+    const char *w = m->data + group * row_bytes * m->depth;
+    const size_t ld = (size_t)m->group_panels * PANEL;
+    for (int k0 = 0; k0 < m->depth; k0 += DEPTH) {
+        int kc = imin(DEPTH, m->depth - k0);
+        const float *block = x.data + k0 / DEPTH * x.block + row0 * x.ld;
+        multiply_block(m, w, kc, block, x.ld, rows, k0 ? TILE_ADD : TILE_SET, s);
+        w += kc * row_bytes;
+    }
+    int column0 = group * m->group_panels * PANEL;
+    if (e->kind == EPILOGUE_SILU) finish_silu(m, e, s->sums, ld, row0, rows, column0);
+    else finish_rows(m, e, s->sums, ld, row0, rows, column0);
+}
+
+/* A member's share of y = epilogue(x W^T); barriers are the caller's. */
+static void gemm(const team *t, const matrix *m, operand x, int rows, epilogue e, gemm_scratch *s) {
+    int blocks = ceil_div(rows, ROW_BLOCK), begin, end;
+    team_share(t, m->groups * blocks, &begin, &end);
+    for (int item = begin; item < end; item++) {
+        int row0 = (int)((int64_t)rows * (item % blocks) / blocks);
+        int row1 = (int)((int64_t)rows * (item % blocks + 1) / blocks);
+        multiply_group(m, item / blocks, x, row0, row1 - row0, &e, s);
+    }
+}
+
+#endif

@@ -1,0 +1,70 @@
+/* Forward of Llama-family models over a paged KV pool: what Python calls. See the headers for the parts. */
+#include "forward.h"
+#include "sampling.h"
+
+/* 0, or -1 when memory is short. */
+EXPORT int ada_forward(model *m, const batch *b, int threads) {
+    const model_source *s = &m->shape;
+    const size_t rows = b->tokens, q_size = (size_t)s->heads * s->head_dim;
+    const size_t mlp = (size_t)ceil_div(s->intermediate, DEPTH) * DEPTH * imin(b->tokens, ROW_BLOCK);
+    pass p = {.m = m, .b = b};
+    p.residual = reserve(&m->residual, sizeof(float) * rows * s->hidden);
+    p.normed = reserve(&m->normed, sizeof(float) * rows * s->hidden);
+    p.qkv = reserve(&m->qkv, sizeof(float) * rows * (q_size + 2 * (size_t)s->kv_heads * s->head_dim));
+    p.attended = reserve(&m->attended, sizeof(float) * rows * q_size);
+    p.mlp = reserve(&m->mlp, sizeof(float) * mlp);
+    if (!p.residual || !p.normed || !p.qkv || !p.attended || !p.mlp) return -1;
+    if (!reserve_members(m, threads) || !plan_attention(&p, threads)) return -1;
+    team_run(forward_share, &p, threads);
+    return 0;
+}
+
+typedef struct {
+    model *m;
+    const float *hidden;
+    int rows, width; /* width 0: logits only, -1: argmax */
+    float *logits, *logprobs;
+    const float *scale;
+    int64_t *tokens;
+} head_pass;
+
+static void head_share(const team *t, void *data) {
+    const head_pass *p = data;
+    const int vocab = p->m->shape.vocab;
+    int begin, end;
+    operand x = {p->hidden, p->m->shape.hidden, DEPTH};
+    gemm(t, &p->m->lm_head, x, p->rows, (epilogue){EPILOGUE_STORE, p->logits, vocab, 0}, &p->m->members[t->rank].gemm);
+    if (!p->width) return;
+    team_barrier(t);
+    team_share(t, p->rows, &begin, &end);
+    for (int i = begin; i < end; i++) {
+        const float *logits = p->logits + (size_t)i * vocab;
+        if (p->width < 0) p->tokens[i] = row_argmax(logits, vocab);
+        else row_top_logprobs(logits, vocab, p->scale[i], p->width, p->logprobs + (size_t)i * p->width,
+                              p->tokens + (size_t)i * p->width);
+    }
+}
+
+static int run_head(head_pass p, int threads) {
+    if (!p.logits) p.logits = reserve(&p.m->logits, sizeof(float) * p.rows * p.m->shape.vocab);
+    if (!p.logits || !reserve_members(p.m, threads)) return -1;
+    team_run(head_share, &p, threads);
+    return 0;
+}
+
+EXPORT int ada_logits(model *m, const float *hidden, int rows, float *logits, int threads) {
+    return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .logits = logits}, threads);
+}
+
+EXPORT int ada_argmax(model *m, const float *hidden, int rows, int64_t *tokens, int threads) {
+    return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = -1, .tokens = tokens}, threads);
+}
+
+EXPORT int ada_top_logprobs(model *m, const float *hidden, int rows, const float *scale, int width, float *logprobs,
+                            int64_t *tokens, int threads) {
+    return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = width, .scale = scale,
+                                .logprobs = logprobs, .tokens = tokens}, threads);
+}
+
+/* Lanes of the vectors this library was compiled for. */
+EXPORT int ada_vector_lanes(void) { return VL; }

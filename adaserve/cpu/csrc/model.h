@@ -1,0 +1,119 @@
+/* A model's packed weights and the buffers that its forwards reuse. */
+#ifndef ADA_MODEL_H
+#define ADA_MODEL_H
+
+#include "attention.h"
+
+/* Mirrored by ctypes structures of the same names in native.py. */
+typedef struct {
+    const void *weight; /* [columns, depth], contiguous; read once */
+    const float *bias;  /* [columns] or NULL */
+    int32_t columns, depth, type;
+} matrix_source;
+
+typedef struct {
+    matrix_source qkv, o, gate_up, down;
+    const float *input_norm, *post_norm;
+    const float *q_norm, *k_norm; /* [head_dim] or NULL */
+} layer_source;
+
+typedef struct {
+    int32_t hidden, intermediate, heads, kv_heads, head_dim, rotary_dim, vocab, layers;
+    int32_t threads;    /* the weights are laid out for so many; others work */
+    int32_t embed_type;
+    float norm_eps, qk_norm_eps;
+    const void *embed;  /* [vocab, hidden]; this and the next two stay the caller's and must live on */
+    const float *cos_sin, *final_norm;
+    const layer_source *layer;
+    matrix_source lm_head;
+} model_source;
+
+typedef struct {
+    matrix qkv, o, gate_up, down;
+    const float *input_norm, *post_norm, *q_norm, *k_norm;
+} layer;
+
+typedef struct {
+    void *data;
+    size_t bytes;
+} buffer;
+
+typedef struct {
+    gemm_scratch gemm;
+    buffer attention;
+    attention_scratch parts;
+} member;
+
+typedef struct {
+    model_source shape;
+    layer *layers;
+    matrix lm_head;
+    buffer residual, normed, qkv, attended, mlp, logits, plan;
+    member *members;
+    int num_members;
+} model;
+
+static void *reserve(buffer *b, size_t bytes) {
+    if (b->bytes < bytes) {
+        free(b->data);
+        b->bytes = bytes + bytes / 4 + 64;
+        b->data = aligned_alloc(64, (b->bytes + 63) / 64 * 64);
+        if (!b->data) b->bytes = 0;
+    }
+    return b->data;
+}
+
+static int reserve_members(model *m, int count) {
+    if (count <= m->num_members) return 1;
+    member *members = aligned_alloc(64, sizeof(member) * count);
+    if (!members) return 0;
+    memset(members, 0, sizeof(member) * count);
+    for (int i = 0; i < m->num_members; i++) members[i].attention = m->members[i].attention;
+    free(m->members);
+    m->members = members;
+    m->num_members = count;
+    return 1;
+}
+
+static int matrix_load(matrix *m, const matrix_source *s, int gated, int threads) {
+    return matrix_init(m, s->weight, s->bias, s->columns, s->depth, s->type, gated, threads);
+}
+
+static int layer_load(layer *l, const layer_source *s, int threads) {
+    l->input_norm = s->input_norm;
+    l->post_norm = s->post_norm;
+    l->q_norm = s->q_norm;
+    l->k_norm = s->k_norm;
+    return matrix_load(&l->qkv, &s->qkv, 0, threads) && matrix_load(&l->o, &s->o, 0, threads) &&
+           matrix_load(&l->gate_up, &s->gate_up, 1, threads) && matrix_load(&l->down, &s->down, 0, threads);
+}
+
+EXPORT void ada_model_free(model *m) {
+    if (!m) return;
+    for (int i = 0; m->layers && i < m->shape.layers; i++) {
+        matrix *all[] = {&m->layers[i].qkv, &m->layers[i].o, &m->layers[i].gate_up, &m->layers[i].down};
+        for (int j = 0; j < 4; j++) matrix_free(all[j]);
+    }
+    matrix_free(&m->lm_head);
+    buffer *buffers[] = {&m->residual, &m->normed, &m->qkv, &m->attended, &m->mlp, &m->logits, &m->plan};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]->data);
+    for (int i = 0; i < m->num_members; i++) free(m->members[i].attention.data);
+    free(m->members);
+    free(m->layers);
+    free(m);
+}
+
+/* NULL when memory is short. */
+EXPORT model *ada_model_create(const model_source *source) {
+    model *m = calloc(1, sizeof(model));
+    if (!m) return NULL;
+    m->shape = *source;
+    m->layers = calloc(source->layers, sizeof(layer));
+    int ok = m->layers != NULL && matrix_load(&m->lm_head, &source->lm_head, 0, source->threads);
+    for (int i = 0; ok && i < source->layers; i++) ok = layer_load(&m->layers[i], &source->layer[i], source->threads);
+    if (ok) return m;
+    ada_model_free(m);
+    return NULL;
+}
+
+#endif
