@@ -16,6 +16,8 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
 ATTENTION_BACKEND = "adaserve_cpu"
+OVERLAP_ENV = "ADASERVE_CPU_OVERLAP"
+"""Set to 1 to run SGLang's overlap schedule on a CPU host: slower, but it exercises the GPU's code path."""
 
 
 def select() -> str | None:
@@ -51,9 +53,11 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Settings without which SGLang 0.5.23 reaches for CUDA-only code on a CPU."""
-        server_args.disable_overlap_schedule = True
+        if os.environ.get(OVERLAP_ENV, "0") != "1":
+            server_args.disable_overlap_schedule = True  # nothing runs beside a CPU
         server_args.disable_cuda_graph = True
-        if server_args.attention_backend is None:
+        # SGLang has filled in its own CPU defaults by now; torch_native ignores tree masks.
+        if server_args.attention_backend in (None, "intel_amx", "torch_native"):
             server_args.attention_backend = ATTENTION_BACKEND
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
@@ -64,6 +68,15 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
         from adaserve.cpu.kv_pool import CpuMHATokenToKVPool
 
         return CpuMHATokenToKVPool
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Puts our forward under the model, speculative or not, so that all policies gain alike."""
+        from adaserve.config import AdaServeConfig
+        from adaserve.cpu.install import install
+
+        weights = AdaServeConfig.load().cpu_weights
+        if weights != "off":
+            install(model, weights)
 
     def get_dispatch_key_name(self) -> str:
         return "native"

@@ -1,0 +1,44 @@
+"""Every hook into SGLang 0.5.23, one module per concern, each with the reason why it is needed.
+
+SGLang's hook registry only logs a target that it cannot patch and serves on without it. So every
+target is checked here first (``require``): an SGLang that moved one is refused with its name.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+SGLANG_VERSION = "0.5.23"
+
+targets: list[str] = []
+"""Dotted paths that we hook; the contract tests check their signatures."""
+
+
+class PatchError(RuntimeError):
+    """A place in SGLang that AdaServe hooks is not there: wrong SGLang version."""
+
+
+def hook(target: str, function: Callable[..., Any], kind: HookType) -> None:
+    """Registers one hook. Raises PatchError when ``target`` does not exist."""
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise PatchError(
+            f"SGLang has no {target}, which AdaServe hooks. It was made for sglang {SGLANG_VERSION}: "
+            f"pip install sglang=={SGLANG_VERSION}"
+        ) from error
+    HookRegistry.register(target, function, kind)
+    targets.append(target)
+
+
+def apply_all() -> None:
+    """Registers all hooks; SGLang applies them right after its plugins were loaded."""
+    from adaserve.patches import cpu_kernels, flags, kv_reserve
+
+    flags.register()
+    kv_reserve.register()
+    cpu_kernels.register()

@@ -1,0 +1,105 @@
+"""ADASERVE as a speculative algorithm of SGLang: registration, settings, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.server_args import ServerArgs
+
+NAME = "ADASERVE"
+
+
+class AdaServeAlgorithm(CustomSpecAlgo):
+    """The methods that the scheduler calls beyond those ``CustomSpecAlgo`` defines.
+
+    They stand on the in-tree enum ``SpeculativeAlgorithm`` only; a contract test compares the two.
+    """
+
+    def create_future_map(
+        self,
+        device: Any,
+        req_to_token_pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> FutureMap:
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def get_platform_worker_cls(self) -> type | None:
+        return None
+
+    def handle_server_args(self, server_args: ServerArgs) -> None:
+        """Refuses what cannot be served and sizes SGLang's speculative reserve. Raises ValueError."""
+        from adaserve.config import AdaServeConfig
+        from adaserve.plugin import ensure_registered
+
+        ensure_registered()
+        config = AdaServeConfig.load()
+        refuse_unsupported(server_args)
+        server_args.speculative_num_steps = config.max_depth
+        server_args.speculative_eagle_topk = config.max_width
+        server_args.speculative_num_draft_tokens = 1 + config.max_candidates
+        server_args.enable_mixed_chunk = False
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = 64
+
+
+def refuse_unsupported(args: Any) -> None:
+    """Raises ValueError with the remedy for a combination that ADASERVE cannot serve."""
+    refusals = [
+        (not args.speculative_draft_model_path, "a draft model is missing: add --speculative-draft-model-path"),
+        ((args.page_size or 1) > 1, f"page size {args.page_size} is not supported: use --page-size 1"),
+        (bool(args.enable_lora or args.lora_paths), "LoRA adapters are not supported: remove --lora-paths"),
+        (args.tp_size > 1, "tensor parallelism is not supported yet: use --tp-size 1"),
+        (args.pp_size > 1, "pipeline parallelism is not supported: use --pp-size 1"),
+        (args.enable_dp_attention, "data-parallel attention is not supported: remove --enable-dp-attention"),
+        (
+            args.disaggregation_mode not in (None, "null"),
+            "prefill/decode disaggregation is not supported: remove --disaggregation-mode",
+        ),
+        (args.enable_return_hidden_states, "hidden states are not returned: remove --enable-return-hidden-states"),
+        (args.enable_hierarchical_cache, "the hierarchical cache is not supported: remove --enable-hierarchical-cache"),
+        (
+            args.speculative_adaptive,
+            "--speculative-adaptive belongs to EAGLE; ADASERVE adapts in every iteration: remove it",
+        ),
+    ]
+    for refused, reason in refusals:
+        if refused:
+            raise ValueError(f"--speculative-algorithm ADASERVE: {reason}")
+
+
+def register() -> None:
+    """Registers the algorithm and the CPU attention backend with SGLang."""
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, DRAFT_ATTENTION_BACKEND_CHOICES
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from adaserve.platform import ATTENTION_BACKEND
+
+    @register_attention_backend(ATTENTION_BACKEND)
+    def _cpu_backend(runner: Any) -> Any:
+        from adaserve.cpu.attention_backend import CpuAttentionBackend
+
+        return CpuAttentionBackend(runner)
+
+    for choices in (ATTENTION_BACKEND_CHOICES, DRAFT_ATTENTION_BACKEND_CHOICES):
+        if ATTENTION_BACKEND not in choices:
+            choices.append(ATTENTION_BACKEND)
+
+    @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=AdaServeAlgorithm)
+    def _worker(server_args: ServerArgs) -> type:
+        from adaserve.worker.worker import AdaServeWorker
+
+        return AdaServeWorker

@@ -1,0 +1,169 @@
+"""Beam search of candidate trees on the draft model (AdaServe, section 4.1, Algorithm 2 lines 2-5).
+
+Each node keeps its own KV slot in its request's window; a node sees the committed prefix, the root
+and its ancestors. Re-parented beams therefore never move KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from adaserve.scheduler.interface import CandidateTrees, IterationPlan
+from adaserve.worker.attention import causal_plan, gather_slots, tree_plan
+from adaserve.worker.forwards import TreeForward
+from adaserve.worker.rows import DecodeRows
+from adaserve.worker.tree import TreeShape, tree_shape
+
+KeepDrafting = Callable[[IterationPlan, int, np.ndarray], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Candidate trees and where their nodes live. Node order within a row is the shape's."""
+
+    shape: TreeShape
+    rows: np.ndarray  # int64 [a]: rows of the batch that were drafted for
+    trees: CandidateTrees
+    visible: np.ndarray  # bool [a, nodes, width]: window columns that each node sees, itself included
+    window: np.ndarray  # int64 [a, width]: KV slots of the windows
+    depth: int  # draft steps that were run
+
+    @property
+    def nodes_per_row(self) -> int:
+        """Candidates of one drafted row."""
+        return self.visible.shape[1]
+
+
+class Drafter:
+    """``inv_temperature`` maps the requests' temperatures to what the draft's logits are scaled by."""
+
+    def __init__(self, forward: TreeForward, inv_temperature: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._forward = forward
+        self._inv_temperature = inv_temperature
+
+    def draft(self, plan: IterationPlan, rows: DecodeRows, keep_drafting: KeepDrafting | None) -> Draft | None:
+        """Runs up to plan.depth draft steps; None when no row may have a tree."""
+        active = np.flatnonzero(rows.running.max_depth > 0)
+        depth = min(plan.depth, int(rows.running.max_depth.max(initial=0)))
+        if depth == 0 or not len(active):
+            return None
+        branching = None if plan.branching is None else plan.branching[:depth]
+        search = _BeamSearch(self._forward, rows, active, tree_shape(depth, plan.width, branching), self._scale(rows, active))
+        search.first_step()
+        for step in range(2, depth + 1):
+            if keep_drafting is not None and not keep_drafting(plan, step - 1, search.frontier(len(rows))):
+                return search.result(len(rows), step - 1)
+            search.next_step(step)
+        return search.result(len(rows), depth)
+
+    def _scale(self, rows: DecodeRows, active: np.ndarray) -> torch.Tensor:
+        scale = self._inv_temperature(rows.running.temperature[active])
+        return torch.from_numpy(scale.astype(np.float32))
+
+
+class _BeamSearch:
+    """State of one beam search over ``a`` rows; tensors are [a, beams, ...]."""
+
+    def __init__(
+        self, forward: TreeForward, rows: DecodeRows, active: np.ndarray, shape: TreeShape, scale: torch.Tensor
+    ) -> None:
+        self.forward, self.rows, self.active, self.shape, self.scale = forward, rows, active, shape, scale
+        a = len(active)
+        self.base = rows.seq_lens[active]
+        self.pool_indices = rows.pool_indices[torch.from_numpy(active)]
+        # One kv list serves every step: prefix, then the whole window (columns not yet written are masked).
+        self.kv_lens = self.base + shape.width
+        self.kv_slots = gather_slots(rows.req_to_token, self.pool_indices, np.zeros(a, np.int64), self.kv_lens)
+        ends = np.cumsum(self.kv_lens)
+        self.window = self.kv_slots.numpy()[(ends - shape.width)[:, None] + np.arange(shape.width)]
+        self.visible = np.zeros((a, shape.nodes, shape.width), np.bool_)
+        self.tokens = np.zeros((a, shape.nodes), np.int64)
+        self.parents = np.full((a, shape.nodes), -1, np.int64)
+        self.logprobs = np.zeros((a, shape.nodes))
+        self.level = torch.empty(0)
+
+    def first_step(self) -> None:
+        """Feeds what the draft has not seen yet (usually just the root) and keeps the best children."""
+        states = [self.rows.states[r] for r in self.active]
+        roots = self.rows.roots[self.active]
+        tokens = np.concatenate([[*s.pending, root] for s, root in zip(states, roots, strict=True)]).astype(np.int64)
+        starts = np.array([s.draft_len for s in states], np.int64)
+        q_lens = self.base + 1 - starts
+        slots = gather_slots(self.rows.req_to_token, self.pool_indices, starts, q_lens)
+        if int(q_lens.max()) == 1:
+            kv_lens, kv_slots = self.kv_lens, self.kv_slots
+            seen = np.zeros((len(roots), self.shape.width), np.bool_)
+            seen[:, 0] = True
+            plan = tree_plan(kv_slots, q_lens, kv_lens, seen)
+        else:
+            kv_lens = self.base + 1
+            kv_slots = gather_slots(self.rows.req_to_token, self.pool_indices, np.zeros_like(kv_lens), kv_lens)
+            plan = causal_plan(kv_slots, q_lens, kv_lens)
+        last = np.cumsum(q_lens) - 1
+        positions = np.arange(len(tokens)) - np.repeat(last - self.base, q_lens)
+        hidden = self.forward.hidden(torch.from_numpy(tokens), torch.from_numpy(positions), slots, plan)
+        for state, length in zip(states, self.base, strict=True):
+            state.draft_len, state.pending = int(length) + 1, []
+        beams = self.shape.beams[0]
+        logprob, token = self.forward.topk_logprobs(hidden[torch.from_numpy(last)], self.scale, beams)
+        self.level = logprob.double()
+        self._store(1, token.numpy(), np.zeros((len(roots), beams), np.int64))
+
+    def next_step(self, step: int) -> None:
+        """Expands the beams of depth step - 1 into those of depth ``step``."""
+        before = slice(self.shape.start[step - 2], self.shape.start[step - 1])
+        a, m = len(self.active), before.stop - before.start
+        tokens = torch.from_numpy(self.tokens[:, before].reshape(-1))
+        positions = torch.from_numpy(np.repeat(self.base + step - 1, m))
+        slots = torch.from_numpy(self.window[:, self.shape.columns[before]].reshape(-1))
+        seen = self.visible[:, before].reshape(a * m, -1)
+        plan = tree_plan(self.kv_slots, np.full(a, m), self.kv_lens, seen)
+        hidden = self.forward.hidden(tokens, positions, slots, plan)
+        beams = self.shape.beams[step - 1]
+        # A fixed branching gives every beam the same number of children; a beam search lets them compete.
+        children = beams // m if self.shape.is_branching else min(beams, self.shape.beams[0])
+        logprob, token = self.forward.topk_logprobs(hidden, self.scale.repeat_interleave(m), children)
+        paths = (self.level.unsqueeze(-1) + logprob.double().view(a, m, children)).view(a, m * children)
+        if self.shape.is_branching:
+            best = torch.arange(m * children).expand(a, -1)
+        else:
+            paths, best = paths.topk(beams, dim=1)
+        self.level = paths
+        chosen = token.view(a, m * children).gather(1, best).numpy()
+        self._store(step, chosen, (best // children).numpy())
+
+    def _store(self, step: int, token: np.ndarray, parent: np.ndarray) -> None:
+        nodes = slice(self.shape.start[step - 1], self.shape.start[step])
+        self.tokens[:, nodes] = token
+        self.logprobs[:, nodes] = self.level.numpy()
+        if step == 1:
+            self.visible[:, nodes, 0] = True
+        else:
+            parents = parent + self.shape.start[step - 2]
+            self.parents[:, nodes] = parents
+            self.visible[:, nodes] = np.take_along_axis(self.visible, parents[:, :, None], axis=1)
+        inside = np.arange(nodes.start, nodes.stop)
+        self.visible[:, inside, self.shape.columns[inside]] = True
+
+    def frontier(self, n: int) -> np.ndarray:
+        """Path log-probabilities of the newest level, [n, beams], -inf for rows without a tree."""
+        out = np.full((n, self.level.shape[1]), -np.inf)
+        out[self.active] = self.level.numpy()
+        return out
+
+    def result(self, n: int, depth: int) -> Draft:
+        nodes = self.shape.start[depth]
+        counts = np.zeros(n, np.int64)
+        counts[self.active] = nodes
+        trees = CandidateTrees(
+            row_start=np.concatenate([[0], np.cumsum(counts)]),
+            token=self.tokens[:, :nodes].reshape(-1),
+            parent=self.parents[:, :nodes].reshape(-1),
+            depth=np.tile(self.shape.depth[:nodes], len(self.active)),
+            logprob=self.logprobs[:, :nodes].reshape(-1),
+        )
+        return Draft(self.shape, self.active, trees, self.visible[:, :nodes], self.window, depth)

@@ -1,0 +1,67 @@
+"""One forward of a model over ragged token trees: the only place where devices differ."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from adaserve.cpu.forward import LeanModel
+from adaserve.cpu.install import LEAN_ATTRIBUTE
+from adaserve.cpu.plan import TreeAttentionPlan
+
+
+class TreeForward(Protocol):
+    """Runs T tokens through a model, writes their KV, and gives logits or draft candidates."""
+
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
+    ) -> torch.Tensor:
+        """Opaque per-token states [T, ...] of ``tokens`` (int64 [T]) at ``positions``; KV goes to ``slots``."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [rows, vocab] of some rows of ``hidden``."""
+        ...
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Greedy token of each row, int64 [rows]."""
+        ...
+
+    def topk_logprobs(
+        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Best ``width`` tokens of softmax(logits * inv_temperature): fp32 log-probabilities and int64 ids."""
+        ...
+
+
+class LeanForward:
+    """CPU hosts: our own forward straight on the KV pool, without SGLang's per-forward bookkeeping."""
+
+    def __init__(self, model: LeanModel, runner: Any) -> None:
+        self._model = model
+        self._pool = runner.token_to_kv_pool
+
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
+    ) -> torch.Tensor:
+        return self._model.forward(tokens, positions, slots, self._pool.k_buffer, self._pool.v_buffer, plan)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.argmax(hidden)
+
+    def topk_logprobs(
+        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._model.topk_logprobs(hidden, inv_temperature, width)
+
+
+def tree_forward(worker: Any) -> TreeForward:
+    """The forward of the model that a ``TpModelWorker`` holds."""
+    lean = getattr(worker.model_runner.model, LEAN_ATTRIBUTE, None)
+    if lean is None:
+        raise NotImplementedError("only models that the lean CPU forward covers can be served so far")
+    return LeanForward(lean, worker.model_runner)

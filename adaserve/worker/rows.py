@@ -1,0 +1,83 @@
+"""What the worker knows about the requests of one decode iteration, and their KV windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaserve.scheduler.interface import RunningBatch
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Per-request memory between iterations, kept by request-pool slot.
+
+    Under SGLang's overlap schedule ``Req`` lags one iteration behind, so what an iteration needs
+    of the one before it stands here.
+    """
+
+    rid: str
+    slo_class: str
+    tpot_slo_s: float  # inf = none
+    decode_start_s: float  # when the first output token was known
+    decoded: int = 0  # tokens since decode_start_s
+    generated: list[int] = field(default_factory=list)  # all output tokens, first one included
+    draft_len: int = 0  # leading positions whose KV the draft has
+    pending: list[int] = field(default_factory=list)  # tokens at draft_len .. L-1, unknown to the draft
+
+
+@dataclass(slots=True)
+class DecodeRows:
+    """The n requests of one decode iteration. ``L`` (seq_lens) counts cached tokens without the root."""
+
+    states: list[RequestState]
+    seq_lens: np.ndarray  # int64 [n]
+    roots: np.ndarray  # int64 [n]: the token every tree hangs from (last iteration's bonus)
+    pool_indices: torch.Tensor  # int64 [n]
+    req_to_token: torch.Tensor  # [pool size, max context]
+    running: RunningBatch
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+
+def slo_of(req: Any) -> tuple[str, float]:
+    """Class name and TPOT SLO in seconds that the HTTP boundary resolved for a request."""
+    params = req.sampling_params.custom_params or {}
+    tpot_ms = params.get("slo_tpot_ms")
+    return params.get("slo_class") or "default", math.inf if tpot_ms is None else tpot_ms / 1e3
+
+
+def max_tree_depth(req: Any, state: RequestState) -> int:
+    """Deepest useful node: 0 for requests whose logits depend on more than their own tokens."""
+    if req.grammar is not None or req.custom_logit_processor is not None or req.to_finish is not None:
+        return 0
+    return max(0, remaining_tokens(req, state) - 1)
+
+
+def remaining_tokens(req: Any, state: RequestState) -> int:
+    limit = req.sampling_params.max_new_tokens
+    return max(1, limit - len(state.generated)) if limit is not None else 1 << 20
+
+
+def running_batch(reqs: Sequence[Any], states: Sequence[RequestState], seq_lens: np.ndarray) -> RunningBatch:
+    """The policy's view of the batch."""
+    return RunningBatch(
+        rids=tuple(s.rid for s in states),
+        slo_class=tuple(s.slo_class for s in states),
+        tpot_slo_s=np.array([s.tpot_slo_s for s in states]),
+        decode_start_s=np.array([s.decode_start_s for s in states]),
+        decoded_tokens=np.array([s.decoded for s in states], np.int64),
+        context_tokens=seq_lens,
+        remaining_tokens=np.array([remaining_tokens(r, s) for r, s in zip(reqs, states, strict=True)], np.int64),
+        max_depth=np.array([max_tree_depth(r, s) for r, s in zip(reqs, states, strict=True)], np.int64),
+        # SGLang writes greedy as top_k 1 at temperature 1.
+        temperature=np.array(
+            [0.0 if r.sampling_params.top_k == 1 else r.sampling_params.temperature for r in reqs]
+        ),
+    )

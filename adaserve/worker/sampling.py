@@ -1,0 +1,145 @@
+"""One draw per verified token from exactly the distribution that plain decoding would use.
+
+SGLang's own relaxed form applies a request's penalties as they stood at the root to the whole
+tree, which changes the output. Here every node gets the penalties of its own path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.sampler import (
+    apply_custom_logit_processor,
+    sampling_from_probs_torch,
+    top_k_top_p_min_p_sampling_from_probs_torch,
+)
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from adaserve.worker.rows import RequestState
+from adaserve.worker.verify import VerifyBatch
+
+
+def is_plain_greedy(info: SamplingBatchInfo, reqs: Sequence[Any]) -> bool:
+    """Whether the argmax of the raw logits is the draw of every row, so that no logits are needed."""
+    return (
+        info.is_all_greedy
+        and info.logit_bias is None
+        and not info.grammars
+        and not info.has_custom_logit_processor
+        and not any(has_penalty(r) for r in reqs)
+    )
+
+
+def has_penalty(req: Any) -> bool:
+    p = req.sampling_params
+    return bool(
+        p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0 or p.min_new_tokens
+    )
+
+
+def adjust_logits(
+    logits: torch.Tensor,
+    batch: VerifyBatch,
+    info: SamplingBatchInfo,
+    reqs: Sequence[Any],
+    states: Sequence[RequestState],
+) -> None:
+    """Penalties, grammar, logit bias, custom processors, in SGLang's order, in place on [T, vocab]."""
+    for r, req in enumerate(reqs):
+        if has_penalty(req):
+            _apply_penalties(logits, batch, r, req, states[r].generated)
+    if info.grammars:
+        info.update_regex_vocab_mask()
+        if info.grammar_mask is not None:
+            _at_roots(logits, batch, info.grammar_mask.apply)
+            info.grammar_mask = None
+    if info.logit_bias is not None:
+        logits.add_(info.logit_bias[torch.from_numpy(batch.row)])
+    if info.has_custom_logit_processor:
+        # Such requests have root-only trees, so the rows of the batch are the roots.
+        _at_roots(logits, batch, lambda rows: apply_custom_logit_processor(rows, info))
+
+
+def _at_roots(logits: torch.Tensor, batch: VerifyBatch, apply: Any) -> None:
+    root = torch.from_numpy(batch.root)
+    rows = logits[root]
+    apply(rows)
+    logits[root] = rows
+
+
+def _apply_penalties(
+    logits: torch.Tensor, batch: VerifyBatch, r: int, req: Any, generated: Sequence[int]
+) -> None:
+    """SGLang's frequency, presence, repetition and min-new-tokens penalties, per node of row ``r``."""
+    p = req.sampling_params
+    counts = torch.zeros(logits.shape[1])
+    if generated:
+        ids = torch.tensor(generated, dtype=torch.int64)
+        counts.scatter_add_(0, ids, torch.ones(len(generated)))
+    stops = _stop_tokens(req) if p.min_new_tokens else []
+    paths: dict[int, torch.Tensor] = {}
+    for i in np.flatnonzero(batch.row == r):
+        # The root is already among the generated tokens.
+        seen = counts if batch.depth[i] == 0 else _plus_one(paths[batch.parent[i]], int(batch.tokens[i]))
+        paths[i] = seen
+        row = logits[i]
+        row.sub_(seen * p.frequency_penalty)
+        row.sub_((seen > 0) * p.presence_penalty)
+        if len(generated) + int(batch.depth[i]) < p.min_new_tokens:
+            row[stops] = -torch.inf
+        if p.repetition_penalty != 1.0:
+            scale = torch.where(seen > 0, p.repetition_penalty, 1.0)
+            row.copy_(torch.where(row < 0, row * scale, row / scale))
+
+
+def _plus_one(counts: torch.Tensor, token: int) -> torch.Tensor:
+    out = counts.clone()
+    out[token] += 1
+    return out
+
+
+def _stop_tokens(req: Any) -> list[int]:
+    stops = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    stops |= set(req.tokenizer.additional_stop_token_ids or ()) | {req.tokenizer.eos_token_id}
+    return sorted(s for s in stops if s is not None)
+
+
+def draw(logits: torch.Tensor, batch: VerifyBatch, info: SamplingBatchInfo) -> np.ndarray:
+    """One token per row of ``logits`` [T, vocab] (adjusted already), int64 [T]."""
+    if info.is_all_greedy:
+        return logits.argmax(dim=-1).numpy()
+    row = torch.from_numpy(batch.row)
+    top_k, top_p, min_p = info.top_ks[row], info.top_ps[row], info.min_ps[row]
+    greedy = top_k == 1
+    filtered = ~greedy & ((top_k < logits.shape[1]) | (top_p < 1) | (min_p > 0))
+    positions = torch.from_numpy(batch.positions)
+    seed = None if info.sampling_seed is None else info.sampling_seed[row]
+    out = torch.empty(len(row), dtype=torch.int64)
+    if greedy.any():
+        out[greedy] = logits[greedy].argmax(dim=-1)
+    plain = ~greedy & ~filtered
+    if plain.any():
+        probs = _probs(logits, info, row, plain)
+        out[plain] = sampling_from_probs_torch(probs, _at(seed, plain), positions[plain]).long()
+    if filtered.any():
+        out[filtered] = top_k_top_p_min_p_sampling_from_probs_torch(
+            _probs(logits, info, row, filtered),
+            top_k[filtered],
+            top_p[filtered],
+            min_p[filtered],
+            bool((min_p[filtered] > 0).any()),
+            _at(seed, filtered),
+            positions[filtered],
+        ).long()
+    return out.numpy()
+
+
+def _probs(logits: torch.Tensor, info: SamplingBatchInfo, row: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(logits[which] / info.temperatures[row[which]], dim=-1)
+
+
+def _at(values: torch.Tensor | None, which: torch.Tensor) -> torch.Tensor | None:
+    return None if values is None else values[which]

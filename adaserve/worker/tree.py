@@ -1,0 +1,51 @@
+"""Shapes of candidate trees: where each node's KV lives and which nodes it sees.
+
+A request's window is the ``1 + nodes`` KV slots from position ``L`` on: column 0 holds the root,
+the best beam of depth s stands at column s, all other nodes behind. So when the likeliest path is
+accepted, as it mostly is, its KV already lies where committed tokens belong and nothing moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Beams per draft step; node j of a row is (step, beam) in step-major order."""
+
+    beams: tuple[int, ...]  # beams kept after each step
+    start: tuple[int, ...]  # first node of each step, and the node count at the end
+    columns: np.ndarray  # int64 [nodes]: window column of each node
+    depth: np.ndarray  # int64 [nodes]: 1-based
+    is_branching: bool  # every beam has the same number of children, instead of competing for places
+
+    @property
+    def nodes(self) -> int:
+        return self.start[-1]
+
+    @property
+    def width(self) -> int:
+        """Columns of the window, root included."""
+        return 1 + self.nodes
+
+
+@lru_cache(maxsize=256)
+def tree_shape(depth: int, width: int, branching: tuple[int, ...] | None) -> TreeShape:
+    """The shape for a beam search (depth, width) or for SpecInfer's fixed branching."""
+    if branching is None:
+        beams = (width,) * depth
+    else:
+        beams = tuple(int(np.prod(branching[: s + 1])) for s in range(len(branching)))
+    start = (0, *np.cumsum(beams).tolist())
+    columns = np.empty(start[-1], np.int64)
+    free = len(beams) + 1
+    for step, count in enumerate(beams):
+        columns[start[step]] = step + 1
+        columns[start[step] + 1 : start[step + 1]] = np.arange(free, free + count - 1)
+        free += count - 1
+    depths = np.repeat(np.arange(1, len(beams) + 1), beams)
+    return TreeShape(beams, start, columns, depths, branching is not None)

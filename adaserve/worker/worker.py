@@ -1,0 +1,256 @@
+"""The speculative worker: plan, draft, select, verify, commit, observe (docs/design.md)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from adaserve.config import AdaServeConfig
+from adaserve.plugin import ensure_registered
+from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, Selection
+from adaserve.worker import sampling, verify
+from adaserve.worker.draft_input import RootTokens
+from adaserve.worker.draft_model import DraftModel
+from adaserve.worker.drafter import Draft, Drafter
+from adaserve.worker.forwards import tree_forward
+from adaserve.worker.policy import load_policy
+from adaserve.worker.rows import DecodeRows, RequestState, running_batch, slo_of
+
+logger = logging.getLogger(__name__)
+
+
+class AdaServeWorker(BaseSpecWorker):
+    """Serves each request at its TPOT SLO. Constructed by SGLang's scheduler, one per rank."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__()
+        ensure_registered()
+        self.config = AdaServeConfig.load()
+        self._target_worker = target_worker
+        self._draft_worker = DraftModel(server_args, gpu_id, nccl_port, target_worker)
+        self.stride = self.config.max_depth + 1
+        self.policy = load_policy(self.config, server_args)
+        self._drafts = self.policy.name != "none"
+        self._states: dict[int, RequestState] = {}  # by request-pool slot
+        self._last_end_s = 0.0
+        self._iterations = 0
+        self.listeners: list[Callable[[IterationOutcome], None]] = []
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        super().alloc_memory_pool(**pools)
+        self._target = tree_forward(self.target_worker)
+        self._drafter = Drafter(tree_forward(self._draft_worker.draft_worker), draft_sharpening)
+
+    # -- prefill ------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None = None, pp_proxy_tensors: Any = None
+    ) -> GenerationBatchResult:
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._prefill(batch, on_publish)
+        return self._decode(batch, on_publish)
+
+    def _prefill(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
+        start_s = time.perf_counter()
+        result = self.target_worker.forward_batch_generation(batch)
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        if self._drafts:
+            self._draft_worker.extend(batch)
+        result.next_draft_input = RootTokens(result.next_token_ids.long())
+        self._start_requests(batch, result.next_token_ids.tolist())
+        end_s = time.perf_counter()
+        self.policy.observe_prefill(int(batch.extend_num_tokens), end_s - start_s, end_s)
+        return result
+
+    def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:
+        now_s = time.perf_counter()
+        slots = batch.req_pool_indices.tolist()
+        lengths = batch.seq_lens.tolist()
+        for req, slot, length, token in zip(batch.reqs, slots, lengths, first_tokens, strict=True):
+            old = self._states.get(slot)
+            slo_class, tpot_s = slo_of(req)
+            state = RequestState(req.rid, slo_class, tpot_s, now_s)
+            if old is not None and old.rid == req.rid and old.decoded:
+                # Retracted and prefilled again in the same slot: its clock goes on.
+                state.decode_start_s, state.decoded = old.decode_start_s, old.decoded + 1
+            state.generated = [*req.output_ids, token]
+            state.draft_len = length if self._drafts else 0
+            self._states[slot] = state
+
+    # -- decode -------------------------------------------------------------------------------
+
+    def _decode(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
+        start_s = time.perf_counter()
+        rows = self._rows(batch)
+        plan = self.policy.plan(rows.running, start_s)
+        draft = self._drafter.draft(plan, rows, self.policy.keep_drafting) if plan.depth else None
+        drafted_s = time.perf_counter()
+        trees = draft.trees if draft is not None else CandidateTrees.empty(len(rows))
+        selection = self.policy.select(plan, trees)
+        selected_s = time.perf_counter()
+        verified = verify.build(rows, draft, selection)
+        draws, logits = self._target_draws(batch, rows, verified)
+        acceptance = verify.accept(verified, draws)
+        result = self._commit(batch, rows, draft, verified, acceptance, draws, logits)
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        end_s = time.perf_counter()
+        times = (start_s, drafted_s, selected_s, end_s)
+        self._observe(plan, trees, selection, verified, acceptance, times)
+        return result
+
+    def _rows(self, batch: Any) -> DecodeRows:
+        slots = batch.req_pool_indices.tolist()
+        states = [self._states[slot] for slot in slots]
+        seq_lens = batch.seq_lens.numpy().astype(np.int64, copy=False)
+        return DecodeRows(
+            states=states,
+            seq_lens=seq_lens,
+            roots=batch.spec_info.bonus_tokens.numpy().astype(np.int64, copy=False),
+            pool_indices=batch.req_pool_indices,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            running=running_batch(batch.reqs, states, seq_lens),
+        )
+
+    def _target_draws(
+        self, batch: Any, rows: DecodeRows, verified: verify.VerifyBatch
+    ) -> tuple[np.ndarray, torch.Tensor | None]:
+        hidden = self._target.hidden(
+            torch.from_numpy(verified.tokens), torch.from_numpy(verified.positions), verified.slots, verified.plan
+        )
+        info = batch.sampling_info
+        if not batch.return_logprob and sampling.is_plain_greedy(info, batch.reqs):
+            return self._target.argmax(hidden).numpy(), None
+        logits = self._target.logits(hidden)
+        sampling.adjust_logits(logits, verified, info, batch.reqs, rows.states)
+        return sampling.draw(logits, verified, info), logits
+
+    def _commit(
+        self,
+        batch: Any,
+        rows: DecodeRows,
+        draft: Draft | None,
+        verified: verify.VerifyBatch,
+        acceptance: verify.Acceptance,
+        draws: np.ndarray,
+        logits: torch.Tensor | None,
+    ) -> GenerationBatchResult:
+        """Keeps the accepted paths: compacts both KV caches, advances the states, builds the result."""
+        n = len(rows)
+        self._compact(rows, verified, acceptance)
+        accepted_node = acceptance.accepted & ~verified.is_root
+        out = np.zeros((n, self.stride), np.int64)
+        out[verified.row[accepted_node], verified.depth[accepted_node] - 1] = verified.tokens[accepted_node]
+        bonus = draws[acceptance.last]
+        out[np.arange(n), acceptance.count] = bonus
+        for r, state in enumerate(rows.states):
+            self._advance(state, rows, draft, r, out[r, : acceptance.count[r] + 1].tolist())
+        accept_lens = torch.from_numpy(acceptance.count + 1)
+        logits_output = LogitsProcessorOutput(next_token_logits=logits)
+        if batch.return_logprob:
+            self._logprobs(batch, logits_output, verified, acceptance, draws)
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=torch.from_numpy(out.reshape(-1)),
+            accept_lens=accept_lens.int(),
+            new_seq_lens=batch.seq_lens + accept_lens,
+            next_draft_input=RootTokens(torch.from_numpy(bonus)),
+            speculative_num_draft_tokens=self.stride,
+            speculative_output_stride=self.stride,
+            can_run_cuda_graph=False,
+        )
+
+    def _compact(self, rows: DecodeRows, verified: verify.VerifyBatch, acceptance: verify.Acceptance) -> None:
+        moved = np.flatnonzero(acceptance.accepted & (verified.column != verified.depth))
+        if not len(moved):
+            return
+        row = torch.from_numpy(verified.row[moved])
+        target = rows.req_to_token[rows.pool_indices[row], torch.from_numpy(verified.positions[moved])].long()
+        source = verified.slots[torch.from_numpy(moved)]
+        for runner in (self.target_worker.model_runner, self._draft_worker.draft_runner):
+            runner.token_to_kv_pool.move_kv_cache(target, source)
+
+    def _advance(
+        self, state: RequestState, rows: DecodeRows, draft: Draft | None, r: int, new_tokens: list[int]
+    ) -> None:
+        length = int(rows.seq_lens[r]) + len(new_tokens)  # root and accepted nodes are cached now
+        cached = [int(rows.roots[r]), *new_tokens[:-1]]
+        if draft is None or rows.running.max_depth[r] == 0:
+            if self._drafts:
+                state.pending.extend(cached)
+        else:
+            # The draft has the KV of the root and of every node it expanded: all but the last level.
+            state.draft_len = min(length, int(rows.seq_lens[r]) + draft.depth)
+            state.pending = cached[state.draft_len - int(rows.seq_lens[r]) :]
+        state.generated.extend(new_tokens)
+        state.decoded += len(new_tokens)
+
+    def _logprobs(
+        self,
+        batch: Any,
+        output: LogitsProcessorOutput,
+        verified: verify.VerifyBatch,
+        acceptance: verify.Acceptance,
+        draws: np.ndarray,
+    ) -> None:
+        index = np.repeat(verified.root[:, None], self.stride, axis=1)
+        path = np.flatnonzero(acceptance.accepted)
+        index[verified.row[path], verified.depth[path]] = path
+        compute_spec_logprobs(batch, output, torch.from_numpy(draws), accept_index=torch.from_numpy(index))
+
+    # -- bookkeeping --------------------------------------------------------------------------
+
+    def _observe(
+        self,
+        plan: IterationPlan,
+        trees: CandidateTrees,
+        selection: Selection,
+        verified: verify.VerifyBatch,
+        acceptance: verify.Acceptance,
+        times: tuple[float, float, float, float],
+    ) -> None:
+        start_s, drafted_s, selected_s, end_s = times
+        accepted = np.zeros(trees.n_nodes, np.bool_)
+        accepted[verified.node] = acceptance.accepted[~verified.is_root]
+        outcome = IterationOutcome(
+            plan=plan,
+            trees=trees,
+            selection=selection,
+            accepted=accepted,
+            new_tokens=acceptance.count + 1,
+            end_s=end_s,
+            draft_s=drafted_s - start_s,
+            select_s=selected_s - drafted_s,
+            verify_s=end_s - selected_s,
+            total_s=end_s - start_s,
+            since_last_s=end_s - self._last_end_s if self._last_end_s else 0.0,
+        )
+        self._last_end_s = end_s
+        self.policy.observe(outcome)
+        for listener in self.listeners:
+            listener(outcome)
+        self._iterations += 1
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        self.policy.forget(rid)
+
+
+def draft_sharpening(temperature: np.ndarray) -> np.ndarray:
+    """Inverse temperature of the draft's logits, so that path probabilities mean acceptance.
+
+    A sampled request accepts a token with the target's tempered probability, which the draft
+    tempered alike estimates. A greedy one accepts the target's argmax: the draft's plain softmax is
+    far too modest about that, a sharpened one is not (docs/embedded-pair.md gives the measurement).
+    """
+    return np.where(temperature > 0, 1.0 / np.maximum(temperature, 0.3), 1.0 / 0.5)
