@@ -177,7 +177,7 @@ _COLUMNS = (
 
 def class_table(summary: Mapping[str, Any], title: str | None = None) -> Table:
     """The outcome per class, for a terminal of 80 columns."""
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("\nclass", no_wrap=True)
     for head in _COLUMNS:
         table.add_column(head, justify="right", no_wrap=True)
