@@ -25,8 +25,11 @@ class PolicyConfig:
 
     calibrate: bool = True  # correct path probabilities online (priced, turbospec)
     track_latency: bool = True  # correct the latency model online
-    early_stop: bool = True  # priced: let the drafter stop when the frontier no longer pays
+    early_stop: bool = False  # priced: ask the frontier after every draft step (drivers that can stop)
 
+    surplus_rate: float = 0.08  # priced: step of the moving average of what levels and beams are worth
+    depth_probe_every: int = 16  # priced: iterations between drafts of one level more than pays
+    width_probe_every: int = 16
     horizon_tokens: int = 48  # priced: tokens looked ahead at most when weighing a request
     attain_weight: float = 1.5  # priced: weight = 1 + attain_weight * g
     triage_ratio: float = 2.5  # priced: hopeless when the pace needed exceeds this many times what is feasible

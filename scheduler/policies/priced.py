@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from adaserve.scheduler.acceptance import level_tests
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     CandidateTrees,
@@ -17,7 +16,7 @@ from adaserve.scheduler.interface import (
 )
 from adaserve.scheduler.need import depth_cap
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.selection import leftover_keys, path_probability, rank, take_prefix
+from adaserve.scheduler.selection import INDEX_MASK, leftover_keys, path_probability, rank, take_prefix
 from adaserve.scheduler.worth import attainment_weight
 
 
@@ -32,15 +31,22 @@ class PricedPolicy(BasePolicy):
         super().__init__(name, config)
         self._period_s = 0.0  # moving average of the time between verifications, prefill included
         self._pace = 2.0  # moving average of tokens per request and iteration
+        self._rate = 0.0  # moving average of value per second of the iterations chosen
+        levels = 0.7 ** np.arange(1, config.d_max + 1)[:, None]
+        self._surplus: FloatArray = levels * 0.3 ** np.arange(config.w_max)[None, :]
+        self._depth = 1
+        self._first_level = 0.7  # acceptance of a level, moving average
         self._weight: FloatArray = np.ones(0)
-        self._kept_per_level = 1.0  # verify nodes per row and drafted level
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The depth with the best expected value per second, given learned acceptance."""
-        self._weight = self._weigh(running, now_s)
-        depth = self._best_depth(running, cap, self._weight)
+        acc = self.rates.of_rows(running.rids, running.slo_class)
+        self._weight = self._weigh(running, acc, now_s)
+        deepest = min(self.config.d_max, int(cap.max()))
+        depth, width = self._best_shape(running, deepest)
+        if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
+            depth = min(deepest, depth + 2)
         n = len(running)
-        width = max(1, min(self.config.w_max, round(self.config.w_max * 128 / max(n, 1))))
         budget = n * (1 + depth * width)
         if self.config.budget is not None:
             budget = min(budget, self.config.budget)
@@ -50,30 +56,65 @@ class PricedPolicy(BasePolicy):
         """Weights of this plan, computed by ``shape``."""
         return self._weight
 
-    def _weigh(self, running: RunningBatch, now_s: float) -> FloatArray:
+    def _weigh(self, running: RunningBatch, acc: FloatArray, now_s: float) -> FloatArray:
         n = len(running)
         context = float(running.context_tokens.sum())
         period = self._period_s or self.latency.iteration_s(n, 2, 1, 3 * n, context)
-        acc = self.rates.of_rows(running.rids, running.slo_class)
-        pace = 1.0 + (self._pace - 1.0) * acc / max(self.rates.overall, 0.05)
+        pace = 1.0 + (self._pace - 1.0) * acc / max(float(acc.mean()), 0.05)
         weight, hopeless = attainment_weight(running, now_s, period, pace, self.config)
         if self.config.triage_every > 1 and self._iterations % self.config.triage_every:
-            weight = np.where(hopeless, 1e-3, weight)
+            weight = np.where(hopeless, 0.25, weight)
         return weight
 
-    def _best_depth(self, running: RunningBatch, cap: IntArray, weight: FloatArray) -> int:
-        """argmax over d of (weights x expected tokens) / seconds."""
-        n, context = len(running), float(running.context_tokens.sum())
-        deepest = min(self.config.d_max, int(cap.max()))
-        acc = self.rates.of_rows(running.rids, running.slo_class)
-        levels = np.arange(1, deepest + 1)
-        gain = np.where(levels <= cap[:, None], acc[:, None] ** levels, 0.0)
-        value = np.concatenate([[0.0], np.cumsum(weight @ gain)]) + weight.sum()
-        nodes = n * self._kept_per_level * np.arange(deepest + 1)
-        verify = self.latency.verify_many(n + running.prefill_tokens + nodes, context)
-        width = self.config.w_max
-        draft = np.array([self.latency.draft_s(n, d, width, context) for d in range(deepest + 1)])
-        return int(np.argmax(value / (draft + verify + self.config.latency.overhead_s)))
+    def _best_shape(self, running: RunningBatch, deepest: int) -> tuple[int, int]:
+        """(d, w): levels and beams whose learned surplus pays for their draft forwards.
+
+        ``self._surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of
+        its verify token. Now and then one level or beam more is drafted, or it could never be learned.
+        """
+        c, n, context = self.config, len(running), float(running.context_tokens.sum())
+        if deepest <= 0:
+            return 0, 1
+        first_s = self.latency.draft_step_s(n, context)
+        row_s = max(0.0, self.latency.draft_step_s(2 * n, context) - first_s)
+        per_beam = n * self._surplus[:deepest].sum(axis=0) - self._rate * row_s * max(0, self._depth - 1)
+        width = max(1, int(np.count_nonzero(np.cumprod(per_beam[1:] > 0))) + 1)
+        if self._iterations % c.width_probe_every == c.width_probe_every - 1:
+            width = min(c.w_max, width + 1)
+        step_s = first_s + row_s * (width - 1)
+        per_level = n * self._surplus[:deepest, :width].sum(axis=1) - self._rate * step_s
+        depth = int(np.count_nonzero(np.cumprod(per_level > 0)))
+        if self._iterations % c.depth_probe_every == c.depth_probe_every - 1:
+            depth = min(deepest, depth + 1)
+        self._depth = depth
+        return depth, width
+
+    def _learn_surplus(self, plan: IterationPlan, f: FloatArray, price: float) -> None:
+        """Moves the surplus table towards this iteration's trees; [n * d * w] nodes in beam order only."""
+        n, w = len(plan.running), plan.width
+        if plan.weight is None or f.size == 0 or f.size % (n * w):
+            return
+        worth = np.maximum(0.0, f.reshape(n, -1, w) * plan.weight[:, None, None] - price).mean(axis=0)
+        seen = self._surplus[: worth.shape[0], :w]
+        seen += self.config.surplus_rate * (worth - seen)
+
+    def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
+        """Another step only while the frontier's expected value beats what its time is worth.
+
+        Worth of a second: the value per second of recent iterations; of a verify token: that times
+        the slope of the verify latency.
+        """
+        if not self.config.early_stop or self._rate <= 0 or plan.weight is None:
+            return True
+        running, n = plan.running, len(plan.running)
+        context = float(running.context_tokens.sum())
+        tokens = float(n * (1 + step))
+        slope = self.latency.verify_s(tokens + n, context) - self.latency.verify_s(tokens, context)
+        token_price = self._rate * slope / n
+        f = np.exp(frontier_logprob)
+        surplus = plan.weight[:, None] * f * self._first_level - token_price
+        step_s = self.latency.draft_step_s(n * frontier_logprob.shape[1], context)
+        return bool(np.maximum(surplus, 0.0).sum() > self._rate * step_s)
 
     def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
         """f of every node, calibrated if configured; [m]."""
@@ -89,16 +130,21 @@ class PricedPolicy(BasePolicy):
         """
         running, n = plan.running, len(plan.running)
         zero = np.zeros(n, np.int64)
-        ranked = rank(trees, self.values(plan, trees), depth_cap(running))
-        if trees.n_nodes == 0 or not ranked.available.any():
-            return take_prefix(ranked, zero, zero, trees.n_nodes)
+        f = self.values(plan, trees)
+        ranked = rank(trees, f, depth_cap(running))
         weight = np.ones(n) if plan.weight is None else plan.weight
-        key = leftover_keys(ranked, zero, weight)
         most = min(plan.budget - n, int(ranked.available.sum()))
-        falling = np.sort(key.ravel())[::-1][:most]
-        gain = (falling & ~np.int64((1 << 20) - 1)).view(np.float64)
+        key = leftover_keys(ranked, zero, weight)
+        falling = np.sort(key.ravel())[::-1][: max(0, most)]
+        gain = (falling & ~INDEX_MASK).view(np.float64)
         value = weight.sum() + np.concatenate([[0.0], np.cumsum(gain)])
-        best = int(np.argmax(value / self._seconds(plan, trees, most)))
+        seconds = self._seconds(plan, trees, len(falling))
+        rate = value / seconds
+        best = int(np.argmax(rate))
+        if trees.n_nodes:
+            slope = (seconds[-1] - seconds[0]) / max(1, len(falling))
+            self._learn_surplus(plan, f, float(rate[best]) * slope)
+        self._rate = float(rate[best]) if not self._rate else 0.9 * self._rate + 0.1 * float(rate[best])
         if best == 0:
             return take_prefix(ranked, zero, zero, trees.n_nodes)
         counts = np.count_nonzero(key >= falling[best - 1], axis=1)
@@ -109,8 +155,22 @@ class PricedPolicy(BasePolicy):
         running, n = plan.running, len(plan.running)
         context = float(running.context_tokens.sum())
         draft = self.latency.draft_s(n, int(trees.depth.max(initial=0)), plan.width, context)
-        tokens = n + running.prefill_tokens + np.arange(most + 1, dtype=np.float64)
-        return draft + self.latency.verify_many(tokens, context) + self.config.latency.overhead_s
+        verify = self._verify_s(running, np.arange(most + 1, dtype=np.float64))
+        return draft + verify + self.config.latency.overhead_s
+
+    def _verify_s(self, running: RunningBatch, nodes: FloatArray) -> FloatArray:
+        """Predicted seconds of verifying ``nodes`` [k] besides the roots; the prefill's own share left out.
+
+        A chunk that rides along has to be paid whatever is drafted, so its time must not make more
+        speculation look worthwhile; but it may have used up the free compute, so the slope is taken
+        behind it.
+        """
+        n, context = len(running), float(running.context_tokens.sum())
+        seconds = self.latency.verify_many(n + running.prefill_tokens + nodes, context)
+        if not running.prefill_tokens:
+            return seconds
+        both = self.latency.verify_many(np.array([n + running.prefill_tokens, n], np.float64), context)
+        return seconds - (both[0] - both[1])
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Also learns the rhythm: period, tokens per request, kept nodes per level."""
@@ -119,8 +179,4 @@ class PricedPolicy(BasePolicy):
         if period > 0:
             self._period_s = period if self._period_s == 0 else 0.9 * self._period_s + 0.1 * period
         self._pace = 0.95 * self._pace + 0.05 * float(outcome.new_tokens.mean())
-        depth = int(outcome.trees.depth.max(initial=0))
-        if depth:
-            kept = float(outcome.selection.counts.mean()) / depth
-            self._kept_per_level = 0.95 * self._kept_per_level + 0.05 * kept
-            level_tests(outcome)
+        self._first_level = 0.9 * self._first_level + 0.1 * self.rates.overall

