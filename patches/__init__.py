@@ -37,8 +37,7 @@ def hook(target: str, function: Callable[..., Any], kind: HookType) -> None:
 
 def apply_all() -> None:
     """Registers all hooks; SGLang applies them right after its plugins were loaded."""
-    from adaserve.patches import cpu_kernels, flags, kv_reserve
+    from adaserve.patches import cpu_kernels, flags, internal_state, kv_reserve, slo_requests, slo_responses
 
-    flags.register()
-    kv_reserve.register()
-    cpu_kernels.register()
+    for module in (flags, kv_reserve, cpu_kernels, slo_requests, slo_responses, internal_state):
+        module.register()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,13 +43,6 @@ class DecodeRows:
 
     def __len__(self) -> int:
         return len(self.states)
-
-
-def slo_of(req: Any) -> tuple[str, float]:
-    """Class name and TPOT SLO in seconds that the HTTP boundary resolved for a request."""
-    params = req.sampling_params.custom_params or {}
-    tpot_ms = params.get("slo_tpot_ms")
-    return params.get("slo_class") or "default", math.inf if tpot_ms is None else tpot_ms / 1e3
 
 
 def max_tree_depth(req: Any, state: RequestState) -> int:

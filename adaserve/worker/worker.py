@@ -12,18 +12,23 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.runtime_context import get_observability
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from adaserve.config import AdaServeConfig
+from adaserve.ledger import SLOLedger
+from adaserve.live.prometheus import ServerMetrics
+from adaserve.live.stats import SLOStats
+from adaserve.patches.slo_requests import slo_config
 from adaserve.plugin import ensure_registered
 from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, Selection
-from adaserve.worker import sampling, verify
+from adaserve.scheduler.policies import PolicyConfig, build_policy
+from adaserve.worker import calibration, sampling, verify
 from adaserve.worker.draft_input import RootTokens
 from adaserve.worker.draft_model import DraftModel
 from adaserve.worker.drafter import Draft, Drafter
 from adaserve.worker.forwards import tree_forward
-from adaserve.worker.policy import load_policy
-from adaserve.worker.rows import DecodeRows, RequestState, running_batch, slo_of
+from adaserve.worker.rows import DecodeRows, RequestState, running_batch
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +43,56 @@ class AdaServeWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self._draft_worker = DraftModel(server_args, gpu_id, nccl_port, target_worker)
         self.stride = self.config.max_depth + 1
-        self.policy = load_policy(self.config, server_args)
-        self._drafts = self.policy.name != "none"
+        self._drafts = self.config.policy != "none"
         self._states: dict[int, RequestState] = {}  # by request-pool slot
         self._last_end_s = 0.0
-        self._iterations = 0
-        self.listeners: list[Callable[[IterationOutcome], None]] = []
+        self._listeners: list[Callable[[IterationOutcome], None]] = []
+        self._models = (server_args.model_path, server_args.speculative_draft_model_path)
 
-    def alloc_memory_pool(self, **pools: Any) -> None:
-        super().alloc_memory_pool(**pools)
+    def init_cuda_graphs(self) -> None:
+        """Last step of SGLang's start: pools and backends are there, so the host can be measured."""
+        super().init_cuda_graphs()
         self._target = tree_forward(self.target_worker)
-        self._drafter = Drafter(tree_forward(self._draft_worker.draft_worker), draft_sharpening)
+        draft = tree_forward(self._draft_worker.draft_worker)
+        self._drafter = Drafter(draft, draft_sharpening)
+        slots = self.target_worker.model_runner.token_to_kv_pool.size
+        self.latency = calibration.load_or_measure(
+            self.config,
+            calibration.fingerprint(*self._models, self.config),
+            lambda: calibration.measure(self._target, draft, slots, calibration.QUICK),
+        )
+        self.policy = build_policy(
+            self.config.policy,
+            PolicyConfig(
+                latency=self.latency,
+                budget=self.config.budget,
+                d_max=self.config.max_depth,
+                w_max=self.config.max_width,
+            ),
+        )
+        self._init_ledger()
+
+    def _init_ledger(self) -> None:
+        baseline_ms = self.config.baseline_ms
+        baseline_s = self.latency.baseline_s() if baseline_ms is None else baseline_ms / 1e3
+        metrics = ServerMetrics() if get_observability().enable_metrics else None
+        self.ledger = SLOLedger(slo_config(), baseline_s, SLOStats(slo_config(), metrics))
+        self._listeners.append(self.ledger.iteration)
+        logger.info(
+            "AdaServe: policy %s, baseline %.1f ms per token, budget %s tokens",
+            self.policy.name,
+            baseline_s * 1e3,
+            self.config.budget or self.latency.knee_tokens(),
+        )
+
+    def report(self) -> dict[str, Any]:
+        """State for ``/server_info`` and the live page; JSON values."""
+        return {
+            "policy": self.policy.name,
+            "baseline_ms": self.ledger.baseline_s * 1e3,
+            "latency": self.latency.to_json(),
+            "stats": self.ledger.stats.state(),
+        }
 
     # -- prefill ------------------------------------------------------------------------------
 
@@ -79,7 +123,7 @@ class AdaServeWorker(BaseSpecWorker):
         lengths = batch.seq_lens.tolist()
         for req, slot, length, token in zip(batch.reqs, slots, lengths, first_tokens, strict=True):
             old = self._states.get(slot)
-            slo_class, tpot_s = slo_of(req)
+            slo_class, tpot_s, _ = self.ledger.slo(req)
             state = RequestState(req.rid, slo_class, tpot_s, now_s)
             if old is not None and old.rid == req.rid and old.decoded:
                 # Retracted and prefilled again in the same slot: its clock goes on.
@@ -238,9 +282,8 @@ class AdaServeWorker(BaseSpecWorker):
         )
         self._last_end_s = end_s
         self.policy.observe(outcome)
-        for listener in self.listeners:
+        for listener in self._listeners:
             listener(outcome)
-        self._iterations += 1
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         self.policy.forget(rid)

@@ -1,0 +1,83 @@
+"""Every finished response tells its TPOT, its SLO and whether it was met; the scheduler counts them.
+
+Why: SGLang's output carries fields of its own choice. The streamer class is its documented place
+for more; ``/generate`` then shows them in ``meta_info``. The OpenAI routes drop ``meta_info``, so
+they get the same object as ``metadata.slo``: in the response, or in the final usage chunk of a stream
+that asked for one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.patches import hook
+
+KEY = "slo"
+
+
+def register() -> None:
+    hook("sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class", _streamer_class, HookType.AFTER)
+    hook("sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata", _metadata, HookType.AFTER)
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
+    hook(manager, _remember, HookType.AFTER)
+    openai = "sglang.srt.entrypoints.openai"
+    completions = f"{openai}.serving_completions.OpenAIServingCompletion._generate_completion_stream"
+    hook(completions, _stream, HookType.AROUND)
+    hook(f"{openai}.serving_chat.OpenAIServingChat._generate_chat_stream", _stream, HookType.AROUND)
+
+
+def _streamer_class(base: type, scheduler: Any) -> type | None:
+    from adaserve.algorithm import AdaServeAlgorithm
+
+    if not isinstance(scheduler.spec_algorithm, AdaServeAlgorithm):
+        return None
+
+    class SLOOutputStreamer(base):  # type: ignore[misc]
+        """Adds the SLO report to the output of finished requests."""
+
+        has_additional_customized_info = True
+
+        def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
+            ledger = scheduler.draft_worker.ledger
+            return {KEY: [[ledger.close(r)] if r.finished() else [] for r in reqs]}
+
+    return SLOOutputStreamer
+
+
+def _metadata(result: dict[str, Any], meta_info: dict[str, Any]) -> dict[str, Any]:
+    return {**result, KEY: meta_info[KEY][0]} if meta_info.get(KEY) else result
+
+
+def _remember(outputs: AsyncIterator[Any], self: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+    """Keeps the last report on the request object, where the OpenAI streams below find it."""
+
+    async def watched() -> AsyncIterator[Any]:
+        async for out in outputs:
+            for one in out if isinstance(out, list) else [out]:
+                if isinstance(one, dict) and one.get("meta_info", {}).get(KEY):
+                    obj.adaserve_slo = one["meta_info"][KEY][0]
+            yield out
+
+    return watched()
+
+
+async def _stream(
+    original: Callable[..., AsyncIterator[str]], self: Any, adapted: Any, request: Any, raw_request: Any
+) -> AsyncIterator[str]:
+    async for event in original(self, adapted, request, raw_request):
+        report = getattr(adapted, "adaserve_slo", None)
+        yield _with_report(event, report) if report is not None and '"usage":{' in event else event
+
+
+def _with_report(event: str, report: dict[str, Any]) -> str:
+    """Adds the report to the usage chunk (the one without choices); other chunks stay as they are."""
+    prefix, _, data = event.partition("data: ")
+    chunk = json.loads(data)
+    if chunk.get("choices"):
+        return event
+    chunk["metadata"] = {KEY: report}
+    return f"{prefix}data: {json.dumps(chunk)}\n\n"
