@@ -1,0 +1,5 @@
+"""`python -m adaserve.pair` is `adaserve pair`."""
+
+from adaserve.pair.cli import app
+
+app()

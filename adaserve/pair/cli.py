@@ -1,0 +1,132 @@
+"""`adaserve pair`: build, measure and widen the embedded models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from adaserve.pair.widen import cache_folder, ensure_embedded_pair, weights_folder
+
+app = typer.Typer(help="The embedded target and draft: train, measure and widen them.", no_args_is_help=True)
+console = Console()
+
+Work = Annotated[
+    Path | None,
+    typer.Option("--work", help="Folder for corpus, checkpoints and results [default: a cache folder]."),
+]
+Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+
+
+def _work(folder: Path | None) -> Path:
+    return folder if folder is not None else cache_folder().parent / "pair-training"
+
+
+@app.command()
+def corpus(work: Work = None, seed: Seed = 0) -> None:
+    """Download the pinned sources with pip and write the training text (about 60 MB)."""
+    from adaserve.pair.export import ensure_corpus
+
+    folder = ensure_corpus(_work(work), seed=seed)
+    console.print(f"{folder}: {(folder / 'tokens.json').read_text().strip()} tokens")
+
+
+@app.command()
+def train(
+    *,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the target.")] = 56,
+    draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 18,
+    written_tokens: Annotated[
+        int, typer.Option(min=50_000, help="Tokens the target writes for its draft.")
+    ] = 600_000,
+    compile: Annotated[bool, typer.Option(help="Compile the training step (needs a C++ compiler).")] = True,
+    work: Work = None,
+    seed: Seed = 0,
+    threads: Threads = 2,
+) -> None:
+    """Train a pair from scratch: corpus, target, draft, measurements. Ctrl-C, then repeat: it resumes."""
+    from adaserve.pair.export import Recipe, train_pair
+
+    recipe = Recipe(minutes, draft_minutes, written_tokens, seed, threads, compile)
+    pair = train_pair(_work(work), recipe)
+    console.print(f"{pair} holds target/ and draft/; ADASERVE_PAIR_WEIGHTS={pair} makes AdaServe use them")
+
+
+@app.command("eval")
+def evaluate_pair(
+    *,
+    pair: Annotated[
+        Path | None, typer.Option(help="Folder with target/ and draft/ [default: shipped].")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=2, help="Prompts per category and temperature.")] = 32,
+    new_tokens: Annotated[int, typer.Option(min=16, help="Tokens the target writes per prompt.")] = 128,
+    out: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    calibrate: Annotated[
+        bool, typer.Option(help="Store the measured sharpening in the draft's acceptance.json.")
+    ] = False,
+    work: Work = None,
+    seed: Seed = 0,
+    threads: Threads = 2,
+) -> None:
+    """Measure loss, loops, agreement and accepted tokens on held-out text (the loss needs the corpus)."""
+    from adaserve.pair.evaluate import evaluate, write_acceptance
+
+    folder = pair if pair is not None else weights_folder()
+    report = evaluate(folder, _work(work) / "corpus", rows=rows, new=new_tokens, seed=seed, threads=threads)
+    if calibrate:
+        write_acceptance(report, folder / "draft")
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    _print_report(report)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    for kind, losses in report.get("held_out_loss", {}).items():
+        console.print(f"held-out loss, {kind}: {losses}")
+    columns = ["category", "temperature", "distinct_8_grams", "top_1_agrees"]
+    columns += ["accepted_w1", "accepted_w2", "accepted_w3"]
+    table = Table(*columns, title="Trees of depth 4, accepted tokens without the bonus token")
+    for row in report["acceptance"]:
+        table.add_row(*(str(row[c]) for c in columns))
+    console.print(table)
+    console.print(f"draft logits are read at tau: {report['draft_temperature']}")
+    for temperature, measured in report["reliability"].items():
+        console.print(f"T={temperature}: path probabilities are off by {measured['error']} on average")
+
+
+@app.command()
+def widen(
+    size: Annotated[
+        str, typer.Argument(help="Parameters of the widened target, such as 100M or 1.5B.")
+    ] = "100M",
+    extra_layers: Annotated[int, typer.Option(min=0, help="Layers to add that change nothing.")] = 0,
+) -> None:
+    """Make (or find in the cache) a target that costs as much as a model of this size but says the same."""
+    target, draft = ensure_embedded_pair(size, extra_layers=extra_layers)
+    console.print(f"target {target}\ndraft  {draft}")
+
+
+@app.command("test-draft")
+def test_draft(
+    target: Annotated[Path, typer.Argument(help="Folder of a model of the embedded family.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the draft.")],
+    agreement: Annotated[float, typer.Option(min=0.05, max=1.0, help="Wanted top-1 agreement.")] = 0.6,
+    seed: Seed = 0,
+) -> None:
+    """Make a draft for tests: the target plus noise (or, with agreement 1, its copy)."""
+    from adaserve.pair.noise import copy_model, noisy_copy
+
+    if agreement >= 1.0:
+        copy_model(target, out)
+        console.print(f"{out} is a copy of {target}")
+    else:
+        console.print(f"{out}: top-1 agreement {noisy_copy(target, out, agreement=agreement, seed=seed):.2f}")
+
+
+if __name__ == "__main__":
+    app()

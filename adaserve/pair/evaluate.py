@@ -1,0 +1,217 @@
+"""Measures the pair on held-out text: loss, loops, accepted tokens, reliability of path probabilities."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import Progress, track
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as fn
+
+from adaserve.pair.acceptance import FILE_NAME
+from adaserve.pair.candidates import Trees, draft_trees
+from adaserve.pair.data import load_tokenizer, open_stream
+from adaserve.pair.generate import generate
+from adaserve.pair.model import TinyLlama, load_hf
+from adaserve.pair.prompts import CATEGORIES, load_prompts
+from adaserve.pair.vocabulary import BOS_ID
+
+TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
+REPORTED = (0.0, 0.7, 1.0)
+DEPTH, WIDTHS = 4, (1, 2, 3)
+_PROMPT_TOKENS = {"coding": 96, "chat": 14, "summarization": 256}
+_TAUS = np.geomspace(0.15, 1.6, 40)
+_LOOP = 8
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the target wrote: prompts [rows, p] and its continuation [rows, new] at one temperature."""
+
+    prompts: Tensor
+    text: Tensor
+
+    @property
+    def whole(self) -> Tensor:
+        return torch.cat((self.prompts, self.text), dim=1)
+
+
+@torch.no_grad()
+def held_out_loss(model: TinyLlama, stream: Path, *, length: int, windows: int) -> Tensor:
+    """Loss in nats by position, [length], averaged over windows spread evenly over the stream."""
+    tokens = open_stream(stream)
+    starts = np.linspace(0, len(tokens) - length - 1, windows).astype(int)
+    total = torch.zeros(length)
+    for start in starts:
+        window = torch.from_numpy(tokens[start : start + length + 1].astype(np.int64))[None]
+        total += fn.cross_entropy(model(window[:, :-1])[0], window[0, 1:], reduction="none")
+    return total / windows
+
+
+def prompt_batch(tokenizer: Tokenizer, category: str, rows: int, *, odd: bool) -> Tensor:
+    """The last tokens of every other held-out prompt that is long enough, each begun with `begin`."""
+    length = _PROMPT_TOKENS[category]
+    chosen = []
+    for prompt in load_prompts(category)[int(odd) :: 2]:
+        ids = tokenizer.encode(prompt.text, add_special_tokens=False).ids
+        if len(ids) >= length:
+            chosen.append([BOS_ID, *ids[-length:]])
+    return torch.tensor(chosen[:rows])
+
+
+def distinct_share(text: Tensor) -> float:
+    """Distinct 8-grams within each row, as a share of all: low where text loops."""
+    rows = [{tuple(r[i : i + _LOOP]) for i in range(len(r) - _LOOP + 1)} for r in text.tolist()]
+    return sum(map(len, rows)) / (len(rows) * (text.shape[1] - _LOOP + 1))
+
+
+def write(target: TinyLlama, prompts: Tensor, new: int, temperature: float, *, seed: int) -> Written:
+    whole = generate(target, prompts, new, torch.full((len(prompts),), temperature), seed=seed)
+    return Written(prompts, whole[:, prompts.shape[1] :])
+
+
+@torch.no_grad()
+def draft_logits(draft: TinyLlama, written: Written) -> Tensor:
+    """The draft's logits for every written token, [rows, new, vocab]."""
+    return draft(written.whole[:, :-1])[:, written.prompts.shape[1] - 1 :]
+
+
+def best_tau(logits: Tensor, actual: Tensor) -> float:
+    """The divisor of the draft's logits under which what the target chose was most likely."""
+    flat, wanted = logits.flatten(0, 1), actual.flatten()
+    losses = [fn.cross_entropy(flat / tau, wanted).item() for tau in _TAUS]
+    return float(_TAUS[int(np.argmin(losses))])
+
+
+def tree_samples(
+    draft: TinyLlama, written: Written, *, w: int, tau: float, every: int
+) -> list[tuple[Trees, Tensor]]:
+    """Trees at every `every`-th written token, with the continuation that the target really took."""
+    start = written.prompts.shape[1]
+    samples = []
+    for position in range(every, written.text.shape[1] - DEPTH, every):
+        trees = draft_trees(draft, written.whole[:, : start + position], depth=DEPTH, w=w, tau=tau)
+        samples.append((trees, written.text[:, position : position + DEPTH]))
+    return samples
+
+
+def mean_accepted(samples: list[tuple[Trees, Tensor]]) -> float:
+    return float(torch.cat([trees.accepted(actual) for trees, actual in samples]).float().mean())
+
+
+def reliability(samples: list[tuple[Trees, Tensor]], bins: int = 8) -> list[dict[str, float]]:
+    """Mean predicted and observed acceptance of nodes, binned by predicted path probability."""
+    predicted = torch.cat([torch.stack(t.probability, 1).flatten() for t, _ in samples])
+    observed = torch.cat([t.hits(actual).flatten() for t, actual in samples]).float()
+    edge = (predicted * bins).long().clamp(max=bins - 1)
+    rows = []
+    for index in range(bins):
+        chosen = edge == index
+        if chosen.sum() > 20:
+            rows.append({
+                "nodes": int(chosen.sum()),
+                "predicted": round(float(predicted[chosen].mean()), 4),
+                "observed": round(float(observed[chosen].mean()), 4),
+            })  # fmt: skip
+    return rows
+
+
+def calibration_error(rows: list[dict[str, float]]) -> float:
+    nodes = sum(r["nodes"] for r in rows)
+    return sum(r["nodes"] * abs(r["predicted"] - r["observed"]) for r in rows) / max(nodes, 1)
+
+
+class Evaluation:
+    """One pair, one set of rows; fills `report` step by step behind a progress bar."""
+
+    def __init__(self, pair: Path, corpus: Path, *, rows: int, new: int, seed: int) -> None:
+        self.target, self.draft = load_hf(pair / "target"), load_hf(pair / "draft")
+        self.tokenizer = load_tokenizer(pair / "target")
+        self.corpus, self.rows, self.new, self.seed = corpus, rows, new, seed
+        self.report: dict[str, Any] = {"rows": rows, "new_tokens": new, "seed": seed}
+
+    def losses(self) -> None:
+        table: dict[str, Any] = {}
+        for kind in track(("code", "prose"), description="Held-out loss"):
+            stream = self.corpus / f"held_out-{kind}.bin"
+            row = {n: held_out_loss(m, stream, length=512, windows=60).mean().item()
+                   for n, m in (("target", self.target), ("draft", self.draft))}  # fmt: skip
+            by_position = held_out_loss(self.target, stream, length=2048, windows=12)
+            row["target_tokens_256_to_512"] = by_position[256:512].mean().item()
+            row["target_tokens_1024_to_2048"] = by_position[1024:].mean().item()
+            table[kind] = {name: round(value, 4) for name, value in row.items()}
+        self.report["held_out_loss"] = table
+
+    def calibrate(self) -> dict[float, float]:
+        """tau by request temperature, on prompts that the acceptance table does not use."""
+        taus = {}
+        for temperature in track(TEMPERATURES, description="Calibration"):
+            logits, actual = [], []
+            for category in CATEGORIES:
+                prompts = prompt_batch(self.tokenizer, category, self.rows // 2, odd=True)
+                written = write(self.target, prompts, self.new, temperature, seed=self.seed)
+                logits.append(draft_logits(self.draft, written).flatten(0, 1)[None])
+                actual.append(written.text.flatten()[None])
+            taus[temperature] = best_tau(torch.cat(logits, 1), torch.cat(actual, 1))
+        self.report["draft_temperature"] = {
+            "request_temperature": list(taus),
+            "tau": [round(t, 4) for t in taus.values()],
+        }
+        return taus
+
+    def acceptance(self, taus: dict[float, float]) -> None:
+        table: list[dict[str, Any]] = []
+        pooled: dict[float, list[tuple[Trees, Tensor]]] = {t: [] for t in REPORTED}
+        with Progress() as bar:
+            task = bar.add_task("Acceptance", total=len(CATEGORIES) * len(REPORTED))
+            for category in CATEGORIES:
+                for temperature in REPORTED:
+                    row, samples = self._cell(category, temperature, taus[temperature])
+                    table.append(row)
+                    pooled[temperature] += samples
+                    bar.advance(task)
+        self.report["acceptance"] = table
+        self.report["reliability"] = {
+            str(t): {"error": round(calibration_error(rows), 4), "bins": rows}
+            for t, rows in ((t, reliability(s)) for t, s in pooled.items())
+        }
+
+    def _cell(self, category: str, temperature: float, tau: float) -> tuple[dict[str, Any], list[Any]]:
+        prompts = prompt_batch(self.tokenizer, category, self.rows, odd=False)
+        written = write(self.target, prompts, self.new, temperature, seed=self.seed + 1)
+        agrees = (draft_logits(self.draft, written).argmax(-1) == written.text).float().mean()
+        every = max(4, math.ceil(self.new / 8))
+        by_width = {w: tree_samples(self.draft, written, w=w, tau=tau, every=every) for w in WIDTHS}
+        row = {
+            "category": category,
+            "temperature": temperature,
+            "distinct_8_grams": round(distinct_share(written.text), 3),
+            "top_1_agrees": round(float(agrees), 3),
+            **{f"accepted_w{w}": round(mean_accepted(s), 3) for w, s in by_width.items()},
+            "sample": self.tokenizer.decode(written.text[0].tolist())[:400],
+        }
+        return row, by_width[WIDTHS[-1]]
+
+
+def evaluate(pair: Path, corpus: Path, *, rows: int, new: int, seed: int, threads: int) -> dict[str, Any]:
+    """Everything the documentation reports about a pair; needs the corpus only for the losses."""
+    torch.set_num_threads(threads)
+    evaluation = Evaluation(pair, corpus, rows=rows, new=new, seed=seed)
+    if (corpus / "held_out-code.bin").exists():
+        evaluation.losses()
+    evaluation.acceptance(evaluation.calibrate())
+    return evaluation.report
+
+
+def write_acceptance(report: dict[str, Any], draft: Path) -> None:
+    """The part of a report that the server reads, beside the draft's weights."""
+    cells = [{k: v for k, v in row.items() if k != "sample"} for row in report["acceptance"]]
+    table = {**{k: report[k] for k in ("draft_temperature", "reliability")}, "acceptance": cells}
+    (draft / FILE_NAME).write_text(json.dumps(table, indent=1) + "\n")

@@ -1,0 +1,67 @@
+"""From nothing to a finished pair: corpus, target, draft, measured acceptance. Every step resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from adaserve.pair.corpus import build
+from adaserve.pair.data import prepare
+from adaserve.pair.distill import train_draft
+from adaserve.pair.evaluate import evaluate, write_acceptance
+from adaserve.pair.prompts import write_prompts
+from adaserve.pair.train import Run, train_target
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Wall-clock minutes for each model and how much text the target writes for its draft."""
+
+    target_minutes: float = 56.0
+    draft_minutes: float = 18.0
+    written_tokens: int = 600_000
+    seed: int = 0
+    threads: int = 2
+    compile: bool = True
+
+
+def assemble(runs: Path, corpus: Path, pair: Path) -> None:
+    """Model folders that load anywhere: weights, configuration and tokenizer."""
+    for name in ("target", "draft"):
+        folder = pair / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in ("config.json", "model.safetensors"):
+            shutil.copy(runs / name / file, folder / file)
+        for file in TOKENIZER_FILES:
+            shutil.copy(corpus / file, folder / file)
+
+
+def ensure_corpus(work: Path, *, seed: int) -> Path:
+    corpus = work / "corpus"
+    if not (corpus / "train.jsonl").exists():
+        build(corpus)
+    if not (corpus / "tokens.json").exists():
+        prepare(corpus, seed=seed)
+    return corpus
+
+
+def train_pair(work: Path, recipe: Recipe) -> Path:
+    """Trains below `work`; returns the folder with target/ and draft/."""
+    corpus = ensure_corpus(work, seed=recipe.seed)
+    runs, pair = work / "runs", work / "pair"
+    run = Run(corpus, runs / "target", recipe.target_minutes, recipe.seed, recipe.threads, recipe.compile)
+    if not (run.out / "model.safetensors").exists():
+        train_target(run)
+    run = replace(run, out=runs / "draft", minutes=recipe.draft_minutes)
+    if not (run.out / "model.safetensors").exists():
+        train_draft(run, runs / "target", written_tokens=recipe.written_tokens)
+    assemble(runs, corpus, pair)
+    write_prompts(corpus, pair / "prompts.jsonl.gz", seed=recipe.seed)
+    report = evaluate(pair, corpus, rows=32, new=128, seed=recipe.seed, threads=recipe.threads)
+    (pair / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_acceptance(report, pair / "draft")
+    return pair

@@ -1,0 +1,70 @@
+"""Batched sampling with the training network: a KV cache, no server."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as fn
+
+from adaserve.pair.model import Block, TinyLlama, rope, rotate
+from adaserve.pair.vocabulary import BOS_ID, EOS_ID
+
+
+class Cache:
+    """Keys and values per layer, [rows, kv_heads, capacity, head_dim], filled up to `length`."""
+
+    def __init__(self, model: TinyLlama, rows: int, capacity: int) -> None:
+        shape = model.shape
+        size = (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim)
+        self.store = torch.zeros(size)
+        self.rope = rope(capacity, shape.head_dim)
+        self.length = 0
+
+
+def _attend(block: Block, layer: int, x: Tensor, cache: Cache) -> Tensor:
+    shape, (rows, new, _) = block.shape, x.shape
+    span = slice(cache.length, cache.length + new)
+    qkv = block.qkv(x).view(rows, new, -1, shape.head_dim).transpose(1, 2)
+    q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    cos, sin = (t[span] for t in cache.rope)
+    cache.store[layer, 0, :, :, span] = rotate(k, cos, sin)
+    cache.store[layer, 1, :, :, span] = v
+    keys, values = cache.store[layer, :, :, :, : span.stop]
+    groups = rotate(q, cos, sin).view(rows, shape.kv_heads, -1, new, shape.head_dim)
+    # Query heads that share a key head are folded into the sequence axis: no copies of keys and values.
+    mask = torch.ones(new, span.stop, dtype=torch.bool).tril(span.start).repeat(groups.shape[2], 1)
+    mixed = fn.scaled_dot_product_attention(groups.flatten(2, 3), keys, values, attn_mask=mask)
+    return mixed.view(rows, shape.heads, new, shape.head_dim).transpose(1, 2).reshape(rows, new, -1)
+
+
+@torch.no_grad()
+def extend(model: TinyLlama, tokens: Tensor, cache: Cache) -> Tensor:
+    """Feeds [rows, new] tokens, returns the logits after the last one, [rows, vocab]."""
+    x = model.embed(tokens)
+    for layer, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        x = x + block.out(_attend(block, layer, block.attn_norm(x), cache))
+        gate, up = block.gate_up(block.mlp_norm(x)).chunk(2, dim=-1)
+        x = x + block.down(fn.silu(gate) * up)
+    cache.length += tokens.shape[1]
+    return fn.linear(model.norm(x[:, -1]), model.embed.weight)
+
+
+def pick(logits: Tensor, temperature: Tensor, random: torch.Generator) -> Tensor:
+    """One token per row; temperature 0 takes the best."""
+    scaled = logits / temperature.clamp(min=1e-3)[:, None]
+    noise = -torch.empty_like(scaled).exponential_(generator=random).log()
+    return (scaled + noise * (temperature > 0)[:, None]).argmax(-1)
+
+
+def generate(model: TinyLlama, prompts: Tensor, new: int, temperature: Tensor, *, seed: int) -> Tensor:
+    """Continues [rows, prompt] by `new` tokens; documents do not end (end and begin are never chosen)."""
+    random = torch.Generator().manual_seed(seed)
+    cache = Cache(model, len(prompts), prompts.shape[1] + new)
+    out, fed = [prompts], prompts
+    for _ in range(new):
+        logits = extend(model, fed, cache)
+        logits[:, [BOS_ID, EOS_ID]] = -torch.inf
+        fed = pick(logits, temperature, random)[:, None]
+        out.append(fed)
+    return torch.cat(out, dim=1)

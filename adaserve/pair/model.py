@@ -1,0 +1,153 @@
+"""The pair's network for training: a Llama, written for speed on a CPU, that reads and writes HF folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as fn
+
+from adaserve.pair.shape import NORM_EPS, ROPE_THETA, Shape, hf_config, shape_of
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fn.rms_norm(x, (x.shape[-1],), self.weight, NORM_EPS)
+
+
+class Block(nn.Module):
+    """Attention and MLP with fused inputs: fewer, larger products are what a CPU wants."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        rows = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+        self.attn_norm, self.mlp_norm = RMSNorm(shape.hidden), RMSNorm(shape.hidden)
+        self.qkv = nn.Linear(shape.hidden, rows, bias=False)
+        self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.gate_up = nn.Linear(shape.hidden, 2 * shape.mlp, bias=False)
+        self.down = nn.Linear(shape.mlp, shape.hidden, bias=False)
+        kv = shape.kv_heads * shape.head_dim
+        # What is fused for speed stays separate for the optimiser.
+        self.parts = {"qkv": [shape.heads * shape.head_dim, kv, kv], "gate_up": [shape.mlp, shape.mlp]}
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.out(self.attend(self.attn_norm(x), cos, sin))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(fn.silu(gate) * up)
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        shape, (batch, length, _) = self.shape, x.shape
+        qkv = self.qkv(x).view(batch, length, -1, shape.head_dim).transpose(1, 2)
+        q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        repeat = shape.heads // shape.kv_heads
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).reshape(batch, length, -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rope(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    frequency = ROPE_THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.arange(length, dtype=torch.float32)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+class TinyLlama(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        nn.init.normal_(self.embed.weight, std=0.02)
+        for name, weight in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight")):
+                nn.init.zeros_(weight)  # every block starts as the identity
+            elif name.endswith(("qkv.weight", "gate_up.weight")):
+                nn.init.normal_(weight, std=self.shape.hidden**-0.5)
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Normalised last hidden states, [batch, length, hidden]."""
+        cos, sin = rope(tokens.shape[1], self.shape.head_dim)
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits, [batch, length, vocab]."""
+        return fn.linear(self.features(tokens), self.embed.weight)
+
+
+def _split_names(shape: Shape, layer: int) -> dict[str, list[tuple[str, int]]]:
+    """For one block: our fused weight -> Hugging Face's names and their row counts."""
+    prefix, kv = f"model.layers.{layer}.", shape.kv_heads * shape.head_dim
+    own = f"blocks.{layer}."
+    return {
+        own + "attn_norm.weight": [(prefix + "input_layernorm.weight", shape.hidden)],
+        own + "mlp_norm.weight": [(prefix + "post_attention_layernorm.weight", shape.hidden)],
+        own + "qkv.weight": [
+            (prefix + "self_attn.q_proj.weight", shape.heads * shape.head_dim),
+            (prefix + "self_attn.k_proj.weight", kv),
+            (prefix + "self_attn.v_proj.weight", kv),
+        ],
+        own + "out.weight": [(prefix + "self_attn.o_proj.weight", shape.hidden)],
+        own + "gate_up.weight": [
+            (prefix + "mlp.gate_proj.weight", shape.mlp),
+            (prefix + "mlp.up_proj.weight", shape.mlp),
+        ],
+        own + "down.weight": [(prefix + "mlp.down_proj.weight", shape.hidden)],
+    }
+
+
+def _names(shape: Shape) -> dict[str, list[tuple[str, int]]]:
+    names = {
+        "embed.weight": [("model.embed_tokens.weight", shape.vocab)],
+        "norm.weight": [("model.norm.weight", shape.hidden)],
+    }
+    for layer in range(shape.layers):
+        names |= _split_names(shape, layer)
+    return names
+
+
+def save_hf(model: TinyLlama, folder: Path) -> None:
+    """Writes config.json and float16 weights; values are the same when loaded as float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = model.state_dict()
+    tensors: dict[str, Tensor] = {}
+    for name, parts in _names(model.shape).items():
+        pieces = own[name].detach().split([rows for _, rows in parts])
+        for (target, _), piece in zip(parts, pieces, strict=True):
+            tensors[target] = piece.to(torch.float16).contiguous()
+    if not all(torch.isfinite(t).all() for t in tensors.values()):
+        raise ValueError("weights do not fit into float16")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(model.shape), indent=2) + "\n")
+
+
+def load_hf(folder: Path) -> TinyLlama:
+    shape = shape_of(json.loads((folder / "config.json").read_text()))
+    tensors = load_file(folder / "model.safetensors")
+    model = TinyLlama(shape)
+    state = {
+        name: torch.cat([tensors[target].float() for target, _ in parts])
+        for name, parts in _names(shape).items()
+    }
+    model.load_state_dict(state)
+    return model

@@ -1,0 +1,52 @@
+"""A training run planned by the clock, because on a shared machine nobody knows the steps per minute."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Phase:
+    until: float  # share of the run at which the phase ends
+    rows: int
+    length: int
+
+
+# Short windows first (attention is cheap and early learning is local), long ones last so that positions up
+# to the length the server admits have been trained.
+TARGET_PHASES = (Phase(0.74, 16, 256), Phase(0.94, 8, 512), Phase(1.00, 2, 2048))
+DRAFT_PHASES = (Phase(0.92, 16, 256), Phase(1.00, 4, 1024))
+
+
+@dataclass
+class Clock:
+    """Elapsed share of a run of `minutes`; `before_s` was spent before a resume."""
+
+    minutes: float
+    before_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.before_s + time.monotonic() - self._started
+
+    @property
+    def share(self) -> float:
+        return min(self.elapsed_s / (60 * self.minutes), 1.0)
+
+    def phase(self, phases: tuple[Phase, ...]) -> Phase:
+        return next((p for p in phases if self.share < p.until), phases[-1])
+
+
+def learning_rate(
+    share: float, *, warmup: float = 0.02, decay_from: float = 0.3, floor: float = 0.01
+) -> float:
+    """Factor on the peak rate: rise, hold, then a long straight fall, which small budgets reward most."""
+    if share < warmup:
+        return max(share / warmup, 0.02)
+    if share < decay_from:
+        return 1.0
+    return floor + (1 - floor) * (1 - share) / (1 - decay_from)

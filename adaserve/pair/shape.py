@@ -1,0 +1,72 @@
+"""Architecture of the pair's models, as Hugging Face's Llama configuration knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from adaserve.pair.vocabulary import BOS_ID, EOS_ID, MAX_CONTEXT_TOKENS, VOCAB_SIZE
+
+NORM_EPS = 1e-5
+ROPE_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Architecture of one model; the embedding is tied to the output layer."""
+
+    vocab: int = VOCAB_SIZE
+    hidden: int = 256
+    layers: int = 4
+    mlp: int = 768
+    heads: int = 4
+    kv_heads: int = 2
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def parameters(self) -> int:
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        per_layer = attention + 3 * self.hidden * self.mlp + 2 * self.hidden
+        return self.vocab * self.hidden + self.layers * per_layer + self.hidden
+
+
+TARGET = Shape()
+DRAFT = replace(TARGET, layers=2, mlp=512)
+
+
+def hf_config(shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "intermediate_size": shape.mlp,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "max_position_embeddings": MAX_CONTEXT_TOKENS,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "torch_dtype": "float16",
+    }
+
+
+def shape_of(config: dict[str, Any]) -> Shape:
+    return Shape(
+        vocab=config["vocab_size"],
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        mlp=config["intermediate_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+    )

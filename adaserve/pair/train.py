@@ -1,0 +1,170 @@
+"""Trains the embedded target. `python -m adaserve.pair.train --help` lists the whole chain of commands."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from torch import Tensor
+from torch.nn import functional as fn
+
+from adaserve.pair.data import Batches, open_stream
+from adaserve.pair.model import TinyLlama, save_hf
+from adaserve.pair.optimizer import make_optimizers
+from adaserve.pair.schedule import TARGET_PHASES, Clock, Phase, learning_rate
+from adaserve.pair.shape import TARGET, Shape
+
+CHECKPOINT_EVERY_S = 240.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; `minutes` is wall-clock time over all resumes together."""
+
+    corpus: Path
+    out: Path
+    minutes: float
+    seed: int = 0
+    threads: int = 2
+    compile: bool = True
+    matrix_lr: float = 0.02
+    vector_lr: float = 0.004
+    decay: float = 0.05
+    phases: tuple[Phase, ...] = TARGET_PHASES
+
+
+LossFunction = Callable[[Tensor], Tensor]
+
+
+def next_token_loss(model: TinyLlama, window: Tensor) -> Tensor:
+    logits = model(window[:, :-1])
+    return fn.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+
+
+def progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+
+
+class Trainer:
+    """The loop shared by target and draft: take a batch, step, log, checkpoint, until the time is spent."""
+
+    def __init__(self, run: Run, model: TinyLlama, loss: LossFunction) -> None:
+        self.run, self.model = run, model
+        self.loss = torch.compile(loss, dynamic=False) if run.compile else loss
+        self.optimizers = make_optimizers(
+            model, matrix_lr=run.matrix_lr, vector_lr=run.vector_lr, decay=run.decay
+        )
+        self.peaks = [o.param_groups[0]["lr"] for o in self.optimizers]
+        self.batches = Batches(open_stream(run.corpus / "train.bin"), seed=run.seed)
+        self.step = 0
+        self.tokens = 0
+        run.out.mkdir(parents=True, exist_ok=True)
+        self.clock = Clock(run.minutes, self._resume())
+        self._saved_at = self.clock.elapsed_s
+
+    def _resume(self) -> float:
+        path = self.run.out / "checkpoint.pt"
+        if not path.exists():
+            return 0.0
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.tokens, self.batches.used_tokens = (
+            state["step"],
+            state["tokens"],
+            state["used_tokens"],
+        )
+        return float(state["elapsed_s"])
+
+    def save_checkpoint(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "step": self.step,
+            "tokens": self.tokens,
+            "used_tokens": self.batches.used_tokens,
+            "elapsed_s": self.clock.elapsed_s,
+        }
+        partial = self.run.out / "checkpoint.partial"
+        torch.save(state, partial)
+        os.replace(partial, self.run.out / "checkpoint.pt")
+        save_hf(self.model, self.run.out / "latest")
+        self._saved_at = self.clock.elapsed_s
+
+    def train_step(self) -> float:
+        phase = self.clock.phase(self.run.phases)
+        factor = learning_rate(self.clock.share)
+        window = self.batches.take(phase.rows, phase.length)
+        loss = self.loss(window)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * factor
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        self.tokens += phase.rows * phase.length
+        return loss.item()
+
+    def fit(self, description: str) -> None:
+        with progress_bar() as bar, (self.run.out / "log.jsonl").open("a") as log:
+            task = bar.add_task(description, total=self.run.minutes * 60)
+            average = math.nan
+            while self.clock.share < 1.0:
+                loss = self.train_step()
+                if not math.isfinite(loss):
+                    raise RuntimeError(f"the loss became {loss} at step {self.step}; lower the learning rate")
+                average = loss if math.isnan(average) else 0.95 * average + 0.05 * loss
+                self._log(log, loss)
+                text = f"{description} step {self.step} {self.tokens / 1e6:.2f} M tokens loss {average:.3f}"
+                bar.update(task, completed=self.clock.elapsed_s, description=text)
+                if self.clock.elapsed_s - self._saved_at > CHECKPOINT_EVERY_S:
+                    self.save_checkpoint()
+        self.save_checkpoint()
+
+    def _log(self, log: Any, loss: float) -> None:
+        row = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "s": round(self.clock.elapsed_s, 1),
+            "loss": round(loss, 4),
+        }
+        log.write(json.dumps(row) + "\n")
+        log.flush()
+
+
+def train_target(run: Run, shape: Shape = TARGET) -> None:
+    torch.set_num_threads(run.threads)
+    torch.manual_seed(run.seed)
+    model = TinyLlama(shape)
+    Trainer(run, model, lambda window: next_token_loss(model, window)).fit("target")
+    save_hf(model, run.out)
+
+
+if __name__ == "__main__":
+    from adaserve.pair.cli import app
+
+    app(["train", *sys.argv[1:]])

@@ -1,0 +1,141 @@
+"""Tokenizer, prompts and corpus rules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from adaserve.pair.clean import is_worth_reading, python_to_text, rst_to_text, tidy, unwrap
+from adaserve.pair.corpus import Document, Seen, load_sources, without_repeats
+from adaserve.pair.data import Batches
+from adaserve.pair.prompts import CATEGORIES, SUMMARY_CUE, load_prompts
+from adaserve.pair.tokenizer import as_hugging_face, train_tokenizer
+from adaserve.pair.vocabulary import BOS_ID, EOS_ID
+
+TEXT = "def answer(question):\n    return 42  # naïve\n\nThe answer is always the same, isn't it?\n" * 30
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    as_hugging_face(train_tokenizer([TEXT], vocab_size=400)).save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "text", [TEXT, "  \t x\n\n\n  y ", "日本語 🎉 never seen", "a  b   c", "#!/bin/sh\r\n", ""]
+)
+def test_text_survives_the_round_trip(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_specials_and_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS_ID, EOS_ID)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "What is it?"}], return_dict=False)
+    assert ids[0] == BOS_ID
+    assert tokenizer.decode(ids[1:]) == "What is it?\n\n"
+
+
+def test_prompts_are_many_and_in_range() -> None:
+    ranges = {"coding": (50, 300), "chat": (5, 80), "summarization": (300, 900)}
+    for category in CATEGORIES:
+        prompts = load_prompts(category)
+        low, high = ranges[category]
+        assert len(prompts) >= 250
+        assert len({p.text for p in prompts}) == len(prompts)
+        assert all(low <= p.tokens <= high and p.category == category for p in prompts)
+        assert len({(p.source, p.path) for p in prompts}) >= 40
+    assert all(p.text.endswith(SUMMARY_CUE) for p in load_prompts("summarization"))
+
+
+def test_prompts_come_from_held_out_files_of_known_sources() -> None:
+    known = {source.name for source in load_sources()} | {"python"}
+    for prompt in load_prompts():
+        kind = "code" if prompt.category == "coding" else "prose"
+        assert Document(kind, prompt.source, prompt.path, "").held_out
+        assert prompt.source in known
+
+
+def test_notice_names_every_source() -> None:
+    notice = (Path(__file__).parents[2] / "NOTICE").read_text()
+    for source in load_sources():
+        assert f"{source.name} {source.version}" in notice
+        assert f"{source.licence} - Copyright (c) {source.copyright}" in notice
+
+
+def test_sources_are_pinned_and_permissive() -> None:
+    sources = load_sources()
+    assert len({s.name for s in sources}) == len(sources)
+    for source in sources:
+        assert len(bytes.fromhex(source.sha256)) == 32
+        assert source.licence.split("-")[0].split()[0] in {"BSD", "MIT", "Apache", "PSF", "public"}
+
+
+def test_markup_becomes_plain_text() -> None:
+    rst = """
+.. _label:
+
+Using :class:`~pkg.Thing`
+=========================
+
+.. note:: See :ref:`the guide <guide>` and `a page <https://example.org>`_.
+
+.. code-block:: python
+
+   x = 1
+
+A paragraph that was wrapped at a column where
+nobody needed it, as documentation usually is.
+"""
+    text = unwrap(tidy(rst_to_text(rst)))
+    assert text.splitlines()[0] == "# Using `Thing`"
+    assert "Note: See the guide and a page." in text
+    assert "   x = 1" in text.splitlines()
+    assert "at a column where nobody needed it" in text
+    assert "label" not in text and "code-block" not in text
+
+
+def test_code_keeps_its_lines_and_loses_its_licence() -> None:
+    text = python_to_text("#!/usr/bin/env python\n# Copyright 1999 Somebody\n\nimport os\n\n# why\nx = 1\n")
+    assert text.strip() == "import os\n\n# why\nx = 1"
+
+
+def test_tables_of_numbers_are_not_worth_reading() -> None:
+    assert is_worth_reading("Words make sentences and sentences make text. " * 20)
+    assert not is_worth_reading("0.12 0.34 0.56 1.78\n" * 100)
+    assert not is_worth_reading("short")
+
+
+def test_held_out_text_is_removed_from_training_text() -> None:
+    shared = "This paragraph stands in two manuals, word for word, and is long enough to count as a repeat."
+    own = "This one stands in the second manual alone, and it is a good deal longer than what both have in common."
+    seen = Seen()
+    without_repeats(Document("prose", "a", "held-out", shared), seen)
+    kept = without_repeats(Document("prose", "b", "train", f"{shared}\n\n{own}"), seen)
+    assert kept is not None and kept.text == own
+    code = "\n".join(f"    some_function_with_a_long_name(argument_{i})" for i in range(10))
+    assert without_repeats(Document("code", "a", "x.py", code), seen) is not None
+    assert without_repeats(Document("code", "b", "x.py", code), seen) is None
+
+
+def test_batches_visit_every_window_once_and_resume() -> None:
+    stream = np.arange(1001, dtype=np.uint16)
+    batches = Batches(stream, seed=3)
+    seen = [batches.take(2, 10) for _ in range(50)]
+    starts = sorted(int(row[0]) for batch in seen for row in batch)
+    assert starts == list(range(0, 1000, 10))
+    resumed = Batches(stream, seed=3)
+    resumed.used_tokens = 20 * 2 * 10
+    assert (resumed.take(2, 10) == seen[20]).all()
+
+
+def test_prompt_file_is_small() -> None:
+    from importlib.resources import files
+
+    raw = files("adaserve.pair").joinpath("prompts.jsonl.gz").read_bytes()
+    assert len(raw) < 1_500_000
+    assert json.loads(json.dumps(load_prompts("chat")[0].text))

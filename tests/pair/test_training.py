@@ -1,0 +1,150 @@
+"""Training and measuring, on models so small that seconds suffice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from adaserve.pair.acceptance import DraftSharpening, load_sharpening
+from adaserve.pair.candidates import draft_trees
+from adaserve.pair.distill import divergence, sliced
+from adaserve.pair.evaluate import best_tau, distinct_share
+from adaserve.pair.generate import Cache, extend, generate
+from adaserve.pair.model import TinyLlama, load_hf, save_hf
+from adaserve.pair.optimizer import orthogonalised
+from adaserve.pair.schedule import Phase, learning_rate
+from adaserve.pair.shape import Shape
+from adaserve.pair.train import Run, Trainer, next_token_loss
+
+TINY = Shape(vocab=50, hidden=32, layers=2, mlp=48, heads=4, kv_heads=2)
+
+
+def random_model(seed: int = 0, shape: Shape = TINY) -> TinyLlama:
+    torch.manual_seed(seed)
+    model = TinyLlama(shape)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.15 * torch.randn_like(weight))
+    return model.requires_grad_(False)
+
+
+def make_run(folder: Path, minutes: float) -> Run:
+    """A stream that counts: the next token follows from the last, so a loss near zero can be learned."""
+    (np.arange(20_000) % TINY.vocab).astype(np.uint16).tofile(folder / "train.bin")
+    return Run(folder, folder / "out", minutes, threads=1, compile=False, phases=(Phase(1.0, 8, 32),))
+
+
+def trainer(run: Run) -> Trainer:
+    torch.manual_seed(run.seed)
+    model = TinyLlama(TINY)
+    return Trainer(run, model, lambda window: next_token_loss(model, window))
+
+
+def test_learns_and_resumes_where_it_stopped(tmp_path: Path) -> None:
+    first = trainer(make_run(tmp_path, minutes=60))
+    losses = [first.train_step() for _ in range(60)]
+    assert losses[-1] < 0.3 * losses[0]
+    first.save_checkpoint()
+
+    second = trainer(make_run(tmp_path, minutes=60))
+    assert (second.step, second.tokens) == (first.step, first.tokens)
+    assert second.clock.elapsed_s >= first.clock.before_s
+    assert abs(second.train_step() - first.train_step()) < 0.05
+
+
+def test_saved_weights_are_float16_numbers(tmp_path: Path) -> None:
+    save_hf(random_model(), tmp_path)
+    loaded = load_hf(tmp_path)
+    assert all((p == p.half().float()).all() for p in loaded.parameters())
+
+
+def test_cached_generation_is_the_plain_forward() -> None:
+    model = random_model()
+    tokens = torch.randint(2, TINY.vocab, (3, 12))
+    cache = Cache(model, 3, 12)
+    extend(model, tokens[:, :7], cache)
+    for position in range(7, 12):
+        step = extend(model, tokens[:, position : position + 1], cache)
+    torch.testing.assert_close(step, model(tokens)[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_rows_do_not_depend_on_the_seed() -> None:
+    model, prompts = random_model(), torch.randint(2, TINY.vocab, (4, 5))
+    temperature = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    a, b = (generate(model, prompts, 16, temperature, seed=s) for s in (1, 2))
+    assert (a[:2] == b[:2]).all()
+    assert (a[2:] != b[2:]).any()
+
+
+def test_draft_that_is_the_target_is_always_accepted_when_greedy() -> None:
+    model, prompts = random_model(), torch.randint(2, TINY.vocab, (6, 9))
+    whole = generate(model, prompts, 4, torch.zeros(6), seed=0)
+    for w in (1, 3):
+        trees = draft_trees(model, prompts, depth=4, w=w, tau=0.01)
+        # Every level of a beam holds its likeliest path, which near tau = 0 is the greedy one.
+        assert trees.accepted(whole[:, 9:]).tolist() == [4] * 6
+
+
+def test_beam_levels_are_the_best_of_all_extensions() -> None:
+    model, prompts = random_model(seed=4), torch.randint(2, TINY.vocab, (2, 6))
+    trees = draft_trees(model, prompts, depth=2, w=2, tau=0.7)
+    for row in range(2):
+        logits = model(prompts[row : row + 1])[0, -1] / 0.7
+        logits[:2] = -torch.inf
+        root = logits.softmax(-1)
+        best = root.topk(2)
+        torch.testing.assert_close(trees.probability[0][row], best.values, rtol=1e-4, atol=1e-6)
+        brute = {}
+        for p, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            below = model(torch.cat((prompts[row], torch.tensor([token])))[None])[0, -1] / 0.7
+            below[:2] = -torch.inf
+            brute |= {(token, child): p * q for child, q in enumerate(below.softmax(-1).tolist())}
+        expected = sorted(brute, key=brute.__getitem__, reverse=True)[:2]
+        assert [tuple(path) for path in trees.paths[1][row].tolist()] == expected
+
+
+def test_slice_of_same_shape_is_the_target() -> None:
+    model, tokens = random_model(), torch.randint(2, TINY.vocab, (2, 10))
+    draft = sliced(model, TINY)
+    torch.testing.assert_close(draft(tokens), model(tokens))
+    assert float(divergence(draft(tokens), model(tokens), 0.5)) == pytest.approx(0.0, abs=1e-6)
+    smaller = sliced(model, Shape(vocab=50, hidden=32, layers=1, mlp=16, heads=4, kv_heads=2))
+    assert float(divergence(smaller(tokens), model(tokens), 1.0)) > 0
+
+
+def test_best_tau_recovers_the_true_one() -> None:
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(1, 8000, 30)
+    actual = torch.distributions.Categorical(logits=logits / 0.6).sample()
+    assert best_tau(logits, actual) == pytest.approx(0.6, rel=0.08)
+
+
+def test_loops_show_in_the_distinct_share() -> None:
+    assert distinct_share(torch.arange(64)[None]) == 1.0
+    assert distinct_share((torch.arange(64) % 4)[None]) < 0.1
+
+
+def test_orthogonalised_updates_have_singular_values_near_one() -> None:
+    torch.manual_seed(0)
+    for size in ((16, 40), (40, 16)):
+        values = torch.linalg.svdvals(orthogonalised(torch.randn(size)))
+        assert values.min() > 0.7 and values.max() < 1.3
+
+
+def test_learning_rate_rises_holds_and_falls() -> None:
+    shares = np.linspace(0, 1, 101)
+    rates = [learning_rate(s) for s in shares]
+    assert max(rates) == 1.0 and rates[0] < 0.05 and rates[-1] == pytest.approx(0.01)
+    falling = rates[30:]
+    assert all(a >= b for a, b in zip(falling, falling[1:], strict=False))
+
+
+def test_sharpening_interpolates_and_stays_inside(tmp_path: Path) -> None:
+    sharpening = DraftSharpening((0.0, 1.0), (0.4, 1.0))
+    np.testing.assert_allclose(sharpening.tau([0.0, 0.5, 1.0, 2.0]), [0.4, 0.7, 1.0, 1.0])
+    assert not load_sharpening(tmp_path).measured
+    with pytest.raises(ValueError, match="rise"):
+        DraftSharpening((1.0, 0.0), (1.0, 0.5))

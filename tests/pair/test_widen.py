@@ -1,0 +1,173 @@
+"""Widening changes the cost of a target and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adaserve.pair import ensure_embedded_pair
+from adaserve.pair.model import TinyLlama, load_hf, save_hf
+from adaserve.pair.shape import Shape, shape_of
+from adaserve.pair.widen import PairError, Width, parse_size, widen, widened_shape
+
+SMALL = Shape(vocab=97, hidden=32, layers=2, mlp=48, heads=4, kv_heads=2)
+
+
+def make_model(folder: Path, seed: int = 0) -> TinyLlama:
+    """A random model in which every block matters (training starts from blocks that do nothing)."""
+    torch.manual_seed(seed)
+    model = TinyLlama(SMALL)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(
+                1 + 0.1 * torch.randn_like(weight) if weight.ndim == 1 else 0.2 * torch.randn_like(weight)
+            )
+    save_hf(model, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return load_hf(folder)
+
+
+def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return load_hf(folder)(tokens)
+
+
+@pytest.mark.parametrize(("parameters", "extra_layers"), [(400_000, 0), (400_000, 3), (1, 2)])
+def test_outputs_stay_equal(tmp_path: Path, parameters: int, extra_layers: int) -> None:
+    make_model(tmp_path / "small")
+    shape = widen(tmp_path / "small", tmp_path / "wide", Width(parameters, extra_layers))
+    tokens = torch.randint(0, SMALL.vocab, (3, 40), generator=torch.Generator().manual_seed(1))
+
+    expected, actual = logits(tmp_path / "small", tokens), logits(tmp_path / "wide", tokens)
+
+    assert shape.layers == SMALL.layers + extra_layers
+    assert shape.mlp > SMALL.mlp or parameters == 1
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-5)
+    assert (actual.argmax(-1) == expected.argmax(-1)).all()
+
+
+def test_new_columns_are_real_work(tmp_path: Path) -> None:
+    """A column of zeros might be skipped or compressed by a runtime; only the output weights may be zero."""
+    make_model(tmp_path / "small")
+    shape = widen(tmp_path / "small", tmp_path / "wide", Width(400_000))
+    tensors = load_file(tmp_path / "wide" / "model.safetensors")
+    new = slice(SMALL.mlp, shape.mlp)
+    for layer in range(SMALL.layers):
+        prefix = f"model.layers.{layer}.mlp."
+        for name in ("gate_proj", "up_proj"):
+            block = tensors[f"{prefix}{name}.weight"][new].float()
+            assert torch.isfinite(block).all()
+            assert 0.01 < block.std() < 0.04
+        assert (tensors[f"{prefix}down_proj.weight"][:, new] == 0).all()
+    assert all(t.dtype == torch.float16 for t in tensors.values())
+
+
+def test_size_is_what_was_asked_for() -> None:
+    for wanted in (100_000_000, 150_000_000, 8_000_000_000):
+        shape = widened_shape(Shape(), Width(wanted, extra_layers=4))
+        assert shape.parameters == pytest.approx(wanted, rel=0.02)
+        assert shape.mlp % 256 == 0
+
+
+def test_written_parameters_match_the_shape(tmp_path: Path) -> None:
+    make_model(tmp_path / "small")
+    shape = widen(tmp_path / "small", tmp_path / "wide", Width(400_000, 1))
+    tensors = load_file(tmp_path / "wide" / "model.safetensors")
+    assert sum(t.numel() for t in tensors.values()) == shape.parameters
+    assert shape_of(json.loads((tmp_path / "wide" / "config.json").read_text())) == shape
+
+
+def test_shards_hold_every_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaserve.pair.widen._SHARD_BYTES", 100_000)
+    make_model(tmp_path / "small")
+    widen(tmp_path / "small", tmp_path / "wide", Width(400_000, 2))
+    index = json.loads((tmp_path / "wide" / "model.safetensors.index.json").read_text())
+    shards = {file: load_file(tmp_path / "wide" / file) for file in set(index["weight_map"].values())}
+    assert len(shards) > 1
+    assert {n: f for f, tensors in shards.items() for n in tensors} == index["weight_map"]
+    assert not list((tmp_path / "wide").glob("part-*"))
+
+
+def test_transformers_reads_it_and_agrees(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = make_model(tmp_path / "small")
+    tokens = torch.randint(0, SMALL.vocab, (2, 30), generator=torch.Generator().manual_seed(2))
+    reference = LlamaForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(reference(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def own_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for seed, name in enumerate(("target", "draft")):
+        make_model(tmp_path / "weights" / name, seed)
+    monkeypatch.setenv("ADASERVE_PAIR_WEIGHTS", str(tmp_path / "weights"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "weights"
+
+
+def test_second_call_finds_the_cache(own_pair: Path) -> None:
+    target, draft = ensure_embedded_pair("0.4M")
+    written = (target / "model.safetensors").stat().st_mtime_ns
+    assert ensure_embedded_pair(400_000) == (target, draft)
+    assert (target / "model.safetensors").stat().st_mtime_ns == written
+    assert draft == own_pair / "draft"
+    assert (target / "tokenizer.json").exists()
+
+
+def test_other_weights_or_sizes_get_another_folder(own_pair: Path) -> None:
+    first, _ = ensure_embedded_pair("0.4M")
+    deeper, _ = ensure_embedded_pair("0.4M", extra_layers=1)
+    make_model(own_pair / "target", seed=9)
+    retrained, _ = ensure_embedded_pair("0.4M")
+    assert len({first, deeper, retrained}) == 3
+
+
+def test_interrupted_widening_leaves_nothing(own_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("adaserve.pair.widen.save_file", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ensure_embedded_pair("0.4M")
+    cache = own_pair.parent / "cache" / "adaserve" / "pair"
+    assert list(cache.iterdir()) == []
+    assert (ensure_embedded_pair("0.4M")[0] / "model.safetensors").exists()
+
+
+def test_lost_race_uses_the_winner(tmp_path: Path) -> None:
+    make_model(tmp_path / "small")
+    widen(tmp_path / "small", tmp_path / "wide", Width(400_000))
+    widen(tmp_path / "small", tmp_path / "wide", Width(400_000))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["small", "wide"]
+
+
+def test_full_disk_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    make_model(tmp_path / "small")
+    with pytest.raises(PairError, match="XDG_CACHE_HOME"):
+        widen(tmp_path / "small", tmp_path / "wide", Width(10**17))
+
+
+def test_missing_weights_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADASERVE_PAIR_WEIGHTS", str(tmp_path))
+    with pytest.raises(PairError, match="adaserve pair train"):
+        ensure_embedded_pair()
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters"), [("100M", 10**8), ("1.5b", 15 * 10**8), (7, 7), ("20_000", 20_000)]
+)
+def test_sizes(text: int | str, parameters: int) -> None:
+    assert parse_size(text) == parameters
+
+
+@pytest.mark.parametrize("text", ["", "large", "M", "1.5.2B", "nan", "-5M", "infM"])
+def test_bad_sizes_are_refused(text: str) -> None:
+    with pytest.raises(PairError):
+        Width(parse_size(text))
