@@ -112,7 +112,7 @@ def test_tables_of_numbers_are_not_worth_reading() -> None:
 
 def test_held_out_text_is_removed_from_training_text() -> None:
     shared = "This paragraph stands in two manuals, word for word, and is long enough to count as a repeat."
-    own = "This one stands in the second manual alone, and it is a good deal longer than what both have in common."
+    own = "This one stands in the second manual alone, and it is a good deal longer than what both share."
     seen = Seen()
     without_repeats(Document("prose", "a", "held-out", shared), seen)
     kept = without_repeats(Document("prose", "b", "train", f"{shared}\n\n{own}"), seen)

@@ -43,7 +43,8 @@ def trainer(run: Run) -> Trainer:
     return Trainer(run, model, lambda window: next_token_loss(model, window))
 
 
-def test_learns_and_resumes_where_it_stopped(tmp_path: Path) -> None:
+def test_learns_and_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaserve.pair.train.learning_rate", lambda share: 1.0)
     first = trainer(make_run(tmp_path, minutes=60))
     losses = [first.train_step() for _ in range(60)]
     assert losses[-1] < 0.3 * losses[0]
@@ -110,9 +111,9 @@ def test_slice_of_same_shape_is_the_target() -> None:
     model, tokens = random_model(), torch.randint(2, TINY.vocab, (2, 10))
     draft = sliced(model, TINY)
     torch.testing.assert_close(draft(tokens), model(tokens))
-    assert float(divergence(draft(tokens), model(tokens), 0.5)) == pytest.approx(0.0, abs=1e-6)
+    assert divergence(draft(tokens), model(tokens), 0.5).item() == pytest.approx(0.0, abs=1e-6)
     smaller = sliced(model, Shape(vocab=50, hidden=32, layers=1, mlp=16, heads=4, kv_heads=2))
-    assert float(divergence(smaller(tokens), model(tokens), 1.0)) > 0
+    assert divergence(smaller(tokens), model(tokens), 1.0).item() > 0
 
 
 def test_best_tau_recovers_the_true_one() -> None:
@@ -139,7 +140,7 @@ def test_learning_rate_rises_holds_and_falls() -> None:
     rates = [learning_rate(s) for s in shares]
     assert max(rates) == 1.0 and rates[0] < 0.05 and rates[-1] == pytest.approx(0.01)
     falling = rates[30:]
-    assert all(a >= b for a, b in zip(falling, falling[1:], strict=False))
+    assert falling == sorted(falling, reverse=True)
 
 
 def test_sharpening_interpolates_and_stays_inside(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ def make_model(folder: Path, seed: int = 0) -> TinyLlama:
     model = TinyLlama(SMALL)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.copy_(
-                1 + 0.1 * torch.randn_like(weight) if weight.ndim == 1 else 0.2 * torch.randn_like(weight)
-            )
+            mean, spread = (1.0, 0.1) if weight.ndim == 1 else (0.0, 0.2)
+            weight.copy_(mean + spread * torch.randn_like(weight))
     save_hf(model, folder)
     (folder / "tokenizer.json").write_text("{}")
     return load_hf(folder)
@@ -160,9 +159,7 @@ def test_missing_weights_say_what_to_do(tmp_path: Path, monkeypatch: pytest.Monk
         ensure_embedded_pair()
 
 
-@pytest.mark.parametrize(
-    ("text", "parameters"), [("100M", 10**8), ("1.5b", 15 * 10**8), (7, 7), ("20_000", 20_000)]
-)
+@pytest.mark.parametrize(("text", "parameters"), [("100M", 10**8), ("1.5b", 15 * 10**8), (7, 7)])
 def test_sizes(text: int | str, parameters: int) -> None:
     assert parse_size(text) == parameters
 
