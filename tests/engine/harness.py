@@ -1,0 +1,211 @@
+"""Starts real SGLang servers on tiny models and talks to them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+CONTEXT = 256
+START_TIMEOUT_S = 240.0
+PROBE_FOLDER = Path(__file__).parent / "probe"
+
+
+class Server:
+    """One server process; a context manager that stops it. ``arguments`` are flags of SGLang, without dashes."""
+
+    def __init__(
+        self, folder: Path, model: Path, arguments: dict[str, Any], environment: dict[str, str] | None = None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "server.log"
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [sys.executable, "-m", "sglang.launch_server", *_flags(model, self.port, arguments)]
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                self.command, stdout=out, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
+            )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait_ready(self) -> None:
+        end = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < end:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
+            try:
+                if httpx.get(self.url + "/health", timeout=5).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+        raise TimeoutError(f"no answer within {START_TIMEOUT_S} s:\n{self.tail()}")
+
+    def stop(self) -> None:
+        if self.process is None:
+            return
+        for sig in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, sig)  # the session that __enter__ opened
+            except ProcessLookupError:
+                break
+            try:
+                self.process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                continue
+        self.process = None
+
+    def tail(self, characters: int = 6000) -> str:
+        return self.log.read_text(errors="replace")[-characters:]
+
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 120) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=timeout)
+
+    def generate(self, **body: Any) -> Any:
+        response = self.post("/generate", body)
+        assert response.status_code == 200, f"{response.status_code} {response.text}\n{self.tail(3000)}"
+        return response.json()
+
+    def internal_state(self) -> dict[str, Any]:
+        return dict(httpx.get(self.url + "/server_info", timeout=30).json()["internal_states"][0])
+
+    def assert_idle_and_clean(self) -> None:
+        """No KV slot is held by anything once the cache was flushed, and the process is alive."""
+        end = time.monotonic() + 30
+        response = self.post("/flush_cache")
+        while response.status_code != 200 and time.monotonic() < end:
+            time.sleep(0.3)
+            response = self.post("/flush_cache")
+        assert response.status_code == 200, response.text + self.tail(3000)
+        log = self.log.read_text(errors="replace")
+        for words in ("memory leak", "Scheduler hit an exception"):
+            assert words not in log, self.tail()
+
+
+def _flags(model: Path, port: int, arguments: dict[str, Any]) -> list[str]:
+    settings: dict[str, Any] = {
+        "model-path": model, "device": "cpu", "dtype": "float32", "context-length": CONTEXT, "port": port,
+        "max-total-tokens": 20000, "mem-fraction-static": 0.2, "chunked-prefill-size": 64,
+        "skip-server-warmup": True, "log-level": "info", "random-seed": 1, "watchdog-timeout": 120,
+        **arguments,
+    }  # fmt: skip
+    flags: list[str] = []
+    for name, value in settings.items():
+        if value is False or value is None:
+            continue
+        flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return flags
+
+
+@dataclass
+class Probe:
+    """The probe plugin's switches and the file that it reports to."""
+
+    folder: Path
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def environment(self) -> dict[str, str]:
+        info = self.folder / "adaserve_probe-1.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: adaserve-probe\nVersion: 1\n")
+        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nprobe = adaserve_probe:register\n")
+        path = [str(self.folder), str(PROBE_FOLDER), os.environ.get("PYTHONPATH", "")]
+        return {
+            "PYTHONPATH": os.pathsep.join(p for p in path if p),
+            "ADASERVE_PROBE": json.dumps({"out": str(self.folder / "stats.json"), **self.options}),
+        }
+
+    def read(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "stats.json").read_text()))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of a workload."""
+
+    input_ids: tuple[int, ...]
+    params: dict[str, Any]
+    arrival_s: float = 0.0
+    disconnect_after: int | None = None  # streamed increments after which the client goes away
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"input_ids": list(self.input_ids), "sampling_params": self.params, **self.extra}
+
+
+def workload(count: int, seed: int, leave_every: int = 0, max_new: int = 48, spread_s: float = 4.0) -> list[Job]:
+    """Greedy requests of mixed lengths; a third shares long prefixes, every ``leave_every``-th disconnects."""
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(2, 500) for _ in range(rng.randrange(40, 90))] for _ in range(4)]
+    jobs = []
+    for i in range(count):
+        prompt = [rng.randrange(2, 500) for _ in range(rng.choice((1, 3, 8, 20, 45, 100)))]
+        if rng.random() < 0.35:
+            prompt = rng.choice(prefixes) + prompt[:20]
+        params = {"temperature": 0, "max_new_tokens": rng.choice((1, 2, 5, 13, max_new, max_new)),
+                  "ignore_eos": rng.random() < 0.5}  # fmt: skip
+        leaves = leave_every and i % leave_every == leave_every - 1
+        jobs.append(
+            Job(tuple(prompt), params, arrival_s=rng.random() * spread_s, disconnect_after=2 if leaves else None)
+        )
+    return jobs
+
+
+def run_jobs(server: Server, jobs: Sequence[Job], speed: float = 1.0, running: int = 200) -> list[dict[str, Any] | None]:
+    """Answers in the jobs' order; None for those whose client disconnected."""
+    return asyncio.run(_run_jobs(server, jobs, speed, running))
+
+
+async def _run_jobs(
+    server: Server, jobs: Sequence[Job], speed: float, running: int
+) -> list[dict[str, Any] | None]:
+    limits = httpx.Limits(max_connections=running, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+        return list(await asyncio.gather(*(_run_job(client, job, speed) for job in jobs)))
+
+
+async def _run_job(client: httpx.AsyncClient, job: Job, speed: float) -> dict[str, Any] | None:
+    await asyncio.sleep(job.arrival_s / speed)
+    if job.disconnect_after is None:
+        response = await client.post("/generate", json=job.body)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+    async with client.stream("POST", "/generate", json={**job.body, "stream": True}) as stream:
+        seen = 0
+        async for line in stream.aiter_lines():
+            seen += line.startswith("data:")
+            if seen >= job.disconnect_after:
+                return None
+    return None
+
+
+def outputs(answers: Sequence[dict[str, Any] | None]) -> list[list[int] | None]:
+    return [None if a is None else a["output_ids"] for a in answers]

@@ -1,0 +1,156 @@
+"""SGLang plugin for tests: watches the AdaServe worker from inside the scheduler process.
+
+It changes nothing about how tokens are verified. It counts, and every few iterations it audits both KV
+caches: the tokens that the engine believes cached are run through the model afresh, into a scratch
+pool, and the keys and values must equal those in the paged pool. A wrong compaction, a wrong draft
+length or a wrong position shows here even when the sampled tokens happen to agree.
+
+With ``rotate`` it hands each iteration to another real policy, and with ``hold_back`` it forbids trees
+(max_depth 0) to changing requests, so that the draft has to catch up later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+ENV = "ADASERVE_PROBE"
+
+
+def register() -> None:
+    if ENV not in os.environ:
+        return
+    from adaserve.worker import worker as module
+
+    module.AdaServeWorker = probed(module.AdaServeWorker)
+
+
+def probed(base: type) -> type:
+    options = json.loads(os.environ[ENV])
+
+    class ProbedWorker(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.stats: dict[str, Any] = dict.fromkeys(
+                ("iterations", "moved", "accepted", "drafted", "rows", "verify_tokens", "audits", "catch_ups"), 0
+            )
+            self.stats.update(target_kv_error=0.0, draft_kv_error=0.0, draft_kv_unknown=0, forgotten=0, depths={})
+            self.stats["wrong_lengths"] = []
+            if options.get("rotate"):
+                self.policy = Rotation(self.policy, options["rotate"], self.config)
+            self.listeners.append(self._count)
+
+        def _rows(self, batch: Any) -> Any:
+            rows = super()._rows(batch)
+            if options.get("hold_back"):
+                for r, state in enumerate(rows.states):
+                    if (len(state.generated) // 7 + len(state.rid)) % 3 == 0:
+                        rows.running.max_depth[r] = 0
+            self.stats["catch_ups"] += sum(bool(s.pending) for s in rows.states)
+            return rows
+
+        def _compact(self, rows: Any, verified: Any, acceptance: Any) -> None:
+            self.stats["moved"] += int((acceptance.accepted & (verified.column != verified.depth)).sum())
+            super()._compact(rows, verified, acceptance)
+
+        def _commit(self, batch: Any, rows: Any, *args: Any) -> Any:
+            result = super()._commit(batch, rows, *args)
+            if self.stats["iterations"] % options.get("audit_every", 1 << 30) == 0:
+                for r in range(len(rows)):
+                    self._audit(batch, rows, r, int(result.new_seq_lens[r]))
+            return result
+
+        def _audit(self, batch: Any, rows: Any, r: int, length: int) -> None:
+            state, req = rows.states[r], batch.reqs[r]
+            tokens = [*req.origin_input_ids, *state.generated][:-1]
+            stats = self.stats
+            stats["audits"] += 1
+            if len(tokens) != length or state.draft_len + len(state.pending) != length:
+                stats["wrong_lengths"].append([state.rid, len(tokens), length, state.draft_len, len(state.pending)])
+                return
+            slots = rows.req_to_token[rows.pool_indices[r], :length].long()
+            errors = kv_errors(self.target_worker, tokens, slots)
+            stats["target_kv_error"] = max(stats["target_kv_error"], errors.max().item())
+            known = kv_errors(self._draft_worker.draft_worker, tokens, slots)[: state.draft_len]
+            prompt = len(req.origin_input_ids)
+            # A cached prefix may hold tokens that the draft never saw (see the worker's notes on pending tokens).
+            stats["draft_kv_unknown"] += int((known[:prompt] > 1e-3).sum())
+            stats["draft_kv_error"] = max(stats["draft_kv_error"], known[prompt:].max().item() if len(known) > prompt else 0.0)
+
+        def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+            self.stats["forgotten"] += 1
+            super().note_request_finished(rid=rid, natural_stop=natural_stop)
+
+        def _count(self, outcome: Any) -> None:
+            stats = self.stats
+            stats["iterations"] += 1
+            stats["rows"] += len(outcome.new_tokens)
+            stats["accepted"] += int(outcome.accepted.sum())
+            stats["drafted"] += outcome.trees.n_nodes
+            stats["verify_tokens"] += outcome.selection.verify_tokens
+            depth = str(outcome.plan.depth)
+            stats["depths"][depth] = stats["depths"].get(depth, 0) + 1
+            stats["states"] = len(self._states)
+            stats["policy_states"] = policy_size(self.policy)
+            path = Path(options["out"])
+            path.with_suffix(".new").write_text(json.dumps(stats))
+            path.with_suffix(".new").replace(path)
+
+    return ProbedWorker
+
+
+def policy_size(policy: Any) -> int:
+    """Entries of the largest container that a policy keeps."""
+    sizes = [0]
+    for value in vars(policy).values():
+        if isinstance(value, dict):
+            sizes.append(len(value))
+        elif hasattr(value, "__dict__") and type(value).__module__.startswith("adaserve.scheduler"):
+            sizes.extend(len(v) for v in vars(value).values() if isinstance(v, dict))
+    return max(sizes)
+
+
+def kv_errors(worker: Any, tokens: list[int], slots: Any) -> Any:
+    """Largest difference of any key or value of each position from a fresh prefill, [positions]."""
+    import numpy as np
+    import torch
+    from adaserve.worker.attention import causal_plan
+    from adaserve.worker.forwards import LEAN_ATTRIBUTE
+
+    lean = getattr(worker.model_runner.model, LEAN_ATTRIBUTE)
+    pool = worker.model_runner.token_to_kv_pool
+    n = len(tokens)
+    every = torch.arange(n)
+    scratch = [[torch.zeros(n, *b.shape[1:], dtype=b.dtype) for b in pool.k_buffer] for _ in range(2)]
+    lengths = np.array([n])
+    lean.forward(torch.tensor(tokens), every, every, *scratch, causal_plan(every, lengths, lengths))
+    errors = torch.zeros(n)
+    for fresh, paged in zip(scratch, (pool.k_buffer, pool.v_buffer), strict=True):
+        for a, b in zip(fresh, paged, strict=True):
+            errors = torch.maximum(errors, (a - b[slots]).abs().flatten(1).amax(1).float())
+    return errors
+
+
+class Rotation:
+    """Iteration i is planned and selected by real policy number i modulo their count."""
+
+    def __init__(self, first: Any, names: list[str], config: Any) -> None:
+        from adaserve.scheduler.policies import PolicyConfig, build_policy
+
+        settings = PolicyConfig(budget=config.budget, d_max=config.max_depth, w_max=config.max_width)
+        self.name = first.name
+        self._policies = [build_policy(name, settings) for name in names]
+        self._turn = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policies[self._turn], name)
+
+    def plan(self, running: Any, now_s: float) -> Any:
+        self._turn = (self._turn + 1) % len(self._policies)
+        return self._policies[self._turn].plan(running, now_s)
+
+    def forget(self, rid: str) -> None:
+        for policy in self._policies:
+            policy.forget(rid)
