@@ -63,10 +63,10 @@ def arrival_times(arrivals: Arrivals, duration_s: float, rng: np.random.Generato
         return _thinned(arrivals, duration_s, rng)
     if arrivals.rps == 0:
         return np.zeros(0)
-    gaps = _gaps(arrivals, duration_s, rng)
-    times = np.cumsum(gaps)
     if arrivals.kind == "constant":
-        times -= gaps[0]
+        times = np.arange(math.ceil(duration_s * arrivals.rps)) / arrivals.rps
+    else:
+        times = np.cumsum(_gaps(arrivals, duration_s, rng))
     return times[times < duration_s]
 
 
@@ -74,8 +74,6 @@ def _gaps(arrivals: Arrivals, duration_s: float, rng: np.random.Generator) -> Fl
     mean = 1.0 / arrivals.rps
     expected = duration_s * arrivals.rps
     n = int(expected + 10 * math.sqrt(expected * max(1.0, arrivals.cv**2)) + 10 * max(1.0, arrivals.cv**2))
-    if arrivals.kind == "constant":
-        return np.full(n, mean)
     shape = 1.0 / arrivals.cv**2 if arrivals.kind == "gamma" else 1.0
     return rng.gamma(shape, mean / shape, n)
 

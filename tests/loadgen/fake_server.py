@@ -64,7 +64,7 @@ class FakeServer:
         with contextlib.suppress(ConnectionError):
             writer.close()
 
-    async def route(
+    async def route(  # noqa: PLR0911, PLR0917
         self,
         method: str,
         path: str,
@@ -133,7 +133,7 @@ class FakeServer:
         )
         await self.stream(path, headers, data, n, usage, received, writer)
 
-    async def stream(
+    async def stream(  # noqa: PLR0917
         self,
         path: str,
         headers: dict[str, str],
