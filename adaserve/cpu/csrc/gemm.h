@@ -12,10 +12,9 @@
 #include "team.h"
 #include "tile.h"
 
-#define DEPTH 256       /* k per block: a panel of it stays in L1 */
+#define DEPTH 256
 #define ROW_BLOCK 120   /* rows that share one pass over the weights */
 #define MAX_GROUP 8     /* panels per group */
-#define WIDEN_BLOCKS 3  /* from so many row tiles on it pays to convert a panel to fp32 once */
 
 typedef struct {
     int columns, depth, type; /* W is [columns, depth] */
@@ -43,7 +42,6 @@ typedef struct {
 
 typedef struct {
     float sums[ROW_BLOCK * MAX_GROUP * PANEL];
-    float panel[DEPTH * PANEL];
 } gemm_scratch;
 
 static inline int imin(int a, int b) { return a < b ? a : b; }
@@ -147,16 +145,17 @@ static void multiply_block(const matrix *m, const char *w, int kc, const float *
                            int mode, gemm_scratch *s) {
     const int row_tiles = ceil_div(rows, MAX_ROWS);
     const int at_once = ceil_div(rows, row_tiles) <= PAIR_ROWS ? 2 : 1;
-    const int convert = m->type != FP32 && at_once == 1 && row_tiles >= WIDEN_BLOCKS;
     const size_t bytes = (size_t)at_once * kc * PANEL * type_bytes[m->type];
-    const tile_fn *table = tiles[at_once - 1][convert ? FP32 : m->type][mode];
+    const tile_fn *table = tiles[at_once - 1][m->type][mode];
     tile_args a = {.x = x, .ldx = ldx, .ldw = PANEL, .panel_stride = (size_t)kc * PANEL, .depth = kc,
-                   .ldc = (size_t)m->group_panels * PANEL, .ahead_step = bytes / (kc * row_tiles)};
+                   .ldc = (size_t)m->group_panels * PANEL};
+    /* One or two rows are a plain stream, which the hardware prefetches better by itself. */
+    const int prefetch = rows > 2;
+    if (prefetch) a.ahead_step = bytes / (kc * row_tiles);
     for (int p = 0; p < m->group_panels; p += at_once, w += bytes) {
-        if (convert) widen(m->type, w, 0, s->panel, kc * PANEL);
-        a.w = convert ? (const char *)s->panel : w;
+        a.w = w;
         a.c = s->sums + p * PANEL;
-        multiply(a, table, rows, row_tiles, w + bytes, bytes);
+        multiply(a, table, rows, row_tiles, prefetch ? w + bytes : w, prefetch ? bytes : 0);
     }
 }
 
@@ -170,7 +169,7 @@ static void finish_silu(const matrix *m, const epilogue *e, const float *sums, s
             for (int j = 0; j < PANEL; j += VL) {
                 const float *pair = sums + r * ld + p * PANEL + j;
                 vf gate = load(pair), up = load(pair + PANEL);
-                store(out + (row0 + r) * e->ld + j, gate / (1.0f + vexp(-gate)) * up);
+                store(out + (row0 + r) * e->ld + j, gate * up / (1.0f + vexp_bounded(-gate)));
             }
     }
 }

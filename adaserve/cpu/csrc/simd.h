@@ -12,11 +12,14 @@
 #endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-#define VL 16
-#elif defined(__AVX2__) && defined(__FMA__)
-#define VL 8
+#define HOST_VL 16
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define HOST_VL 8
 #else
-#define VL 4
+#define HOST_VL 4
+#endif
+#ifndef VL /* tests compile other widths, which the compiler then emulates */
+#define VL HOST_VL
 #endif
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
@@ -46,10 +49,29 @@ static ALWAYS_INLINE vf blend(vi mask, vf yes, vf no) {
     return (vf)((mask & (vi)yes) | (~mask & (vi)no));
 }
 
-static ALWAYS_INLINE vf vmax(vf a, vf b) { return blend((vi)(a > b), a, b); }
+/* A NaN in `b` comes through. */
+static ALWAYS_INLINE vf vmax(vf a, vf b) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif VL == 8 && defined(__AVX__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return blend((vi)(a > b), a, b);
+#endif
+}
+
+static ALWAYS_INLINE vf vmin(vf a, vf b) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif VL == 8 && defined(__AVX__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return blend((vi)(a < b), a, b);
+#endif
+}
 
 static ALWAYS_INLINE vf half_to_float(const uint16_t *p) {
-#if VL == 16
+#if VL == 16 && defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif VL == 8 && defined(__F16C__)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
@@ -120,14 +142,13 @@ static inline void narrow(int type, const float *source, void *target, size_t to
     for (int i = 0; i < n; i++) out[i] = type == FP16 ? float_to_half(source[i]) : float_to_bfloat(source[i]);
 }
 
-/* exp with about one unit in the last place; 0 below -87, which includes minus infinity. */
-static ALWAYS_INLINE vf vexp(vf x) {
+/* exp with about one unit in the last place, for -87 <= x <= 88; beyond, its value at the bound. */
+static ALWAYS_INLINE vf vexp_bounded(vf x) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    vf clamped = blend((vi)(x < -87.3f), splat(-87.3f), x);
-    clamped = blend((vi)(clamped > 88.3f), splat(88.3f), clamped);
-    vf shifted = clamped * 1.44269504f + magic;
+    x = vmin(splat(88.0f), vmax(splat(-87.0f), x));
+    vf shifted = x * 1.44269504f + magic;
     vf n = shifted - magic;
-    vf r = clamped - n * 0.693359375f;
+    vf r = x - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -135,10 +156,12 @@ static ALWAYS_INLINE vf vexp(vf x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    vf scaled = (vf)((vi)p + (((vi)shifted - (vi)magic) << 23));
-    return blend((vi)(x < -87.3f), splat(0.0f), scaled);
+    p = p * (r * r) + (r + 1.0f);
+    return (vf)((vi)p + ((vi)shifted << 23)); /* the magic's own bits leave at the top */
 }
+
+/* exp for x <= 88, exactly 0 below -87, which includes minus infinity. */
+static ALWAYS_INLINE vf vexp(vf x) { return (vf)((vi)vexp_bounded(x) & (vi)(x >= -87.0f)); }
 
 /* Lanes in a fixed order, so that a row's sum never depends on its company. */
 static ALWAYS_INLINE float lane_sum(vf x) {

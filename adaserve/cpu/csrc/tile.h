@@ -17,7 +17,16 @@
 #define PAIR_ROWS 12
 #else
 #define MAX_ROWS 6
-#define PAIR_ROWS (VL == 8 ? 3 : 2)
+#define PAIR_ROWS 2
+#endif
+
+/* Keeps a vector out of the memory operands of its several uses, each of which would load it again. */
+#if defined(__x86_64__) && VL <= HOST_VL
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#elif defined(__aarch64__)
+#define IN_REGISTER(v) __asm__("" : "+w"(v))
+#else
+#define IN_REGISTER(v) (void)(v)
 #endif
 
 typedef struct {
@@ -50,13 +59,17 @@ static ALWAYS_INLINE void tile_body(const int rows, const int panels, const int 
             else acc[r][j] = splat(0.0f);
     for (int k = 0; k < a->depth; k++) {
         vf b[2 * NV];
-        UNROLL for (int j = 0; j < nv; j++)
+        UNROLL for (int j = 0; j < nv; j++) {
             b[j] = load_as_float(type, w, (j / NV) * a->panel_stride + (j % NV) * VL);
+            IN_REGISTER(b[j]);
+        }
         UNROLL for (int r = 0; r < rows; r++) {
             vf value = splat(x[r * ldx + k]);
             UNROLL for (int j = 0; j < nv; j++) acc[r][j] += value * b[j];
         }
-        __builtin_prefetch(ahead, 0, 3);
+        /* Into L2: into L1 it would push out what this panel still needs. */
+        __builtin_prefetch(ahead, 0, 2);
+        if (panels * PANEL * bytes > 64) __builtin_prefetch(ahead + 64, 0, 2);
         ahead += ahead_step;
         w += ldw * bytes;
     }
@@ -84,7 +97,7 @@ typedef void (*tile_fn)(const tile_args *);
 #define ROWS_2 ROWS_TO_12
 #elif VL == 8
 #define ROWS_1 ROWS_TO_6
-#define ROWS_2 ROWS_TO_3
+#define ROWS_2 ROWS_TO_2
 #else
 #define ROWS_1 ROWS_TO_6
 #define ROWS_2 ROWS_TO_2
