@@ -86,7 +86,7 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from adaserve.platform import ATTENTION_BACKEND
+    from adaserve.host import ATTENTION_BACKEND
 
     @register_attention_backend(ATTENTION_BACKEND)
     def _cpu_backend(runner: Any) -> Any:

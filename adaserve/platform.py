@@ -1,8 +1,7 @@
 """SGLang platform for hosts without an accelerator.
 
-SGLang asks every installed platform plugin whether it applies (``select``). Ours applies only
-where no accelerator is there and nobody asked for another CPU platform, so that a GPU host is
-never touched.
+``adaserve.host.select`` decides where it applies; it stands apart because SGLang asks it while it
+imports what this module needs.
 """
 
 from __future__ import annotations
@@ -15,20 +14,10 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
-ATTENTION_BACKEND = "adaserve_cpu"
+from adaserve.host import ATTENTION_BACKEND
+
 OVERLAP_ENV = "ADASERVE_CPU_OVERLAP"
 """Set to 1 to run SGLang's overlap schedule on a CPU host: slower, but it exercises the GPU's code path."""
-
-
-def select() -> str | None:
-    """Entry point ``sglang.srt.platforms``: our class where the host has nothing but a CPU."""
-    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
-        return None  # SGLang's own CPU build was asked for
-    if torch.cuda.is_available() or torch.xpu.is_available():
-        return None
-    if torch.backends.mps.is_available() or hasattr(torch, "npu"):
-        return None
-    return "adaserve.platform.AdaServeCpuPlatform"
 
 
 class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):

@@ -13,7 +13,7 @@ from adaserve.patches import hook
 
 
 def register() -> None:
-    from adaserve.platform import select
+    from adaserve.host import select
 
     if select() is None:
         return

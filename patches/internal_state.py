@@ -1,4 +1,4 @@
-"""The scheduler's SLO statistics in ``/server_info`` and for the live page.
+"""The scheduler's SLO statistics in ``/server_info`` and for the live page; changing the policy.
 
 Why: statistics are counted in the scheduler process, pages are served by the HTTP process; SGLang's
 internal-state request is its way from one to the other, one entry per data-parallel rank.
@@ -12,10 +12,13 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
 
+POLICY_KEY = "adaserve_policy="
+
 
 def register() -> None:
     controller = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
     hook(f"{controller}._add_speculative", _add_adaserve, HookType.AFTER)
+    hook(f"{controller}._update_handlers", _policy_handlers, HookType.AFTER)
 
 
 def _add_adaserve(_: None, self: Any, state: dict[str, Any]) -> None:
@@ -24,3 +27,24 @@ def _add_adaserve(_: None, self: Any, state: dict[str, Any]) -> None:
     scheduler = self.scheduler
     if isinstance(scheduler.spec_algorithm, AdaServeAlgorithm):
         state["adaserve"] = scheduler.draft_worker.report()
+
+
+def _policy_handlers(handlers: dict[str, Any], self: Any) -> dict[str, Any] | None:
+    """``POST /set_internal_state {"server_args": {"adaserve_policy=NAME": 1}}`` changes the policy.
+
+    The name stands in the key because SGLang accepts numbers only as values.
+    """
+    from sglang.srt.managers.scheduler_components.internal_state import _UpdateHandler
+
+    from adaserve.algorithm import AdaServeAlgorithm
+
+    scheduler = self.scheduler
+    if not isinstance(scheduler.spec_algorithm, AdaServeAlgorithm):
+        return None
+    worker = scheduler.draft_worker
+
+    def change(key: str, _: Any) -> None:
+        worker.set_policy(key.removeprefix(POLICY_KEY))
+
+    ours = {POLICY_KEY + name: _UpdateHandler(lambda *_: None, change) for name in worker.policy_names}
+    return {**handlers, **ours}

@@ -6,7 +6,9 @@ profile`` runs a longer one and keeps it. Both measure the forwards that serving
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -21,6 +23,7 @@ import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.cpu.plan import TreeAttentionPlan
+from adaserve.environment import cpu_name
 from adaserve.scheduler.fit import fit_latency
 from adaserve.scheduler.latency import LatencyModel, Profile, ProfileError, load_profile
 from adaserve.worker.attention import causal_plan
@@ -42,6 +45,9 @@ class Grid:
     repeats: int
     stop_s: float  # larger forwards than one of this length are not tried
 
+
+PROFILE_ENV = "ADASERVE_MEASURE_PROFILE"
+"""Set by `adaserve profile`: JSON with the files for progress ("ticks") and result ("out")."""
 
 QUICK = Grid((1, 2, 4, 8, 12, 16, 24, 32, 48, 64), (1, 2, 4, 8, 16, 32, 64), (128, 512), 3, 0.25)
 FULL = Grid(
@@ -124,7 +130,7 @@ def fingerprint(target: str, draft: str, config: AdaServeConfig) -> dict[str, st
     import sglang
 
     return {
-        "host": f"{platform.machine()} {_cpu_name()}",
+        "host": f"{platform.machine()} {cpu_name()}",
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -134,14 +140,6 @@ def fingerprint(target: str, draft: str, config: AdaServeConfig) -> dict[str, st
         "torch": torch.__version__,
         "sglang": sglang.__version__,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _model_name(path: str) -> str:
@@ -157,6 +155,28 @@ def profile_path(meta: dict[str, str]) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     key = hashlib.sha256(repr(sorted(meta.items())).encode()).hexdigest()[:16]
     return root / "adaserve" / "profiles" / f"{key}.json"
+
+
+def profile_steps() -> int:
+    """Points of a full profile, at most."""
+    return len(FULL.contexts) * (len(FULL.verify_tokens) + len(FULL.draft_rows))
+
+
+def save_full_profile(meta: dict[str, str], run: Callable[[Grid, Callable[[str], None]], Profile]) -> Path | None:
+    """Measures and saves when `adaserve profile` asked for it; the file, else None."""
+    if PROFILE_ENV not in os.environ:
+        return None
+    wanted = json.loads(os.environ[PROFILE_ENV])
+
+    def tick(what: str) -> None:
+        with open(wanted["ticks"], "a") as ticks:
+            ticks.write(what + "\n")
+
+    profile = run(FULL, tick)
+    path = Path(wanted["out"]) if wanted["out"] else profile_path(meta)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dataclasses.replace(profile, meta=meta).save(path)
+    return path
 
 
 def load_or_measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +58,42 @@ class LeanForward:
         self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._model.topk_logprobs(hidden, inv_temperature, width)
+
+
+class TimedForward:
+    """Adds up the seconds spent in the model, so that all the rest can be told apart."""
+
+    def __init__(self, inner: TreeForward) -> None:
+        self._inner = inner
+        self.busy_s = 0.0
+
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
+    ) -> torch.Tensor:
+        start_s = time.perf_counter()
+        out = self._inner.hidden(tokens, positions, slots, plan)
+        self.busy_s += time.perf_counter() - start_s
+        return out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        start_s = time.perf_counter()
+        out = self._inner.logits(hidden)
+        self.busy_s += time.perf_counter() - start_s
+        return out
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        start_s = time.perf_counter()
+        out = self._inner.argmax(hidden)
+        self.busy_s += time.perf_counter() - start_s
+        return out
+
+    def topk_logprobs(
+        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        start_s = time.perf_counter()
+        out = self._inner.topk_logprobs(hidden, inv_temperature, width)
+        self.busy_s += time.perf_counter() - start_s
+        return out
 
 
 def tree_forward(worker: Any) -> TreeForward:

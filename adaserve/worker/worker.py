@@ -21,16 +21,19 @@ from adaserve.live.prometheus import ServerMetrics
 from adaserve.live.stats import SLOStats
 from adaserve.patches.slo_requests import slo_config
 from adaserve.plugin import ensure_registered
-from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, Selection
-from adaserve.scheduler.policies import PolicyConfig, build_policy
+from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, Policy, Selection
+from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
 from adaserve.worker import calibration, sampling, verify
 from adaserve.worker.draft_input import RootTokens
 from adaserve.worker.draft_model import DraftModel
 from adaserve.worker.drafter import Draft, Drafter
-from adaserve.worker.forwards import tree_forward
+from adaserve.worker.forwards import TimedForward, tree_forward
 from adaserve.worker.rows import DecodeRows, RequestState, running_batch
 
 logger = logging.getLogger(__name__)
+
+BASELINE_CONTEXT = 256
+"""Cached tokens of the lone request whose plain decoding defines the baseline latency."""
 
 
 class AdaServeWorker(BaseSpecWorker):
@@ -43,7 +46,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self._draft_worker = DraftModel(server_args, gpu_id, nccl_port, target_worker)
         self.stride = self.config.max_depth + 1
-        self._drafts = self.config.policy != "none"
+        self._times = dict.fromkeys(("target_s", "draft_s", "decode_s", "iterations", "prefill_s", "prefills"), 0.0)
         self._states: dict[int, RequestState] = {}  # by request-pool slot
         self._last_end_s = 0.0
         self._listeners: list[Callable[[IterationOutcome], None]] = []
@@ -52,29 +55,45 @@ class AdaServeWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """Last step of SGLang's start: pools and backends are there, so the host can be measured."""
         super().init_cuda_graphs()
-        self._target = tree_forward(self.target_worker)
-        draft = tree_forward(self._draft_worker.draft_worker)
+        self._target = TimedForward(tree_forward(self.target_worker))
+        self._draft = draft = TimedForward(tree_forward(self._draft_worker.draft_worker))
         self._drafter = Drafter(draft, draft_sharpening)
         slots = self.target_worker.model_runner.token_to_kv_pool.size
+        meta = calibration.fingerprint(*self._models, self.config)
+        self._profile = calibration.save_full_profile(
+            meta, lambda grid, tick: calibration.measure(self._target, draft, slots, grid, progress=tick)
+        )
         self.latency = calibration.load_or_measure(
-            self.config,
-            calibration.fingerprint(*self._models, self.config),
-            lambda: calibration.measure(self._target, draft, slots, calibration.QUICK),
+            self.config, meta, lambda: calibration.measure(self._target, draft, slots, calibration.QUICK)
         )
-        self.policy = build_policy(
-            self.config.policy,
-            PolicyConfig(
-                latency=self.latency,
-                budget=self.config.budget,
-                d_max=self.config.max_depth,
-                w_max=self.config.max_width,
-            ),
-        )
+        self.set_policy(self.config.policy)
         self._init_ledger()
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """What ``set_policy`` accepts."""
+        named = tuple(n for n in policy_names() if n != "chain-K")
+        return named + tuple(f"chain-{k}" for k in range(1, self.config.max_depth + 1))
+
+    def build_policy(self, name: str) -> Policy:
+        """A fresh policy for this host. Raises ValueError for an unknown name."""
+        config = PolicyConfig(
+            latency=self.latency,
+            budget=self.config.budget,
+            d_max=self.config.max_depth,
+            w_max=self.config.max_width,
+        )
+        return build_policy(name, config)
+
+    def set_policy(self, name: str) -> None:
+        """Takes effect at the next iteration; requests that run keep their trees' KV."""
+        self.policy = self.build_policy(name)
+        self._drafts = name != "none"
 
     def _init_ledger(self) -> None:
         baseline_ms = self.config.baseline_ms
-        baseline_s = self.latency.baseline_s() if baseline_ms is None else baseline_ms / 1e3
+        measured_s = self.latency.verify_s(1.0, BASELINE_CONTEXT) + self.latency.overhead_s
+        baseline_s = measured_s if baseline_ms is None else baseline_ms / 1e3
         metrics = ServerMetrics() if get_observability().enable_metrics else None
         self.ledger = SLOLedger(slo_config(), baseline_s, SLOStats(slo_config(), metrics))
         self._listeners.append(self.ledger.iteration)
@@ -89,8 +108,10 @@ class AdaServeWorker(BaseSpecWorker):
         """State for ``/server_info`` and the live page; JSON values."""
         return {
             "policy": self.policy.name,
+            "profile": None if self._profile is None else str(self._profile),
             "baseline_ms": self.ledger.baseline_s * 1e3,
             "latency": self.latency.to_json(),
+            "times": {**self._times, "target_s": self._target.busy_s, "draft_s": self._draft.busy_s},
             "stats": self.ledger.stats.state(),
         }
 
@@ -114,6 +135,8 @@ class AdaServeWorker(BaseSpecWorker):
         result.next_draft_input = RootTokens(result.next_token_ids.long())
         self._start_requests(batch, result.next_token_ids.tolist())
         end_s = time.perf_counter()
+        self._times["prefill_s"] += end_s - start_s
+        self._times["prefills"] += 1
         self.policy.observe_prefill(int(batch.extend_num_tokens), end_s - start_s, end_s)
         return result
 
@@ -129,7 +152,10 @@ class AdaServeWorker(BaseSpecWorker):
                 # Retracted and prefilled again in the same slot: its clock goes on.
                 state.decode_start_s, state.decoded = old.decode_start_s, old.decoded + 1
             state.generated = [*req.output_ids, token]
-            state.draft_len = length if self._drafts else 0
+            if self._drafts:
+                state.draft_len = length
+            else:  # a policy that drafts may take over later
+                state.pending = [*req.origin_input_ids, *req.output_ids][:length]
             self._states[slot] = state
 
     # -- decode -------------------------------------------------------------------------------
@@ -231,8 +257,7 @@ class AdaServeWorker(BaseSpecWorker):
         length = int(rows.seq_lens[r]) + len(new_tokens)  # root and accepted nodes are cached now
         cached = [int(rows.roots[r]), *new_tokens[:-1]]
         if draft is None or rows.running.max_depth[r] == 0:
-            if self._drafts:
-                state.pending.extend(cached)
+            state.pending.extend(cached)
         else:
             # The draft has the KV of the root and of every node it expanded: all but the last level.
             state.draft_len = min(length, int(rows.seq_lens[r]) + draft.depth)
@@ -281,6 +306,8 @@ class AdaServeWorker(BaseSpecWorker):
             since_last_s=end_s - self._last_end_s if self._last_end_s else 0.0,
         )
         self._last_end_s = end_s
+        self._times["decode_s"] += outcome.total_s
+        self._times["iterations"] += 1
         self.policy.observe(outcome)
         for listener in self._listeners:
             listener(outcome)

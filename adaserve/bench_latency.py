@@ -1,0 +1,161 @@
+"""``adaserve bench latency``: TPOT of policies against plain decoding, interleaved on one server.
+
+One server runs all policies in turn, batch by batch, so that a machine that slows down slows all of
+them. A batch is one ``/generate`` call with n held-out prompts; its TPOT is the mean over its
+requests of the server's own decode time per token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from adaserve.server import Server
+
+BASE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyPlan:
+    """What to measure."""
+
+    policies: tuple[str, ...] = ("adaserve",)
+    batches: tuple[int, ...] = (1, 4, 8, 16, 32)
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    rounds: int = 5
+    tokens: int = 96
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Batches that will be sent."""
+        return len(self.batches) * len(self.temperatures) * self.rounds * (1 + len(self.policies))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One batch under one policy."""
+
+    policy: str
+    batch: int
+    temperature: float
+    round: int
+    tpot_ms: float  # mean over the requests
+    accept_length: float  # tokens per request and iteration, bonus included
+    distinct_8grams: float  # share of the output's 8-grams that occur once; low = the text loops
+    iteration_ms: float
+    target_ms: float  # per iteration, in the target's forward
+    draft_ms: float  # per iteration, in the draft's forwards
+    python_share: float  # of the worker's iteration that is in neither model
+
+
+def run(server: Server, plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:
+    """Measures everything in ``plan``; ``done`` is told after each batch."""
+    prompts = _prompts(plan.seed)
+    samples = []
+    for temperature in plan.temperatures:
+        for batch in plan.batches:
+            for turn in range(plan.rounds):
+                texts = [prompts[(turn * 37 + i) % len(prompts)] for i in range(batch)]
+                for policy in (BASE, *plan.policies):
+                    samples.append(_measure(server, policy, texts, temperature, turn, plan.tokens))
+                    done(f"batch {batch}, T={temperature:g}, {policy}")
+    return samples
+
+
+def _prompts(seed: int) -> list[str]:
+    """Held-out code and prose of 30 to 300 tokens, shuffled."""
+    from adaserve.pair.prompts import load_prompts
+
+    texts = [p.text for p in load_prompts() if p.category != "summarization" and 30 <= p.tokens <= 300]
+    random.Random(seed).shuffle(texts)
+    return texts
+
+
+def _measure(
+    server: Server, policy: str, texts: Sequence[str], temperature: float, turn: int, tokens: int
+) -> Sample:
+    server.set_policy(policy)
+    httpx.post(server.url + "/flush_cache", timeout=30.0)
+    before = server.report()["times"]
+    params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"text": list(texts), "sampling_params": params}
+    answers = httpx.post(server.url + "/generate", json=body, timeout=600.0).raise_for_status().json()
+    after = server.report()["times"]
+    spent = {k: after[k] - before[k] for k in after}
+    n = max(1.0, spent["iterations"])
+    meta = [a["meta_info"] for a in answers]
+    verifications = sum(m["spec_verify_ct"] for m in meta)
+    models_s = spent["target_s"] + spent["draft_s"]
+    return Sample(
+        policy=policy,
+        batch=len(texts),
+        temperature=temperature,
+        round=turn,
+        tpot_ms=statistics.mean(m["slo"][0]["tpot_ms"] for m in meta),
+        accept_length=sum(m["completion_tokens"] - 1 for m in meta) / max(1, verifications),
+        distinct_8grams=statistics.mean(_distinct(a["output_ids"]) for a in answers),
+        iteration_ms=spent["decode_s"] / n * 1e3,
+        target_ms=spent["target_s"] / n * 1e3,
+        draft_ms=spent["draft_s"] / n * 1e3,
+        python_share=1.0 - models_s / max(spent["decode_s"], 1e-9),
+    )
+
+
+def _distinct(tokens: Sequence[int]) -> float:
+    grams = [tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, Any]]:
+    """One row per (temperature, batch, policy): medians and the speed-up paired round by round."""
+    rows = []
+    for temperature in plan.temperatures:
+        for batch in plan.batches:
+            of = [s for s in samples if s.batch == batch and s.temperature == temperature]
+            base = {s.round: s.tpot_ms for s in of if s.policy == BASE}
+            for policy in (BASE, *plan.policies):
+                mine = [s for s in of if s.policy == policy]
+                ratios = sorted(base[s.round] / s.tpot_ms for s in mine)
+                rows.append(
+                    {
+                        "temperature": temperature,
+                        "batch": batch,
+                        "policy": policy,
+                        "tpot_ms": statistics.median(s.tpot_ms for s in mine),
+                        "speedup": statistics.median(ratios),
+                        "speedup_range": [ratios[0], ratios[-1]],
+                        **{
+                            k: statistics.median(getattr(s, k) for s in mine)
+                            for k in ("accept_length", "distinct_8grams", "iteration_ms", "target_ms", "draft_ms", "python_share")
+                        },
+                    }
+                )
+    return rows
+
+
+def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[str, Any], command: str) -> None:
+    """Writes everything that is needed to judge and repeat the measurement."""
+    from adaserve.environment import describe_host
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    body = {
+        "schema_version": 1,
+        "kind": "bench latency",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": command,
+        "host": describe_host(),
+        "plan": asdict(plan),
+        "latency_model": server["latency"],
+        "summary": summarize(samples, plan),
+        "samples": [asdict(s) for s in samples],
+    }
+    path.write_text(json.dumps(body, indent=1) + "\n")

@@ -1,0 +1,183 @@
+"""The command ``adaserve``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="adaserve",
+    help="Serve every LLM request at the speed it asks for.\n\n"
+    "Start with `adaserve demo`, or `adaserve serve` and a request with the header x-slo-tpot-ms.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure: load tests and latency.", no_args_is_help=True)
+console = Console(stderr=True)
+
+Model = Annotated[str | None, typer.Option("--model-path", help="Target: a folder or Hugging Face name.", show_default="the embedded model")]
+Draft = Annotated[str | None, typer.Option("--draft-model-path", help="Draft with the target's vocabulary.", show_default="the embedded model")]
+Size = Annotated[str, typer.Option(help="Parameters that the embedded target is widened to.")]
+PolicyName = Annotated[str, typer.Option("--policy", help="adaserve, adaserve-v1, priced, turbospec, chain-4, fixed-tree, none, ...")]
+Budget = Annotated[int | None, typer.Option(min=1, help="Tokens per verification.", show_default="measured")]
+Weights = Annotated[str, typer.Option(help="How a CPU host stores weights: auto, fp32, fp16, bf16.")]
+
+
+def _fail(error: Exception | str) -> NoReturn:
+    console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def _spec(
+    model: str | None, draft: str | None, size: str, port: int, extra: tuple[str, ...] = (), host: str = "127.0.0.1", **settings: Any
+) -> Any:
+    from adaserve.config import AdaServeConfig, ConfigError
+    from adaserve.server import ServerError, ServerSpec
+
+    try:
+        config = AdaServeConfig(**settings)
+        return ServerSpec(model, draft, size, host, port, config, extra)
+    except (ConfigError, ServerError) as error:
+        _fail(error)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    *,
+    model: Model = None,
+    draft: Draft = None,
+    size: Size = "100M",
+    policy: PolicyName = "adaserve",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
+    budget: Budget = None,
+    max_depth: Annotated[int, typer.Option(help="Deepest candidate tree.")] = 8,
+    max_width: Annotated[int, typer.Option(help="Widest beam.")] = 3,
+    slo_config: Annotated[Path | None, typer.Option(help="YAML file with the SLO classes.", show_default="coding, chat, summarization")] = None,
+    profile: Annotated[Path | None, typer.Option(help="JSON of `adaserve profile`.", show_default="the cached one, else measured at start")] = None,
+    baseline_ms: Annotated[float | None, typer.Option(help="ms per token that x_baseline SLOs multiply.", show_default="measured")] = None,
+    record: Annotated[Path | None, typer.Option(help="Record every iteration here, for replay.")] = None,
+    cpu_weights: Weights = "auto",
+) -> None:
+    """Serve a model with per-request SLOs: SGLang's HTTP API, plus AdaServe.
+
+    Without a model the embedded pair is served, on any machine. Every flag of
+    `python -m sglang.launch_server` is accepted too and goes to SGLang unchanged.
+
+    Try: curl localhost:30000/v1/completions -H 'x-slo-tpot-ms: 40' -H 'content-type: application/json'
+    -d '{"model": "m", "prompt": "def main(", "max_tokens": 64}'
+    """
+    spec = _spec(
+        model, draft, size, port, tuple(context.args), host,
+        policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
+        slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
+    )  # fmt: skip
+    command = spec.command()
+    os.environ.update(spec.environment())
+    sys.stdout.flush()
+    # The server takes this process's place, so that signals reach SGLang itself.
+    os.execv(command[0], command)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+@app.command()
+def demo(
+    *,
+    seconds: Annotated[float, typer.Option(min=5, help="Length of the traffic.")] = 60.0,
+    policy: Annotated[str, typer.Option(help="Policy that is shown beside `none`.")] = "adaserve",
+    rps: Annotated[float | None, typer.Option(help="Requests per second.", show_default="from this host's speed")] = None,
+    size: Size = "100M",
+    out: Annotated[Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-demo")] = None,
+) -> None:
+    """Watch three classes of requests get three speeds, with AdaServe and without it.
+
+    Starts the server on the embedded pair, replays the same mixed traffic twice, prints a table.
+    """
+    from adaserve.demo import run_demo
+    from adaserve.loadgen.errors import LoadgenError
+    from adaserve.server import ServerError
+
+    try:
+        run_demo(seconds, policy, rps, size, out, console)
+    except (ServerError, LoadgenError) as error:
+        _fail(error)
+
+
+@app.command()
+def profile(
+    *,
+    model: Model = None,
+    draft: Draft = None,
+    size: Size = "100M",
+    cpu_weights: Weights = "auto",
+    out: Annotated[Path | None, typer.Option(help="File to write.", show_default="a cache folder, where `serve` finds it")] = None,
+) -> None:
+    """Measure draft and verification latency on this host, for the budget and for predictions.
+
+    Takes a minute or two on the embedded pair. `adaserve serve` uses the result from then on.
+    """
+    from adaserve.profile import run_profile
+    from adaserve.server import ServerError, free_port
+
+    try:
+        run_profile(_spec(model, draft, size, free_port(), cpu_weights=cpu_weights), out, console)
+    except ServerError as error:
+        _fail(error)
+
+
+@bench.command("latency")
+def bench_latency(
+    *,
+    model: Model = None,
+    draft: Draft = None,
+    size: Size = "100M",
+    policies: Annotated[str, typer.Option(help="Comma-separated; `none` is always measured beside them.")] = "adaserve",
+    batches: Annotated[str, typer.Option(help="Comma-separated numbers of concurrent requests.")] = "1,4,8,16,32",
+    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,0.7",
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 96,
+    cpu_weights: Weights = "auto",
+    budget: Budget = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-latency/latency.json")] = None,
+) -> None:
+    """TPOT against plain decoding at several batch sizes, interleaved in one run on one server."""
+    from adaserve.bench_report import run_latency
+    from adaserve.server import ServerError, free_port
+
+    try:
+        spec = _spec(model, draft, size, free_port(), cpu_weights=cpu_weights, budget=budget, max_depth=8)
+        run_latency(spec, policies, batches, temperatures, rounds, tokens, out, console)
+    except (ServerError, ValueError) as error:
+        _fail(error)
+
+
+def _mount() -> None:
+    """Commands that live in other packages."""
+    from adaserve.loadgen import cli as loadgen
+    from adaserve.pair.cli import app as pair
+
+    bench.command("serve")(loadgen.bench_serve)
+    app.add_typer(bench, name="bench")
+    app.add_typer(pair, name="pair")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    _mount()
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

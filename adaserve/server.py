@@ -1,0 +1,207 @@
+"""Starts SGLang servers with AdaServe: the command line, and a child process for tools and tests."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from adaserve.config import AdaServeConfig
+
+START_TIMEOUT_S = 600.0
+
+
+class ServerError(RuntimeError):
+    """A server did not start, or died; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """What to serve. Without models: the embedded pair, its target widened to ``size`` parameters."""
+
+    model: str | None = None
+    draft: str | None = None
+    size: str = "100M"
+    host: str = "127.0.0.1"
+    port: int = 30000
+    config: AdaServeConfig = field(default_factory=AdaServeConfig)
+    extra: tuple[str, ...] = ()  # SGLang's own flags, passed through
+
+    def __post_init__(self) -> None:
+        if (self.model is None) != (self.draft is None):
+            raise ServerError(
+                "a target model needs a draft model of the same family and vice versa: "
+                "give both --model-path and --draft-model-path, or neither for the embedded pair"
+            )
+
+    @property
+    def embedded(self) -> bool:
+        return self.model is None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def command(self) -> list[str]:
+        """The command line of ``sglang.launch_server``; widens the embedded target if need be."""
+        model, draft = self.models()
+        flags = {
+            "--model-path": model,
+            "--speculative-draft-model-path": draft,
+            "--speculative-algorithm": "ADASERVE",
+            "--host": self.host,
+            "--port": str(self.port),
+        }
+        if on_cpu():
+            # Weights are packed by our own forward; SGLang's tensors stay in fp32.
+            flags |= {"--device": "cpu", "--dtype": "float32", "--chunked-prefill-size": "256"}
+        if self.embedded:
+            flags |= {"--served-model-name": "adaserve-embedded", "--max-total-tokens": "65536"}
+            flags |= {"--context-length": "2048"}
+        given = {word.partition("=")[0] for word in self.extra}
+        words = [w for flag, value in flags.items() if flag not in given for w in (flag, value)]
+        switches = ["--enable-metrics", *(["--sleep-on-idle"] if on_cpu() else [])]
+        words += [s for s in switches if s not in given]
+        return [sys.executable, "-m", "sglang.launch_server", *words, *self.extra]
+
+    def models(self) -> tuple[str, str]:
+        if self.model is not None and self.draft is not None:
+            return self.model, self.draft
+        from adaserve.pair.widen import ensure_embedded_pair
+
+        target, draft = ensure_embedded_pair(self.size)
+        return str(target), str(draft)
+
+    def environment(self) -> dict[str, str]:
+        """The environment of the server: our configuration, quiet start, sane threads."""
+        env = {**os.environ, "ADASERVE_CONFIG": self.config.to_json()}
+        env.setdefault("OMP_NUM_THREADS", str(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
+        env.setdefault("PYTHONWARNINGS", "ignore")
+        return env
+
+
+def on_cpu() -> bool:
+    """Whether our CPU platform serves on this host."""
+    from adaserve.host import select
+
+    return select() is not None
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody uses now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Server:
+    """A server in a process group of its own; stopped, with all its children, on exit.
+
+    ::
+
+        with Server(ServerSpec(port=free_port()), log=Path("server.log")) as server:
+            httpx.post(server.url + "/generate", ...)
+    """
+
+    def __init__(
+        self, spec: ServerSpec, log: Path, env: Mapping[str, str] | None = None, waiting: Callable[[float], None] | None = None
+    ) -> None:
+        self.spec, self.log = spec, log
+        self.url = spec.url
+        self._env = {**spec.environment(), **(env or {})}
+        self._waiting = waiting or (lambda _: None)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        if _port_taken(self.spec.host, self.spec.port):
+            raise ServerError(f"port {self.spec.port} is in use: choose another with --port")
+        command = self.spec.command()
+        with self.log.open("wb") as log:
+            log.write(f"$ {shlex.join(command)}\n".encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._env, start_new_session=True
+            )
+        try:
+            self._await_health()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _await_health(self) -> None:
+        assert self._process is not None
+        start_s = time.monotonic()
+        while (waited_s := time.monotonic() - start_s) < START_TIMEOUT_S:
+            if self._process.poll() is not None:
+                raise ServerError(f"the server ended while it started:\n{self.why()}\n(full log: {self.log})")
+            self._waiting(waited_s)
+            try:
+                if httpx.get(self.url + "/health", timeout=2.0).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.25)
+        raise ServerError(f"the server did not answer within {START_TIMEOUT_S:.0f} s; see {self.log}")
+
+    def why(self) -> str:
+        """The lines of the log that tell best what went wrong."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if line.startswith(("ValueError", "RuntimeError", "adaserve.")) or "Error: " in line]
+        return "\n".join(errors[-3:] or lines[-15:])
+
+    def stop(self) -> None:
+        """Ends the server and everything that it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        family = [process.pid]
+        try:
+            family += [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
+            os.killpg(process.pid, signal.SIGTERM)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            pass
+        alive = psutil.wait_procs([p for p in map(_process, family) if p], timeout=8.0)[1]
+        for p in alive:
+            p.kill()
+        psutil.wait_procs(alive, timeout=5.0)
+        process.wait()
+
+    def report(self) -> dict[str, Any]:
+        """State of the first scheduler: policy, baseline, times, statistics."""
+        info = httpx.get(self.url + "/server_info", timeout=30.0).raise_for_status().json()
+        return dict(info["internal_states"][0]["adaserve"])
+
+    def set_policy(self, name: str) -> None:
+        """Changes the policy of the running server. Raises ServerError."""
+        body = {"server_args": {f"adaserve_policy={name}": 1}}
+        answer = httpx.post(self.url + "/set_internal_state", json=body, timeout=30.0)
+        if answer.status_code != 200 or answer.json() != [True]:
+            raise ServerError(f"the server refused the policy {name!r}: {answer.text}")
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _port_taken(host: str, port: int) -> bool:
+    with socket.socket() as s:
+        s.settimeout(0.5)
+        return s.connect_ex((host, port)) == 0
