@@ -9,8 +9,8 @@ import numpy as np
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray
 from adaserve.scheduler.selection import row_of
 
-EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])
-N_BINS = len(EDGES) + 1
+N_BINS = 20  # equal bins of the claimed q: finding a bin is one multiplication
+MIDDLE = (np.arange(N_BINS) + 0.5) / N_BINS
 CEILING = 0.985  # no token is certain; also keeps f strictly falling along a path
 
 
@@ -20,12 +20,32 @@ def parents_flat(trees: CandidateTrees) -> IntArray:
     return np.where(trees.parent >= 0, trees.parent + start, -1)
 
 
+def bin_of(q: FloatArray) -> IntArray:
+    """Bin of each claimed probability."""
+    bins: IntArray = np.minimum((q * N_BINS).astype(np.int64), N_BINS - 1)
+    return bins
+
+
 def step_probability(trees: CandidateTrees, parent: IntArray) -> FloatArray:
     """q(v | path of its parent): the one-step draft probability of every node, [m]."""
     above = np.append(trees.logprob, 0.0)[parent]
+    if trees.n_nodes and np.isfinite(above.min()):  # NaN and -inf end up here too: min spreads them
+        q: FloatArray = np.exp(trees.logprob - above)
+        if q.max() <= 1.0:
+            return q
     with np.errstate(invalid="ignore"):
         q = np.exp(np.minimum(trees.logprob - above, 0.0))
     return np.nan_to_num(q, nan=0.0)
+
+
+def path_product(p: FloatArray, parent: IntArray, deepest: int) -> FloatArray:
+    """Product of ``p`` [m] from the root's child to every node, by pointer doubling: log2(depth) rounds."""
+    f, up = np.append(p, 1.0), np.append(parent, len(p))
+    up[up < 0] = len(p)
+    for _ in range(max(0, deepest - 1).bit_length()):
+        f = f * f[up]
+        up = up[up]
+    return f[:-1]
 
 
 class Calibrator:
@@ -58,8 +78,7 @@ class Calibrator:
 
     def factors(self) -> FloatArray:
         """k_bin of every class and bin, [classes, N_BINS]."""
-        middle = np.concatenate([[0.01], 0.5 * (EDGES[1:] + EDGES[:-1]), [0.985]])
-        prior = self.BIN_PRIOR * middle
+        prior = self.BIN_PRIOR * MIDDLE
         return (self._accepted + prior) / (self._claimed + prior)
 
     def request_factors(self, rids: Sequence[str]) -> FloatArray:
@@ -71,8 +90,8 @@ class Calibrator:
     def step_values(self, q: FloatArray, row: IntArray, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
         """Calibrated one-step probabilities of nodes with claimed ``q`` in ``row``; same shape as q."""
         ids = self._ids(classes)
-        k_bin = self.factors()[ids[row], np.searchsorted(EDGES, q)]
-        return np.minimum(CEILING, q * k_bin * self.request_factors(rids)[row])
+        factor = self.factors()[ids] * self.request_factors(rids)[:, None]  # [n, N_BINS]
+        return np.minimum(CEILING, q * factor.ravel()[row * N_BINS + bin_of(q)])
 
     def path_values(self, trees: CandidateTrees, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
         """Calibrated f(v) of every node, [m]."""
@@ -80,11 +99,7 @@ class Calibrator:
             return np.zeros(0)
         parent = parents_flat(trees)
         p = self.step_values(step_probability(trees, parent), row_of(trees), rids, classes)
-        f = np.append(p, 1.0)
-        for depth in range(2, int(trees.depth.max()) + 1):
-            at = np.flatnonzero(trees.depth == depth)
-            f[at] *= f[parent[at]]
-        return f[:-1]
+        return path_product(p, parent, int(trees.depth.max()))
 
     def observe(
         self,
@@ -100,7 +115,7 @@ class Calibrator:
             return
         q = step_probability(trees, parents_flat(trees))[at]
         row, hit = row_of(trees)[at], accepted[at].astype(np.float64)
-        cell = self._ids(classes)[row] * N_BINS + np.searchsorted(EDGES, q)
+        cell = self._ids(classes)[row] * N_BINS + bin_of(q)
         # Judge the request after its class: otherwise both would correct the same error twice.
         believed = np.minimum(CEILING, q * self.factors().ravel()[cell])
         self._add(cell, q, hit)

@@ -67,6 +67,8 @@ class IterationPlan:
     n_max: int | None = None  # most nodes that the SLO phase may add to one request
     weight: FloatArray | None = None  # value of one accepted token of each row; [n]
     t_spec_s: float = 0.0  # predicted duration of this iteration
+    cap: IntArray | None = None
+    """Deepest node per row that may be kept, [n]; None = no row is limited below ``depth``."""
 
     def __post_init__(self) -> None:
         assert self.depth >= 0 and (self.depth == 0 or self.width >= 1)

@@ -80,6 +80,7 @@ class BasePolicy:
             n_max=shape.n_max,
             weight=self.weights(running, now_s, t_spec) if depth else None,
             t_spec_s=t_spec,
+            cap=cap if depth and int(cap.min()) < depth else None,
         )
         self._iterations += 1
         return plan
@@ -93,9 +94,8 @@ class BasePolicy:
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Keeps every usable candidate; the globally best ones if the budget binds."""
-        cap = depth_cap(plan.running)
         f = path_probability(trees)
-        return two_phase(trees, f, plan.need, plan.depth, plan.budget, None, cap, slo_phase=False)
+        return two_phase(trees, f, plan.need, plan.depth, plan.budget, None, plan.cap, slo_phase=False)
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Whether another draft step pays; the published rules fix the depth beforehand."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 from adaserve.scheduler.interface import CandidateTrees, IntArray, IterationPlan, RunningBatch, Selection
-from adaserve.scheduler.need import depth_cap
 from adaserve.scheduler.policies.base import BasePolicy, Shape
 from adaserve.scheduler.selection import equal_share, path_probability, two_phase
 
 
-def eurosys_shape(n: int, B1: float, B2: float, c1: float, c2: int, d: tuple[int, int], w_max: int) -> tuple[int, int]:
+def eurosys_shape(
+    n: int, *, B1: float, B2: float, c1: float, c2: int, d: tuple[int, int], w_max: int
+) -> tuple[int, int]:
     """(d, w) of AdaServe (EuroSys) section 5: d = clamp(floor(B1/(n + c1)) - 1, D_min, D_max),
     w = clamp(floor(B2/n) + c2, 1, W_max). The paper writes clip(upper, lower, x)."""
     depth = min(max(math.floor(B1 / (n + c1)) - 1, d[0]), d[1])
@@ -39,7 +40,9 @@ class AdaServePolicy(BasePolicy):
         B = self._budget
         B1 = B if c.B1 is None else c.B1
         B2 = 0.75 * B if c.B2 is None else c.B2
-        depth, width = eurosys_shape(n, B1, B2, c.c1, c.c2, (c.d_min, c.d_max), c.w_max)
+        depth, width = eurosys_shape(
+            n, B1=B1, B2=B2, c1=c.c1, c2=c.c2, d=(c.d_min, c.d_max), w_max=c.w_max
+        )
         return Shape(depth, width, B, self._n_max(n))
 
     def _n_max(self, n: int) -> int:
@@ -48,10 +51,10 @@ class AdaServePolicy(BasePolicy):
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """SLO phase, then throughput phase (Algorithm 2 lines 8-22)."""
-        f, cap = path_probability(trees), depth_cap(plan.running)
+        f = path_probability(trees)
         if self.equal:
-            return equal_share(trees, f, plan.budget, cap)
-        return two_phase(trees, f, plan.need, plan.depth, plan.budget, plan.n_max, cap, self.slo_phase)
+            return equal_share(trees, f, plan.budget, plan.cap)
+        return two_phase(trees, f, plan.need, plan.depth, plan.budget, plan.n_max, plan.cap, self.slo_phase)
 
 
 class AdaServeV1Policy(AdaServePolicy):

@@ -14,9 +14,8 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
-from adaserve.scheduler.need import depth_cap
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.selection import INDEX_MASK, leftover_keys, path_probability, rank, take_prefix
+from adaserve.scheduler.selection import INDEX_MASK, count_true, path_probability, rank, take_prefix, weighted_keys
 from adaserve.scheduler.worth import attainment_weight
 
 
@@ -75,6 +74,8 @@ class PricedPolicy(BasePolicy):
         c, n, context = self.config, len(running), float(running.context_tokens.sum())
         if deepest <= 0:
             return 0, 1
+        if self._rate <= 0:  # before the first selection: as if nothing were drafted
+            self._rate = float(self._weight.sum()) / self.latency.iteration_s(n, 0, 1, n, context)
         first_s = self.latency.draft_step_s(n, context)
         row_s = max(0.0, self.latency.draft_step_s(2 * n, context) - first_s)
         per_beam = n * self._surplus[:deepest].sum(axis=0) - self._rate * row_s * max(0, self._depth - 1)
@@ -131,10 +132,10 @@ class PricedPolicy(BasePolicy):
         running, n = plan.running, len(plan.running)
         zero = np.zeros(n, np.int64)
         f = self.values(plan, trees)
-        ranked = rank(trees, f, depth_cap(running))
+        ranked = rank(trees, f, plan.cap)
         weight = np.ones(n) if plan.weight is None else plan.weight
         most = min(plan.budget - n, int(ranked.available.sum()))
-        key = leftover_keys(ranked, zero, weight)
+        key = weighted_keys(ranked, weight)
         falling = np.sort(key.ravel())[::-1][: max(0, most)]
         gain = (falling & ~INDEX_MASK).view(np.float64)
         value = weight.sum() + np.concatenate([[0.0], np.cumsum(gain)])
@@ -147,7 +148,7 @@ class PricedPolicy(BasePolicy):
         self._rate = float(rate[best]) if not self._rate else 0.9 * self._rate + 0.1 * float(rate[best])
         if best == 0:
             return take_prefix(ranked, zero, zero, trees.n_nodes)
-        counts = np.count_nonzero(key >= falling[best - 1], axis=1)
+        counts = count_true(key >= falling[best - 1])
         return take_prefix(ranked, counts, zero, trees.n_nodes)
 
     def _seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:

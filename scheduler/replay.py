@@ -1,0 +1,221 @@
+"""Recording of iterations and their replay: the engine and a policy object must select the same nodes.
+
+One JSON object per line (gzip when the name ends in .gz)::
+
+    {"iteration": 7, "now_s": ..., "running": {...}, "plan": {...}, "trees": {...},
+     "selection": {"keep": "0110...", "slo_counts": [...]}, "outcome": {...} | null}
+
+Arrays are lists; infinities are the strings "inf" and "-inf". A learning policy is replayed faithfully only
+from the first iteration on, with all outcomes and in the order of events: ``observed`` tells how many
+outcomes had arrived when an iteration was planned (overlap).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+
+from adaserve.scheduler.interface import (
+    CandidateTrees,
+    IterationOutcome,
+    IterationPlan,
+    Policy,
+    RunningBatch,
+    Selection,
+)
+
+SCHEMA_VERSION = 1
+
+
+class ReplayError(ValueError):
+    """A recording can't be read; the text says where and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedIteration:
+    """One iteration of a recording."""
+
+    plan: IterationPlan
+    trees: CandidateTrees
+    selection: Selection
+    outcome: IterationOutcome | None
+    observed: int  # outcomes known when it was planned
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Where a replay differed."""
+
+    iteration: int
+    field: str  # depth | width | budget | keep
+    recorded: str
+    replayed: str
+
+
+def _out(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype == np.bool_:
+            return "".join("1" if v else "0" for v in value.tolist())
+        return [_out(v) for v in value.tolist()]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _fields_out(obj: Any, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {f.name: _out(getattr(obj, f.name)) for f in fields(obj) if f.name not in skip}
+
+
+class Recorder:
+    """Writes iterations as they happen: ``plan`` when planned, ``finish`` when the outcome is known."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = _open(path, "wt")
+        self._observed = 0
+        self._open_plans: dict[int, int] = {}
+        self._file.write(json.dumps({"schema_version": SCHEMA_VERSION}) + "\n")
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def planned(self, plan: IterationPlan) -> None:
+        """Call right after ``policy.plan``: notes how many outcomes it knew."""
+        self._open_plans[plan.iteration] = self._observed
+
+    def observed(self, outcome: IterationOutcome) -> None:
+        """Call right after ``policy.observe``: writes the line."""
+        plan = outcome.plan
+        body = {
+            "iteration": plan.iteration,
+            "observed": self._open_plans.pop(plan.iteration, self._observed),
+            "running": _fields_out(plan.running),
+            "plan": _fields_out(plan, ("running",)),
+            "trees": _fields_out(outcome.trees),
+            "selection": _fields_out(outcome.selection),
+            "outcome": _fields_out(outcome, ("plan", "trees", "selection")),
+        }
+        self._file.write(json.dumps(body) + "\n")
+        self._observed += 1
+
+    def forget(self, rid: str) -> None:
+        """Call with ``policy.forget``: a replay forgets at the same point."""
+        self._file.write(json.dumps({"forget": rid, "observed": self._observed}) + "\n")
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        self._file.close()
+
+
+def _open(path: Path, mode: str) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, mode, encoding="utf-8")  # type: ignore[return-value]
+    return open(path, mode.removesuffix("t"), encoding="utf-8")
+
+
+_INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "row_start", "token", "parent", "depth",
+         "counts", "slo_counts", "new_tokens", "cap"}  # fmt: skip
+_FLOATS = {"tpot_slo_s", "decode_start_s", "temperature", "need", "weight", "logprob", "expected_tokens"}
+_BOOLS = {"keep", "accepted", "tested"}
+
+
+def _in(name: str, value: Any) -> Any:
+    if name in _BOOLS and isinstance(value, str):
+        return np.array([c == "1" for c in value], np.bool_)
+    if isinstance(value, list):
+        if name in _INTS:
+            return np.array(value, np.int64)
+        if name in _FLOATS:
+            return np.array([float(v) for v in value], np.float64)
+        return tuple(value)
+    if value in ("inf", "-inf", "nan"):
+        return float(value)
+    return value
+
+
+def _fields_in(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: _in(name, value) for name, value in data.items()}
+
+
+def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
+    try:
+        with _open(path, "rt") as f:
+            for number, line in enumerate(f, 1):
+                try:
+                    data = json.loads(line)
+                    if "schema_version" in data:
+                        continue
+                    if "forget" in data:
+                        yield data["forget"], int(data["observed"])
+                        continue
+                    yield _iteration(data)
+                except (KeyError, TypeError, json.JSONDecodeError) as error:
+                    raise ReplayError(f"{path}:{number} is no recorded iteration ({error}); record it again") from error
+    except OSError as error:
+        raise ReplayError(f"cannot read the recording {path}: {error}") from error
+
+
+def _iteration(data: dict[str, Any]) -> RecordedIteration:
+    running = RunningBatch(**_fields_in(data["running"]))
+    plan = IterationPlan(running=running, **_fields_in(data["plan"]))
+    trees = CandidateTrees(**_fields_in(data["trees"]))
+    selection = Selection(**_fields_in(data["selection"]))
+    outcome = IterationOutcome(plan, trees, selection, **_fields_in(data["outcome"]))
+    return RecordedIteration(plan, trees, selection, outcome, int(data["observed"]))
+
+
+def read_recording(path: Path) -> Iterator[RecordedIteration]:
+    """Iterations of a recording in the order of their outcomes. Raises ReplayError."""
+    return (event for event in _events(path) if isinstance(event, RecordedIteration))
+
+
+def replay(path: Path, policy: Policy, select_only: bool = False) -> list[Mismatch]:
+    """Feeds a recording to a fresh policy and compares plans and selections; empty = identical.
+
+    ``select_only``: selections on the recorded plans, for another policy object than the recorded one.
+    """
+    events = list(_events(path))
+    iterations = sorted((e for e in events if isinstance(e, RecordedIteration)), key=lambda e: e.plan.iteration)
+    arrivals = [e for e in events if isinstance(e, RecordedIteration)]
+    forgets = [e for e in events if isinstance(e, tuple)]
+    mismatches: list[Mismatch] = []
+    known = gone = 0
+    for item in iterations:
+        while known < item.observed:
+            while gone < len(forgets) and forgets[gone][1] <= known:
+                policy.forget(forgets[gone][0])
+                gone += 1
+            outcome = arrivals[known].outcome
+            assert outcome is not None
+            policy.observe(outcome)
+            known += 1
+        while gone < len(forgets) and forgets[gone][1] <= known:
+            policy.forget(forgets[gone][0])
+            gone += 1
+        plan = policy.plan(item.plan.running, item.plan.now_s)
+        mismatches += [] if select_only else _compare_plans(item.plan, plan)
+        chosen = policy.select(item.plan if select_only else plan, item.trees)
+        if not np.array_equal(chosen.keep, item.selection.keep):
+            difference = np.flatnonzero(chosen.keep != item.selection.keep)
+            mismatches.append(Mismatch(item.plan.iteration, "keep", "nodes", str(difference[:8].tolist())))
+    return mismatches
+
+
+def _compare_plans(recorded: IterationPlan, replayed: IterationPlan) -> list[Mismatch]:
+    return [
+        Mismatch(recorded.iteration, name, str(a), str(b))
+        for name in ("depth", "width", "budget", "branching")
+        if (a := getattr(recorded, name)) != (b := getattr(replayed, name))
+    ]

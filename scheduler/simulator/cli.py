@@ -1,0 +1,223 @@
+"""``adaserve simulate``: policies, loads and fleets without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+import yaml
+from rich.console import Console
+from rich.progress import Progress
+
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.latency import LatencyModel, ProfileError, load_latency
+from adaserve.scheduler.policies import build_policy, policy_names
+from adaserve.scheduler.prefill import PrefillConfig
+from adaserve.scheduler.simulator.capacity import min_replicas
+from adaserve.scheduler.simulator.fleet import FleetConfig, fleet_attainment, learn_pace
+from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
+from adaserve.scheduler.simulator.order import ROW_ORDERS
+from adaserve.scheduler.simulator.recorded import load_children
+from adaserve.scheduler.simulator.replica import ReplicaConfig
+from adaserve.scheduler.simulator.run import SimulationConfig
+from adaserve.scheduler.simulator.study import (
+    Case,
+    Setting,
+    markdown,
+    plot_reliability,
+    plot_timeline,
+    plot_violations,
+    run_case,
+    run_grid,
+)
+from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
+from adaserve.scheduler.simulator.workload import TextModel, synthetic_trace
+from adaserve.scheduler.slo import SLOConfig, SLOError
+from adaserve.scheduler.trace import Trace, TraceError, assign_classes, read_trace
+
+app = typer.Typer(help="Simulate policies, loads and fleets without a GPU.", no_args_is_help=True)
+console = Console(stderr=True)
+PAPER_MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+
+
+def _fail(error: Exception | str) -> NoReturn:
+    console.print(f"[red]error:[/red] {error}")
+    raise typer.Exit(2)
+
+
+def _numbers(text: str, kind: type) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",") if part]
+    except ValueError:
+        _fail(f"expected numbers separated by commas, got {text!r}")
+
+
+def read_workload(spec: str, seed: int) -> Trace:
+    """A trace file, or ``synthetic:N:RPS[:BURST]``. Rows without class or SLO get the paper's mix."""
+    if spec.startswith("synthetic:"):
+        parts = spec.split(":")[1:]
+        if len(parts) not in (2, 3):
+            raise TraceError(f"expected synthetic:N:RPS or synthetic:N:RPS:BURST, got {spec!r}")
+        return synthetic_trace(int(parts[0]), float(parts[1]), seed, PAPER_MIX, *map(float, parts[2:]))
+    trace = read_trace(spec)
+    if all(row.slo_class is None and row.slo_tpot_ms is None for row in trace.rows):
+        trace = replace(trace, rows=tuple(assign_classes(trace.rows, PAPER_MIX, seed)))
+    return trace
+
+
+def read_policy_config(text: str, latency: LatencyModel) -> PolicyConfig:
+    """``key=value,key=value`` over the defaults; values are YAML. Raises ValueError naming the keys."""
+    values: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        values[key] = yaml.safe_load(value)
+    try:
+        return PolicyConfig(latency=latency, **values)
+    except TypeError as error:
+        names = ", ".join(PolicyConfig.__dataclass_fields__)
+        raise ValueError(f"{error}; settings are: {names}") from error
+
+
+def split_policy(spec: str) -> tuple[str, str, str]:
+    """``name`` or ``label=name:key=value,...`` -> (label, name, settings)."""
+    head, _, settings = spec.partition(":")
+    label, _, name = head.partition("=")
+    return label, name or label, settings
+
+
+@app.command()
+def run(
+    trace: Annotated[list[str], typer.Option(help="trace file, or synthetic:N:RPS[:BURST]; may be repeated")],
+    policy: Annotated[
+        list[str],
+        typer.Option(
+            help=f"one of {', '.join(policy_names())}, {', '.join(ROW_ORDERS[1:])}; or label=name:key=value,..."
+        ),
+    ] = ["adaserve"],  # noqa: B006 - typer copies it
+    model: str = "llama-3.1-70b",
+    gpu: str = "a100",
+    tp: Annotated[int, typer.Option(help="tensor parallel degree")] = 4,
+    profile: Annotated[Path | None, typer.Option(help="latency profile of `adaserve profile` instead")] = None,
+    kv_tokens: Annotated[int | None, typer.Option(help="KV cache size; default from the hardware")] = None,
+    speedup: Annotated[str, typer.Option(help="loads as multiples of the trace's own rate")] = "1",
+    seeds: str = "0",
+    baseline_ms: Annotated[float | None, typer.Option(help="unloaded ms per token; default from latency")] = None,
+    slo_config: Annotated[Path | None, typer.Option(help="YAML with SLO classes")] = None,
+    prefill: Annotated[str, typer.Option(help="mixed or exclusive")] = "mixed",
+    chunk: int = 512,
+    order: Annotated[str, typer.Option(help="prefill order: fcfs, slack or short")] = "fcfs",
+    gate: Annotated[float | None, typer.Option(help="start prefills only above this headroom")] = None,
+    shed: Annotated[bool, typer.Option(help="answer 429 when the TTFT SLO is already lost")] = False,
+    lag: Annotated[bool, typer.Option(help="overlap schedule: outcomes arrive one plan late")] = False,
+    replicas: int = 1,
+    router: Annotated[str, typer.Option(help="round-robin, least-work or slo")] = "least-work",
+    miscalibration: float = 0.15,
+    eos_share: Annotated[float, typer.Option(help="share of requests that stop before their cap")] = 0.0,
+    recorded: Annotated[Path | None, typer.Option(help="recording of engine iterations to draw trees from")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for results")] = None,
+) -> None:
+    """Simulate every trace x load x policy x seed; print a table, write records and plots to --out."""
+    arguments = dict(locals())
+    try:
+        latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
+        cache = kv_tokens or (200_000 if profile else kv_capacity_tokens(model, gpu, tp))
+        if prefill not in ("mixed", "exclusive"):
+            raise ValueError(f"prefill must be mixed or exclusive, got {prefill!r}")
+        prefill_config = PrefillConfig(chunk, order, gate, shed=shed)  # type: ignore[arg-type]
+        replica = ReplicaConfig(latency, cache, prefill_mode=prefill, prefill=prefill_config, lag=lag)  # type: ignore[arg-type]
+        children: ChildSource = load_children(recorded) if recorded else SyntheticChildren(miscalibration)
+        slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()
+        setting = Setting(slos, TextModel(eos_share=eos_share), (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
+        cases = []
+        for name in trace:
+            for factor in _numbers(speedup, float):
+                for seed in _numbers(seeds, int):
+                    loaded = read_workload(name, seed).scaled(1 / factor)
+                    label = name if name.startswith("synthetic") else Path(name).stem
+                    for spec in policy:
+                        tag, chosen, settings = split_policy(spec)
+                        if chosen not in ROW_ORDERS:
+                            build_policy(chosen)
+                        config = SimulationConfig(
+                            replica, chosen, read_policy_config(settings, latency), replicas, router, children
+                        )
+                        cases.append(Case(label, loaded.rps, tag, seed, config, loaded))
+    except (ValueError, ProfileError, TraceError, SLOError, OSError) as error:
+        _fail(error)
+    _run_and_report(cases, setting, out, arguments)
+
+
+def _run_and_report(cases: list[Case], setting: Setting, out: Path | None, arguments: dict[str, Any]) -> None:
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.yaml").write_text(yaml.safe_dump(_plain(arguments)), encoding="utf-8")
+        (out / "command.txt").write_text("adaserve simulate " + " ".join(sys.argv[1:]) + "\n", encoding="utf-8")
+    with Progress(console=console) as progress:
+        task = progress.add_task("simulating", total=len(cases))
+
+        def show(i: int, case: Case) -> None:
+            progress.update(task, completed=i, description=f"{case.workload} {case.load:.2f} rps {case.policy}")
+
+        try:
+            rows = run_grid(cases, setting, out, show)
+        except SLOError as error:
+            _fail(error)
+    text = markdown(rows)
+    print(text)
+    if out:
+        (out / "table.md").write_text(text + "\n", encoding="utf-8")
+        (out / "summary.json").write_text(json.dumps([r["summary"] for r in rows], indent=1) + "\n", encoding="utf-8")
+        plot_violations(rows, out / "violations.png")
+        _, _, result = run_case(cases[0], setting)
+        plot_timeline(result, out / "timeline.png")
+        plot_reliability(result, out / "reliability.png")
+
+
+def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {k: str(v) if isinstance(v, Path) else v for k, v in arguments.items()}
+
+
+@app.command()
+def capacity(
+    trace: Annotated[str, typer.Option(help="trace file, or synthetic:N:RPS[:BURST]")],
+    target: Annotated[float, typer.Option(help="attainment to reach")] = 0.95,
+    policy: str = "priced",
+    model: str = "llama-3.1-70b",
+    gpu: str = "a100",
+    tp: int = 4,
+    profile: Path | None = None,
+    router: Annotated[str, typer.Option(help="round-robin, least-work or slo")] = "least-work",
+    most: Annotated[int, typer.Option(help="largest fleet to try")] = 1024,
+    seed: int = 0,
+    baseline_ms: float | None = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the answer")] = None,
+) -> None:
+    """The smallest number of replicas that attains --target on a trace."""
+    try:
+        latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
+        loaded = read_workload(trace, seed)
+        config = SimulationConfig(ReplicaConfig(latency), policy, PolicyConfig(latency=latency), seed=seed)
+        baseline_s = (baseline_ms or latency.baseline_s() * 1e3) / 1e3
+        with console.status("learning the pace of one replica"):
+            pace = learn_pace(config, SLOConfig(), baseline_s, seed)
+        with Progress(console=console) as progress:
+            task = progress.add_task("fleets", total=None)
+
+            def attain(n: int) -> float:
+                progress.update(task, description=f"{n} replicas")
+                fleet = FleetConfig(n, router, seed)
+                return fleet_attainment(loaded, SLOConfig(), baseline_s, latency, pace, fleet)
+
+            answer = min_replicas(attain, target, most)
+    except (ValueError, ProfileError, TraceError, SLOError) as error:
+        _fail(error)
+    for n, got in answer.tried.items():
+        print(f"{n:5d} replicas: {100 * got:.2f}% attained")
+    found = f"{answer.replicas}" if answer.replicas else f"more than {most}"
+    print(f"minimum replicas for {100 * target:g}% attainment: {found}")
+    if out:
+        out.write_text(json.dumps(asdict(answer), indent=1) + "\n", encoding="utf-8")

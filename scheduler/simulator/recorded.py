@@ -1,0 +1,60 @@
+"""Trees recorded from the engine as a source of children: claimed probabilities and what they were worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from adaserve.scheduler.acceptance import tested_nodes
+from adaserve.scheduler.calibration import Calibrator, bin_of, parents_flat, step_probability
+from adaserve.scheduler.interface import FloatArray
+from adaserve.scheduler.replay import read_recording
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedChildren:
+    """Sets of sibling probabilities drawn from a recording; acceptance follows its reliability curve."""
+
+    best: FloatArray  # [k] claimed probability of the best child, ascending
+    second_share: float  # mean share of the rest that the second child gets
+    accept: FloatArray  # [bins] observed acceptance per bin of q
+
+    def children(
+        self, rng: np.random.Generator, difficulty: FloatArray, bias: FloatArray, beams: int, count: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """See ChildSource: a request's difficulty picks its part of the recorded distribution."""
+        n = len(difficulty)
+        centred = np.clip(rng.beta(2 * difficulty[:, None] + 0.5, 2 * (1 - difficulty[:, None]) + 0.5, (n, beams)), 0, 1)
+        q1 = self.best[np.minimum((centred * len(self.best)).astype(np.int64), len(self.best) - 1)]
+        shares = self.second_share * (1 - self.second_share) ** np.arange(count - 1)
+        rest = np.minimum((1 - q1)[:, :, None] * shares, q1[:, :, None])
+        q = np.maximum(np.concatenate([q1[:, :, None], rest], axis=2), 1e-6)
+        p = self.accept[bin_of(q)]
+        return q, p / np.maximum(1.0, p.sum(axis=2, keepdims=True))
+
+
+def load_children(path: Path) -> RecordedChildren:
+    """Builds the source from a recording. Raises ValueError when it holds no drafted iterations."""
+    calibrator, best, second = Calibrator(), [], []
+    for item in read_recording(path):
+        trees, running = item.trees, item.plan.running
+        if not trees.n_nodes or item.outcome is None:
+            continue
+        tested = tested_nodes(item.outcome)
+        calibrator.observe(trees, tested, item.outcome.accepted, running.rids, ("all",) * len(running))
+        q, parent = step_probability(trees, parents_flat(trees)), parents_flat(trees)
+        for r in range(trees.n_rows):
+            own = slice(int(trees.row_start[r]), int(trees.row_start[r + 1]))
+            first = np.sort(q[own][parent[own] < 0])[::-1]
+            if len(first):
+                best.append(float(first[0]))
+            if len(first) > 1 and first[0] < 1:
+                second.append(float(first[1] / (1 - first[0])))
+    if not best:
+        raise ValueError(f"{path} holds no iteration with candidates; record while speculation is on")
+    middle = (np.arange(20) + 0.5) / 20
+    accept = np.clip(calibrator.factors()[0] * middle, 0.0, 0.999)
+    share = float(np.clip(np.mean(second), 0.05, 0.95)) if second else 0.5
+    return RecordedChildren(np.sort(np.array(best)), share, accept)

@@ -1,0 +1,205 @@
+"""Grids of simulations: traces x loads x policies x seeds, with a table, bars and one record per request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adaserve.scheduler.metrics import RequestRecord, summarize
+from adaserve.scheduler.simulator.replica import iteration_log
+from adaserve.scheduler.simulator.run import SimulationConfig, SimulationResult, simulate
+from adaserve.scheduler.simulator.workload import TextModel, make_requests
+from adaserve.scheduler.slo import SLOConfig
+from adaserve.scheduler.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One simulation of a grid."""
+
+    workload: str
+    load: float  # arrivals per second
+    policy: str  # label
+    seed: int
+    config: SimulationConfig
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all cases of a grid share."""
+
+    slos: SLOConfig
+    text: TextModel
+    baseline_s: float
+
+
+Row = dict[str, Any]
+
+
+def run_case(case: Case, setting: Setting) -> tuple[Row, list[RequestRecord], SimulationResult]:
+    """Simulates one case: a flat row of figures, the records, and the replicas with their logs."""
+    requests = make_requests(case.trace, setting.slos, setting.baseline_s, setting.text, case.seed)
+    result = simulate(requests, replace(case.config, seed=case.seed))
+    records = result.records()
+    summary = summarize(records, meta={"seed": case.seed, "trace_sha256": case.trace.sha256, "policy": case.policy})
+    row: Row = {
+        "workload": case.workload,
+        "load_rps": round(case.load, 3),
+        "policy": case.policy,
+        "seed": case.seed,
+        "violations": 1 - summary["slo_attainment"],
+        "tpot_violations": 1 - summary["slo_attainment_by_metric"]["tpot"],
+        **{f"violations_{name}": 1 - c["slo_attainment"] for name, c in summary["by_class"].items()},
+        "mean_ttft_ms": summary["mean_ttft_ms"],
+        "p99_ttft_ms": summary["p99_ttft_ms"],
+        "mean_tpot_ms": summary["mean_tpot_ms"],
+        "token_goodput": summary["token_goodput"],
+        "output_throughput": summary["output_throughput"],
+        "accept_length": summary["accept_length"],
+        **_iteration_means(result),
+        "summary": summary,
+    }
+    return row, records, result
+
+
+def _iteration_means(result: SimulationResult) -> Row:
+    logs = [iteration_log(r) for r in result.replicas]
+    joined = {k: np.concatenate([log[k] for log in logs]) for k in logs[0]}
+    means = {f"mean_{k}": float(joined[k].mean()) for k in ("rows", "depth", "verify", "seconds")}
+    return {"iterations": len(joined["rows"]), **means} if len(joined["rows"]) else {"iterations": 0}
+
+
+def run_grid(
+    cases: list[Case], setting: Setting, out: Path | None, progress: Callable[[int, Case], None]
+) -> list[Row]:
+    """Runs all cases one after the other; with ``out``, appends to ``runs.jsonl`` and skips what it holds."""
+    done: dict[tuple[str, float, str, int], Row] = {}
+    path = out / "runs.jsonl" if out else None
+    if path and path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            done[row["workload"], row["load_rps"], row["policy"], row["seed"]] = row
+    rows = []
+    for i, case in enumerate(cases):
+        progress(i, case)
+        key = (case.workload, round(case.load, 3), case.policy, case.seed)
+        if key not in done:
+            row, records, _ = run_case(case, setting)
+            done[key] = row
+            if out and path:
+                _append(path, row)
+                _write_records(out / f"requests-{case.workload}-{case.load:.2f}-{case.policy}-{case.seed}.jsonl", records)
+        rows.append(done[key])
+    return rows
+
+
+def _append(path: Path, row: Row) -> None:
+    with path.open("a", encoding="utf-8") as f:
+        f.write(json.dumps(row) + "\n")
+
+
+def _write_records(path: Path, records: Iterable[RequestRecord]) -> None:
+    with path.open("w", encoding="utf-8") as f:
+        f.writelines(r.to_json() + "\n" for r in records)
+
+
+def aggregate(rows: list[Row], key: str = "violations") -> dict[tuple[str, float, str], tuple[float, float, int]]:
+    """(mean, half-range over seeds, seeds) of ``key`` per workload, load and policy."""
+    groups: dict[tuple[str, float, str], list[float]] = {}
+    for row in rows:
+        groups.setdefault((row["workload"], row["load_rps"], row["policy"]), []).append(float(row[key] or 0.0))
+    return {k: (float(np.mean(v)), (max(v) - min(v)) / 2, len(v)) for k, v in groups.items()}
+
+
+def markdown(rows: list[Row]) -> str:
+    """Violations and TTFT per workload, load and policy as Markdown."""
+    policies = list(dict.fromkeys(r["policy"] for r in rows))
+    places = list(dict.fromkeys((r["workload"], r["load_rps"]) for r in rows))
+    lines: list[str] = []
+    titles = {
+        "violations": ("SLO violations, %", 100.0),
+        "mean_ttft_ms": ("Mean TTFT, ms", 1.0),
+        "p99_ttft_ms": ("p99 TTFT, ms", 1.0),
+        "token_goodput": ("Goodput, tokens/s of requests that attained", 1.0),
+    }
+    for key, (title, scale) in titles.items():
+        table = aggregate(rows, key)
+        lines += [f"### {title} (mean +- half range over seeds)", ""]
+        lines += ["| workload | requests/s | " + " | ".join(policies) + " |", "|---" * (len(policies) + 2) + "|"]
+        for workload, load in places:
+            cells = []
+            for policy in policies:
+                mean, half, _ = table.get((workload, load, policy), (float("nan"), 0.0, 0))
+                cells.append(f"{mean * scale:.1f} +- {half * scale:.1f}")
+            lines.append(f"| {workload} | {load:g} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plot_violations(rows: list[Row], path: Path) -> None:
+    """Violations over load, one panel per workload; bars span the seeds."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    table = aggregate(rows)
+    workloads = list(dict.fromkeys(r["workload"] for r in rows))
+    policies = list(dict.fromkeys(r["policy"] for r in rows))
+    figure, axes = plt.subplots(1, len(workloads), figsize=(4.2 * len(workloads), 3.6), squeeze=False)
+    for axis, workload in zip(axes[0], workloads, strict=True):
+        for policy in policies:
+            points = sorted((load, *v) for (w, load, p), v in table.items() if w == workload and p == policy)
+            if points:
+                x, mean, half, _ = zip(*points, strict=True)
+                axis.errorbar(x, 100 * np.array(mean), 100 * np.array(half), marker="o", ms=3, capsize=2, label=policy)
+        axis.set(title=workload, xlabel="requests/s", ylabel="SLO violations, %")
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_timeline(result: SimulationResult, path: Path) -> None:
+    """Running requests, verify tokens, depth and seconds of each iteration of the first replica."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    log = iteration_log(result.replicas[0])
+    figure, axes = plt.subplots(4, 1, figsize=(8, 7), sharex=True)
+    for axis, key in zip(axes, ("rows", "verify", "depth", "seconds"), strict=True):
+        axis.plot(log["now_s"], log[key], lw=0.6)
+        axis.set_ylabel(key)
+    axes[-1].set_xlabel("simulated seconds")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_reliability(result: SimulationResult, path: Path) -> None:
+    """Observed acceptance against the draft's claim, per class: on the diagonal it is calibrated."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    calibrator = getattr(result.replicas[0].policy, "calibrator", None)
+    figure, axis = plt.subplots(figsize=(4, 4))
+    axis.plot([0, 1], [0, 1], "k:", lw=0.8)
+    for name, curve in (calibrator.reliability() if calibrator else {}).items():
+        claimed, observed, tests = zip(*curve, strict=True)
+        axis.scatter(claimed, observed, s=np.sqrt(np.asarray(tests)), label=name)
+    axis.set(xlabel="draft probability", ylabel="accepted", title="one-step reliability")
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
