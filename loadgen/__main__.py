@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import typer
-from adaserve.loadgen.cli import bench_app
+
+from adaserve.loadgen.cli import bench_app, report
 
 
 def main() -> None:
     app = typer.Typer(no_args_is_help=True, help="Load tests and reports with per-request SLOs.")
     app.add_typer(bench_app, name="bench")
+    app.command()(report)
     app()
 
 

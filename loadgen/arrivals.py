@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from adaserve.loadgen.errors import LoadgenError
 
 KINDS = ("poisson", "gamma", "constant", "ramp", "peak")

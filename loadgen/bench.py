@@ -19,15 +19,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
 from adaserve.loadgen.config import BenchConfig
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.results import COMMAND_VARIABLE, command_line, write_summary
 from adaserve.loadgen.schedule import Schedule, build_schedule
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 _STOP_S = 20.0

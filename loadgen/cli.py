@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
+
 from adaserve.loadgen.bench import class_table, run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec, load_config
 from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.report import Run, read_run, write_report
 from adaserve.loadgen.results import new_results_dir
 from adaserve.loadgen.schedule import build_schedule, class_counts
-from rich.console import Console
 
 bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running server.")
 
@@ -104,9 +106,36 @@ def bench_serve(
     except LoadgenError as e:
         _fail(e)
     _print_outcome(summary, folder, console)
+    write_report([read_run(folder)], folder)
     if not summary["valid"]:
         raise typer.Exit(1)
     check_attainment(summary, fail_under_attainment)
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Results folders; NAME=FOLDER names a setting.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html and PNGs.")] = None,
+    png: Annotated[bool, typer.Option(help="Write PNG files beside the page.")] = True,
+    fail_under_attainment: Annotated[Number, typer.Option(help="Exit with 1 below this share.")] = None,
+) -> None:
+    """Turn results folders into one page: attainment, goodput, latency curves, comparison.
+
+    Folders with the same name apart from time stamp and seed are seeds of one setting: their mean is
+    shown with error bars. The page is one file without outside links."""
+    try:
+        read = [_read(text) for text in runs]
+        folder = out or read[0].folder
+        path = write_report(read, folder, png)
+    except LoadgenError as e:
+        _fail(e)
+    Console(stderr=True).print(f"report: {path}", soft_wrap=True)
+    for run in read:
+        check_attainment(run.summary, fail_under_attainment)
+
+
+def _read(text: str) -> Run:
+    label, separator, folder = text.partition("=")
+    return read_run(Path(folder), label) if separator else read_run(Path(text))
 
 
 def check_attainment(summary: Mapping[str, Any], limit: float | None) -> None:
@@ -198,7 +227,7 @@ def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -
         console.print(f"[yellow]this run is not valid: {reason}[/yellow]")
     for error, count in list(summary["errors"].items())[:3]:
         console.print(f"[red]{count} x {error}[/red]", markup=True)
-    console.print(f"results: {folder}", soft_wrap=True)
+    console.print(f"results: {folder}, page: {folder / 'report.html'}", soft_wrap=True)
 
 
 def _fail(error: Exception) -> NoReturn:

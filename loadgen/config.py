@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.scheduler.slo import SLOClass, SLOConfig, SLOError

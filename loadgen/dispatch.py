@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import gevent
+from gevent.event import Event
+from gevent.pool import Group
+
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.loadgen.stream import Target, run_clock, send
 from adaserve.scheduler.metrics import RequestRecord
-from gevent.event import Event
-from gevent.pool import Group
 
 
 class Dispatcher:

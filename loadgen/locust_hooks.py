@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import gevent
+from locust.env import Environment
+from locust.runners import MasterRunner, WorkerRunner
+
 from adaserve.loadgen.config import BenchConfig, Server, load_config
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.locust_run import LocalRun, MasterRun, WorkerRun
 from adaserve.loadgen.results import new_results_dir
 from adaserve.loadgen.web_tab import install_tab
-from locust.env import Environment
-from locust.runners import MasterRunner, WorkerRunner
 
 logger = logging.getLogger("adaserve.loadgen")
 

@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import gevent
+from gevent.event import Event
+from locust.env import Environment
+from locust.runners import MasterRunner, WorkerRunner
+
 from adaserve.loadgen.config import BenchConfig, Server
 from adaserve.loadgen.dispatch import Dispatcher, start_time
 from adaserve.loadgen.errors import LoadgenError
@@ -26,9 +30,6 @@ from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, 
 from adaserve.loadgen.server_metrics import scrape, server_side
 from adaserve.loadgen.stream import Target
 from adaserve.scheduler.metrics import RequestRecord
-from gevent.event import Event
-from locust.env import Environment
-from locust.runners import MasterRunner, WorkerRunner
 
 logger = logging.getLogger("adaserve.loadgen")
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import gevent
-from adaserve.loadgen import locust_hooks
 from locust import User, events, task
+
+from adaserve.loadgen import locust_hooks
 
 
 class OpenLoopLoad(User):

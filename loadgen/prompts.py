@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
 from adaserve.loadgen.errors import LoadgenError
 
 CHARS_PER_TOKEN = 3.5

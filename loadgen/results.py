@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.scheduler.metrics import RequestRecord, read_records, summarize
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from adaserve.loadgen.arrivals import arrival_times
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec
 from adaserve.loadgen.errors import LoadgenError

@@ -15,13 +15,14 @@ from time import perf_counter
 from urllib.parse import urlsplit
 
 import gevent
+from gevent import socket, ssl
+from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError, HTTPSocketResponse
+
 from adaserve.loadgen import protocol
 from adaserve.loadgen.config import Server
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.scheduler.metrics import RequestRecord
-from gevent import socket, ssl
-from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError, HTTPSocketResponse
 
 
 class Target:

@@ -1,0 +1,315 @@
+"""``report``: one self-contained HTML page, and PNGs, from the folders of one or several runs.
+
+Everything is computed again from ``requests.jsonl``, so a report can be made at any time."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.figures import Bars, Figure, Line, write_png
+from adaserve.loadgen.results import iter_records
+from adaserve.loadgen.svg import figure_svg, legend
+from adaserve.scheduler.metrics import attainment_stderr, summarize
+
+_STAMP = re.compile(r"^\d{8}T\d{6}Z-")
+_SEED = re.compile(r"[-_]?(seed|s)?\d+$")
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One results folder, read."""
+
+    folder: Path
+    label: str
+    summary: Mapping[str, Any]
+    arrays: Mapping[str, Mapping[str, FloatArray]]  # class -> scheduled, attained, ratio, ttft
+    command: str
+    config: str
+    env: Mapping[str, Any]
+
+
+def read_run(folder: Path, label: str | None = None) -> Run:
+    """Reads and summarizes a folder. Raises LoadgenError."""
+    if not folder.is_dir():
+        raise LoadgenError(f"{folder} is no folder of results")
+    records = list(iter_records(folder))
+    if not records:
+        raise LoadgenError(f"{folder}: requests.jsonl holds no requests")
+    old = _json(folder / "summary.json")
+    summary = summarize(records, float(old.get("warmup_s") or 0.0))
+    kept = {k: v for k, v in old.items() if k not in summary}
+    # Reasons that only the run itself knew, such as a lost worker.
+    reasons = list(dict.fromkeys([*summary["invalid_reasons"], *old.get("invalid_reasons", [])]))
+    summary |= kept | {"invalid_reasons": reasons, "valid": not reasons}
+    counted = [r for r in records if r.judged and r.scheduled_s >= summary["warmup_s"]]
+    arrays = {}
+    for name in summary["by_class"]:
+        rs = [r for r in counted if r.slo_class == name]
+        arrays[name] = {
+            "scheduled": np.array([r.scheduled_s for r in rs], float),
+            "attained": np.array([r.attained for r in rs], float),
+            # A failed request never got there: it stays outside the curve, which then ends below 1.
+            "ratio": np.array([_or_inf(r.tpot_ratio if r.ok else None) for r in rs], float),
+            "ttft": np.array([_or_inf(r.ttft_s if r.ok else None) for r in rs], float),
+        }
+    env = _json(folder / "env.json")
+    config = folder / "config.yaml"
+    return Run(
+        folder=folder,
+        label=label or default_label(folder),
+        summary=summary,
+        arrays=arrays,
+        command=str(env.get("command") or summary.get("command") or "unknown"),
+        config=config.read_text(encoding="utf-8") if config.exists() else "not recorded",
+        env={k: v for k, v in env.items() if k != "command"},
+    )
+
+
+def default_label(folder: Path) -> str:
+    """``20260101T120000Z-adaserve-seed2`` -> ``adaserve``: seeds of one setting share a label."""
+    name = _STAMP.sub("", folder.resolve().name)
+    return _SEED.sub("", name) or name
+
+
+def _or_inf(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs with the same label (different seeds)."""
+
+    label: str
+    runs: Sequence[Run]
+
+    def mean(self, key: str, name: str | None = None) -> float | None:
+        """Mean over runs of a summary figure, of a class when ``name`` is given."""
+        values = [v for r in self.runs if (v := self._figure(r, key, name)) is not None]
+        return statistics.fmean(values) if values else None
+
+    def error(self, key: str, name: str | None = None) -> float | None:
+        """Standard error: over seeds where there are several, else of the share of requests."""
+        values = [v for r in self.runs if (v := self._figure(r, key, name)) is not None]
+        if len(values) > 1:
+            return statistics.stdev(values) / math.sqrt(len(values))
+        if key != "slo_attainment" or not values:
+            return None
+        c = self.runs[0].summary["by_class"][name] if name else self.runs[0].summary
+        return attainment_stderr(c["attained"], c["requests"])
+
+    @staticmethod
+    def _figure(run: Run, key: str, name: str | None) -> float | None:
+        source = run.summary["by_class"].get(name, {}) if name is not None else run.summary
+        value = source.get(key)
+        return float(value) if isinstance(value, int | float) else None
+
+    def pooled(self, name: str, key: str) -> FloatArray:
+        return np.concatenate([r.arrays[name][key] for r in self.runs if name in r.arrays] or [np.zeros(0)])
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    labels = list(dict.fromkeys(r.label for r in runs))
+    return [Group(label, [r for r in runs if r.label == label]) for label in labels]
+
+
+def class_names(groups: Sequence[Group]) -> list[str]:
+    return sorted({n for g in groups for r in g.runs for n in r.summary["by_class"]})
+
+
+def build_figures(groups: Sequence[Group]) -> list[Figure]:
+    """All figures of the report."""
+    names = class_names(groups)
+    single = len(groups) == 1
+    return [
+        _attainment(groups, names),
+        _goodput(groups, names),
+        _cdf(groups, names, "ratio"),
+        _cdf(groups, names, "ttft"),
+        *(_timeline(g, names, number, single) for number, g in enumerate(groups)),
+    ]
+
+
+def _attainment(groups: Sequence[Group], names: Sequence[str]) -> Figure:
+    targets = groups[0].runs[0].summary.get("class_targets", {})
+    categories = [*names, "all"]
+    bars = [
+        Bars(
+            g.label,
+            [*(g.mean("slo_attainment", n) for n in names), g.mean("slo_attainment")],
+            [*(g.error("slo_attainment", n) for n in names), g.error("slo_attainment")],
+            color=k,
+        )
+        for k, g in enumerate(groups)
+    ]
+    several = any(len(g.runs) > 1 for g in groups)
+    note = "Error bars: standard error over seeds." if several else "Error bars: standard error of the share."
+    marks = [*(targets.get(n) for n in names), None]
+    return Figure(
+        "attainment",
+        "SLO attainment",
+        "class",
+        "requests that met all SLOs",
+        bars=bars,
+        categories=categories,
+        y_max=1.08,
+        percent=True,
+        marks_y=marks,
+        note=note + (" Dashed: target." if any(m is not None for m in marks) else ""),
+    )
+
+
+def _goodput(groups: Sequence[Group], names: Sequence[str]) -> Figure:
+    bars = [
+        Bars(
+            g.label,
+            [g.mean("token_goodput", n) for n in names],
+            [g.error("token_goodput", n) for n in names],
+            [g.mean("output_throughput", n) for n in names],
+            color=k,
+        )
+        for k, g in enumerate(groups)
+    ]
+    return Figure(
+        "goodput",
+        "Goodput",
+        "class",
+        "tokens/s",
+        bars=bars,
+        categories=names,
+        note="Filled: tokens of requests that met all their SLOs. Outline: all tokens.",
+    )
+
+
+def _cdf(groups: Sequence[Group], names: Sequence[str], key: str) -> Figure:
+    """Cumulative distribution of TPOT / SLO ("ratio") or TTFT ("ttft"), per class and setting."""
+    lines = []
+    highest = [1.0] if key == "ratio" else [0.0]
+    for k, g in enumerate(groups):
+        for c, name in enumerate(names):
+            values = np.sort(g.pooled(name, key))
+            finite = values[np.isfinite(values)]
+            if not len(finite):
+                continue
+            share = np.arange(1, len(finite) + 1) / len(values)
+            text = name if len(groups) == 1 else f"{g.label}, {name}"
+            x, y = [float(finite[0]), *finite.tolist()], [0.0, *share.tolist()]
+            lines.append(Line(text, x, y, color=c, dash=k, step=True))
+            highest.append(float(np.percentile(finite, 99.5)))
+    ratio = key == "ratio"
+    return Figure(
+        "tpot-ratio" if ratio else "ttft",
+        "TPOT against its SLO" if ratio else "Time to first token",
+        "TPOT / SLO" if ratio else "time to first token (s)",
+        "share of requests",
+        lines=lines,
+        y_max=1.02,
+        x_max=max(highest) * 1.1 or 1.0,
+        percent=True,
+        marks_x=(1.0,) if ratio else (),
+        note="Left of the red line is in time; a curve that ends below 100% lacks failed requests."
+        if ratio
+        else "",
+    )
+
+
+def _timeline(group: Group, names: Sequence[str], number: int, single: bool) -> Figure:
+    """Arrivals and attainment in equal slices of the run, of the group's first run."""
+    run = group.runs[0]
+    everything = np.concatenate([run.arrays[n]["scheduled"] for n in run.arrays])
+    end = float(everything.max()) if len(everything) else 1.0
+    n_slices = int(min(40, max(5, len(everything) // 12)))
+    width = (end or 1.0) / n_slices
+    middles = [(i + 0.5) * width for i in range(n_slices)]
+    busiest = 1
+    lines = []
+    for c, name in enumerate(n for n in names if n in run.arrays):
+        at = np.minimum((run.arrays[name]["scheduled"] / width).astype(int), n_slices - 1)
+        n = np.bincount(at, minlength=n_slices)
+        met = np.bincount(at, weights=run.arrays[name]["attained"], minlength=n_slices)
+        busiest = max(busiest, int(n.max()))
+        shares = [m / k if k else None for m, k in zip(met.tolist(), n.tolist(), strict=True)]
+        lines.append(Line(f"{name} attainment", middles, shares, color=c))
+    total = np.histogram(everything, n_slices, (0, end or 1.0))[0]
+    peak = max(1, int(total.max()))
+    lines.append(Line("arrivals, all classes", middles, (total / peak).tolist(), color=5, dash=1, step=True))
+    title = "Timeline" if single else f"Timeline of {group.label}"
+    return Figure(
+        "timeline" if single else f"timeline-{number + 1}",
+        title,
+        "planned time (s)",
+        "attainment",
+        lines=lines,
+        y_max=1.02,
+        x_max=end or 1.0,
+        percent=True,
+        note=f"Slices of {width:.1f} s. Arrivals: 100% = {peak / width:.2f} requests/s.",
+    )
+
+
+def write_report(runs: Sequence[Run], out: Path, png: bool = True) -> Path:
+    """Writes ``report.html`` and the PNGs into ``out``; returns the page's path."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    groups = group_runs(runs)
+    figures = build_figures(groups)
+    out.mkdir(parents=True, exist_ok=True)
+    if png:
+        for figure in figures:
+            write_png(figure, out)
+    loader = PackageLoader("adaserve.loadgen", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    page = environment.get_template("report.html.j2").render(
+        groups=groups,
+        names=class_names(groups),
+        figures=[{"f": f, "svg": figure_svg(f), "legend": legend(f)} for f in figures],
+        runs=runs,
+        agreement=[row for r in runs for row in agreement_rows(r)],
+        title=" against ".join(g.label for g in groups) if len(groups) <= 4 else f"{len(groups)} settings",
+    )
+    path = out / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def agreement_rows(run: Run) -> list[dict[str, Any]]:
+    """Attainment as the client and as the server counted it, per class; none without server counters."""
+    server = run.summary.get("server")
+    if not isinstance(server, Mapping):
+        return []
+    rows = []
+    for name, c in run.summary["by_class"].items():
+        theirs = server.get(name, {}).get("all")
+        if theirs and theirs.get("attainment") is not None and c["slo_attainment"] is not None:
+            rows.append(
+                {
+                    "run": run.label,
+                    "name": name,
+                    "client": c["slo_attainment"],
+                    "server": theirs["attainment"],
+                    "client_n": c["requests"],
+                    "server_n": theirs["requests"],
+                    "points": 100 * (c["slo_attainment"] - theirs["attainment"]),
+                }
+            )
+    return rows
