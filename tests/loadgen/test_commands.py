@@ -1,0 +1,174 @@
+"""``bench serve`` and ``report`` as a person uses them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fake_server import Fake, running_fake
+
+from adaserve.loadgen.report import default_label
+from adaserve.loadgen.results import iter_records
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "adaserve.loadgen", *args]
+
+
+def run(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120, **more)
+
+
+def bench(fake: Fake, out: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    fixed = ("--output-tokens", "10", "--baseline-ms", "20", "--out", str(out))
+    return run("bench", "serve", "--url", fake.url, *fixed, *args)
+
+
+def test_bench_then_report(tmp_path: Path) -> None:
+    with running_fake(token_ms=10) as fake:
+        done = bench(fake, tmp_path / "a", "--duration", "3", "--rps", "8", "--seed", "3")
+        again = bench(fake, tmp_path / "a", "--duration", "3")
+    assert done.returncode in (0, 1), done.stderr  # 1: a busy machine made the run invalid
+    assert "coding" in done.stdout and "all" in done.stdout
+    summary = json.loads((tmp_path / "a/summary.json").read_text())
+    assert summary["seed"] == 3 and summary["planned_requests"] == summary["requests"] > 5
+    assert "bench serve" in summary["command"] and "--seed 3" in summary["command"]
+    html = (tmp_path / "a/report.html").read_text()
+    assert "bench serve" in html and "<svg" in html
+    assert not re.search(r"""(src|href)=["']?https?://""", html)
+    assert (tmp_path / "a/attainment.png").read_bytes().startswith(b"\x89PNG")
+    assert again.returncode == 2 and "is not empty" in again.stderr
+
+    limits = {"0.0": 0, "1.01": 1}
+    for limit, code in limits.items():
+        args = ("report", str(tmp_path / "a"), "--no-png", "--fail-under-attainment", limit)
+        assert run(*args).returncode == code
+
+
+def test_a_comparison_has_every_setting(tmp_path: Path) -> None:
+    with running_fake(token_ms=10) as fake:
+        for tag in ("fast-seed0", "fast-seed1"):
+            bench(fake, tmp_path / tag, "--duration", "2", "--rps", "6", "--seed", tag[-1])
+        fake.set(token_ms=40)
+        bench(fake, tmp_path / "slow", "--duration", "2", "--rps", "6")
+    folders = [str(tmp_path / t) for t in ("fast-seed0", "fast-seed1", "slow")]
+    done = run("report", *folders, "--out", str(tmp_path / "out"), "--no-png")
+    assert done.returncode == 0, done.stderr
+    html = (tmp_path / "out/report.html").read_text()
+    assert "fast against slow" in html and "fast: 2 seeds" in html
+    assert "standard error over seeds" in html
+
+
+def test_labels() -> None:
+    assert default_label(Path("20260101T120000Z-adaserve-seed2")) == "adaserve"
+    assert default_label(Path("20260101T120000Z-none")) == "none"
+
+
+BAD_INPUT = {
+    "missing trace": (["--trace", "/nowhere.jsonl"], "cannot read the trace"),
+    "no server": (["--url", "http://127.0.0.1:1"], "no OpenAI-compatible server answers"),
+    "url": (["--url", "127.0.0.1:30000"], "must start with http://"),
+    "class": (["--mix", "codng=1"], "unknown class 'codng'"),
+    "slo": (["--slo", "coding=fast"], "is not a number"),
+    "rate": (["--rps", "-2"], "rps must be a rate"),
+    "duration": (["--duration", "0"], "duration must be a positive number"),
+    "nothing to send": (["--rps", "0"], "the schedule is empty"),
+    "prompts": (["--prompts", "/nowhere"], "cannot read the prompts"),
+    "both": (["--rps", "2", "--trace", "x"], "use --target-rps"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_sentence_and_code_2(case: str, tmp_path: Path) -> None:
+    args, says = BAD_INPUT[case]
+    done = run("bench", "serve", "--out", str(tmp_path / "r"), *args)
+    assert done.returncode == 2
+    assert says in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_wrong_model_class_and_key(tmp_path: Path) -> None:
+    with running_fake(models=["a", "b"], known_classes=["gold"], key="secret") as fake:
+        no_key = bench(fake, tmp_path / "1")
+        model = bench(fake, tmp_path / "2", "--api-key", "secret", "--model", "c")
+        refused = bench(fake, tmp_path / "3", "--api-key", "secret")
+    assert (no_key.returncode, model.returncode, refused.returncode) == (2, 2, 2)
+    assert "wants authentication (401)" in no_key.stderr
+    assert "no model 'c': it serves a, b" in model.stderr
+    assert "refuses a request of class 'coding' with 400: unknown SLO class" in refused.stderr
+
+
+def test_unsorted_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    row = '{{"timestamp": {}, "input_length": 5, "output_length": 5}}\n'
+    path.write_text(row.format(10) + row.format(5))
+    done = run("bench", "serve", "--trace", str(path))
+    assert done.returncode == 2 and "timestamps go back" in done.stderr
+
+
+def test_baseline_is_measured_when_nobody_knows_it(tmp_path: Path) -> None:
+    with running_fake(token_ms=12) as fake:
+        args = ("--url", fake.url, "--duration", "1", "--rps", "4", "--output-tokens", "5")
+        done = run("bench", "serve", *args, "--out", str(tmp_path / "r"))
+    assert done.returncode in (0, 1), done.stderr
+    baseline = json.loads((tmp_path / "r/summary.json").read_text())["baseline_ms"]
+    assert baseline == pytest.approx(12, rel=0.5)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_interrupting_keeps_what_was_measured(processes: int, tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    with running_fake(token_ms=5) as fake:
+        args = ("--duration", "60", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
+        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(out))
+        line += ["--processes", str(processes)]
+        process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+        wait_for(lambda: finished(out) >= 30)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.send_signal(signal.SIGINT)
+        assert process.wait(40) == 1
+        served = len(fake.log())
+    records = list(iter_records(out))
+    summary = json.loads((out / "summary.json").read_text())
+    assert len(records) >= 30 and served - len(records) <= 2 * processes
+    assert not summary["valid"] and "interrupted" in " ".join(summary["invalid_reasons"])
+    assert summary["unsent"] > 0
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_a_killed_generator_leaves_its_records(tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    with running_fake(token_ms=5) as fake:
+        args = ("--duration", "60", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
+        line = command("bench", "serve", "--url", fake.url, *args, "--out", str(out))
+        process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+        wait_for(lambda: finished(out) >= 20)
+        for child in psutil.Process(process.pid).children():
+            os.kill(child.pid, signal.SIGKILL)
+        assert process.wait(30) == 1
+    assert len(list(iter_records(out))) >= 20
+    assert "killed" in (out / "summary.json").read_text()
+
+
+def finished(out: Path) -> int:
+    try:
+        return int(json.loads((out / "progress.json").read_text())["finished"])
+    except (OSError, ValueError):
+        return 0
+
+
+def wait_for(condition: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.1)

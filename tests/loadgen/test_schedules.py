@@ -1,0 +1,177 @@
+"""Schedules: pure, seeded, faithful to what was asked."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve.loadgen.arrivals import Arrivals, arrival_times
+from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec, from_mapping, load_config
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.prompts import load_prompts
+from adaserve.loadgen.schedule import build_schedule
+from adaserve.scheduler.trace import TraceRow, write_jsonl
+
+
+def rng(seed: int = 1) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize("kind", ["poisson", "constant", "ramp", "peak"])
+def test_rates(kind: str) -> None:
+    times = arrival_times(Arrivals(kind, 5.0, to_rps=5.0), 1000.0, rng())
+    assert len(times) == pytest.approx(5000, rel=0.05)
+    assert (np.diff(times) >= 0).all() and times[0] >= 0 and times[-1] < 1000
+
+
+def test_gamma_is_bursty() -> None:
+    # The mean of few, very uneven gaps varies: many are needed to see the rate.
+    gaps = np.diff(arrival_times(Arrivals("gamma", 50.0, cv=3.0), 2000.0, rng()))
+    assert gaps.mean() == pytest.approx(0.02, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(3.0, rel=0.1)
+
+
+def test_peak_is_where_it_was_asked() -> None:
+    times = arrival_times(Arrivals("peak", 1.0, to_rps=20.0, at=0.25, width=0.05), 1000.0, rng())
+    counts, edges = np.histogram(times, 20, (0, 1000))
+    assert edges[counts.argmax()] in (200.0, 250.0)
+    assert counts[-5:].mean() < 0.15 * counts.max()
+
+
+def test_same_seed_same_schedule() -> None:
+    config = BenchConfig(baseline_ms=30.0)
+    one, two = build_schedule(config), build_schedule(config)
+    other = build_schedule(BenchConfig(baseline_ms=30.0, seed=1))
+    assert one.requests == two.requests
+    assert one.trace_sha256 == two.trace_sha256 != other.trace_sha256
+
+
+def test_slo_follows_the_baseline() -> None:
+    slos = {r.slo_class: r.tpot_ms for r in build_schedule(BenchConfig(baseline_ms=20.0)).requests}
+    assert slos == pytest.approx({"coding": 24.0, "chat": 100 / 3, "summarization": 100.0})
+
+
+def test_classes_may_peak_in_turn() -> None:
+    config = from_mapping(
+        {
+            "baseline_ms": 30,
+            "duration_s": 600,
+            "classes": {
+                "coding": {"arrivals": {"kind": "peak", "rps": 0.1, "to_rps": 4, "at": 0.2, "width": 0.05}},
+                "chat": {"arrivals": {"kind": "peak", "rps": 0.1, "to_rps": 4, "at": 0.8, "width": 0.05}},
+            },
+        }
+    )
+    at: dict[str, list[float]] = {"coding": [], "chat": []}
+    for r in build_schedule(config).requests:
+        at[r.slo_class].append(r.at_s)
+    assert np.median(at["coding"]) == pytest.approx(120, abs=40)
+    assert np.median(at["chat"]) == pytest.approx(480, abs=40)
+
+
+def test_trace_replay_keeps_times_lengths_and_prompts(tmp_path: Path) -> None:
+    rows = [TraceRow(float(t), 10 + t, 5 + t, "chat", prompt_id=f"p{t % 3}") for t in range(60)]
+    path = tmp_path / "t.jsonl"
+    write_jsonl(rows, path)
+    config = BenchConfig(
+        trace=TraceSpec(str(path), start_s=10, target_rps=2.0), duration_s=10, baseline_ms=30
+    )
+    got = build_schedule(config).requests
+    assert [r.at_s for r in got] == pytest.approx([k / 2 for k in range(20)])
+    assert [r.max_tokens for r in got] == [15 + k for k in range(20)]
+    prompts: dict[int, set[str]] = {}
+    for k, r in enumerate(got):
+        prompts.setdefault((k + 10) % 3, set()).add(r.prompt[:20])
+    assert all(len(texts) == 1 for texts in prompts.values())
+
+
+def test_slo_from_classes_or_from_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_jsonl(
+        [TraceRow(0.0, 5, 5, "chat", slo_tpot_ms=70.0), TraceRow(1.0, 5, 5, "own", slo_tpot_ms=9.0)], path
+    )
+
+    def slos(source: str) -> list[tuple[str, float | None]]:
+        config = BenchConfig(trace=TraceSpec(str(path), slo_from=source), baseline_ms=30)
+        return [(r.slo_class, r.tpot_ms and round(r.tpot_ms, 3)) for r in build_schedule(config).requests]
+
+    assert slos("classes") == [("chat", 50.0), ("own", 9.0)]
+    assert slos("trace") == [("chat", 70.0), ("own", 9.0)]
+
+
+def test_shards_cover_everything_and_keep_sessions_together() -> None:
+    config = BenchConfig(
+        classes={"chat": ClassLoad("chat", tpot_ms=50, turns=3)},
+        arrivals=Arrivals("poisson", 3.0),
+        duration_s=30,
+    )
+    schedule = build_schedule(config)
+    shards = [schedule.shard(k, 3) for k in range(3)]
+    assert sorted(r.index for s in shards for r in s) == list(range(len(schedule)))
+    homes: dict[str | None, set[int]] = {}
+    for k, shard in enumerate(shards):
+        for r in shard:
+            homes.setdefault(r.session, set()).add(k)
+    assert all(len(h) == 1 for h in homes.values()) and len(homes) > 30
+
+
+def test_prompts_have_about_the_asked_length_and_come_from_the_category(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl.gz"
+    lines = [{"category": "chat", "text": "chat word " * 300}, {"category": "coding", "text": "x = 1\n" * 20}]
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    store = load_prompts(path, {"chat": 5.0})
+    text = store.get("chat", 100, "k")
+    assert 450 <= len(text) <= 500 and set(text.split()) == {"chat", "word"}
+    assert len(store.get("coding", 500, "k")) == pytest.approx(1750, rel=0.1)
+    assert store.get("unknown", 10, "k")
+
+
+def test_disconnects_are_a_share() -> None:
+    one = ClassLoad("chat", tpot_ms=50, disconnect=0.3, output_tokens=Length(20))
+    config = BenchConfig(classes={"chat": one}, arrivals=Arrivals("constant", 10), duration_s=60)
+    cut = Counter(r.disconnect_after is not None for r in build_schedule(config).requests)
+    assert cut[True] / 600 == pytest.approx(0.3, abs=0.07)
+
+
+def test_configuration_survives_saving(tmp_path: Path) -> None:
+    config = from_mapping(
+        {
+            "server": {"url": "http://127.0.0.1:1", "api": "chat"},
+            "classes": {
+                "coding": {"tpot_ms": 40, "prompt_tokens": {"median": 50, "sigma": 0.2}},
+                "x": {"share": 2},
+            },
+            "arrivals": {"kind": "gamma", "rps": 2, "cv": 2},
+            "trace": "some.jsonl",
+        }
+    )
+    config.save(tmp_path / "c.yaml")
+    assert load_config(tmp_path / "c.yaml") == config
+    assert config.classes["coding"].x_baseline is None
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"clases": {}}, "unknown key 'clases'"),
+        ({"arrivals": {"kind": "poison"}}, "unknown arrivals kind 'poison'"),
+        ({"arrivals": {"rps": -1}}, "rps must be a rate"),
+        ({"arrivals": {"rps": float("nan")}}, "rps must be a rate"),
+        ({"classes": {"chat": {"shares": 1}}}, "unknown key 'shares'"),
+        ({"classes": {"chat": {"tpot_ms": -5}}}, "tpot_ms is -5"),
+        ({"classes": {"chat": {"output_tokens": "many"}}}, "expected a number of tokens"),
+        ({"classes": {}}, "at least one class"),
+        ({"server": {"url": "localhost:80"}}, "must start with http://"),
+        ({"server": {"api": "grpc"}}, "unknown api 'grpc'"),
+        ({"trace": {"path": "x", "slo_from": "moon"}}, "slo_from is 'moon'"),
+        ([], "expected keys"),
+    ],
+)
+def test_bad_configuration(data: object, says: str) -> None:
+    with pytest.raises(LoadgenError, match=says):
+        from_mapping(data)
