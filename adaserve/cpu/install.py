@@ -23,6 +23,7 @@ def install(model: Any, storage: Storage) -> bool:
     if reason is not None:
         logger.warning("AdaServe: SGLang's own CPU forward is used, which is slower: %s", reason)
         return False
+    _grow_rotary_table(model)
     lean = LeanModel.from_sglang(model, storage)
     object.__setattr__(model, LEAN_ATTRIBUTE, lean)
 
@@ -39,3 +40,21 @@ def install(model: Any, storage: Storage) -> bool:
 
     model.model.forward = forward
     return True
+
+
+_TREE_HEADROOM = 64
+"""Positions beyond the context that a tree of a request near its end may touch; they are never kept."""
+
+
+def _grow_rotary_table(model: Any) -> None:
+    """Makes cos/sin reach every position that a forward may see: the kernels do not check bounds.
+
+    SGLang grows the table as well, but after this hook, when its address is already in our hands. A draft
+    with a shorter context of its own is asked for the target's positions too.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_server_args
+
+    needed = ModelConfig.from_server_args(get_server_args()).context_len + _TREE_HEADROOM
+    for layer in model.model.layers:
+        layer.self_attn.rotary_emb._ensure_cos_sin_cache_length(needed)

@@ -66,8 +66,12 @@ def measure(
     grid: Grid,
     width: int = 3,
     progress: Callable[[str], None] = lambda _: None,
+    context_len: int = 1 << 30,
 ) -> Profile:
     """Times both models' forwards with tree-like batches. ``slots``: size of the (empty) KV pool."""
+    # Longer contexts than the models have positions for would read past their rotary tables.
+    short = tuple(c for c in grid.contexts if c < context_len) or (max(1, context_len // 2),)
+    grid = dataclasses.replace(grid, contexts=short)
     verify = _sweep(_verify_step(target), grid.verify_tokens, slots, grid, lambda p: progress(f"verify {p}"))
     drafts = _sweep(_draft_step(draft, width), grid.draft_rows, slots, grid, lambda p: progress(f"draft {p}"))
     return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)

@@ -39,26 +39,43 @@ class Draft:
 
 
 class Drafter:
-    """``inv_temperature`` maps the requests' temperatures to what the draft's logits are scaled by."""
+    """``inv_temperature`` maps the requests' temperatures to what the draft's logits are scaled by.
 
-    def __init__(self, forward: TreeForward, inv_temperature: Callable[[np.ndarray], np.ndarray]) -> None:
+    ``max_nodes``: KV slots that a request's window has for candidates.
+    """
+
+    def __init__(
+        self, forward: TreeForward, inv_temperature: Callable[[np.ndarray], np.ndarray], max_nodes: int
+    ) -> None:
         self._forward = forward
         self._inv_temperature = inv_temperature
+        self._max_nodes = max_nodes
 
     def draft(self, plan: IterationPlan, rows: DecodeRows, keep_drafting: KeepDrafting | None) -> Draft | None:
         """Runs up to plan.depth draft steps; None when no row may have a tree."""
         active = np.flatnonzero(rows.running.max_depth > 0)
         depth = min(plan.depth, int(rows.running.max_depth.max(initial=0)))
-        if depth == 0 or not len(active):
+        shape = self._shape(depth, plan)
+        if shape is None or not len(active):
             return None
-        branching = None if plan.branching is None else plan.branching[:depth]
-        search = _BeamSearch(self._forward, rows, active, tree_shape(depth, plan.width, branching), self._scale(rows, active))
+        depth = len(shape.beams)
+        search = _BeamSearch(self._forward, rows, active, shape, self._scale(rows, active))
         search.first_step()
         for step in range(2, depth + 1):
             if keep_drafting is not None and not keep_drafting(plan, step - 1, search.frontier(len(rows))):
                 return search.result(len(rows), step - 1)
             search.next_step(step)
         return search.result(len(rows), depth)
+
+    def _shape(self, depth: int, plan: IterationPlan) -> TreeShape | None:
+        """The planned shape, cut to the window: a fixed tree knows nothing of this server's limits."""
+        while depth:
+            branching = None if plan.branching is None else plan.branching[:depth]
+            shape = tree_shape(depth, plan.width, branching)
+            if shape.nodes <= self._max_nodes:
+                return shape
+            depth -= 1
+        return None
 
     def _scale(self, rows: DecodeRows, active: np.ndarray) -> torch.Tensor:
         scale = self._inv_temperature(rows.running.temperature[active])

@@ -57,8 +57,10 @@ def remaining_tokens(req: Any, state: RequestState) -> int:
     return max(1, limit - len(state.generated)) if limit is not None else 1 << 20
 
 
-def running_batch(reqs: Sequence[Any], states: Sequence[RequestState], seq_lens: np.ndarray) -> RunningBatch:
-    """The policy's view of the batch."""
+def running_batch(
+    reqs: Sequence[Any], states: Sequence[RequestState], seq_lens: np.ndarray, deepest: int
+) -> RunningBatch:
+    """The policy's view of the batch. ``deepest``: levels that a request's KV window has room for."""
     return RunningBatch(
         rids=tuple(s.rid for s in states),
         slo_class=tuple(s.slo_class for s in states),
@@ -67,7 +69,9 @@ def running_batch(reqs: Sequence[Any], states: Sequence[RequestState], seq_lens:
         decoded_tokens=np.array([s.decoded for s in states], np.int64),
         context_tokens=seq_lens,
         remaining_tokens=np.array([remaining_tokens(r, s) for r, s in zip(reqs, states, strict=True)], np.int64),
-        max_depth=np.array([max_tree_depth(r, s) for r, s in zip(reqs, states, strict=True)], np.int64),
+        max_depth=np.array(
+            [min(deepest, max_tree_depth(r, s)) for r, s in zip(reqs, states, strict=True)], np.int64
+        ),
         # SGLang writes greedy as top_k 1 at temperature 1.
         temperature=np.array(
             [0.0 if r.sampling_params.top_k == 1 else r.sampling_params.temperature for r in reqs]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -48,6 +50,8 @@ class AdaServeWorker(BaseSpecWorker):
         self.stride = self.config.max_depth + 1
         self._times = dict.fromkeys(("target_s", "draft_s", "decode_s", "iterations", "prefill_s", "prefills"), 0.0)
         self._states: dict[int, RequestState] = {}  # by request-pool slot
+        # Outlives a retraction, which gives the slot away, and dies with the request.
+        self._decode_starts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._last_end_s = 0.0
         self._listeners: list[Callable[[IterationOutcome], None]] = []
         self._models = (server_args.model_path, server_args.speculative_draft_model_path)
@@ -57,15 +61,18 @@ class AdaServeWorker(BaseSpecWorker):
         super().init_cuda_graphs()
         self._target = TimedForward(tree_forward(self.target_worker))
         self._draft = draft = TimedForward(tree_forward(self._draft_worker.draft_worker))
-        self._drafter = Drafter(draft, draft_sharpening)
-        slots = self.target_worker.model_runner.token_to_kv_pool.size
+        self._drafter = Drafter(draft, draft_sharpening, self.config.max_candidates)
+        runner = self.target_worker.model_runner
+        measure = partial(
+            calibration.measure,
+            self._target,
+            draft,
+            runner.token_to_kv_pool.size,
+            context_len=runner.model_config.context_len,
+        )
         meta = calibration.fingerprint(*self._models, self.config)
-        self._profile = calibration.save_full_profile(
-            meta, lambda grid, tick: calibration.measure(self._target, draft, slots, grid, progress=tick)
-        )
-        self.latency = calibration.load_or_measure(
-            self.config, meta, lambda: calibration.measure(self._target, draft, slots, calibration.QUICK)
-        )
+        self._profile = calibration.save_full_profile(meta, lambda grid, tick: measure(grid, progress=tick))
+        self.latency = calibration.load_or_measure(self.config, meta, lambda: measure(calibration.QUICK))
         self.set_policy(self.config.policy)
         self._init_ledger()
 
@@ -148,10 +155,16 @@ class AdaServeWorker(BaseSpecWorker):
             old = self._states.get(slot)
             slo_class, tpot_s, _ = self.ledger.slo(req)
             state = RequestState(req.rid, slo_class, tpot_s, now_s)
-            if old is not None and old.rid == req.rid and old.decoded:
-                # Retracted and prefilled again in the same slot: its clock goes on.
-                state.decode_start_s, state.decoded = old.decode_start_s, old.decoded + 1
+            if old is not None and old.rid != req.rid:
+                # Its request ended, perhaps aborted in the queue, of which nobody tells us.
+                self.policy.forget(old.rid)
             state.generated = [*req.output_ids, token]
+            if req.output_ids:
+                # Retracted and prefilled again: its clock goes on.
+                state.decode_start_s = self._decode_starts.get(req, now_s)
+                state.decoded = len(state.generated) - 1
+            else:
+                self._decode_starts[req] = now_s
             if self._drafts:
                 state.draft_len = length
             else:  # a policy that drafts may take over later
@@ -190,7 +203,7 @@ class AdaServeWorker(BaseSpecWorker):
             roots=batch.spec_info.bonus_tokens.numpy().astype(np.int64, copy=False),
             pool_indices=batch.req_pool_indices,
             req_to_token=self.req_to_token_pool.req_to_token,
-            running=running_batch(batch.reqs, states, seq_lens),
+            running=running_batch(batch.reqs, states, seq_lens, self.config.max_depth),
         )
 
     def _target_draws(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,49 @@ def stock(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     """SGLang without speculation on the same platform: what every output is compared with."""
     with Server(tmp_path_factory.mktemp("stock"), pair / "target", {}) as server:
         yield server
+
+
+TIGHT = {"max-total-tokens": 620, "max-running-requests": 24, "schedule-conservativeness": 0.1}
+"""A KV pool that holds a handful of requests, admitted with far too much optimism: retractions happen."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """An AdaServe server that runs, what it is, and the probe inside it."""
+
+    name: str
+    server: Server
+    probe: Probe
+
+
+@pytest.fixture(scope="session", params=["sync", "overlap"])
+def served(request: pytest.FixtureRequest, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A draft that agrees on most tokens, trees of several policies, little KV; both scheduler modes."""
+    name = str(request.param)
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp(name),
+        pair,
+        "noisy",
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        {"rotate": POLICIES, "hold_back": True},
+        overlap=name == "overlap",
+        **TIGHT,
+    )
+    with server:
+        yield Served(name, server, probe)
+        server.assert_idle_and_clean()
+        stats = probe.read()
+        assert stats["wrong_lengths"] == []
+        assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
+        assert stats["draft_kv_error"] < 1e-4, "the draft's cache holds something else than its tokens"
+
+
+@pytest.fixture(scope="session")
+def copied(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Draft = target: every draft of a greedy request must be accepted."""
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("copied"), pair, "target", {"policy": "chain-4", "max_depth": 4, "max_width": 3}
+    )
+    with server:
+        yield Served("copied", server, probe)
+        server.assert_idle_and_clean()

@@ -38,9 +38,12 @@ def probed(base: type) -> type:
             )
             self.stats.update(target_kv_error=0.0, draft_kv_error=0.0, draft_kv_unknown=0, forgotten=0, depths={})
             self.stats["wrong_lengths"] = []
+            self._listeners.append(self._count)
+
+        def set_policy(self, name: str) -> None:
+            super().set_policy(name)
             if options.get("rotate"):
-                self.policy = Rotation(self.policy, options["rotate"], self.config)
-            self.listeners.append(self._count)
+                self.policy = Rotation(self.policy, [self.build_policy(n) for n in options["rotate"]])
 
         def _rows(self, batch: Any) -> Any:
             rows = super()._rows(batch)
@@ -136,12 +139,9 @@ def kv_errors(worker: Any, tokens: list[int], slots: Any) -> Any:
 class Rotation:
     """Iteration i is planned and selected by real policy number i modulo their count."""
 
-    def __init__(self, first: Any, names: list[str], config: Any) -> None:
-        from adaserve.scheduler.policies import PolicyConfig, build_policy
-
-        settings = PolicyConfig(budget=config.budget, d_max=config.max_depth, w_max=config.max_width)
+    def __init__(self, first: Any, policies: list[Any]) -> None:
         self.name = first.name
-        self._policies = [build_policy(name, settings) for name in names]
+        self._policies = policies
         self._turn = 0
 
     def __getattr__(self, name: str) -> Any:

@@ -1,0 +1,205 @@
+"""What SGLang offers per request, with speculation: the same answers as without."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.conftest import Served
+from tests.engine.harness import Job, Server, run_jobs
+
+PROMPTS = [[5, 17, 33, 99], [210, 44], [8, 8, 301, 77, 12, 400], [66], [123, 321, 222, 111, 90]]
+TOLERANCE = 1e-4
+
+
+def greedy(**params: Any) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True, **params}
+
+
+PENALISED = [
+    greedy(frequency_penalty=0.7),
+    greedy(presence_penalty=1.1),
+    greedy(repetition_penalty=1.3),
+    greedy(min_new_tokens=30, ignore_eos=False),
+    greedy(frequency_penalty=0.4, presence_penalty=0.3, repetition_penalty=1.1, min_new_tokens=12),
+    greedy(logit_bias={"44": 6.0, "210": -8.0, "7": 2.5}),
+    greedy(logit_bias={"9": 4.0}, presence_penalty=0.9),
+    greedy(),
+]
+
+
+def test_penalties_and_bias_mixed_with_plain_requests(served: Served, stock: Server) -> None:
+    jobs = [Job(tuple(p), params) for p in PROMPTS for params in PENALISED]
+    right = run_jobs(stock, [jobs[i] for i in range(len(jobs))], running=1)
+    got = run_jobs(served.server, jobs)
+    for job, a, b in zip(jobs, got, right, strict=True):
+        assert a is not None and b is not None
+        assert a["output_ids"] == b["output_ids"], job.params
+    plain = [b["output_ids"] for job, b in zip(jobs, right, strict=True) if b and job.params == PENALISED[-1]]
+    bent = [b["output_ids"] for job, b in zip(jobs, right, strict=True) if b and job.params == PENALISED[0]]
+    assert plain != bent, "the penalties changed nothing, so nothing was tested"
+
+
+def test_logprobs(served: Served, stock: Server) -> None:
+    extra = {"return_logprob": True, "top_logprobs_num": 4, "token_ids_logprob": [3, 50, 400], "logprob_start_len": 0}
+    wanted: list[dict[str, Any]] = [extra, {}, {"return_logprob": True}, {"return_logprob": True, "top_logprobs_num": 2}]
+    jobs = [Job(tuple(p), greedy(max_new_tokens=25), extra=e) for p in PROMPTS for e in wanted]
+    for a, b in zip(run_jobs(served.server, jobs), run_jobs(stock, jobs), strict=True):
+        assert a is not None and b is not None
+        assert a["output_ids"] == b["output_ids"]
+        for key in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "input_token_logprobs"):
+            assert (key in a["meta_info"]) == (key in b["meta_info"])
+            if key in a["meta_info"]:
+                assert_close(a["meta_info"][key], b["meta_info"][key])
+
+
+def assert_close(got: Any, right: Any) -> None:
+    """Nested lists of [logprob, token, text], in which numbers may differ by TOLERANCE."""
+    if isinstance(right, list):
+        assert len(got) == len(right), (got, right)
+        for a, b in zip(got, right, strict=True):
+            assert_close(a, b)
+    elif isinstance(right, float):
+        assert math.isclose(got, right, abs_tol=TOLERANCE), (got, right)
+    else:
+        assert got == right
+
+
+def test_stop_tokens_and_strings(served: Served, stock: Server) -> None:
+    jobs = []
+    for prompt in PROMPTS:
+        free = stock.generate(input_ids=prompt, sampling_params=greedy())
+        for place in (1, 6, 7, 20):
+            jobs.append(Job(tuple(prompt), greedy(stop_token_ids=[free["output_ids"][place]])))
+            jobs.append(Job(tuple(prompt), greedy(stop=free["text"][place : place + 3])))
+            jobs.append(Job(tuple(prompt), greedy(stop=free["text"][place : place + 3], no_stop_trim=True)))
+    assert_equal_answers(served.server, stock, jobs)
+
+
+def test_end_of_sequence_inside_a_tree(served: Served, stock: Server) -> None:
+    """A biased <eos> ends requests at all depths of their trees; with ignore_eos they go on."""
+    jobs = [
+        Job((a, b), {"temperature": 0, "max_new_tokens": 40, "logit_bias": {"0": bias}, "ignore_eos": ignore})
+        for a in range(20, 30) for b in (40, 41) for bias in (3.0, 6.0) for ignore in (False, True)
+    ]  # fmt: skip
+    answers = assert_equal_answers(served.server, stock, jobs)
+    lengths = {a["meta_info"]["completion_tokens"] for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"}
+    assert len(lengths) > 3, "the requests did not end at different places"
+
+
+def assert_equal_answers(server: Server, stock: Server, jobs: list[Job]) -> list[dict[str, Any]]:
+    right = run_jobs(stock, jobs)
+    for job, a, b in zip(jobs, run_jobs(server, jobs), right, strict=True):
+        assert a is not None and b is not None
+        assert a["output_ids"] == b["output_ids"], job
+        assert a["text"] == b["text"], job
+        assert a["meta_info"]["finish_reason"] == b["meta_info"]["finish_reason"], job
+    return [b for b in right if b is not None]
+
+
+def test_several_choices_of_one_prompt(served: Served, stock: Server) -> None:
+    body = {"input_ids": PROMPTS[0], "sampling_params": {**greedy(), "n": 4}}
+    got, right = served.server.generate(**body), stock.generate(**body)
+    assert [a["output_ids"] for a in got] == [b["output_ids"] for b in right]
+
+
+def test_streams_add_up_to_the_whole_answer(served: Served, stock: Server) -> None:
+    async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
+        texts = []
+        async with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data:") and "[DONE]" not in line:
+                    texts.append(json.loads(line[5:])["text"])
+        return texts
+
+    async def all_streams(bodies: list[dict[str, Any]]) -> list[list[str]]:
+        async with httpx.AsyncClient(base_url=served.server.url, timeout=120) as client:
+            return list(await asyncio.gather(*(stream(client, b) for b in bodies)))
+
+    bodies = [Job(tuple(p), greedy()).body for p in PROMPTS]
+    for texts, body in zip(asyncio.run(all_streams(bodies)), bodies, strict=True):
+        assert len(texts) > 3, "the answer did not come in pieces"
+        assert all(b.startswith(a.rstrip("\N{REPLACEMENT CHARACTER}")) for a, b in zip(texts, texts[1:], strict=False))
+        assert texts[-1] == stock.generate(**body)["text"]
+
+
+def test_openai_stream_increments_concatenate(served: Served) -> None:
+    body = {"model": "m", "prompt": "the quick brown", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    whole = served.server.post("/v1/completions", body).json()["choices"][0]["text"]
+    parts = []
+    with httpx.stream("POST", served.server.url + "/v1/completions", json={**body, "stream": True}, timeout=60) as r:
+        for line in r.iter_lines():
+            if line.startswith("data:") and "[DONE]" not in line:
+                parts += [c["text"] for c in json.loads(line[5:])["choices"]]
+    assert "".join(parts) == whole and len(parts) > 2
+
+
+# -- structured output -----------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["fox", "dog"]}, "count": {"type": "integer"}, "ok": {"type": "boolean"}},
+    "required": ["name", "count", "ok"],
+    "additionalProperties": False,
+}
+GRAMMARS = [
+    {"json_schema": json.dumps(SCHEMA)},
+    {"regex": r"(yes|no|maybe), [0-9]{2,4}\."},
+    {"ebnf": 'root ::= "a" | "b" root'},
+]
+
+
+def test_structured_output_among_ordinary_requests(served: Served, stock: Server) -> None:
+    jobs = []
+    for prompt in PROMPTS:
+        jobs += [Job(tuple(prompt), greedy(**g, max_new_tokens=60, ignore_eos=False)) for g in GRAMMARS]
+        jobs += [Job(tuple(prompt), greedy()), Job(tuple(prompt), greedy(presence_penalty=0.8))]
+    answers = assert_equal_answers(served.server, stock, jobs)
+    finished = 0
+    for job, answer in zip(jobs, answers, strict=True):
+        if answer["meta_info"]["finish_reason"]["type"] != "stop":
+            continue
+        finished += 1
+        if "json_schema" in job.params:
+            assert set(json.loads(answer["text"])) == {"name", "count", "ok"}
+        elif "regex" in job.params:
+            assert re.fullmatch(job.params["regex"], answer["text"])
+    assert finished > 3
+
+
+def test_sampled_structured_output_is_valid(served: Served) -> None:
+    params = {"temperature": 1.0, "max_new_tokens": 60, **GRAMMARS[1]}
+    answers = run_jobs(served.server, [Job(tuple(p), params) for p in PROMPTS for _ in range(4)])
+    for answer in answers:
+        assert answer is not None and re.fullmatch(params["regex"], answer["text"]), answer
+
+
+def test_the_grammar_of_an_aborted_request_harms_nobody(served: Served, stock: Server) -> None:
+    long = {"regex": "[a-z]{200}", "max_new_tokens": 200, "temperature": 0}
+    leaving = [Job((9, i), long, disconnect_after=2) for i in range(4)]
+    staying = [Job(tuple(p), greedy()) for p in PROMPTS]
+    got = run_jobs(served.server, [*leaving, *staying])[len(leaving) :]
+    for a, b in zip(got, run_jobs(stock, staying), strict=True):
+        assert a is not None and b is not None and a["output_ids"] == b["output_ids"]
+    served.server.assert_idle_and_clean()
+
+
+@pytest.mark.parametrize("abort_all", [False, True])
+def test_aborts_free_everything(served: Served, abort_all: bool) -> None:
+    """Requests are aborted while queued, while their prompt is prefilled in chunks, and while decoding."""
+    jobs = [
+        Job(tuple(range(2, 2 + 20 + 8 * (i % 15))), greedy(max_new_tokens=90), arrival_s=0.01 * i, disconnect_after=1 + i % 3)
+        for i in range(40)
+    ]  # fmt: skip
+    run_jobs(served.server, jobs)
+    if abort_all:
+        served.server.post("/abort_request", {"rid": "", "abort_all": True})
+    served.server.assert_idle_and_clean()
+    answer = served.server.generate(input_ids=PROMPTS[0], sampling_params=greedy(max_new_tokens=5))
+    assert len(answer["output_ids"]) == 5

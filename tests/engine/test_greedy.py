@@ -1,0 +1,116 @@
+"""Greedy output is what the same server gives without speculation, token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.engine.conftest import Served
+from tests.engine.harness import CONTEXT, Job, Server, run_jobs, workload
+
+TIE = 1e-4
+"""Two best logits closer than this are a tie: rounding of batch shapes may decide it either way."""
+
+
+@pytest.fixture(scope="session")
+def jobs() -> list[Job]:
+    return workload(220, seed=5, leave_every=11)
+
+
+@pytest.fixture(scope="session")
+def expected(stock: Server, jobs: list[Job]) -> list[list[int]]:
+    """What the server without speculation says, to all prompts, with nobody leaving."""
+    staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]
+    return [a["output_ids"] for a in run_jobs(stock, staying) if a is not None]
+
+
+def is_tie(pair: Path, prompt: tuple[int, ...], first: list[int], second: list[int]) -> bool:
+    """Whether two outputs part where the target's two best logits are equal within rounding."""
+    shared = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    if shared is None:
+        return False
+    model = transformers.LlamaForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
+    with torch.no_grad():
+        best = model(torch.tensor([[*prompt, *first[:shared]]])).logits[0, -1].topk(2).values
+    return float(best[0] - best[1]) < TIE
+
+
+def assert_same(pair: Path, jobs: list[Job], answers: list[Any], expected: list[list[int]]) -> None:
+    for job, answer, right in zip(jobs, answers, expected, strict=True):
+        if answer is None:
+            continue
+        got = answer["output_ids"]
+        assert got == right or is_tie(pair, job.input_ids, got, right), (job, got, right)
+
+
+def test_staggered_requests_with_retractions_and_disconnects(
+    served: Served, pair: Path, jobs: list[Job], expected: list[list[int]]
+) -> None:
+    answers = run_jobs(served.server, jobs)
+    assert_same(pair, jobs, answers, expected)
+    finished = [a["meta_info"] for a in answers if a is not None]
+    assert len(finished) == 200
+    assert sum(m["num_retractions"] for m in finished) > 0, "the pool was too large to force a retraction"
+    assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
+    stats = served.probe.read()
+    per_iteration = 1 + stats["accepted"] / stats["rows"]
+    assert 1.05 < per_iteration < 1 + 4, "the draft agrees too rarely or too often to test anything"
+    assert stats["moved"] > 20, "compaction was not exercised"
+    assert stats["catch_ups"] > 20, "no draft ever had to catch up"
+    assert len(stats["depths"]) >= 4, "the policies all drafted alike"
+    served.server.assert_idle_and_clean()
+
+
+def test_a_second_round_finds_clean_state(
+    served: Served, pair: Path, jobs: list[Job], expected: list[list[int]]
+) -> None:
+    """The same again after a flush, faster, on reused request slots."""
+    assert_same(pair, jobs[:80], run_jobs(served.server, jobs[:80], speed=3), expected[:80])
+    stats = served.probe.read()
+    assert stats["states"] <= 24 + 1, "worker states outlive their request slots"
+
+
+def test_fifty_streams_at_once(served: Served, pair: Path, jobs: list[Job], expected: list[list[int]]) -> None:
+    chosen = [(j, e) for j, e in zip(jobs, expected, strict=True) if j.disconnect_after is None][:50]
+    now = [Job(j.input_ids, j.params) for j, _ in chosen]
+    answers = run_jobs(served.server, now)
+    assert_same(pair, now, answers, [e for _, e in chosen])
+    served.server.assert_idle_and_clean()
+
+
+def test_the_context_can_be_filled(served: Served, stock: Server) -> None:
+    """Trees near the end of the context have positions and slots beyond it; nothing of them may be kept."""
+    prompt = list(range(2, 2 + CONTEXT - 20))
+    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 500, "ignore_eos": True}}
+    right, got = stock.generate(**body), served.server.generate(**body)
+    assert got["output_ids"] == right["output_ids"]
+    assert got["meta_info"]["finish_reason"] == right["meta_info"]["finish_reason"]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_few_new_tokens(served: Served, stock: Server, tokens: int) -> None:
+    body = {"input_ids": [7, 8, 9, 10], "sampling_params": {"temperature": 0, "max_new_tokens": tokens}}
+    got = served.server.generate(**body)
+    assert got["output_ids"] == stock.generate(**body)["output_ids"]
+    assert got["meta_info"]["completion_tokens"] == tokens
+
+
+def test_a_copy_of_the_target_accepts_everything(
+    copied: Served, pair: Path, jobs: list[Job], expected: list[list[int]]
+) -> None:
+    staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]
+    answers = run_jobs(copied.server, staying)
+    assert_same(pair, staying, answers, expected)
+    for answer in answers:
+        assert answer is not None
+        info = answer["meta_info"]
+        # The first token comes from the prefill; then every iteration gives 4 drafts and a bonus.
+        decoded, iterations = info["completion_tokens"] - 1, info["spec_verify_ct"]
+        assert iterations == -(-decoded // 5), info
+    stats = copied.probe.read()
+    assert stats["target_kv_error"] < 1e-4 and stats["draft_kv_error"] < 1e-4
+    assert stats["wrong_lengths"] == []

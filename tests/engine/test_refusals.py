@@ -1,0 +1,94 @@
+"""What cannot be served is refused with a sentence that says what to change."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+
+from adaserve.algorithm import refuse_unsupported
+from adaserve.config import AdaServeConfig, ConfigError
+from adaserve.worker.draft_model import require_common_vocabulary
+from tests.engine.conftest import adaserve_server
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    values: dict[str, Any] = dict(
+        speculative_draft_model_path="draft", page_size=1, enable_lora=None, lora_paths=None, tp_size=1, pp_size=1,
+        enable_dp_attention=False, disaggregation_mode="null", enable_return_hidden_states=False,
+        enable_hierarchical_cache=False, speculative_adaptive=False,
+    )  # fmt: skip
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_what_is_supported_passes() -> None:
+    refuse_unsupported(arguments())
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"speculative_draft_model_path": None}, "--speculative-draft-model-path"),
+        ({"page_size": 16}, "--page-size 1"),
+        ({"lora_paths": ["x"]}, "--lora-paths"),
+        ({"enable_lora": True}, "--lora-paths"),
+        ({"tp_size": 2}, "--tp-size 1"),
+        ({"pp_size": 2}, "--pp-size 1"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"enable_return_hidden_states": True}, "--enable-return-hidden-states"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"speculative_adaptive": True}, "--speculative-adaptive"),
+    ],
+)
+def test_refusals_name_the_remedy(changes: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValueError, match=r"ADASERVE: ") as refused:
+        refuse_unsupported(arguments(**changes))
+    assert remedy in str(refused.value)
+
+
+def worker(folder: Path, size: int = 512) -> Any:
+    config = SimpleNamespace(vocab_size=size)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return SimpleNamespace(model_runner=SimpleNamespace(model_config=config), tokenizer=tokenizer)
+
+
+def test_vocabularies(pair: Path) -> None:
+    target = worker(pair / "target")
+    require_common_vocabulary(target, worker(pair / "noisy"))
+    with pytest.raises(ValueError, match=r"vocabulary of 300 tokens .* choose a draft"):
+        require_common_vocabulary(target, worker(pair / "noisy", size=300))
+    with pytest.raises(ValueError, match=r"first difference: 'a' .* choose a draft"):
+        require_common_vocabulary(target, worker(pair / "swapped"))
+
+
+@pytest.mark.parametrize(
+    ("json_text", "message"),
+    [
+        ('{"policy": "best"}', "unknown policy 'best': known are adaserve"),
+        ('{"policy": "chain-0"}', "unknown policy"),
+        ("{policy: none}", "not valid JSON"),
+        ('{"polizy": "none"}', "unknown settings: polizy"),
+        ('{"max_depth": 0}', "max_depth must be an integer from 1 to 32"),
+        ('{"max_width": "wide"}', "max_width must be an integer from 1 to 16"),
+        ('{"budget": 0}', "budget must be at least 1"),
+        ('{"profile": "/nowhere.json"}', "there is no file /nowhere.json"),
+    ],
+)
+def test_bad_configuration(monkeypatch: pytest.MonkeyPatch, json_text: str, message: str) -> None:
+    monkeypatch.setenv("ADASERVE_CONFIG", json_text)
+    with pytest.raises(ConfigError, match=message):
+        AdaServeConfig.load()
+
+
+def test_a_server_that_is_refused_ends_with_the_sentence(pair: Path, tmp_path: Path) -> None:
+    server, _ = adaserve_server(tmp_path, pair, "noisy", {}, **{"page-size": 16})
+    ended = subprocess.run(
+        server.command, env=server.environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode != 0
+    assert "page size 16 is not supported: use --page-size 1" in ended.stderr + ended.stdout
