@@ -10,7 +10,7 @@ from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray, Iterat
 from adaserve.scheduler.selection import parent_kept
 
 
-def tested_nodes(outcome: IterationOutcome) -> BoolArray:
+def nodes_tested(outcome: IterationOutcome) -> BoolArray:
     """Kept nodes whose parent was accepted, [m].
 
     Censoring: a node below a rejected one was never tried. Counting it as rejected is the bias of
@@ -33,7 +33,7 @@ def level_tests(outcome: IterationOutcome) -> tuple[IntArray, IntArray]:
     passed = np.bincount(row, weights=outcome.accepted, minlength=n).astype(np.int64)
     # One path is accepted, so the level after its end was tried iff some tested node was rejected
     # there: the tested node of greatest depth lies one below the accepted ones.
-    tested = tested_nodes(outcome)
+    tested = nodes_tested(outcome)
     deepest = np.zeros(n, np.int64)
     np.maximum.at(deepest, row[tested], outcome.trees.depth[tested])
     return np.maximum(deepest, passed), passed

@@ -102,7 +102,9 @@ def table(repeats: int) -> str:
     return "\n".join(lines)
 
 
-def main(out: Annotated[Path | None, typer.Option(help="Markdown file to write")] = None, repeats: int = 1000) -> None:
+def main(
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write")] = None, repeats: int = 1000
+) -> None:
     """Prints the table and writes it to --out."""
     numpy_version, load = np.__version__, os.getloadavg()[0]
     head = (

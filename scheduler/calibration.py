@@ -87,7 +87,9 @@ class Calibrator:
         pairs = [self._requests.get(rid, (0.0, 0.0)) for rid in rids]
         return np.array([(a + prior) / (e + prior) for a, e in pairs])
 
-    def step_values(self, q: FloatArray, row: IntArray, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
+    def step_values(
+        self, q: FloatArray, row: IntArray, rids: Sequence[str], classes: Sequence[str]
+    ) -> FloatArray:
         """Calibrated one-step probabilities of nodes with claimed ``q`` in ``row``; same shape as q."""
         ids = self._ids(classes)
         factor = self.factors()[ids] * self.request_factors(rids)[:, None]  # [n, N_BINS]
@@ -139,7 +141,11 @@ class Calibrator:
         for name, i in self._class_id.items():
             tests = self._tests[i]
             curves[name] = [
-                (float(self._claimed[i, b] / tests[b]), float(self._accepted[i, b] / tests[b]), float(tests[b]))
+                (
+                    float(self._claimed[i, b] / tests[b]),
+                    float(self._accepted[i, b] / tests[b]),
+                    float(tests[b]),
+                )
                 for b in range(N_BINS)
                 if tests[b] > 0
             ]

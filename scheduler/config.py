@@ -30,14 +30,16 @@ class PolicyConfig:
     surplus_rate: float = 0.08  # priced: step of the moving average of what levels and beams are worth
     depth_probe_every: int = 16  # priced: iterations between drafts of one level more than pays
     width_probe_every: int = 16
-    horizon_tokens: int = 48  # priced: tokens looked ahead at most when weighing a request
+    horizon_tokens: int = 96  # priced: tokens looked ahead at most when weighing a request
     attain_weight: float = 1.5  # priced: weight = 1 + attain_weight * g
-    triage_ratio: float = 2.5  # priced: hopeless when the pace needed exceeds this many times what is feasible
-    triage_every: int = 4  # priced: hopeless requests are served every this many iterations; 1 = always
+    triage_ratio: float = (
+        2.5  # priced: hopeless when the pace needed exceeds this many times what is feasible
+    )
+    triage_every: int = 1  # priced: hopeless requests keep their weight every so many iterations; 1 = always
 
     turbo_k_max: int = 8
     turbo_probe_every: int = 32  # turbospec: iterations at k = 0 before one probe
-    turbo_reset_steps: int = 512  # turbospec: skipped draft prefills before the threshold is lifted
+    turbo_reset_steps: int = 32  # turbospec: skipped draft prefills before the threshold is lifted
     fixed_branching: tuple[int, ...] = (1, 1, 3, 1, 1, 1, 1, 1)  # SpecInfer's static tree
 
     def __post_init__(self) -> None:

@@ -98,7 +98,9 @@ def fit_error(fitter: Fitter, points: FloatArray) -> FitError:
         for i in range(len(points)):
             rest = np.delete(points, i, axis=0)
             held.append(float(_errors(fitter(rest), points[i : i + 1])[0]))
-    return FitError(float(inside.mean()), float(inside.max()), float(np.mean(held)) if held else float(inside.mean()))
+    return FitError(
+        float(inside.mean()), float(inside.max()), float(np.mean(held)) if held else float(inside.mean())
+    )
 
 
 FITTERS: dict[str, Fitter] = {"linear": fit_linear, "roofline": fit_roofline, "table": fit_table}
@@ -115,4 +117,6 @@ def fit_latency(profile: Profile) -> LatencyFit:
         chosen[phase] = min(errors[phase], key=lambda form: round(errors[phase][form].held_out, 3))
         costs[phase] = FITTERS[chosen[phase]](points)
     source = str(profile.meta.get("device", "profile"))
-    return LatencyFit(LatencyModel(costs["draft"], costs["verify"], profile.overhead_s, source), chosen, errors)
+    return LatencyFit(
+        LatencyModel(costs["draft"], costs["verify"], profile.overhead_s, source), chosen, errors
+    )

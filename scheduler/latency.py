@@ -138,9 +138,13 @@ class LatencyModel:
         later = (depth - 1) * self.draft_step_s(n * width, context) if depth > 1 else 0.0
         return self.draft_step_s(n, context) + later
 
-    def iteration_s(self, n: int, depth: int, width: int, verify_tokens: float, context: float = 0.0) -> float:
+    def iteration_s(
+        self, n: int, depth: int, width: int, verify_tokens: float, context: float = 0.0
+    ) -> float:
         """Seconds of one whole decode iteration, prefill not included."""
-        return self.draft_s(n, depth, width, context) + self.verify_s(verify_tokens, context) + self.overhead_s
+        return (
+            self.draft_s(n, depth, width, context) + self.verify_s(verify_tokens, context) + self.overhead_s
+        )
 
     def baseline_s(self) -> float:
         """Unloaded seconds per output token: one request, no speculation."""
@@ -264,7 +268,9 @@ def load_profile(path: Path) -> Profile:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ProfileError(f"cannot read latency profile {path}: {error}; write one with `adaserve profile`") from error
+        raise ProfileError(
+            f"cannot read latency profile {path}: {error}; write one with `adaserve profile`"
+        ) from error
     except json.JSONDecodeError as error:
         raise ProfileError(f"{path} is not JSON ({error}); write it again with `adaserve profile`") from error
     return validate_profile(data)

@@ -122,7 +122,9 @@ def _throughput_phase(queues: list[list[Node]], kept: list[set[int]], left: int)
 
 def expected_tokens(rows: list[Row], kept: Sequence[set[int] | frozenset[int]]) -> float:
     """E[accepted] = sum of f over kept nodes; each root counts 1 (section 3)."""
-    return len(rows) + sum(node.f for row, chosen in zip(rows, kept, strict=True) for node in row if node.index in chosen)
+    return len(rows) + sum(
+        node.f for row, chosen in zip(rows, kept, strict=True) for node in row if node.index in chosen
+    )
 
 
 def subtrees(row: Row) -> Iterator[frozenset[int]]:

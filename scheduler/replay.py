@@ -162,7 +162,9 @@ def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
                         continue
                     yield _iteration(data)
                 except (KeyError, TypeError, json.JSONDecodeError) as error:
-                    raise ReplayError(f"{path}:{number} is no recorded iteration ({error}); record it again") from error
+                    raise ReplayError(
+                        f"{path}:{number} is no recorded iteration ({error}); record it again"
+                    ) from error
     except OSError as error:
         raise ReplayError(f"cannot read the recording {path}: {error}") from error
 
@@ -187,7 +189,9 @@ def replay(path: Path, policy: Policy, select_only: bool = False) -> list[Mismat
     ``select_only``: selections on the recorded plans, for another policy object than the recorded one.
     """
     events = list(_events(path))
-    iterations = sorted((e for e in events if isinstance(e, RecordedIteration)), key=lambda e: e.plan.iteration)
+    iterations = sorted(
+        (e for e in events if isinstance(e, RecordedIteration)), key=lambda e: e.plan.iteration
+    )
     arrivals = [e for e in events if isinstance(e, RecordedIteration)]
     forgets = [e for e in events if isinstance(e, tuple)]
     mismatches: list[Mismatch] = []

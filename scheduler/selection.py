@@ -72,7 +72,9 @@ def rank(trees: CandidateTrees, f: FloatArray, cap: IntArray | None = None) -> R
     if k == 0:
         return Ranked(np.zeros((n, 0), np.int64), np.zeros((n, 0)), np.zeros(n, np.int64))
     uniform = n * k == m
-    low, start = _layout(n, k) if uniform else (INDEX_MASK - np.arange(m), np.repeat(trees.row_start[:-1], sizes))
+    low, start = (
+        _layout(n, k) if uniform else (INDEX_MASK - np.arange(m), np.repeat(trees.row_start[:-1], sizes))
+    )
     if cap is not None and int(cap.min()) < int(trees.depth.max()):
         f = np.where(trees.depth > np.repeat(cap, sizes), 0.0, f)
     f = _never_rising(trees.parent, f, start)

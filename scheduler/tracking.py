@@ -79,7 +79,9 @@ class LatencyTracker:
         """Corrected seconds of one draft forward."""
         return self.draft.predict(self.model.draft_step_s(rows, context))
 
-    def iteration_s(self, n: int, depth: int, width: int, verify_tokens: float, context: float = 0.0) -> float:
+    def iteration_s(
+        self, n: int, depth: int, width: int, verify_tokens: float, context: float = 0.0
+    ) -> float:
         """Corrected seconds of a decode iteration."""
         draft = self.draft_s(n, depth, width, context)
         return draft + self.verify_s(verify_tokens, context) + self.model.overhead_s

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve.scheduler.acceptance import AcceptanceRates, level_tests, tested_nodes
+from adaserve.scheduler.acceptance import AcceptanceRates, level_tests, nodes_tested
 from adaserve.scheduler.calibration import Calibrator
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
@@ -107,7 +107,7 @@ class BasePolicy:
         if trees.n_nodes:
             tried, passed = level_tests(outcome)
             self.rates.observe(running.rids, running.slo_class, tried, passed)
-            tested = tested_nodes(outcome)
+            tested = nodes_tested(outcome)
             self.calibrator.observe(trees, tested, outcome.accepted, running.rids, running.slo_class)
         context = float(running.context_tokens.sum())
         tokens = outcome.selection.verify_tokens + outcome.prefill_tokens

@@ -40,9 +40,7 @@ class AdaServePolicy(BasePolicy):
         B = self._budget
         B1 = B if c.B1 is None else c.B1
         B2 = 0.75 * B if c.B2 is None else c.B2
-        depth, width = eurosys_shape(
-            n, B1=B1, B2=B2, c1=c.c1, c2=c.c2, d=(c.d_min, c.d_max), w_max=c.w_max
-        )
+        depth, width = eurosys_shape(n, B1=B1, B2=B2, c1=c.c1, c2=c.c2, d=(c.d_min, c.d_max), w_max=c.w_max)
         return Shape(depth, width, B, self._n_max(n))
 
     def _n_max(self, n: int) -> int:

@@ -15,7 +15,14 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.selection import INDEX_MASK, count_true, path_probability, rank, take_prefix, weighted_keys
+from adaserve.scheduler.selection import (
+    INDEX_MASK,
+    count_true,
+    path_probability,
+    rank,
+    take_prefix,
+    weighted_keys,
+)
 from adaserve.scheduler.worth import attainment_weight
 
 
@@ -36,6 +43,7 @@ class PricedPolicy(BasePolicy):
         self._depth = 1
         self._first_level = 0.7  # acceptance of a level, moving average
         self._weight: FloatArray = np.ones(0)
+        self._potential: dict[str, float] = {}  # moving average of 1 + sum f on the best chain, per request
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The depth with the best expected value per second, given learned acceptance."""
@@ -59,7 +67,9 @@ class PricedPolicy(BasePolicy):
         n = len(running)
         context = float(running.context_tokens.sum())
         period = self._period_s or self.latency.iteration_s(n, 2, 1, 3 * n, context)
-        pace = 1.0 + (self._pace - 1.0) * acc / max(float(acc.mean()), 0.05)
+        usual = 1.0 + (self._pace - 1.0) * acc / max(float(acc.mean()), 0.05)
+        own = [self._potential.get(rid) for rid in running.rids]
+        pace = np.array([u if p is None else p for u, p in zip(usual.tolist(), own, strict=True)])
         weight, hopeless = attainment_weight(running, now_s, period, pace, self.config)
         if self.config.triage_every > 1 and self._iterations % self.config.triage_every:
             weight = np.where(hopeless, 0.25, weight)
@@ -98,6 +108,10 @@ class PricedPolicy(BasePolicy):
         worth = np.maximum(0.0, f.reshape(n, -1, w) * plan.weight[:, None, None] - price).mean(axis=0)
         seen = self._surplus[: worth.shape[0], :w]
         seen += self.config.surplus_rate * (worth - seen)
+        reach = 1.0 + f.reshape(n, -1, w).max(axis=2).sum(axis=1)
+        known = self._potential
+        for rid, value in zip(plan.running.rids, reach.tolist(), strict=True):
+            known[rid] = value if rid not in known else 0.9 * known[rid] + 0.1 * value
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Another step only while the frontier's expected value beats what its time is worth.
@@ -181,3 +195,8 @@ class PricedPolicy(BasePolicy):
             self._period_s = period if self._period_s == 0 else 0.9 * self._period_s + 0.1 * period
         self._pace = 0.95 * self._pace + 0.05 * float(outcome.new_tokens.mean())
         self._first_level = 0.9 * self._first_level + 0.1 * self.rates.overall
+
+    def forget(self, rid: str) -> None:
+        """Also drops the request's pace."""
+        super().forget(rid)
+        self._potential.pop(rid, None)

@@ -101,11 +101,15 @@ def run(
     model: str = "llama-3.1-70b",
     gpu: str = "a100",
     tp: Annotated[int, typer.Option(help="tensor parallel degree")] = 4,
-    profile: Annotated[Path | None, typer.Option(help="latency profile of `adaserve profile` instead")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="latency profile of `adaserve profile` instead")
+    ] = None,
     kv_tokens: Annotated[int | None, typer.Option(help="KV cache size; default from the hardware")] = None,
     speedup: Annotated[str, typer.Option(help="loads as multiples of the trace's own rate")] = "1",
     seeds: str = "0",
-    baseline_ms: Annotated[float | None, typer.Option(help="unloaded ms per token; default from latency")] = None,
+    baseline_ms: Annotated[
+        float | None, typer.Option(help="unloaded ms per token; default from latency")
+    ] = None,
     slo_config: Annotated[Path | None, typer.Option(help="YAML with SLO classes")] = None,
     prefill: Annotated[str, typer.Option(help="mixed or exclusive")] = "mixed",
     chunk: int = 512,
@@ -117,7 +121,9 @@ def run(
     router: Annotated[str, typer.Option(help="round-robin, least-work or slo")] = "least-work",
     miscalibration: float = 0.15,
     eos_share: Annotated[float, typer.Option(help="share of requests that stop before their cap")] = 0.0,
-    recorded: Annotated[Path | None, typer.Option(help="recording of engine iterations to draw trees from")] = None,
+    recorded: Annotated[
+        Path | None, typer.Option(help="recording of engine iterations to draw trees from")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="folder for results")] = None,
 ) -> None:
     """Simulate every trace x load x policy x seed; print a table, write records and plots to --out."""
@@ -131,7 +137,9 @@ def run(
         replica = ReplicaConfig(latency, cache, prefill_mode=prefill, prefill=prefill_config, lag=lag)  # type: ignore[arg-type]
         children: ChildSource = load_children(recorded) if recorded else SyntheticChildren(miscalibration)
         slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()
-        setting = Setting(slos, TextModel(eos_share=eos_share), (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
+        setting = Setting(
+            slos, TextModel(eos_share=eos_share), (baseline_ms or latency.baseline_s() * 1e3) / 1e3
+        )
         cases = []
         for name in trace:
             for factor in _numbers(speedup, float):
@@ -155,12 +163,16 @@ def _run_and_report(cases: list[Case], setting: Setting, out: Path | None, argum
     if out:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(yaml.safe_dump(_plain(arguments)), encoding="utf-8")
-        (out / "command.txt").write_text("adaserve simulate " + " ".join(sys.argv[1:]) + "\n", encoding="utf-8")
+        (out / "command.txt").write_text(
+            "adaserve simulate " + " ".join(sys.argv[1:]) + "\n", encoding="utf-8"
+        )
     with Progress(console=console) as progress:
         task = progress.add_task("simulating", total=len(cases))
 
         def show(i: int, case: Case) -> None:
-            progress.update(task, completed=i, description=f"{case.workload} {case.load:.2f} rps {case.policy}")
+            progress.update(
+                task, completed=i, description=f"{case.workload} {case.load:.2f} rps {case.policy}"
+            )
 
         try:
             rows = run_grid(cases, setting, out, show)
@@ -170,7 +182,9 @@ def _run_and_report(cases: list[Case], setting: Setting, out: Path | None, argum
     print(text)
     if out:
         (out / "table.md").write_text(text + "\n", encoding="utf-8")
-        (out / "summary.json").write_text(json.dumps([r["summary"] for r in rows], indent=1) + "\n", encoding="utf-8")
+        (out / "summary.json").write_text(
+            json.dumps([r["summary"] for r in rows], indent=1) + "\n", encoding="utf-8"
+        )
         plot_violations(rows, out / "violations.png")
         _, _, result = run_case(cases[0], setting)
         plot_timeline(result, out / "timeline.png")

@@ -82,7 +82,9 @@ class FleetConfig:
 class Fleet:
     """State of all replicas: [R, S] slots, R clocks, R queues."""
 
-    def __init__(self, config: FleetConfig, latency: LatencyModel, pace: PaceTable, requests: FleetRequests) -> None:
+    def __init__(
+        self, config: FleetConfig, latency: LatencyModel, pace: PaceTable, requests: FleetRequests
+    ) -> None:
         shape = (config.replicas, config.slots)
         self.config, self.pace, self.requests = config, pace, requests
         self.clock: FloatArray = np.zeros(config.replicas)
@@ -93,15 +95,18 @@ class Fleet:
         self.rest: IntArray = np.zeros(config.replicas, np.int64)  # prompt tokens left of each queue's head
         self.waiting = np.zeros(config.replicas, np.bool_)
         self._rng = np.random.default_rng([config.seed, 0xF1EE7])
-        self._token_s = float(latency.verify_s(513.0) - latency.verify_s(1.0)) / 512 + float(
-            latency.draft_step_s(513) - latency.draft_step_s(1)
-        ) / 512
+        self._token_s = (
+            float(latency.verify_s(513.0) - latency.verify_s(1.0)) / 512
+            + float(latency.draft_step_s(513) - latency.draft_step_s(1)) / 512
+        )
         self._fixed_s = latency.verify_s(1.0)
         names = requests.class_names
         grid = np.arange(config.slots + 1, dtype=np.float64)
         self._seconds: FloatArray = np.interp(grid, pace.rows, pace.seconds)
         mean = np.mean(list(pace.tokens.values()), axis=0)
-        self._tokens: FloatArray = np.stack([np.interp(grid, pace.rows, pace.tokens.get(c, mean)) for c in names])
+        self._tokens: FloatArray = np.stack(
+            [np.interp(grid, pace.rows, pace.tokens.get(c, mean)) for c in names]
+        )
 
     def submit(self, replica: int, request: int) -> None:
         """Queues a request; an idle replica wakes at its arrival."""
@@ -197,7 +202,9 @@ class FleetRequests:
         return done
 
 
-def fleet_requests(trace: Trace, slos: SLOConfig, baseline_s: float, spread: float, seed: int) -> FleetRequests:
+def fleet_requests(
+    trace: Trace, slos: SLOConfig, baseline_s: float, spread: float, seed: int
+) -> FleetRequests:
     """Arrays of a trace; SLOs are resolved once per distinct (class, milliseconds)."""
     memo: dict[tuple[str | None, float | None, float | None, float | None], tuple[str, float, float]] = {}
     kinds: dict[str, int] = {}
@@ -268,7 +275,12 @@ def _router(config: FleetConfig, requests: FleetRequests, pace: PaceTable) -> Ca
 
 
 def fleet_attainment(
-    trace: Trace, slos: SLOConfig, baseline_s: float, latency: LatencyModel, pace: PaceTable, config: FleetConfig
+    trace: Trace,
+    slos: SLOConfig,
+    baseline_s: float,
+    latency: LatencyModel,
+    pace: PaceTable,
+    config: FleetConfig,
 ) -> float:
     """Share of a trace's requests that attain their SLOs on that fleet."""
     requests = fleet_requests(trace, slos, baseline_s, pace.spread, config.seed)

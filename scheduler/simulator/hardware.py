@@ -71,9 +71,7 @@ def hardware_latency(model: str, gpu: str, tp: int) -> LatencyModel:
     if tp < 1:
         raise ValueError(f"tensor parallel degree must be >= 1, got {tp}")
     base = forward_cost(_lookup(MODELS, DRAFT_OF.get(model, ""), "target model"), device, 1)
-    draft = ForwardCost(
-        base.fixed_s + DRAFT_SAMPLING_S, base.weights_s, base.per_token_s, base.per_context_s
-    )
+    draft = ForwardCost(base.fixed_s + DRAFT_SAMPLING_S, base.weights_s, base.per_token_s, base.per_context_s)
     return LatencyModel(draft, forward_cost(target, device, tp), 0.0, f"{target.name} on {tp}x {device.name}")
 
 
@@ -83,7 +81,9 @@ def kv_capacity_tokens(model: str, gpu: str, tp: int) -> int:
     draft = MODELS[DRAFT_OF[model]]
     free = USABLE_MEMORY * tp * device.memory_bytes - 2 * (target.parameters + draft.parameters)
     if free <= 0:
-        raise ValueError(f"{target.name} does not fit on {tp}x {device.name}; raise the tensor parallel degree")
+        raise ValueError(
+            f"{target.name} does not fit on {tp}x {device.name}; raise the tensor parallel degree"
+        )
     return int(free / (target.kv_bytes_per_token + draft.kv_bytes_per_token))
 
 

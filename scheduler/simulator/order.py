@@ -48,7 +48,9 @@ def stta(latency: LatencyModel) -> RowOrder:
         ahead = deadline[deadline > now_s + latency.verify_s(1.0)]
         if not len(ahead):
             return None
-        cost = latency.verify_s(np.arange(1, n + 1, dtype=np.float64), float((rows.prompt + rows.decoded).sum()))
+        cost = latency.verify_s(
+            np.arange(1, n + 1, dtype=np.float64), float((rows.prompt + rows.decoded).sum())
+        )
         fits = int(np.count_nonzero(now_s + cost <= ahead[0]))
         return np.sort(np.asarray(order[: max(1, fits)]))
 

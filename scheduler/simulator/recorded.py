@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adaserve.scheduler.acceptance import tested_nodes
+from adaserve.scheduler.acceptance import nodes_tested
 from adaserve.scheduler.calibration import Calibrator, bin_of, parents_flat, step_probability
 from adaserve.scheduler.interface import FloatArray
 from adaserve.scheduler.replay import read_recording
@@ -26,7 +26,9 @@ class RecordedChildren:
     ) -> tuple[FloatArray, FloatArray]:
         """See ChildSource: a request's difficulty picks its part of the recorded distribution."""
         n = len(difficulty)
-        centred = np.clip(rng.beta(2 * difficulty[:, None] + 0.5, 2 * (1 - difficulty[:, None]) + 0.5, (n, beams)), 0, 1)
+        centred = np.clip(
+            rng.beta(2 * difficulty[:, None] + 0.5, 2 * (1 - difficulty[:, None]) + 0.5, (n, beams)), 0, 1
+        )
         q1 = self.best[np.minimum((centred * len(self.best)).astype(np.int64), len(self.best) - 1)]
         shares = self.second_share * (1 - self.second_share) ** np.arange(count - 1)
         rest = np.minimum((1 - q1)[:, :, None] * shares, q1[:, :, None])
@@ -42,7 +44,7 @@ def load_children(path: Path) -> RecordedChildren:
         trees, running = item.trees, item.plan.running
         if not trees.n_nodes or item.outcome is None:
             continue
-        tested = tested_nodes(item.outcome)
+        tested = nodes_tested(item.outcome)
         calibrator.observe(trees, tested, item.outcome.accepted, running.rids, ("all",) * len(running))
         q, parent = step_probability(trees, parents_flat(trees)), parents_flat(trees)
         for r in range(trees.n_rows):

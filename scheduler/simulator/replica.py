@@ -67,7 +67,18 @@ class Replica:
         self._late: IterationOutcome | None = None
         self._period_s = self._pace = 0.0
 
-    LOG_FIELDS = ("now_s", "rows", "depth", "width", "verify", "prefill", "seconds", "draft_s", "new", "late_rows")
+    LOG_FIELDS = (
+        "now_s",
+        "rows",
+        "depth",
+        "width",
+        "verify",
+        "prefill",
+        "seconds",
+        "draft_s",
+        "new",
+        "late_rows",
+    )
 
     @property
     def busy(self) -> bool:
@@ -175,7 +186,11 @@ class Replica:
         plan = self.policy.plan(running, self.now_s)
         pick = slice(None) if at is None else at
         trees, selection, accepted, draft_s = self._speculate(plan, pick)
-        counts = accepted.reshape(len(running), -1).sum(axis=1) if len(accepted) else np.zeros(len(running), np.int64)
+        counts = (
+            accepted.reshape(len(running), -1).sum(axis=1)
+            if len(accepted)
+            else np.zeros(len(running), np.int64)
+        )
         left = (self.rows.length - self.rows.decoded)[pick]
         new = np.minimum(1 + counts, left)
         tokens = selection.verify_tokens + prefill_tokens
@@ -186,7 +201,17 @@ class Replica:
         since = self.now_s - self._last_end_s if self._last_end_s else total
         self._last_end_s = self.now_s
         outcome = IterationOutcome(
-            plan, trees, selection, accepted, new, self.now_s, draft_s, 0.0, verify_s, total, since,
+            plan,
+            trees,
+            selection,
+            accepted,
+            new,
+            self.now_s,
+            draft_s,
+            0.0,
+            verify_s,
+            total,
+            since,
             prefill_tokens=prefill_tokens,
         )
         self._report(outcome)
@@ -221,7 +246,9 @@ class Replica:
         if arrived is not None:
             self.policy.observe(arrived)
         mean = float(outcome.new_tokens.mean())
-        self._period_s = outcome.since_last_s if not self._period_s else 0.9 * self._period_s + 0.1 * outcome.since_last_s
+        self._period_s = (
+            outcome.since_last_s if not self._period_s else 0.9 * self._period_s + 0.1 * outcome.since_last_s
+        )
         self._pace = mean if not self._pace else 0.9 * self._pace + 0.1 * mean
 
     def _commit(self, pick: slice | IntArray, new: IntArray, outcome: IterationOutcome) -> None:

@@ -47,7 +47,9 @@ def run_case(case: Case, setting: Setting) -> tuple[Row, list[RequestRecord], Si
     requests = make_requests(case.trace, setting.slos, setting.baseline_s, setting.text, case.seed)
     result = simulate(requests, replace(case.config, seed=case.seed))
     records = result.records()
-    summary = summarize(records, meta={"seed": case.seed, "trace_sha256": case.trace.sha256, "policy": case.policy})
+    summary = summarize(
+        records, meta={"seed": case.seed, "trace_sha256": case.trace.sha256, "policy": case.policy}
+    )
     row: Row = {
         "workload": case.workload,
         "load_rps": round(case.load, 3),
@@ -94,7 +96,9 @@ def run_grid(
             done[key] = row
             if out and path:
                 _append(path, row)
-                _write_records(out / f"requests-{case.workload}-{case.load:.2f}-{case.policy}-{case.seed}.jsonl", records)
+                _write_records(
+                    out / f"requests-{case.workload}-{case.load:.2f}-{case.policy}-{case.seed}.jsonl", records
+                )
         rows.append(done[key])
     return rows
 
@@ -109,11 +113,15 @@ def _write_records(path: Path, records: Iterable[RequestRecord]) -> None:
         f.writelines(r.to_json() + "\n" for r in records)
 
 
-def aggregate(rows: list[Row], key: str = "violations") -> dict[tuple[str, float, str], tuple[float, float, int]]:
+def aggregate(
+    rows: list[Row], key: str = "violations"
+) -> dict[tuple[str, float, str], tuple[float, float, int]]:
     """(mean, half-range over seeds, seeds) of ``key`` per workload, load and policy."""
     groups: dict[tuple[str, float, str], list[float]] = {}
     for row in rows:
-        groups.setdefault((row["workload"], row["load_rps"], row["policy"]), []).append(float(row[key] or 0.0))
+        groups.setdefault((row["workload"], row["load_rps"], row["policy"]), []).append(
+            float(row[key] or 0.0)
+        )
     return {k: (float(np.mean(v)), (max(v) - min(v)) / 2, len(v)) for k, v in groups.items()}
 
 
@@ -131,7 +139,10 @@ def markdown(rows: list[Row]) -> str:
     for key, (title, scale) in titles.items():
         table = aggregate(rows, key)
         lines += [f"### {title} (mean +- half range over seeds)", ""]
-        lines += ["| workload | requests/s | " + " | ".join(policies) + " |", "|---" * (len(policies) + 2) + "|"]
+        lines += [
+            "| workload | requests/s | " + " | ".join(policies) + " |",
+            "|---" * (len(policies) + 2) + "|",
+        ]
         for workload, load in places:
             cells = []
             for policy in policies:
@@ -158,7 +169,9 @@ def plot_violations(rows: list[Row], path: Path) -> None:
             points = sorted((load, *v) for (w, load, p), v in table.items() if w == workload and p == policy)
             if points:
                 x, mean, half, _ = zip(*points, strict=True)
-                axis.errorbar(x, 100 * np.array(mean), 100 * np.array(half), marker="o", ms=3, capsize=2, label=policy)
+                axis.errorbar(
+                    x, 100 * np.array(mean), 100 * np.array(half), marker="o", ms=3, capsize=2, label=policy
+                )
         axis.set(title=workload, xlabel="requests/s", ylabel="SLO violations, %")
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize=7)

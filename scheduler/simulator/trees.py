@@ -10,7 +10,14 @@ from typing import Protocol
 import numpy as np
 from scipy.stats import beta
 
-from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray, IterationPlan, Selection
+from adaserve.scheduler.interface import (
+    BoolArray,
+    CandidateTrees,
+    FloatArray,
+    IntArray,
+    IterationPlan,
+    Selection,
+)
 
 KeepDrafting = Callable[[int, FloatArray], bool]
 
@@ -123,9 +130,7 @@ class TreeSampler:
         return accepted.ravel()
 
 
-def _assemble(
-    n: int, parents: list[IntArray], logs: list[FloatArray], accepts: list[FloatArray]
-) -> Drafted:
+def _assemble(n: int, parents: list[IntArray], logs: list[FloatArray], accepts: list[FloatArray]) -> Drafted:
     widths = [x.shape[1] for x in parents]
     ends = np.cumsum(widths)
     total = int(ends[-1])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sched_factories import PROBABILITY, beam_trees, kept_sets, tree_rows, trees_from
 
 from adaserve.scheduler import reference
 from adaserve.scheduler.selection import (
@@ -18,8 +19,6 @@ from adaserve.scheduler.selection import (
     slo_counts,
     two_phase,
 )
-
-from .factories import PROBABILITY, beam_trees, kept_sets, tree_rows, trees_from
 
 NEED = st.one_of(st.floats(-3, 6), st.just(math.inf), st.sampled_from([1.0, 1.5, 2.0]))
 
@@ -80,7 +79,9 @@ def test_slo_phase_is_minimal(rows, need):
     ranked = rank(trees, path_probability(trees))
     count = int(slo_counts(ranked, np.array([need]), 100.0, None, 100)[0])
     sizes = [
-        len(t) for t in reference.subtrees(literal) if reference.expected_tokens([literal], [t]) >= need - 1e-9
+        len(t)
+        for t in reference.subtrees(literal)
+        if reference.expected_tokens([literal], [t]) >= need - 1e-9
     ]
     assert count == (min(sizes) if sizes else len(literal))
 

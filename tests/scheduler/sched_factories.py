@@ -8,7 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, RunningBatch, Selection
+from adaserve.scheduler.interface import (
+    CandidateTrees,
+    IterationOutcome,
+    IterationPlan,
+    RunningBatch,
+    Selection,
+)
 
 
 def running(n: int, **over: object) -> RunningBatch:

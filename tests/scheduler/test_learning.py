@@ -1,0 +1,215 @@
+"""Latency fits and their online correction, acceptance under censoring, calibration."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sched_factories import beam_trees, outcome, running, trees_from
+
+from adaserve.scheduler.acceptance import AcceptanceRates, level_tests, nodes_tested
+from adaserve.scheduler.calibration import Calibrator, parents_flat, path_product, step_probability
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.fit import fit_latency, fit_roofline
+from adaserve.scheduler.latency import (
+    ForwardCost,
+    LatencyModel,
+    Profile,
+    ProfileError,
+    TableCost,
+    default_latency,
+    load_profile,
+    validate_profile,
+)
+from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.tracking import LatencyTracker, LineTracker
+
+TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512], np.float64)
+
+
+def points(cost: ForwardCost, noise: float = 0.0, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    grid = [(t, c) for t in TOKENS for c in (1000.0, 20000.0)]
+    return np.array(
+        [[t, c, float(cost.seconds(np.asarray(t), c)) * np.exp(rng.normal(0, noise))] for t, c in grid]
+    )
+
+
+class TestLatency:
+    def test_default_is_the_published_table(self):
+        got = default_latency().verify_s(np.array([128.0, 256.0, 512.0, 1024.0]))
+        assert got * 1e3 == pytest.approx([54, 77, 124, 217], rel=0.01)
+
+    def test_linear_data_is_fitted_by_the_line(self):
+        truth = ForwardCost(0.03, per_token_s=2e-4, per_context_s=1e-7)
+        fit = fit_latency(Profile(points(truth), points(truth)))
+        assert fit.chosen["verify"] == "linear"
+        assert fit.errors["verify"]["linear"].worst < 1e-6
+
+    def test_a_roofline_is_recognised_and_beats_the_line(self):
+        truth = ForwardCost(0.002, weights_s=0.02, per_token_s=2e-4, per_context_s=1e-7, sharpness=4)
+        data = points(truth, noise=0.01)
+        fit = fit_latency(Profile(data, data))
+        errors = fit.errors["verify"]
+        assert errors["roofline"].mean < 0.02 < errors["linear"].mean
+        assert fit_roofline(data).sharpness > 1
+
+    def test_steps_are_kept_by_the_table(self):
+        steps = np.array([[t, 0.0, 0.01 * np.ceil(t / 16)] for t in range(1, 65)])
+        fit = fit_latency(Profile(steps, steps))
+        assert fit.chosen["verify"] == "table"
+        assert fit.model.verify_s(17.0) == pytest.approx(0.02)
+
+    @given(st.floats(1, 8), st.floats(0, 1e-3), st.floats(0, 0.05))
+    def test_cost_never_falls_with_tokens(self, sharpness, per_token, weights):
+        cost = ForwardCost(0.001, weights, per_token, 0.0, sharpness)
+        assert (np.diff(cost.seconds(TOKENS, 0.0)) >= -1e-15).all()
+
+    def test_models_and_profiles_survive_a_file(self, tmp_path):
+        table = TableCost((1.0, 8.0), (0.01, 0.02), 1e-7, 100.0)
+        model = LatencyModel(table, ForwardCost(0.1, 0.2, 0.3, 0.0, 2.0), 0.001, "x")
+        assert LatencyModel.from_json(json.loads(json.dumps(model.to_json()))) == model
+        profile = Profile(points(ForwardCost(0.1)), points(ForwardCost(0.2)), 0.001, {"device": "d"})
+        profile.save(tmp_path / "p.json")
+        back = load_profile(tmp_path / "p.json")
+        assert np.array_equal(back.verify, profile.verify) and back.meta["device"] == "d"
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"draft_points": []}, "non-empty list 'draft_points'"),
+            ({"verify_points": [{"rows": 1, "seconds": 1}]}, "needs 'tokens'"),
+            ({"verify_points": [{"tokens": 1, "seconds": -1}]}, "seconds finite and > 0"),
+            ({"schema_version": 9}, "schema 9"),
+            ({"overhead_s": -1}, "overhead_s"),
+        ],
+    )
+    def test_bad_profiles_say_what_to_do(self, change, message):
+        good = {"draft_points": [{"rows": 1, "seconds": 1}], "verify_points": [{"tokens": 1, "seconds": 1}]}
+        with pytest.raises(ProfileError, match=message):
+            validate_profile({**good, **change})
+
+    def test_knee_doubles_the_unloaded_cost(self):
+        model = LatencyModel(ForwardCost(0.001), ForwardCost(0.03, per_token_s=3e-4))
+        assert model.knee_tokens() == pytest.approx(102, abs=2)
+
+
+class TestTracking:
+    @pytest.mark.parametrize("wrong", [0.5, 2.0])
+    def test_a_model_twice_wrong_recovers_within_seconds(self, wrong):
+        truth = default_latency().verify
+        model = LatencyModel(ForwardCost(0.002), ForwardCost(0.0307 * wrong, per_token_s=1.82e-4 * wrong))
+        tracker, rng, clock = LatencyTracker(model), np.random.default_rng(0), 0.0
+        while clock < 3.0:
+            tokens = float(rng.integers(20, 300))
+            measured = float(truth.seconds(np.asarray(tokens), 0.0)) * float(np.exp(rng.normal(0, 0.03)))
+            tracker.observe_verify(tokens, 0.0, measured)
+            clock += measured
+        for tokens in (30.0, 150.0, 300.0):
+            assert tracker.verify_s(tokens) == pytest.approx(
+                float(truth.seconds(np.asarray(tokens), 0.0)), rel=0.08
+            )
+
+    def test_slope_and_offset_are_told_apart(self):
+        line = LineTracker(memory=50)
+        rng = np.random.default_rng(1)
+        for x in rng.uniform(0.03, 0.2, 300):
+            line.observe(x, 0.02 + 2.0 * x)
+        assert line.slope == pytest.approx(2.0, rel=0.1)
+        assert line.predict(0.1) == pytest.approx(0.22, rel=0.03)
+
+    def test_stalls_and_nonsense_do_little_harm(self):
+        line = LineTracker()
+        for _ in range(50):
+            line.observe(0.1, 0.1)
+        line.observe(0.1, 60.0)
+        line.observe(0.1, float("nan"))
+        line.observe(0.1, -1.0)
+        assert line.predict(0.1) < 0.25
+
+    def test_the_policy_learns_through_observe(self):
+        config = PolicyConfig(latency=LatencyModel(ForwardCost(0.001), ForwardCost(0.01, per_token_s=1e-5)))
+        policy = build_policy("none", config)
+        for i in range(40):
+            plan = policy.plan(running(4), float(i))
+            trees = beam_trees(4, 1, 1)
+            selection = policy.select(plan, trees)
+            policy.observe(outcome(plan, trees, selection, np.zeros(4, np.bool_), verify_s=0.02))
+        assert policy.plan(running(4), 99.0).t_spec_s == pytest.approx(0.02, rel=0.1)
+
+
+def one_chain_outcome(accepted_levels: int, kept: int = 4):
+    """A chain of ``kept`` nodes of which the first ``accepted_levels`` are accepted."""
+    policy = build_policy("chain-4")
+    plan = policy.plan(running(1), 1.0)
+    trees = trees_from([[(i - 1, 0.8) for i in range(kept)]])
+    selection = policy.select(plan, trees)
+    return outcome(plan, trees, selection, np.arange(kept) < accepted_levels)
+
+
+class TestAcceptance:
+    @pytest.mark.parametrize(("accepted", "tried"), [(0, 1), (2, 3), (4, 4)])
+    def test_proposals_after_a_rejection_were_never_tested(self, accepted, tried):
+        out = one_chain_outcome(accepted)
+        assert nodes_tested(out).sum() == tried
+        assert [int(x[0]) for x in level_tests(out)] == [tried, accepted]
+
+    def test_rates_find_the_truth_where_accepted_over_proposed_is_biased(self):
+        rng, rates = np.random.default_rng(0), AcceptanceRates()
+        naive = [0, 0]
+        for _ in range(3000):
+            passed = int(np.cumprod(rng.random(4) < 0.6).sum())
+            out = one_chain_outcome(passed)
+            rates.observe(["a"], ["chat"], *level_tests(out))
+            naive = [naive[0] + passed, naive[1] + 4]
+        assert rates.overall == pytest.approx(0.6, abs=0.08)
+        assert naive[0] / naive[1] < 0.4
+
+    def test_requests_are_shrunk_to_their_class_and_forgotten(self):
+        rates = AcceptanceRates()
+        for _ in range(50):
+            rates.observe(["good", "bad"], ["x", "y"], np.array([4, 4]), np.array([4, 1]))
+        good, bad, new = rates.of_rows(["good", "bad", "new"], ["x", "y", "x"])
+        assert good > 0.9 and bad < 0.4 and 0.5 < new <= good
+        rates.forget("good")
+        assert rates.of_rows(["good"], ["x"])[0] == pytest.approx(new)
+
+
+class TestCalibration:
+    def test_path_product_equals_the_loop(self):
+        trees = beam_trees(5, 8, 3, seed=4)
+        p = np.random.default_rng(0).random(trees.n_nodes)
+        parent = parents_flat(trees)
+        want = p.copy()
+        for i in range(len(p)):
+            if parent[i] >= 0:
+                want[i] *= want[parent[i]]
+        assert path_product(p, parent, 8) == pytest.approx(want)
+
+    def test_step_probability_inverts_the_path(self):
+        trees = trees_from([[(-1, 0.5), (0, 0.25), (1, 1.0)]])
+        assert step_probability(trees, parents_flat(trees)) == pytest.approx([0.5, 0.25, 1.0])
+
+    def test_an_overconfident_draft_is_corrected(self):
+        rng, calibrator = np.random.default_rng(0), Calibrator()
+        rows = [[(-1, 0.9), (-1, 0.05)] for _ in range(20)]
+        trees, rids = trees_from(rows), tuple(f"r{i}" for i in range(20))
+        for _ in range(60):
+            hit = rng.random(40) < np.tile([0.6, 0.1], 20)
+            hit[1::2] &= ~hit[::2]
+            calibrator.observe(trees, np.ones(40, np.bool_), hit, rids, ("chat",) * 20)
+        f = calibrator.path_values(trees, tuple(f"new{i}" for i in range(20)), ("chat",) * 20)
+        assert f[0] == pytest.approx(0.6, abs=0.05)
+        (low, high) = calibrator.reliability()["chat"]
+        assert high[0] == pytest.approx(0.9) and high[1] == pytest.approx(0.6, abs=0.05) and high[2] > 100
+        assert low[0] == pytest.approx(0.05)
+
+    def test_values_never_rise_along_a_path_and_nan_is_zero(self):
+        trees = trees_from([[(-1, 1.0), (0, 1.0), (1, 0.5)]])
+        f = Calibrator().path_values(trees, ("r",), ("chat",))
+        assert (np.diff(f) < 0).all() and f[0] < 1
+        trees.logprob[1:] = np.nan
+        assert Calibrator().path_values(trees, ("r",), ("chat",))[1:].tolist() == [0.0, 0.0]

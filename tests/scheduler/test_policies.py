@@ -1,0 +1,216 @@
+"""Every policy: within budget, always a tree, defined results at the edges; what each one adds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sched_factories import outcome, running
+
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.interface import CandidateTrees, IterationPlan
+from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.policies import build_policy, policy_names
+from adaserve.scheduler.policies.paper import eurosys_shape, v1_shape
+from adaserve.scheduler.policies.turbospec import TurboSpecPolicy, chain_length
+from adaserve.scheduler.selection import parent_kept
+from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
+
+NAMES = [n if n != "chain-K" else "chain-3" for n in policy_names()]
+
+
+def drafted(plan: IterationPlan, seed: int = 0) -> CandidateTrees:
+    n = len(plan.running)
+    if plan.depth == 0:
+        return CandidateTrees.empty(n)
+    sampler = TreeSampler(SyntheticChildren(), np.random.default_rng(seed))
+    return sampler.draft(plan, np.full(n, 0.7), np.zeros(n), lambda step, frontier: True).trees
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n", [1, 7, 64])
+@pytest.mark.parametrize("budget", [None, 3, 40, 4000])
+def test_plans_and_selections_are_valid(name, n, budget):
+    policy = build_policy(name, PolicyConfig(budget=budget))
+    for i in range(3):
+        batch = running(n, max_depth=np.arange(n) % 4, remaining_tokens=1 + np.arange(n) % 5)
+        plan = policy.plan(batch, 1.0 + i)
+        assert plan.iteration == i
+        if plan.budget <= n or (budget is not None and budget <= n):
+            assert plan.depth == 0
+        trees = drafted(plan, i)
+        selection = policy.select(plan, trees)
+        assert selection.verify_tokens <= max(n, plan.budget, n if budget is None else budget)
+        assert parent_kept(trees, selection.keep)[selection.keep].all()
+        deepest = np.repeat(np.minimum(batch.max_depth, batch.remaining_tokens - 1), np.diff(trees.row_start))
+        assert (trees.depth[selection.keep] <= deepest[selection.keep]).all()
+        policy.observe(outcome(plan, trees, selection, np.zeros(trees.n_nodes, np.bool_)))
+    policy.forget("r0")
+    policy.forget("never seen")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strange_slos_and_clocks_give_a_defined_result(name):
+    policy = build_policy(name)
+    slos = np.array([0.0, math.inf, 1e-9, 0.05])
+    batch = running(4, tpot_slo_s=slos, decode_start_s=np.array([0.0, 0.0, 5.0, 1e9]))
+    for now in (0.0, 100.0, 1.0, 1e6):  # jumps ahead and back
+        plan = policy.plan(batch, now)
+        assert not np.isnan(plan.need).any()
+        assert plan.need[0] == math.inf and plan.need[1] <= 0
+        assert plan.weight is None or (np.isfinite(plan.weight).all() and (plan.weight > 0).all())
+        trees = drafted(plan)
+        selection = policy.select(plan, trees)
+        assert np.isfinite(selection.expected_tokens).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_logprobs_are_never_kept(name):
+    policy = build_policy(name)
+    plan = policy.plan(running(3), 1.0)
+    trees = drafted(plan)
+    if trees.n_nodes:
+        trees.logprob[:] = math.nan
+        assert not policy.select(plan, trees).keep.any()
+
+
+def test_bad_batches_are_refused_with_the_reason():
+    policy = build_policy("adaserve")
+    with pytest.raises(ValueError, match="duplicate request ids.*'r0'"):
+        policy.plan(running(2, rids=("r0", "r0")), 1.0)
+    with pytest.raises(ValueError, match="must not be NaN"):
+        policy.plan(running(1, tpot_slo_s=math.nan), 1.0)
+    with pytest.raises(ValueError, match="at least one"):
+        policy.plan(running(0), 1.0)
+    with pytest.raises(ValueError, match="unknown policy 'best'.*priced.*chain-K"):
+        build_policy("best")
+    with pytest.raises(ValueError, match="budget must be >= 1"):
+        PolicyConfig(budget=0)
+
+
+def test_need_follows_the_paper():
+    """A(r) = (l + t_spec) / t_TPOT - o; 2 s at 50 ms are 40 tokens, 30 are out."""
+    plan = build_policy("none").plan(running(1, decoded_tokens=30, decode_start_s=1.0), 3.0)
+    assert plan.need[0] == pytest.approx((2.0 + plan.t_spec_s) / 0.05 - 30)
+
+
+def test_shape_rules_of_both_papers():
+    def artifact(n: int) -> tuple[int, int]:  # Llama-70B: D 4..8, W 3, B1 512, B2 96
+        return eurosys_shape(n, B1=512, B2=96, c1=0, c2=0, d=(4, 8), w_max=3)
+
+    assert [artifact(n) for n in (1, 32, 80, 200)] == [(8, 3), (8, 3), (5, 1), (4, 1)]
+    assert [v1_shape(n, 156, 8, 4) for n in (1, 20, 40, 200)] == [(8, 4), (8, 4), (4, 3), (1, 1)]
+
+
+def test_fixed_tree_has_the_shape_of_specinfer():
+    plan = build_policy("fixed-tree").plan(running(2), 1.0)
+    assert plan.branching == (1, 1, 3, 1, 1, 1, 1, 1)
+    assert np.diff(drafted(plan).row_start).tolist() == [20, 20]
+
+
+class TestTurboSpec:
+    def test_chain_length_includes_the_bonus(self):
+        assert chain_length(0.5, 2) == pytest.approx(1.75)
+        assert chain_length(1.0, 3) == 4
+        assert chain_length(0.0, 3) == 1
+
+    @given(st.floats(0.0, 1.0), st.integers(0, 12))
+    def test_chain_length_is_the_sum_of_powers(self, acc, k):
+        assert chain_length(acc, k) == pytest.approx(sum(acc**i for i in range(k + 1)))
+
+    def costly(self) -> PolicyConfig:
+        """Compute-bound target and dear draft: speculation never pays."""
+        return PolicyConfig(latency=LatencyModel(ForwardCost(0.05), ForwardCost(0.001, per_token_s=0.01)))
+
+    def test_off_when_it_does_not_pay_and_probes_to_come_back(self):
+        policy = build_policy("turbospec", self.costly())
+        depths = [policy.plan(running(4), float(i)).depth for i in range(64)]
+        assert depths.count(1) == 2 and depths.count(0) == 62
+
+    def test_draft_prefill_stops_above_the_threshold_and_resets(self):
+        policy = build_policy("turbospec", self.costly())
+        assert isinstance(policy, TurboSpecPolicy)
+        assert policy.wants_draft_prefill(50)
+        policy.plan(running(4), 0.0)  # k* = 0 at n = 4 sets the threshold
+        assert policy.wants_draft_prefill(4)
+        answers = [policy.wants_draft_prefill(5) for _ in range(33)]
+        assert answers == [False] * 32 + [True]
+
+    def test_longer_chains_for_better_drafts(self):
+        depths = []
+        for hit in (0.1, 0.95):
+            policy = build_policy("turbospec")
+            for i in range(120):
+                plan = policy.plan(running(4), float(i))
+                trees = drafted(plan)
+                selection = policy.select(plan, trees)
+                rng = np.random.default_rng(i)
+                chain = rng.random((4, max(plan.depth, 1))).cumprod(axis=1) * 0 + (
+                    rng.random((4, max(plan.depth, 1))) < hit
+                )
+                accepted = np.cumprod(chain, axis=1)[:, : plan.depth].astype(bool).ravel()
+                policy.observe(outcome(plan, trees, selection, accepted))
+            depths.append(policy.plan(running(4), 999.0).depth)
+        assert depths[0] < depths[1]
+
+
+class TestPriced:
+    def test_cheap_tokens_are_bought_and_dear_ones_are_not(self):
+        kept = []
+        for per_token_s in (1e-5, 2e-2):
+            latency = LatencyModel(ForwardCost(1e-4), ForwardCost(0.03, per_token_s=per_token_s))
+            policy = build_policy("priced", PolicyConfig(latency=latency))
+            plan = policy.plan(running(8), 1.0)
+            kept.append(policy.select(plan, drafted(plan)).keep.sum() if plan.depth else 0)
+        assert kept[0] > 8 * 5 and kept[1] < 8
+
+    def test_selection_is_the_best_prefix(self):
+        """No other number of nodes has a better expected value per second."""
+        policy = build_policy("priced", PolicyConfig(calibrate=False, track_latency=False))
+        plan = policy.plan(running(6), 1.0)
+        trees = drafted(plan)
+        selection = policy.select(plan, trees)
+        assert plan.weight is not None
+        value = np.sort(np.exp(trees.logprob) * np.repeat(plan.weight, np.diff(trees.row_start)))[::-1]
+        latency, c = policy.config.latency, float(plan.running.context_tokens.sum())
+        draft = latency.draft_s(6, plan.depth, plan.width, c)
+        total = plan.weight.sum() + np.concatenate([[0.0], np.cumsum(value)])
+        rate = total / (draft + latency.verify_s(6.0 + np.arange(len(total)), c))
+        assert selection.keep.sum() == int(np.argmax(rate))
+
+    def test_a_riding_prefill_does_not_buy_more_speculation(self):
+        policy = build_policy("priced", PolicyConfig(calibrate=False, track_latency=False))
+        plan = policy.plan(running(6), 1.0)
+        trees = drafted(plan)
+        alone = policy.select(plan, trees).keep.sum()
+        other = build_policy("priced", PolicyConfig(calibrate=False, track_latency=False))
+        with_chunk = other.plan(running(6, prefill_tokens=512), 1.0)
+        assert other.select(with_chunk, trees).keep.sum() == alone
+
+    def test_requests_in_the_balance_weigh_most(self):
+        policy = build_policy("priced")
+        tight, safe = 0.02, 1.0
+        plan = policy.plan(running(2, tpot_slo_s=np.array([tight, safe]), decoded_tokens=50), 1.0)
+        assert plan.weight is not None and plan.weight[0] > 1.5 * plan.weight[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 50), st.sampled_from(NAMES))
+def test_no_policy_fails_on_random_batches(n, seed, name):
+    rng = np.random.default_rng(seed)
+    batch = running(
+        n,
+        tpot_slo_s=rng.choice([0.01, 0.05, math.inf], n),
+        decode_start_s=rng.uniform(-5, 5, n),
+        decoded_tokens=rng.integers(0, 100, n),
+        remaining_tokens=rng.integers(1, 50, n),
+        max_depth=rng.integers(0, 9, n),
+    )
+    policy = build_policy(name)
+    plan = policy.plan(batch, 3.0)
+    trees = drafted(plan, seed)
+    selection = policy.select(plan, trees)
+    assert selection.counts.sum() == selection.keep.sum()

@@ -1,0 +1,323 @@
+"""The simulator: conservation, order of policies, routers, memory, prefill, fleets, recordings."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sched_factories import running
+from typer.testing import CliRunner
+
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.interface import IterationPlan, Selection
+from adaserve.scheduler.order import NeedOrder
+from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, headroom, plan_prefill
+from adaserve.scheduler.replay import Recorder, ReplayError, read_recording, replay
+from adaserve.scheduler.simulator.capacity import min_replicas
+from adaserve.scheduler.simulator.cli import app
+from adaserve.scheduler.simulator.fleet import FleetConfig, fleet_requests, learn_pace, run_fleet
+from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
+from adaserve.scheduler.simulator.recorded import load_children
+from adaserve.scheduler.simulator.replica import ReplicaConfig
+from adaserve.scheduler.simulator.run import SimulationConfig, build_replica, simulate, violations
+from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
+from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
+from adaserve.scheduler.slo import SLOConfig
+
+LATENCY = hardware_latency("llama-3.1-70b", "a100", 4)
+MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+
+
+def requests(n=60, rate=3.0, seed=0):
+    return make_requests(synthetic_trace(n, rate, seed, MIX), SLOConfig(), 0.03, TextModel(), seed)
+
+
+def config(policy="adaserve", **over):
+    replica = ReplicaConfig(
+        LATENCY, **{k: over.pop(k) for k in list(over) if k in ReplicaConfig.__dataclass_fields__}
+    )
+    return SimulationConfig(replica, policy, PolicyConfig(latency=LATENCY), **over)
+
+
+@pytest.mark.parametrize(
+    "policy", ["adaserve", "priced", "chain-3", "none", "turbospec", "fcfs", "stta", "sep-pipe"]
+)
+@pytest.mark.parametrize("mode", ["mixed", "exclusive"])
+def test_every_request_gets_exactly_its_tokens(policy, mode):
+    result = simulate(requests(25), config(policy, prefill_mode=mode))
+    for request in result.requests:
+        assert request.finished and request.prefilled == request.prompt_tokens
+        assert request.produced == request.output_tokens - 1
+        assert request.arrival_s < request.first_token_s <= request.last_token_s
+    replica = result.replicas[0]
+    assert not replica.busy and replica._reserved == 0
+    assert {r.rid for r in replica.done} == {r.rid for r in result.requests}
+
+
+def test_same_seed_same_result_other_seed_another():
+    def ends(seed):
+        return [r.last_token_s for r in simulate(requests(20), config(seed=seed)).requests]
+
+    assert ends(1) == ends(1) != ends(2)
+
+
+def test_overlap_lag_is_survived():
+    result = simulate(requests(25), config("priced", lag=True))
+    assert all(r.finished for r in result.requests)
+
+
+def test_one_request_alone_takes_the_latency_model_s_time():
+    lone = requests(1)
+    lone[0].output_tokens = lone[0].cap_tokens = 101
+    simulate(lone, config("none", noise=0.0))
+    context = lone[0].prompt_tokens + 50
+    assert lone[0].last_token_s - lone[0].first_token_s == pytest.approx(
+        100 * LATENCY.verify_s(1.0, context), rel=0.01
+    )
+
+
+def test_kv_limit_holds_requests_back_and_refuses_the_impossible():
+    crowd = requests(12, rate=1000.0)
+    crowd[3].prompt_tokens = 10_000
+    result = simulate(crowd, config("none", kv_tokens=2500))
+    assert crowd[3].shed and not crowd[3].finished
+    assert all(r.finished for r in crowd if r is not crowd[3])
+    peak = max(entry[1] for entry in result.replicas[0].log)
+    assert peak < 11
+
+
+def test_sampler_accepts_as_often_as_it_says():
+    sampler = TreeSampler(SyntheticChildren(miscalibration=0.0), np.random.default_rng(0))
+    n = 400
+    plan = build_policy("adaserve").plan(running(n, max_depth=4), 1.0)
+    plan = replace(plan, depth=3, width=2, budget=10 * n)
+    expected = seen = 0.0
+    for _ in range(20):
+        drafted = sampler.draft(plan, np.full(n, 0.7), np.zeros(n), lambda s, f: True)
+        m = drafted.trees.n_nodes
+        everything = Selection(np.ones(m, np.bool_), np.full(n, m // n), np.zeros(n, np.int64), np.ones(n))
+        accepted = sampler.verify(drafted, everything)
+        expected += float(np.exp(drafted.trees.logprob).sum())
+        seen += float(accepted.sum())
+        assert (accepted.reshape(n, -1).sum(axis=1) <= 3).all()
+    assert seen / expected == pytest.approx(1.0, abs=0.03)
+
+
+def test_miscalibration_makes_the_draft_overconfident():
+    rng = np.random.default_rng(0)
+    q, p = SyntheticChildren(miscalibration=0.5).children(rng, np.full(3000, 0.8), np.zeros(3000), 1, 2)
+    sure = q[:, 0, 0] > 0.9
+    assert p[sure, 0, 0].mean() < q[sure, 0, 0].mean() - 0.03
+
+
+def test_speculation_beats_continuous_batching_under_load():
+    load = requests(150, rate=3.3)
+    got = {}
+    for policy in ("priced", "adaserve", "none"):
+        for request in load:  # fresh copies of the same requests
+            request.produced = request.prefilled = request.iterations = 0
+            request.first_token_s = request.last_token_s = math.nan
+        got[policy] = violations(simulate(load, config(policy)).records())
+    assert got["priced"] <= got["none"] / 2 and got["adaserve"] <= got["none"] / 1.5
+
+
+def test_routers_spread_the_load():
+    for router in ("round-robin", "least-work", "slo"):
+        result = simulate(requests(60, rate=12.0), config("none", replicas=4, router=router))
+        done = [len(r.done) for r in result.replicas]
+        assert sum(done) == 60 and min(done) >= 5
+    with pytest.raises(ValueError, match="unknown router 'x'.*least-work"):
+        simulate(requests(2), config(router="x"))
+
+
+class TestNeedOrder:
+    @settings(max_examples=50)
+    @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 100)), max_size=60), st.integers(0, 100))
+    def test_equals_a_full_sort(self, moves, until):
+        order, truth = NeedOrder(), {}
+        for number, deadline in moves:
+            truth[f"r{number}"] = deadline
+            order.refresh([f"r{number}"], np.array([deadline]))
+        assert len(order) == len(truth)
+        assert [truth[r] for r in order] == sorted(truth.values())
+        assert sorted(order.behind(until)) == sorted(r for r, d in truth.items() if d < until)
+
+    def test_single_moves_and_rebuilds_agree(self):
+        rids = [f"r{i}" for i in range(50)]
+        deadline = np.random.default_rng(0).random(50)
+        order = NeedOrder()
+        order.refresh(rids, deadline)
+        deadline[7] = 2.0  # one moved: in place
+        order.refresh(rids, deadline)
+        assert list(order)[-1] == "r7"
+        order.refresh(rids[:10], deadline[:10], keep=rids[:10])
+        assert list(order) == [rids[i] for i in np.argsort(deadline[:10])]
+
+
+class TestPrefill:
+    def waiting(self):
+        return WaitingBatch(np.array([0.0, 1.0, 2.0]), np.array([9.0, 2.0, 9.0]), np.array([50, 40, 30]),
+                            np.array([False, False, True]))  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("order", "want"), [("fcfs", [2, 0, 1]), ("slack", [2, 1, 0]), ("short", [2, 1, 0])]
+    )
+    def test_orders_started_prompts_first(self, order, want):
+        plan = plan_prefill(PrefillConfig(order=order), self.waiting(), 3, math.inf, 2.5)
+        assert plan.order.tolist() == want and not plan.shed.any()
+
+    def test_gate_lets_only_started_prompts_on(self):
+        gated = PrefillConfig(gate=1.2)
+        assert plan_prefill(gated, self.waiting(), 8, 1.0, 2.5).order.tolist() == [2]
+        assert len(plan_prefill(gated, self.waiting(), 8, 1.3, 2.5).order) == 3
+        assert len(plan_prefill(gated, self.waiting(), 2, 1.0, 2.5).order) == 3
+        assert headroom(np.array([0.05, 0.2]), np.array([2.0, 1.0]), 0.08) == pytest.approx(1.25)
+
+    def test_shedding_is_off_by_default_and_drops_the_lost(self):
+        assert not plan_prefill(PrefillConfig(), self.waiting(), 1, 1.0, 99.0).shed.any()
+        assert plan_prefill(PrefillConfig(shed=True), self.waiting(), 1, 1.0, 3.5).shed.tolist() == [
+            False,
+            True,
+            False,
+        ]
+
+
+def test_hardware_figures_match_the_published_table():
+    got = LATENCY.verify_s(np.array([128.0, 256.0, 512.0, 1024.0]))
+    assert got * 1e3 == pytest.approx([54, 77, 124, 217], rel=0.02)
+    assert hardware_latency("qwen2.5-32b", "a100", 2).baseline_s() == pytest.approx(0.028, rel=0.05)
+    assert kv_capacity_tokens("llama-3.1-70b", "a100", 4) > 300_000
+    with pytest.raises(ValueError, match="does not fit"):
+        kv_capacity_tokens("llama-3.1-70b", "l40s", 1)
+    with pytest.raises(ValueError, match="unknown GPU 'b900'.*h100"):
+        hardware_latency("llama-3.1-8b", "b900", 1)
+
+
+class TestCapacity:
+    @given(st.integers(1, 60))
+    def test_finds_the_smallest_size(self, need):
+        answer = min_replicas(lambda n: 1.0 if n >= need else 0.5, 0.95, 64)
+        assert answer.replicas == need and len(answer.tried) <= 13
+
+    def test_says_when_nothing_is_enough(self):
+        assert min_replicas(lambda n: 0.5, 0.95, 8).replicas is None
+
+
+def test_fleet_agrees_with_the_detailed_replica():
+    """On one replica and a middling load, attainment within 6 points and mean TPOT within 12%."""
+    cfg = config("chain-3")
+    trace = synthetic_trace(400, 2.8, 5, MIX)
+    detailed = simulate(make_requests(trace, SLOConfig(), 0.03, TextModel(), 5), cfg)
+    pace = learn_pace(cfg, SLOConfig(), 0.03, 0)
+    fast = run_fleet(fleet_requests(trace, SLOConfig(), 0.03, pace.spread, 5), LATENCY, pace, FleetConfig(1))
+    tpot = np.array([r.tpot_s for r in detailed.records()])
+    quick = (fast.end - fast.first) / np.maximum(1, fast.output - 1)
+    assert np.isfinite(fast.end).all()
+    assert quick.mean() == pytest.approx(tpot.mean(), rel=0.12)
+    assert 1 - fast.attained().mean() == pytest.approx(violations(detailed.records()), abs=0.06)
+
+
+class TestReplay:
+    def record(self, path, policy="priced", n=15):
+        cfg = config(policy)
+        replica = build_replica(cfg)
+        with Recorder(path) as recorder:
+            spy(replica.policy, recorder)
+            for request in requests(n, rate=50.0):
+                replica.submit(request)
+            while replica.busy:
+                replica.step()
+        return cfg
+
+    @pytest.mark.parametrize("policy", ["adaserve", "priced", "turbospec"])
+    def test_recorded_iterations_select_the_same(self, tmp_path, policy):
+        cfg = self.record(tmp_path / "run.jsonl.gz", policy)
+        assert sum(1 for _ in read_recording(tmp_path / "run.jsonl.gz")) > 30
+        assert replay(tmp_path / "run.jsonl.gz", build_policy(policy, cfg.policy_config)) == []
+
+    def test_a_different_policy_is_noticed(self, tmp_path):
+        self.record(tmp_path / "run.jsonl", "adaserve")
+        other = build_policy("adaserve", PolicyConfig(latency=LATENCY, budget=60))
+        assert {m.field for m in replay(tmp_path / "run.jsonl", other)} >= {"budget", "keep"}
+
+    def test_trees_can_be_drawn_from_a_recording(self, tmp_path):
+        self.record(tmp_path / "run.jsonl", "adaserve")
+        source = load_children(tmp_path / "run.jsonl")
+        q, p = source.children(np.random.default_rng(0), np.full(50, 0.7), np.zeros(50), 2, 3)
+        assert q.shape == p.shape == (50, 2, 3)
+        assert (p.sum(axis=2) <= 1 + 1e-9).all() and (q[:, :, 0] >= q[:, :, 1]).all()
+        result = simulate(requests(10), replace(config("priced"), children=source))
+        assert all(r.finished for r in result.requests)
+
+    def test_broken_recordings_are_named(self, tmp_path):
+        (tmp_path / "x.jsonl").write_text('{"schema_version": 1}\n{"iteration": 3}\n')
+        with pytest.raises(ReplayError, match=r"x.jsonl:2 is no recorded iteration"):
+            list(read_recording(tmp_path / "x.jsonl"))
+
+
+def spy(policy, recorder):
+    """Makes a policy's calls pass through the recorder."""
+    plan, observe, forget = policy.plan, policy.observe, policy.forget
+
+    def planned(*args) -> IterationPlan:
+        made = plan(*args)
+        recorder.planned(made)
+        return made
+
+    def observed(outcome):
+        observe(outcome)
+        recorder.observed(outcome)
+
+    def forgotten(rid):
+        forget(rid)
+        recorder.forget(rid)
+
+    policy.plan, policy.observe, policy.forget = planned, observed, forgotten
+
+
+class TestCommand:
+    def test_writes_results(self, tmp_path):
+        arguments = ["run", "--trace", "synthetic:30:3", "--policy", "priced", "--policy", "small=adaserve:budget=64",
+                     "--seeds", "0,1", "--out", str(tmp_path / "out")]  # fmt: skip
+        got = CliRunner().invoke(app, arguments)
+        assert got.exit_code == 0, got.output
+        assert "SLO violations" in got.output and "small" in got.output
+        names = {p.name for p in (tmp_path / "out").iterdir()}
+        assert {
+            "config.yaml",
+            "runs.jsonl",
+            "summary.json",
+            "table.md",
+            "violations.png",
+            "reliability.png",
+        } <= names
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert (
+            len(summary) == 4 and {"slo_attainment", "by_class", "seed", "trace_sha256"} <= summary[0].keys()
+        )
+
+    def test_capacity_answers(self):
+        got = CliRunner().invoke(
+            app, ["capacity", "--trace", "synthetic:300:9", "--policy", "chain-3", "--target", "0.9"]
+        )
+        assert got.exit_code == 0, got.output
+        assert "minimum replicas for 90% attainment" in got.output
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--policy", "best"], "unknown policy"),
+            (["--policy", "priced:colour=red"], "settings are"),
+            (["--gpu", "b900"], "unknown GPU"),
+            (["--prefill", "never"], "mixed or exclusive"),
+        ],
+    )
+    def test_errors_name_the_remedy(self, arguments, message):
+        got = CliRunner().invoke(app, ["run", "--trace", "synthetic:5:1", *arguments])
+        assert got.exit_code == 2 and message in got.output.replace("\n", " ")
