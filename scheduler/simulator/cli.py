@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -125,6 +126,7 @@ def run(
         Path | None, typer.Option(help="recording of engine iterations to draw trees from")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="folder for results")] = None,
+    records: Annotated[bool, typer.Option(help="write one line per request to --out")] = True,
 ) -> None:
     """Simulate every trace x load x policy x seed; print a table, write records and plots to --out."""
     arguments = dict(locals())
@@ -156,15 +158,17 @@ def run(
                         cases.append(Case(label, loaded.rps, tag, seed, config, loaded))
     except (ValueError, ProfileError, TraceError, SLOError, OSError) as error:
         _fail(error)
-    _run_and_report(cases, setting, out, arguments)
+    _run_and_report(cases, setting, out, arguments, records)
 
 
-def _run_and_report(cases: list[Case], setting: Setting, out: Path | None, arguments: dict[str, Any]) -> None:
+def _run_and_report(
+    cases: list[Case], setting: Setting, out: Path | None, arguments: dict[str, Any], records: bool
+) -> None:
     if out:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(yaml.safe_dump(_plain(arguments)), encoding="utf-8")
         (out / "command.txt").write_text(
-            "adaserve simulate " + " ".join(sys.argv[1:]) + "\n", encoding="utf-8"
+            "adaserve simulate " + shlex.join(sys.argv[1:]) + "\n", encoding="utf-8"
         )
     with Progress(console=console) as progress:
         task = progress.add_task("simulating", total=len(cases))
@@ -175,7 +179,7 @@ def _run_and_report(cases: list[Case], setting: Setting, out: Path | None, argum
             )
 
         try:
-            rows = run_grid(cases, setting, out, show)
+            rows = run_grid(cases, setting, out, show, records)
         except SLOError as error:
             _fail(error)
     text = markdown(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -78,7 +79,11 @@ def _iteration_means(result: SimulationResult) -> Row:
 
 
 def run_grid(
-    cases: list[Case], setting: Setting, out: Path | None, progress: Callable[[int, Case], None]
+    cases: list[Case],
+    setting: Setting,
+    out: Path | None,
+    progress: Callable[[int, Case], None],
+    keep_records: bool = True,
 ) -> list[Row]:
     """Runs all cases one after the other; with ``out``, appends to ``runs.jsonl`` and skips what it holds."""
     done: dict[tuple[str, float, str, int], Row] = {}
@@ -96,9 +101,9 @@ def run_grid(
             done[key] = row
             if out and path:
                 _append(path, row)
-                _write_records(
-                    out / f"requests-{case.workload}-{case.load:.2f}-{case.policy}-{case.seed}.jsonl", records
-                )
+                if keep_records:
+                    name = f"requests-{case.workload}-{case.load:.2f}-{case.policy}-{case.seed}.jsonl.gz"
+                    _write_records(out / name, records)
         rows.append(done[key])
     return rows
 
@@ -109,7 +114,7 @@ def _append(path: Path, row: Row) -> None:
 
 
 def _write_records(path: Path, records: Iterable[RequestRecord]) -> None:
-    with path.open("w", encoding="utf-8") as f:
+    with gzip.open(path, "wt", encoding="utf-8") as f:
         f.writelines(r.to_json() + "\n" for r in records)
 
 

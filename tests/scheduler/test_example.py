@@ -1,0 +1,51 @@
+"""Figure 5 and the code block of docs/policy.md are true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve.scheduler import example, reference
+from adaserve.scheduler.need import need_tokens
+from sched_factories import beam_trees, kept_sets, running
+
+PAGE = Path(__file__).parents[2] / "docs" / "policy.md"
+
+
+def test_figure_5():
+    chosen = example.select()
+    assert chosen.verify_tokens == example.BUDGET == 2 + 3 + 3
+    assert chosen.slo_counts.tolist() == [1, 2]
+    assert kept_sets(example.trees(), chosen) == [{0, 1, 2, 3}, {0, 1}]
+    literal = reference.algorithm_2(reference.rows_of(example.trees()), [1.6, 1.8], 8, 5)
+    assert [set(k) for k in literal.kept] == kept_sets(example.trees(), chosen)
+
+
+def test_figure_5_needs_follow_from_time():
+    need = need_tokens(example.batch(100.0), 100.0, example.T_SPEC_S)
+    assert need == pytest.approx([1.6, 1.8])
+
+
+def test_greed_alone_would_fail_the_second_request():
+    greedy = example.select(slo_phase=False)
+    assert greedy.expected_tokens[1] == pytest.approx(1.5) and greedy.verify_tokens == 8
+
+
+def test_picture_is_drawn(tmp_path):
+    example.draw(tmp_path / "figure5.png")
+    assert (tmp_path / "figure5.png").read_bytes()[:4] == b"\x89PNG"
+    assert (PAGE.parent / "figure5.png").exists()
+
+
+def test_code_on_the_page_runs():
+    code = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert code is not None
+    scope: dict = {}
+    exec(code.group(1), scope)
+    policy = scope["policy"]
+    plan = policy.plan(running(3, decoded_tokens=np.array([5, 30, 5])), 1.0)
+    selection = policy.select(plan, beam_trees(3, 1, 1))
+    assert selection.keep.tolist() == [True, False, True]
