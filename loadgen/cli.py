@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,9 +15,11 @@ from rich.console import Console
 from adaserve.loadgen.bench import class_table, run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec, load_config
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.loadgen.report import Run, read_run, write_report
 from adaserve.loadgen.results import new_results_dir
 from adaserve.loadgen.schedule import build_schedule, class_counts
+
+if TYPE_CHECKING:
+    from adaserve.loadgen.report import Run
 
 bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running server.")
 
@@ -80,6 +82,8 @@ def bench_serve(
     on port 30000. Works with any OpenAI-compatible server.
 
     Exit codes: 0 fine, 1 attainment below the limit or run not valid, 2 bad input."""
+    from adaserve.loadgen.report import write_report
+
     console = Console(stderr=True)
     try:
         settings = load_config(config) if config is not None else BenchConfig()
@@ -106,7 +110,7 @@ def bench_serve(
     except LoadgenError as e:
         _fail(e)
     _print_outcome(summary, folder, console)
-    write_report([read_run(folder)], folder)
+    write_report([_read(str(folder))], folder)
     if not summary["valid"]:
         raise typer.Exit(1)
     check_attainment(summary, fail_under_attainment)
@@ -122,6 +126,8 @@ def report(
 
     Folders with the same name apart from time stamp and seed are seeds of one setting: their mean is
     shown with error bars. The page is one file without outside links."""
+    from adaserve.loadgen.report import write_report
+
     try:
         read = [_read(text) for text in runs]
         folder = out or read[0].folder
@@ -134,6 +140,8 @@ def report(
 
 
 def _read(text: str) -> Run:
+    from adaserve.loadgen.report import read_run
+
     label, separator, folder = text.partition("=")
     return read_run(Path(folder), label) if separator else read_run(Path(text))
 

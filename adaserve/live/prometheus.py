@@ -7,6 +7,7 @@ folder before that, and a metric that was created too early would be lost.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from adaserve.scheduler.metrics import RATIO_EDGES
@@ -84,7 +85,24 @@ class ServerMetrics:
             multiprocess_mode="mostrecent",
             **where,
         )
+        self.target = Gauge(
+            "adaserve:slo_target",
+            "Share of requests of a class that should meet all their SLOs",
+            by_class,
+            multiprocess_mode="mostrecent",
+            **where,
+        )
         self._expected, self._emitted = 0.0, 0.0
+
+    def start(self, targets: Mapping[str, float]) -> None:
+        """Publishes the targets, and zeros for each class: a rate needs a first value."""
+        for name, target in targets.items():
+            self.target.labels(name).set(target)
+            for outcome in ("met", "missed", "failed"):
+                self.requests.labels(name, "all", outcome)
+            self.tokens.labels(name)
+            self.goodput.labels(name)
+            self.ratio.labels(name)
 
     def finish(self, name: str, request: FinishedRequest, met_tpot: bool, met_ttft: bool) -> None:
         """Counts a finished request under the class label ``name``."""

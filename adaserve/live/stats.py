@@ -141,6 +141,8 @@ class SLOStats:
         self._slos: dict[str, tuple[float | None, float | None]] = {}
         self._last: dict[str, Any] = {}
         self._totals: dict[str, list[int]] = {}  # class -> [requests, met]
+        if metrics is not None:
+            metrics.start({name: config.target(name) for name in config.labels})
 
     def finish(self, request: FinishedRequest) -> None:
         """Counts a request that ended. Do not call it for warm-up or client-aborted requests."""

@@ -106,7 +106,9 @@ def browser(width: int, height: int, dark: bool = False, scale: float = 1.0) -> 
 @contextlib.contextmanager
 def _driver() -> Iterator[str]:
     assert DRIVER is not None
-    process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         assert process.stdout is not None
         for line in process.stdout:

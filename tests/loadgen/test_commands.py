@@ -25,7 +25,9 @@ def command(*args: str) -> list[str]:
 
 
 def run(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120, **more)
+    return subprocess.run(
+        command(*args), check=False, capture_output=True, text=True, timeout=120, **more
+    )
 
 
 def bench(fake: Fake, out: Path, *args: str) -> subprocess.CompletedProcess[str]:
