@@ -10,6 +10,7 @@ import torch
 from adaserve.cpu.forward import LeanModel
 from adaserve.cpu.install import LEAN_ATTRIBUTE
 from adaserve.cpu.plan import TreeAttentionPlan
+from adaserve.worker.sglang_forward import SGLangForward
 
 
 class TreeForward(Protocol):
@@ -98,7 +99,6 @@ class TimedForward:
 
 def tree_forward(worker: Any) -> TreeForward:
     """The forward of the model that a ``TpModelWorker`` holds."""
-    lean = getattr(worker.model_runner.model, LEAN_ATTRIBUTE, None)
-    if lean is None:
-        raise NotImplementedError("only models that the lean CPU forward covers can be served so far")
-    return LeanForward(lean, worker.model_runner)
+    runner = worker.model_runner
+    lean = getattr(runner.model, LEAN_ATTRIBUTE, None)
+    return SGLangForward(runner) if lean is None else LeanForward(lean, runner)
