@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-
-logger = logging.getLogger(__name__)
+import os
 
 _failure: BaseException | None = None
 _registered = False
@@ -20,6 +18,8 @@ def register() -> None:
     if _registered:
         return
     try:
+        # Used by SGLang only when it starts several HTTP workers, which load no plugins themselves.
+        os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "adaserve.http_app:app")
         from adaserve import algorithm
         from adaserve.patches import apply_all
 

@@ -37,7 +37,15 @@ def hook(target: str, function: Callable[..., Any], kind: HookType) -> None:
 
 def apply_all() -> None:
     """Registers all hooks; SGLang applies them right after its plugins were loaded."""
-    from adaserve.patches import cpu_kernels, flags, internal_state, kv_reserve, slo_requests, slo_responses
+    from adaserve.patches import (
+        cpu_kernels,
+        flags,
+        internal_state,
+        kv_reserve,
+        live_page,
+        slo_requests,
+        slo_responses,
+    )
 
-    for module in (flags, kv_reserve, cpu_kernels, slo_requests, slo_responses, internal_state):
+    for module in (flags, kv_reserve, cpu_kernels, slo_requests, slo_responses, internal_state, live_page):
         module.register()
