@@ -21,21 +21,17 @@ def nodes_tested(outcome: IterationOutcome) -> BoolArray:
     return outcome.selection.keep & parent_kept(outcome.trees, outcome.accepted)
 
 
-def level_tests(outcome: IterationOutcome) -> tuple[IntArray, IntArray]:
-    """Per row: levels tried and levels passed, [n] each.
+def level_tests(outcome: IterationOutcome, tested: BoolArray) -> tuple[IntArray, IntArray]:
+    """Per row: levels tried and levels passed, [n] each; ``tested`` [m] from ``nodes_tested``.
 
     A level is tried when its parent was accepted and at least one child was kept; it passes when one
     of the children is accepted. The ratio is the acceptance probability of the TurboSpec formula.
     """
-    sizes = np.diff(outcome.trees.row_start)
-    n = len(sizes)
-    row = np.repeat(np.arange(n), sizes)
-    passed = np.bincount(row, weights=outcome.accepted, minlength=n).astype(np.int64)
-    # One path is accepted, so the level after its end was tried iff some tested node was rejected
-    # there: the tested node of greatest depth lies one below the accepted ones.
-    tested = nodes_tested(outcome)
-    deepest = np.zeros(n, np.int64)
-    np.maximum.at(deepest, row[tested], outcome.trees.depth[tested])
+    start, depth = outcome.trees.row_start[:-1], outcome.trees.depth
+    filled = np.diff(outcome.trees.row_start) > 0
+    # One path is accepted. The level after its end was tried iff a node there was tested.
+    passed = np.where(filled, np.maximum.reduceat(np.append(depth * outcome.accepted, 0), start), 0)
+    deepest = np.where(filled, np.maximum.reduceat(np.append(depth * tested, 0), start), 0)
     return np.maximum(deepest, passed), passed
 
 

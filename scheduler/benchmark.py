@@ -92,7 +92,7 @@ def measure_order(n: int, repeats: int, moved: int) -> tuple[float, float]:
 def table(repeats: int) -> str:
     """The Markdown table."""
     lines = [
-        "| requests x candidates | B | adaserve, us (min / median) | priced, us | need order, 1 moved | all moved |",
+        "| n x candidates | B | adaserve, us (min / median) | priced | need order, 1 moved | all moved |",
         "|---|---|---|---|---|---|",
     ]
     for n, B in SIZES:

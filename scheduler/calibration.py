@@ -65,6 +65,14 @@ class Calibrator:
         self._claimed = np.zeros((0, N_BINS))
         self._tests = np.zeros((0, N_BINS))
         self._requests: dict[str, list[float]] = {}
+        self._last: tuple[CandidateTrees, IntArray, FloatArray] | None = None
+
+    def _steps(self, trees: CandidateTrees) -> tuple[IntArray, FloatArray]:
+        """Parents and one-step probabilities; selection and observation ask for the same trees."""
+        if self._last is None or self._last[0] is not trees:
+            parent = parents_flat(trees)
+            self._last = (trees, parent, step_probability(trees, parent))
+        return self._last[1], self._last[2]
 
     def _ids(self, classes: Sequence[str]) -> IntArray:
         known = self._class_id
@@ -79,7 +87,8 @@ class Calibrator:
     def factors(self) -> FloatArray:
         """k_bin of every class and bin, [classes, N_BINS]."""
         prior = self.BIN_PRIOR * MIDDLE
-        return (self._accepted + prior) / (self._claimed + prior)
+        factors: FloatArray = (self._accepted + prior) / (self._claimed + prior)
+        return factors
 
     def request_factors(self, rids: Sequence[str]) -> FloatArray:
         """k_req per row, [n]."""
@@ -99,8 +108,8 @@ class Calibrator:
         """Calibrated f(v) of every node, [m]."""
         if trees.n_nodes == 0:
             return np.zeros(0)
-        parent = parents_flat(trees)
-        p = self.step_values(step_probability(trees, parent), row_of(trees), rids, classes)
+        parent, q = self._steps(trees)
+        p = self.step_values(q, row_of(trees), rids, classes)
         return path_product(p, parent, int(trees.depth.max()))
 
     def observe(
@@ -115,7 +124,7 @@ class Calibrator:
         at = np.flatnonzero(tested)
         if not at.size:
             return
-        q = step_probability(trees, parents_flat(trees))[at]
+        q = self._steps(trees)[1][at]
         row, hit = row_of(trees)[at], accepted[at].astype(np.float64)
         cell = self._ids(classes)[row] * N_BINS + bin_of(q)
         # Judge the request after its class: otherwise both would correct the same error twice.

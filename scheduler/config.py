@@ -27,6 +27,7 @@ class PolicyConfig:
     track_latency: bool = True  # correct the latency model online
     early_stop: bool = False  # priced: ask the frontier after every draft step (drivers that can stop)
 
+    price_prefill: bool = False  # priced: count a riding prefill chunk in the iteration's price (ablation)
     surplus_rate: float = 0.08  # priced: step of the moving average of what levels and beams are worth
     depth_probe_every: int = 16  # priced: iterations between drafts of one level more than pays
     width_probe_every: int = 16

@@ -82,7 +82,7 @@ def _draw_one(axis: object, chosen: Selection) -> None:
     t = trees()
     for r, (parents, path) in enumerate(zip(PARENT, PATH, strict=True)):
         first = int(t.row_start[r])
-        ranks = {i: k for k, i in enumerate(sorted(range(len(path)), key=lambda i, f=path: -f[i]))}
+        ranks = {int(i): k for k, i in enumerate(np.argsort(-np.array(path), kind="stable"))}
         spots: dict[int, tuple[float, float]] = {-1: (3.0 * r, 0.0)}
         seen: dict[int, int] = {}
         for i, above in enumerate(parents):

@@ -103,7 +103,8 @@ class TableCost:
             slope = max(0.0, (ys[-1] - ys[0]) / (xs[-1] - xs[0]), (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
             out = out + slope * np.maximum(0.0, tokens - xs[-1])
         floor = 0.1 * ys[0]  # a far smaller context must not extrapolate below zero
-        return np.maximum(floor, out + self.per_context_s * (context - self.context_at))
+        seconds: FloatArray = np.maximum(floor, out + self.per_context_s * (context - self.context_at))
+        return seconds
 
     def to_json(self) -> dict[str, Any]:
         return {"form": "table", **asdict(self)}

@@ -15,8 +15,7 @@ def check_batch(running: RunningBatch) -> None:
     if len(set(running.rids)) != n:
         twice = sorted({rid for rid in running.rids if running.rids.count(rid) > 1})
         raise ValueError(f"duplicate request ids in one batch: {twice[:4]}; every row needs its own rid")
-    times = running.tpot_slo_s.sum() + running.decode_start_s.sum()
-    if times != times and bool(np.isnan(running.tpot_slo_s).any() or np.isnan(running.decode_start_s).any()):
+    if bool(np.isnan(running.tpot_slo_s).any() or np.isnan(running.decode_start_s).any()):
         raise ValueError("tpot_slo_s and decode_start_s must not be NaN; use inf for a request without SLO")
 
 
@@ -36,4 +35,5 @@ def need_tokens(running: RunningBatch, now_s: float, t_spec_s: float) -> FloatAr
 
 def depth_cap(running: RunningBatch) -> IntArray:
     """Deepest node worth keeping per row, [n]: a path of k nodes emits up to k + 1 tokens."""
-    return np.maximum(0, np.minimum(running.max_depth, running.remaining_tokens - 1))
+    cap: IntArray = np.maximum(0, np.minimum(running.max_depth, running.remaining_tokens - 1))
+    return cap

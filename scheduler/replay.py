@@ -125,8 +125,8 @@ def _open(path: Path, mode: str) -> IO[str]:
     return open(path, mode.removesuffix("t"), encoding="utf-8")
 
 
-_INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "row_start", "token", "parent", "depth",
-         "counts", "slo_counts", "new_tokens", "cap"}  # fmt: skip
+_INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "row_start", "token", "parent"}
+_INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap"}
 _FLOATS = {"tpot_slo_s", "decode_start_s", "temperature", "need", "weight", "logprob", "expected_tokens"}
 _BOOLS = {"keep", "accepted", "tested"}
 

@@ -148,7 +148,7 @@ def slo_counts(ranked: Ranked, need: FloatArray, reach: float, n_max: int | None
 
 
 def best_counts(ranked: Ranked, first: IntArray, budget: int) -> IntArray:
-    """Throughput phase (Algorithm 2 lines 18-22): grows ``first`` [n] by the ``budget`` globally best leftovers.
+    """Throughput phase (Algorithm 2 lines 18-22): adds the ``budget`` globally best leftovers to ``first`` [n].
 
     Returns kept nodes per row, [n].
     """
@@ -176,7 +176,7 @@ def weighted_keys(ranked: Ranked, weight: FloatArray) -> IntArray:
     return key * (ranked.value > 0)
 
 
-def two_phase(
+def two_phase(  # noqa: PLR0917
     trees: CandidateTrees,
     f: FloatArray,
     need: FloatArray,
@@ -184,6 +184,7 @@ def two_phase(
     budget: int,
     n_max: int | None,
     cap: IntArray | None = None,
+    *,
     slo_phase: bool = True,
 ) -> Selection:
     """AdaServe's selection (Algorithm 2 lines 8-22). ``budget`` is B, roots included (line 1: B - n)."""
@@ -208,4 +209,5 @@ def parent_kept(trees: CandidateTrees, keep: BoolArray) -> BoolArray:
     """Whether every node's parent is the root or in ``keep``, [m]: what makes a kept set a tree."""
     start = np.repeat(trees.row_start[:-1], np.diff(trees.row_start))
     parent = np.where(trees.parent >= 0, trees.parent + start, -1)
-    return np.append(keep, True)[parent]
+    kept: BoolArray = np.append(keep, True)[parent]
+    return kept

@@ -19,6 +19,7 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.need import check_batch, depth_cap, need_tokens
+from adaserve.scheduler.order import NeedOrder, token_deadline
 from adaserve.scheduler.selection import path_probability, rank, take_prefix, two_phase
 from adaserve.scheduler.tracking import LatencyTracker
 
@@ -39,12 +40,15 @@ class Shape:
 class BasePolicy:
     """Fixed shape, everything drafted is verified; subclasses override ``shape`` and ``select``."""
 
+    calibrate_every = 8  # iterations; policies that don't use the calibration only record the curves
+
     def __init__(self, name: str, config: PolicyConfig) -> None:
         self.name = name
         self.config = config
         self.latency = LatencyTracker(config.latency, config.track_latency)
         self.rates = AcceptanceRates()
         self.calibrator = Calibrator()
+        self.order = NeedOrder()  # running requests, the neediest first; current as of the last plan
         self._iterations = 0
         self._budget = config.budget_tokens()
 
@@ -83,7 +87,12 @@ class BasePolicy:
             cap=cap if depth and int(cap.min()) < depth else None,
         )
         self._iterations += 1
+        self.order.refresh(running.rids, token_deadline(running))
         return plan
+
+    def behind(self, plan: IterationPlan) -> list[str]:
+        """Requests that fall behind schedule in this iteration without accepted drafts: A(r) > 1."""
+        return self.order.behind(plan.now_s + plan.t_spec_s)
 
     def _t_spec(self, running: RunningBatch, depth: int, width: int, budget: int) -> float:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
@@ -105,10 +114,11 @@ class BasePolicy:
         """Learns acceptance, calibration and speed."""
         running, trees = outcome.plan.running, outcome.trees
         if trees.n_nodes:
-            tried, passed = level_tests(outcome)
-            self.rates.observe(running.rids, running.slo_class, tried, passed)
             tested = nodes_tested(outcome)
-            self.calibrator.observe(trees, tested, outcome.accepted, running.rids, running.slo_class)
+            tried, passed = level_tests(outcome, tested)
+            self.rates.observe(running.rids, running.slo_class, tried, passed)
+            if outcome.plan.iteration % self.calibrate_every == 0:
+                self.calibrator.observe(trees, tested, outcome.accepted, running.rids, running.slo_class)
         context = float(running.context_tokens.sum())
         tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
         self.latency.observe_verify(tokens, context, outcome.verify_s)
@@ -120,6 +130,7 @@ class BasePolicy:
 
     def forget(self, rid: str) -> None:
         """Drops the request's acceptance and calibration state."""
+        self.order.discard(rid)
         self.rates.forget(rid)
         self.calibrator.forget(rid)
 

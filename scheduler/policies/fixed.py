@@ -8,7 +8,7 @@ from adaserve.scheduler.policies.base import NO_BUDGET, BasePolicy, Shape
 
 
 class FixedPolicy(BasePolicy):
-    """The same tree for every request, verified whole. A configured budget caps it, the profile's does not."""
+    """The same tree for every request, verified whole. Only a configured budget caps it."""
 
     def __init__(self, name: str, config: PolicyConfig, branching: tuple[int, ...]) -> None:
         super().__init__(name, config)

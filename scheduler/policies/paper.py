@@ -52,7 +52,9 @@ class AdaServePolicy(BasePolicy):
         f = path_probability(trees)
         if self.equal:
             return equal_share(trees, f, plan.budget, plan.cap)
-        return two_phase(trees, f, plan.need, plan.depth, plan.budget, plan.n_max, plan.cap, self.slo_phase)
+        return two_phase(
+            trees, f, plan.need, plan.depth, plan.budget, plan.n_max, plan.cap, slo_phase=self.slo_phase
+        )
 
 
 class AdaServeV1Policy(AdaServePolicy):

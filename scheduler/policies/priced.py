@@ -33,6 +33,8 @@ class PricedPolicy(BasePolicy):
     separate SLO phase and no constant B.
     """
 
+    calibrate_every = 1
+
     def __init__(self, name: str, config: PolicyConfig) -> None:
         super().__init__(name, config)
         self._period_s = 0.0  # moving average of the time between verifications, prefill included
@@ -143,7 +145,7 @@ class PricedPolicy(BasePolicy):
         Candidates in falling order of value; V(m) / T(m) is compared at every m, so a latency table
         with steps is handled as well as a line.
         """
-        running, n = plan.running, len(plan.running)
+        n = len(plan.running)
         zero = np.zeros(n, np.int64)
         f = self.values(plan, trees)
         ranked = rank(trees, f, plan.cap)
@@ -182,10 +184,11 @@ class PricedPolicy(BasePolicy):
         """
         n, context = len(running), float(running.context_tokens.sum())
         seconds = self.latency.verify_many(n + running.prefill_tokens + nodes, context)
-        if not running.prefill_tokens:
+        if not running.prefill_tokens or self.config.price_prefill:
             return seconds
         both = self.latency.verify_many(np.array([n + running.prefill_tokens, n], np.float64), context)
-        return seconds - (both[0] - both[1])
+        alone: FloatArray = seconds - (both[0] - both[1])
+        return alone
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Also learns the rhythm: period, tokens per request, kept nodes per level."""

@@ -91,12 +91,12 @@ def split_policy(spec: str) -> tuple[str, str, str]:
 
 
 @app.command()
-def run(
+def run(  # noqa: PLR0917
     trace: Annotated[list[str], typer.Option(help="trace file, or synthetic:N:RPS[:BURST]; may be repeated")],
     policy: Annotated[
         list[str],
         typer.Option(
-            help=f"one of {', '.join(policy_names())}, {', '.join(ROW_ORDERS[1:])}; or label=name:key=value,..."
+            help=f"{', '.join((*policy_names(), *ROW_ORDERS[1:]))}; or label=name:key=value,...; may be repeated"
         ),
     ] = ["adaserve"],  # noqa: B006 - typer copies it
     model: str = "llama-3.1-70b",
@@ -200,7 +200,7 @@ def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @app.command()
-def capacity(
+def capacity(  # noqa: PLR0917
     trace: Annotated[str, typer.Option(help="trace file, or synthetic:N:RPS[:BURST]")],
     target: Annotated[float, typer.Option(help="attainment to reach")] = 0.95,
     policy: str = "priced",

@@ -36,7 +36,8 @@ class PaceTable:
 
 def learn_pace(config: SimulationConfig, slos: SLOConfig, baseline_s: float, seed: int) -> PaceTable:
     """Runs the detailed replica at fixed batch sizes, each for a few hundred iterations."""
-    seconds, tokens = [], {name: [] for name in PACE_MIX}
+    seconds: list[float] = []
+    tokens: dict[str, list[float]] = {name: [] for name in PACE_MIX}
     ratios: list[float] = []
     for n in N_LEVELS:
         trace = synthetic_trace(n, 1e6, seed, PACE_MIX)
@@ -103,7 +104,7 @@ class Fleet:
         names = requests.class_names
         grid = np.arange(config.slots + 1, dtype=np.float64)
         self._seconds: FloatArray = np.interp(grid, pace.rows, pace.seconds)
-        mean = np.mean(list(pace.tokens.values()), axis=0)
+        mean: FloatArray = np.mean(np.stack(list(pace.tokens.values())), axis=0)
         self._tokens: FloatArray = np.stack(
             [np.interp(grid, pace.rows, pace.tokens.get(c, mean)) for c in names]
         )
@@ -274,7 +275,7 @@ def _router(config: FleetConfig, requests: FleetRequests, pace: PaceTable) -> Ca
     return slo
 
 
-def fleet_attainment(
+def fleet_attainment(  # noqa: PLR0917
     trace: Trace,
     slos: SLOConfig,
     baseline_s: float,

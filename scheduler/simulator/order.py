@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from adaserve.scheduler.interface import IntArray
+from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.order import NeedOrder
 from adaserve.scheduler.simulator.rows import Rows
@@ -38,9 +38,10 @@ def stta(latency: LatencyModel) -> RowOrder:
     ends before the earliest such deadline. At least one request always runs; late ones don't shrink it.
     """
 
+    need = NeedOrder()
+
     def choose(rows: Rows, now_s: float) -> IntArray | None:
         n = len(rows)
-        need = NeedOrder()
         need.refresh(rows.rids, next_token_deadline(rows), rows.rids)
         at = {rid: i for i, rid in enumerate(rows.rids)}
         order = [at[rid] for rid in need]
@@ -57,9 +58,10 @@ def stta(latency: LatencyModel) -> RowOrder:
     return choose
 
 
-def next_token_deadline(rows: Rows) -> np.ndarray:
+def next_token_deadline(rows: Rows) -> FloatArray:
     """start + SLO x (o + 1): when the next token is due, [n] seconds."""
-    return rows.start + np.where(np.isfinite(rows.slo), rows.slo, 1e6) * (rows.decoded + 1)
+    out: FloatArray = rows.start + np.where(np.isfinite(rows.slo), rows.slo, 1e6) * (rows.decoded + 1)
+    return out
 
 
 def separate_pipelines() -> RowOrder:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sched_factories import beam_trees, kept_sets, running
 
 from adaserve.scheduler import example, reference
 from adaserve.scheduler.need import need_tokens
-from sched_factories import beam_trees, kept_sets, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "policy.md"
 

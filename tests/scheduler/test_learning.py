@@ -155,7 +155,7 @@ class TestAcceptance:
     def test_proposals_after_a_rejection_were_never_tested(self, accepted, tried):
         out = one_chain_outcome(accepted)
         assert nodes_tested(out).sum() == tried
-        assert [int(x[0]) for x in level_tests(out)] == [tried, accepted]
+        assert [int(x[0]) for x in level_tests(out, nodes_tested(out))] == [tried, accepted]
 
     def test_rates_find_the_truth_where_accepted_over_proposed_is_biased(self):
         rng, rates = np.random.default_rng(0), AcceptanceRates()
@@ -163,7 +163,7 @@ class TestAcceptance:
         for _ in range(3000):
             passed = int(np.cumprod(rng.random(4) < 0.6).sum())
             out = one_chain_outcome(passed)
-            rates.observe(["a"], ["chat"], *level_tests(out))
+            rates.observe(["a"], ["chat"], *level_tests(out, nodes_tested(out)))
             naive = [naive[0] + passed, naive[1] + 4]
         assert rates.overall == pytest.approx(0.6, abs=0.08)
         assert naive[0] / naive[1] < 0.4

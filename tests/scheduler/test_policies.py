@@ -79,13 +79,13 @@ def test_nan_logprobs_are_never_kept(name):
 
 def test_bad_batches_are_refused_with_the_reason():
     policy = build_policy("adaserve")
-    with pytest.raises(ValueError, match="duplicate request ids.*'r0'"):
+    with pytest.raises(ValueError, match=r"duplicate request ids.*'r0'"):
         policy.plan(running(2, rids=("r0", "r0")), 1.0)
     with pytest.raises(ValueError, match="must not be NaN"):
         policy.plan(running(1, tpot_slo_s=math.nan), 1.0)
     with pytest.raises(ValueError, match="at least one"):
         policy.plan(running(0), 1.0)
-    with pytest.raises(ValueError, match="unknown policy 'best'.*priced.*chain-K"):
+    with pytest.raises(ValueError, match=r"unknown policy 'best'.*priced.*chain-K"):
         build_policy("best")
     with pytest.raises(ValueError, match="budget must be >= 1"):
         PolicyConfig(budget=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -99,7 +100,7 @@ def test_more_budget_never_lowers_expected_tokens(rows, data):
         two_phase(trees, f, need, 4, b, None, slo_phase=False).expected_tokens.sum()
         for b in range(n, n + trees.n_nodes + 3)
     ]
-    assert all(b >= a - 1e-9 for a, b in zip(greedy, greedy[1:], strict=False))
+    assert all(b >= a - 1e-9 for a, b in itertools.pairwise(greedy))
     assert values[-1] == pytest.approx(greedy[-1])
     assert all(v <= g + 1e-6 for v, g in zip(values, greedy, strict=True))
 

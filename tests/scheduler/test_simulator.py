@@ -132,7 +132,7 @@ def test_routers_spread_the_load():
         result = simulate(requests(60, rate=12.0), config("none", replicas=4, router=router))
         done = [len(r.done) for r in result.replicas]
         assert sum(done) == 60 and min(done) >= 5
-    with pytest.raises(ValueError, match="unknown router 'x'.*least-work"):
+    with pytest.raises(ValueError, match=r"unknown router 'x'.*least-work"):
         simulate(requests(2), config(router="x"))
 
 
@@ -195,7 +195,7 @@ def test_hardware_figures_match_the_published_table():
     assert kv_capacity_tokens("llama-3.1-70b", "a100", 4) > 300_000
     with pytest.raises(ValueError, match="does not fit"):
         kv_capacity_tokens("llama-3.1-70b", "l40s", 1)
-    with pytest.raises(ValueError, match="unknown GPU 'b900'.*h100"):
+    with pytest.raises(ValueError, match=r"unknown GPU 'b900'.*h100"):
         hardware_latency("llama-3.1-8b", "b900", 1)
 
 
