@@ -40,7 +40,7 @@ def corpus(work: Work = None, seed: Seed = 0) -> None:
 def train(
     *,
     minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the target.")] = 56,
-    draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 18,
+    draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 12,
     written_tokens: Annotated[
         int, typer.Option(min=50_000, help="Tokens the target writes for its draft.")
     ] = 600_000,

@@ -11,6 +11,7 @@ from adaserve.pair.corpus import build
 from adaserve.pair.data import prepare
 from adaserve.pair.distill import train_draft
 from adaserve.pair.evaluate import evaluate, write_acceptance
+from adaserve.pair.packed import PLAIN_NAME, pack
 from adaserve.pair.prompts import write_prompts
 from adaserve.pair.train import Run, train_target
 
@@ -22,22 +23,18 @@ class Recipe:
     """Wall-clock minutes for each model and how much text the target writes for its draft."""
 
     target_minutes: float = 56.0
-    draft_minutes: float = 18.0
+    draft_minutes: float = 12.0
     written_tokens: int = 600_000
     seed: int = 0
     threads: int = 2
     compile: bool = True
 
 
-def assemble(runs: Path, corpus: Path, pair: Path) -> None:
-    """Model folders that load anywhere: weights, configuration and tokenizer."""
-    for name in ("target", "draft"):
-        folder = pair / name
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in ("config.json", "model.safetensors"):
-            shutil.copy(runs / name / file, folder / file)
-        for file in TOKENIZER_FILES:
-            shutil.copy(corpus / file, folder / file)
+def settle(run: Path, corpus: Path, out: Path) -> None:
+    """The shipped form of a trained model, tokenizer included; from here on it is the model."""
+    pack(run, out)
+    for file in TOKENIZER_FILES:
+        shutil.copy(corpus / file, out / file)
 
 
 def ensure_corpus(work: Path, *, seed: int) -> Path:
@@ -54,12 +51,13 @@ def train_pair(work: Path, recipe: Recipe) -> Path:
     corpus = ensure_corpus(work, seed=recipe.seed)
     runs, pair = work / "runs", work / "pair"
     run = Run(corpus, runs / "target", recipe.target_minutes, recipe.seed, recipe.threads, recipe.compile)
-    if not (run.out / "model.safetensors").exists():
+    if not (run.out / PLAIN_NAME).exists():
         train_target(run)
+    settle(run.out, corpus, pair / "target")
     run = replace(run, out=runs / "draft", minutes=recipe.draft_minutes)
-    if not (run.out / "model.safetensors").exists():
-        train_draft(run, runs / "target", written_tokens=recipe.written_tokens)
-    assemble(runs, corpus, pair)
+    if not (run.out / PLAIN_NAME).exists():
+        train_draft(run, pair / "target", written_tokens=recipe.written_tokens)
+    settle(run.out, corpus, pair / "draft")
     write_prompts(corpus, pair / "prompts.jsonl.gz", seed=recipe.seed)
     report = evaluate(pair, corpus, rows=32, new=128, seed=recipe.seed, threads=recipe.threads)
     (pair / "report.json").write_text(json.dumps(report, indent=1) + "\n")

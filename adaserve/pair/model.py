@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
+from adaserve.pair.packed import PLAIN_NAME, read_weights
 from adaserve.pair.shape import NORM_EPS, ROPE_THETA, Shape, hf_config, shape_of
 
 
@@ -137,13 +138,13 @@ def save_hf(model: TinyLlama, folder: Path) -> None:
             tensors[target] = piece.to(torch.float16).contiguous()
     if not all(torch.isfinite(t).all() for t in tensors.values()):
         raise ValueError("weights do not fit into float16")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / PLAIN_NAME, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config(model.shape), indent=2) + "\n")
 
 
 def load_hf(folder: Path) -> TinyLlama:
     shape = shape_of(json.loads((folder / "config.json").read_text()))
-    tensors = load_file(folder / "model.safetensors")
+    tensors = read_weights(folder)
     model = TinyLlama(shape)
     state = {
         name: torch.cat([tensors[target].float() for target, _ in parts])

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -20,9 +21,10 @@ from typing import Any
 
 import torch
 from rich.progress import track
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from adaserve.pair.packed import PLAIN_NAME, copy_companions, has_weights, read_weights, unpack
 from adaserve.pair.shape import Shape, hf_config, shape_of
 
 DEFAULT_PARAMETERS = 100_000_000
@@ -138,7 +140,7 @@ def _save(portions: Iterator[dict[str, Tensor]], folder: Path) -> None:
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
     if len(shards) == 1:
-        (folder / "part-0").rename(folder / "model.safetensors")
+        (folder / "part-0").rename(folder / PLAIN_NAME)
         return
     where: dict[str, str] = {}
     for index, names in enumerate(shards):
@@ -155,27 +157,28 @@ def widen(source: Path, out: Path, width: Width) -> Shape:
     old = shape_of(config)
     new = widened_shape(old, width)
     _require_disk(out.parent, 2 * new.parameters)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".widening-", dir=out.parent))
-    try:
-        for file in source.iterdir():
-            if file.suffix != ".safetensors" and file.is_file():
-                shutil.copy(file, partial)
-        _save(_tensors(load_file(source / "model.safetensors"), old, new), partial)
-        (partial / "config.json").write_text(json.dumps({**config, **hf_config(new)}, indent=2) + "\n")
-        partial.chmod(0o755)  # mkdtemp makes it private
-        _publish(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with _published(out) as folder:
+        copy_companions(source, folder)
+        _save(_tensors(read_weights(source), old, new), folder)
+        (folder / "config.json").write_text(json.dumps({**config, **hf_config(new)}, indent=2) + "\n")
     return new
 
 
-def _publish(partial: Path, out: Path) -> None:
+@contextmanager
+def _published(out: Path) -> Iterator[Path]:
+    """A folder to fill that takes the name `out` at the end, as a whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".writing-", dir=out.parent))
     try:
-        partial.rename(out)
-    except OSError:
-        if not (out / "config.json").exists():  # otherwise another process was faster with the same content
-            raise
+        yield partial
+        partial.chmod(0o755)  # mkdtemp makes it private
+        try:
+            partial.rename(out)
+        except OSError:
+            if not (out / "config.json").exists():  # otherwise another process was faster, same content
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _require_disk(folder: Path, needed: int) -> None:
@@ -193,7 +196,7 @@ def weights_folder() -> Path:
     override = os.environ.get(WEIGHTS_VARIABLE)
     folder = Path(override) if override else Path(str(files("adaserve.pair").joinpath("weights")))
     for name in ("target", "draft"):
-        if not (folder / name / "model.safetensors").exists():
+        if not has_weights(folder / name):
             raise PairError(
                 f"no {name} model in {folder}; reinstall adaserve, train a pair with `adaserve pair train` "
                 f"or set {WEIGHTS_VARIABLE} to a folder with target/ and draft/"
@@ -214,15 +217,19 @@ def _digest(folder: Path) -> str:
 
 
 def ensure_embedded_pair(size: int | str = DEFAULT_PARAMETERS, *, extra_layers: int = 0) -> tuple[Path, Path]:
-    """Folders of the widened target (made at first use) and of the draft, ready for the server.
+    """Folders of the widened target and of the draft for the server, made in the cache at first use.
 
-    `size` is the target's parameter count, as a number or like "100M".
+    `size` is the target's parameter count, as a number or like "100M"; sizes below the shipped one give the
+    shipped target itself.
     """
     weights = weights_folder()
     width = Width(parse_size(size), extra_layers)
-    target = weights / "target"
     deeper = f"-{extra_layers}-extra-layers" if extra_layers else ""
-    out = cache_folder() / f"target-{width.parameters}{deeper}-{_digest(target)}"
-    if not (out / "config.json").exists():
-        widen(target, out, width)
-    return out, weights / "draft"
+    target = cache_folder() / f"target-{width.parameters}{deeper}-{_digest(weights / 'target')}"
+    if not (target / "config.json").exists():
+        widen(weights / "target", target, width)
+    draft = cache_folder() / f"draft-{_digest(weights / 'draft')}"
+    if not (draft / "config.json").exists():
+        with _published(draft) as folder:
+            unpack(weights / "draft", folder)
+    return target, draft

@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 
 from adaserve.pair import ensure_embedded_pair
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
+from adaserve.pair.packed import pack, read_weights, unpack
 from adaserve.pair.shape import Shape, shape_of
 from adaserve.pair.widen import PairError, Width, parse_size, widen, widened_shape
 
+TOKENS = torch.arange(30)[None]
 SMALL = Shape(vocab=97, hidden=32, layers=2, mlp=48, heads=4, kv_heads=2)
 
 
@@ -101,6 +103,33 @@ def test_transformers_reads_it_and_agrees(tmp_path: Path) -> None:
         torch.testing.assert_close(reference(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
 
 
+def test_packed_weights_lose_less_than_half_a_step(tmp_path: Path) -> None:
+    make_model(tmp_path / "plain")
+    pack(tmp_path / "plain", tmp_path / "packed")
+    before, after = (read_weights(tmp_path / name) for name in ("plain", "packed"))
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        step = weight.float().abs().amax(-1, keepdim=True) / 127 if weight.ndim == 2 else torch.zeros(1)
+        assert (
+            (after[name].float() - weight.float()).abs() <= 0.51 * step + 1e-3 * weight.abs().float()
+        ).all()
+        assert after[name].dtype == torch.float16
+    sizes = [sum(f.stat().st_size for f in (tmp_path / n).glob("*.safetensors")) for n in ("packed", "plain")]
+    assert sizes[0] < 0.62 * sizes[1]
+
+
+def test_unpacked_and_widened_are_the_packed_model(tmp_path: Path) -> None:
+    make_model(tmp_path / "plain")
+    pack(tmp_path / "plain", tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "unpacked")
+    widen(tmp_path / "packed", tmp_path / "wide", Width(400_000))
+    expected = logits(tmp_path / "packed", TOKENS)
+    assert torch.equal(logits(tmp_path / "unpacked", TOKENS), expected)
+    assert not torch.equal(logits(tmp_path / "plain", TOKENS), expected)
+    torch.testing.assert_close(logits(tmp_path / "wide", TOKENS), expected, rtol=1e-6, atol=1e-5)
+    assert not list((tmp_path / "unpacked").glob("*int8*"))
+
+
 @pytest.fixture
 def own_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for seed, name in enumerate(("target", "draft")):
@@ -115,8 +144,8 @@ def test_second_call_finds_the_cache(own_pair: Path) -> None:
     written = (target / "model.safetensors").stat().st_mtime_ns
     assert ensure_embedded_pair(400_000) == (target, draft)
     assert (target / "model.safetensors").stat().st_mtime_ns == written
-    assert draft == own_pair / "draft"
     assert (target / "tokenizer.json").exists()
+    assert torch.equal(logits(draft, TOKENS), logits(own_pair / "draft", TOKENS))
 
 
 def test_other_weights_or_sizes_get_another_folder(own_pair: Path) -> None:
@@ -132,7 +161,7 @@ def test_interrupted_widening_leaves_nothing(own_pair: Path, monkeypatch: pytest
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("adaserve.pair.widen.save_file", interrupted)
+        patch.setattr("adaserve.pair.widen._name_shards", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ensure_embedded_pair("0.4M")
     cache = own_pair.parent / "cache" / "adaserve" / "pair"

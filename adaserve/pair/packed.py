@@ -1,0 +1,73 @@
+"""The shipped form of the weights: int8 with one float16 scale per row, half the size of float16.
+
+The pair *is* the dequantised numbers: the draft is distilled towards them and everything that is measured uses
+them, so nothing is lost between the repository and the server.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+PACKED_NAME = "weights-int8.safetensors"
+PLAIN_NAME = "model.safetensors"
+_SCALE = ".scale"
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [rows, columns] and float16 scales [rows]."""
+    largest = weight.float().abs().amax(dim=1).clamp(min=1e-6)
+    scale = (largest / 127).to(torch.float16)
+    values = (weight.float() / scale.float()[:, None]).round().clamp(-127, 127)
+    return values.to(torch.int8), scale
+
+
+def dequantised(values: Tensor, scale: Tensor) -> Tensor:
+    return (values.float() * scale.float()[:, None]).to(torch.float16)
+
+
+def pack(source: Path, out: Path) -> None:
+    """Writes a plain model folder (its config, tokenizer and so on included) in the shipped form."""
+    tensors: dict[str, Tensor] = {}
+    for name, weight in load_file(source / PLAIN_NAME).items():
+        if weight.ndim == 2:
+            tensors[name], tensors[name + _SCALE] = quantised(weight)
+        else:
+            tensors[name] = weight.to(torch.float16)
+    copy_companions(source, out)
+    save_file(tensors, out / PACKED_NAME)
+
+
+def copy_companions(source: Path, out: Path) -> None:
+    """Everything of a model folder but the weights."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copy(file, out)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """float16 weights by Hugging Face's names, from the packed or the plain form."""
+    if not (folder / PACKED_NAME).exists():
+        return load_file(folder / PLAIN_NAME)
+    stored = load_file(folder / PACKED_NAME)
+    return {
+        name: dequantised(weight, stored[name + _SCALE]) if name + _SCALE in stored else weight
+        for name, weight in stored.items()
+        if not name.endswith(_SCALE)
+    }
+
+
+def unpack(source: Path, out: Path) -> None:
+    """Writes a folder that Hugging Face's and SGLang's loaders read."""
+    weights = read_weights(source)
+    copy_companions(source, out)
+    save_file(weights, out / PLAIN_NAME, metadata={"format": "pt"})
+
+
+def has_weights(folder: Path) -> bool:
+    return (folder / PACKED_NAME).exists() or (folder / PLAIN_NAME).exists()
