@@ -122,7 +122,8 @@ class Recorder:
 def _open(path: Path, mode: str) -> IO[str]:
     if path.suffix == ".gz":
         return gzip.open(path, mode, encoding="utf-8")  # type: ignore[return-value]
-    return open(path, mode.removesuffix("t"), encoding="utf-8")
+    # Line by line: a server that is killed has lost at most the line it was writing.
+    return open(path, mode.removesuffix("t"), buffering=1, encoding="utf-8")
 
 
 _INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "row_start", "token", "parent"}

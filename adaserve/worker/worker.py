@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ from adaserve.patches.slo_requests import slo_config
 from adaserve.plugin import ensure_registered
 from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, Policy, Selection
 from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
+from adaserve.scheduler.replay import Recorder
 from adaserve.worker import calibration, sampling, verify
 from adaserve.worker.draft_input import RootTokens
 from adaserve.worker.draft_model import DraftModel
@@ -73,6 +75,7 @@ class AdaServeWorker(BaseSpecWorker):
         meta = calibration.fingerprint(*self._models, self.config)
         self._profile = calibration.save_full_profile(meta, lambda grid, tick: measure(grid, progress=tick))
         self.latency = calibration.load_or_measure(self.config, meta, lambda: measure(calibration.QUICK))
+        self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
         self.set_policy(self.config.policy)
         self._init_ledger()
 
@@ -133,6 +136,7 @@ class AdaServeWorker(BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
         start_s = time.perf_counter()
+        sampling.restore_penalties(batch.sampling_info, batch.reqs)
         result = self.target_worker.forward_batch_generation(batch)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
@@ -157,7 +161,7 @@ class AdaServeWorker(BaseSpecWorker):
             state = RequestState(req.rid, slo_class, tpot_s, now_s)
             if old is not None and old.rid != req.rid:
                 # Its request ended, perhaps aborted in the queue, of which nobody tells us.
-                self.policy.forget(old.rid)
+                self._forget(old.rid)
             state.generated = [*req.output_ids, token]
             if req.output_ids:
                 # Retracted and prefilled again: its clock goes on.
@@ -177,6 +181,8 @@ class AdaServeWorker(BaseSpecWorker):
         start_s = time.perf_counter()
         rows = self._rows(batch)
         plan = self.policy.plan(rows.running, start_s)
+        if self._recorder is not None:
+            self._recorder.planned(plan)
         draft = self._drafter.draft(plan, rows, self.policy.keep_drafting) if plan.depth else None
         drafted_s = time.perf_counter()
         trees = draft.trees if draft is not None else CandidateTrees.empty(len(rows))
@@ -213,6 +219,8 @@ class AdaServeWorker(BaseSpecWorker):
             torch.from_numpy(verified.tokens), torch.from_numpy(verified.positions), verified.slots, verified.plan
         )
         info = batch.sampling_info
+        # SGLang fills these in when it makes a ForwardBatch, which we do not.
+        info.grammars = [r.grammar for r in batch.reqs] if batch.has_grammar else None
         if not batch.return_logprob and sampling.is_plain_greedy(info, batch.reqs):
             return self._target.argmax(hidden).numpy(), None
         logits = self._target.logits(hidden)
@@ -322,11 +330,18 @@ class AdaServeWorker(BaseSpecWorker):
         self._times["decode_s"] += outcome.total_s
         self._times["iterations"] += 1
         self.policy.observe(outcome)
+        if self._recorder is not None:
+            self._recorder.observed(outcome)
         for listener in self._listeners:
             listener(outcome)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        self._forget(rid)
+
+    def _forget(self, rid: str) -> None:
         self.policy.forget(rid)
+        if self._recorder is not None:
+            self._recorder.forget(rid)
 
 
 def draft_sharpening(temperature: np.ndarray) -> np.ndarray:
