@@ -1,0 +1,56 @@
+# What people and CI run. `make` alone says what there is.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+# The type checker and the import linter see the packages as they are imported, not as folders lie.
+TREE := .local/tree
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-all check format bench results pins clean
+
+help: ## Say what there is
+	@echo "AdaServe: every LLM request at the speed it asks for"
+	@echo
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+	@echo
+	@echo "The first run installs SGLang and PyTorch: about 11 GB on disk, 4 to 8 minutes."
+	@echo "More: make demo ARGS='--seconds 120', make test ARGS='-k tree', make PYTHON=/path/to/python3.12 ..."
+
+env: ## Make the environment .venv, or bring it up to date
+	@$(PYTHON) scripts/env.py
+
+demo: env ## Three classes of requests, three speeds: with AdaServe and without it (4 minutes)
+	@$(BIN)/adaserve demo $(ARGS)
+
+test: env ## Run the tests (within 25 minutes on 2 cores, no GPU needed)
+	@$(BIN)/python -m pytest -m "not slow" --durations=15 $(ARGS)
+
+test-all: env ## Run the tests, the slow ones too
+	@$(BIN)/python -m pytest --durations=30 $(ARGS)
+
+check: env ## Formatter, linter, type checker, who may import whom
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/python scripts/tree.py $(TREE)
+	@cd $(TREE) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p adaserve
+	@cd $(TREE) && $(abspath $(BIN))/lint-imports --no-cache --config $(CURDIR)/pyproject.toml
+
+format: env ## Format, and repair what the linter can repair
+	@$(BIN)/ruff check --fix-only -q .
+	@$(BIN)/ruff format .
+
+bench: env ## Measure TPOT against plain decoding at several batch sizes; JSON under results/
+	@$(BIN)/adaserve bench latency $(ARGS)
+
+results: env ## Write the tables and figures under results/ anew from their records
+	@for dir in results/*/; do \
+	  if [ -f "$$dir/requests.jsonl" ]; then $(BIN)/python -m adaserve.loadgen report "$$dir" || exit 1; fi; \
+	done
+
+pins: env ## Write constraints.txt anew from what is installed
+	@$(BIN)/python scripts/pins.py > constraints.new && mv constraints.new constraints.txt
+
+clean: ## Remove what was made in this folder (the shared environment stays in the cache)
+	@rm -rf .venv .local build dist adaserve.egg-info
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
