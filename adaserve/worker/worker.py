@@ -22,6 +22,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.ledger import SLOLedger
 from adaserve.live.prometheus import ServerMetrics
 from adaserve.live.stats import SLOStats
+from adaserve.pair.acceptance import load_sharpening
 from adaserve.patches.slo_requests import slo_config
 from adaserve.plugin import ensure_registered
 from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, Policy, Selection
@@ -63,7 +64,8 @@ class AdaServeWorker(BaseSpecWorker):
         super().init_cuda_graphs()
         self._target = TimedForward(tree_forward(self.target_worker))
         self._draft = draft = TimedForward(tree_forward(self._draft_worker.draft_worker))
-        self._drafter = Drafter(draft, draft_sharpening, self.config.max_candidates)
+        sharpening = load_sharpening(Path(self._models[1]))
+        self._drafter = Drafter(draft, lambda t: 1.0 / sharpening.tau(t), self.config.max_candidates)
         runner = self.target_worker.model_runner
         measure = partial(
             calibration.measure,
@@ -342,13 +344,3 @@ class AdaServeWorker(BaseSpecWorker):
         self.policy.forget(rid)
         if self._recorder is not None:
             self._recorder.forget(rid)
-
-
-def draft_sharpening(temperature: np.ndarray) -> np.ndarray:
-    """Inverse temperature of the draft's logits, so that path probabilities mean acceptance.
-
-    A sampled request accepts a token with the target's tempered probability, which the draft
-    tempered alike estimates. A greedy one accepts the target's argmax: the draft's plain softmax is
-    far too modest about that, a sharpened one is not (docs/embedded-pair.md gives the measurement).
-    """
-    return np.where(temperature > 0, 1.0 / np.maximum(temperature, 0.3), 1.0 / 0.5)
