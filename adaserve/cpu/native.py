@@ -13,7 +13,7 @@ from adaserve.cpu.params import LayerWeights, ModelConfig, ModelWeights
 from adaserve.cpu.plan import TreeAttentionPlan
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_MAX_HEAD_DIM, _MAX_HEAD_GROUP = 512, 256  # sizes of stack buffers in attention.h
+_MAX_HEAD_GROUP = 256  # query heads per kv head: size of a stack buffer in attention.h
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int32
@@ -62,7 +62,7 @@ class _Batch(ctypes.Structure):
 
 def covers(config: ModelConfig) -> bool:
     """Whether the kernels' fixed buffers hold this shape."""
-    return config.head_dim <= _MAX_HEAD_DIM and config.num_heads // config.num_kv_heads <= _MAX_HEAD_GROUP
+    return config.num_heads // config.num_kv_heads <= _MAX_HEAD_GROUP
 
 
 class NativeBackend:

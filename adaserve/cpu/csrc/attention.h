@@ -9,8 +9,7 @@
 
 #define QUERY_ROWS 24   /* rows (queries x heads of a group) that share one pass over the keys */
 #define KEY_BLOCK 64    /* values gathered at a time */
-#define MAX_HEAD_DIM 512 /* bounds of stack buffers: native.py checks them */
-#define MAX_HEAD_GROUP 256
+#define MAX_HEAD_GROUP 256 /* bound of a stack buffer: native.py checks it */
 
 typedef struct {
     int heads, kv_heads, head_dim, padded_dim, type;
@@ -29,46 +28,81 @@ typedef struct {
 } attention;
 
 typedef struct {
-    float *q;       /* [rows][head_dim] */
+    float *q;       /* [rows][padded_dim] */
     float *scores;  /* [rows][score_stride] */
     float *out;     /* [rows][padded_dim] */
-    float *keys;    /* [head_dim][PANEL], a transposed block */
+    float *keys;    /* [4][padded_dim] */
     float *values;  /* [KEY_BLOCK][padded_dim] */
     size_t score_stride;
 } attention_scratch;
 
-#ifdef __AVX__
-/* Eight rows of eight floats, transposed into columns 0..7 of panel rows. */
-static ALWAYS_INLINE void transpose8(const float *const *rows, int d, float *panel) {
-    __m256 r[8], t[8];
-    UNROLL for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(rows[i] + d);
-    UNROLL for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+/* The sums of four vectors' lanes, in one fixed tree. */
+static ALWAYS_INLINE void four_lane_sums(const vf *v, float *out) {
+#if VL == 8 && defined(__AVX__)
+    __m256 low = _mm256_hadd_ps((__m256)v[0], (__m256)v[1]), high = _mm256_hadd_ps((__m256)v[2], (__m256)v[3]);
+    __m256 sums = _mm256_hadd_ps(low, high);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+#elif VL == 16 && defined(__AVX512F__)
+    for (int i = 0; i < 4; i++) out[i] = _mm512_reduce_add_ps((__m512)v[i]);
+#else
+    for (int i = 0; i < 4; i++) {
+        float lanes[VL];
+        store(lanes, v[i]);
+        UNROLL for (int width = VL / 2; width; width /= 2)
+            UNROLL for (int j = 0; j < width; j++) lanes[j] += lanes[j + width];
+        out[i] = lanes[0];
     }
-    UNROLL for (int i = 0; i < 8; i += 4) {
-        r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-        r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-        r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-        r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+#endif
+}
+
+/* Four keys against up to three queries: as many sums as the registers of AVX2 hold. */
+static ALWAYS_INLINE void score_four(const int type, const int rows, const float *q, int dim, const char *keys,
+                                     const size_t *at, float *scores, size_t stride) {
+    vf acc[3][4] = {{{0}}};
+    for (int d = 0; d < dim; d += VL) {
+        vf x[3];
+        UNROLL for (int r = 0; r < rows; r++) x[r] = load(q + r * dim + d);
+        UNROLL for (int j = 0; j < 4; j++) {
+            vf key = load_as_float(type, keys, at[j] + d);
+            IN_REGISTER(key);
+            UNROLL for (int r = 0; r < rows; r++) acc[r][j] += x[r] * key;
+        }
     }
-    UNROLL for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(panel + (d + i) * PANEL, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-        _mm256_storeu_ps(panel + (d + i + 4) * PANEL, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    UNROLL for (int r = 0; r < rows; r++) four_lane_sums(acc[r], scores + r * stride);
+}
+
+static ALWAYS_INLINE void score_keys(const int type, const char *keys, const size_t *at, int dim,
+                                     attention_scratch *s, int rows, int key0) {
+    float *scores = s->scores + key0;
+    const float *q = s->q;
+    for (int left = rows; left > 0;) {
+        int count = left == 4 ? 2 : imin(left, 3); /* two and two rather than three and one */
+        if (count == 3) score_four(type, 3, q, dim, keys, at, scores, s->score_stride);
+        else if (count == 2) score_four(type, 2, q, dim, keys, at, scores, s->score_stride);
+        else score_four(type, 1, q, dim, keys, at, scores, s->score_stride);
+        left -= count;
+        q += count * dim;
+        scores += count * s->score_stride;
     }
 }
-#endif
 
-static void transpose_keys(const float *const *rows, int head_dim, float *panel) {
-    int d = 0;
-#ifdef __AVX__
-    for (; d + 8 <= head_dim; d += 8) {
-        transpose8(rows, d, panel);
-        transpose8(rows + 8, d, panel + 8);
+/* Scores of all rows against all keys. A score is one sum over the head in a fixed order, wherever the key is. */
+static void score_all(const attention *a, attention_scratch *s, const int32_t *slots, int keys, int head, int rows) {
+    const int dim = a->padded_dim;
+    for (int key0 = 0; key0 < keys; key0 += 4) {
+        size_t at[4];
+        for (int j = 0; j < 4; j++)
+            at[j] = (size_t)slots[imin(key0 + j, keys - 1)] * a->slot_stride + (size_t)head * a->head_dim;
+        if (dim != a->head_dim) { /* odd sizes: zero columns make up whole vectors */
+            for (int j = 0; j < 4; j++) {
+                widen(a->type, a->keys, at[j], s->keys + j * dim, a->head_dim);
+                at[j] = (size_t)j * dim;
+            }
+            score_keys(FP32, (const char *)s->keys, at, dim, s, rows, key0);
+        } else if (a->type == FP32) score_keys(FP32, a->keys, at, dim, s, rows, key0);
+        else if (a->type == FP16) score_keys(FP16, a->keys, at, dim, s, rows, key0);
+        else score_keys(BF16, a->keys, at, dim, s, rows, key0);
     }
-#endif
-    for (; d < head_dim; d++)
-        for (int j = 0; j < PANEL; j++) panel[d * PANEL + j] = rows[j][d];
 }
 
 /* Rows [row0, row0 + count) of c (+)= x W over fp32 scratch panels. */
@@ -88,26 +122,6 @@ static void small_gemm(tile_args a, int mode, int rows, int panels, size_t panel
         p += at_once;
         a.w = (const float *)a.w + at_once * panel_step;
     }
-}
-
-static void score_block(const attention *a, attention_scratch *s, const int32_t *slots, int count, int head,
-                        int rows, int key0) {
-    static const float zeros[MAX_HEAD_DIM];
-    float wide[PANEL * MAX_HEAD_DIM];
-    const float *key_rows[PANEL];
-    for (int j = 0; j < PANEL; j++) {
-        size_t at = j < count ? (size_t)slots[j] * a->slot_stride + (size_t)head * a->head_dim : 0;
-        if (j >= count) key_rows[j] = zeros;
-        else if (a->type == FP32) key_rows[j] = (const float *)a->keys + at;
-        else {
-            widen(a->type, a->keys, at, wide + j * a->head_dim, a->head_dim);
-            key_rows[j] = wide + j * a->head_dim;
-        }
-    }
-    transpose_keys(key_rows, a->head_dim, s->keys);
-    tile_args t = {.x = s->q, .ldx = a->head_dim, .w = s->keys, .ldw = PANEL, .depth = a->head_dim,
-                   .c = s->scores + key0, .ldc = s->score_stride};
-    small_gemm(t, TILE_SET, rows, 1, 0);
 }
 
 /* Lanes of keys [j, j + VL) that the query sees: all bits or none. */
@@ -144,17 +158,29 @@ static void row_sums(const float *scores, size_t stride, int rows, int keys, flo
     }
 }
 
-static void weigh_values(const attention *a, attention_scratch *s, const int32_t *slots, int keys, int head,
-                         int rows) {
+/* Where a block's values can be read as rows of a matrix: in the pool itself if the slots follow each other. */
+static const float *value_rows(const attention *a, attention_scratch *s, const int32_t *slots, int count, int head,
+                               size_t *ld) {
+    const size_t offset = (size_t)head * a->head_dim;
+    if (a->type == FP32 && a->padded_dim == a->head_dim && slots[count - 1] - slots[0] == count - 1) {
+        int j = 1;
+        while (j < count && slots[j] == slots[j - 1] + 1) j++;
+        *ld = a->slot_stride;
+        if (j == count) return (const float *)a->values + (size_t)slots[0] * a->slot_stride + offset;
+    }
+    for (int j = 0; j < count; j++)
+        widen(a->type, a->values, (size_t)slots[j] * a->slot_stride + offset, s->values + j * a->padded_dim, a->head_dim);
+    *ld = a->padded_dim;
+    return s->values;
+}
+
+static void weigh_values(const attention *a, attention_scratch *s, const int32_t *slots, int keys, int head, int rows) {
     memset(s->out, 0, sizeof(float) * rows * a->padded_dim);
     for (int key0 = 0; key0 < keys; key0 += KEY_BLOCK) {
         int count = imin(KEY_BLOCK, keys - key0);
-        for (int j = 0; j < count; j++) {
-            size_t at = (size_t)slots[key0 + j] * a->slot_stride + (size_t)head * a->head_dim;
-            widen(a->type, a->values, at, s->values + j * a->padded_dim, a->head_dim);
-        }
-        tile_args t = {.x = s->scores + key0, .ldx = s->score_stride, .w = s->values, .ldw = a->padded_dim,
-                       .panel_stride = PANEL, .depth = count, .c = s->out, .ldc = a->padded_dim};
+        tile_args t = {.x = s->scores + key0, .ldx = s->score_stride, .panel_stride = PANEL, .depth = count,
+                       .c = s->out, .ldc = a->padded_dim};
+        t.w = value_rows(a, s, slots + key0, count, head, &t.ldw);
         small_gemm(t, TILE_CHAIN, rows, a->padded_dim / PANEL, PANEL);
     }
 }
@@ -169,11 +195,10 @@ static void attend(const attention *a, attention_scratch *s, int request, int he
     const int padded = ceil_div(keys, PANEL) * PANEL;
     float sums[MAX_HEAD_GROUP];
 
-    for (int i = 0; i < queries; i++)
-        memcpy(s->q + i * group * dim, a->q + (first + q0 + i) * a->q_stride + (size_t)head * group * dim,
-               sizeof(float) * group * dim);
-    for (int key0 = 0; key0 < keys; key0 += PANEL)
-        score_block(a, s, slots + key0, imin(PANEL, keys - key0), head, rows, key0);
+    for (int r = 0; r < rows; r++)
+        memcpy(s->q + r * a->padded_dim,
+               a->q + (first + q0 + r / group) * a->q_stride + (size_t)(head * group + r % group) * dim, sizeof(float) * dim);
+    score_all(a, s, slots, keys, head, rows);
     for (int r = 0; r < rows; r++) {
         int query = q0 + r / group;
         const uint8_t *mask = a->mask ? a->mask + a->mask_start[request] + (int64_t)query * kv : NULL;

@@ -34,12 +34,25 @@ static void rms_norm(const float *x, const float *weight, float *y, int n, float
     for (; i < n; i++) y[i] = x[i] * scale * weight[i];
 }
 
-static void norm_share(const team *t, const pass *p, const float *weight, float *out) {
-    const int n = p->m->shape.hidden;
-    int begin, end;
-    team_share(t, p->b->tokens, &begin, &end);
-    for (int i = begin; i < end; i++)
-        rms_norm(p->residual + (size_t)i * n, weight, out + (size_t)i * n, n, p->m->shape.norm_eps);
+static void norm_rows(const pass *p, const float *weight, float *out, int begin, int end) {
+    const size_t n = p->m->shape.hidden;
+    for (int i = begin; i < end; i++) rms_norm(p->residual + i * n, weight, out + i * n, (int)n, p->m->shape.norm_eps);
+}
+
+/* The normed residual. A few rows every member norms for itself: a barrier costs more, above all on a host where
+ * another process may hold up one of the members. */
+static const float *normed_rows(const team *t, const pass *p, const float *weight) {
+    const int tokens = p->b->tokens;
+    int begin = 0, end = tokens;
+    if ((int64_t)tokens * p->m->shape.hidden <= OWN_NORM_FLOATS) {
+        float *own = p->m->members[t->rank].normed;
+        norm_rows(p, weight, own, 0, tokens);
+        return own;
+    }
+    team_share(t, tokens, &begin, &end);
+    norm_rows(p, weight, p->normed, begin, end);
+    team_barrier(t);
+    return p->normed;
 }
 
 static void embed_share(const team *t, const pass *p) {
@@ -95,12 +108,12 @@ static void attention_phase(const team *t, const pass *p, int index) {
 }
 
 /* In row blocks, so that the activations between the two products stay in cache. */
-static void mlp_phase(const team *t, const pass *p, const layer *l, gemm_scratch *scratch) {
+static void mlp_phase(const team *t, const pass *p, const layer *l, const float *normed, gemm_scratch *scratch) {
     const size_t hidden = p->m->shape.hidden;
     for (int row0 = 0; row0 < p->b->tokens; row0 += ROW_BLOCK) {
         const int rows = imin(ROW_BLOCK, p->b->tokens - row0);
         const size_t block = (size_t)rows * DEPTH;
-        operand x = {p->normed + row0 * hidden, hidden, DEPTH}, activated = {p->mlp, DEPTH, block};
+        operand x = {normed + row0 * hidden, hidden, DEPTH}, activated = {p->mlp, DEPTH, block};
         gemm(t, &l->gate_up, x, rows, (epilogue){EPILOGUE_SILU, p->mlp, DEPTH, block}, scratch);
         team_barrier(t);
         gemm(t, &l->down, activated, rows, (epilogue){EPILOGUE_ADD, p->residual + row0 * hidden, hidden, 0}, scratch);
@@ -116,9 +129,7 @@ static void layer_share(const team *t, const pass *p, int index) {
     gemm_scratch *scratch = &p->m->members[t->rank].gemm;
     int begin, end;
 
-    norm_share(t, p, l->input_norm, p->normed);
-    team_barrier(t);
-    operand x = {p->normed, hidden, DEPTH};
+    operand x = {normed_rows(t, p, l->input_norm), hidden, DEPTH};
     gemm(t, &l->qkv, x, tokens, (epilogue){EPILOGUE_STORE, p->qkv, qkv_size, 0}, scratch);
     team_barrier(t);
     team_share(t, tokens, &begin, &end);
@@ -129,16 +140,17 @@ static void layer_share(const team *t, const pass *p, int index) {
     operand attended = {p->attended, q_size, DEPTH};
     gemm(t, &l->o, attended, tokens, (epilogue){EPILOGUE_ADD, p->residual, hidden, 0}, scratch);
     team_barrier(t);
-    norm_share(t, p, l->post_norm, p->normed);
-    team_barrier(t);
-    mlp_phase(t, p, l, scratch);
+    mlp_phase(t, p, l, normed_rows(t, p, l->post_norm), scratch);
 }
 
 static void forward_share(const team *t, void *data) {
     const pass *p = data;
+    int begin, end;
     embed_share(t, p);
+    team_barrier(t);
     for (int i = 0; i < p->m->shape.layers; i++) layer_share(t, p, i);
-    norm_share(t, p, p->m->shape.final_norm, p->b->hidden);
+    team_share(t, p->b->tokens, &begin, &end);
+    norm_rows(p, p->m->shape.final_norm, p->b->hidden, begin, end);
 }
 
 /* Queries per attention item: many share a pass over the keys, but their scores should stay in L2. */
@@ -176,14 +188,14 @@ static int plan_attention(pass *p, int threads) {
         .out = p->attended, .slot_stride = b->slot_stride, .requests = n, .qo_indptr = b->qo_indptr,
         .kv_indptr = b->kv_indptr, .kv_indices = b->kv_indices, .mask = b->mask, .mask_start = mask_start,
         .item_start = item_start, .block_queries = block};
-    const size_t sizes[] = {rows * s->head_dim, scores, rows * padded_dim, (size_t)s->head_dim * PANEL,
+    const size_t sizes[] = {rows * padded_dim, scores, rows * padded_dim, (size_t)4 * padded_dim,
                             (size_t)KEY_BLOCK * padded_dim};
     size_t total = 0;
     for (int i = 0; i < 5; i++) total += ceil_div((int)sizes[i], 16) * 16;
     for (int i = 0; i < threads; i++) {
         float *data = reserve(&m->members[i].attention, sizeof(float) * total);
         if (!data) return 0;
-        memset(data + total - sizes[4], 0, sizeof(float) * sizes[4]); /* padding columns of the values */
+        if (padded_dim != s->head_dim) memset(data, 0, sizeof(float) * total); /* padding columns */
         float *parts[5];
         for (int j = 0; j < 5; data += ceil_div((int)sizes[j], 16) * 16, j++) parts[j] = data;
         m->members[i].parts = (attention_scratch){parts[0], parts[1], parts[2], parts[3], parts[4], stride};

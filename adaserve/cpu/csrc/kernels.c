@@ -2,11 +2,25 @@
 #include "forward.h"
 #include "sampling.h"
 
+#define WORK_PER_THREAD 4000000 /* weights x (rows + 8): some 80 us */
+
+/* Members that pay for the work: fewer for little of it, where barriers would cost more than they gain. */
+static int useful_threads(int64_t weights, int64_t rows, int threads) {
+    const int64_t work = weights * (rows + 8) / WORK_PER_THREAD + 1;
+    return work < threads ? (int)work : threads;
+}
+
+static int64_t layer_weights(const model *m) {
+    const layer *l = m->layers;
+    return m->shape.layers ? (int64_t)(l->qkv.bytes + l->o.bytes + l->gate_up.bytes + l->down.bytes) / 2 : 0;
+}
+
 /* 0, or -1 when memory is short. */
 EXPORT int ada_forward(model *m, const batch *b, int threads) {
     const model_source *s = &m->shape;
     const size_t rows = b->tokens, q_size = (size_t)s->heads * s->head_dim;
     const size_t mlp = (size_t)ceil_div(s->intermediate, DEPTH) * DEPTH * imin(b->tokens, ROW_BLOCK);
+    threads = useful_threads(layer_weights(m) * s->layers, b->tokens, threads);
     pass p = {.m = m, .b = b};
     p.residual = reserve(&m->residual, sizeof(float) * rows * s->hidden);
     p.normed = reserve(&m->normed, sizeof(float) * rows * s->hidden);
@@ -46,6 +60,7 @@ static void head_share(const team *t, void *data) {
 }
 
 static int run_head(head_pass p, int threads) {
+    threads = useful_threads((int64_t)p.m->shape.vocab * p.m->shape.hidden, p.rows, threads);
     if (!p.logits) p.logits = reserve(&p.m->logits, sizeof(float) * p.rows * p.m->shape.vocab);
     if (!p.logits || !reserve_members(p.m, threads)) return -1;
     team_run(head_share, &p, threads);

@@ -38,8 +38,11 @@ typedef struct {
     size_t bytes;
 } buffer;
 
+#define OWN_NORM_FLOATS 16384 /* up to here each member norms all rows for itself */
+
 typedef struct {
     gemm_scratch gemm;
+    float normed[OWN_NORM_FLOATS];
     buffer attention;
     attention_scratch parts;
 } member;
