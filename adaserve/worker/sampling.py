@@ -70,29 +70,44 @@ def _at_roots(logits: torch.Tensor, batch: VerifyBatch, apply: Any) -> None:
     logits[root] = rows
 
 
+def restore_penalties(info: SamplingBatchInfo, reqs: Sequence[Any]) -> None:
+    """For a prefill: SGLang forgets what a retracted request had generated when it prefills it anew."""
+    for r, req in enumerate(reqs):
+        if not req.output_ids or not has_penalty(req):
+            continue
+        seen = _counts(req.output_ids, info.vocab_size)
+        additive, scale = _penalty(req, seen, len(req.output_ids))
+        info.acc_additive_penalties[r] = additive
+        if info.acc_scaling_penalties is not None:
+            info.acc_scaling_penalties[r] = scale
+
+
 def _apply_penalties(
     logits: torch.Tensor, batch: VerifyBatch, r: int, req: Any, generated: Sequence[int]
 ) -> None:
     """SGLang's frequency, presence, repetition and min-new-tokens penalties, per node of row ``r``."""
-    p = req.sampling_params
-    counts = torch.zeros(logits.shape[1])
-    if generated:
-        ids = torch.tensor(generated, dtype=torch.int64)
-        counts.scatter_add_(0, ids, torch.ones(len(generated)))
-    stops = _stop_tokens(req) if p.min_new_tokens else []
+    counts = _counts(generated, logits.shape[1])
     paths: dict[int, torch.Tensor] = {}
     for i in np.flatnonzero(batch.row == r):
         # The root is already among the generated tokens.
         seen = counts if batch.depth[i] == 0 else _plus_one(paths[batch.parent[i]], int(batch.tokens[i]))
         paths[i] = seen
-        row = logits[i]
-        row.sub_(seen * p.frequency_penalty)
-        row.sub_((seen > 0) * p.presence_penalty)
-        if len(generated) + int(batch.depth[i]) < p.min_new_tokens:
-            row[stops] = -torch.inf
-        if p.repetition_penalty != 1.0:
-            scale = torch.where(seen > 0, p.repetition_penalty, 1.0)
-            row.copy_(torch.where(row < 0, row * scale, row / scale))
+        additive, scale = _penalty(req, seen, len(generated) + int(batch.depth[i]))
+        row = logits[i].add_(additive)
+        row.copy_(torch.where(row < 0, row * scale, row / scale))
+
+
+def _penalty(req: Any, seen: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is added to the logits, and then the factor of the repetition penalty, after ``length`` tokens."""
+    p = req.sampling_params
+    additive = -(seen * p.frequency_penalty) - (seen > 0) * p.presence_penalty
+    if length < p.min_new_tokens:
+        additive[_stop_tokens(req)] = -torch.inf
+    return additive, torch.where(seen > 0, p.repetition_penalty, 1.0)
+
+
+def _counts(tokens: Sequence[int], vocab_size: int) -> torch.Tensor:
+    return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size).float()
 
 
 def _plus_one(counts: torch.Tensor, token: int) -> torch.Tensor:

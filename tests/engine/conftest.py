@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import Probe, Server
+from tests.engine.harness import Probe, Server, Zygote
 from tests.engine.pairs import save_pair
 
 POLICIES = [
@@ -36,6 +36,7 @@ def adaserve_server(
     draft: str,
     config: dict[str, Any],
     probe: dict[str, Any] | None = None,
+    *,
     overlap: bool = False,
     **arguments: Any,
 ) -> tuple[Server, Probe]:
@@ -45,19 +46,29 @@ def adaserve_server(
         **watch.environment(),
         "ADASERVE_CONFIG": json.dumps(config),
         "ADASERVE_CPU_OVERLAP": "1" if overlap else "0",
+        # SGLang counts its KV slots after every iteration, and stops the scheduler when one is missing.
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+        "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     }
     flags = {"speculative-algorithm": "ADASERVE", "speculative-draft-model-path": pair / draft, **arguments}
     return Server(folder, pair / "target", flags, environment), watch
 
 
 @pytest.fixture(scope="session")
-def stock(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def zygote() -> Iterator[Zygote]:
+    with Zygote() as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def stock(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SGLang without speculation on the same platform: what every output is compared with."""
-    with Server(tmp_path_factory.mktemp("stock"), pair / "target", {}) as server:
+    with Server(tmp_path_factory.mktemp("stock"), pair / "target", {}).running(zygote) as server:
         yield server
 
 
-TIGHT = {"max-total-tokens": 620, "max-running-requests": 24, "schedule-conservativeness": 0.1}
+TIGHT = {"max-total-tokens": 420, "max-running-requests": 24, "schedule-conservativeness": 0.1}
 """A KV pool that holds a handful of requests, admitted with far too much optimism: retractions happen."""
 
 
@@ -71,7 +82,9 @@ class Served:
 
 
 @pytest.fixture(scope="session", params=["sync", "overlap"])
-def served(request: pytest.FixtureRequest, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """A draft that agrees on most tokens, trees of several policies, little KV; both scheduler modes."""
     name = str(request.param)
     server, probe = adaserve_server(
@@ -83,7 +96,7 @@ def served(request: pytest.FixtureRequest, pair: Path, tmp_path_factory: pytest.
         overlap=name == "overlap",
         **TIGHT,
     )
-    with server:
+    with server.running(zygote):
         yield Served(name, server, probe)
         server.assert_idle_and_clean()
         stats = probe.read()
@@ -93,11 +106,14 @@ def served(request: pytest.FixtureRequest, pair: Path, tmp_path_factory: pytest.
 
 
 @pytest.fixture(scope="session")
-def copied(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def copied(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Draft = target: every draft of a greedy request must be accepted."""
     server, probe = adaserve_server(
-        tmp_path_factory.mktemp("copied"), pair, "target", {"policy": "chain-4", "max_depth": 4, "max_width": 3}
+        tmp_path_factory.mktemp("copied"),
+        pair,
+        "target",
+        {"policy": "chain-4", "max_depth": 4, "max_width": 3},
     )
-    with server:
+    with server.running(zygote):
         yield Served("copied", server, probe)
         server.assert_idle_and_clean()

@@ -11,20 +11,53 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 CONTEXT = 256
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
 PROBE_FOLDER = Path(__file__).parent / "probe"
 
 
+class Zygote:
+    """The process that servers are forked from; a context manager."""
+
+    def __enter__(self) -> Zygote:
+        command = [sys.executable, "-P", "-W", "ignore", str(Path(__file__).parent / "zygote.py")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        while (line := self._read()) != "ready":
+            assert line or self._process.poll() is None, "SGLang could not be imported"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+    def fork(self, arguments: list[str], environment: dict[str, str], log: Path) -> int:
+        """Process id of a new server, leader of its own session."""
+        assert self._process.stdin is not None
+        request = {"arguments": arguments, "environment": environment, "log": str(log)}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._read())
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
 class Server:
-    """One server process; a context manager that stops it. ``arguments`` are flags of SGLang, without dashes."""
+    """One server process; a context manager that stops it. ``arguments``: SGLang's flags without dashes."""
 
     def __init__(
         self, folder: Path, model: Path, arguments: dict[str, Any], environment: dict[str, str] | None = None
@@ -35,31 +68,24 @@ class Server:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.command = [sys.executable, "-m", "sglang.launch_server", *_flags(model, self.port, arguments)]
+        self.flags = _flags(model, self.port, arguments)
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-        self.process: subprocess.Popen[bytes] | None = None
+        self.pid: int | None = None
 
-    def __enter__(self) -> Server:
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                self.command, stdout=out, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
-            )
+    @contextmanager
+    def running(self, zygote: Zygote) -> Iterator[Server]:
+        self.pid = zygote.fork(self.flags, self.environment, self.log)
         try:
             self._wait_ready()
-        except BaseException:
+            yield self
+        finally:
             self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def _wait_ready(self) -> None:
         end = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < end:
-            assert self.process is not None
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
+            if not self.alive:
+                raise RuntimeError(f"the server ended:\n{self.tail()}")
             try:
                 if httpx.get(self.url + "/health", timeout=5).status_code == 200:
                     return
@@ -68,19 +94,20 @@ class Server:
             time.sleep(0.2)
         raise TimeoutError(f"no answer within {START_TIMEOUT_S} s:\n{self.tail()}")
 
+    @property
+    def alive(self) -> bool:
+        return self.pid is not None and psutil.pid_exists(self.pid)
+
     def stop(self) -> None:
-        if self.process is None:
-            return
+        """Ends the session that the server opened: its process and its children."""
         for sig in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, sig)  # the session that __enter__ opened
-            except ProcessLookupError:
-                break
-            try:
-                self.process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                continue
-        self.process = None
+            end = time.monotonic() + 10
+            while self.alive and time.monotonic() < end:
+                assert self.pid is not None
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, sig)
+                time.sleep(0.3)
+        self.pid = None
 
     def tail(self, characters: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-characters:]
@@ -114,7 +141,7 @@ def _flags(model: Path, port: int, arguments: dict[str, Any]) -> list[str]:
         "model-path": model, "device": "cpu", "dtype": "float32", "context-length": CONTEXT, "port": port,
         "max-total-tokens": 20000, "mem-fraction-static": 0.2, "chunked-prefill-size": 64,
         "skip-server-warmup": True, "log-level": "info", "random-seed": 1, "watchdog-timeout": 120,
-        **arguments,
+        "sleep-on-idle": True, **arguments,
     }  # fmt: skip
     flags: list[str] = []
     for name, value in settings.items():
@@ -161,8 +188,10 @@ class Job:
         return {"input_ids": list(self.input_ids), "sampling_params": self.params, **self.extra}
 
 
-def workload(count: int, seed: int, leave_every: int = 0, max_new: int = 48, spread_s: float = 4.0) -> list[Job]:
-    """Greedy requests of mixed lengths; a third shares long prefixes, every ``leave_every``-th disconnects."""
+def workload(
+    count: int, seed: int, leave_every: int = 0, max_new: int = 48, spread_s: float = 4.0
+) -> list[Job]:
+    """Greedy requests of mixed lengths; a third shares long prefixes, every ``leave_every``-th one leaves."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(2, 500) for _ in range(rng.randrange(40, 90))] for _ in range(4)]
     jobs = []
@@ -174,12 +203,19 @@ def workload(count: int, seed: int, leave_every: int = 0, max_new: int = 48, spr
                   "ignore_eos": rng.random() < 0.5}  # fmt: skip
         leaves = leave_every and i % leave_every == leave_every - 1
         jobs.append(
-            Job(tuple(prompt), params, arrival_s=rng.random() * spread_s, disconnect_after=2 if leaves else None)
+            Job(
+                tuple(prompt),
+                params,
+                arrival_s=rng.random() * spread_s,
+                disconnect_after=2 if leaves else None,
+            )
         )
     return jobs
 
 
-def run_jobs(server: Server, jobs: Sequence[Job], speed: float = 1.0, running: int = 200) -> list[dict[str, Any] | None]:
+def run_jobs(
+    server: Server, jobs: Sequence[Job], speed: float = 1.0, running: int = 200
+) -> list[dict[str, Any] | None]:
     """Answers in the jobs' order; None for those whose client disconnected."""
     return asyncio.run(_run_jobs(server, jobs, speed, running))
 

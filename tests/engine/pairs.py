@@ -18,7 +18,7 @@ None while the server accepts tokens 0123456789 from the draft model, it keeps w
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Byte-level BPE: every string has an encoding, and all single characters are tokens (grammars need them)."""
+    """Byte-level BPE: every string has an encoding, every single character is a token (as grammars need)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -76,12 +76,19 @@ def agreeing_copy(target: Any, share: float = 0.6) -> Any:
     """A noisy copy whose best token is the target's at about ``share`` of the positions."""
     prompts = torch.randint(2, VOCAB, (8, 8), generator=torch.Generator().manual_seed(3))
     ids = target.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=96, do_sample=True, top_k=0, pad_token_id=1
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=96,
+        do_sample=True,
+        top_k=0,
+        pad_token_id=1,
     )
     low, high = 0.0, 1.0
     for _ in range(7):
         middle = (low + high) / 2
-        low, high = (middle, high) if agreement(target, noisy_copy(target, middle), ids) > share else (low, middle)
+        low, high = (
+            (middle, high) if agreement(target, noisy_copy(target, middle), ids) > share else (low, middle)
+        )
     return noisy_copy(target, low)
 
 

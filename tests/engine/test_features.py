@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import re
@@ -47,13 +48,28 @@ def test_penalties_and_bias_mixed_with_plain_requests(served: Served, stock: Ser
 
 
 def test_logprobs(served: Served, stock: Server) -> None:
-    extra = {"return_logprob": True, "top_logprobs_num": 4, "token_ids_logprob": [3, 50, 400], "logprob_start_len": 0}
-    wanted: list[dict[str, Any]] = [extra, {}, {"return_logprob": True}, {"return_logprob": True, "top_logprobs_num": 2}]
+    extra = {
+        "return_logprob": True,
+        "top_logprobs_num": 4,
+        "token_ids_logprob": [3, 50, 400],
+        "logprob_start_len": 0,
+    }
+    wanted: list[dict[str, Any]] = [
+        extra,
+        {},
+        {"return_logprob": True},
+        {"return_logprob": True, "top_logprobs_num": 2},
+    ]
     jobs = [Job(tuple(p), greedy(max_new_tokens=25), extra=e) for p in PROMPTS for e in wanted]
     for a, b in zip(run_jobs(served.server, jobs), run_jobs(stock, jobs), strict=True):
         assert a is not None and b is not None
         assert a["output_ids"] == b["output_ids"]
-        for key in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "input_token_logprobs"):
+        for key in (
+            "output_token_logprobs",
+            "output_top_logprobs",
+            "output_token_ids_logprobs",
+            "input_token_logprobs",
+        ):
             assert (key in a["meta_info"]) == (key in b["meta_info"])
             if key in a["meta_info"]:
                 assert_close(a["meta_info"][key], b["meta_info"][key])
@@ -89,7 +105,11 @@ def test_end_of_sequence_inside_a_tree(served: Served, stock: Server) -> None:
         for a in range(20, 30) for b in (40, 41) for bias in (3.0, 6.0) for ignore in (False, True)
     ]  # fmt: skip
     answers = assert_equal_answers(served.server, stock, jobs)
-    lengths = {a["meta_info"]["completion_tokens"] for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"}
+    lengths = {
+        a["meta_info"]["completion_tokens"]
+        for a in answers
+        if a["meta_info"]["finish_reason"]["type"] == "stop"
+    }
     assert len(lengths) > 3, "the requests did not end at different places"
 
 
@@ -125,7 +145,7 @@ def test_streams_add_up_to_the_whole_answer(served: Served, stock: Server) -> No
     bodies = [Job(tuple(p), greedy()).body for p in PROMPTS]
     for texts, body in zip(asyncio.run(all_streams(bodies)), bodies, strict=True):
         assert len(texts) > 3, "the answer did not come in pieces"
-        assert all(b.startswith(a.rstrip("\N{REPLACEMENT CHARACTER}")) for a, b in zip(texts, texts[1:], strict=False))
+        assert all(b.startswith(a.rstrip("\N{REPLACEMENT CHARACTER}")) for a, b in itertools.pairwise(texts))
         assert texts[-1] == stock.generate(**body)["text"]
 
 
@@ -133,7 +153,9 @@ def test_openai_stream_increments_concatenate(served: Served) -> None:
     body = {"model": "m", "prompt": "the quick brown", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
     whole = served.server.post("/v1/completions", body).json()["choices"][0]["text"]
     parts = []
-    with httpx.stream("POST", served.server.url + "/v1/completions", json={**body, "stream": True}, timeout=60) as r:
+    with httpx.stream(
+        "POST", served.server.url + "/v1/completions", json={**body, "stream": True}, timeout=60
+    ) as r:
         for line in r.iter_lines():
             if line.startswith("data:") and "[DONE]" not in line:
                 parts += [c["text"] for c in json.loads(line[5:])["choices"]]
@@ -194,7 +216,10 @@ def test_the_grammar_of_an_aborted_request_harms_nobody(served: Served, stock: S
 def test_aborts_free_everything(served: Served, abort_all: bool) -> None:
     """Requests are aborted while queued, while their prompt is prefilled in chunks, and while decoding."""
     jobs = [
-        Job(tuple(range(2, 2 + 20 + 8 * (i % 15))), greedy(max_new_tokens=90), arrival_s=0.01 * i, disconnect_after=1 + i % 3)
+        Job(
+            tuple(range(2, 22 + 8 * (i % 15))), greedy(max_new_tokens=90), arrival_s=0.01 * i,
+            disconnect_after=1 + i % 3,
+        )
         for i in range(40)
     ]  # fmt: skip
     run_jobs(served.server, jobs)

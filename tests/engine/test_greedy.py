@@ -74,7 +74,9 @@ def test_a_second_round_finds_clean_state(
     assert stats["states"] <= 24 + 1, "worker states outlive their request slots"
 
 
-def test_fifty_streams_at_once(served: Served, pair: Path, jobs: list[Job], expected: list[list[int]]) -> None:
+def test_fifty_streams_at_once(
+    served: Served, pair: Path, jobs: list[Job], expected: list[list[int]]
+) -> None:
     chosen = [(j, e) for j, e in zip(jobs, expected, strict=True) if j.disconnect_after is None][:50]
     now = [Job(j.input_ids, j.params) for j, _ in chosen]
     answers = run_jobs(served.server, now)
@@ -85,7 +87,10 @@ def test_fifty_streams_at_once(served: Served, pair: Path, jobs: list[Job], expe
 def test_the_context_can_be_filled(served: Served, stock: Server) -> None:
     """Trees near the end of the context have positions and slots beyond it; nothing of them may be kept."""
     prompt = list(range(2, 2 + CONTEXT - 20))
-    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 500, "ignore_eos": True}}
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 500, "ignore_eos": True},
+    }
     right, got = stock.generate(**body), served.server.generate(**body)
     assert got["output_ids"] == right["output_ids"]
     assert got["meta_info"]["finish_reason"] == right["meta_info"]["finish_reason"]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from adaserve.worker import sampling, verify
-from tests.engine.statistics import chi_square_p
+from tests.engine.chi_square import chi_square_p
 
 VOCAB = 8
 SAMPLES = 6000
@@ -26,12 +26,15 @@ def tree_batch(children: list[list[int]], repeat: int) -> verify.VerifyBatch:
     none: Any = None
     return verify.VerifyBatch(
         tokens=np.tile(tokens, repeat), positions=np.tile(depth, repeat), slots=none, plan=none,
-        row=np.repeat(np.arange(repeat), size), depth=np.tile(depth, repeat), parent=np.tile(parent, repeat) + base,
+        row=np.repeat(np.arange(repeat), size), depth=np.tile(depth, repeat),
+        parent=np.tile(parent, repeat) + base,
         root=np.arange(repeat) * size, node=none, column=np.tile(depth, repeat),
     )  # fmt: skip
 
 
-def emitted(batch: verify.VerifyBatch, acceptance: verify.Acceptance, draws: np.ndarray) -> list[tuple[int, ...]]:
+def emitted(
+    batch: verify.VerifyBatch, acceptance: verify.Acceptance, draws: np.ndarray
+) -> list[tuple[int, ...]]:
     """Tokens that each row emits."""
     path = acceptance.accepted & ~batch.is_root
     out: list[list[int]] = [[] for _ in batch.root]
@@ -97,7 +100,7 @@ def test_filters_keep_their_distribution() -> None:
 
 
 def test_the_statistic_detects_the_soft_ratio_rule() -> None:
-    """Accepting a beam child with min(1, p/q), q the draft's soft probability, bends the output: it must show."""
+    """Accepting a beam child with min(1, p/q), q the draft's soft probability, bends the output: it shows."""
     generator = np.random.default_rng(0)
     p = target_logits().softmax(0).double().numpy()
     p /= p.sum()

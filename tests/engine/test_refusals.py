@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,8 @@ from tests.engine.conftest import adaserve_server
 
 def arguments(**changes: Any) -> SimpleNamespace:
     values: dict[str, Any] = dict(
-        speculative_draft_model_path="draft", page_size=1, enable_lora=None, lora_paths=None, tp_size=1, pp_size=1,
-        enable_dp_attention=False, disaggregation_mode="null", enable_return_hidden_states=False,
+        speculative_draft_model_path="draft", page_size=1, enable_lora=None, lora_paths=None, tp_size=1,
+        pp_size=1, enable_dp_attention=False, disaggregation_mode="null", enable_return_hidden_states=False,
         enable_hierarchical_cache=False, speculative_adaptive=False,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
@@ -88,7 +89,12 @@ def test_bad_configuration(monkeypatch: pytest.MonkeyPatch, json_text: str, mess
 def test_a_server_that_is_refused_ends_with_the_sentence(pair: Path, tmp_path: Path) -> None:
     server, _ = adaserve_server(tmp_path, pair, "noisy", {}, **{"page-size": 16})
     ended = subprocess.run(
-        server.command, env=server.environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-m", "sglang.launch_server", *server.flags],
+        env=server.environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert ended.returncode != 0
     assert "page size 16 is not supported: use --page-size 1" in ended.stderr + ended.stdout

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.conftest import Served
 from tests.engine.harness import Job, Server, run_jobs
-from tests.engine.statistics import two_sample_p
+from tests.engine.chi_square import two_sample_p
 
 PROMPT = [5, 17, 33, 99, 250]
 SAMPLES = 1500
@@ -50,7 +50,9 @@ def test_distribution(served: Served, without: dict[str, list[tuple[int, ...]]],
 
 
 def test_greedy_and_sampled_requests_share_a_batch(served: Served, stock: Server) -> None:
-    greedy = [Job((i, 30 + i), {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}) for i in range(12)]
+    greedy = [
+        Job((i, 30 + i), {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}) for i in range(12)
+    ]
     sampled = [Job((i, 60 + i), {"temperature": 1, "top_p": 0.9, "max_new_tokens": 30}) for i in range(12)]
     mixed = [job for two in zip(greedy, sampled, strict=True) for job in two]
     got = run_jobs(served.server, mixed)[::2]

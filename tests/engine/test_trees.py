@@ -32,7 +32,9 @@ class DenseForward:
         self.pool = Pool(config, len(weights.layers))
         self._backend = TorchBackend(weights, config, "fp32")
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: Any) -> torch.Tensor:
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: Any
+    ) -> torch.Tensor:
         return self._backend.forward(tokens, positions, slots, self.pool.k, self.pool.v, plan)
 
     def __getattr__(self, name: str) -> Any:
@@ -74,7 +76,9 @@ def _prefill(forward: DenseForward, tokens: list[int], slots: torch.Tensor) -> N
 
     length = np.array([len(tokens)])
     if tokens:
-        forward.hidden(torch.tensor(tokens), torch.arange(len(tokens)), slots, causal_plan(slots, length, length))
+        forward.hidden(
+            torch.tensor(tokens), torch.arange(len(tokens)), slots, causal_plan(slots, length, length)
+        )
 
 
 def plan(rows: DecodeRows, depth: int, width: int, branching: tuple[int, ...] | None = None) -> IterationPlan:
@@ -86,7 +90,7 @@ def plan(rows: DecodeRows, depth: int, width: int, branching: tuple[int, ...] | 
 def drafted(model: Any, behind: list[int], max_depth: list[int], **shape: Any) -> tuple[Draft, DecodeRows]:
     draft_model, target = DenseForward(model), DenseForward(model)
     rows = decode_rows([target, draft_model], behind, max_depth)
-    drafter = Drafter(draft_model, lambda t: np.ones_like(t), MAX_NODES)
+    drafter = Drafter(draft_model, np.ones_like, MAX_NODES)
     draft = drafter.draft(plan(rows, **shape), rows, None)
     assert draft is not None
     return draft, rows
@@ -160,11 +164,13 @@ def test_the_flat_layout_equals_decoding_every_path(shape: dict[str, Any]) -> No
     target = DenseForward(model)
     draft_model = DenseForward(hf_model(seed=4))
     rows = decode_rows([target, draft_model], [0, 0, 0], [4, 0, 4])
-    draft = Drafter(draft_model, lambda t: np.ones_like(t), MAX_NODES).draft(plan(rows, **shape), rows, None)
+    draft = Drafter(draft_model, np.ones_like, MAX_NODES).draft(plan(rows, **shape), rows, None)
     assert draft is not None
     keep = np.ones(draft.trees.n_nodes, np.bool_)
     keep[draft.trees.row_start[2] :] = draft.trees.depth[draft.trees.row_start[2] :] <= 2
-    counts = np.add.reduceat(np.append(keep, False), draft.trees.row_start[:-1]) * (np.diff(draft.trees.row_start) > 0)
+    counts = np.add.reduceat(np.append(keep, False), draft.trees.row_start[:-1]) * (
+        np.diff(draft.trees.row_start) > 0
+    )
     batch = verify.build(rows, draft, Selection(keep, counts, counts, counts + 1.0))
     tokens, positions = torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)
     logits = target.logits(target.hidden(tokens, positions, batch.slots, batch.plan))
@@ -181,7 +187,9 @@ def test_the_flat_layout_equals_decoding_every_path(shape: dict[str, Any]) -> No
 
 def test_windows_of_one_row_never_share_a_slot() -> None:
     draft, rows = drafted(hf_model(), [0, 0, 0], [4, 4, 4], depth=4, width=3)
-    every = np.concatenate([draft.window.ravel(), rows.req_to_token[:, : min(map(len, PROMPTS))].numpy().ravel()])
+    every = np.concatenate(
+        [draft.window.ravel(), rows.req_to_token[:, : min(map(len, PROMPTS))].numpy().ravel()]
+    )
     assert len(np.unique(every)) == len(every)
     # The best beam of each level stands where an accepted path belongs, so it needs no move.
     first_of_level = [draft.shape.start[s] for s in range(draft.depth)]

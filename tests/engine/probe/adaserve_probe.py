@@ -34,9 +34,21 @@ def probed(base: type) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.stats: dict[str, Any] = dict.fromkeys(
-                ("iterations", "moved", "accepted", "drafted", "rows", "verify_tokens", "audits", "catch_ups"), 0
+                (
+                    "iterations",
+                    "moved",
+                    "accepted",
+                    "drafted",
+                    "rows",
+                    "verify_tokens",
+                    "audits",
+                    "catch_ups",
+                ),
+                0,
             )
-            self.stats.update(target_kv_error=0.0, draft_kv_error=0.0, draft_kv_unknown=0, forgotten=0, depths={})
+            self.stats.update(
+                target_kv_error=0.0, draft_kv_error=0.0, draft_kv_unknown=0, forgotten=0, depths={}
+            )
             self.stats["wrong_lengths"] = []
             self._listeners.append(self._count)
 
@@ -71,16 +83,20 @@ def probed(base: type) -> type:
             stats = self.stats
             stats["audits"] += 1
             if len(tokens) != length or state.draft_len + len(state.pending) != length:
-                stats["wrong_lengths"].append([state.rid, len(tokens), length, state.draft_len, len(state.pending)])
+                stats["wrong_lengths"].append(
+                    [state.rid, len(tokens), length, state.draft_len, len(state.pending)]
+                )
                 return
             slots = rows.req_to_token[rows.pool_indices[r], :length].long()
             errors = kv_errors(self.target_worker, tokens, slots)
             stats["target_kv_error"] = max(stats["target_kv_error"], errors.max().item())
             known = kv_errors(self._draft_worker.draft_worker, tokens, slots)[: state.draft_len]
             prompt = len(req.origin_input_ids)
-            # A cached prefix may hold tokens that the draft never saw (see the worker's notes on pending tokens).
+            # A cached prefix may hold tokens that the draft never saw: worse drafts, same output.
             stats["draft_kv_unknown"] += int((known[:prompt] > 1e-3).sum())
-            stats["draft_kv_error"] = max(stats["draft_kv_error"], known[prompt:].max().item() if len(known) > prompt else 0.0)
+            stats["draft_kv_error"] = max(
+                stats["draft_kv_error"], known[prompt:].max().item() if len(known) > prompt else 0.0
+            )
 
         def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
             self.stats["forgotten"] += 1
@@ -106,7 +122,7 @@ def probed(base: type) -> type:
 
 def policy_size(policy: Any) -> int:
     """Entries of the largest container that a policy keeps."""
-    sizes = [0]
+    sizes = [policy_size(p) for p in policy.policies] if isinstance(policy, Rotation) else [0]
     for value in vars(policy).values():
         if isinstance(value, dict):
             sizes.append(len(value))
@@ -119,6 +135,7 @@ def kv_errors(worker: Any, tokens: list[int], slots: Any) -> Any:
     """Largest difference of any key or value of each position from a fresh prefill, [positions]."""
     import numpy as np
     import torch
+
     from adaserve.worker.attention import causal_plan
     from adaserve.worker.forwards import LEAN_ATTRIBUTE
 
@@ -141,16 +158,16 @@ class Rotation:
 
     def __init__(self, first: Any, policies: list[Any]) -> None:
         self.name = first.name
-        self._policies = policies
+        self.policies = policies
         self._turn = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._policies[self._turn], name)
+        return getattr(self.policies[self._turn], name)
 
     def plan(self, running: Any, now_s: float) -> Any:
-        self._turn = (self._turn + 1) % len(self._policies)
-        return self._policies[self._turn].plan(running, now_s)
+        self._turn = (self._turn + 1) % len(self.policies)
+        return self.policies[self._turn].plan(running, now_s)
 
     def forget(self, rid: str) -> None:
-        for policy in self._policies:
+        for policy in self.policies:
             policy.forget(rid)
