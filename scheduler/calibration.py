@@ -102,7 +102,8 @@ class Calibrator:
         """Calibrated one-step probabilities of nodes with claimed ``q`` in ``row``; same shape as q."""
         ids = self._ids(classes)
         factor = self.factors()[ids] * self.request_factors(rids)[:, None]  # [n, N_BINS]
-        return np.minimum(CEILING, q * factor.ravel()[row * N_BINS + bin_of(q)])
+        p: FloatArray = np.minimum(CEILING, q * factor.ravel()[row * N_BINS + bin_of(q)])
+        return p
 
     def path_values(self, trees: CandidateTrees, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
         """Calibrated f(v) of every node, [m]."""

@@ -40,6 +40,7 @@ class PolicyConfig:
 
     turbo_k_max: int = 8
     turbo_probe_every: int = 32  # turbospec: iterations at k = 0 before one probe
+    turbo_skip_prefill: bool = False  # turbospec: no draft prefill above the batch size where k* was 0
     turbo_reset_steps: int = 32  # turbospec: skipped draft prefills before the threshold is lifted
     fixed_branching: tuple[int, ...] = (1, 1, 3, 1, 1, 1, 1, 1)  # SpecInfer's static tree
 

@@ -148,7 +148,7 @@ def slo_counts(ranked: Ranked, need: FloatArray, reach: float, n_max: int | None
 
 
 def best_counts(ranked: Ranked, first: IntArray, budget: int) -> IntArray:
-    """Throughput phase (Algorithm 2 lines 18-22): adds the ``budget`` globally best leftovers to ``first`` [n].
+    """Throughput phase (Algorithm 2 lines 18-22): ``first`` [n] plus the ``budget`` best leftovers anywhere.
 
     Returns kept nodes per row, [n].
     """

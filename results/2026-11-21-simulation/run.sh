@@ -32,7 +32,7 @@ ablation() {
     --policy priced-B144=priced:budget=144 --policy priced-untracked=priced:track_latency=False \
     --policy adaserve=$TUNED --policy adaserve-untuned=adaserve --policy adaserve-v1 \
     --policy global-greedy=global-greedy:budget=144,d_max=4,d_min=2 --policy equal-greedy=equal-greedy:budget=144,d_max=4,d_min=2 \
-    --policy fixed-tree --policy chain-3 --policy chain-6 --policy fcfs --policy stta --policy sep-pipe
+    --policy turbospec --policy turbospec-skip=turbospec:turbo_skip_prefill=True --policy fixed-tree --policy chain-3 --policy chain-6 --policy fcfs --policy stta --policy sep-pipe
 }
 for seeds in 0 0,1 0,1,2; do
   paper $seeds

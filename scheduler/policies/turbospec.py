@@ -63,10 +63,10 @@ class TurboSpecPolicy(BasePolicy):
     def wants_draft_prefill(self, n_running: int) -> bool:
         """Whether a new request should get draft KV (TurboSpec section 5.3; Listing 1 inverts the test).
 
-        Above the batch size at which k* first was 0 it is skipped; such a request can never speculate
+        With ``turbo_skip_prefill``: above the batch size at which k* first was 0 it is skipped; such a request can never speculate
         (drive it with ``max_depth`` 0). Every ``turbo_reset_steps`` skips the threshold is lifted.
         """
-        if n_running <= self._threshold:
+        if not self.config.turbo_skip_prefill or n_running <= self._threshold:
             return True
         self._skipped += 1
         if self._skipped >= self.config.turbo_reset_steps:

@@ -95,9 +95,7 @@ def run(  # noqa: PLR0917
     trace: Annotated[list[str], typer.Option(help="trace file, or synthetic:N:RPS[:BURST]; may be repeated")],
     policy: Annotated[
         list[str],
-        typer.Option(
-            help=f"{', '.join((*policy_names(), *ROW_ORDERS[1:]))}; or label=name:key=value,...; may be repeated"
-        ),
+        typer.Option(help=f"{', '.join((*policy_names(), *ROW_ORDERS[1:]))}; or label=name:key=value,..."),
     ] = ["adaserve"],  # noqa: B006 - typer copies it
     model: str = "llama-3.1-70b",
     gpu: str = "a100",

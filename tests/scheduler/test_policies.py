@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ class TestTurboSpec:
         assert depths.count(1) == 2 and depths.count(0) == 62
 
     def test_draft_prefill_stops_above_the_threshold_and_resets(self):
-        policy = build_policy("turbospec", self.costly())
+        policy = build_policy("turbospec", replace(self.costly(), turbo_skip_prefill=True))
         assert isinstance(policy, TurboSpecPolicy)
         assert policy.wants_draft_prefill(50)
         policy.plan(running(4), 0.0)  # k* = 0 at n = 4 sets the threshold

@@ -283,8 +283,9 @@ def spy(policy, recorder):
 
 class TestCommand:
     def test_writes_results(self, tmp_path):
-        arguments = ["run", "--trace", "synthetic:30:3", "--policy", "priced", "--policy", "small=adaserve:budget=64",
-                     "--seeds", "0,1", "--out", str(tmp_path / "out")]  # fmt: skip
+        policies = ["--policy", "priced", "--policy", "small=adaserve:budget=64"]
+        out = ["--seeds", "0,1", "--out", str(tmp_path / "out")]
+        arguments = ["run", "--trace", "synthetic:30:3", *policies, *out]
         got = CliRunner().invoke(app, arguments)
         assert got.exit_code == 0, got.output
         assert "SLO violations" in got.output and "small" in got.output
