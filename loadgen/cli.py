@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
@@ -40,7 +40,9 @@ def _output(text: str, **settings: Any) -> Any:
     return typer.Option(help=text, rich_help_panel="Output", **settings)
 
 
-Text, Number, Count = str | None, float | None, int | None
+Text: TypeAlias = str | None
+Number: TypeAlias = float | None
+Count: TypeAlias = int | None
 
 
 @bench_app.command("serve")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.recorder import Recorder
 from adaserve.loadgen.results import command_line, describe_host, write_json, write_summary
 from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts
-from adaserve.loadgen.server_metrics import scrape, server_side
+from adaserve.loadgen.server_metrics import Samples, scrape, server_side
 from adaserve.loadgen.stream import Target
 from adaserve.scheduler.metrics import RequestRecord
 
@@ -55,7 +54,7 @@ class LocalRun:
         self.reasons: list[str] = []
         self._dispatcher: Dispatcher | None = None
         self._schedule: Schedule | None = None
-        self._before: Mapping[str, Any] = {}
+        self._before: Samples = {}
         self._t0_epoch = 0.0
         self._finished = False
 

@@ -95,9 +95,10 @@ def _delta_text(delta: Mapping[str, Any] | None) -> str:
 def _parse_generate(data: Mapping[str, Any], seen: int) -> StreamEvent:
     meta = data.get("meta_info") or {}
     reason = meta.get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    detail = reason if isinstance(reason, Mapping) else {"type": reason}
+    kind = detail.get("type")
     if kind == "abort":
-        return StreamEvent(error=f"aborted: {reason.get('message', '')}".strip(": "))
+        return StreamEvent(error=f"aborted: {detail.get('message', '')}".strip(": "))
     verifications = meta.get("spec_verify_ct")
     tokens = meta.get("completion_tokens")
     return StreamEvent(

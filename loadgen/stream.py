@@ -141,6 +141,7 @@ class _Reader:
         self.api, self.record, self.now = api, record, now
         self.disconnect_after = disconnect_after
         self.text: list[str] = []
+        self._gaps_ms: list[float] = []
         self._seen = 0
         self._done = False
         self._usage_tokens: int | None = None
@@ -189,7 +190,7 @@ class _Reader:
             record.first_token_s = at_s
             record.first_chunk_tokens = event.output_tokens or 1
         elif event.text and record.last_token_s is not None:
-            record.itl_ms.append(round((at_s - record.last_token_s) * 1e3, 2))
+            self._gaps_ms.append(round((at_s - record.last_token_s) * 1e3, 2))
         # The end-of-text token has no text: its time is that of the event with the finish reason.
         record.last_token_s = at_s
         if event.text:
@@ -201,6 +202,7 @@ class _Reader:
         """Token counts, end time, verdict."""
         record = self.record
         record.end_s = self.now()
+        record.itl_ms = self._gaps_ms
         record.output_tokens = self._usage_tokens if self._usage_tokens is not None else record.n_chunks
         record.token_source = "usage" if self._usage_tokens is not None else "chunks"
         record.first_chunk_tokens = min(record.first_chunk_tokens, max(1, record.output_tokens))
