@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ class Behaviour:
     token_ms: float = 20.0  # per token after the first chunk
     per_chunk: int = 1  # tokens in each chunk
     first_chunk: int = 1  # tokens in the first chunk
+    jitter: float = 0.0  # each answer's token_ms is multiplied by 1 +- jitter (for pictures)
     error_after: int = 0  # tokens after which the stream breaks with an error event; 0 = never
     drop_after: int = 0  # tokens after which the connection is cut; 0 = never
     no_usage: bool = False
@@ -153,6 +155,7 @@ class FakeServer:
         }
         self.log.append(entry)
         options = data.get("stream_options") or {}
+        token_s = b.token_ms / 1e3 * (1 + b.jitter * random.uniform(-1, 1))
         due, sent, size = received + b.first_ms / 1e3, 0, b.first_chunk
         while sent < n:
             size = min(size, n - sent)
@@ -174,7 +177,7 @@ class FakeServer:
             entry["chunks"].append((at, sent))
             if writer.transport.is_closing():
                 raise ConnectionError
-            due += min(b.per_chunk, n - sent) * b.token_ms / 1e3
+            due += min(b.per_chunk, n - sent) * token_s
             size = b.per_chunk
         if options.get("include_usage") and not b.no_usage:
             told = {**usage, "completion_tokens": round(n * b.usage_factor)}

@@ -1,0 +1,117 @@
+"""Makes the pictures of docs/img with made-up traffic: ``python docs/screenshots.py``.
+
+Needs Chromium and its driver (Debian: chromium, chromium-driver)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+IMG = ROOT / "docs" / "img"
+sys.path[:0] = [str(ROOT / "tests" / "live"), str(ROOT / "tests" / "loadgen")]
+
+from browser import browser  # noqa: E402
+from fake_server import running_fake  # noqa: E402
+
+
+@contextmanager
+def live_page() -> Iterator[str]:
+    """A server process with the page and five minutes of made-up traffic."""
+    code = (
+        "import sys, socket, uvicorn; sys.path.insert(0, 'tests/live'); import test_page as t\n"
+        "sock = socket.create_server(('127.0.0.1', 0)); print(sock.getsockname()[1], flush=True)\n"
+        "app = t.Site([t.made_up().state()]).app\n"
+        "uvicorn.Server(uvicorn.Config(app, log_level='error')).run(sockets=[sock])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}/slo"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def shoot_live_page() -> None:
+    with live_page() as url:
+        for name, width, height, dark in (
+            ("slo-light", 1200, 850, False),
+            ("slo-dark", 1200, 850, True),
+            ("slo-phone", 390, 844, False),
+        ):
+            with browser(width, height, dark) as page:
+                page.open(url)
+                page.wait("return document.querySelectorAll('.u-over').length === 6", 60)
+                page.screenshot(IMG / f"{name}.png", full=name == "slo-light")
+
+
+def shoot_report(folder: Path) -> None:
+    with running_fake(token_ms=20) as fake:
+        for tag, token_ms in (("adaserve", 18), ("none", 27)):
+            fake.set(token_ms=token_ms, jitter=0.35)
+            for seed in ("0", "1"):
+                out = folder / f"{tag}-seed{seed}"
+                args = ["--url", fake.url, "--rps", "4", "--duration", "30", "--seed", seed]
+                args += ["--baseline-ms", "20", "--output-tokens", "30", "--out", str(out)]
+                bench = [sys.executable, "-m", "adaserve.loadgen", "bench", "serve", *args]
+                subprocess.run(bench, check=False, cwd=folder)
+    runs = [str(folder / f"{tag}-seed{seed}") for tag in ("adaserve", "none") for seed in (0, 1)]
+    report = [sys.executable, "-m", "adaserve.loadgen", "report", *runs, "--out", str(folder), "--no-png"]
+    subprocess.run(report, check=True)
+    with browser(1180, 1330) as page:
+        page.open(f"file://{folder}/report.html")
+        page.screenshot(IMG / "report.png", full=False)
+
+
+def shoot_locust(folder: Path) -> None:
+    config = folder / "mix.yaml"
+    config.write_text("baseline_ms: 20\nduration_s: 300\narrivals: {rps: 4}\n")
+    with running_fake(token_ms=20, jitter=0.35) as fake:
+        command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadgen" / "locustfile.py")]
+        command += ["--host", fake.url, "--bench-config", str(config), "--results", str(folder / "locust")]
+        command += ["--autostart", "--web-host", "127.0.0.1", "--web-port", "8976"]
+        process = subprocess.Popen(command)
+        try:
+            _wait_for("http://127.0.0.1:8976/")
+            with browser(1200, 560, dark=False) as page:
+                page.open("http://127.0.0.1:8976/?tab=slo")
+                page.wait("return document.body.innerText.includes('summarization')", 90)
+                time.sleep(20)
+                page.screenshot(IMG / "locust.png", full=False)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _wait_for(url: str) -> None:
+    end = time.monotonic() + 90
+    while time.monotonic() < end:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise SystemExit(f"nothing answers at {url}")
+
+
+def main() -> None:
+    IMG.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = sys.argv[1:] or ["live", "report", "locust"]
+        if "live" in wanted:
+            shoot_live_page()
+        if "report" in wanted:
+            shoot_report(Path(folder))
+        if "locust" in wanted:
+            shoot_locust(Path(folder))
+
+
+if __name__ == "__main__":
+    main()
