@@ -58,7 +58,10 @@ class AdaServeAlgorithm(CustomSpecAlgo):
 def refuse_unsupported(args: Any) -> None:
     """Raises ValueError with the remedy for a combination that ADASERVE cannot serve."""
     refusals = [
-        (not args.speculative_draft_model_path, "a draft model is missing: add --speculative-draft-model-path"),
+        (
+            not args.speculative_draft_model_path,
+            "a draft model is missing: add --speculative-draft-model-path",
+        ),
         ((args.page_size or 1) > 1, f"page size {args.page_size} is not supported: use --page-size 1"),
         (bool(args.enable_lora or args.lora_paths), "LoRA adapters are not supported: remove --lora-paths"),
         (args.tp_size > 1, "tensor parallelism is not supported yet: use --tp-size 1"),
@@ -68,8 +71,14 @@ def refuse_unsupported(args: Any) -> None:
             args.disaggregation_mode not in (None, "null"),
             "prefill/decode disaggregation is not supported: remove --disaggregation-mode",
         ),
-        (args.enable_return_hidden_states, "hidden states are not returned: remove --enable-return-hidden-states"),
-        (args.enable_hierarchical_cache, "the hierarchical cache is not supported: remove --enable-hierarchical-cache"),
+        (
+            args.enable_return_hidden_states,
+            "hidden states are not returned: remove --enable-return-hidden-states",
+        ),
+        (
+            args.enable_hierarchical_cache,
+            "the hierarchical cache is not supported: remove --enable-hierarchical-cache",
+        ),
         (
             args.speculative_adaptive,
             "--speculative-adaptive belongs to EAGLE; ADASERVE adapts in every iteration: remove it",

@@ -135,14 +135,23 @@ def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, An
                         "speedup_range": [ratios[0], ratios[-1]],
                         **{
                             k: statistics.median(getattr(s, k) for s in mine)
-                            for k in ("accept_length", "distinct_8grams", "iteration_ms", "target_ms", "draft_ms", "python_share")
+                            for k in (
+                                "accept_length",
+                                "distinct_8grams",
+                                "iteration_ms",
+                                "target_ms",
+                                "draft_ms",
+                                "python_share",
+                            )
                         },
                     }
                 )
     return rows
 
 
-def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[str, Any], command: str) -> None:
+def save(
+    path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[str, Any], command: str
+) -> None:
     """Writes everything that is needed to judge and repeat the measurement."""
     from adaserve.environment import describe_host
 

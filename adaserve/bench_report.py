@@ -47,7 +47,9 @@ def run_latency(
     console.print(f"written to {path}")
 
 
-def start_server(spec: ServerSpec, log: Path, console: Console, env: dict[str, str] | None = None) -> _Starting:
+def start_server(
+    spec: ServerSpec, log: Path, console: Console, env: dict[str, str] | None = None
+) -> _Starting:
     """A ``Server`` that shows that it is starting."""
     return _Starting(spec, log, console, env or {})
 
@@ -72,13 +74,30 @@ class _Starting:
 
 def progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
     )
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD, title="decode latency, interleaved with plain decoding")
-    for name in ("T", "batch", "policy", "TPOT ms", "speed-up", "range", "tokens/iter", "iter ms", "target", "draft", "other", "distinct 8-grams"):
+    for name in (
+        "T",
+        "batch",
+        "policy",
+        "TPOT ms",
+        "speed-up",
+        "range",
+        "tokens/iter",
+        "iter ms",
+        "target",
+        "draft",
+        "other",
+        "distinct 8-grams",
+    ):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for r in rows:
         low, high = r["speedup_range"]

@@ -20,10 +20,23 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure: load tests and latency.", no_args_is_help=True)
 console = Console(stderr=True)
 
-Model = Annotated[str | None, typer.Option("--model-path", help="Target: a folder or Hugging Face name.", show_default="the embedded model")]
-Draft = Annotated[str | None, typer.Option("--draft-model-path", help="Draft with the target's vocabulary.", show_default="the embedded model")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model-path", help="Target: a folder or Hugging Face name.", show_default="the embedded model"
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model-path", help="Draft with the target's vocabulary.", show_default="the embedded model"
+    ),
+]
 Size = Annotated[str, typer.Option(help="Parameters that the embedded target is widened to.")]
-PolicyName = Annotated[str, typer.Option("--policy", help="adaserve, adaserve-v1, priced, turbospec, chain-4, fixed-tree, none, ...")]
+PolicyName = Annotated[
+    str,
+    typer.Option("--policy", help="adaserve, adaserve-v1, priced, turbospec, chain-4, fixed-tree, none, ..."),
+]
 Budget = Annotated[int | None, typer.Option(min=1, help="Tokens per verification.", show_default="measured")]
 Weights = Annotated[str, typer.Option(help="How a CPU host stores weights: auto, fp32, fp16, bf16.")]
 
@@ -34,7 +47,13 @@ def _fail(error: Exception | str) -> NoReturn:
 
 
 def _spec(
-    model: str | None, draft: str | None, size: str, port: int, extra: tuple[str, ...] = (), host: str = "127.0.0.1", **settings: Any
+    model: str | None,
+    draft: str | None,
+    size: str,
+    port: int,
+    extra: tuple[str, ...] = (),
+    host: str = "127.0.0.1",
+    **settings: Any,
 ) -> Any:
     from adaserve.config import AdaServeConfig, ConfigError
     from adaserve.server import ServerError, ServerSpec
@@ -59,9 +78,20 @@ def serve(
     budget: Budget = None,
     max_depth: Annotated[int, typer.Option(help="Deepest candidate tree.")] = 8,
     max_width: Annotated[int, typer.Option(help="Widest beam.")] = 3,
-    slo_config: Annotated[Path | None, typer.Option(help="YAML file with the SLO classes.", show_default="coding, chat, summarization")] = None,
-    profile: Annotated[Path | None, typer.Option(help="JSON of `adaserve profile`.", show_default="the cached one, else measured at start")] = None,
-    baseline_ms: Annotated[float | None, typer.Option(help="ms per token that x_baseline SLOs multiply.", show_default="measured")] = None,
+    slo_config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with the SLO classes.", show_default="coding, chat, summarization"),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON of `adaserve profile`.", show_default="the cached one, else measured at start"
+        ),
+    ] = None,
+    baseline_ms: Annotated[
+        float | None,
+        typer.Option(help="ms per token that x_baseline SLOs multiply.", show_default="measured"),
+    ] = None,
     record: Annotated[Path | None, typer.Option(help="Record every iteration here, for replay.")] = None,
     cpu_weights: Weights = "auto",
 ) -> None:
@@ -94,9 +124,13 @@ def demo(
     *,
     seconds: Annotated[float, typer.Option(min=5, help="Length of the traffic.")] = 60.0,
     policy: Annotated[str, typer.Option(help="Policy that is shown beside `none`.")] = "adaserve",
-    rps: Annotated[float | None, typer.Option(help="Requests per second.", show_default="from this host's speed")] = None,
+    rps: Annotated[
+        float | None, typer.Option(help="Requests per second.", show_default="from this host's speed")
+    ] = None,
     size: Size = "100M",
-    out: Annotated[Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-demo")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-demo")
+    ] = None,
 ) -> None:
     """Watch three classes of requests get three speeds, with AdaServe and without it.
 
@@ -119,7 +153,10 @@ def profile(
     draft: Draft = None,
     size: Size = "100M",
     cpu_weights: Weights = "auto",
-    out: Annotated[Path | None, typer.Option(help="File to write.", show_default="a cache folder, where `serve` finds it")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to write.", show_default="a cache folder, where `serve` finds it"),
+    ] = None,
 ) -> None:
     """Measure draft and verification latency on this host, for the budget and for predictions.
 
@@ -140,14 +177,20 @@ def bench_latency(
     model: Model = None,
     draft: Draft = None,
     size: Size = "100M",
-    policies: Annotated[str, typer.Option(help="Comma-separated; `none` is always measured beside them.")] = "adaserve",
-    batches: Annotated[str, typer.Option(help="Comma-separated numbers of concurrent requests.")] = "1,4,8,16,32",
+    policies: Annotated[
+        str, typer.Option(help="Comma-separated; `none` is always measured beside them.")
+    ] = "adaserve",
+    batches: Annotated[
+        str, typer.Option(help="Comma-separated numbers of concurrent requests.")
+    ] = "1,4,8,16,32",
     temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,0.7",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 96,
     cpu_weights: Weights = "auto",
     budget: Budget = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-latency/latency.json")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-latency/latency.json")
+    ] = None,
 ) -> None:
     """TPOT against plain decoding at several batch sizes, interleaved in one run on one server."""
     from adaserve.bench_report import run_latency
@@ -164,9 +207,12 @@ def _mount() -> None:
     """Commands that live in other packages."""
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
+    from adaserve.scheduler.simulator.cli import app as simulator
 
     bench.command("serve")(loadgen.bench_serve)
     app.add_typer(bench, name="bench")
+    app.command("report")(loadgen.report)
+    app.add_typer(simulator, name="simulate")
     app.add_typer(pair, name="pair")
 
 

@@ -47,7 +47,9 @@ class AdaServeConfig:
         if self.budget is not None and self.budget < 1:
             raise ConfigError(f"budget must be at least 1 token, not {self.budget}")
         if self.baseline_ms is not None and not 0 < self.baseline_ms < 1e6:
-            raise ConfigError(f"baseline_ms must be a positive number of milliseconds, not {self.baseline_ms}")
+            raise ConfigError(
+                f"baseline_ms must be a positive number of milliseconds, not {self.baseline_ms}"
+            )
         for name in ("slo_config", "profile"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():

@@ -46,7 +46,9 @@ def run_demo(
             console.print(f"\n[bold]policy {name}[/]")
             summaries[name] = run_bench(config, folder / name, console=console)
     _show(summaries, folder)
-    console.print(f"requests, summaries and figures: {folder}  (adaserve report {folder}/{policy} {folder}/{PLAIN})")
+    console.print(
+        f"requests, summaries and figures: {folder}  (adaserve report {folder}/{policy} {folder}/{PLAIN})"
+    )
     return summaries
 
 
@@ -86,7 +88,17 @@ def _bearable_rps(latency: LatencyModel, classes: dict[str, Any]) -> float:
 
 def _show(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
     table = Table(box=SIMPLE_HEAD, title="who got the speed they asked for")
-    heads = ("class", "policy", "requests", "SLO ms", "TPOT mean", "TPOT p99", "attained", "goodput tok/s", "tokens/iter")
+    heads = (
+        "class",
+        "policy",
+        "requests",
+        "SLO ms",
+        "TPOT mean",
+        "TPOT p99",
+        "attained",
+        "goodput tok/s",
+        "tokens/iter",
+    )
     for head in heads:
         table.add_column(head, justify="left" if head in ("class", "policy") else "right")
     names = [*next(iter(summaries.values()))["by_class"], "all"]

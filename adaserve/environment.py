@@ -40,7 +40,9 @@ def git_sha() -> str | None:
     """Commit of the working tree that this code runs from, with ``-dirty`` when it differs."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
     try:
-        out = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True)
+        out = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return out.stdout.strip() or None

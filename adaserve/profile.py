@@ -23,7 +23,9 @@ def run_profile(spec: ServerSpec, out: Path | None, console: Console) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ticks, log = Path(folder) / "ticks", Path(folder) / "server.log"
         ticks.touch()
-        env = {PROFILE_ENV: json.dumps({"ticks": str(ticks), "out": None if out is None else str(out.resolve())})}
+        env = {
+            PROFILE_ENV: json.dumps({"ticks": str(ticks), "out": None if out is None else str(out.resolve())})
+        }
         stop = threading.Event()
         watcher = threading.Thread(target=_watch, args=(ticks, stop, console), daemon=True)
         watcher.start()
@@ -54,8 +56,12 @@ def _show(path: Path, console: Console) -> None:
     for phase, forms in fit.errors.items():
         for form, error in forms.items():
             mark = " *" if fit.chosen[phase] == form else ""
-            table.add_row(phase, form + mark, f"{error.mean:.1%}", f"{error.worst:.1%}", f"{error.held_out:.1%}")
+            table.add_row(
+                phase, form + mark, f"{error.mean:.1%}", f"{error.worst:.1%}", f"{error.held_out:.1%}"
+            )
     Console().print(table)
     model = fit.model
-    console.print(f"one token {model.verify_s(1.0, 256) * 1e3:.1f} ms, budget B {model.knee_tokens()} tokens (knee)")
+    console.print(
+        f"one token {model.verify_s(1.0, 256) * 1e3:.1f} ms, budget B {model.knee_tokens()} tokens (knee)"
+    )
     console.print(f"written to {path}")

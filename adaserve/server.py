@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import signal
@@ -85,7 +86,12 @@ class ServerSpec:
 
     def environment(self) -> dict[str, str]:
         """The environment of the server: our configuration, quiet start, sane threads."""
-        env = {**os.environ, "ADASERVE_CONFIG": self.config.to_json()}
+        config = self.config
+        if self.embedded and config.cpu_weights == "auto":
+            # The embedded target stands in for a memory-bound one: the more bytes a weight has, the more
+            # tokens a CPU verifies while it waits for memory (docs/embedded-pair.md).
+            config = dataclasses.replace(config, cpu_weights="fp32")
+        env = {**os.environ, "ADASERVE_CONFIG": config.to_json()}
         env.setdefault("OMP_NUM_THREADS", str(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
         env.setdefault("PYTHONWARNINGS", "ignore")
         return env
@@ -115,7 +121,11 @@ class Server:
     """
 
     def __init__(
-        self, spec: ServerSpec, log: Path, env: Mapping[str, str] | None = None, waiting: Callable[[float], None] | None = None
+        self,
+        spec: ServerSpec,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        waiting: Callable[[float], None] | None = None,
     ) -> None:
         self.spec, self.log = spec, log
         self.url = spec.url
@@ -131,7 +141,12 @@ class Server:
             log.write(f"$ {shlex.join(command)}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._env, start_new_session=True
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._env,
+                start_new_session=True,
             )
         try:
             self._await_health()
@@ -161,7 +176,11 @@ class Server:
     def why(self) -> str:
         """The lines of the log that tell best what went wrong."""
         lines = self.log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if line.startswith(("ValueError", "RuntimeError", "adaserve.")) or "Error: " in line]
+        errors = [
+            line
+            for line in lines
+            if line.startswith(("ValueError", "RuntimeError", "adaserve.")) or "Error: " in line
+        ]
         return "\n".join(errors[-3:] or lines[-15:])
 
     def stop(self) -> None:

@@ -17,7 +17,9 @@ def register() -> None:
 
     if select() is None:
         return
-    hook("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, HookType.REPLACE)
+    hook(
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, HookType.REPLACE
+    )
 
 
 def assign_req_to_token(

@@ -39,7 +39,9 @@ def _add_flags(_: Any, parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(AdaServeConfig):
         kind: Any = int if field.name in _INTEGERS else float if field.name == "baseline_ms" else str
         flag = "--adaserve-" + field.name.replace("_", "-")
-        group.add_argument(flag, dest="adaserve_" + field.name, type=kind, default=None, help=_HELP[field.name])
+        group.add_argument(
+            flag, dest="adaserve_" + field.name, type=kind, default=None, help=_HELP[field.name]
+        )
 
 
 def _export_flags(cls: Any, args: argparse.Namespace) -> None:

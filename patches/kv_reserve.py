@@ -16,7 +16,11 @@ from adaserve.patches import hook
 
 def register() -> None:
     hook("sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode", _reserve, HookType.AROUND)
-    hook("sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len", _row_headroom, HookType.AROUND)
+    hook(
+        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        _row_headroom,
+        HookType.AROUND,
+    )
 
 
 def _window() -> int | None:

@@ -58,7 +58,9 @@ def _header_pairs(request: Any) -> list[tuple[str, str]]:
     return [(k.decode("latin-1"), v.decode("latin-1")) for k, v in request.headers.raw]
 
 
-async def _openai_request(original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any) -> Any:
+async def _openai_request(
+    original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any
+) -> Any:
     if "custom_params" in type(request).model_fields:
         try:
             body = await raw_request.json()

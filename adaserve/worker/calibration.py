@@ -85,8 +85,12 @@ def _verify_step(target: TreeForward) -> Step:
 
 
 def _draft_step(draft: TreeForward, width: int) -> Step:
-    def step(tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan) -> Any:
-        return draft.topk_logprobs(draft.hidden(tokens, positions, slots, plan), torch.ones(len(tokens)), width)
+    def step(
+        tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
+    ) -> Any:
+        return draft.topk_logprobs(
+            draft.hidden(tokens, positions, slots, plan), torch.ones(len(tokens)), width
+        )
 
     return step
 
@@ -166,7 +170,9 @@ def profile_steps() -> int:
     return len(FULL.contexts) * (len(FULL.verify_tokens) + len(FULL.draft_rows))
 
 
-def save_full_profile(meta: dict[str, str], run: Callable[[Grid, Callable[[str], None]], Profile]) -> Path | None:
+def save_full_profile(
+    meta: dict[str, str], run: Callable[[Grid, Callable[[str], None]], Profile]
+) -> Path | None:
     """Measures and saves when `adaserve profile` asked for it; the file, else None."""
     if PROFILE_ENV not in os.environ:
         return None

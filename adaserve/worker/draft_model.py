@@ -49,7 +49,9 @@ class DraftModel(EagleDraftWorkerBase):
     def extend(self, batch: Any) -> None:
         """Writes the draft's KV of the tokens that the target has just prefilled."""
         with draft_tp_context(self.parallel_layout):
-            self.draft_runner.forward(ForwardBatch.init_new(batch, self.draft_runner, return_hidden_states_before_norm=False))
+            self.draft_runner.forward(
+                ForwardBatch.init_new(batch, self.draft_runner, return_hidden_states_before_norm=False)
+            )
 
 
 def require_common_vocabulary(target: Any, draft: Any) -> None:

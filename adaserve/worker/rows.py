@@ -68,7 +68,9 @@ def running_batch(
         decode_start_s=np.array([s.decode_start_s for s in states]),
         decoded_tokens=np.array([s.decoded for s in states], np.int64),
         context_tokens=seq_lens,
-        remaining_tokens=np.array([remaining_tokens(r, s) for r, s in zip(reqs, states, strict=True)], np.int64),
+        remaining_tokens=np.array(
+            [remaining_tokens(r, s) for r, s in zip(reqs, states, strict=True)], np.int64
+        ),
         max_depth=np.array(
             [min(deepest, max_tree_depth(r, s)) for r, s in zip(reqs, states, strict=True)], np.int64
         ),
