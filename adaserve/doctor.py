@@ -1,0 +1,313 @@
+"""``adaserve doctor``: what this host has, what is missing, and what to do about it.
+
+Every check is a function that returns findings and changes nothing, so that each can be tested alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+State = Literal["ok", "note", "missing"]
+
+SGLANG_VERSION = "0.5.23"
+NEEDED_MEMORY_GIB = 8.0
+NEEDED_DISK_GB = 2.0
+CPU_FEATURES = {
+    "avx2": "AVX2",
+    "f16c": "F16C",
+    "avx512f": "AVX-512",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_bf16": "AMX BF16",
+    "asimd": "NEON",
+    "bf16": "BF16",
+}
+"""Instruction sets as /proc/cpuinfo spells them, and as people do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. Only ``missing`` keeps AdaServe from serving."""
+
+    check: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
+def check_python(now: tuple[int, int] = sys.version_info[:2]) -> list[Finding]:
+    found = f"{now[0]}.{now[1]} at {sys.executable}"
+    if now < (3, 11):
+        return [Finding("Python", "missing", found, "install Python 3.11 or 3.12")]
+    if now > (3, 12):
+        return [Finding("Python", "note", found, "3.11 and 3.12 were tested")]
+    return [Finding("Python", "ok", found)]
+
+
+def check_disk(folder: Path | None = None) -> list[Finding]:
+    cache = folder or cache_folder()
+    existing = next(p for p in (cache, *cache.parents) if p.exists())
+    free_gb = shutil.disk_usage(existing).free / 1e9
+    found = f"{free_gb:.0f} GB free for {cache}"
+    if free_gb < NEEDED_DISK_GB:
+        return [
+            Finding(
+                "Disk", "missing", found, f"free {NEEDED_DISK_GB:.0f} GB, or set XDG_CACHE_HOME elsewhere"
+            )
+        ]
+    return [Finding("Disk", "ok", found)]
+
+
+def cache_folder() -> Path:
+    """Where AdaServe keeps widened models, kernels and profiles."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adaserve"
+
+
+def check_memory(total_bytes: int | None = None) -> list[Finding]:
+    gib = (total_bytes or psutil.virtual_memory().total) / 2**30
+    if gib < NEEDED_MEMORY_GIB:
+        remedy = f"{NEEDED_MEMORY_GIB:.0f} GiB are needed for the embedded pair; try a smaller --size"
+        return [Finding("Memory", "note", f"{gib:.0f} GiB", remedy)]
+    return [Finding("Memory", "ok", f"{gib:.0f} GiB")]
+
+
+def check_cpu(cpuinfo: str | None = None) -> list[Finding]:
+    """Cores, and the instruction sets that decide how fast a CPU host serves."""
+    if cpuinfo is None:
+        path = Path("/proc/cpuinfo")
+        cpuinfo = path.read_text() if path.exists() else ""
+    flags = cpu_flags(cpuinfo)
+    names = [name for flag, name in CPU_FEATURES.items() if flag in flags]
+    cores = f"{psutil.cpu_count(logical=False) or os.cpu_count()} cores"
+    found = f"{cores}; {', '.join(names) or 'no known vector instructions'}"
+    if not names:
+        return [Finding("CPU", "note", found, "serving works, slowly")]
+    return [Finding("CPU", "ok", found)]
+
+
+def cpu_flags(cpuinfo: str) -> set[str]:
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return set(value.split())
+    return set()
+
+
+def check_accelerator() -> list[Finding]:
+    import torch
+
+    from adaserve.host import select
+
+    if torch.cuda.is_available():
+        return [Finding("Accelerator", "ok", torch.cuda.get_device_name())]
+    if select() is not None:
+        return [
+            Finding(
+                "Accelerator",
+                "note",
+                "none; AdaServe's CPU platform serves",
+                "a GPU is not needed for the demo",
+            )
+        ]
+    return [
+        Finding(
+            "Accelerator",
+            "note",
+            "no CUDA device, and another platform was chosen",
+            "unset SGLANG_USE_CPU_ENGINE",
+        )
+    ]
+
+
+def check_sglang(installed: str | None = None) -> list[Finding]:
+    remedy = f"pip install sglang=={SGLANG_VERSION}"
+    try:
+        found = installed or version("sglang")
+    except PackageNotFoundError:
+        return [Finding("SGLang", "missing", "not installed", remedy)]
+    if found != SGLANG_VERSION:
+        return [Finding("SGLang", "missing", found, f"AdaServe hooks into {SGLANG_VERSION}: {remedy}")]
+    return [Finding("SGLang", "ok", found)]
+
+
+def check_entry_points() -> list[Finding]:
+    """SGLang finds us by entry points, and two environment variables can hide them."""
+    findings = []
+    for what, group in (("Plugin", "sglang.srt.plugins"), ("CPU platform", "sglang.srt.platforms")):
+        ours = [e for e in entry_points(group=group) if e.value.startswith("adaserve.")]
+        if not ours:
+            findings.append(
+                Finding(what, "missing", f"no entry point in {group}", "pip install adaserve (again)")
+            )
+            continue
+        findings.append(Finding(what, "ok", f"{ours[0].name} = {ours[0].value}"))
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    if allowed and "adaserve" not in (name.strip() for name in allowed.split(",")):
+        findings.append(
+            Finding("Plugin", "missing", f"SGLANG_PLUGINS={allowed}", "add adaserve to it, or unset it")
+        )
+    return findings
+
+
+def check_hooks() -> list[Finding]:
+    """Registers all hooks, as a server does, and looks every target up once more."""
+    from adaserve import patches
+
+    try:
+        if not patches.targets:
+            patches.apply_all()
+    except Exception as error:  # whatever it is, a server would fail with it too
+        return [Finding("Hooks", "missing", str(error), f"pip install sglang=={SGLANG_VERSION}")]
+    lost = [target for target in patches.targets if not resolvable(target)]
+    if lost:
+        return [
+            Finding(
+                "Hooks", "missing", "not found: " + ", ".join(lost), f"pip install sglang=={SGLANG_VERSION}"
+            )
+        ]
+    return [Finding("Hooks", "ok", f"{len(set(patches.targets))} places in SGLang")]
+
+
+def resolvable(target: str) -> bool:
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def check_compiler() -> list[Finding]:
+    from adaserve.host import select
+
+    candidates = (os.environ.get("CC"), "gcc", "cc", "clang")
+    compiler = next((path for name in candidates if name and (path := shutil.which(name))), None)
+    if compiler:
+        return [Finding("Compiler", "ok", compiler)]
+    cost = (
+        "the CPU kernels stay off and serving is slower"
+        if select()
+        else "FlashInfer cannot build its kernels"
+    )
+    return [Finding("Compiler", "note", "none", f"{cost}: install gcc or clang")]
+
+
+def check_pair() -> list[Finding]:
+    from adaserve.pair import widen
+
+    try:
+        weights = widen.weights_folder()
+    except widen.PairError as error:
+        return [Finding("Embedded pair", "missing", "no weights", str(error))]
+    widened = [p for p in widen.cache_folder().glob("target-*") if (p / "config.json").exists()]
+    if not widened:
+        return [
+            Finding(
+                "Embedded pair", "note", str(weights), "its target is widened at the first start (seconds)"
+            )
+        ]
+    return [
+        Finding("Embedded pair", "ok", f"{weights}; widened: {', '.join(sorted(p.name for p in widened))}")
+    ]
+
+
+def check_profile(folder: Path | None = None) -> list[Finding]:
+    """Profiles kept by `adaserve profile`, and whether they were measured with these versions."""
+    from adaserve.environment import cpu_name
+
+    files = sorted((folder or cache_folder() / "profiles").glob("*.json"))
+    if not files:
+        return [Finding("Profile", "note", "none; a server measures briefly at start", "adaserve profile")]
+    good = [f.name for f in files if profile_matches(f, cpu_name())]
+    if not good:
+        return [Finding("Profile", "note", f"{len(files)}, of other hosts or versions", "adaserve profile")]
+    return [Finding("Profile", "ok", ", ".join(good))]
+
+
+def profile_matches(path: Path, cpu: str) -> bool:
+    """Whether a profile can be read and names this processor and these versions."""
+    from adaserve.scheduler.latency import ProfileError, load_profile
+
+    try:
+        meta = load_profile(path).meta
+    except ProfileError:
+        return False
+    same_versions = all(meta.get(name) in (None, version(name)) for name in ("torch", "sglang"))
+    return same_versions and cpu in str(meta.get("host", ""))
+
+
+def check_port(port: int = 30000) -> list[Finding]:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return [Finding("Port", "note", f"{port} is in use", "adaserve serve --port ANOTHER")]
+    return [Finding("Port", "ok", f"{port} is free")]
+
+
+CHECKS: tuple[Callable[[], list[Finding]], ...] = (
+    check_python,
+    check_disk,
+    check_memory,
+    check_cpu,
+    check_accelerator,
+    check_sglang,
+    check_entry_points,
+    check_hooks,
+    check_compiler,
+    check_pair,
+    check_profile,
+    check_port,
+)
+
+
+def examine(checks: Sequence[Callable[[], list[Finding]]] = CHECKS) -> list[Finding]:
+    """All findings. A check that breaks is a finding too: the others still tell what they know."""
+    findings: list[Finding] = []
+    for check in checks:
+        try:
+            findings += check()
+        except Exception as error:  # a broken installation is what a doctor is for
+            name = getattr(check, "__name__", "check").removeprefix("check_").replace("_", " ")
+            findings.append(
+                Finding(name, "missing", f"{type(error).__name__}: {error}", "pip install adaserve (again)")
+            )
+    return findings
+
+
+def healthy(findings: Sequence[Finding]) -> bool:
+    return all(f.state != "missing" for f in findings)
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
+    table = Table(title="AdaServe on this host", title_justify="left")
+    for column in ("", "check", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    for f in findings:
+        table.add_row(marks[f.state], f.check, f.found, f.remedy)
+    console.print(table)
+    console.print("Ready: adaserve demo" if healthy(findings) else "Not ready: see the lines marked missing.")
+
+
+def doctor(json_output: bool = False) -> int:
+    """Examines this host and prints the report. The exit code: 0 = ready, 1 = something is missing."""
+    findings = examine()
+    if json_output:
+        print(json.dumps({"ok": healthy(findings), "findings": [asdict(f) for f in findings]}, indent=1))
+    else:
+        show(findings, Console())
+    return 0 if healthy(findings) else 1
