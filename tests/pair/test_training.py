@@ -98,7 +98,7 @@ def test_beam_levels_are_the_best_of_all_extensions() -> None:
         root = logits.softmax(-1)
         best = root.topk(2)
         torch.testing.assert_close(trees.probability[0][row], best.values, rtol=1e-4, atol=1e-6)
-        brute = {}
+        brute: dict[tuple[int, int], float] = {}
         for p, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             below = model(torch.cat((prompts[row], torch.tensor([token])))[None])[0, -1] / 0.7
             below[:2] = -torch.inf
