@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import FloatArray, IntArray, IterationOutcome, RunningBatch
+from adaserve.scheduler.interface import FloatArray, IntArray, RunningBatch
 from adaserve.scheduler.policies.base import BasePolicy, Shape
 
 
@@ -63,8 +63,9 @@ class TurboSpecPolicy(BasePolicy):
     def wants_draft_prefill(self, n_running: int) -> bool:
         """Whether a new request should get draft KV (TurboSpec section 5.3; Listing 1 inverts the test).
 
-        With ``turbo_skip_prefill``: above the batch size at which k* first was 0 it is skipped; such a request can never speculate
-        (drive it with ``max_depth`` 0). Every ``turbo_reset_steps`` skips the threshold is lifted.
+        With ``turbo_skip_prefill`` it is skipped above the batch size at which k* first was 0. Such a
+        request can never speculate (drive it with ``max_depth`` 0). Every ``turbo_reset_steps`` skips
+        the threshold is lifted.
         """
         if not self.config.turbo_skip_prefill or n_running <= self._threshold:
             return True
@@ -72,7 +73,3 @@ class TurboSpecPolicy(BasePolicy):
         if self._skipped >= self.config.turbo_reset_steps:
             self._skipped, self._threshold = 0, float("inf")
         return False
-
-    def observe(self, outcome: IterationOutcome) -> None:
-        """Learns acc and speed."""
-        super().observe(outcome)

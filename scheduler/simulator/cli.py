@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.latency import LatencyModel, ProfileError, load_latency
+from adaserve.scheduler.fit import fit_latency
+from adaserve.scheduler.latency import LatencyModel, ProfileError, load_latency, load_profile
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.prefill import PrefillConfig
 from adaserve.scheduler.simulator.capacity import min_replicas
@@ -237,3 +238,20 @@ def capacity(  # noqa: PLR0917
     print(f"minimum replicas for {100 * target:g}% attainment: {found}")
     if out:
         out.write_text(json.dumps(asdict(answer), indent=1) + "\n", encoding="utf-8")
+
+
+@app.command()
+def fit(profile: Annotated[Path, typer.Argument(help="latency profile of `adaserve profile`")]) -> None:
+    """Fit a line (TurboSpec), a roofline and a table to a latency profile; print their errors."""
+    try:
+        result = fit_latency(load_profile(profile))
+    except ProfileError as error:
+        _fail(error)
+    print("| phase | form | mean error, % | worst, % | left-out point, % | |\n|---|---|---|---|---|---|")
+    for phase, forms in result.errors.items():
+        for form, error in forms.items():
+            mark = "chosen" if result.chosen[phase] == form else ""
+            cells = (100 * x for x in (error.mean, error.worst, error.held_out))
+            print(f"| {phase} | {form} | " + " | ".join(f"{c:.1f}" for c in cells) + f" | {mark} |")
+    model = result.model
+    print(f"\nunloaded: {model.baseline_s() * 1e3:.2f} ms per token; knee: {model.knee_tokens()} tokens")

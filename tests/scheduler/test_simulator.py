@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import IterationPlan, Selection
+from adaserve.scheduler.latency import Profile
 from adaserve.scheduler.order import NeedOrder
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, headroom, plan_prefill
@@ -302,6 +303,14 @@ class TestCommand:
         assert (
             len(summary) == 4 and {"slo_attainment", "by_class", "seed", "trace_sha256"} <= summary[0].keys()
         )
+
+    def test_fit_reports_errors_and_bad_files(self, tmp_path):
+        points = np.array([[t, 0.0, 0.03 + 2e-4 * t] for t in (1.0, 8.0, 64.0, 256.0)])
+        Profile(points, points).save(tmp_path / "p.json")
+        got = CliRunner().invoke(app, ["fit", str(tmp_path / "p.json")])
+        assert got.exit_code == 0 and "| verify | linear | 0.0 | 0.0 | 0.0 | chosen |" in got.output
+        got = CliRunner().invoke(app, ["fit", str(tmp_path / "none.json")])
+        assert got.exit_code == 2 and "adaserve profile" in got.output
 
     def test_capacity_answers(self):
         got = CliRunner().invoke(
