@@ -82,7 +82,7 @@ def shoot_locust(folder: Path) -> None:
             _wait_for("http://127.0.0.1:8976/")
             with browser(1200, 560, dark=False) as page:
                 page.open("http://127.0.0.1:8976/?tab=slo")
-                page.wait("return document.body.innerText.includes('summarization')", 90)
+                page.wait("return document.body.innerText.includes('summarization')", 300)
                 time.sleep(20)
                 page.screenshot(IMG / "locust.png", full=False)
         finally:
@@ -91,7 +91,7 @@ def shoot_locust(folder: Path) -> None:
 
 
 def _wait_for(url: str) -> None:
-    end = time.monotonic() + 90
+    end = time.monotonic() + 300
     while time.monotonic() < end:
         try:
             urllib.request.urlopen(url, timeout=5).close()

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from adaserve.loadgen.config import BenchConfig
+from adaserve.loadgen.config import BenchConfig, secret_headers
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
-from adaserve.loadgen.results import COMMAND_VARIABLE, command_line, write_summary
+from adaserve.loadgen.results import COMMAND_VARIABLE, HEADERS_VARIABLE, command_line, write_summary
 from adaserve.loadgen.schedule import Schedule, build_schedule
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
@@ -57,7 +57,7 @@ def run_bench(
     out.mkdir(parents=True, exist_ok=True)
     config.save(out / "config.yaml")
     try:
-        code = _run_locust(out, schedule, processes, console)
+        code = _run_locust(out, schedule, processes, console, secret_headers(config.server))
     finally:
         summary = _summary(out, config, len(schedule))
     if summary is None:
@@ -73,8 +73,11 @@ def _command(out: Path, processes: int) -> list[str]:
     return command
 
 
-def _run_locust(out: Path, schedule: Schedule, processes: int, console: Console) -> int:
-    environment = {**os.environ, COMMAND_VARIABLE: command_line()}
+def _run_locust(
+    out: Path, schedule: Schedule, processes: int, console: Console, secrets: Mapping[str, str]
+) -> int:
+    # Keys travel in the environment, not in the files that stay with the results.
+    environment = {**os.environ, COMMAND_VARIABLE: command_line(), HEADERS_VARIABLE: json.dumps(secrets)}
     with open(out / "locust.log", "w", encoding="utf-8") as log:
         # A session of its own: Ctrl-C reaches only this process, which then stops Locust in order.
         process = subprocess.Popen(

@@ -163,14 +163,24 @@ class BenchConfig:
         return None if self.baseline_ms is None else self.baseline_ms / 1e3
 
     def to_mapping(self) -> dict[str, Any]:
-        """YAML form, read back by :func:`from_mapping`."""
+        """YAML form, read back by :func:`from_mapping`. Without secrets: it is kept with results."""
         data = asdict(self)
+        data["server"]["headers"] = {k: v for k, v in self.server.headers.items() if not _secret(k)}
         for c in data["classes"].values():
             del c["name"]
         return data
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(yaml.safe_dump(self.to_mapping(), sort_keys=False), encoding="utf-8")
+
+
+def _secret(header: str) -> bool:
+    return header.lower() in ("authorization", "proxy-authorization", "cookie") or "key" in header.lower()
+
+
+def secret_headers(server: Server) -> dict[str, str]:
+    """The headers that are never written to a file."""
+    return {k: v for k, v in server.headers.items() if _secret(k)}
 
 
 T = TypeVar("T")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 from argparse import SUPPRESS
 from dataclasses import replace
@@ -16,7 +18,7 @@ from locust.runners import MasterRunner, WorkerRunner
 from adaserve.loadgen.config import BenchConfig, Server, load_config
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.locust_run import LocalRun, MasterRun, WorkerRun
-from adaserve.loadgen.results import new_results_dir
+from adaserve.loadgen.results import HEADERS_VARIABLE, new_results_dir
 from adaserve.loadgen.web_tab import install_tab
 
 logger = logging.getLogger("adaserve.loadgen")
@@ -67,6 +69,10 @@ class _Starter:
         config = load_config(options.bench_config) if options.bench_config else BenchConfig()
         if self.environment.host:
             config = replace(config, server=replace(config.server, url=self.environment.host))
+        secrets = json.loads(os.environ.get(HEADERS_VARIABLE, "{}"))
+        if secrets:
+            headers = {**config.server.headers, **secrets}
+            config = replace(config, server=replace(config.server, headers=headers))
         if options.bench_seed is not None:
             config = replace(config, seed=options.bench_seed)
         return config

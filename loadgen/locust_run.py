@@ -185,7 +185,7 @@ class MasterRun(LocalRun):
     def stop(self) -> None:
         if not self._finished:
             self.reasons.append("the run was interrupted")
-            for client in self._waiting:
+            for client in list(self._waiting):
                 self.runner.send_message("adaserve_stop", {}, client)
             self.done.wait(10)
             self.finish()

@@ -140,8 +140,8 @@ def _continuous_usage(config: BenchConfig) -> bool:
             for line in response:
                 if line.startswith(b"data: {"):
                     data = json.loads(line[6:])
-                    if data.get("choices"):
-                        return bool(data.get("usage"))
+                    if data.get("choices") and data.get("usage"):
+                        return True
     except (urllib.error.HTTPError, ValueError):
         return False
     return False

@@ -106,7 +106,8 @@ def _parse_generate(data: Mapping[str, Any], seen: int) -> StreamEvent:
         finish_reason=kind,
         output_tokens=tokens,
         prompt_tokens=meta.get("prompt_tokens"),
-        accept_length=tokens / verifications if tokens and verifications else None,
+        # The first token comes from the prefill, not from a verification.
+        accept_length=(tokens - 1) / verifications if tokens and verifications else None,
     )
 
 

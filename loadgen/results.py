@@ -20,6 +20,8 @@ from adaserve.scheduler.metrics import RequestRecord, read_records, summarize
 
 COMMAND_VARIABLE = "ADASERVE_BENCH_COMMAND"
 """Set by a process that starts this one: the command that the user typed."""
+HEADERS_VARIABLE = "ADASERVE_BENCH_HEADERS"
+"""HTTP headers (JSON) that must not be written to files: keys."""
 _PACKAGES = ("adaserve", "sglang", "torch", "locust", "gevent", "numpy")
 
 
@@ -83,7 +85,13 @@ def command_line() -> str:
     """The command that was typed, without the interpreter's path."""
     if COMMAND_VARIABLE in os.environ:
         return os.environ[COMMAND_VARIABLE]
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    for k, word in enumerate(words):
+        if word.startswith("--api-key="):
+            words[k] = "--api-key=..."
+        elif k and words[k - 1] == "--api-key":
+            words[k] = "..."
+    return " ".join(words)
 
 
 def iter_records(folder: Path) -> Iterator[RequestRecord]:
@@ -110,7 +118,7 @@ def write_summary(
     summary = summarize(iter_records(folder), warmup_s, meta)
     recorded = summary["requests"] + summary["disconnected"] + summary["warmup_requests"]
     summary["unsent"] = max(0, int(meta.get("planned_requests") or recorded) - recorded)
-    summary["invalid_reasons"] += reasons
+    summary["invalid_reasons"] = list(dict.fromkeys([*summary["invalid_reasons"], *reasons]))
     summary["valid"] = not summary["invalid_reasons"]
     write_json(folder / "summary.json", summary)
     return summary

@@ -107,6 +107,16 @@ def test_wrong_model_class_and_key(tmp_path: Path) -> None:
     assert "refuses a request of class 'coding' with 400: unknown SLO class" in refused.stderr
 
 
+def test_the_key_works_and_is_written_nowhere(tmp_path: Path) -> None:
+    with running_fake(token_ms=5, key="hush-hush") as fake:
+        done = bench(fake, tmp_path / "r", "--api-key", "hush-hush", "--duration", "1", "--rps", "5")
+        asked = fake.log()
+    assert done.returncode in (0, 1), done.stderr
+    assert asked and all(e["headers"]["authorization"] == "Bearer hush-hush" for e in asked)
+    for path in (tmp_path / "r").iterdir():
+        assert b"hush-hush" not in path.read_bytes(), path
+
+
 def test_unsorted_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     row = '{{"timestamp": {}, "input_length": 5, "output_length": 5}}\n'
