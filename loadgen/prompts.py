@@ -77,10 +77,8 @@ def _cut(text: str, n_chars: int) -> str:
 
 def default_prompts() -> Path | None:
     """The held-out prompts that ship with the embedded pair, when they are there."""
-    try:
-        path = resources.files("adaserve.pair") / "prompts.jsonl.gz"
-    except ModuleNotFoundError:
-        return None
+    # Found as a file: importing adaserve.pair would load torch.
+    path = resources.files("adaserve") / "pair" / "prompts.jsonl.gz"
     return Path(str(path)) if path.is_file() else None
 
 
