@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -171,6 +172,16 @@ def profile(
         _fail(error)
 
 
+@app.command()
+def doctor(
+    *, json_output: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False
+) -> None:
+    """Tell what this host has, what is missing and what to do about it. Exit code 1: something is missing."""
+    from adaserve.doctor import doctor as examine
+
+    raise typer.Exit(examine(json_output))
+
+
 @bench.command("latency")
 def bench_latency(
     *,
@@ -219,6 +230,8 @@ def _mount() -> None:
 def main() -> None:
     """Entry point of the console script."""
     _mount()
+    # Whatever ends a command, the servers that it started end too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app()
     except KeyboardInterrupt:

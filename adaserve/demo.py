@@ -45,6 +45,8 @@ def run_demo(
             httpx.post(server.url + "/flush_cache", timeout=30.0)
             console.print(f"\n[bold]policy {name}[/]")
             summaries[name] = run_bench(config, folder / name, console=console)
+            if "the run was interrupted" in summaries[name]["invalid_reasons"]:
+                raise KeyboardInterrupt
     _show(summaries, folder)
     console.print(
         f"requests, summaries and figures: {folder}  (adaserve report {folder}/{policy} {folder}/{PLAIN})"
