@@ -96,19 +96,22 @@ def _run_locust(
 @contextlib.contextmanager
 def _stopped_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """Ends the process group whatever happens; politely first, so that records are written."""
-    previous = signal.signal(signal.SIGTERM, _interrupt) if _in_main_thread() else None
+    # Set for SIGINT too: a shell starts background jobs with Ctrl-C ignored, and so would Locust be,
+    # which is why it gets SIGTERM.
+    signals = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
+    previous = {number: signal.signal(number, _interrupt) for number in signals}
     try:
         yield
     except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(_STOP_S)
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _in_main_thread() -> bool:

@@ -141,12 +141,15 @@ def test_interrupting_keeps_what_was_measured(processes: int, tmp_path: Path) ->
         args = ("--duration", "300", "--rps", "20", "--output-tokens", "10", "--baseline-ms", "20")
         line = command("bench", "serve", "--url", fake.url, *args, "--out", str(out))
         line += ["--processes", str(processes)]
-        process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
-        wait_for(lambda: finished(out) >= 30)
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert children
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 1
+        process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+        try:
+            wait_for(lambda: finished(out) >= 30)
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert children
+            process.send_signal(signal.SIGINT)
+            assert process.wait(120) == 1
+        finally:
+            process.terminate()
         served = len(fake.log())
     records = list(iter_records(out))
     summary = json.loads((out / "summary.json").read_text())
