@@ -134,7 +134,11 @@ def requirements() -> list[str]:
 
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = data["project"]
-    return [*data["build-system"]["requires"], *project["dependencies"], *project["optional-dependencies"]["dev"]]
+    return [
+        *data["build-system"]["requires"],
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+    ]
 
 
 def is_complete(shared: Path) -> bool:
@@ -161,7 +165,9 @@ def locked(folder: Path):
 
 def install_shared(shared: Path) -> None:
     if shared.exists() and any(shared.iterdir()) and not (shared / OURS).exists():
-        raise EnvError(f"{shared} is not empty and no environment of ours: set ADASERVE_ENV to another folder")
+        raise EnvError(
+            f"{shared} is not empty and no environment of ours: set ADASERVE_ENV to another folder"
+        )
     print(
         "adaserve: first run. SGLang, PyTorch and their libraries are installed: about 11 GB on disk in\n"
         f"  {shared}\n  4 to 8 minutes on a fast line. Later runs and other clones use them as they are.",
@@ -190,7 +196,13 @@ def pip_install(shared: Path) -> None:
     """Runs pip with its output in a log, and one line of progress."""
     log_path = shared.with_name(shared.name + ".log")
     command = [str(shared / "bin" / "python"), "-m", "pip", "install", "--progress-bar", "off", "--no-input"]
-    command += ["--disable-pip-version-check", "--prefer-binary", "-c", str(ROOT / "constraints.txt"), *requirements()]
+    command += [
+        "--disable-pip-version-check",
+        "--prefer-binary",
+        "-c",
+        str(ROOT / "constraints.txt"),
+        *requirements(),
+    ]
     # pip unpacks gigabytes into TMPDIR, and /tmp is often a small disk in memory.
     scratch = shared / "tmp"
     scratch.mkdir()
@@ -275,12 +287,16 @@ def remove_tree(folder: Path) -> None:
 
 def overlay_stamp(shared: Path) -> str:
     pyproject = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-    return json.dumps({"root": str(ROOT), "shared": str(shared), "python": python_tag(), "pyproject": pyproject})
+    return json.dumps(
+        {"root": str(ROOT), "shared": str(shared), "python": python_tag(), "pyproject": pyproject}
+    )
 
 
 def overlay_is_current(shared: Path) -> bool:
     stamp = VENV / OURS
-    return (VENV / "bin" / "python").exists() and stamp.exists() and stamp.read_text() == overlay_stamp(shared)
+    return (
+        (VENV / "bin" / "python").exists() and stamp.exists() and stamp.read_text() == overlay_stamp(shared)
+    )
 
 
 def make_overlay(shared: Path) -> None:

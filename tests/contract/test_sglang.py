@@ -1,0 +1,212 @@
+"""Everything of SGLang that AdaServe touches: an SGLang that moved one fails here, with its name."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from importlib.metadata import entry_points, version
+from typing import Any
+
+import pytest
+
+from adaserve import patches
+from adaserve.algorithm import NAME, AdaServeAlgorithm
+
+MANAGERS = "sglang.srt.managers"
+OPENAI = "sglang.srt.entrypoints.openai"
+INTERNAL = f"{MANAGERS}.scheduler_components.internal_state.SchedulerInternalStateController"
+TARGETS = {
+    "sglang.srt.server_args.ServerArgs.add_cli_args": ["parser"],
+    "sglang.srt.server_args.ServerArgs.from_cli_args": ["args"],
+    "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode": [],
+    "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": [],
+    "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": [
+        "req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size",
+    ],
+    f"{OPENAI}.serving_base.OpenAIServingBase.handle_request": ["self", "request", "raw_request"],
+    f"{OPENAI}.serving_completions.OpenAIServingCompletion._generate_completion_stream": [
+        "self", "adapted_request", "request", "raw_request",
+    ],
+    f"{OPENAI}.serving_chat.OpenAIServingChat._generate_chat_stream": [
+        "self", "adapted_request", "request", "raw_request",
+    ],
+    "sglang.srt.entrypoints.http_server.serve_generate_request": ["obj", "request"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager.generate_request": ["self", "obj", "request"],
+    f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
+    "sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata": ["meta_info"],
+    f"{INTERNAL}._add_speculative": ["self", "state"],
+    f"{INTERNAL}._update_handlers": ["self"],
+    "sglang.srt.entrypoints.http_server._setup_and_run_http_server": ["server_args", "tokenizer_manager"],
+}  # fmt: skip
+"""Leading parameters of every hooked function."""
+
+PARAMETERS = {
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": {
+        "batch", "model_runner", "return_hidden_states_before_norm",
+    },
+    "sglang.srt.layers.sampler.apply_custom_logit_processor": {"logits", "sampling_batch_info"},
+    "sglang.srt.layers.sampler.sampling_from_probs_torch": {"probs", "sampling_seed", "positions"},
+    "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": {
+        "probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions",
+    },
+    "sglang.srt.layers.logprob_processor.compute_spec_logprobs": {
+        "batch", "logits_output", "predict", "accept_index",
+    },
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache": {"tgt_loc", "src_loc"},
+    "sglang.srt.managers.overlap_utils.FutureMap.__init__": {
+        "device", "spec_algo", "req_to_token_pool", "needs_cpu_seq_lens", "needs_confidence_relay",
+    },
+    "sglang.srt.managers.tp_worker.TpModelWorker.__init__": {
+        "server_args", "gpu_id", "nccl_port", "is_draft_worker", "context_length",
+    },
+    "sglang.srt.speculative.base_spec_worker.BaseSpecWorker.note_request_finished": {"rid", "natural_stop"},
+    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.register": {
+        "name", "supports_overlap", "spec_class",
+    },
+}  # fmt: skip
+"""Parameters, by name, of what we call or override."""
+
+FIELDS = {
+    "sglang.srt.managers.utils.GenerationBatchResult": {
+        "logits_output", "next_token_ids", "accept_lens", "new_seq_lens", "next_draft_input",
+        "speculative_num_draft_tokens", "speculative_output_stride", "can_run_cuda_graph",
+    },
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": {
+        "temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy", "grammars", "grammar_mask",
+        "logit_bias", "has_custom_logit_processor", "sampling_seed",
+    },
+}  # fmt: skip
+
+MEMBERS = [
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.update_regex_vocab_mask",
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
+    "sglang.srt.speculative.base_spec_worker.BaseSpecWorker.alloc_memory_pool",
+    "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase.draft",
+    "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase.draft_extend",
+    "sglang.srt.speculative.spec_info.SpecInputType.EAGLE_DRAFT",
+    "sglang.srt.speculative.draft_parallel.resolve_draft_parallel_layout",
+    "sglang.srt.configs.draft_parallel.DraftTPExecution.TARGET_LAYOUT",
+    "sglang.srt.layers.moe.utils.draft_model_build_scope",
+    "sglang.srt.speculative.spec_utils.draft_tp_context",
+    "sglang.srt.speculative.spec_utils.draft_pp_context",
+    "sglang.srt.model_executor.forward_context.get_attn_backend",
+    "sglang.srt.model_executor.forward_context.get_token_to_kv_pool",
+    "sglang.srt.layers.attention.attention_registry.register_attention_backend",
+    "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES",
+    "sglang.srt.arg_groups.choices.DRAFT_ATTENTION_BACKEND_CHOICES",
+    "sglang.srt.runtime_context.get_schedule",
+    "sglang.srt.runtime_context.get_spec",
+    "sglang.srt.platforms.device_mixin.PlatformEnum.OOT",
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def targets() -> Iterator[list[str]]:
+    """What the hooks of this version register, without leaving them registered."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    before, kept = list(patches.targets), HookRegistry.register
+    patches.targets.clear()
+    HookRegistry.register = staticmethod(lambda *_: None)
+    try:
+        patches.apply_all()
+        yield list(patches.targets)
+    finally:
+        HookRegistry.register = kept
+        patches.targets[:] = before
+
+
+def parameters(path: str) -> list[str]:
+    return list(inspect.signature(inspect.unwrap(pkgutil.resolve_name(path))).parameters)
+
+
+def test_version() -> None:
+    assert version("sglang") == patches.SGLANG_VERSION
+
+
+def test_every_hook_has_its_contract(targets: list[str]) -> None:
+    assert set(targets) <= set(TARGETS), "give each new hook its line in TARGETS"
+
+
+@pytest.mark.parametrize("path", TARGETS)
+def test_hooked_signature(path: str) -> None:
+    assert parameters(path)[: len(TARGETS[path])] == TARGETS[path]
+
+
+@pytest.mark.parametrize("path", PARAMETERS)
+def test_called_signature(path: str) -> None:
+    assert PARAMETERS[path] - set(parameters(path)) == set()
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_fields(path: str) -> None:
+    assert FIELDS[path] - set(pkgutil.resolve_name(path).__dataclass_fields__) == set()
+
+
+@pytest.mark.parametrize("path", MEMBERS)
+def test_member(path: str) -> None:
+    pkgutil.resolve_name(path)
+
+
+def methods(owner: type) -> dict[str, Any]:
+    found = inspect.getmembers(owner, inspect.isfunction)
+    return {name: function for name, function in found if not name.startswith("_")}
+
+
+def in_tree() -> dict[str, Any]:
+    """What the scheduler may call on any algorithm: the public methods of SGLang's own enum."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    # Members of an enum hide its methods from inspect.getmembers.
+    own = {
+        n: f for n, f in vars(SpeculativeAlgorithm).items() if inspect.isfunction(f) and not n.startswith("_")
+    }
+    assert own, "SpeculativeAlgorithm has no methods any more"
+    return own
+
+
+@pytest.mark.parametrize("name", sorted(in_tree()))
+def test_algorithm_answers_what_the_in_tree_ones_do(name: str) -> None:
+    ours = getattr(AdaServeAlgorithm, name, None)
+    assert ours is not None, f"SGLang's algorithms have {name}: define it on AdaServeAlgorithm"
+    theirs = inspect.signature(in_tree()[name]).parameters
+    accepted = inspect.signature(ours).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        return
+    assert set(theirs) <= set(accepted), f"{name} is called with {set(theirs) - set(accepted)}"
+
+
+def test_worker_overrides_exist_above() -> None:
+    from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+    from adaserve.worker.worker import AdaServeWorker
+
+    called_by_sglang = {"alloc_memory_pool", "note_request_finished"}
+    assert called_by_sglang <= set(methods(BaseSpecWorker)) & set(methods(AdaServeWorker))
+
+
+def test_draft_model_leaves_nothing_abstract() -> None:
+    from adaserve.worker.draft_model import DraftModel
+
+    assert not getattr(DraftModel, "__abstractmethods__", frozenset())
+
+
+@pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang.srt.platforms"])
+def test_entry_points_load(group: str) -> None:
+    ours = [e for e in entry_points(group=group) if e.value.startswith("adaserve.")]
+    assert len(ours) == 1, f"found {ours}: install the project (pip install -e .)"
+    assert callable(ours[0].load())
+
+
+def test_a_moved_target_is_refused_by_name() -> None:
+    from sglang.srt.plugins.hook_registry import HookType
+
+    with pytest.raises(patches.PatchError, match=r"ServerArgs\.gone.*pip install sglang"):
+        patches.hook("sglang.srt.server_args.ServerArgs.gone", lambda: None, HookType.AFTER)
+
+
+def test_name_is_free() -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    assert NAME not in SpeculativeAlgorithm.__members__

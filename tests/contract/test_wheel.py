@@ -1,0 +1,89 @@
+"""What `pip install adaserve` delivers: all of our modules and data, under one import name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"adaserve": "adaserve", "scheduler": "adaserve/scheduler", "loadgen": "adaserve/loadgen",
+           "patches": "adaserve/patches"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], set[str]]:
+    """What git would deliver, and the names in a wheel built from a copy of it."""
+    names = shipped()
+    work = tmp_path_factory.mktemp("wheel")
+    source = work / "source"
+    for name in names:
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(work),
+        str(source),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(next(work.glob("adaserve-*.whl"))) as archive:
+        return names, set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def wheel(built: tuple[list[str], set[str]]) -> set[str]:
+    return built[1]
+
+
+def shipped() -> list[str]:
+    """Files that are tracked, or would be."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    return [name for name in out.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_every_file_of_our_packages(built: tuple[list[str], set[str]]) -> None:
+    names, wheel = built
+    wanted = {
+        FOLDERS[top] + "/" + rest
+        for name in names
+        for top, _, rest in [name.partition("/")]
+        if top in FOLDERS
+    }
+    missing = sorted(wanted - wheel)
+    assert not missing, f"add them to packages or package-data in pyproject.toml: {missing}"
+
+
+def test_one_import_name(wheel: set[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel}
+    assert {t for t in tops if not t.endswith(".dist-info")} == {"adaserve"}
+
+
+def test_entry_points(wheel: set[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [*project["scripts"].values(), *(v for g in project["entry-points"].values() for v in g.values())]
+    for value in named:
+        module = value.partition(":")[0].replace(".", "/") + ".py"
+        assert module in wheel, f"entry point {value} has no module"
+
+
+def test_bare_folders_are_no_modules(tmp_path: Path) -> None:
+    names = ["scheduler", "patches", "loadgen"]
+    code = f"import importlib.util as u; print([n for n in {names} if u.find_spec(n)])"
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    assert out.strip() == "[]"
