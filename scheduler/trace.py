@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from adaserve.scheduler.slo import CUSTOM_CLASS, ResolvedSLO, SLOConfig, resolve
 
 MAX_TOKENS = 10_000_000
