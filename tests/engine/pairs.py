@@ -93,7 +93,8 @@ def agreeing_copy(target: Any, share: float = 0.6) -> Any:
 
 
 def save_pair(folder: Path) -> None:
-    """Writes ``target``, ``noisy`` and ``other-vocabulary`` below ``folder``."""
+    """Writes ``target``, ``noisy`` and ``swapped`` below ``folder``."""
+    torch.set_num_threads(1)  # for models this small, threads only wait for each other
     target = random_target()
     for name, model in (("target", target), ("noisy", agreeing_copy(target))):
         model.save_pretrained(folder / name)
