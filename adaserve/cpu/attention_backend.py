@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from adaserve.cpu.plan import TreeAttentionPlan
-from adaserve.cpu.torch_forward import _attend as attend
+from adaserve.cpu.torch_forward import attend
 
 
 class CpuAttentionBackend(AttentionBackend):

@@ -18,7 +18,15 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
-_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno")
+_FLAGS = (
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+)
 # x86 and recent ARM compilers know -march=native, older ARM ones only -mcpu=native.
 _HOST_FLAGS = (("-march=native",), ("-mcpu=native",), ())
 _COMPILE_TIMEOUT_S = 120
@@ -40,17 +48,17 @@ def load_kernels() -> ctypes.CDLL | None:
         return None
 
 
-def build() -> Path:
+def build(*extra_flags: str) -> Path:
     """Path of the compiled kernels in the user's cache. Safe when several processes build at once."""
     compiler = _find_compiler()
     folder = _cache_folder()
-    target = folder / f"kernels-{_fingerprint(compiler)}.so"
+    target = folder / f"kernels-{_fingerprint(compiler, extra_flags)}.so"
     if target.exists():
         return target
     # Each process compiles under a name of its own; the rename is atomic and the last one wins.
     with tempfile.TemporaryDirectory(dir=folder) as work:
         library = Path(work) / "kernels.so"
-        _compile(compiler, library)
+        _compile(compiler, extra_flags, library)
         os.replace(library, target)
     return target
 
@@ -103,10 +111,11 @@ def _find_compiler() -> str:
     raise BuildError("no C compiler found; install gcc or clang, or set CC")
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, extra_flags: tuple[str, ...], library: Path) -> None:
     message = ""
     for host_flags in _HOST_FLAGS:
-        command = [compiler, *_FLAGS, *host_flags, str(SOURCES / "kernels.c"), "-o", str(library), "-lm"]
+        flags = (*_FLAGS, *host_flags, *extra_flags)
+        command = [compiler, *flags, str(SOURCES / "kernels.c"), "-o", str(library), "-lm"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
@@ -119,7 +128,7 @@ def _compile(compiler: str, library: Path) -> None:
     raise BuildError(f"{compiler} failed: {message[:500]}")
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, extra_flags: tuple[str, ...]) -> str:
     """Changes with the sources, the flags, the compiler and the processor that they were compiled for."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
@@ -128,7 +137,7 @@ def _fingerprint(compiler: str) -> str:
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} did not run: {error}") from error
-    digest.update(version + " ".join(_FLAGS).encode() + _processor().encode())
+    digest.update(version + " ".join((*_FLAGS, *extra_flags)).encode() + _processor().encode())
     return digest.hexdigest()[:16]
 
 

@@ -9,8 +9,8 @@ import torch
 from adaserve.cpu import build, native
 from adaserve.cpu.extract import read_weights, supports
 from adaserve.cpu.linear import Storage
-from adaserve.cpu.params import ModelConfig, ModelWeights
 from adaserve.cpu.native import NativeBackend
+from adaserve.cpu.params import ModelConfig, ModelWeights
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.cpu.torch_forward import TorchBackend
 
@@ -32,7 +32,7 @@ class LeanModel:
 
     @property
     def backend(self) -> str:
-        """"native" with the C kernels, "torch" without."""
+        """ "native" with the C kernels, "torch" without."""
         return self._backend.name
 
     @classmethod

@@ -17,9 +17,11 @@ STORAGE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bf
 def exact_storage(weight: torch.Tensor) -> Storage:
     """The smallest storage that holds every weight without rounding, so that "auto" is exact."""
     weight = weight.detach()
-    for name in ("fp16", "bf16"):
-        if weight.dtype == STORAGE_DTYPES[name] or torch.equal(weight.to(STORAGE_DTYPES[name]).to(weight.dtype), weight):
-            return name  # type: ignore[return-value]
+    candidates: tuple[Storage, ...] = ("fp16", "bf16")
+    for name in candidates:
+        dtype = STORAGE_DTYPES[name]
+        if weight.dtype == dtype or torch.equal(weight.to(dtype).to(weight.dtype), weight):
+            return name
     return "fp32"
 
 

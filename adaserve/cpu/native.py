@@ -135,7 +135,14 @@ class NativeBackend:
         rows = hidden.shape[0]
         logprobs, tokens = torch.empty(rows, width), torch.empty(rows, width, dtype=torch.int64)
         if rows:
-            arguments = (hidden.data_ptr(), rows, scale.data_ptr(), width, logprobs.data_ptr(), tokens.data_ptr())
+            arguments = (
+                hidden.data_ptr(),
+                rows,
+                scale.data_ptr(),
+                width,
+                logprobs.data_ptr(),
+                tokens.data_ptr(),
+            )
             code = self._kernels.ada_top_logprobs(self._model, *arguments, torch.get_num_threads())
             self._check(code)
         return logprobs, tokens
@@ -153,7 +160,8 @@ class NativeBackend:
             )
         b, count = self._batch, len(k_buffers)
         # Addresses are read anew each time: SGLang may move its pools (memory saver, resizing).
-        self._pools[:] = [t.data_ptr() for t in k_buffers] + [t.data_ptr() for t in v_buffers]
+        for i, (k, v) in enumerate(zip(k_buffers, v_buffers, strict=True)):
+            self._pools[i], self._pools[count + i] = k.data_ptr(), v.data_ptr()
         b.k_pools = ctypes.addressof(self._pools)
         b.v_pools = b.k_pools + count * ctypes.sizeof(_Pointer)
         b.kv_type, b.slot_stride = _TYPES[first.dtype], first.stride(0)

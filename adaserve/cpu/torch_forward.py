@@ -55,7 +55,7 @@ class TorchBackend:
             q, k, v = self._project(layer, _rms_norm(residual, layer.input_norm, eps), cos, sin)
             k_buffer[out_slots] = k.to(k_buffer.dtype)
             v_buffer[out_slots] = v.to(v_buffer.dtype)
-            residual = residual + layer.o(_attend(q, k_buffer, v_buffer, plan))
+            residual = residual + layer.o(attend(q, k_buffer, v_buffer, plan))
             gate, up = layer.gate_up(_rms_norm(residual, layer.post_norm, eps)).chunk(2, dim=-1)
             residual = residual + layer.down(functional.silu(gate) * up)
         return _rms_norm(residual, self._final_norm, eps)
@@ -108,7 +108,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def _attend(
+def attend(
     q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, plan: TreeAttentionPlan
 ) -> torch.Tensor:
     """q [T, heads, D] against each request's slots -> [T, heads * D]; a query that sees nothing gives 0."""

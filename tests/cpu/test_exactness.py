@@ -1,4 +1,4 @@
-"""A row's bits depend on its own tokens only: not on its company, nor on whether it decodes or sits in a tree."""
+"""A row's bits depend on its own tokens only: not on its company, nor on decoding or sitting in a tree."""
 
 from __future__ import annotations
 

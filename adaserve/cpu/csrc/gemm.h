@@ -72,7 +72,7 @@ static void pack_panel(const matrix *m, const char *source, int panel, int k0, i
     for (int lane = 0; lane < PANEL; lane++) {
         int row = source_row(m, panel * PANEL + lane);
         const char *from = source + ((size_t)row * m->depth + k0) * bytes;
-        char *to = target + lane * bytes;
+        char *to = target + packed_lane(m->type, lane) * bytes;
         for (int k = 0; k < kc; k++, to += PANEL * bytes) {
             if (row < 0) memset(to, 0, bytes);
             else memcpy(to, from + k * bytes, bytes);

@@ -32,7 +32,7 @@
 typedef struct {
     const float *x;  /* rows of activations, `ldx` apart */
     size_t ldx;
-    const void *w;   /* element (k, column) of panel p at w[p * panel_stride + k * ldw + column] */
+    const void *w;   /* row k of panel p starts at element p * panel_stride + k * ldw */
     size_t ldw, panel_stride;
     int depth;       /* number of k */
     float *c;        /* output rows, `ldc` apart */
@@ -44,13 +44,27 @@ typedef struct {
 /* What becomes of c: overwritten, increased by the sum, or taken as the start of the chain. */
 enum { TILE_SET = 0, TILE_ADD = 1, TILE_CHAIN = 2, NUM_TILE_MODES = 3 };
 
+/* Where a packed row keeps a column. bf16 rows pair columns i and i + 8 in one 32-bit word, from which a shift and
+ * a mask make two whole vectors; wider vectors than half a row do better with a plain conversion. */
+static ALWAYS_INLINE int packed_lane(int type, int column) {
+    if (type != BF16 || VL == 16) return column;
+    return column % 8 * 2 + column / 8;
+}
+
+/* Vector `j` of a packed row. */
+static ALWAYS_INLINE vf packed_vector(int type, const char *row, int j) {
+    if (type != BF16 || VL == 16) return load_as_float(type, row, j * VL);
+    vi words = *(const vi *)(row + j * VL % 8 * 4);
+    return j * VL < 8 ? (vf)(words << 16) : (vf)(words & (int32_t)0xffff0000);
+}
+
 static ALWAYS_INLINE void tile_body(const int rows, const int panels, const int type, const int mode,
                                     const tile_args *a) {
     vf acc[MAX_ROWS][2 * NV];
     const int nv = panels * NV;
     const float *x = a->x;
     const size_t ldx = a->ldx, ldw = a->ldw, ldc = a->ldc, ahead_step = a->ahead_step;
-    const size_t bytes = type == FP32 ? 4 : 2;
+    const size_t bytes = type == FP32 ? 4 : 2, panel_bytes = a->panel_stride * bytes;
     const char *w = a->w, *ahead = a->ahead;
     float *c = a->c;
     UNROLL for (int r = 0; r < rows; r++)
@@ -60,7 +74,7 @@ static ALWAYS_INLINE void tile_body(const int rows, const int panels, const int 
     for (int k = 0; k < a->depth; k++) {
         vf b[2 * NV];
         UNROLL for (int j = 0; j < nv; j++) {
-            b[j] = load_as_float(type, w, (j / NV) * a->panel_stride + (j % NV) * VL);
+            b[j] = packed_vector(type, w + (j / NV) * panel_bytes, j % NV);
             IN_REGISTER(b[j]);
         }
         UNROLL for (int r = 0; r < rows; r++) {
