@@ -1,0 +1,118 @@
+"""Settings: bad values are refused with what is accepted; precedence; the flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from adaserve.config import ENV, POLICY_ENV, AdaServeConfig, ConfigError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    # setenv first, so that what a test exports is undone too.
+    for name in (ENV, POLICY_ENV):
+        monkeypatch.setenv(name, "")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"policy": "fast"}, "unknown policy 'fast'.*adaserve"),
+        ({"policy": "chain-0"}, "unknown policy"),
+        ({"policy": "chain-33"}, "unknown policy"),
+        ({"max_depth": 0}, "max_depth.*1 to 32"),
+        ({"max_depth": "4"}, "max_depth.*integer"),
+        ({"max_width": 17}, "max_width.*1 to 16"),
+        ({"budget": 0}, "budget.*at least 1"),
+        ({"baseline_ms": -1.0}, "baseline_ms.*positive"),
+        ({"baseline_ms": float("nan")}, "baseline_ms.*positive"),
+        ({"slo_config": "/nowhere.yaml"}, "slo_config: there is no file /nowhere.yaml"),
+        ({"profile": "/nowhere.json"}, "profile: there is no file"),
+    ],
+)
+def test_bad_values_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AdaServeConfig(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["adaserve", "none", "chain-1", "chain-32", "priced"])
+def test_known_policies(policy: str) -> None:
+    assert AdaServeConfig(policy=policy).policy == policy
+
+
+def test_default_without_environment() -> None:
+    assert AdaServeConfig.load() == AdaServeConfig()
+
+
+def test_configuration_beats_the_policy_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(POLICY_ENV, "none")
+    assert AdaServeConfig.load().policy == "none"
+    monkeypatch.setenv(ENV, json.dumps({"policy": "chain-2"}))
+    assert AdaServeConfig.load().policy == "chain-2"
+
+
+def test_export_round_trip() -> None:
+    config = AdaServeConfig(policy="chain-3", budget=7, max_depth=4, max_width=2, baseline_ms=12.5)
+    config.export()
+    assert AdaServeConfig.load() == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not valid JSON"), ('{"depth": 3}', "unknown settings: depth")]
+)
+def test_bad_environment(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+    monkeypatch.setenv(ENV, text)
+    with pytest.raises(ConfigError, match=message):
+        AdaServeConfig.load()
+
+
+def test_candidates() -> None:
+    assert AdaServeConfig(max_depth=5, max_width=4).max_candidates == 20
+
+
+def parse(*words: str) -> argparse.Namespace:
+    from adaserve.patches import flags
+
+    parser = argparse.ArgumentParser()
+    flags._add_flags(None, parser)
+    return parser.parse_args(words)
+
+
+def test_flags_reach_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaserve.patches import flags
+
+    classes = tmp_path / "slo.yaml"
+    classes.touch()
+    monkeypatch.setenv(ENV, json.dumps({"policy": "none", "budget": 9}))
+    words = (
+        "--adaserve-policy",
+        "chain-2",
+        "--adaserve-max-depth",
+        "3",
+        "--adaserve-slo-config",
+        str(classes),
+    )
+    flags._export_flags(None, parse(*words))
+    loaded = AdaServeConfig.load()
+    assert (loaded.policy, loaded.max_depth, loaded.budget) == ("chain-2", 3, 9)
+    assert loaded.slo_config == str(classes)
+
+
+def test_no_flag_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaserve.patches import flags
+
+    flags._export_flags(None, parse())
+    import os
+
+    assert os.environ[ENV] == ""
+
+
+def test_every_setting_has_a_flag() -> None:
+    import dataclasses
+
+    names = {name.removeprefix("adaserve_") for name in vars(parse())}
+    assert names == {f.name for f in dataclasses.fields(AdaServeConfig)}

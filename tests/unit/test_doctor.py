@@ -1,0 +1,72 @@
+"""The doctor's checks on hosts that we make up."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from adaserve import doctor
+
+
+def test_python() -> None:
+    assert doctor.check_python((3, 10))[0].state == "missing"
+    assert doctor.check_python((3, 11))[0].state == "ok"
+    assert doctor.check_python((3, 13))[0].state == "note"
+
+
+def test_sglang_of_another_version_names_the_remedy() -> None:
+    (finding,) = doctor.check_sglang("0.5.22")
+    assert finding.state == "missing" and "pip install sglang==0.5.23" in finding.remedy
+
+
+def test_cpu_features() -> None:
+    (finding,) = doctor.check_cpu("processor: 0\nflags\t: sse avx2 f16c avx512_bf16 amx_bf16\n")
+    assert finding.state == "ok" and finding.found.endswith("AVX2, F16C, AVX-512 BF16, AMX BF16")
+    assert doctor.check_cpu("nothing we know")[0].state == "note"
+
+
+def test_memory_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_memory(4 * 2**30)[0].state == "note"
+    monkeypatch.setattr(doctor, "NEEDED_DISK_GB", 1e9)
+    assert doctor.check_disk(tmp_path / "not" / "there")[0].state == "missing"
+
+
+def test_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert doctor.check_port(taken.getsockname()[1])[0].state == "note"
+
+
+def test_hidden_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.healthy(doctor.check_entry_points())
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    assert not doctor.healthy(doctor.check_entry_points())
+
+
+def test_damaged_profile(tmp_path: Path) -> None:
+    assert doctor.check_profile(tmp_path)[0].found.startswith("none")
+    (tmp_path / "a.json").write_text("{}")
+    assert "of other hosts or versions" in doctor.check_profile(tmp_path)[0].found
+
+
+def test_a_check_that_breaks_is_a_finding() -> None:
+    def check_broken() -> list[doctor.Finding]:
+        raise ImportError("no such library")
+
+    findings = doctor.examine([check_broken, lambda: [doctor.Finding("x", "ok", "y")]])
+    assert [f.state for f in findings] == ["missing", "ok"] and "no such library" in findings[0].found
+
+
+@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("missing", 1)])
+def test_report(
+    state: doctor.State, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("Port", state, "found", "do this")])
+    assert doctor.doctor(json_output=True) == code
+    assert json.loads(capsys.readouterr().out)["findings"][0]["remedy"] == "do this"
+    assert doctor.doctor() == code
+    assert "do this" in capsys.readouterr().out
