@@ -69,7 +69,7 @@ class Server:
             self.port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.flags = _flags(model, self.port, arguments)
-        # SGLang compiles one small function with inductor at the first repetition penalty: half a minute of gcc.
+        # SGLang has inductor compile a function at the first repetition penalty: half a minute of gcc.
         base = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
         self.environment = {**base, **(environment or {})}
         self.pid: int | None = None

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.chi_square import two_sample_p
 from tests.engine.conftest import Served
 from tests.engine.harness import Job, Server, run_jobs
-from tests.engine.chi_square import two_sample_p
 
 PROMPT = [5, 17, 33, 99, 250]
 SAMPLES = 1500
