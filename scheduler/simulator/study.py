@@ -143,7 +143,7 @@ def markdown(rows: list[Row]) -> str:
     }
     for key, (title, scale) in titles.items():
         table = aggregate(rows, key)
-        lines += [f"### {title} (mean +- half range over seeds)", ""]
+        lines += [f"### {title} (mean +- half range over seeds; no bar = one seed)", ""]
         lines += [
             "| workload | requests/s | " + " | ".join(policies) + " |",
             "|---" * (len(policies) + 2) + "|",
@@ -151,8 +151,9 @@ def markdown(rows: list[Row]) -> str:
         for workload, load in places:
             cells = []
             for policy in policies:
-                mean, half, _ = table.get((workload, load, policy), (float("nan"), 0.0, 0))
-                cells.append(f"{mean * scale:.1f} +- {half * scale:.1f}")
+                mean, half, seeds = table.get((workload, load, policy), (float("nan"), 0.0, 0))
+                bar = f" +- {half * scale:.1f}" if seeds > 1 else ""
+                cells.append(f"{mean * scale:.1f}{bar}" if seeds else "")
             lines.append(f"| {workload} | {load:g} | " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)
