@@ -172,10 +172,10 @@ def _log_tail(out: Path) -> str:
 
 _COLUMNS = (
     "\nrequests",
-    "SLO\nms",
-    "TPOT\nmean ms",
-    "TPOT\np99 ms",
-    "TTFT\np50 ms",
+    "TPOT\nSLO",
+    "TPOT\nmean",
+    "TPOT\np99",
+    "TTFT\np50",
     "met\n%",
     "goodput\ntok/s",
     "accept\nlength",
@@ -183,7 +183,7 @@ _COLUMNS = (
 
 
 def class_table(summary: Mapping[str, Any], title: str | None = None) -> Table:
-    """The outcome per class, for a terminal of 80 columns."""
+    """The outcome per class, for a terminal of 80 columns. Times in ms."""
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("\nclass", no_wrap=True)
     for head in _COLUMNS:
