@@ -37,7 +37,8 @@ def run_demo(
     with start_server(spec, folder / "server.log", console) as server:
         config = _traffic(server, seconds, rps)
         console.print(
-            f"baseline {config.baseline_ms:.1f} ms per token; {config.arrivals.rps:.2f} requests/s for {seconds:.0f} s"
+            f"baseline {config.baseline_ms:.1f} ms per token; "
+            f"{config.arrivals.rps:.2f} requests/s for {seconds:.0f} s"
         )
         summaries = {}
         for name in (policy, PLAIN):

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
-_failure: BaseException | None = None
-_registered = False
+
+@dataclass
+class _Registration:
+    """Whether this process has registered, and what went wrong."""
+
+    done: bool = False
+    failure: BaseException | None = None
+
+
+_registration = _Registration()
 
 
 def register() -> None:
@@ -14,8 +23,7 @@ def register() -> None:
     SGLang only logs a plugin's failure and would serve without it, so the failure is kept and
     raised when a server that asked for ADASERVE starts (``ensure_registered``).
     """
-    global _failure, _registered
-    if _registered:
+    if _registration.done:
         return
     try:
         # Used by SGLang only when it starts several HTTP workers, which load no plugins themselves.
@@ -25,17 +33,20 @@ def register() -> None:
 
         algorithm.register()
         apply_all()
-        _registered = True
+        _registration.done = True
     except BaseException as error:
-        _failure = error
+        _registration.failure = error
         raise
 
 
 def ensure_registered() -> None:
-    """Raises what went wrong in ``register``."""
-    if _failure is not None:
-        raise RuntimeError("AdaServe could not be registered with SGLang; see the cause above") from _failure
-    if not _registered:
+    """Raises RuntimeError with what went wrong in ``register``."""
+    if _registration.failure is not None:
         raise RuntimeError(
-            "AdaServe's SGLang plugin was not loaded. If SGLANG_PLUGINS or SGLANG_PLATFORM is set, add 'adaserve'."
+            "AdaServe could not be registered with SGLang; see the cause above"
+        ) from _registration.failure
+    if not _registration.done:
+        raise RuntimeError(
+            "AdaServe's SGLang plugin was not loaded: "
+            "if SGLANG_PLUGINS or SGLANG_PLATFORM is set, add adaserve to it"
         )

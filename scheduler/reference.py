@@ -91,7 +91,7 @@ def algorithm_1(rows: list[Row], need: Sequence[float], B: int) -> Tree | None:
     return Tree(tuple(frozenset(k) for k in kept), expected_tokens(rows, kept))
 
 
-def algorithm_2(  # noqa: PLR0917
+def algorithm_2(
     rows: list[Row], need: Sequence[float], B: int, d: int, n_max: int | None = None, slo_phase: bool = True
 ) -> Tree:
     """Deployable selection (AdaServe section 4.2, Algorithm 2 lines 1 and 8-22) over candidate trees."""

@@ -176,7 +176,7 @@ def weighted_keys(ranked: Ranked, weight: FloatArray) -> IntArray:
     return key * (ranked.value > 0)
 
 
-def two_phase(  # noqa: PLR0917
+def two_phase(
     trees: CandidateTrees,
     f: FloatArray,
     need: FloatArray,

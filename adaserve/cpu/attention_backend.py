@@ -36,10 +36,14 @@ class CpuAttentionBackend(AttentionBackend):
         q_lens = np.ones_like(kv_lens) if mode.is_decode() else forward_batch.extend_seq_lens.numpy()
         self.plan = self._causal_plan(forward_batch.req_pool_indices, q_lens, kv_lens)
 
-    def _causal_plan(self, pool_indices: torch.Tensor, q_lens: np.ndarray, kv_lens: np.ndarray) -> TreeAttentionPlan:
+    def _causal_plan(
+        self, pool_indices: torch.Tensor, q_lens: np.ndarray, kv_lens: np.ndarray
+    ) -> TreeAttentionPlan:
         from adaserve.worker.attention import causal_plan, gather_slots
 
-        slots = gather_slots(self.req_to_token_pool.req_to_token, pool_indices, np.zeros_like(kv_lens), kv_lens)
+        slots = gather_slots(
+            self.req_to_token_pool.req_to_token, pool_indices, np.zeros_like(kv_lens), kv_lens
+        )
         return causal_plan(slots, q_lens, kv_lens)
 
     def _verify_plan(self, forward_batch: Any) -> TreeAttentionPlan:

@@ -45,7 +45,7 @@ class LeanModel:
         return cls(weights, config, linear)
 
     @torch.no_grad()
-    def forward(  # noqa: PLR0917 - the order of SGLang's own forward
+    def forward(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,

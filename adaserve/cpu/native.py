@@ -85,7 +85,7 @@ class NativeBackend:
         self._model = _Pointer(handle)
         weakref.finalize(self, kernels.ada_model_free, self._model)
 
-    def forward(  # noqa: PLR0917 - the order of SGLang's own forward
+    def forward(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,

@@ -37,7 +37,7 @@ class TorchBackend:
         self._lm_head = torch_linear(weights.lm_head, None, storage)
         self._cos_sin = weights.cos_sin.float()
 
-    def forward(  # noqa: PLR0917 - the order of SGLang's own forward
+    def forward(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,

@@ -39,11 +39,11 @@ def corpus(work: Work = None, seed: Seed = 0) -> None:
 @app.command()
 def train(
     *,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the target.")] = 56,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the target.")] = 60,
     draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 12,
     written_tokens: Annotated[
         int, typer.Option(min=50_000, help="Tokens the target writes for its draft.")
-    ] = 600_000,
+    ] = 250_000,
     compile: Annotated[bool, typer.Option(help="Compile the training step (needs a C++ compiler).")] = True,
     work: Work = None,
     seed: Seed = 0,

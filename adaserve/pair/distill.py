@@ -25,6 +25,7 @@ from adaserve.pair.train import Run, Trainer
 
 SHARPENED = 0.4
 WRITTEN_TEMPERATURES = (0.0, 0.7, 0.7, 1.0)
+_MATRIX_LR, _VECTOR_LR = 0.01, 0.001  # below the target's: the draft starts from trained weights
 _PROMPT_TOKENS, _ROW_TOKENS, _ROWS_PER_BATCH = 48, 512, 96
 
 
@@ -100,7 +101,7 @@ def train_draft(run: Run, target_folder: Path, *, written_tokens: int, shape: Sh
     if not written.exists():
         write_text(target, run.corpus / "train.bin", written, written_tokens, seed=run.seed)
     draft = sliced(target, shape)
-    run = replace(run, phases=DRAFT_PHASES)
+    run = replace(run, phases=DRAFT_PHASES, matrix_lr=_MATRIX_LR, vector_lr=_VECTOR_LR)
     trainer = Trainer(run, draft, lambda window: distillation_loss(draft, target, window[:, :-1]))
     mixture = Mixture(trainer.batches, Batches(open_stream(written), seed=run.seed))
     mixture.used_tokens = trainer.batches.used_tokens

@@ -51,7 +51,9 @@ class Drafter:
         self._inv_temperature = inv_temperature
         self._max_nodes = max_nodes
 
-    def draft(self, plan: IterationPlan, rows: DecodeRows, keep_drafting: KeepDrafting | None) -> Draft | None:
+    def draft(
+        self, plan: IterationPlan, rows: DecodeRows, keep_drafting: KeepDrafting | None
+    ) -> Draft | None:
         """Runs up to plan.depth draft steps; None when no row may have a tree."""
         active = np.flatnonzero(rows.running.max_depth > 0)
         depth = min(plan.depth, int(rows.running.max_depth.max(initial=0)))
@@ -86,7 +88,12 @@ class _BeamSearch:
     """State of one beam search over ``a`` rows; tensors are [a, beams, ...]."""
 
     def __init__(
-        self, forward: TreeForward, rows: DecodeRows, active: np.ndarray, shape: TreeShape, scale: torch.Tensor
+        self,
+        forward: TreeForward,
+        rows: DecodeRows,
+        active: np.ndarray,
+        shape: TreeShape,
+        scale: torch.Tensor,
     ) -> None:
         self.forward, self.rows, self.active, self.shape, self.scale = forward, rows, active, shape, scale
         a = len(active)
@@ -94,7 +101,9 @@ class _BeamSearch:
         self.pool_indices = rows.pool_indices[torch.from_numpy(active)]
         # One kv list serves every step: prefix, then the whole window (columns not yet written are masked).
         self.kv_lens = self.base + shape.width
-        self.kv_slots = gather_slots(rows.req_to_token, self.pool_indices, np.zeros(a, np.int64), self.kv_lens)
+        self.kv_slots = gather_slots(
+            rows.req_to_token, self.pool_indices, np.zeros(a, np.int64), self.kv_lens
+        )
         ends = np.cumsum(self.kv_lens)
         self.window = self.kv_slots.numpy()[(ends - shape.width)[:, None] + np.arange(shape.width)]
         self.visible = np.zeros((a, shape.nodes, shape.width), np.bool_)
@@ -107,7 +116,9 @@ class _BeamSearch:
         """Feeds what the draft has not seen yet (usually just the root) and keeps the best children."""
         states = [self.rows.states[r] for r in self.active]
         roots = self.rows.roots[self.active]
-        tokens = np.concatenate([[*s.pending, root] for s, root in zip(states, roots, strict=True)]).astype(np.int64)
+        tokens = np.concatenate([[*s.pending, root] for s, root in zip(states, roots, strict=True)]).astype(
+            np.int64
+        )
         starts = np.array([s.draft_len for s in states], np.int64)
         q_lens = self.base + 1 - starts
         slots = gather_slots(self.rows.req_to_token, self.pool_indices, starts, q_lens)
@@ -118,7 +129,9 @@ class _BeamSearch:
             plan = tree_plan(kv_slots, q_lens, kv_lens, seen)
         else:
             kv_lens = self.base + 1
-            kv_slots = gather_slots(self.rows.req_to_token, self.pool_indices, np.zeros_like(kv_lens), kv_lens)
+            kv_slots = gather_slots(
+                self.rows.req_to_token, self.pool_indices, np.zeros_like(kv_lens), kv_lens
+            )
             plan = causal_plan(kv_slots, q_lens, kv_lens)
         last = np.cumsum(q_lens) - 1
         positions = np.arange(len(tokens)) - np.repeat(last - self.base, q_lens)

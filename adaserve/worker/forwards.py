@@ -19,7 +19,7 @@ class TreeForward(Protocol):
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
     ) -> torch.Tensor:
-        """Opaque per-token states [T, ...] of ``tokens`` (int64 [T]) at ``positions``; KV goes to ``slots``."""
+        """Opaque states [T, ...] of ``tokens`` (int64 [T]) at ``positions``; their KV goes to ``slots``."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ class TreeForward(Protocol):
     def topk_logprobs(
         self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Best ``width`` tokens of softmax(logits * inv_temperature): fp32 log-probabilities and int64 ids."""
+        """Best ``width`` tokens of softmax(logits * inv_temperature): fp32 log-probabilities, int64 ids."""
         ...
 
 

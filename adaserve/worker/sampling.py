@@ -35,9 +35,7 @@ def is_plain_greedy(info: SamplingBatchInfo, reqs: Sequence[Any]) -> bool:
 
 def has_penalty(req: Any) -> bool:
     p = req.sampling_params
-    return bool(
-        p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0 or p.min_new_tokens
-    )
+    return bool(p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0 or p.min_new_tokens)
 
 
 def adjust_logits(
@@ -152,7 +150,9 @@ def draw(logits: torch.Tensor, batch: VerifyBatch, info: SamplingBatchInfo) -> n
     return out.numpy()
 
 
-def _probs(logits: torch.Tensor, info: SamplingBatchInfo, row: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+def _probs(
+    logits: torch.Tensor, info: SamplingBatchInfo, row: torch.Tensor, which: torch.Tensor
+) -> torch.Tensor:
     return torch.softmax(logits[which] / info.temperatures[row[which]], dim=-1)
 
 

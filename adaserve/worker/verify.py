@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.scheduler.interface import Selection
 from adaserve.worker.attention import causal_plan, gather_slots, tree_plan
 from adaserve.worker.drafter import Draft
 from adaserve.worker.rows import DecodeRows
-from adaserve.cpu.plan import TreeAttentionPlan
 
 
 @dataclass(frozen=True, slots=True)

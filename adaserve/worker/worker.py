@@ -25,17 +25,21 @@ from adaserve.live.stats import SLOStats
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.patches.slo_requests import slo_config
 from adaserve.plugin import ensure_registered
-from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, Policy, Selection
+from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, Policy
 from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
 from adaserve.scheduler.replay import Recorder
 from adaserve.worker import calibration, sampling, verify
 from adaserve.worker.draft_input import RootTokens
 from adaserve.worker.draft_model import DraftModel
-from adaserve.worker.drafter import Draft, Drafter
+from adaserve.worker.drafter import Drafter
 from adaserve.worker.forwards import TimedForward, tree_forward
+from adaserve.worker.iteration import Iteration, StepTimes
 from adaserve.worker.rows import DecodeRows, RequestState, running_batch
 
 logger = logging.getLogger(__name__)
+
+Publish = Callable[[torch.Tensor], None]
+"""SGLang's relay of new sequence lengths to its overlapped scheduler."""
 
 BASELINE_CONTEXT = 256
 """Cached tokens of the lone request whose plain decoding defines the baseline latency."""
@@ -51,12 +55,11 @@ class AdaServeWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self._draft_worker = DraftModel(server_args, gpu_id, nccl_port, target_worker)
         self.stride = self.config.max_depth + 1
-        self._times = dict.fromkeys(("target_s", "draft_s", "decode_s", "iterations", "prefill_s", "prefills"), 0.0)
+        self._times = dict.fromkeys(("decode_s", "iterations", "prefill_s", "prefills"), 0.0)
         self._states: dict[int, RequestState] = {}  # by request-pool slot
         # Outlives a retraction, which gives the slot away, and dies with the request.
         self._decode_starts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._last_end_s = 0.0
-        self._listeners: list[Callable[[IterationOutcome], None]] = []
         self._models = (server_args.model_path, server_args.speculative_draft_model_path)
 
     def init_cuda_graphs(self) -> None:
@@ -108,7 +111,6 @@ class AdaServeWorker(BaseSpecWorker):
         baseline_s = measured_s if baseline_ms is None else baseline_ms / 1e3
         metrics = ServerMetrics() if get_observability().enable_metrics else None
         self.ledger = SLOLedger(slo_config(), baseline_s, SLOStats(slo_config(), metrics))
-        self._listeners.append(self.ledger.iteration)
         logger.info(
             "AdaServe: policy %s, baseline %.1f ms per token, budget %s tokens",
             self.policy.name,
@@ -130,13 +132,13 @@ class AdaServeWorker(BaseSpecWorker):
     # -- prefill ------------------------------------------------------------------------------
 
     def forward_batch_generation(
-        self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None = None, pp_proxy_tensors: Any = None
+        self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None
     ) -> GenerationBatchResult:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
         return self._decode(batch, on_publish)
 
-    def _prefill(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
+    def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         start_s = time.perf_counter()
         sampling.restore_penalties(batch.sampling_info, batch.reqs)
         result = self.target_worker.forward_batch_generation(batch)
@@ -179,7 +181,7 @@ class AdaServeWorker(BaseSpecWorker):
 
     # -- decode -------------------------------------------------------------------------------
 
-    def _decode(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
+    def _decode(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         start_s = time.perf_counter()
         rows = self._rows(batch)
         plan = self.policy.plan(rows.running, start_s)
@@ -189,16 +191,15 @@ class AdaServeWorker(BaseSpecWorker):
         drafted_s = time.perf_counter()
         trees = draft.trees if draft is not None else CandidateTrees.empty(len(rows))
         selection = self.policy.select(plan, trees)
-        selected_s = time.perf_counter()
+        times = StepTimes(start_s, drafted_s, time.perf_counter())
         verified = verify.build(rows, draft, selection)
         draws, logits = self._target_draws(batch, rows, verified)
         acceptance = verify.accept(verified, draws)
-        result = self._commit(batch, rows, draft, verified, acceptance, draws, logits)
+        iteration = Iteration(rows, plan, draft, selection, verified, draws, acceptance, times)
+        result = self._commit(batch, iteration, logits)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        end_s = time.perf_counter()
-        times = (start_s, drafted_s, selected_s, end_s)
-        self._observe(plan, trees, selection, verified, acceptance, times)
+        self._observe(iteration.outcome(time.perf_counter(), self._last_end_s))
         return result
 
     def _rows(self, batch: Any) -> DecodeRows:
@@ -217,9 +218,8 @@ class AdaServeWorker(BaseSpecWorker):
     def _target_draws(
         self, batch: Any, rows: DecodeRows, verified: verify.VerifyBatch
     ) -> tuple[np.ndarray, torch.Tensor | None]:
-        hidden = self._target.hidden(
-            torch.from_numpy(verified.tokens), torch.from_numpy(verified.positions), verified.slots, verified.plan
-        )
+        tokens, positions = torch.from_numpy(verified.tokens), torch.from_numpy(verified.positions)
+        hidden = self._target.hidden(tokens, positions, verified.slots, verified.plan)
         info = batch.sampling_info
         # SGLang fills these in when it makes a ForwardBatch, which we do not.
         info.grammars = [r.grammar for r in batch.reqs] if batch.has_grammar else None
@@ -229,113 +229,39 @@ class AdaServeWorker(BaseSpecWorker):
         sampling.adjust_logits(logits, verified, info, batch.reqs, rows.states)
         return sampling.draw(logits, verified, info), logits
 
-    def _commit(
-        self,
-        batch: Any,
-        rows: DecodeRows,
-        draft: Draft | None,
-        verified: verify.VerifyBatch,
-        acceptance: verify.Acceptance,
-        draws: np.ndarray,
-        logits: torch.Tensor | None,
-    ) -> GenerationBatchResult:
+    def _commit(self, batch: Any, iteration: Iteration, logits: torch.Tensor | None) -> GenerationBatchResult:
         """Keeps the accepted paths: compacts both KV caches, advances the states, builds the result."""
-        n = len(rows)
-        self._compact(rows, verified, acceptance)
-        accepted_node = acceptance.accepted & ~verified.is_root
-        out = np.zeros((n, self.stride), np.int64)
-        out[verified.row[accepted_node], verified.depth[accepted_node] - 1] = verified.tokens[accepted_node]
-        bonus = draws[acceptance.last]
-        out[np.arange(n), acceptance.count] = bonus
-        for r, state in enumerate(rows.states):
-            self._advance(state, rows, draft, r, out[r, : acceptance.count[r] + 1].tolist())
-        accept_lens = torch.from_numpy(acceptance.count + 1)
+        if (moves := iteration.moves()) is not None:
+            for runner in (self.target_worker.model_runner, self._draft_worker.draft_runner):
+                runner.token_to_kv_pool.move_kv_cache(*moves)
+        emitted = iteration.emitted(self.stride)
+        iteration.advance(emitted)
+        accept_lens = torch.from_numpy(iteration.acceptance.count + 1)
         logits_output = LogitsProcessorOutput(next_token_logits=logits)
         if batch.return_logprob:
-            self._logprobs(batch, logits_output, verified, acceptance, draws)
+            index = torch.from_numpy(iteration.path_index(self.stride))
+            compute_spec_logprobs(batch, logits_output, torch.from_numpy(iteration.draws), accept_index=index)
         return GenerationBatchResult(
             logits_output=logits_output,
-            next_token_ids=torch.from_numpy(out.reshape(-1)),
+            next_token_ids=torch.from_numpy(emitted.reshape(-1)),
             accept_lens=accept_lens.int(),
             new_seq_lens=batch.seq_lens + accept_lens,
-            next_draft_input=RootTokens(torch.from_numpy(bonus)),
+            next_draft_input=RootTokens(torch.from_numpy(iteration.bonus)),
             speculative_num_draft_tokens=self.stride,
             speculative_output_stride=self.stride,
             can_run_cuda_graph=False,
         )
 
-    def _compact(self, rows: DecodeRows, verified: verify.VerifyBatch, acceptance: verify.Acceptance) -> None:
-        moved = np.flatnonzero(acceptance.accepted & (verified.column != verified.depth))
-        if not len(moved):
-            return
-        row = torch.from_numpy(verified.row[moved])
-        target = rows.req_to_token[rows.pool_indices[row], torch.from_numpy(verified.positions[moved])].long()
-        source = verified.slots[torch.from_numpy(moved)]
-        for runner in (self.target_worker.model_runner, self._draft_worker.draft_runner):
-            runner.token_to_kv_pool.move_kv_cache(target, source)
-
-    def _advance(
-        self, state: RequestState, rows: DecodeRows, draft: Draft | None, r: int, new_tokens: list[int]
-    ) -> None:
-        length = int(rows.seq_lens[r]) + len(new_tokens)  # root and accepted nodes are cached now
-        cached = [int(rows.roots[r]), *new_tokens[:-1]]
-        if draft is None or rows.running.max_depth[r] == 0:
-            state.pending.extend(cached)
-        else:
-            # The draft has the KV of the root and of every node it expanded: all but the last level.
-            state.draft_len = min(length, int(rows.seq_lens[r]) + draft.depth)
-            state.pending = cached[state.draft_len - int(rows.seq_lens[r]) :]
-        state.generated.extend(new_tokens)
-        state.decoded += len(new_tokens)
-
-    def _logprobs(
-        self,
-        batch: Any,
-        output: LogitsProcessorOutput,
-        verified: verify.VerifyBatch,
-        acceptance: verify.Acceptance,
-        draws: np.ndarray,
-    ) -> None:
-        index = np.repeat(verified.root[:, None], self.stride, axis=1)
-        path = np.flatnonzero(acceptance.accepted)
-        index[verified.row[path], verified.depth[path]] = path
-        compute_spec_logprobs(batch, output, torch.from_numpy(draws), accept_index=torch.from_numpy(index))
-
     # -- bookkeeping --------------------------------------------------------------------------
 
-    def _observe(
-        self,
-        plan: IterationPlan,
-        trees: CandidateTrees,
-        selection: Selection,
-        verified: verify.VerifyBatch,
-        acceptance: verify.Acceptance,
-        times: tuple[float, float, float, float],
-    ) -> None:
-        start_s, drafted_s, selected_s, end_s = times
-        accepted = np.zeros(trees.n_nodes, np.bool_)
-        accepted[verified.node] = acceptance.accepted[~verified.is_root]
-        outcome = IterationOutcome(
-            plan=plan,
-            trees=trees,
-            selection=selection,
-            accepted=accepted,
-            new_tokens=acceptance.count + 1,
-            end_s=end_s,
-            draft_s=drafted_s - start_s,
-            select_s=selected_s - drafted_s,
-            verify_s=end_s - selected_s,
-            total_s=end_s - start_s,
-            since_last_s=end_s - self._last_end_s if self._last_end_s else 0.0,
-        )
-        self._last_end_s = end_s
+    def _observe(self, outcome: IterationOutcome) -> None:
+        self._last_end_s = outcome.end_s
         self._times["decode_s"] += outcome.total_s
         self._times["iterations"] += 1
         self.policy.observe(outcome)
         if self._recorder is not None:
             self._recorder.observed(outcome)
-        for listener in self._listeners:
-            listener(outcome)
+        self.ledger.iteration(outcome)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         self._forget(rid)

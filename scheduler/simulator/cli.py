@@ -92,7 +92,7 @@ def split_policy(spec: str) -> tuple[str, str, str]:
 
 
 @app.command()
-def run(  # noqa: PLR0917
+def run(
     trace: Annotated[list[str], typer.Option(help="trace file, or synthetic:N:RPS[:BURST]; may be repeated")],
     policy: Annotated[
         list[str],
@@ -199,7 +199,7 @@ def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @app.command()
-def capacity(  # noqa: PLR0917
+def capacity(
     trace: Annotated[str, typer.Option(help="trace file, or synthetic:N:RPS[:BURST]")],
     target: Annotated[float, typer.Option(help="attainment to reach")] = 0.95,
     policy: str = "priced",

@@ -275,7 +275,7 @@ def _router(config: FleetConfig, requests: FleetRequests, pace: PaceTable) -> Ca
     return slo
 
 
-def fleet_attainment(  # noqa: PLR0917
+def fleet_attainment(
     trace: Trace,
     slos: SLOConfig,
     baseline_s: float,

@@ -66,7 +66,7 @@ class FakeServer:
         with contextlib.suppress(ConnectionError):
             writer.close()
 
-    async def route(  # noqa: PLR0911, PLR0917
+    async def route(  # noqa: PLR0911
         self,
         method: str,
         path: str,
@@ -135,7 +135,7 @@ class FakeServer:
         )
         await self.stream(path, headers, data, n, usage, received, writer)
 
-    async def stream(  # noqa: PLR0917
+    async def stream(
         self,
         path: str,
         headers: dict[str, str],
