@@ -113,6 +113,7 @@ def copied(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         pair,
         "target",
         {"policy": "chain-4", "max_depth": 4, "max_width": 3},
+        overlap=True,  # every iteration advances by the most that the reserve of KV slots has room for
     )
     with server.running(zygote):
         yield Served("copied", server, probe)
