@@ -188,6 +188,7 @@ def install_shared(shared: Path) -> None:
     finally:
         remove_tree(shared / "tmp")
         if not (shared / COMPLETE).exists():
+            print("adaserve: removing the unfinished environment", file=sys.stderr, flush=True)
             remove_tree(shared)
     remove_unused(shared, UNUSED_S)
 
