@@ -50,7 +50,6 @@ def probed(base: type) -> type:
                 target_kv_error=0.0, draft_kv_error=0.0, draft_kv_unknown=0, forgotten=0, depths={}
             )
             self.stats["wrong_lengths"] = []
-            self._listeners.append(self._count)
 
         def set_policy(self, name: str) -> None:
             super().set_policy(name)
@@ -66,15 +65,13 @@ def probed(base: type) -> type:
             self.stats["catch_ups"] += sum(bool(s.pending) for s in rows.states)
             return rows
 
-        def _compact(self, rows: Any, verified: Any, acceptance: Any) -> None:
-            self.stats["moved"] += int((acceptance.accepted & (verified.column != verified.depth)).sum())
-            super()._compact(rows, verified, acceptance)
-
-        def _commit(self, batch: Any, rows: Any, *args: Any) -> Any:
-            result = super()._commit(batch, rows, *args)
+        def _commit(self, batch: Any, iteration: Any, logits: Any) -> Any:
+            accepted, verified = iteration.acceptance.accepted, iteration.verified
+            self.stats["moved"] += int((accepted & (verified.column != verified.depth)).sum())
+            result = super()._commit(batch, iteration, logits)
             if self.stats["iterations"] % options.get("audit_every", 1 << 30) == 0:
-                for r in range(len(rows)):
-                    self._audit(batch, rows, r, int(result.new_seq_lens[r]))
+                for r in range(len(iteration.rows)):
+                    self._audit(batch, iteration.rows, r, int(result.new_seq_lens[r]))
             return result
 
         def _audit(self, batch: Any, rows: Any, r: int, length: int) -> None:
@@ -102,7 +99,8 @@ def probed(base: type) -> type:
             self.stats["forgotten"] += 1
             super().note_request_finished(rid=rid, natural_stop=natural_stop)
 
-        def _count(self, outcome: Any) -> None:
+        def _observe(self, outcome: Any) -> None:
+            super()._observe(outcome)
             stats = self.stats
             stats["iterations"] += 1
             stats["rows"] += len(outcome.new_tokens)
