@@ -15,6 +15,7 @@ from typing import Any
 
 ENV = "ADASERVE_CONFIG"
 POLICY_ENV = "ADASERVE_POLICY"
+CPU_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "off")
 
 
 class ConfigError(ValueError):
@@ -49,6 +50,10 @@ class AdaServeConfig:
         if self.baseline_ms is not None and not 0 < self.baseline_ms < 1e6:
             raise ConfigError(
                 f"baseline_ms must be a positive number of milliseconds, not {self.baseline_ms}"
+            )
+        if self.cpu_weights not in CPU_WEIGHTS:
+            raise ConfigError(
+                f"cpu_weights must be one of {', '.join(CPU_WEIGHTS)}, not {self.cpu_weights!r}"
             )
         for name in ("slo_config", "profile"):
             path = getattr(self, name)

@@ -7,7 +7,7 @@ imports what this module needs.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -15,6 +15,9 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
 from adaserve.host import ATTENTION_BACKEND
+
+if TYPE_CHECKING:
+    from adaserve.cpu.linear import Storage
 
 OVERLAP_ENV = "ADASERVE_CPU_OVERLAP"
 """Set to 1 to run SGLang's overlap schedule on a CPU host: slower, but it exercises the GPU's code path."""
@@ -65,7 +68,7 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
 
         weights = AdaServeConfig.load().cpu_weights
         if weights != "off":
-            install(model, weights)
+            install(model, cast("Storage", weights))
 
     def get_dispatch_key_name(self) -> str:
         return "native"

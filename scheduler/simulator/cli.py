@@ -249,9 +249,9 @@ def fit(profile: Annotated[Path, typer.Argument(help="latency profile of `adaser
         _fail(error)
     print("| phase | form | mean error, % | worst, % | left-out point, % | |\n|---|---|---|---|---|---|")
     for phase, forms in result.errors.items():
-        for form, error in forms.items():
+        for form, off in forms.items():
             mark = "chosen" if result.chosen[phase] == form else ""
-            cells = (100 * x for x in (error.mean, error.worst, error.held_out))
+            cells = (100 * x for x in (off.mean, off.worst, off.held_out))
             print(f"| {phase} | {form} | " + " | ".join(f"{c:.1f}" for c in cells) + f" | {mark} |")
     model = result.model
     print(f"\nunloaded: {model.baseline_s() * 1e3:.2f} ms per token; knee: {model.knee_tokens()} tokens")
