@@ -40,7 +40,7 @@ def corpus(work: Work = None, seed: Seed = 0) -> None:
 def train(
     *,
     minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the target.")] = 60,
-    draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 12,
+    draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 14.5,
     written_tokens: Annotated[
         int, typer.Option(min=50_000, help="Tokens the target writes for its draft.")
     ] = 250_000,

@@ -23,7 +23,7 @@ class Recipe:
     """Wall-clock minutes for each model and how much text the target writes for its draft."""
 
     target_minutes: float = 60.0
-    draft_minutes: float = 12.0
+    draft_minutes: float = 14.5
     written_tokens: int = 250_000
     seed: int = 0
     threads: int = 2

@@ -43,10 +43,10 @@ def pack(source: Path, out: Path) -> None:
 
 
 def copy_companions(source: Path, out: Path) -> None:
-    """Everything of a model folder but the weights."""
+    """Configuration, tokenizer and measurements of a model folder: its small JSON and template files."""
     out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
+        if file.suffix in {".json", ".jinja"} and not file.name.endswith(".safetensors.index.json"):
             shutil.copy(file, out)
 
 

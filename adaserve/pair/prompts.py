@@ -22,7 +22,7 @@ from adaserve.pair.data import load_tokenizer
 
 CATEGORIES = ("coding", "chat", "summarization")
 PER_CATEGORY = 400
-SUMMARY_CUE = "\n\nIn summary, "
+SUMMARY_CUE = "\n\nIn summary,"
 _DEFINITION = re.compile(r"^(?:    )?(?:async def|def|class) \w", re.M)
 _HEADING = re.compile(r"^#{1,2} (.{8,90})\n\n(.+)$", re.M)
 _FIRST_SENTENCE = re.compile(r"[A-Z][^\n]{30,220}?[.?:](?=\s|$)")
@@ -93,7 +93,8 @@ def cut_prompts(documents: list[Document], tokenizer: Tokenizer, *, seed: int) -
     for category, (kind, make, (low, high)) in _MAKERS.items():
         found: dict[str, Prompt] = {}
         for document in (d for d in documents if d.kind == kind):
-            for text in make(document, rng):
+            # A token takes the blank before it, so a blank at the end would stand where none ever did.
+            for text in map(str.rstrip, make(document, rng)):
                 tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
                 if low <= tokens <= high:
                     found[text] = Prompt(category, text, tokens, document.source, document.path)

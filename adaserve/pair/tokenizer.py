@@ -15,7 +15,8 @@ _SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+ *(?= )|\s+
 
 # The pair was trained on running text, not on conversations: a turn is simply a paragraph.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{{ '\\n\\n' }}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] | trim }}"
+    "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}"
 )
 
 

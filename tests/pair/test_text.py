@@ -35,9 +35,10 @@ def test_text_survives_the_round_trip(tokenizer: PreTrainedTokenizerFast, text: 
 
 def test_specials_and_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS_ID, EOS_ID)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "What is it?"}], return_dict=False)
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is it?\n"}]
+    ids = tokenizer.apply_chat_template(turns, return_dict=False)
     assert ids[0] == BOS_ID
-    assert tokenizer.decode(ids[1:]) == "What is it?\n\n"
+    assert tokenizer.decode(ids[1:]) == "Be brief.\n\nWhat is it?"
 
 
 def test_prompts_are_many_and_in_range() -> None:
@@ -50,6 +51,7 @@ def test_prompts_are_many_and_in_range() -> None:
         assert all(low <= p.tokens <= high and p.category == category for p in prompts)
         assert len({(p.source, p.path) for p in prompts}) >= 40
     assert all(p.text.endswith(SUMMARY_CUE) for p in load_prompts("summarization"))
+    assert all(p.text == p.text.rstrip() for p in load_prompts())
 
 
 def test_prompts_come_from_held_out_files_of_known_sources() -> None:
