@@ -114,7 +114,7 @@ def test_a_copy_of_the_target_accepts_everything(
         assert answer is not None
         info = answer["meta_info"]
         # The first token comes from the prefill; then every iteration gives 4 drafts and a bonus.
-        decoded, iterations = info["completion_tokens"] - 1, info["spec_verify_ct"]
+        decoded, iterations = info["completion_tokens"] - 1, info.get("spec_verify_ct", 0)
         assert iterations == -(-decoded // 5), info
     stats = copied.probe.read()
     assert stats["target_kv_error"] < 1e-4 and stats["draft_kv_error"] < 1e-4

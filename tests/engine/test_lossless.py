@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from adaserve.worker import sampling, verify
@@ -122,6 +124,29 @@ def test_the_statistic_detects_a_small_bend() -> None:
     bent[1:] *= (1 - bent[0]) / bent[1:].sum()
     draws = np.random.default_rng(1).choice(VOCAB, SAMPLES, p=bent / bent.sum())
     assert first_token_p([(int(d),) for d in draws], target_logits().softmax(0)) < 1e-3
+
+
+def draw_by_seed(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Stands for SGLang's seeded kernel, which needs a GPU: a function of seed, position and distribution."""
+    rows = zip(probs.double().numpy(), seeds.tolist(), positions.tolist(), strict=True)
+    draws = [np.random.default_rng([seed, at]).choice(len(p), p=p / p.sum()) for p, seed, at in rows]
+    return torch.tensor(draws)
+
+
+def test_seeded_trees_emit_what_seeded_decoding_emits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node is drawn with its own request's seed and its own position, as plain decoding would."""
+    monkeypatch.setattr(sampling, "sampling_from_probs_torch", draw_by_seed)
+    seeds = torch.arange(40) * 7 + 1
+    info = sampling_info(len(seeds))
+    info.sampling_seed = seeds
+    chain, alone = tree_batch([[0, 1, 2, 3], [0, 1, 2, 3]], len(seeds)), tree_batch([], len(seeds))
+    draws = sampling.draw(target_logits().repeat(len(chain.row), 1), chain, info)
+    rows = emitted(chain, verify.accept(chain, draws), draws)
+    for step in range(3):
+        decoding = dataclasses.replace(alone, positions=np.full(len(seeds), step))
+        plain = sampling.draw(target_logits().repeat(len(seeds), 1), decoding, info)
+        assert all(int(plain[r]) == row[step] for r, row in enumerate(rows) if len(row) > step)
+    assert {len(row) for row in rows} == {1, 2, 3}
 
 
 def test_greedy_walk_takes_the_deepest_matching_path() -> None:
