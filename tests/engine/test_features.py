@@ -196,7 +196,7 @@ def test_structured_output_among_ordinary_requests(served: Served, stock: Server
 
 
 def test_sampled_structured_output_is_valid(served: Served) -> None:
-    params = {"temperature": 1.0, "max_new_tokens": 60, **GRAMMARS[1]}
+    params: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 60, **GRAMMARS[1]}
     answers = run_jobs(served.server, [Job(tuple(p), params) for p in PROMPTS for _ in range(4)])
     for answer in answers:
         assert answer is not None and re.fullmatch(params["regex"], answer["text"]), answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,7 @@ def emitted(
     return [tuple(row) for row in out]
 
 
-def first_token_p(draws: list[tuple[int, ...]], probs: torch.Tensor) -> float:
+def first_token_p(draws: Sequence[tuple[int, ...]], probs: torch.Tensor) -> float:
     """How well the first emitted tokens fit ``probs``."""
     observed = np.bincount([d[0] for d in draws], minlength=VOCAB)
     return chi_square_p(observed, (probs * len(draws)).double().numpy())

@@ -86,8 +86,11 @@ def test_bad_configuration(monkeypatch: pytest.MonkeyPatch, json_text: str, mess
         AdaServeConfig.load()
 
 
+PAGES: dict[str, Any] = {"page-size": 16}
+
+
 def test_a_server_that_is_refused_ends_with_the_sentence(pair: Path, tmp_path: Path) -> None:
-    server, _ = adaserve_server(tmp_path, pair, "noisy", {}, **{"page-size": 16})
+    server, _ = adaserve_server(tmp_path, pair, "noisy", {}, **PAGES)
     ended = subprocess.run(
         [sys.executable, "-m", "sglang.launch_server", *server.flags],
         env=server.environment,

@@ -24,7 +24,7 @@ def register() -> None:
         return
     from adaserve.worker import worker as module
 
-    module.AdaServeWorker = probed(module.AdaServeWorker)
+    module.AdaServeWorker = probed(module.AdaServeWorker)  # type: ignore[misc]
 
 
 def probed(base: type) -> type:
