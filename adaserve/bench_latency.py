@@ -18,9 +18,13 @@ from typing import Any
 
 import httpx
 
-from adaserve.server import Server
+from adaserve.server import Server, ServerError
 
 BASE = "none"
+SCREENED = 128
+"""Prompts tried per temperature."""
+DISTINCT = 0.9
+"""Share of an output's 8-grams that must be distinct for it not to count as a loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,9 @@ class LatencyPlan:
 
     @property
     def steps(self) -> int:
-        """Batches that will be sent."""
-        return len(self.batches) * len(self.temperatures) * self.rounds * (1 + len(self.policies))
+        """Batches that will be sent, and one choice of prompts per temperature."""
+        per_temperature = len(self.batches) * self.rounds * (1 + len(self.policies))
+        return len(self.temperatures) * (1 + per_temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +64,49 @@ class Sample:
 
 def run(server: Server, plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:
     """Measures everything in ``plan``; ``done`` is told after each batch."""
-    prompts = _prompts(plan.seed)
     samples = []
     for temperature in plan.temperatures:
+        prompts = _prompts_that_do_not_loop(server, plan, temperature)
+        done(f"T={temperature:g}: {len(prompts)} prompts whose output does not loop")
         for batch in plan.batches:
             for turn in range(plan.rounds):
                 texts = [prompts[(turn * 37 + i) % len(prompts)] for i in range(batch)]
+                _prefill(server, plan, texts)
                 for policy in (BASE, *plan.policies):
                     samples.append(_measure(server, policy, texts, temperature, turn, plan.tokens))
                     done(f"batch {batch}, T={temperature:g}, {policy}")
     return samples
+
+
+def _prompts_that_do_not_loop(server: Server, plan: LatencyPlan, temperature: float) -> list[str]:
+    """Held-out code and prose after which plain decoding does not repeat itself: loops inflate acceptance."""
+    candidates = _prompts(plan.seed)[:SCREENED]
+    server.set_policy(BASE)
+    kept = []
+    for start in range(0, len(candidates), 32):
+        texts = candidates[start : start + 32]
+        answers = _generate(server, texts, temperature, plan.tokens)
+        kept += [t for t, a in zip(texts, answers, strict=True) if _distinct(a["output_ids"]) >= DISTINCT]
+    if len(kept) < 8:
+        raise ServerError(
+            f"at T={temperature:g} only {len(kept)} of {len(candidates)} prompts are continued without "
+            "loops: raise the temperature or lower --tokens"
+        )
+    return kept
+
+
+def _prefill(server: Server, plan: LatencyPlan, texts: Sequence[str]) -> None:
+    """Puts the prompts into both KV caches, so that what follows is decoding and nothing else."""
+    server.set_policy(plan.policies[0] if plan.policies else BASE)
+    httpx.post(server.url + "/flush_cache", timeout=30.0)
+    _generate(server, texts, 0.0, 1)
+
+
+def _generate(server: Server, texts: Sequence[str], temperature: float, tokens: int) -> list[dict[str, Any]]:
+    params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"text": list(texts), "sampling_params": params}
+    answer = httpx.post(server.url + "/generate", json=body, timeout=600.0).raise_for_status().json()
+    return list(answer)
 
 
 def _prompts(seed: int) -> list[str]:
@@ -84,11 +122,8 @@ def _measure(
     server: Server, policy: str, texts: Sequence[str], temperature: float, turn: int, tokens: int
 ) -> Sample:
     server.set_policy(policy)
-    httpx.post(server.url + "/flush_cache", timeout=30.0)
     before = server.report()["times"]
-    params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"text": list(texts), "sampling_params": params}
-    answers = httpx.post(server.url + "/generate", json=body, timeout=600.0).raise_for_status().json()
+    answers = _generate(server, texts, temperature, tokens)
     after = server.report()["times"]
     spent = {k: after[k] - before[k] for k in after}
     n = max(1.0, spent["iterations"])

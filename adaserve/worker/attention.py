@@ -42,6 +42,27 @@ def tree_plan(
     return _plan(kv_slots, q_lens, kv_lens, torch.from_numpy(mask))
 
 
+class PlanTemplate:
+    """``tree_plan`` for forwards that differ only in what their tokens see: ``beams`` tokens per row."""
+
+    def __init__(self, kv_slots: torch.Tensor, beams: int, kv_lens: np.ndarray, width: int) -> None:
+        self.beams = beams
+        ends = np.cumsum(np.repeat(kv_lens, beams))
+        self._mask = np.ones(ends[-1], np.bool_)
+        self._window = (ends - width)[:, None] + np.arange(width)
+        device = kv_slots.device
+        rows = len(kv_lens)
+        self._qo = torch.arange(0, (rows + 1) * beams, beams, dtype=torch.int32, device=device)
+        self._kv = torch.from_numpy(indptr(kv_lens).astype(np.int32)).to(device)
+        self._slots = kv_slots.to(torch.int32)
+
+    def plan(self, visible: np.ndarray) -> TreeAttentionPlan:
+        """``visible`` bool [rows * beams, width]. The mask is valid until the next call."""
+        self._mask[self._window] = visible
+        mask = torch.from_numpy(self._mask).to(self._slots.device)
+        return TreeAttentionPlan(self._qo, self._kv, self._slots, mask)
+
+
 def _plan(
     kv_slots: torch.Tensor, q_lens: np.ndarray, kv_lens: np.ndarray, mask: torch.Tensor | None
 ) -> TreeAttentionPlan:

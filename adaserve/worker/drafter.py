@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan
-from adaserve.worker.attention import causal_plan, gather_slots, tree_plan
+from adaserve.worker.attention import PlanTemplate, causal_plan, gather_slots, tree_plan
 from adaserve.worker.forwards import TreeForward
 from adaserve.worker.rows import DecodeRows
 from adaserve.worker.tree import TreeShape, tree_shape
@@ -111,6 +112,7 @@ class _BeamSearch:
         self.parents = np.full((a, shape.nodes), -1, np.int64)
         self.logprobs = np.zeros((a, shape.nodes))
         self.level = torch.empty(0)
+        self._template: PlanTemplate | None = None
 
     def first_step(self) -> None:
         """Feeds what the draft has not seen yet (usually just the root) and keeps the best children."""
@@ -151,8 +153,7 @@ class _BeamSearch:
         positions = torch.from_numpy(np.repeat(self.base + step - 1, m))
         slots = torch.from_numpy(self.window[:, self.shape.columns[before]].reshape(-1))
         seen = self.visible[:, before].reshape(a * m, -1)
-        plan = tree_plan(self.kv_slots, np.full(a, m), self.kv_lens, seen)
-        hidden = self.forward.hidden(tokens, positions, slots, plan)
+        hidden = self.forward.hidden(tokens, positions, slots, self._level_plan(m, seen))
         beams = self.shape.beams[step - 1]
         # A fixed branching gives every beam the same number of children; a beam search lets them compete.
         children = beams // m if self.shape.is_branching else min(beams, self.shape.beams[0])
@@ -165,6 +166,12 @@ class _BeamSearch:
         self.level = paths
         chosen = token.view(a, m * children).gather(1, best).numpy()
         self._store(step, chosen, (best // children).numpy())
+
+    def _level_plan(self, m: int, seen: np.ndarray) -> TreeAttentionPlan:
+        """Attention of m beams per row; all but what they see is the same in every step."""
+        if self._template is None or self._template.beams != m:
+            self._template = PlanTemplate(self.kv_slots, m, self.kv_lens, self.shape.width)
+        return self._template.plan(seen)
 
     def _store(self, step: int, token: np.ndarray, parent: np.ndarray) -> None:
         nodes = slice(self.shape.start[step - 1], self.shape.start[step])

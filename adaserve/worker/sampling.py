@@ -134,9 +134,12 @@ def draw(logits: torch.Tensor, batch: VerifyBatch, info: SamplingBatchInfo) -> n
     if greedy.any():
         out[greedy] = logits[greedy].argmax(dim=-1)
     plain = ~greedy & ~filtered
+    if plain.all() and seed is None:
+        return _inverse_cdf(torch.softmax(logits / info.temperatures[row], dim=-1)).numpy()
     if plain.any():
         probs = _probs(logits, info, row, plain)
-        out[plain] = sampling_from_probs_torch(probs, _at(seed, plain), positions[plain]).long()
+        drawn = _inverse_cdf(probs) if seed is None else _seeded(probs, seed[plain], positions[plain])
+        out[plain] = drawn
     if filtered.any():
         out[filtered] = top_k_top_p_min_p_sampling_from_probs_torch(
             _probs(logits, info, row, filtered),
@@ -158,3 +161,16 @@ def _probs(
 
 def _at(values: torch.Tensor | None, which: torch.Tensor) -> torch.Tensor | None:
     return None if values is None else values[which]
+
+
+def _inverse_cdf(probs: torch.Tensor) -> torch.Tensor:
+    """One token per row of ``probs`` [k, vocab]; a fraction of what torch.multinomial takes on a CPU."""
+    cumulative = probs.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    # rand() is below 1, but its product with the total can round up to it.
+    point = torch.minimum(torch.rand_like(total) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
+
+
+def _seeded(probs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return sampling_from_probs_torch(probs, seed, positions).long()

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None]
 """SGLang's relay of new sequence lengths to its overlapped scheduler."""
 
+KNEE = 1.5
+"""Without a given budget B is what can be verified in this many times the time of one token."""
+
 BASELINE_CONTEXT = 256
 """Cached tokens of the lone request whose plain decoding defines the baseline latency."""
 
@@ -57,6 +60,7 @@ class AdaServeWorker(BaseSpecWorker):
         self.stride = self.config.max_depth + 1
         self._times = dict.fromkeys(("decode_s", "iterations", "prefill_s", "prefills"), 0.0)
         self._states: dict[int, RequestState] = {}  # by request-pool slot
+        self._policies: dict[str, Policy] = {}  # built so far, by name
         # Outlives a retraction, which gives the slot away, and dies with the request.
         self._decode_starts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._last_end_s = 0.0
@@ -94,15 +98,17 @@ class AdaServeWorker(BaseSpecWorker):
         """A fresh policy for this host. Raises ValueError for an unknown name."""
         config = PolicyConfig(
             latency=self.latency,
-            budget=self.config.budget,
+            budget=self.config.budget or self.latency.knee_tokens(KNEE),
             d_max=self.config.max_depth,
             w_max=self.config.max_width,
         )
         return build_policy(name, config)
 
     def set_policy(self, name: str) -> None:
-        """Takes effect at the next iteration; requests that run keep their trees' KV."""
-        self.policy = self.build_policy(name)
+        """Takes effect at the next iteration. A policy that comes back knows what it had learned."""
+        if name not in self._policies:
+            self._policies[name] = self.build_policy(name)
+        self.policy = self._policies[name]
         self._drafts = name != "none"
 
     def _init_ledger(self) -> None:
@@ -115,7 +121,7 @@ class AdaServeWorker(BaseSpecWorker):
             "AdaServe: policy %s, baseline %.1f ms per token, budget %s tokens",
             self.policy.name,
             baseline_s * 1e3,
-            self.config.budget or self.latency.knee_tokens(),
+            self.config.budget or self.latency.knee_tokens(KNEE),
         )
 
     def report(self) -> dict[str, Any]:
