@@ -70,7 +70,7 @@ def _traffic(server: Server, seconds: float, rps: float | None) -> BenchConfig:
     if rps is None:
         rps = _bearable_rps(LatencyModel.from_json(state["latency"]), classes)
     return BenchConfig(
-        server=LoadServer(url=server.url, ignore_eos=True),
+        server=LoadServer(url=server.url, api="generate", ignore_eos=True),
         classes={n: replace(c, temperature=0.7 if n == "chat" else 0.0) for n, c in classes.items()},
         arrivals=Arrivals(rps=rps),
         duration_s=seconds,
@@ -90,20 +90,11 @@ def _bearable_rps(latency: LatencyModel, classes: dict[str, Any]) -> float:
 
 
 def _show(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
-    table = Table(box=SIMPLE_HEAD, title="who got the speed they asked for")
-    heads = (
-        "class",
-        "policy",
-        "requests",
-        "SLO ms",
-        "TPOT mean",
-        "TPOT p99",
-        "attained",
-        "goodput tok/s",
-        "tokens/iter",
+    table = Table(
+        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="who got the speed they asked for (TPOT in ms)"
     )
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("class", "policy") else "right")
+    for head in ("class", "policy", "requests", "SLO", "mean", "p99", "attained", "goodput/s", "tok/iter"):
+        table.add_column(head, justify="left" if head in ("class", "policy") else "right", no_wrap=True)
     names = [*next(iter(summaries.values()))["by_class"], "all"]
     for name in names:
         for policy, summary in summaries.items():
