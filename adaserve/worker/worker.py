@@ -98,11 +98,18 @@ class AdaServeWorker(BaseSpecWorker):
         """A fresh policy for this host. Raises ValueError for an unknown name."""
         config = PolicyConfig(
             latency=self.latency,
-            budget=self.config.budget or self.latency.knee_tokens(KNEE),
+            budget=self._budget(name),
             d_max=self.config.max_depth,
             w_max=self.config.max_width,
         )
         return build_policy(name, config)
+
+    def _budget(self, name: str) -> int | None:
+        """B. Fixed shapes and TurboSpec's argmax know none, so they get one only when it is given."""
+        unbounded = name.startswith(("chain-", "fixed-")) or name in ("turbospec", "none")
+        if self.config.budget is not None or unbounded:
+            return self.config.budget
+        return self.latency.knee_tokens(KNEE)
 
     def set_policy(self, name: str) -> None:
         """Takes effect at the next iteration. A policy that comes back knows what it had learned."""
