@@ -67,7 +67,8 @@ def errors(records: list[RequestRecord], log: list[dict[str, Any]]) -> list[str]
     return wrong
 
 
-BUSY = os.getloadavg()[0] > (os.cpu_count() or 1)
+BUSY = os.environ.get("ADASERVE_QUIET") != "1"
+"""Whether other work may run beside the tests; with ``ADASERVE_QUIET=1`` everything is judged."""
 
 
 def assert_faithful(records: list[RequestRecord], log: list[dict[str, Any]]) -> None:
@@ -105,7 +106,7 @@ def test_times_match_what_the_server_did(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.quiet
-@pytest.mark.skipif(BUSY, reason="the machine is busy with other work")
+@pytest.mark.skipif(BUSY, reason="needs a quiet machine: ADASERVE_QUIET=1")
 def test_256_concurrent_streams(tmp_path: Path) -> None:
     with running_fake(token_ms=100, first_ms=100) as fake:
         records = load(fake, tmp_path / "run", 100, 3.5, 60)
@@ -162,7 +163,7 @@ def test_no_usage_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.quiet
-@pytest.mark.skipif(BUSY, reason="the machine is busy with other work")
+@pytest.mark.skipif(BUSY, reason="needs a quiet machine: ADASERVE_QUIET=1")
 def test_dispatch_lag_at_200_per_second(tmp_path: Path) -> None:
     with running_fake(token_ms=10) as fake:
         records = load(fake, tmp_path / "run", 200, 10, 8)
