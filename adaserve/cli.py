@@ -77,7 +77,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
     budget: Budget = None,
-    max_depth: Annotated[int, typer.Option(help="Deepest candidate tree.")] = 8,
+    max_depth: Annotated[int, typer.Option(help="Deepest candidate tree.")] = 5,
     max_width: Annotated[int, typer.Option(help="Widest beam.")] = 3,
     slo_config: Annotated[
         Path | None,
@@ -208,7 +208,7 @@ def bench_latency(
     from adaserve.server import ServerError, free_port
 
     try:
-        spec = _spec(model, draft, size, free_port(), cpu_weights=cpu_weights, budget=budget, max_depth=8)
+        spec = _spec(model, draft, size, free_port(), cpu_weights=cpu_weights, budget=budget)
         run_latency(spec, policies, batches, temperatures, rounds, tokens, out, console)
     except (ServerError, ValueError) as error:
         _fail(error)

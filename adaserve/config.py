@@ -28,7 +28,7 @@ class AdaServeConfig:
 
     policy: str = "adaserve"  # a name that adaserve.scheduler.policies knows
     budget: int | None = None  # B, tokens per verification, roots included; None = from the profile
-    max_depth: int = 8  # D_max
+    max_depth: int = 5  # D_max
     max_width: int = 3  # W_max
     slo_config: str | None = None  # YAML file with the SLO classes; None = the paper's classes
     profile: str | None = None  # JSON of `adaserve profile`; None = the cached one of this host and pair
