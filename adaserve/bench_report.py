@@ -42,7 +42,8 @@ def run_latency(
         task = bar.add_task("measuring", total=plan.steps)
         samples = bench_latency.run(server, plan, lambda what: bar.update(task, advance=1, description=what))
         state = server.report()
-    bench_latency.save(path, samples, plan, state, shlex.join(sys.argv))
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    bench_latency.save(path, samples, plan, state, command)
     Console().print(_table(bench_latency.summarize(samples, plan)))
     console.print(f"written to {path}")
 
