@@ -45,14 +45,18 @@ def train(
         int, typer.Option(min=50_000, help="Tokens the target writes for its draft.")
     ] = 250_000,
     compile: Annotated[bool, typer.Option(help="Compile the training step (needs a C++ compiler).")] = True,
+    go_on: Annotated[
+        bool, typer.Option("--go-on", help="Start from the shipped weights instead of from scratch.")
+    ] = False,
     work: Work = None,
     seed: Seed = 0,
     threads: Threads = 2,
 ) -> None:
-    """Train a pair from scratch: corpus, target, draft, measurements. Ctrl-C, then repeat: it resumes."""
+    """Train a pair: corpus, target, draft, measurements. Ctrl-C, then repeat: it resumes."""
     from adaserve.pair.export import Recipe, train_pair
 
-    recipe = Recipe(minutes, draft_minutes, written_tokens, seed, threads, compile)
+    start = weights_folder() if go_on else None
+    recipe = Recipe(minutes, draft_minutes, written_tokens, seed, threads, compile, start)
     pair = train_pair(_work(work), recipe)
     console.print(f"{pair} holds target/ and draft/; ADASERVE_PAIR_WEIGHTS={pair} makes AdaServe use them")
 

@@ -100,8 +100,8 @@ def train_draft(run: Run, target_folder: Path, *, written_tokens: int, shape: Sh
     written = run.out / "written.bin"
     if not written.exists():
         write_text(target, run.corpus / "train.bin", written, written_tokens, seed=run.seed)
-    draft = sliced(target, shape)
-    run = replace(run, phases=DRAFT_PHASES, matrix_lr=_MATRIX_LR, vector_lr=_VECTOR_LR)
+    draft = sliced(target, shape) if run.start is None else load_hf(run.start / "draft")
+    run = replace(run, phases=DRAFT_PHASES).rates(_MATRIX_LR, _VECTOR_LR)
     trainer = Trainer(run, draft, lambda window: distillation_loss(draft, target, window[:, :-1]))
     mixture = Mixture(trainer.batches, Batches(open_stream(written), seed=run.seed))
     mixture.used_tokens = trainer.batches.used_tokens

@@ -28,6 +28,7 @@ class Recipe:
     seed: int = 0
     threads: int = 2
     compile: bool = True
+    start: Path | None = None
 
 
 def settle(run: Path, corpus: Path, out: Path) -> None:
@@ -51,6 +52,7 @@ def train_pair(work: Path, recipe: Recipe) -> Path:
     corpus = ensure_corpus(work, seed=recipe.seed)
     runs, pair = work / "runs", work / "pair"
     run = Run(corpus, runs / "target", recipe.target_minutes, recipe.seed, recipe.threads, recipe.compile)
+    run = replace(run, start=recipe.start)
     if not (run.out / PLAIN_NAME).exists():
         train_target(run)
     settle(run.out, corpus, pair / "target")

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ from torch import Tensor
 from torch.nn import functional as fn
 
 from adaserve.pair.data import Batches, open_stream
-from adaserve.pair.model import TinyLlama, save_hf
+from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import make_optimizers
 from adaserve.pair.schedule import TARGET_PHASES, Clock, Phase, learning_rate
 from adaserve.pair.shape import TARGET, Shape
 
 CHECKPOINT_EVERY_S = 240.0
+MATRIX_LR, VECTOR_LR = 0.02, 0.004
+CONTINUED_LR = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,16 @@ class Run:
     seed: int = 0
     threads: int = 2
     compile: bool = True
-    matrix_lr: float = 0.02
-    vector_lr: float = 0.004
+    matrix_lr: float = MATRIX_LR
+    vector_lr: float = VECTOR_LR
     decay: float = 0.05
     phases: tuple[Phase, ...] = TARGET_PHASES
+    start: Path | None = None  # a trained pair to go on from, with lower learning rates
+
+    def rates(self, matrix_lr: float, vector_lr: float) -> Run:
+        """This run with such peak learning rates, lower where it goes on from trained weights."""
+        factor = 1.0 if self.start is None else CONTINUED_LR
+        return replace(self, matrix_lr=factor * matrix_lr, vector_lr=factor * vector_lr)
 
 
 LossFunction = Callable[[Tensor], Tensor]
@@ -159,7 +167,8 @@ class Trainer:
 def train_target(run: Run, shape: Shape = TARGET) -> None:
     torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
-    model = TinyLlama(shape)
+    model = TinyLlama(shape) if run.start is None else load_hf(run.start / "target")
+    run = run.rates(MATRIX_LR, VECTOR_LR)
     Trainer(run, model, lambda window: next_token_loss(model, window)).fit("target")
     save_hf(model, run.out)
 
