@@ -2,7 +2,7 @@
  *
  * Packed order: group of `group_panels` panels > block of DEPTH k > panel > k > 16 columns. Each group is one
  * contiguous read; its sums stay in a thread's scratch until the epilogue. For few rows the products are bound
- * by that read: while one panel computes, the tile prefetches the next. */
+ * by that read, so tiles prefetch: a single one shortly ahead of itself, several that share a panel the next one. */
 #ifndef ADA_GEMM_H
 #define ADA_GEMM_H
 
@@ -15,6 +15,7 @@
 #define DEPTH 256
 #define ROW_BLOCK 120   /* rows that share one pass over the weights */
 #define MAX_GROUP 8     /* panels per group */
+#define LEAD 1536       /* bytes that a single tile prefetches ahead of itself */
 
 typedef struct {
     int columns, depth, type; /* W is [columns, depth] */
@@ -155,7 +156,8 @@ static void multiply_block(const matrix *m, const char *w, int kc, const float *
     for (int p = 0; p < m->group_panels; p += at_once, w += bytes) {
         a.w = w;
         a.c = s->sums + p * PANEL;
-        multiply(a, table, rows, row_tiles, prefetch ? w + bytes : w, prefetch ? bytes : 0);
+        const char *next = row_tiles == 1 ? w + LEAD : w + bytes;
+        multiply(a, table, rows, row_tiles, prefetch ? next : w, prefetch ? bytes : 0);
     }
 }
 
