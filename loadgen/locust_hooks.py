@@ -34,6 +34,11 @@ def add_arguments(parser: Any) -> None:
 
 def install(environment: Environment) -> None:
     """Sets up this process's role. Exits with code 2 and one sentence when the input is bad."""
+    options: Any = environment.parsed_options
+    if environment.web_ui is None and not options.html_file:
+        # Only charts need the history of response times; keeping it stops all streams for milliseconds.
+        environment.stats.use_response_times_cache = False
+        environment.stats.total.use_response_times_cache = False
     if isinstance(environment.runner, WorkerRunner):
         _Worker(environment).install()
     else:

@@ -3,11 +3,15 @@
 Locust's own clients are not used for the stream: ``FastHttpUser.client.iter_lines`` waits for full
 1024-byte blocks, which moves the first token by the time of several tokens. Here every ``recv``
 delivers what is there, and the clock is read at once.
+
+The connection is opened, and the request made ready, before its time: what the server did not do
+must not count as its TTFT, and a request leaves by one ``sendall`` when it is due.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import socket as std_socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,8 +95,12 @@ def send(
     history: str,
     scheduled_s: float,
     now: Callable[[], float],
-) -> Answer:
-    """Sends one request and reads its stream. ``now`` gives seconds since the start of the run.
+    wait_until: Callable[[float], bool],
+) -> Answer | None:
+    """Connects, waits until ``scheduled_s``, sends one request and reads its stream.
+
+    ``now`` gives seconds since the start of the run; ``wait_until`` sleeps until such a time and
+    returns False when the run was stopped: then nothing was sent and the result is None.
 
     Never raises for what the server does: failures are in the record."""
     record = RequestRecord(
@@ -101,18 +109,21 @@ def send(
         slo_ttft_ms=request.ttft_ms,
         slo_tpot_ms=request.tpot_ms,
         scheduled_s=scheduled_s,
-        sent_s=0.0,
+        sent_s=math.nan,
         session_id=request.session,
         turn=request.turn,
     )
-    data = target.encode(request, history)
     reader = _Reader(target.server.api, record, now, request.disconnect_after)
-    record.sent_s = now()
-    sock: socket.socket | None = None
+    data = target.encode(request, history)
+    began_s = now()
+    sock: _TimedSocket | None = None
     try:
-        sock = target.connect()
-        sock.sendall(data)
-        reader.read(HTTPSocketResponse(sock, block_size=16384, method="POST"))
+        try:
+            sock = _TimedSocket(target.connect(), now)
+        finally:
+            record.sent_s = _leave(scheduled_s, began_s, now, wait_until)
+        sock.send(data)
+        reader.read(HTTPSocketResponse(sock, block_size=16384, method="POST"), sock)
     except gevent.GreenletExit:
         record.error = "interrupted"
     except (HTTPConnectionClosed, HTTPParseError):
@@ -124,8 +135,45 @@ def send(
     finally:
         if sock is not None:
             sock.close()
+    if math.isnan(record.sent_s):
+        return None
     reader.finish()
     return Answer(record, "".join(reader.text))
+
+
+def _leave(
+    due_s: float, began_s: float, now: Callable[[], float], wait_until: Callable[[float], bool]
+) -> float:
+    """Waits until a request is due and returns when it left.
+
+    A connection that was not there in time is the server's doing: its request was on its way when it
+    was due. Raises GreenletExit when the run was stopped before."""
+    if now() >= due_s:
+        return max(began_s, due_s)
+    if not wait_until(due_s):
+        raise gevent.GreenletExit
+    return now()
+
+
+class _TimedSocket:
+    """What geventhttpclient's response needs of a socket; remembers when it last received something."""
+
+    __slots__ = ("_now", "_sock", "at_s")
+
+    def __init__(self, sock: socket.socket, now: Callable[[], float]) -> None:
+        self._sock, self._now = sock, now
+        self.at_s = 0.0
+
+    def send(self, data: bytes) -> None:
+        self._sock.sendall(data)
+
+    def recv(self, size: int) -> bytes:
+        data: bytes = self._sock.recv(size)
+        self.at_s = self._now()  # before anything else: this is the measurement
+        return data
+
+    def close(self) -> None:
+        self._sock.close()
 
 
 class _Reader:
@@ -146,7 +194,7 @@ class _Reader:
         self._done = False
         self._usage_tokens: int | None = None
 
-    def read(self, response: HTTPSocketResponse) -> None:
+    def read(self, response: HTTPSocketResponse, sock: _TimedSocket) -> None:
         self.record.http_status = response.status_code
         if response.status_code != 200:
             text = response.read().decode("utf-8", "replace")
@@ -154,11 +202,10 @@ class _Reader:
             return
         while not self._done:
             line = response.readline(b"\n")
-            at_s = self.now()  # before anything else: this is the measurement
             if not line:
                 break
             if line.startswith(b"data:"):
-                self._event(line[5:].strip(), at_s)
+                self._event(line[5:].strip(), sock.at_s)
         if not self._done and self.record.error is None and self.record.finish_reason is None:
             self.record.error = "the stream ended without a finish reason"
 

@@ -107,9 +107,12 @@ def test_times_match_what_the_server_did(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.quiet
 @pytest.mark.skipif(BUSY, reason="needs a quiet machine: ADASERVE_QUIET=1")
-def test_256_concurrent_streams(tmp_path: Path) -> None:
-    with running_fake(token_ms=100, first_ms=100) as fake:
-        records = load(fake, tmp_path / "run", 100, 3.5, 60)
+@pytest.mark.parametrize(("token_ms", "rps", "seconds", "tokens"), [(100, 100, 3.5, 60), (20, 85, 5, 160)])
+def test_256_concurrent_streams(
+    token_ms: int, rps: float, seconds: float, tokens: int, tmp_path: Path
+) -> None:
+    with running_fake(token_ms=token_ms, first_ms=100) as fake:
+        records = load(fake, tmp_path / "run", rps, seconds, tokens)
         log, peak = fake.log(), fake.state()["max_open"]
     assert peak >= 256
     assert_faithful(records, log)
@@ -145,6 +148,16 @@ def test_failures_are_misses(tmp_path: Path) -> None:
     assert {r.error for r in dropped} == {"connection closed before the end of the answer"}
     assert {r.error for r in refused} == {"HTTP 503: the fake was told to refuse"}
     assert not any(r.attained for r in broken + dropped + refused)
+
+
+def test_a_dead_server_is_no_dispatch_lag(tmp_path: Path) -> None:
+    with running_fake() as fake:
+        pass
+    records = load(fake, tmp_path / "run", 20, 1, 10)
+    assert len(records) == 20
+    assert {r.error for r in records} == {"ConnectionRefusedError: Connection refused"}
+    assert not any(r.attained for r in records)
+    assert all(r.lag_s >= -1e-6 and r.end_s is not None and r.end_s >= r.sent_s for r in records)
 
 
 def test_no_usage_is_said(tmp_path: Path) -> None:
