@@ -1,0 +1,158 @@
+"""CUDA graphs over static buffers, and their eager stand-in with the same discipline.
+
+A forward's inputs always lie in the same buffers, padded to one of a few sizes (tiers). On a GPU the
+forward of a tier is captured once and replayed; elsewhere, and for sizes beyond the tiers, the same
+function is called again. Padding writes to the scratch slot and is never read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+WARM_UPS = 2
+"""Runs before a capture: kernels are compiled and chosen outside the graph."""
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Rising sizes that forwards are padded to; larger ones are rounded up to a multiple of the last."""
+
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
+            raise ValueError(f"tiers must be positive and rising, not {self.sizes}")
+
+    def fit(self, size: int) -> int:
+        """The smallest padded size for ``size``."""
+        place = bisect_left(self.sizes, size)
+        if place < len(self.sizes):
+            return self.sizes[place]
+        return -(-size // self.sizes[-1]) * self.sizes[-1]
+
+    def captured(self, size: int) -> bool:
+        """Whether this padded size gets a graph."""
+        return size <= self.sizes[-1]
+
+    @staticmethod
+    def up_to(most: int) -> Tiers:
+        """1, 2, 4, 8, then steps that waste a quarter at most, ending at ``most``."""
+        sizes = [1, 2, 4, 8, 12, 16]
+        while sizes[-1] < most:
+            sizes.append(sizes[-1] + max(8, 1 << (sizes[-1].bit_length() - 2)))
+        return Tiers(tuple(s for s in sizes if s < most) + (most,))
+
+
+class Graph(Protocol):
+    """A forward that can be run again on whatever its static inputs hold by then."""
+
+    output: Any
+
+    def replay(self) -> Any:
+        """Runs it; the output is overwritten by the next replay."""
+        ...
+
+
+class EagerGraph:
+    """Calls the function again. ``output`` is what the last call returned."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self.output: Any = None
+
+    def replay(self) -> Any:
+        self.output = self._function()
+        return self.output
+
+
+class CapturedGraph:
+    """One ``torch.cuda.CUDAGraph``; all share SGLang's graph memory pool."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        from sglang.srt.distributed.parallel_state import graph_capture
+        from sglang.srt.model_executor.runner_utils import pool
+        from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+
+        for _ in range(WARM_UPS):
+            function()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        memory = pool.get_or_create_global_graph_memory_pool(torch.cuda)
+        with ExitStack() as stack:
+            stack.enter_context(model_capture_mode())
+            stream = pool.get_or_create_global_graph_capture_stream()
+            context = stack.enter_context(graph_capture(stream=stream))
+            stack.enter_context(torch.cuda.graph(self._graph, pool=memory, stream=context.stream))
+            self.output = function()
+
+    def replay(self) -> Any:
+        self._graph.replay()
+        return self.output
+
+
+@dataclass
+class CaptureReport:
+    """What the graphs of one kind cost."""
+
+    graphs: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+    keys: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"graphs": self.graphs, "seconds": round(self.seconds, 3), "bytes": self.bytes}
+
+
+class GraphTable:
+    """Graphs by key. ``capture`` False: everything runs eagerly on the same buffers."""
+
+    def __init__(self, capture: bool) -> None:
+        self.capture = capture
+        self.report = CaptureReport()
+        self._graphs: dict[Any, Graph] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def get(self, key: Any, function: Callable[[], Any]) -> Graph:
+        """The graph of ``key``, made of ``function`` at its first use."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._make(key, function) if self.capture else EagerGraph(function)
+            self._graphs[key] = graph
+        return graph
+
+    def _make(self, key: Any, function: Callable[[], Any]) -> Graph:
+        before, start_s = _used_bytes(), time.perf_counter()
+        graph = CapturedGraph(function)
+        self.report.graphs += 1
+        self.report.seconds += time.perf_counter() - start_s
+        self.report.bytes += max(0, _used_bytes() - before)
+        self.report.keys.append(str(key))
+        return graph
+
+
+def _used_bytes() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+def capture_all(name: str, keys: Iterable[Any], run: Callable[[Any], None], table: GraphTable) -> None:
+    """Captures every key, the largest first, so that the smaller ones reuse its memory."""
+    for key in keys:
+        run(key)
+    if table.capture:
+        r = table.report
+        logger.info(
+            "AdaServe: %d %s graphs captured in %.1f s, %.0f MB", r.graphs, name, r.seconds, r.bytes / 1e6
+        )
