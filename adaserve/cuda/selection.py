@@ -77,7 +77,7 @@ def rank(trees: TreeGrid, f: Tensor, cap: Tensor | None = None) -> RankedGrid:
     """Sorts each row by ``f`` [n, k], falling, parents first among equals; ``cap`` [n]: deepest node."""
     n, k = f.shape
     usable = trees.valid if cap is None else trees.valid & (trees.depth <= cap[:, None])
-    f = _never_rising(torch.where(usable, f, 0.0), trees)
+    f = monotone(trees, torch.where(usable, f, 0.0))
     low = INDEX_MASK - torch.arange(n * k, device=f.device).view(n, k)
     key = torch.where(trees.valid, (_bits(f) & ~INDEX_MASK) | low, 0)
     key = key.sort(dim=1, descending=True).values
@@ -115,30 +115,28 @@ def equal_share(trees: TreeGrid, f: Tensor, budget: int, cap: Tensor | None = No
 
 
 def priced(
-    trees: TreeGrid, f: Tensor, weight: Tensor, seconds: Tensor, budget: int, cap: Tensor | None = None
+    trees: TreeGrid, f: Tensor, weight: Tensor, seconds: Tensor, most: int, cap: Tensor | None = None
 ) -> Kept:
-    """The prefix of the ranking by weight x f with the best value per second (``priced``'s selection).
+    """The prefix of all nodes by falling weight x f with the best value per second (``priced``'s rule).
 
-    ``weight`` float64 [n]; ``seconds`` float64 [n * k + 1]: predicted time of the iteration when so many
-    nodes are verified.
+    ``f`` [n, k] never rises along a path; ``weight`` float64 [n]; ``seconds`` float64 [most + 1]: predicted
+    time of the iteration when 0..most nodes are verified.
     """
-    ranked = rank(trees, f, cap)
     n, k = f.shape
-    zero = torch.zeros_like(ranked.available)
-    if k == 0:
-        return take_prefix(ranked, zero, zero)
-    low = INDEX_MASK - torch.arange(n * k, device=f.device).view(n, k)
-    key = (_bits(ranked.value * weight[:, None]) & ~INDEX_MASK) | low
-    key = torch.where(ranked.value > 0, key, 0)
-    falling = key.flatten().sort(descending=True).values
-    most = ranked.available.sum().clamp(max=max(0, budget - n))
-    gain = torch.cat([falling.new_zeros(1, dtype=torch.float64), _value(falling).cumsum(0)])
-    rate = (weight.sum() + gain) / seconds[: n * k + 1]
-    rate = torch.where(torch.arange(n * k + 1, device=f.device) <= most, rate, -torch.inf)
-    best = rate.argmax()
-    threshold = falling[(best - 1).clamp(min=0)]
-    counts = torch.where(best > 0, (key >= threshold).sum(dim=1), zero)
-    return take_prefix(ranked, counts, zero)
+    usable = trees.valid if cap is None else trees.valid & (trees.depth <= cap[:, None])
+    f = torch.where(usable, f, 0.0)
+    value = torch.where(trees.valid, f * weight[:, None], -1.0).flatten()
+    order = value.argsort(descending=True, stable=True)  # of equals the first: parents before children
+    falling = value[order][:most]
+    gain = torch.cat([falling.new_zeros(1), falling.cumsum(0)])
+    rate = (weight.sum() + gain) / seconds
+    place = torch.arange(n * k, device=f.device)
+    steps = torch.arange(most + 1, device=f.device)
+    rate = torch.where(steps <= (falling > 0).sum(), rate, -torch.inf)
+    keep = torch.zeros(n * k, dtype=torch.bool, device=f.device).scatter(0, order, place < rate.argmax())
+    keep = keep.view(n, k)
+    counts = keep.sum(dim=1)
+    return Kept(keep, counts, torch.zeros_like(counts), 1.0 + (f * keep).sum(dim=1))
 
 
 def slo_counts(ranked: RankedGrid, need: Tensor, reach: float, n_max: int | None, budget: int) -> Tensor:
@@ -192,7 +190,7 @@ def _at_parent(values: Tensor, parent: Tensor, at_root: float) -> Tensor:
     return torch.where(parent < 0, at_root, values.gather(1, parent.clamp(min=0))).to(values.dtype)
 
 
-def _never_rising(f: Tensor, trees: TreeGrid) -> Tensor:
+def monotone(trees: TreeGrid, f: Tensor) -> Tensor:
     """``f`` with every node at most the smallest on its path (pointer doubling)."""
     up = trees.parent
     for _ in range(trees.deepest.bit_length()):

@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaserve.cuda import selection as device
+from adaserve.cuda.choose import choose
 from adaserve.cuda.selection import Kept, TreeGrid
 from adaserve.scheduler import calibration
 from adaserve.scheduler import selection as host
-from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch, Selection
+from adaserve.scheduler.interface import CandidateTrees, IterationPlan, Policy, RunningBatch, Selection
 from adaserve.scheduler.latency import default_latency
-from adaserve.scheduler.policies import PolicyConfig
-from adaserve.scheduler.policies.priced import PricedPolicy
+from adaserve.scheduler.policies import PolicyConfig, build_policy
+from adaserve.scheduler.policies.base import BasePolicy
+from adaserve.scheduler.policies.paper import AdaServePolicy
 
 PROBABILITY = st.one_of(st.sampled_from([1.0, 0.5, 0.25, 0.0]), st.floats(1e-6, 1.0))
 
@@ -150,20 +152,21 @@ def test_calibration_constants() -> None:
     assert (device.N_BINS, device.CEILING) == (calibration.N_BINS, calibration.CEILING)
 
 
+def taught(rng: np.random.Generator, n: int) -> calibration.Calibrator:
+    """A calibration that has seen a few hundred tests, or all its factors would be 1."""
+    batch, calibrator = running(n), calibration.Calibrator()
+    q, row = rng.random(300), rng.integers(0, n, 300)
+    calibrator.observe(q, row, rng.random(300) < 0.6 * q, batch.rids, batch.slo_class)
+    return calibrator
+
+
 def test_calibrated_probabilities() -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
-        trees = random_beam(rng, n=4, d=5, w=3)
-        batch = running(4)
-        calibrator = calibration.Calibrator()
-        for _ in range(3):  # teach it something, or all factors are 1
-            accepted = rng.random(trees.n_nodes) < 0.4
-            calibrator.observe(trees, np.ones(trees.n_nodes, np.bool_), accepted, batch.rids, batch.slo_class)
+        trees, batch = random_beam(rng, n=4, d=5, w=3), running(4)
+        calibrator = taught(rng, 4)
         right = calibrator.path_values(trees, batch.rids, batch.slo_class)
-        factor = (
-            calibrator.factors()[calibrator._ids(batch.slo_class)]
-            * calibrator.request_factors(batch.rids)[:, None]
-        )
+        factor = calibrator._batch_factors(batch.rids, batch.slo_class)
         got = device.calibrated_probability(to_device(trees), torch.from_numpy(factor))
         np.testing.assert_allclose(got.numpy()[places(trees)], right, rtol=1e-9)
         assert not np.allclose(right, host.path_probability(trees)), "the calibration changed nothing"
@@ -184,25 +187,62 @@ def random_beam(rng: np.random.Generator, n: int, d: int, w: int) -> CandidateTr
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_priced(seed: int) -> None:
-    """The policy's own selection, fed with the same values and predictions."""
+def choice_case(seed: int, name: str) -> tuple[Policy, IterationPlan, CandidateTrees]:
     rng = np.random.default_rng(seed)
     n, d, w = int(rng.integers(1, 20)), int(rng.integers(1, 6)), int(rng.integers(1, 4))
-    trees = random_beam(rng, n, d, w)
-    policy = PricedPolicy("priced", PolicyConfig(latency=default_latency()))
-    batch = running(n)
-    budget = int(rng.integers(n, n * (1 + d * w) + 2))
+    policy = build_policy(name, PolicyConfig(latency=default_latency(), calibrate=seed % 2 == 0))
+    assert isinstance(policy, BasePolicy)
+    policy.calibrator = taught(rng, n)
     cap = rng.integers(0, d + 1, n) if seed % 3 == 0 else None
     plan = IterationPlan(
-        0, 0.0, batch, np.ones(n), d, w, budget, weight=rng.uniform(0.5, 2.5, n), cap=cap
-    )
-    f = policy.values(plan, trees)
-    seconds = torch.from_numpy(policy._seconds(plan, trees, trees.n_nodes))
-    right = policy.select(plan, trees)
-    grid = to_device(trees)
-    assert plan.weight is not None
-    kept = device.priced(
-        grid, grid_of(trees, f), torch.from_numpy(plan.weight), seconds, budget, tensor(cap)
-    )
-    assert_equal(trees, kept, right)
+        0, 0.0, running(n), rng.uniform(0, 5, n), d, w, int(rng.integers(1, n * (1 + d * w) + 2)),
+        weight=rng.uniform(0.5, 2.5, n), cap=cap, n_max=int(rng.integers(1, 5)),
+    )  # fmt: skip
+    return policy, plan, random_beam(rng, n, d, w)
+
+
+NAMES = ["adaserve", "adaserve-v1", "global-greedy", "equal-greedy", "chain-3", "turbospec", "priced"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(15))
+def test_every_policy_chooses_the_same_on_the_device(name: str, seed: int) -> None:
+    """``choose`` against the policy's own ``select``; the trees have no ties, so exp may round as it likes."""
+    policy, plan, trees = choice_case(seed, name)
+    choice = choose(policy, plan, to_device(trees), trees.n_nodes)
+    assert choice.on_host is None
+    assert_equal(trees, choice.kept, policy.select(plan, trees))
+    assert choice.counts.tolist() == choice.kept.counts.tolist()
+    assert choice.learns_in_select == (name == "priced")
+
+
+def test_a_policy_of_ones_own_selects_on_the_host() -> None:
+    class Own(AdaServePolicy):
+        def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+            return host.equal_share(trees, host.path_probability(trees), 2 * trees.n_rows)
+
+    _, plan, trees = choice_case(1, "adaserve")
+    policy = Own("own", PolicyConfig(latency=default_latency()))
+    choice = choose(policy, plan, to_device(trees), trees.n_nodes)
+    assert choice.on_host is not None
+    assert_equal(trees, choice.kept, policy.select(plan, trees))
+
+
+def test_priced_with_ties() -> None:
+    """Equal values: the first of them are kept, so parents before children."""
+    rng = np.random.default_rng(5)
+    for _ in range(50):
+        trees = random_beam(rng, 3, 4, 2)
+        values = rng.choice([0.5, 0.25, 0.125, 0.0], trees.n_nodes)
+        f = host.monotone(trees, values)
+        most = int(rng.integers(0, trees.n_nodes + 1))
+        seconds = 1.0 + 0.05 * np.arange(most + 1)
+        worth = 3.0 + np.concatenate([[0.0], np.sort(f)[::-1][:most].cumsum()])
+        best = int(np.argmax(np.where(np.arange(most + 1) <= np.count_nonzero(f), worth / seconds, -1)))
+        kept = device.priced(
+            to_device(trees), grid_of(trees, f), torch.ones(3, dtype=torch.float64), torch.from_numpy(seconds), most
+        )
+        order = sorted(range(trees.n_nodes), key=lambda i: (-f[i], i))
+        right = np.isin(np.arange(trees.n_nodes), order[:best])
+        assert kept.keep.numpy()[places(trees)].tolist() == right.tolist()
+        assert host.parent_kept(trees, right)[right].all()

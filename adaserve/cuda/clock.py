@@ -1,0 +1,43 @@
+"""Durations on the device without waiting for it: CUDA events there, the host's clock on a CPU."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A point in the device's queue."""
+
+    def seconds_until(self, later: Mark) -> float:
+        """Time between two marks; both must have been reached."""
+        ...
+
+
+class HostMark:
+    """The host's clock: on a CPU, what was queued has happened."""
+
+    def __init__(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def seconds_until(self, later: Mark) -> float:
+        assert isinstance(later, HostMark)
+        return later.time_s - self.time_s
+
+
+class EventMark:
+    """An event behind everything queued so far on the current stream."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def seconds_until(self, later: Mark) -> float:
+        assert isinstance(later, EventMark)
+        return self.event.elapsed_time(later.event) / 1e3
+
+
+def mark(device: torch.device) -> Mark:
+    return EventMark() if device.type == "cuda" else HostMark()
