@@ -6,7 +6,7 @@ BIN := .venv/bin
 TREE := .local/tree
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all check format bench results pins clean
+.PHONY: help env demo test test-all check format bench sweep results pins clean
 
 help: ## Say what there is
 	@echo "AdaServe: every LLM request at the speed it asks for"
@@ -41,6 +41,9 @@ format: env ## Format, and repair what the linter can repair
 
 bench: env ## Measure TPOT against plain decoding at several batch sizes; JSON under results/
 	@$(BIN)/adaserve bench latency $(ARGS)
+
+sweep: env ## Policies against load, urgent share, SLO scale and peaks on a real server (an hour; ARGS=--quick: minutes)
+	@$(BIN)/adaserve bench sweep $(ARGS)
 
 results: env ## Write the tables and figures under results/ anew from their records
 	@for dir in results/*/; do \

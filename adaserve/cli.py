@@ -219,8 +219,10 @@ def _mount() -> None:
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
     from adaserve.scheduler.simulator.cli import app as simulator
+    from adaserve.sweep.cli import bench_sweep
 
     bench.command("serve")(loadgen.bench_serve)
+    bench.command("sweep")(bench_sweep)
     app.add_typer(bench, name="bench")
     app.command("report")(loadgen.report)
     app.add_typer(simulator, name="simulate")
