@@ -43,6 +43,8 @@ def _streamer_class(base: type, scheduler: Any) -> type | None:
 
         def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
             ledger = scheduler.draft_worker.ledger
+            pool = scheduler.pool_stats_observer.get_pool_stats()
+            ledger.load(len(scheduler.waiting_queue), pool.get_max_pool_usage())
             return {KEY: [[ledger.close(r)] if r.finished() else [] for r in reqs]}
 
     return SLOOutputStreamer

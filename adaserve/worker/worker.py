@@ -165,6 +165,7 @@ class AdaServeWorker(BaseSpecWorker):
         end_s = time.perf_counter()
         self._times["prefill_s"] += end_s - start_s
         self._times["prefills"] += 1
+        self.ledger.prefilled(batch.reqs, end_s - start_s)
         self.policy.observe_prefill(int(batch.extend_num_tokens), end_s - start_s, end_s)
         return result
 

@@ -1,8 +1,9 @@
-"""Ten thousand requests: memory flat, records complete."""
+"""Ten thousand requests: memory flat, records complete, nothing lost when the run is interrupted."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -10,9 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fake_server import running_fake
+from fake_server import Fake, running_fake
 
 from adaserve.loadgen.results import iter_records
+
+
+def start(fake: Fake, out: Path, *args: str) -> subprocess.Popen[bytes]:
+    line = [sys.executable, "-m", "adaserve.loadgen", "bench", "serve", "--url", fake.url, "--out", str(out)]
+    return subprocess.Popen([*line, "--baseline-ms", "20", *args], stderr=subprocess.DEVNULL)
 
 
 @pytest.mark.slow
@@ -20,9 +26,7 @@ def test_ten_thousand_requests_leave_memory_flat(tmp_path: Path) -> None:
     out = tmp_path / "r"
     samples: list[tuple[int, float]] = []
     with running_fake(token_ms=2, first_ms=5) as fake:
-        args = ["--rps", "170", "--duration", "60", "--output-tokens", "8", "--baseline-ms", "20"]
-        line = [sys.executable, "-m", "adaserve.loadgen", "bench", "serve", "--url", fake.url, *args]
-        process = subprocess.Popen([*line, "--out", str(out)], stderr=subprocess.DEVNULL)
+        process = start(fake, out, "--rps", "170", "--duration", "60", "--output-tokens", "8")
         while process.poll() is None:
             samples += sample(process.pid, out)
             time.sleep(1)
@@ -37,8 +41,32 @@ def test_ten_thousand_requests_leave_memory_flat(tmp_path: Path) -> None:
     assert max(late) < max(early) + 12
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupted_run_loses_nothing(processes: int, tmp_path: Path) -> None:
+    """Hundreds of open streams when Ctrl-C comes: each request that the server got has its record."""
+    out = tmp_path / "r"
+    with running_fake(token_ms=50, first_ms=50) as fake:
+        load = ("--rps", "150", "--duration", "300", "--output-tokens", "50")
+        process = start(fake, out, *load, "--processes", str(processes))
+        while not (found := sample(process.pid, out)) or found[0][0] < 1_500:
+            assert process.poll() is None
+            time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 1
+        served = {e["id"].removeprefix("bench-") for e in fake.log()}
+    records = list(iter_records(out))
+    summary = json.loads((out / "summary.json").read_text())
+    assert served <= {r.id for r in records}
+    assert len(records) == len({r.id for r in records})
+    assert sum(r.error == "interrupted" for r in records) > 100
+    assert all(r.ok or r.error == "interrupted" for r in records)
+    assert summary["requests"] + summary["disconnected"] == len(records)
+    assert summary["unsent"] == summary["planned_requests"] - len(records) > 0
+
+
 def sample(pid: int, out: Path) -> list[tuple[int, float]]:
-    """(requests finished, MiB of the process that sends)."""
+    """(requests finished, MiB) of each process that the command started."""
     try:
         finished = int(json.loads((out / "progress.json").read_text())["finished"])
         children = psutil.Process(pid).children()
