@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
+from adaserve.scheduler.arrays import rows_of_nodes
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray, IterationOutcome
-from adaserve.scheduler.selection import parent_kept
+from adaserve.scheduler.tables import ClassNumbers, RequestTable
 
 
-def nodes_tested(outcome: IterationOutcome) -> BoolArray:
-    """Kept nodes whose parent was accepted, [m].
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """The nodes of one iteration that were tested: kept, and their parent accepted.
 
     Censoring: a node below a rejected one was never tried. Counting it as rejected is the bias of
     accepted / proposed (trap f of the TurboSpec digest).
     """
+
+    node: IntArray  # [t] flat index, rising
+    row: IntArray  # [t]
+    accepted: BoolArray  # [t]
+    tried: IntArray  # [n] levels tried: their parent was accepted and at least one child was kept
+    passed: IntArray  # [n] levels where a child was accepted; passed / tried is TurboSpec's acceptance
+
+
+def find_tested(outcome: IterationOutcome) -> Tested:
+    """What an iteration tested."""
+    trees = outcome.trees
     if outcome.tested is not None:
-        return outcome.tested
-    return outcome.selection.keep & parent_kept(outcome.trees, outcome.accepted)
-
-
-def level_tests(outcome: IterationOutcome, tested: BoolArray) -> tuple[IntArray, IntArray]:
-    """Per row: levels tried and levels passed, [n] each; ``tested`` [m] from ``nodes_tested``.
-
-    A level is tried when its parent was accepted and at least one child was kept; it passes when one
-    of the children is accepted. The ratio is the acceptance probability of the TurboSpec formula.
-    """
-    start, depth = outcome.trees.row_start[:-1], outcome.trees.depth
-    filled = np.diff(outcome.trees.row_start) > 0
-    # One path is accepted. The level after its end was tried iff a node there was tested.
-    passed = np.where(filled, np.maximum.reduceat(np.append(depth * outcome.accepted, 0), start), 0)
-    deepest = np.where(filled, np.maximum.reduceat(np.append(depth * tested, 0), start), 0)
-    return np.maximum(deepest, passed), passed
+        node = np.flatnonzero(outcome.tested)
+        row = rows_of_nodes(trees, node)
+    else:
+        kept = np.flatnonzero(outcome.selection.keep)
+        row, parent = rows_of_nodes(trees, kept), trees.parent.take(kept)
+        # The root's children read some other node here, which the second term overrules.
+        tested = outcome.accepted.take(parent + trees.row_start.take(row), mode="wrap")
+        tested |= parent < 0
+        node, row = kept[tested], row[tested]
+    accepted, depth = outcome.accepted.take(node), trees.depth.take(node)
+    tried, passed = np.zeros((2, trees.n_rows), np.int64)
+    # A row's nodes are ordered by depth, and the last assignment stays: the deepest one.
+    tried[row] = depth
+    passed[row[accepted]] = depth[accepted]
+    return Tested(node, row, accepted, tried, passed)
 
 
 class AcceptanceRates:
@@ -41,51 +54,61 @@ class AcceptanceRates:
     REQUEST_PRIOR = 6.0  # levels' worth of trust in the class rate
     CLASS_PRIOR = 12.0
     DECAY = 0.98  # per observed iteration, class and global
+    REQUEST_DECAY = 0.96
 
     def __init__(self, start: float = 0.7) -> None:
-        self._global = np.array([4.0 * start, 4.0])
-        self._classes: dict[str, FloatArray] = {}
-        self._requests: dict[str, list[float]] = {}
+        self._passed, self._tried = 4.0 * start, 4.0
+        self._numbers = ClassNumbers()
+        self._classes: FloatArray = np.zeros((0, 2))  # passed, tried
+        self._requests = RequestTable(2)
 
     def observe(self, rids: Iterable[str], classes: Iterable[str], tried: IntArray, passed: IntArray) -> None:
         """Adds one iteration; rows that tried nothing teach nothing."""
-        if not tried.any():
+        trying = np.count_nonzero(tried)
+        if not trying:
             return
-        self._global = self.DECAY * self._global + (float(passed.sum()), float(tried.sum()))
-        seen: dict[str, list[float]] = {}
-        for rid, slo_class, t, p in zip(rids, classes, tried.tolist(), passed.tolist(), strict=True):
-            if t == 0:
-                continue
-            mine = self._requests.setdefault(rid, [0.0, 0.0])
-            mine[0], mine[1] = 0.96 * mine[0] + p, 0.96 * mine[1] + t
-            total = seen.setdefault(slo_class, [0.0, 0.0])
-            total[0] += p
-            total[1] += t
-        for slo_class, total in seen.items():
-            old = self._classes.get(slo_class, np.zeros(2))
-            self._classes[slo_class] = self.DECAY * old + total
+        self._passed = self.DECAY * self._passed + int(np.add.reduce(passed))
+        self._tried = self.DECAY * self._tried + int(np.add.reduce(tried))
+        rows, number = self._requests.rows(rids), self._numbers.of(classes)
+        if trying < len(tried):
+            some = np.flatnonzero(tried)
+            rows, number, tried, passed = rows[some], number[some], tried[some], passed[some]
+        mine = self._requests.values[rows]
+        mine *= self.REQUEST_DECAY
+        mine[:, 0] += passed
+        mine[:, 1] += tried
+        self._requests.values[rows] = mine
+        self._add_classes(number, tried, passed)
+
+    def _add_classes(self, number: IntArray, tried: IntArray, passed: IntArray) -> None:
+        count = len(self._numbers)
+        if len(self._classes) < count:
+            self._classes = np.concatenate([self._classes, np.zeros((count - len(self._classes), 2))])
+        seen = np.bincount(number, tried, count)
+        self._classes[seen > 0] *= self.DECAY
+        self._classes[:, 0] += np.bincount(number, passed, count)
+        self._classes[:, 1] += seen
 
     @property
     def overall(self) -> float:
         """Global level acceptance."""
-        return float(self._global[0] / self._global[1])
+        return self._passed / self._tried
 
     def of_class(self, slo_class: str) -> float:
         """Class rate, shrunk towards the global one."""
-        passed, tried = self._classes.get(slo_class, (0.0, 0.0))
+        number = self._numbers.number.get(slo_class, len(self._classes))
+        passed, tried = self._classes[number] if number < len(self._classes) else (0.0, 0.0)
         return float((passed + self.CLASS_PRIOR * self.overall) / (tried + self.CLASS_PRIOR))
 
     def of_rows(self, rids: Iterable[str], classes: Iterable[str]) -> FloatArray:
         """Rates per row, [n], within [0.01, 0.99]."""
-        memo: dict[str, float] = {}
-        out = []
-        for rid, slo_class in zip(rids, classes, strict=True):
-            if slo_class not in memo:
-                memo[slo_class] = self.of_class(slo_class)
-            passed, tried = self._requests.get(rid, (0.0, 0.0))
-            out.append((passed + self.REQUEST_PRIOR * memo[slo_class]) / (tried + self.REQUEST_PRIOR))
-        return np.clip(np.asarray(out, np.float64), 0.01, 0.99)
+        number = self._numbers.of(classes)
+        rate = np.array([self.of_class(name) for name in self._numbers.number])
+        mine = self._requests.of(rids)
+        out = mine[:, 0] + self.REQUEST_PRIOR * rate[number]
+        out /= mine[:, 1] + self.REQUEST_PRIOR
+        return np.minimum(np.maximum(out, 0.01), 0.99)
 
     def forget(self, rid: str) -> None:
         """Drops a finished request."""
-        self._requests.pop(rid, None)
+        self._requests.forget(rid)

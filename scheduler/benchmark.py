@@ -6,6 +6,7 @@ many single calls is what the code costs; the median shows what a busy machine m
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import time
@@ -67,9 +68,10 @@ def best_us(call: Callable[[], object], repeats: int) -> tuple[float, float]:
 def measure(policy: str, n: int, B: int, repeats: int) -> tuple[float, float]:
     """Microseconds of one ``select`` at n requests x 24 candidates and budget B."""
     chosen = build_policy(policy, PolicyConfig(budget=B))
-    trees = example_trees(n, 8, 3, seed=1)
+    # Other trees in every call: a policy may remember what it worked out for the last ones.
+    trees = itertools.cycle([example_trees(n, 8, 3, seed) for seed in range(8)])
     plan = chosen.plan(example_batch(n, seed=2), 2.0)
-    return best_us(lambda: chosen.select(plan, trees), repeats)
+    return best_us(lambda: chosen.select(plan, next(trees)), repeats)
 
 
 def measure_order(n: int, repeats: int, moved: int) -> tuple[float, float]:

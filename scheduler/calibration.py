@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
+from adaserve.scheduler.arrays import all_true, largest, row_size, smallest
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray
 from adaserve.scheduler.selection import row_of
+from adaserve.scheduler.tables import ClassNumbers, RequestTable
 
 N_BINS = 20  # equal bins of the claimed q: finding a bin is one multiplication
 MIDDLE = (np.arange(N_BINS) + 0.5) / N_BINS
+_WITH_ONE = np.append(np.arange(N_BINS), N_BINS - 1)  # q = 1 falls behind the last bin
 CEILING = 0.985  # no token is certain; also keeps f strictly falling along a path
 
 
 def parents_flat(trees: CandidateTrees) -> IntArray:
-    """Flat index of every node's parent, -1 for children of a root; [m]."""
-    start = np.repeat(trees.row_start[:-1], np.diff(trees.row_start))
-    return np.where(trees.parent >= 0, trees.parent + start, -1)
+    """Flat index of every node's parent; the number of nodes for children of a root. [m]"""
+    start = trees.row_start
+    if k := row_size(trees):
+        parent = (trees.parent.reshape(-1, k) + start[:-1, None]).reshape(-1)
+    else:
+        parent = trees.parent + np.repeat(start[:-1], start[1:] - start[:-1])
+    parent[trees.parent < 0] = trees.n_nodes
+    return parent
 
 
 def bin_of(q: FloatArray) -> IntArray:
@@ -27,25 +38,54 @@ def bin_of(q: FloatArray) -> IntArray:
 
 
 def step_probability(trees: CandidateTrees, parent: IntArray) -> FloatArray:
-    """q(v | path of its parent): the one-step draft probability of every node, [m]."""
-    above = np.append(trees.logprob, 0.0)[parent]
-    if trees.n_nodes and np.isfinite(above.min()):  # NaN and -inf end up here too: min spreads them
-        q: FloatArray = np.exp(trees.logprob - above)
-        if q.max() <= 1.0:
+    """q(v | path of its parent): the one-step draft probability of every node, [m]; 0 for NaN."""
+    logprob = trees.logprob
+    above = _and(logprob, 0.0).take(parent)
+    if trees.n_nodes and math.isfinite(smallest(logprob)):
+        np.subtract(logprob, above, out=above)
+        q: FloatArray = np.exp(above, out=above)
+        if largest(q) <= 1.0:
             return q
     with np.errstate(invalid="ignore"):
-        q = np.exp(np.minimum(trees.logprob - above, 0.0))
+        q = np.exp(np.minimum(logprob - _and(logprob, 0.0).take(parent), 0.0))
     return np.nan_to_num(q, nan=0.0)
+
+
+def _and(x: FloatArray, last: float) -> FloatArray:
+    """``x`` with one entry more: what children of a root find at their parent's index."""
+    out = np.empty(len(x) + 1)
+    out[:-1] = x
+    out[-1] = last
+    return out
 
 
 def path_product(p: FloatArray, parent: IntArray, deepest: int) -> FloatArray:
     """Product of ``p`` [m] from the root's child to every node, by pointer doubling: log2(depth) rounds."""
-    f, up = np.append(p, 1.0), np.append(parent, len(p))
-    up[up < 0] = len(p)
-    for _ in range(max(0, deepest - 1).bit_length()):
-        f = f * f[up]
-        up = up[up]
-    return f[:-1]
+    m = len(p)
+    f, up = p, parent
+    for left in range(max(0, deepest - 1).bit_length() - 1, -1, -1):
+        f = f * _and(f, 1.0).take(up)
+        if left:
+            further = np.empty(m + 1, np.int64)
+            further[:-1] = up
+            further[-1] = m
+            up = further.take(up)
+    return f
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSteps:
+    """What selection and observation both need of candidate trees, worked out once."""
+
+    trees: CandidateTrees
+    parent: IntArray  # [m], see parents_flat
+    q: FloatArray  # [m]: one-step draft probability
+
+
+def tree_steps(trees: CandidateTrees) -> TreeSteps:
+    """Parents and one-step probabilities."""
+    parent = parents_flat(trees)
+    return TreeSteps(trees, parent, step_probability(trees, parent))
 
 
 class Calibrator:
@@ -57,110 +97,137 @@ class Calibrator:
 
     BIN_PRIOR = 4.0
     REQUEST_PRIOR = 12.0
+    REQUEST_DECAY = 0.98
     HALF_LIFE_TESTS = 4000.0
 
     def __init__(self) -> None:
-        self._class_id: dict[str, int] = {}
-        self._accepted = np.zeros((0, N_BINS))
-        self._claimed = np.zeros((0, N_BINS))
-        self._tests = np.zeros((0, N_BINS))
-        self._requests: dict[str, list[float]] = {}
-        self._last: tuple[CandidateTrees, IntArray, FloatArray] | None = None
+        self._numbers = ClassNumbers()
+        self._sums: FloatArray = np.zeros((3, 0, N_BINS))  # accepted, claimed, tests; per class and bin
+        self._factors: FloatArray = np.zeros((0, N_BINS + 1))
+        self._requests = RequestTable(2)  # accepted, expected
+        self._last: list[TreeSteps] = []
+        self._batch: tuple[Sequence[str], Sequence[str], FloatArray] | None = None
 
-    def _steps(self, trees: CandidateTrees) -> tuple[IntArray, FloatArray]:
-        """Parents and one-step probabilities; selection and observation ask for the same trees."""
-        if self._last is None or self._last[0] is not trees:
-            parent = parents_flat(trees)
-            self._last = (trees, parent, step_probability(trees, parent))
-        return self._last[1], self._last[2]
+    def steps(self, trees: CandidateTrees) -> TreeSteps:
+        """``tree_steps``; selection and observation ask for the same trees, under overlap one plan apart."""
+        for known in self._last:
+            if known.trees is trees:
+                return known
+        new = tree_steps(trees)
+        self._last = [new, *self._last[:1]]
+        return new
 
     def _ids(self, classes: Sequence[str]) -> IntArray:
-        known = self._class_id
-        for name in set(classes) - known.keys():
-            known[name] = len(known)
-            pad = np.zeros((1, N_BINS))
-            self._accepted = np.vstack([self._accepted, pad])
-            self._claimed = np.vstack([self._claimed, pad])
-            self._tests = np.vstack([self._tests, pad])
-        return np.fromiter((known[c] for c in classes), np.int64, len(classes))
+        numbers = self._numbers.of(classes)
+        missing = len(self._numbers) - self._sums.shape[1]
+        if missing:
+            self._sums = np.concatenate([self._sums, np.zeros((3, missing, N_BINS))], axis=1)
+            self._refresh()
+        return numbers
+
+    def _refresh(self) -> None:
+        prior = self.BIN_PRIOR * MIDDLE
+        self._batch = None
+        factors = self._sums[0] + prior
+        factors /= self._sums[1] + prior
+        self._factors = factors.take(_WITH_ONE, axis=1)
 
     def factors(self) -> FloatArray:
         """k_bin of every class and bin, [classes, N_BINS]."""
-        prior = self.BIN_PRIOR * MIDDLE
-        factors: FloatArray = (self._accepted + prior) / (self._claimed + prior)
-        return factors
+        return self._factors[:, :-1]
 
     def request_factors(self, rids: Sequence[str]) -> FloatArray:
         """k_req per row, [n]."""
-        prior = self.REQUEST_PRIOR
-        pairs = [self._requests.get(rid, (0.0, 0.0)) for rid in rids]
-        return np.array([(a + prior) / (e + prior) for a, e in pairs])
+        sums = self._requests.of(rids)
+        sums += self.REQUEST_PRIOR
+        factors: FloatArray = sums[:, 0] / sums[:, 1]
+        return factors
 
-    def step_values(
-        self, q: FloatArray, row: IntArray, rids: Sequence[str], classes: Sequence[str]
-    ) -> FloatArray:
-        """Calibrated one-step probabilities of nodes with claimed ``q`` in ``row``; same shape as q."""
-        ids = self._ids(classes)
-        factor = self.factors()[ids] * self.request_factors(rids)[:, None]  # [n, N_BINS]
-        p: FloatArray = np.minimum(CEILING, q * factor.ravel()[row * N_BINS + bin_of(q)])
-        return p
+    def _batch_factors(self, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
+        """k_bin x k_req, [n, N_BINS + 1]; kept until something was learned or the batch changes."""
+        if self._batch is None or self._batch[0] != rids or self._batch[1] != classes:
+            ids = self._ids(classes)
+            factor = self._factors.take(ids, axis=0)
+            factor *= self.request_factors(rids)[:, None]
+            self._batch = (rids, classes, factor)
+        return self._batch[2]
 
     def path_values(self, trees: CandidateTrees, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
         """Calibrated f(v) of every node, [m]."""
         if trees.n_nodes == 0:
             return np.zeros(0)
-        parent, q = self._steps(trees)
-        p = self.step_values(q, row_of(trees), rids, classes)
-        return path_product(p, parent, int(trees.depth.max()))
+        steps = self.steps(trees)
+        cell = (steps.q * N_BINS).astype(np.int64)
+        if k := row_size(trees):
+            grid = cell.reshape(-1, k)
+            grid += _row_offsets(trees.n_rows)
+        else:
+            cell += row_of(trees) * (N_BINS + 1)
+        p = self._batch_factors(rids, classes).take(cell)
+        p *= steps.q
+        np.minimum(p, CEILING, out=p)
+        return path_product(p, steps.parent, int(largest(trees.depth)))
+
+    def claimed(self, trees: CandidateTrees, node: IntArray) -> FloatArray:
+        """One-step draft probability of some nodes, same shape as ``node``."""
+        return self.steps(trees).q.take(node)
 
     def observe(
-        self,
-        trees: CandidateTrees,
-        tested: BoolArray,
-        accepted: BoolArray,
-        rids: Sequence[str],
-        classes: Sequence[str],
+        self, q: FloatArray, row: IntArray, accepted: BoolArray, rids: Sequence[str], classes: Sequence[str]
     ) -> None:
-        """Adds the tested nodes of one iteration."""
-        at = np.flatnonzero(tested)
-        if not at.size:
+        """Adds tested nodes: what the draft claimed, the row of ``rids`` they belong to, how it went; [t]."""
+        if not q.size:
             return
-        q = self._steps(trees)[1][at]
-        row, hit = row_of(trees)[at], accepted[at].astype(np.float64)
-        cell = self._ids(classes)[row] * N_BINS + bin_of(q)
+        bins = (q * N_BINS).astype(np.int64)
+        number = self._ids(classes).take(row)
         # Judge the request after its class: otherwise both would correct the same error twice.
-        believed = np.minimum(CEILING, q * self.factors().ravel()[cell])
-        self._add(cell, q, hit)
+        believed = q * self._factors[number, bins]
+        np.minimum(believed, CEILING, out=believed)
+        self._add(number * N_BINS + np.minimum(bins, N_BINS - 1), q, accepted)
         n = len(rids)
-        got, due = np.bincount(row, hit, n), np.bincount(row, believed, n)
-        for rid, a, e in zip(rids, got.tolist(), due.tolist(), strict=True):
-            if e > 0:
-                mine = self._requests.setdefault(rid, [0.0, 0.0])
-                mine[0], mine[1] = 0.98 * mine[0] + a, 0.98 * mine[1] + e
+        due = np.bincount(row, believed, n)
+        sums = self._requests.of(rids)
+        rows, seen = self._requests.rows(rids), due > 0
+        sums *= self.REQUEST_DECAY
+        sums[:, 0] += np.bincount(row, accepted, n)
+        sums[:, 1] += due
+        if all_true(seen):
+            self._requests.values[rows] = sums
+        else:
+            self._requests.values[rows[seen]] = sums[seen]
 
-    def _add(self, cell: IntArray, q: FloatArray, hit: FloatArray) -> None:
-        size, shape = self._accepted.size, self._accepted.shape
-        decay = 0.5 ** (len(q) / self.HALF_LIFE_TESTS)
-        self._accepted = decay * self._accepted + np.bincount(cell, hit, size).reshape(shape)
-        self._claimed = decay * self._claimed + np.bincount(cell, q, size).reshape(shape)
-        self._tests = decay * self._tests + np.bincount(cell, minlength=size).reshape(shape)
+    def _add(self, cell: IntArray, q: FloatArray, hit: BoolArray) -> None:
+        flat = self._sums.reshape(3, -1)
+        flat *= 0.5 ** (len(q) / self.HALF_LIFE_TESTS)
+        size = flat.shape[1]
+        flat[0] += np.bincount(cell, hit, size)
+        flat[1] += np.bincount(cell, q, size)
+        flat[2] += np.bincount(cell, minlength=size)
+        self._refresh()
 
     def reliability(self) -> dict[str, list[tuple[float, float, float]]]:
         """Reliability curve per class: (mean claimed q, observed acceptance, tests) of non-empty bins."""
         curves: dict[str, list[tuple[float, float, float]]] = {}
-        for name, i in self._class_id.items():
-            tests = self._tests[i]
-            curves[name] = [
-                (
-                    float(self._claimed[i, b] / tests[b]),
-                    float(self._accepted[i, b] / tests[b]),
-                    float(tests[b]),
-                )
-                for b in range(N_BINS)
-                if tests[b] > 0
-            ]
+        accepted, claimed, tests = self._sums
+        for name, i in self._numbers.number.items():
+            if i < tests.shape[0]:
+                curves[name] = [
+                    (
+                        float(claimed[i, b] / tests[i, b]),
+                        float(accepted[i, b] / tests[i, b]),
+                        float(tests[i, b]),
+                    )
+                    for b in range(N_BINS)
+                    if tests[i, b] > 0
+                ]
         return curves
 
     def forget(self, rid: str) -> None:
         """Drops a finished request."""
-        self._requests.pop(rid, None)
+        self._requests.forget(rid)
+        self._batch = None
+
+
+@lru_cache(maxsize=256)
+def _row_offsets(n: int) -> IntArray:
+    return (np.arange(n) * (N_BINS + 1))[:, None]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +37,10 @@ class StepCost(Protocol):
 
     def seconds(self, tokens: FloatArray, context: float) -> FloatArray:
         """``tokens`` [k] batch tokens of k alternative forwards, ``context`` cached tokens; [k] seconds."""
+        ...
+
+    def one(self, tokens: float, context: float) -> float:
+        """The same for a single forward: policies ask several times per iteration, arrays are too slow."""
         ...
 
     def to_json(self) -> dict[str, Any]: ...
@@ -74,6 +79,16 @@ class ForwardCost:
         roof: FloatArray = top * (1 + ratio**self.sharpness) ** (1 / self.sharpness)
         return self.fixed_s + roof
 
+    def one(self, tokens: float, context: float) -> float:
+        memory = self.weights_s + self.per_context_s * context
+        compute = self.per_token_s * tokens
+        if self.sharpness == 1:
+            return self.fixed_s + memory + compute
+        top, low = max(memory, compute), min(memory, compute)
+        ratio = low / top if top > 0 else 0.0
+        roof: float = top * (1 + ratio**self.sharpness) ** (1 / self.sharpness)
+        return self.fixed_s + roof
+
     def to_json(self) -> dict[str, Any]:
         return {"form": "forward", **asdict(self)}
 
@@ -98,13 +113,30 @@ class TableCost:
 
     def seconds(self, tokens: FloatArray, context: float) -> FloatArray:
         xs, ys = np.asarray(self.tokens), np.asarray(self.seconds_at)
-        out: FloatArray = np.interp(tokens, xs, ys)
-        if len(xs) > 1:
-            slope = max(0.0, (ys[-1] - ys[0]) / (xs[-1] - xs[0]), (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
-            out = out + slope * np.maximum(0.0, tokens - xs[-1])
+        out: FloatArray = np.interp(tokens, xs, ys) + self._tail_slope() * np.maximum(0.0, tokens - xs[-1])
         floor = 0.1 * ys[0]  # a far smaller context must not extrapolate below zero
         seconds: FloatArray = np.maximum(floor, out + self.per_context_s * (context - self.context_at))
         return seconds
+
+    def one(self, tokens: float, context: float) -> float:
+        xs, ys = self.tokens, self.seconds_at
+        right = bisect_right(xs, tokens)
+        if right == 0:
+            out = ys[0]
+        elif right == len(xs):
+            out = ys[-1] + self._tail_slope() * (tokens - xs[-1])
+        else:
+            left = right - 1
+            share = (tokens - xs[left]) / (xs[right] - xs[left])
+            out = ys[left] + share * (ys[right] - ys[left])
+        return max(0.1 * ys[0], out + self.per_context_s * (context - self.context_at))
+
+    def _tail_slope(self) -> float:
+        """Seconds per token beyond the last point; 0 for a single point."""
+        xs, ys = self.tokens, self.seconds_at
+        if len(xs) == 1:
+            return 0.0
+        return max(0.0, (ys[-1] - ys[0]) / (xs[-1] - xs[0]), (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
 
     def to_json(self) -> dict[str, Any]:
         return {"form": "table", **asdict(self)}
@@ -125,12 +157,13 @@ class LatencyModel:
     def verify_s(self, tokens: FloatArray, context: float = ...) -> FloatArray: ...
     def verify_s(self, tokens: float | FloatArray, context: float = 0.0) -> float | FloatArray:
         """Seconds of a target forward over ``tokens`` (scalar or array) with ``context`` cached tokens."""
-        out = self.verify.seconds(np.asarray(tokens, np.float64), context)
-        return out if isinstance(tokens, np.ndarray) else float(out)
+        if isinstance(tokens, np.ndarray):
+            return self.verify.seconds(np.asarray(tokens, np.float64), context)
+        return self.verify.one(float(tokens), context)
 
     def draft_step_s(self, rows: float, context: float = 0.0) -> float:
         """Seconds of one draft forward over ``rows`` tokens."""
-        return float(self.draft.seconds(np.asarray(rows, np.float64), context))
+        return self.draft.one(float(rows), context)
 
     def draft_s(self, n: int, depth: int, width: int, context: float = 0.0) -> float:
         """Seconds of a beam of ``depth`` steps: n rows first, then n * width (Algorithm 2, step 2)."""

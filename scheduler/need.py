@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
+from adaserve.scheduler.arrays import smallest
 from adaserve.scheduler.interface import FloatArray, IntArray, RunningBatch
 
 
@@ -15,7 +18,8 @@ def check_batch(running: RunningBatch) -> None:
     if len(set(running.rids)) != n:
         twice = sorted({rid for rid in running.rids if running.rids.count(rid) > 1})
         raise ValueError(f"duplicate request ids in one batch: {twice[:4]}; every row needs its own rid")
-    if bool(np.isnan(running.tpot_slo_s).any() or np.isnan(running.decode_start_s).any()):
+    # A minimum is NaN as soon as one entry is.
+    if math.isnan(smallest(running.tpot_slo_s)) or math.isnan(smallest(running.decode_start_s)):
         raise ValueError("tpot_slo_s and decode_start_s must not be NaN; use inf for a request without SLO")
 
 
@@ -26,14 +30,20 @@ def need_tokens(running: RunningBatch, now_s: float, t_spec_s: float) -> FloatAr
     0 or less can't be met and gives +inf (capped by A_cap later). A clock that went backwards counts
     as no time elapsed.
     """
-    elapsed = np.maximum(0.0, now_s - running.decode_start_s) + t_spec_s
+    elapsed = np.maximum(now_s - running.decode_start_s, 0.0)
+    elapsed += t_spec_s
     slo = running.tpot_slo_s
-    need: FloatArray = np.full(len(running), np.inf)
-    np.divide(elapsed, slo, out=need, where=slo > 0)
-    return need - running.decoded_tokens
+    need: FloatArray
+    if smallest(slo) > 0:
+        need = elapsed / slo
+    else:
+        need = np.full(len(running), np.inf)
+        np.divide(elapsed, slo, out=need, where=slo > 0)
+    need -= running.decoded_tokens
+    return need
 
 
 def depth_cap(running: RunningBatch) -> IntArray:
     """Deepest node worth keeping per row, [n]: a path of k nodes emits up to k + 1 tokens."""
-    cap: IntArray = np.maximum(0, np.minimum(running.max_depth, running.remaining_tokens - 1))
-    return cap
+    cap: IntArray = np.minimum(running.max_depth, running.remaining_tokens - 1)
+    return cap if smallest(cap) >= 0 else np.maximum(cap, 0)

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from adaserve.scheduler.arrays import all_true, any_true, largest, row_size, smallest
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray, Selection
 
 INDEX_BITS = 20
@@ -49,7 +50,7 @@ def _layout(n: int, k: int) -> tuple[IntArray, IntArray]:
 def path_probability(trees: CandidateTrees) -> FloatArray:
     """exp(logprob), [m]. NaN counts as 0 (such a node is never kept), above 1 as 1."""
     f: FloatArray = np.exp(trees.logprob)
-    if f.size and not f.max() <= 1.0:  # also true for NaN
+    if f.size and not largest(f) <= 1.0:  # also true for NaN
         f = np.minimum(np.nan_to_num(f, nan=0.0), 1.0)
     return f
 
@@ -68,16 +69,14 @@ def rank(trees: CandidateTrees, f: FloatArray, cap: IntArray | None = None) -> R
     n, m = trees.n_rows, trees.n_nodes
     assert m <= INDEX_MASK, f"{m} candidates exceed {INDEX_MASK}; lower the width"
     sizes = trees.row_start[1:] - trees.row_start[:-1]
-    k = int(sizes.max(initial=0))
+    k = int(largest(sizes)) if n else 0
     if k == 0:
         return Ranked(np.zeros((n, 0), np.int64), np.zeros((n, 0)), np.zeros(n, np.int64))
     uniform = n * k == m
     low, start = (
         _layout(n, k) if uniform else (INDEX_MASK - np.arange(m), np.repeat(trees.row_start[:-1], sizes))
     )
-    if cap is not None and int(cap.min()) < int(trees.depth.max()):
-        f = np.where(trees.depth > np.repeat(cap, sizes), 0.0, f)
-    f = _never_rising(trees.parent, f, start)
+    f = _never_rising(trees.parent, within_cap(trees, f, cap), start)
     key = (f.view(np.int64) & ~INDEX_MASK) | low
     if uniform:
         grid = key.reshape(n, k)
@@ -86,15 +85,58 @@ def rank(trees: CandidateTrees, f: FloatArray, cap: IntArray | None = None) -> R
         grid[np.repeat(np.arange(n), sizes), np.arange(m) - start] = key
     grid = np.sort(grid, axis=1)[:, ::-1]
     value = (grid & ~INDEX_MASK).view(np.float64)
-    if value[:, -1].all():  # the smallest of every row: nothing is padding or impossible
+    if all_true(value[:, -1] > 0):  # the smallest of every row: nothing is padding or impossible
         return Ranked(grid, value, sizes)
     return Ranked(grid, value, np.count_nonzero(value, axis=1))
 
 
+def within_cap(trees: CandidateTrees, f: FloatArray, cap: IntArray | None) -> FloatArray:
+    """``f`` [m] with 0 for nodes deeper than their row's ``cap`` [n]."""
+    if cap is None or smallest(cap) >= largest(trees.depth):
+        return f
+    deeper = trees.depth > np.repeat(cap, trees.row_start[1:] - trees.row_start[:-1])
+    return np.where(deeper, 0.0, f)
+
+
+def monotone(trees: CandidateTrees, f: FloatArray) -> FloatArray:
+    """``f`` [m] with every child pulled down to its parent's value."""
+    return _never_rising(trees.parent, f, np.repeat(trees.row_start[:-1], np.diff(trees.row_start)))
+
+
+def best_nodes(value: FloatArray, threshold: float, count: int) -> BoolArray:
+    """Mask of the ``count`` best of ``value`` [m], the last of them worth ``threshold``; of equals the first,
+    so parents before children."""
+    keep: BoolArray = value >= threshold
+    surplus = np.count_nonzero(keep) - count
+    if surplus:
+        keep[np.flatnonzero(value == threshold)[-surplus:]] = False
+    return keep
+
+
+def keep_nodes(trees: CandidateTrees, keep: BoolArray, f: FloatArray) -> Selection:
+    """The selection of the mask ``keep`` [m], chosen by throughput alone."""
+    n = trees.n_rows
+    if k := row_size(trees):
+        one = _ones(k)
+        counts = keep.reshape(n, k).dot(one).astype(np.int64)
+        expected = (f * keep).reshape(n, k).dot(one)
+    else:
+        row = row_of(trees)
+        counts, expected = np.bincount(row[keep], minlength=n), np.bincount(row, f * keep, n)
+    return Selection(keep, counts, np.zeros(n, np.int64), expected + 1.0)
+
+
+@lru_cache(maxsize=256)
+def _ones(k: int) -> FloatArray:
+    return np.ones(k)
+
+
 def _never_rising(parent: IntArray, f: FloatArray, start: IntArray) -> FloatArray:
     """``f`` with every child at most its parent; ``parent`` inside the row, ``start`` of the row; [m]."""
-    above = np.where(parent < 0, 1.0, f[parent + start])
-    if not (f > above).any():
+    above = f.take(parent + start, mode="wrap")  # another row's node for children of a root
+    rising = f > above
+    rising &= parent >= 0
+    if not any_true(rising):
         return f
     f = f.copy()
     for node in range(len(f)):  # rare: rounding or a broken drafter; parents come first, one pass is enough
@@ -139,7 +181,7 @@ def slo_counts(ranked: Ranked, need: FloatArray, reach: float, n_max: int | None
     goal = np.minimum(target[behind], k + 1.0) + (offset - 1e-9)
     reached = np.searchsorted(gathered.reshape(-1), goal) - (most * rows - 1)
     wanted = np.minimum(np.minimum(reached, most), ranked.available[behind])
-    if int(wanted.sum()) > budget:
+    if int(np.add.reduce(wanted)) > budget:
         order = np.argsort(-need[behind], kind="stable")
         behind, wanted = behind[order], wanted[order]
         wanted = np.minimum(wanted, np.maximum(0, budget - (wanted.cumsum() - wanted)))
@@ -154,26 +196,13 @@ def best_counts(ranked: Ranked, first: IntArray, budget: int) -> IntArray:
     """
     if budget <= 0:
         return first
-    if int((ranked.available - first).sum()) <= budget:
+    if int(np.add.reduce(ranked.available - first)) <= budget:
         return ranked.available
     # More possible nodes are left than fit, so the threshold lies above all impossible ones.
     key = ranked.key * (_columns(ranked.key.shape[1]) >= first[:, None])
     flat = key.reshape(-1)
     threshold = np.partition(flat, flat.size - budget)[flat.size - budget]
     return first + count_true(key >= threshold)
-
-
-def weighted_keys(ranked: Ranked, weight: FloatArray) -> IntArray:
-    """Unique sortable keys of weight x value, falling along each row, 0 where impossible; [n, k].
-
-    ``weight`` [n], positive. The value of a key is its bits above INDEX_MASK.
-    """
-    n, k = ranked.value.shape
-    if k == 0:
-        return ranked.key
-    value = ranked.value * weight[:, None]
-    key = (value.view(np.int64) & ~INDEX_MASK) | _layout(n, k)[0].reshape(n, k)
-    return key * (ranked.value > 0)
 
 
 def two_phase(
@@ -193,7 +222,7 @@ def two_phase(
     first = np.zeros(trees.n_rows, np.int64)
     if slo_phase:
         first = slo_counts(ranked, need, depth + 1.0, n_max, nodes)
-    counts = best_counts(ranked, first, nodes - int(first.sum()))
+    counts = best_counts(ranked, first, nodes - int(np.add.reduce(first)))
     return take_prefix(ranked, counts, first, trees.n_nodes)
 
 

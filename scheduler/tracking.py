@@ -59,6 +59,26 @@ class LatencyTracker:
         self.enabled = enabled
         self.verify = LineTracker()
         self.draft = LineTracker()
+        self._curves: dict[float, FloatArray] = {}
+
+    def verify_curve(self, first: int, count: int, context: float = 0.0) -> FloatArray:
+        """Corrected seconds of target forwards of first, first + 1, ... tokens, [count].
+
+        The uncorrected curve is kept per context, rounded to 3%: it is asked for in every iteration.
+        """
+        step = max(64.0, 2.0 ** (math.frexp(context)[1] - 6))
+        bucket = step * round(context / step)
+        curve = self._curves.get(bucket)
+        if curve is None or len(curve) < first + count:
+            if len(self._curves) >= 64:
+                self._curves.clear()
+            size = max(256, 1 << (first + count - 1).bit_length())
+            curve = self.model.verify_s(np.arange(size, dtype=np.float64), bucket)
+            self._curves[bucket] = curve
+        out = curve[first : first + count] * self.verify.slope
+        out += self.verify.offset
+        # Rising with tokens, so the first entry is the smallest.
+        return out if out[0] >= 0 else np.maximum(out, 0.0)
 
     def verify_s(self, tokens: float, context: float = 0.0) -> float:
         """Corrected seconds of one target forward."""

@@ -7,6 +7,9 @@ import numpy as np
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import BoolArray, FloatArray, RunningBatch
 
+NO_SLO_S = 1e6
+"""Seconds per token that nobody misses."""
+
 
 def attainment_weight(
     running: RunningBatch, now_s: float, period_s: float, pace: FloatArray, config: PolicyConfig
@@ -18,17 +21,19 @@ def attainment_weight(
     deviations. The weight is 1 + attain_weight * g with g the sensitivity of the attainment to one more
     token: small when safe, 1 when it hangs in the balance, falling off when lost.
     """
-    left = np.minimum(running.remaining_tokens, config.horizon_tokens).astype(np.float64)
-    elapsed = np.maximum(0.0, now_s - running.decode_start_s)
-    with_slo = np.isfinite(running.tpot_slo_s)
-    slo = np.where(with_slo, running.tpot_slo_s, 0.0)
-    due = slo * (running.decoded_tokens + left) - elapsed
-    m = np.maximum(due, 0.0) / max(period_s, 1e-6)
+    left = np.minimum(running.remaining_tokens, config.horizon_tokens)
+    elapsed = np.maximum(now_s - running.decode_start_s, 0.0)
+    # A request without SLO has all the time in the world: it comes out as safe.
+    due = np.minimum(running.tpot_slo_s, NO_SLO_S) * (running.decoded_tokens + left) - elapsed
+    m = np.maximum(due, 0.0)
+    m /= max(period_s, 1e-6)
     spread = np.sqrt(1.6 * m + 1.0)
-    safe = (m * (1.0 + 0.6 * (pace - 1.0)) - left) / spread
-    central = (m * pace - left) / spread
-    lost = np.exp(-((np.minimum(central + 0.5, 0.0)) ** 2))
-    g = np.where(safe > 0, np.exp(-(safe**2) / 4.5), np.where(central > -0.5, 1.0, lost))
-    g = np.where(with_slo, g, 0.0)
-    hopeless = with_slo & ((due <= 0) | (left > config.triage_ratio * pace * m))
+    without = (m - left) / spread
+    speculated = m * (pace - 1.0) / spread
+    safe = without + 0.6 * speculated
+    lost = np.minimum(without + speculated + 0.5, 0.0)
+    g = np.exp(np.where(safe > 0, safe * safe * (-1.0 / 4.5), -lost * lost))
+    hopeless: BoolArray = due <= 0
+    if config.triage_every > 1:
+        hopeless = (hopeless | (left > config.triage_ratio * pace * m)) & np.isfinite(running.tpot_slo_s)
     return 1.0 + config.attain_weight * g, hopeless

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve.scheduler.acceptance import AcceptanceRates, level_tests, nodes_tested
+from adaserve.scheduler.acceptance import AcceptanceRates, Tested, find_tested
+from adaserve.scheduler.arrays import largest, smallest, total
 from adaserve.scheduler.calibration import Calibrator
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
@@ -24,6 +27,18 @@ from adaserve.scheduler.selection import path_probability, rank, take_prefix, tw
 from adaserve.scheduler.tracking import LatencyTracker
 
 NO_BUDGET = 1 << 30
+LESSON_ROWS = 32
+"""Rows that are learned from at once: below, a batch's iterations are collected first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """What one iteration taught about acceptance."""
+
+    rids: tuple[str, ...]
+    classes: tuple[str, ...]
+    tests: Tested
+    claimed: FloatArray | None  # draft probability of the tested nodes; None = not for the calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +63,10 @@ class BasePolicy:
         self.latency = LatencyTracker(config.latency, config.track_latency)
         self.rates = AcceptanceRates()
         self.calibrator = Calibrator()
-        self.order = NeedOrder()  # running requests, the neediest first; current as of the last plan
+        self._order = NeedOrder()
+        self._unordered: RunningBatch | None = None  # the last plan's batch, until ``order`` is asked for
         self._iterations = 0
+        self._unlearned: list[_Lesson] = []
         self._budget = config.budget_tokens()
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
@@ -66,7 +83,7 @@ class BasePolicy:
         n = len(running)
         cap = depth_cap(running)
         shape = self.shape(running, cap, now_s)
-        depth = min(shape.depth, int(cap.max()))
+        depth = min(shape.depth, int(largest(cap)))
         budget = min(shape.budget, n * (1 + _most_nodes(depth, shape)))
         if shape.budget <= n or depth <= 0:  # only the roots fit: a draft step would be wasted
             depth, budget = 0, n
@@ -84,11 +101,19 @@ class BasePolicy:
             n_max=shape.n_max,
             weight=self.weights(running, now_s, t_spec) if depth else None,
             t_spec_s=t_spec,
-            cap=cap if depth and int(cap.min()) < depth else None,
+            cap=cap if depth and smallest(cap) < depth else None,
         )
         self._iterations += 1
-        self.order.refresh(running.rids, token_deadline(running))
+        self._unordered = running
         return plan
+
+    @property
+    def order(self) -> NeedOrder:
+        """Running requests, the neediest first, as of the last plan; brought up to date when asked for."""
+        if self._unordered is not None:
+            self._order.refresh(self._unordered.rids, token_deadline(self._unordered))
+            self._unordered = None
+        return self._order
 
     def behind(self, plan: IterationPlan) -> list[str]:
         """Requests that fall behind schedule in this iteration without accepted drafts: A(r) > 1."""
@@ -96,7 +121,7 @@ class BasePolicy:
 
     def _t_spec(self, running: RunningBatch, depth: int, width: int, budget: int) -> float:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
-        context = float(running.context_tokens.sum())
+        context = total(running.context_tokens)
         n = len(running)
         tokens = min(budget, n * (1 + depth * width)) + running.prefill_tokens
         return self.latency.iteration_s(n, depth, width, tokens, context)
@@ -113,23 +138,47 @@ class BasePolicy:
     def observe(self, outcome: IterationOutcome) -> None:
         """Learns acceptance, calibration and speed."""
         running, trees = outcome.plan.running, outcome.trees
-        if trees.n_nodes:
-            tested = nodes_tested(outcome)
-            tried, passed = level_tests(outcome, tested)
-            self.rates.observe(running.rids, running.slo_class, tried, passed)
-            if outcome.plan.iteration % self.calibrate_every == 0:
-                self.calibrator.observe(trees, tested, outcome.accepted, running.rids, running.slo_class)
-        context = float(running.context_tokens.sum())
+        context = total(running.context_tokens)
         tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
         self.latency.observe_verify(tokens, context, outcome.verify_s)
-        depth = int(trees.depth.max(initial=0))
+        depth = int(largest(trees.depth)) if trees.n_nodes else 0
         self.latency.observe_draft(len(running), depth, outcome.plan.width, context, outcome.draft_s)
+        if not trees.n_nodes:
+            return
+        if self._unlearned and self._unlearned[0].rids != running.rids:
+            self.learn()
+        tests = find_tested(outcome)
+        claimed = None
+        if outcome.plan.iteration % self.calibrate_every == 0:
+            claimed = self.calibrator.claimed(trees, tests.node)
+        self._unlearned.append(_Lesson(running.rids, running.slo_class, tests, claimed))
+        if len(self._unlearned) * len(running) >= LESSON_ROWS:
+            self.learn()
+
+    def learn(self) -> None:
+        """Takes in what was observed; several iterations of a small batch at once."""
+        lessons, self._unlearned = self._unlearned, []
+        if not lessons:
+            return
+        rids, classes = lessons[0].rids, lessons[0].classes
+        tried, passed = lessons[0].tests.tried, lessons[0].tests.passed
+        for lesson in lessons[1:]:
+            tried, passed = tried + lesson.tests.tried, passed + lesson.tests.passed
+        self.rates.observe(rids, classes, tried, passed)
+        told = [(c, lesson.tests) for lesson in lessons if (c := lesson.claimed) is not None]
+        if told:
+            claimed = np.concatenate([c for c, _ in told])
+            row = np.concatenate([t.row for _, t in told])
+            self.calibrator.observe(
+                claimed, row, np.concatenate([t.accepted for _, t in told]), rids, classes
+            )
 
     def observe_prefill(self, tokens: int, duration_s: float, now_s: float) -> None:
         """Separate prefill forwards teach the verify cost nothing (other kernels); ignored here."""
 
     def forget(self, rid: str) -> None:
         """Drops the request's acceptance and calibration state."""
+        self.learn()  # a request must not come back from an old lesson
         self.order.discard(rid)
         self.rates.forget(rid)
         self.calibrator.forget(rid)
@@ -139,8 +188,7 @@ def _most_nodes(depth: int, shape: Shape) -> int:
     """Largest candidate tree of one row, root not counted."""
     if shape.branching is None:
         return depth * shape.width
-    beams = np.cumprod(np.asarray(shape.branching[:depth], np.int64))
-    return int(beams.sum())
+    return sum(itertools.accumulate(shape.branching[:depth], operator.mul))
 
 
 def keep_roots(trees: CandidateTrees) -> Selection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from adaserve.scheduler.arrays import all_true, largest, row_size, total
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     CandidateTrees,
@@ -16,14 +17,18 @@ from adaserve.scheduler.interface import (
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
 from adaserve.scheduler.selection import (
-    INDEX_MASK,
-    count_true,
+    best_nodes,
+    keep_nodes,
+    monotone,
     path_probability,
-    rank,
-    take_prefix,
-    weighted_keys,
+    row_of,
+    within_cap,
 )
+from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.worth import attainment_weight
+
+SMALL, RELAXED = 16, 4
+"""An iteration of a small batch is short: what moves slowly is worked out every RELAXED iterations only."""
 
 
 class PricedPolicy(BasePolicy):
@@ -45,14 +50,18 @@ class PricedPolicy(BasePolicy):
         self._depth = 1
         self._first_level = 0.7  # acceptance of a level, moving average
         self._weight: FloatArray = np.ones(0)
-        self._potential: dict[str, float] = {}  # moving average of 1 + sum f on the best chain, per request
+        # By iteration, until observed (two under overlap): f, weight x f, and the price of a verify token.
+        self._worth: dict[int, tuple[FloatArray, FloatArray, float]] = {}
+        self._weighed: tuple[str, ...] = ()
+        self._potential = RequestTable(1)  # moving average of 1 + sum f on the best chain; 0 = not known
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The depth with the best expected value per second, given learned acceptance."""
-        acc = self.rates.of_rows(running.rids, running.slo_class)
-        self._weight = self._weigh(running, acc, now_s)
-        deepest = min(self.config.d_max, int(cap.max()))
-        depth, width = self._best_shape(running, deepest)
+        context = total(running.context_tokens)
+        if len(running) >= SMALL or self._iterations % RELAXED == 0 or running.rids != self._weighed:
+            self._weight, self._weighed = self._weigh(running, context, now_s), running.rids
+        deepest = min(self.config.d_max, int(largest(cap)))
+        depth, width = self._best_shape(len(running), context, deepest)
         if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
             depth = min(deepest, depth + 2)
         n = len(running)
@@ -65,55 +74,67 @@ class PricedPolicy(BasePolicy):
         """Weights of this plan, computed by ``shape``."""
         return self._weight
 
-    def _weigh(self, running: RunningBatch, acc: FloatArray, now_s: float) -> FloatArray:
+    def _weigh(self, running: RunningBatch, context: float, now_s: float) -> FloatArray:
         n = len(running)
-        context = float(running.context_tokens.sum())
         period = self._period_s or self.latency.iteration_s(n, 2, 1, 3 * n, context)
-        usual = 1.0 + (self._pace - 1.0) * acc / max(float(acc.mean()), 0.05)
-        own = [self._potential.get(rid) for rid in running.rids]
-        pace = np.array([u if p is None else p for u, p in zip(usual.tolist(), own, strict=True)])
+        pace = self._potential.of(running.rids)[:, 0]
+        if not all_true(pace > 0):
+            acc = self.rates.of_rows(running.rids, running.slo_class)
+            usual = 1.0 + (self._pace - 1.0) * acc / max(float(acc.mean()), 0.05)
+            pace = np.where(pace > 0, pace, usual)
         weight, hopeless = attainment_weight(running, now_s, period, pace, self.config)
         if self.config.triage_every > 1 and self._iterations % self.config.triage_every:
             weight = np.where(hopeless, 0.25, weight)
         return weight
 
-    def _best_shape(self, running: RunningBatch, deepest: int) -> tuple[int, int]:
+    def _best_shape(self, n: int, context: float, deepest: int) -> tuple[int, int]:
         """(d, w): levels and beams whose learned surplus pays for their draft forwards.
 
         ``self._surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of
         its verify token. Now and then one level or beam more is drafted, or it could never be learned.
         """
-        c, n, context = self.config, len(running), float(running.context_tokens.sum())
+        c, rate = self.config, self._rate
         if deepest <= 0:
             return 0, 1
-        if self._rate <= 0:  # before the first selection: as if nothing were drafted
-            self._rate = float(self._weight.sum()) / self.latency.iteration_s(n, 0, 1, n, context)
+        if rate <= 0:  # before the first selection: as if nothing were drafted
+            rate = self._rate = total(self._weight) / self.latency.iteration_s(n, 0, 1, n, context)
         first_s = self.latency.draft_step_s(n, context)
         row_s = max(0.0, self.latency.draft_step_s(2 * n, context) - first_s)
-        per_beam = n * self._surplus[:deepest].sum(axis=0) - self._rate * row_s * max(0, self._depth - 1)
-        width = max(1, int(np.count_nonzero(np.cumprod(per_beam[1:] > 0))) + 1)
+        surplus = self._surplus.tolist()  # small: plain numbers are faster
+        beam_price = rate * row_s * max(0, self._depth - 1)
+        width = 1
+        while width < c.w_max and n * sum(level[width] for level in surplus[:deepest]) > beam_price:
+            width += 1
         if self._iterations % c.width_probe_every == c.width_probe_every - 1:
             width = min(c.w_max, width + 1)
-        step_s = first_s + row_s * (width - 1)
-        per_level = n * self._surplus[:deepest, :width].sum(axis=1) - self._rate * step_s
-        depth = int(np.count_nonzero(np.cumprod(per_level > 0)))
+        step_price = rate * (first_s + row_s * (width - 1))
+        depth = 0
+        while depth < deepest and n * sum(surplus[depth][:width]) > step_price:
+            depth += 1
         if self._iterations % c.depth_probe_every == c.depth_probe_every - 1:
             depth = min(deepest, depth + 1)
         self._depth = depth
         return depth, width
 
-    def _learn_surplus(self, plan: IterationPlan, f: FloatArray, price: float) -> None:
+    def _learn_surplus(self, plan: IterationPlan, f: FloatArray, value: FloatArray, price: float) -> None:
         """Moves the surplus table towards this iteration's trees; [n * d * w] nodes in beam order only."""
         n, w = len(plan.running), plan.width
-        if plan.weight is None or f.size == 0 or f.size % (n * w):
+        if f.size % (n * w):
             return
-        worth = np.maximum(0.0, f.reshape(n, -1, w) * plan.weight[:, None, None] - price).mean(axis=0)
-        seen = self._surplus[: worth.shape[0], :w]
-        seen += self.config.surplus_rate * (worth - seen)
-        reach = 1.0 + f.reshape(n, -1, w).max(axis=2).sum(axis=1)
-        known = self._potential
-        for rid, value in zip(plan.running.rids, reach.tolist(), strict=True):
-            known[rid] = value if rid not in known else 0.9 * known[rid] + 0.1 * value
+        worth = value - price
+        np.maximum(worth, 0.0, out=worth)
+        mean = np.full(n, 1.0 / n) @ worth.reshape(n, -1)
+        mean = mean.reshape(-1, w)
+        seen = self._surplus[: len(mean), :w]
+        seen += self.config.surplus_rate * (mean - seen)
+        beams = f.reshape(n, -1, w)
+        best = beams[:, :, 0]
+        for b in range(1, w):
+            best = np.maximum(best, beams[:, :, b])
+        reach = 1.0 + best @ np.ones(best.shape[1])
+        rows = self._potential.rows(plan.running.rids)
+        known = self._potential.values[rows, 0]
+        self._potential.values[rows, 0] = np.where(known > 0, 0.9 * known + 0.1 * reach, reach)
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Another step only while the frontier's expected value beats what its time is worth.
@@ -124,7 +145,7 @@ class PricedPolicy(BasePolicy):
         if not self.config.early_stop or self._rate <= 0 or plan.weight is None:
             return True
         running, n = plan.running, len(plan.running)
-        context = float(running.context_tokens.sum())
+        context = total(running.context_tokens)
         tokens = float(n * (1 + step))
         slope = self.latency.verify_s(tokens + n, context) - self.latency.verify_s(tokens, context)
         token_price = self._rate * slope / n
@@ -134,72 +155,98 @@ class PricedPolicy(BasePolicy):
         return bool(np.maximum(surplus, 0.0).sum() > self._rate * step_s)
 
     def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
-        """f of every node, calibrated if configured; [m]."""
-        if not self.config.calibrate:
-            return path_probability(trees)
-        return self.calibrator.path_values(trees, plan.running.rids, plan.running.slo_class)
+        """f of every node that may be kept, calibrated if configured, never rising along a path; [m]."""
+        if self.config.calibrate:  # at most 0.985 a step, so it falls
+            f = self.calibrator.path_values(trees, plan.running.rids, plan.running.slo_class)
+        else:
+            f = monotone(trees, path_probability(trees))
+        return within_cap(trees, f, plan.cap)
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """The prefix of the ranking by weight x f with the best value per second.
+        """The prefix of all nodes by falling weight x f that has the best value per second.
 
-        Candidates in falling order of value; V(m) / T(m) is compared at every m, so a latency table
-        with steps is handled as well as a line.
+        V(m) / T(m) is compared at every m, so a latency table with steps is handled as well as a line.
+        A row's part of any such prefix is a tree: weight x f never rises along a path.
         """
         n = len(plan.running)
-        zero = np.zeros(n, np.int64)
-        f = self.values(plan, trees)
-        ranked = rank(trees, f, plan.cap)
         weight = np.ones(n) if plan.weight is None else plan.weight
-        most = min(plan.budget - n, int(ranked.available.sum()))
-        key = weighted_keys(ranked, weight)
-        falling = np.sort(key.ravel())[::-1][: max(0, most)]
-        gain = (falling & ~INDEX_MASK).view(np.float64)
-        value = weight.sum() + np.concatenate([[0.0], np.cumsum(gain)])
-        seconds = self._seconds(plan, trees, len(falling))
-        rate = value / seconds
-        best = int(np.argmax(rate))
-        if trees.n_nodes:
-            slope = (seconds[-1] - seconds[0]) / max(1, len(falling))
-            self._learn_surplus(plan, f, float(rate[best]) * slope)
-        self._rate = float(rate[best]) if not self._rate else 0.9 * self._rate + 0.1 * float(rate[best])
-        if best == 0:
-            return take_prefix(ranked, zero, zero, trees.n_nodes)
-        counts = count_true(key >= falling[best - 1])
-        return take_prefix(ranked, counts, zero, trees.n_nodes)
+        roots = total(weight)
+        if not trees.n_nodes:
+            self._note_rate(roots / float(self._seconds(plan, trees, 0)[0]))
+            return keep_nodes(trees, np.zeros(0, np.bool_), np.zeros(0))
+        f = self.values(plan, trees)
+        value = _times_weight(trees, f, weight)
+        most = max(0, min(plan.budget - n, len(value)))
+        falling = _largest(value, most)
+        worth = np.empty(most + 1)
+        worth[0] = roots
+        falling.cumsum(out=worth[1:])
+        worth[1:] += roots
+        seconds = self._seconds(plan, trees, most)
+        rate = worth / seconds
+        best = int(rate.argmax())
+        if best and falling[best - 1] <= 0:  # only where the latency falls with tokens
+            best = int(rate[: np.count_nonzero(falling) + 1].argmax())
+        best_rate = float(rate[best])
+        slope = float(seconds[-1] - seconds[0]) / max(1, most)
+        self._worth = {**dict(list(self._worth.items())[-1:]), plan.iteration: (f, value, best_rate * slope)}
+        self._note_rate(best_rate)
+        if not best:
+            return keep_nodes(trees, np.zeros(len(value), np.bool_), f)
+        return keep_nodes(trees, best_nodes(value, falling[best - 1], best), f)
+
+    def _note_rate(self, rate: float) -> None:
+        self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
 
     def _seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
-        """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1]."""
-        running, n = plan.running, len(plan.running)
-        context = float(running.context_tokens.sum())
-        draft = self.latency.draft_s(n, int(trees.depth.max(initial=0)), plan.width, context)
-        verify = self._verify_s(running, np.arange(most + 1, dtype=np.float64))
-        return draft + verify + self.config.latency.overhead_s
+        """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1].
 
-    def _verify_s(self, running: RunningBatch, nodes: FloatArray) -> FloatArray:
-        """Predicted seconds of verifying ``nodes`` [k] besides the roots; the prefill's own share left out.
-
-        A chunk that rides along has to be paid whatever is drafted, so its time must not make more
-        speculation look worthwhile; but it may have used up the free compute, so the slope is taken
-        behind it.
+        A prefill chunk that rides along has to be paid whatever is drafted, so its time must not make more
+        speculation look worthwhile (unless ``price_prefill``); but it may have used up the free compute, so
+        the slope is taken behind it.
         """
-        n, context = len(running), float(running.context_tokens.sum())
-        seconds = self.latency.verify_many(n + running.prefill_tokens + nodes, context)
-        if not running.prefill_tokens or self.config.price_prefill:
-            return seconds
-        both = self.latency.verify_many(np.array([n + running.prefill_tokens, n], np.float64), context)
-        alone: FloatArray = seconds - (both[0] - both[1])
-        return alone
+        running, n = plan.running, len(plan.running)
+        context = total(running.context_tokens)
+        depth = int(largest(trees.depth)) if trees.n_nodes else 0
+        constant = self.latency.draft_s(n, depth, plan.width, context) + self.config.latency.overhead_s
+        chunk = running.prefill_tokens
+        verify = self.latency.verify_curve(n + chunk, most + 1, context)
+        if chunk and not self.config.price_prefill:
+            constant -= self.latency.verify_s(n + chunk, context) - self.latency.verify_s(n, context)
+        verify += constant
+        return verify
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Also learns the rhythm: period, tokens per request, kept nodes per level."""
         super().observe(outcome)
+        plan = outcome.plan
+        worth = self._worth.pop(plan.iteration, None)
+        if worth is not None and (len(plan.running) >= SMALL or plan.iteration % RELAXED == 0):
+            self._learn_surplus(plan, *worth)
         period = outcome.since_last_s or outcome.total_s
         if period > 0:
             self._period_s = period if self._period_s == 0 else 0.9 * self._period_s + 0.1 * period
-        self._pace = 0.95 * self._pace + 0.05 * float(outcome.new_tokens.mean())
+        self._pace = 0.95 * self._pace + 0.05 * total(outcome.new_tokens) / len(outcome.new_tokens)
         self._first_level = 0.9 * self._first_level + 0.1 * self.rates.overall
 
     def forget(self, rid: str) -> None:
         """Also drops the request's pace."""
         super().forget(rid)
-        self._potential.pop(rid, None)
+        self._potential.forget(rid)
+
+
+def _times_weight(trees: CandidateTrees, f: FloatArray, weight: FloatArray) -> FloatArray:
+    """weight of its row x ``f``, [m]."""
+    if k := row_size(trees):
+        return (f.reshape(-1, k) * weight[:, None]).reshape(-1)
+    return f * weight[row_of(trees)]
+
+
+def _largest(value: FloatArray, count: int) -> FloatArray:
+    """The ``count`` largest, falling; [count]."""
+    m = len(value)
+    if 2 * count < m:
+        value = np.partition(value, m - count - 1)[m - count :]
+    falling = value.copy()
+    falling.sort()
+    return falling[::-1][:count]

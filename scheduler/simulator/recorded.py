@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adaserve.scheduler.acceptance import nodes_tested
+from adaserve.scheduler.acceptance import find_tested
 from adaserve.scheduler.calibration import Calibrator, bin_of, parents_flat, step_probability
 from adaserve.scheduler.interface import FloatArray
 from adaserve.scheduler.replay import read_recording
@@ -44,12 +44,13 @@ def load_children(path: Path) -> RecordedChildren:
         trees, running = item.trees, item.plan.running
         if not trees.n_nodes or item.outcome is None:
             continue
-        tested = nodes_tested(item.outcome)
-        calibrator.observe(trees, tested, item.outcome.accepted, running.rids, ("all",) * len(running))
-        q, parent = step_probability(trees, parents_flat(trees)), parents_flat(trees)
+        tests, classes = find_tested(item.outcome), ("all",) * len(running)
+        claimed = calibrator.claimed(trees, tests.node)
+        calibrator.observe(claimed, tests.row, tests.accepted, running.rids, classes)
+        q = step_probability(trees, parents_flat(trees))
         for r in range(trees.n_rows):
             own = slice(int(trees.row_start[r]), int(trees.row_start[r + 1]))
-            first = np.sort(q[own][parent[own] < 0])[::-1]
+            first = np.sort(q[own][trees.depth[own] == 1])[::-1]
             if len(first):
                 best.append(float(first[0]))
             if len(first) > 1 and first[0] < 1:

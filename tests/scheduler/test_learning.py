@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sched_factories import beam_trees, outcome, running, trees_from
 
-from adaserve.scheduler.acceptance import AcceptanceRates, level_tests, nodes_tested
+from adaserve.scheduler.acceptance import AcceptanceRates, find_tested
 from adaserve.scheduler.calibration import Calibrator, parents_flat, path_product, step_probability
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.fit import fit_latency, fit_roofline
@@ -154,16 +154,17 @@ class TestAcceptance:
     @pytest.mark.parametrize(("accepted", "tried"), [(0, 1), (2, 3), (4, 4)])
     def test_proposals_after_a_rejection_were_never_tested(self, accepted, tried):
         out = one_chain_outcome(accepted)
-        assert nodes_tested(out).sum() == tried
-        assert [int(x[0]) for x in level_tests(out, nodes_tested(out))] == [tried, accepted]
+        tests = find_tested(out)
+        assert len(tests.node) == tried
+        assert (tests.tried[0], tests.passed[0]) == (tried, accepted)
 
     def test_rates_find_the_truth_where_accepted_over_proposed_is_biased(self):
         rng, rates = np.random.default_rng(0), AcceptanceRates()
         naive = [0, 0]
         for _ in range(3000):
             passed = int(np.cumprod(rng.random(4) < 0.6).sum())
-            out = one_chain_outcome(passed)
-            rates.observe(["a"], ["chat"], *level_tests(out, nodes_tested(out)))
+            tests = find_tested(one_chain_outcome(passed))
+            rates.observe(["a"], ["chat"], tests.tried, tests.passed)
             naive = [naive[0] + passed, naive[1] + 4]
         assert rates.overall == pytest.approx(0.6, abs=0.08)
         assert naive[0] / naive[1] < 0.4
@@ -185,7 +186,7 @@ class TestCalibration:
         parent = parents_flat(trees)
         want = p.copy()
         for i in range(len(p)):
-            if parent[i] >= 0:
+            if parent[i] < len(p):
                 want[i] *= want[parent[i]]
         assert path_product(p, parent, 8) == pytest.approx(want)
 
@@ -200,7 +201,7 @@ class TestCalibration:
         for _ in range(60):
             hit = rng.random(40) < np.tile([0.6, 0.1], 20)
             hit[1::2] &= ~hit[::2]
-            calibrator.observe(trees, np.ones(40, np.bool_), hit, rids, ("chat",) * 20)
+            calibrator.observe(np.exp(trees.logprob), np.repeat(np.arange(20), 2), hit, rids, ("chat",) * 20)
         f = calibrator.path_values(trees, tuple(f"new{i}" for i in range(20)), ("chat",) * 20)
         assert f[0] == pytest.approx(0.6, abs=0.05)
         (low, high) = calibrator.reliability()["chat"]
