@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 NAME = "ADASERVE"
+
+DEVICE_WORKER_ENV = "ADASERVE_DEVICE_WORKER"
+"""Set to 1 to run the GPU's worker on a CPU host: slower, but it exercises the GPU's code path."""
 
 
 class AdaServeAlgorithm(CustomSpecAlgo):
@@ -109,6 +113,15 @@ def register() -> None:
 
     @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=AdaServeAlgorithm)
     def _worker(server_args: ServerArgs) -> type:
-        from adaserve.worker.worker import AdaServeWorker
+        from adaserve.worker import worker
 
-        return AdaServeWorker
+        if on_device(server_args):
+            from adaserve.cuda.worker import DeviceWorker
+
+            return DeviceWorker
+        return worker.AdaServeWorker
+
+
+def on_device(server_args: Any) -> bool:
+    """Whether iterations stay on the device: the one place where the worker is chosen."""
+    return str(server_args.device).startswith("cuda") or os.environ.get(DEVICE_WORKER_ENV) == "1"

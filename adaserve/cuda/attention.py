@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.cpu.torch_forward import attend
-from adaserve.cuda.layout import starts, unpack
+from adaserve.cuda.layout import MaskLayout, starts, unpack
 
 WORKSPACE_BYTES = 256 << 20
 INT_WORKSPACE_BYTES = 8 << 20
@@ -66,13 +66,14 @@ class AttentionBuffers:
         self.kv_indices[:end].copy_(slots)
         self.kv_indices[end : end + padding].zero_()
 
-    def set_mask(self, packed: Tensor) -> None:
-        if packed.shape[0] > self.mask.shape[0]:
+    def set_mask(self, layout: MaskLayout, visible: Tensor) -> None:
+        """``visible`` bool [T, width], as ``MaskLayout.write`` takes it."""
+        if layout.bytes > self.mask.shape[0]:
             raise RuntimeError(
-                f"a tree mask of {packed.shape[0]} bytes exceeds the {self.mask.shape[0]} reserved: "
+                f"a tree mask of {layout.bytes} bytes exceeds the {self.mask.shape[0]} reserved: "
                 "lower --max-running-requests or --context-length"
             )
-        self.mask[: packed.shape[0]].copy_(packed)
+        layout.write(self.mask, visible)
 
 
 class TreeKernel(Protocol):

@@ -203,23 +203,19 @@ class _BeamSearch:
         first = self._layout is None or self._layout[0] != q
         if first:
             q_lens = np.full(self.padded, q, np.int64)
-            self._layout = (q, MaskLayout(q_lens, self.kv_lens, self.device), Extent(q_lens, self.kv_lens))
+            spare = torch.ones((self.padded - self.a) * q, dtype=torch.int64, device=self.device)
+            start = torch.cat([self.lens.repeat_interleave(q), spare])
+            layout = MaskLayout(q_lens, self.kv_lens, start, self.shape.width)
+            self._layout = (q, layout, Extent(q_lens, self.kv_lens))
         assert self._layout is not None
         _, layout, extent = self._layout
-        f.buffers.set_mask(layout.pack(*self._limits(seen, q)))
+        visible = torch.nn.functional.pad(seen.flatten(0, 1), (0, 0, 0, (self.padded - self.a) * q))
+        f.buffers.set_mask(layout, visible)
         key = Key(padded, self.padded, "last-candidates" if head == "last-candidates" else "candidates")
         logprob, token = f.run(key, extent, self.captured, planned=not first)
         per_row = q if head == "candidates" else 1
         shape = (self.padded, per_row, -1)
         return logprob.double().view(shape)[: self.a], token.view(shape)[: self.a]
-
-    def _limits(self, seen: Tensor, q: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Arguments of ``MaskLayout.pack``: the prefix and ``seen`` of the window; padding sees its slot."""
-        spare = (self.padded - self.a) * q
-        lens = self.lens.repeat_interleave(q)
-        limit = torch.cat([lens, lens.new_ones(spare)])
-        visible = torch.nn.functional.pad(seen.flatten(0, 1), (0, 0, 0, spare))
-        return limit, limit, visible
 
     def result(self) -> DeviceDraft:
         return DeviceDraft(
@@ -258,8 +254,15 @@ def _feed(forward: DeviceForward, rows: DeviceRows, row: np.ndarray, position: n
     at = to_device(position, device)
     tokens, slots = rows.history[owner, at].long(), rows.req_to_token[owner, at].long()
     forward.set_tokens(tokens, at, slots, len(row))
-    nothing = torch.zeros(len(row), 1, dtype=torch.bool, device=device)
-    layout = MaskLayout(q_lens, kv_lens, device)
-    forward.buffers.set_mask(layout.pack(at + 1, torch.zeros_like(at), nothing))
+    write_causal(forward, q_lens, kv_lens)
     key = Key(len(row), len(members), "logits")
     forward.run(key, Extent(q_lens, kv_lens), captured=False)
+
+
+def write_causal(forward: DeviceForward, q_lens: np.ndarray, kv_lens: np.ndarray) -> None:
+    """The mask of requests whose tokens are the last ones of their keys; padding all sees its one key."""
+    widest = int(q_lens.max())
+    query = np.concatenate([np.arange(q) for q in q_lens])
+    start = to_device(np.repeat(np.maximum(kv_lens - q_lens, 0), q_lens), forward.device)
+    visible = to_device(np.arange(widest) <= query[:, None], forward.device)
+    forward.buffers.set_mask(MaskLayout(q_lens, kv_lens, start, widest), visible)

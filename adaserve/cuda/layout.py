@@ -66,36 +66,36 @@ class Ragged:
 
 
 class MaskLayout:
-    """Where the bit of (token, key) stands. ``q_lens``, ``kv_lens`` int64 [n], pieces in token order."""
+    """Where the bits of a forward's windows stand. Pieces (requests) in token order:
 
-    def __init__(self, q_lens: np.ndarray, kv_lens: np.ndarray, device: torch.device) -> None:
-        bits = q_lens * kv_lens
-        pieces = Ragged((bits + 7) // 8, device)
-        self.byte_starts = pieces.starts  # int64 [n + 1]
-        row = pieces.row
-        bit = pieces.column[:, None] * 8 + torch.arange(8, device=device)
-        keys = to_device(np.maximum(kv_lens, 1), device)[row][:, None]
-        first_token = to_device(starts(q_lens)[:-1], device)[row][:, None]
-        query = torch.div(bit, keys, rounding_mode="floor")
-        # Bits that fill up the last byte belong to no token; whose limit they are compared with is the same.
-        self._inside = bit < to_device(bits, device)[row][:, None]
-        self._token = (first_token + query).clamp(max=max(0, int(q_lens.sum()) - 1))
-        self._key = bit - query * keys
-        self._weights = 2 ** torch.arange(8, device=device)
+    ``q_lens``, ``kv_lens`` int64 [n]; ``start`` int64 [T] on the device: first key of each token's window,
+    before which it sees every key; ``width`` keys from there on are as told, if its request has so many.
+    """
 
-    def pack(self, limit: Tensor, window: Tensor, visible: Tensor) -> Tensor:
-        """uint8 [bytes]. Token t sees keys below ``limit[t]``, and key ``window[t] + c`` where
-        ``visible[t, c]``; int64 [T], int64 [T], bool [T, W]."""
-        width = visible.shape[1]
-        column = self._key - window[self._token]
-        inside = (column >= 0) & (column < width)
-        at = self._token * width + column.clamp(0, max(0, width - 1))
-        seen = (self._key < limit[self._token]) | (inside & visible.flatten()[at])
-        return ((seen & self._inside) * self._weights).sum(dim=1).to(torch.uint8)
+    def __init__(self, q_lens: np.ndarray, kv_lens: np.ndarray, start: Tensor, width: int) -> None:
+        device = start.device
+        q_starts, byte_starts = starts(q_lens), starts((q_lens * kv_lens + 7) // 8)
+        row = np.repeat(np.arange(len(q_lens)), q_lens)
+        query = np.arange(len(row)) - q_starts[row]
+        first_bit = to_device(8 * byte_starts[row] + query * kv_lens[row], device)
+        key = start[:, None] + torch.arange(width, device=device)
+        bit = first_bit[:, None] + key
+        self.bytes = int(byte_starts[-1])
+        self._inside = key < to_device(kv_lens[row], device)[:, None]
+        self._byte = torch.div(bit, 8, rounding_mode="floor").clamp(0, max(0, self.bytes - 1)).flatten()
+        # Adding 256 - 2^b to a byte in which bit b is set clears it.
+        self._clear = (256 - 2 ** (bit % 8)).to(torch.uint8)
+
+    def write(self, mask: Tensor, visible: Tensor) -> None:
+        """Fills the front of ``mask`` (uint8): token t sees key ``start[t] + c`` where ``visible[t, c]``."""
+        front = mask[: self.bytes]
+        front.fill_(255)
+        hidden = torch.where(self._inside & ~visible, self._clear, 0)
+        front.index_add_(0, self._byte, hidden.flatten())
 
 
 def unpack(mask: Tensor, byte_start: int, queries: int, keys: int) -> Tensor:
-    """bool [queries, keys] of one request: the inverse of ``MaskLayout.pack``, for the reference kernel."""
+    """bool [queries, keys] of one request: what ``MaskLayout.write`` wrote, for the reference kernel."""
     count = queries * keys
     piece = mask[byte_start : byte_start + (count + 7) // 8]
     bits = (piece[:, None].int() >> torch.arange(8, device=mask.device)) & 1

@@ -31,6 +31,7 @@ class DeviceVerify:
     parent: Tensor  # int64 [T]: index in this batch; roots point at themselves
     root: Tensor  # int64 [n]: index of each row's root
     node: Tensor  # int64 [T - n]: candidate at each non-root token, index into the flat grid [n * k]
+    place: Tensor  # int64 [T - n]: index in this batch of each of them
     seen: Tensor  # bool [T, width]: window columns that a token sees
     limit: Tensor  # int64 [T]: cached tokens of its row
     q_lens: np.ndarray  # int64 [n]
@@ -75,9 +76,9 @@ def build(rows: DeviceRows, draft: DeviceDraft | None, keep: Tensor | None, coun
     zeros = torch.zeros(n, dtype=torch.int64, device=device)
     depth = spread(zeros, draft.depths[inside])
     column = spread(zeros, draft.columns[inside])
-    place = torch.zeros(n * k, dtype=torch.int64, device=device).index_copy_(0, node, at)
+    stands_at = torch.zeros(n * k, dtype=torch.int64, device=device).index_copy_(0, node, at)
     above = draft.parents[drafted, inside]
-    parent = spread(root, torch.where(above < 0, root[of], place[of * k + above.clamp(min=0)]))
+    parent = spread(root, torch.where(above < 0, root[of], stands_at[of * k + above.clamp(min=0)]))
     see_root = torch.zeros(n, width, dtype=torch.bool, device=device)
     see_root[:, 0] = True
     limit = rows.lens[row]
@@ -90,6 +91,7 @@ def build(rows: DeviceRows, draft: DeviceDraft | None, keep: Tensor | None, coun
         parent=parent,
         root=root,
         node=node,
+        place=at,
         seen=spread(see_root, draft.visible[drafted, inside]),
         limit=limit,
         q_lens=q_lens,
@@ -117,6 +119,7 @@ def _roots_only(rows: DeviceRows) -> DeviceVerify:
         parent=every,
         root=every,
         node=every[:0],
+        place=every[:0],
         seen=torch.ones(n, 1, dtype=torch.bool, device=device),
         limit=rows.lens,
         q_lens=np.ones(n, np.int64),
@@ -140,10 +143,9 @@ def forward(target: DeviceForward, rows: DeviceRows, v: DeviceVerify, tiers: Tie
     kv_lens = np.concatenate([v.kv_lens, np.ones(spare_rows, np.int64)])
     target.set_tokens(v.tokens, v.positions, v.slots, key.tokens)
     target.buffers.set_slots(gather_slots(rows.req_to_token, rows.pool_rows, v.kv_lens), spare_rows)
-    layout = MaskLayout(q_lens, kv_lens, target.device)
-    limit = torch.cat([v.limit, v.limit.new_ones(spare)])
-    seen = torch.nn.functional.pad(v.seen, (0, 0, 0, spare))
-    target.buffers.set_mask(layout.pack(limit, limit, seen))
+    start = torch.cat([v.limit, v.limit.new_ones(spare)])
+    layout = MaskLayout(q_lens, kv_lens, start, v.seen.shape[1])
+    target.buffers.set_mask(layout, torch.nn.functional.pad(v.seen, (0, 0, 0, spare)))
     logits, best = target.run(key, Extent(q_lens, kv_lens), tiers.captured(key.tokens))
     return logits[:count], best[:count]
 
@@ -189,3 +191,12 @@ def path_index(v: DeviceVerify, acceptance: DeviceAcceptance, stride: int) -> Te
     column = torch.where(acceptance.accepted, v.depth, stride)
     every = torch.arange(len(v.tokens), device=v.tokens.device)
     return index.index_put((v.row, column), every)[:, :stride].contiguous()
+
+
+def remember(rows: DeviceRows, v: DeviceVerify, acceptance: DeviceAcceptance) -> None:
+    """Writes the root and the accepted nodes into the history of cached tokens."""
+    # Rejected tokens go where the root goes, with the root's token: the same write twice.
+    kept = acceptance.accepted
+    position = torch.where(kept, v.positions, v.limit)
+    token = torch.where(kept, v.tokens, rows.roots[v.row]).int()
+    rows.history.index_put_((rows.pool_rows[v.row], position), token)

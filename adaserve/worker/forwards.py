@@ -97,8 +97,14 @@ class TimedForward:
         return out
 
 
+MEASURED_ATTRIBUTE = "adaserve_tree_forward"
+"""Set on a ``ModelRunner`` by the device worker, which brings forwards of its own."""
+
+
 def tree_forward(worker: Any) -> TreeForward:
     """The forward of the model that a ``TpModelWorker`` holds."""
     runner = worker.model_runner
+    if (own := getattr(runner, MEASURED_ATTRIBUTE, None)) is not None:
+        return own
     lean = getattr(runner.model, LEAN_ATTRIBUTE, None)
     return SGLangForward(runner) if lean is None else LeanForward(lean, runner)

@@ -33,22 +33,31 @@ def random_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.
 def test_packed_as_flashinfer_reads_it(seed: int) -> None:
     """FlashInfer: byte ``indptr[r] + (q * kv + k) // 8``, bit ``(q * kv + k) % 8`` of request r."""
     q_lens, prefix, visible, masks = random_case(seed)
-    layout = MaskLayout(q_lens, prefix + visible.shape[1], CPU)
-    limit = torch.from_numpy(np.repeat(prefix, q_lens))
-    packed = layout.pack(limit, limit, torch.from_numpy(visible))
-    pieces = [np.packbits(m.flatten(), bitorder="little") for m in masks]
-    assert packed.tolist() == np.concatenate(pieces).tolist()
-    assert layout.byte_starts.tolist() == np.cumsum([0, *map(len, pieces)]).tolist()
-    assert Extent(q_lens, prefix + visible.shape[1]).byte_starts.tolist() == layout.byte_starts.tolist()
+    kv_lens = prefix + visible.shape[1]
+    start = torch.from_numpy(np.repeat(prefix, q_lens))
+    layout = MaskLayout(q_lens, kv_lens, start, visible.shape[1])
+    packed = torch.full((4096,), 77, dtype=torch.uint8)
+    for _ in range(2):  # what was there before must not matter
+        layout.write(packed, torch.from_numpy(visible))
+    ends = np.cumsum([0, *((m.size + 7) // 8 for m in masks)])
+    assert layout.bytes == ends[-1] and packed[layout.bytes :].eq(77).all()
+    assert Extent(q_lens, kv_lens).byte_starts.tolist() == ends.tolist()
     for r, mask in enumerate(masks):
-        assert np.array_equal(unpack(packed, int(layout.byte_starts[r]), *mask.shape).numpy(), mask)
+        piece = packed[ends[r] : ends[r + 1]].numpy()
+        bits = np.unpackbits(piece, bitorder="little")[: mask.size].reshape(mask.shape)
+        assert np.array_equal(bits, mask)
+        assert np.array_equal(unpack(packed, int(ends[r]), *mask.shape).numpy(), mask)
 
 
-def test_causal_limits() -> None:
-    layout = MaskLayout(np.array([3]), np.array([5]), CPU)
-    at = torch.tensor([2, 3, 4])
-    packed = layout.pack(at + 1, torch.zeros_like(at), torch.zeros(3, 1, dtype=torch.bool))
+def test_windows_end_with_their_request() -> None:
+    """Causal masks of unequal requests: columns beyond a request's keys belong to nobody."""
+    q_lens, kv_lens = np.array([3, 1]), np.array([5, 4])
+    start = torch.tensor([2, 2, 2, 3])
+    visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    packed = torch.zeros(16, dtype=torch.uint8)
+    MaskLayout(q_lens, kv_lens, start, 3).write(packed, visible)
     assert torch.equal(unpack(packed, 0, 3, 5), torch.ones(3, 5).tril(2).bool())
+    assert unpack(packed, 2, 1, 4).all()
 
 
 def test_gathered_slots() -> None:
@@ -75,8 +84,8 @@ def test_sdpa_over_flat_arrays_is_masked_attention(seed: int) -> None:
     q = torch.randn(int(q_lens.sum()), 4, 8, generator=generator)
     buffers = AttentionBuffers.allocate(256, 512, CPU)
     buffers.set_slots(slots, 3)
-    limit = torch.from_numpy(np.repeat(prefix, q_lens))
-    buffers.set_mask(MaskLayout(q_lens, kv_lens, CPU).pack(limit, limit, torch.from_numpy(visible)))
+    start = torch.from_numpy(np.repeat(prefix, q_lens))
+    buffers.set_mask(MaskLayout(q_lens, kv_lens, start, visible.shape[1]), torch.from_numpy(visible))
     kernel = SdpaKernel(buffers)
     kernel.plan(Extent(q_lens, kv_lens))
     got = kernel.run(q, keys, values, 0.3).view_as(q)
@@ -101,4 +110,5 @@ def test_too_much_is_refused_with_the_remedy() -> None:
     with pytest.raises(RuntimeError, match="max-running-requests"):
         buffers.set_slots(torch.zeros(4, dtype=torch.int32), 1)
     with pytest.raises(RuntimeError, match="mask of 3 bytes"):
-        buffers.set_mask(torch.zeros(3, dtype=torch.uint8))
+        layout = MaskLayout(np.array([4]), np.array([6]), torch.zeros(4, dtype=torch.int64), 6)
+        buffers.set_mask(layout, torch.ones(4, 6, dtype=torch.bool))
