@@ -16,6 +16,7 @@ from typing import Any
 ENV = "ADASERVE_CONFIG"
 POLICY_ENV = "ADASERVE_POLICY"
 CPU_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "off")
+PREFILLS = ("slack", "exclusive")
 
 
 class ConfigError(ValueError):
@@ -35,13 +36,17 @@ class AdaServeConfig:
     record: str | None = None  # file that every iteration is recorded to (replay)
     cpu_weights: str = "auto"  # storage of the weights on a CPU: auto | fp32 | fp16 | bf16 | off
     baseline_ms: float | None = None  # unloaded ms per token that x_baseline classes multiply
+    prefill: str | None = None  # slack: chunks as the running requests bear them | exclusive: SGLang's way
+    # (all prefills first) | None: slack, but exclusive with policy none
+    prefill_interval: int = 4  # slack: most decode iterations between two chunks while a prompt waits
+    prefill_patience_ms: float = 1000.0  # slack: TTFT to aim at for requests that state no TTFT SLO
 
     def __post_init__(self) -> None:
         from adaserve.scheduler.policies import policy_names
 
         if not _known_policy(self.policy, policy_names()):
             raise ConfigError(f"unknown policy {self.policy!r}: known are {', '.join(policy_names())}")
-        for name, low, high in (("max_depth", 1, 32), ("max_width", 1, 16)):
+        for name, low, high in (("max_depth", 1, 32), ("max_width", 1, 16), ("prefill_interval", 1, 1000)):
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
@@ -55,6 +60,13 @@ class AdaServeConfig:
             raise ConfigError(
                 f"cpu_weights must be one of {', '.join(CPU_WEIGHTS)}, not {self.cpu_weights!r}"
             )
+        if not 0 < self.prefill_patience_ms < 1e9:
+            raise ConfigError(
+                "prefill_patience_ms must be a positive number of milliseconds, "
+                f"not {self.prefill_patience_ms}"
+            )
+        if self.prefill is not None and self.prefill not in PREFILLS:
+            raise ConfigError(f"prefill must be one of {', '.join(PREFILLS)}, not {self.prefill!r}")
         for name in ("slo_config", "profile"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():

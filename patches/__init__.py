@@ -43,9 +43,19 @@ def apply_all() -> None:
         internal_state,
         kv_reserve,
         live_page,
+        prefill_slack,
         slo_requests,
         slo_responses,
     )
 
-    for module in (flags, kv_reserve, cpu_kernels, slo_requests, slo_responses, internal_state, live_page):
+    for module in (
+        flags,
+        kv_reserve,
+        cpu_kernels,
+        prefill_slack,
+        slo_requests,
+        slo_responses,
+        internal_state,
+        live_page,
+    ):
         module.register()

@@ -25,8 +25,13 @@ _HELP = {
     "record": "record every iteration to this file, for replay",
     "cpu_weights": "storage of weights on CPU hosts: auto, fp32, fp16, bf16, off",
     "baseline_ms": "unloaded milliseconds per token, which classes given as x_baseline multiply",
+    "prefill": "slack (default): prefill chunks between decode iterations, as large as the running requests' "
+    "SLOs allow; exclusive (default of policy none): SGLang's way, all prefills first",
+    "prefill_interval": "most decode iterations between two prefill chunks while a prompt waits (default 4)",
+    "prefill_patience_ms": "TTFT that slack prefills aim at for requests that state none (default 1000)",
 }
-_INTEGERS = {"budget", "max_depth", "max_width"}
+_INTEGERS = {"budget", "max_depth", "max_width", "prefill_interval"}
+_NUMBERS = {"baseline_ms", "prefill_patience_ms"}
 
 
 def register() -> None:
@@ -37,7 +42,7 @@ def register() -> None:
 def _add_flags(_: Any, parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("AdaServe", "with --speculative-algorithm ADASERVE")
     for field in dataclasses.fields(AdaServeConfig):
-        kind: Any = int if field.name in _INTEGERS else float if field.name == "baseline_ms" else str
+        kind: Any = int if field.name in _INTEGERS else float if field.name in _NUMBERS else str
         flag = "--adaserve-" + field.name.replace("_", "-")
         group.add_argument(
             flag, dest="adaserve_" + field.name, type=kind, default=None, help=_HELP[field.name]

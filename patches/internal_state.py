@@ -1,4 +1,4 @@
-"""The scheduler's SLO statistics in ``/server_info`` and for the live page; changing the policy.
+"""The scheduler's SLO statistics in ``/server_info`` and for the live page; changing policy and prefills.
 
 Why: statistics are counted in the scheduler process, pages are served by the HTTP process; SGLang's
 internal-state request is its way from one to the other, one entry per data-parallel rank.
@@ -10,15 +10,17 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.config import PREFILLS
 from adaserve.patches import hook
 
 POLICY_KEY = "adaserve_policy="
+PREFILL_KEY = "adaserve_prefill="
 
 
 def register() -> None:
     controller = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
     hook(f"{controller}._add_speculative", _add_adaserve, HookType.AFTER)
-    hook(f"{controller}._update_handlers", _policy_handlers, HookType.AFTER)
+    hook(f"{controller}._update_handlers", _handlers, HookType.AFTER)
 
 
 def _add_adaserve(_: None, self: Any, state: dict[str, Any]) -> None:
@@ -29,10 +31,11 @@ def _add_adaserve(_: None, self: Any, state: dict[str, Any]) -> None:
         state["adaserve"] = scheduler.draft_worker.report()
 
 
-def _policy_handlers(handlers: dict[str, Any], self: Any) -> dict[str, Any] | None:
+def _handlers(handlers: dict[str, Any], self: Any) -> dict[str, Any] | None:
     """``POST /set_internal_state {"server_args": {"adaserve_policy=NAME": 1}}`` changes the policy.
 
-    The name stands in the key because SGLang accepts numbers only as values.
+    Likewise ``adaserve_prefill=slack``, ``=exclusive`` or ``=default`` (by the policy). The name stands in
+    the key because SGLang accepts numbers only as values.
     """
     from sglang.srt.managers.scheduler_components.internal_state import _UpdateHandler
 
@@ -46,5 +49,10 @@ def _policy_handlers(handlers: dict[str, Any], self: Any) -> dict[str, Any] | No
     def change(key: str, _: Any) -> None:
         worker.set_policy(key.removeprefix(POLICY_KEY))
 
+    def pace(key: str, _: Any) -> None:
+        mode = key.removeprefix(PREFILL_KEY)
+        worker.prefill.mode = mode if mode in PREFILLS else None
+
     ours = {POLICY_KEY + name: _UpdateHandler(lambda *_: None, change) for name in worker.policy_names}
-    return {**handlers, **ours}
+    modes = {PREFILL_KEY + m: _UpdateHandler(lambda *_: None, pace) for m in (*PREFILLS, "default")}
+    return {**handlers, **ours, **modes}

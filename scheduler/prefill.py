@@ -1,4 +1,4 @@
-"""Prefill and overload as policy: order, chunk size, gate, and what to do with requests too late to save."""
+"""Prefill and overload as policy: order, start, chunk size, and what to do with requests too late to save."""
 
 from __future__ import annotations
 
@@ -7,27 +7,46 @@ from typing import Literal
 
 import numpy as np
 
-from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray
+from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray, RunningBatch
 
-Order = Literal["fcfs", "slack", "short"]
+Order = Literal["fcfs", "slack", "short", "deadline"]
+Pacing = Literal["fixed", "slack"]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
     """Off by default: no gate, nobody is shed, first come first served, fixed chunks."""
 
-    chunk_tokens: int = 512  # prefill tokens per iteration
+    chunk_tokens: int = 512  # most prefill tokens per iteration
     order: Order = "fcfs"
     gate: float | None = None  # start prefills only while the tightest class keeps this headroom
     gate_free: int = 4  # running requests below which the gate is open
     shed: bool = False  # answer 429 to requests whose TTFT SLO is already lost; off by default
     shed_factor: float = 1.0  # lost = waited longer than this many TTFT SLOs
+    pacing: Pacing = "fixed"  # slack: chunks are as large as the running requests can bear
+    least_tokens: int = 16  # slack: smaller chunks are not worth a forward of their own
+    most_decodes: int = 4  # slack: decode iterations after which a waiting prompt gets its next chunk
+    spend: float = 0.4  # slack: share of the tightest request's slack used between two decode iterations
+    horizon_tokens: int = 32  # slack: how far ahead a request's pace is trusted
+    patience_s: float = 1.0  # slack: TTFT to aim at for requests that state no SLO
+    late_share: float = 0.7  # slack: most of the time that waiting past one's aim can claim for prefills
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be >= 1, got {self.chunk_tokens}")
-        if self.order not in ("fcfs", "slack", "short"):
-            raise ValueError(f"order must be fcfs, slack or short, got {self.order!r}")
+        if self.order not in ("fcfs", "slack", "short", "deadline"):
+            raise ValueError(f"order must be fcfs, slack, short or deadline, got {self.order!r}")
+        if self.pacing not in ("fixed", "slack"):
+            raise ValueError(f"pacing must be fixed or slack, got {self.pacing!r}")
+        for name in ("least_tokens", "most_decodes", "horizon_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if not 0 < self.spend <= 1:
+            raise ValueError(f"spend must be in (0, 1], got {self.spend}")
+        if not 0 <= self.late_share < 1:
+            raise ValueError(f"late_share must be in [0, 1), got {self.late_share}")
+        if not self.patience_s > 0:
+            raise ValueError(f"patience_s must be > 0, got {self.patience_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +60,23 @@ class WaitingBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Pressure:
+    """What a chunk would cost those who decode; input of ``pacing="slack"``."""
+
+    slack_s: FloatArray  # [n] as ``stall_slack`` gives it
+    period_s: float  # seconds of a decode iteration, prefills not included
+    sizes: IntArray  # [k] chunk sizes on offer, rising
+    seconds: FloatArray  # [k] predicted seconds of a prefill of that many tokens, rising
+    decodes: int = 0  # decode iterations since the last chunk
+    spent_s: float = 0.0  # seconds of prefill since the last decode iteration
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """What to prefill now: rows in this order until ``tokens`` are spent; ``shed`` rows get 429."""
+    """What to prefill now: rows in this order until ``tokens`` are spent; ``shed`` rows get 429.
+
+    0 tokens: decode first.
+    """
 
     tokens: int
     order: IntArray
@@ -56,12 +90,96 @@ def headroom(tpot_slo_s: FloatArray, pace: FloatArray, period_s: float) -> float
     return float(np.min(tpot_slo_s * pace)) / period_s
 
 
+def stall_slack(
+    running: RunningBatch, now_s: float, pace: FloatArray, period_s: float, horizon_tokens: int
+) -> FloatArray:
+    """Seconds that each request could stand still and yet meet its TPOT SLO, [n].
+
+    With o tokens decoded and L to come at ``pace`` [n] tokens per iteration of ``period_s``, the last one
+    comes at now + L period / pace and is due at decode start + SLO (o + L); slack is the difference, at
+    most ``horizon_tokens`` ahead. 0 for a request that is late but can still make it by its end, inf for
+    one that can't be saved any more or has no SLO: nothing is gained by sparing it.
+    """
+    token_s = period_s / np.maximum(pace, 1e-6)
+    slo = np.where(np.isfinite(running.tpot_slo_s), running.tpot_slo_s, 0.0)
+    ahead_s = running.decode_start_s + slo * running.decoded_tokens - now_s
+    left = running.remaining_tokens.astype(np.float64)
+    at_end = ahead_s + left * (slo - token_s)
+    near = ahead_s + np.minimum(left, float(horizon_tokens)) * (slo - token_s)
+    lost = (at_end < 0) & (near < 0)
+    slack: FloatArray = np.where(lost | ~np.isfinite(running.tpot_slo_s), np.inf, np.maximum(near, 0.0))
+    return slack
+
+
+def least_chunk(sizes: IntArray, seconds: FloatArray, waste: float = 1.5) -> int:
+    """Smallest of ``sizes`` [k] at which a token costs at most ``waste`` times that at the largest."""
+    per_token_s = seconds / sizes
+    return int(sizes[int(np.argmax(per_token_s <= waste * per_token_s[-1]))])
+
+
+def aims_s(config: PrefillConfig, waiting: WaitingBatch) -> FloatArray:
+    """When each first token should be out, [n]: by the TTFT SLO, or after ``patience_s``."""
+    stated = np.isfinite(waiting.ttft_slo_s)
+    return waiting.arrival_s + np.where(stated, waiting.ttft_slo_s, config.patience_s)
+
+
+def claimed_share(
+    config: PrefillConfig, waiting: WaitingBatch, order: IntArray, token_s: float, now_s: float
+) -> float:
+    """Share of the time that prefills need so that all rows are done in time, in ``order``; 0 to 1.
+
+    Only a TTFT SLO that can still be met claims more than ``late_share``.
+    """
+    if not len(order):
+        return 0.0
+    work_s = np.cumsum(waiting.prompt_left[order]) * token_s
+    left_s = aims_s(config, waiting)[order] - now_s
+    share = np.divide(work_s, left_s, out=np.full(len(order), np.inf), where=left_s > 0)
+    firm = np.isfinite(waiting.ttft_slo_s[order]) & (left_s > 0)
+    return float(np.minimum(share, np.where(firm, 1.0, config.late_share)).max())
+
+
+def slack_tokens(
+    config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
+) -> int:
+    """Size of the chunk that runs before the next decode iteration; 0 = decode first.
+
+    As much as the tightest request can bear (``spend`` of its slack), or as much as the waiting prompts
+    claim, whichever is more. What would be too little for a forward is saved up, but never for more than
+    ``most_decodes`` iterations: a prompt always gets on.
+    """
+    left = int(waiting.prompt_left[order].sum())
+    if left <= 0:
+        return 0
+    sizes, seconds = pressure.sizes, pressure.seconds
+    least_slack_s = float(np.min(pressure.slack_s, initial=np.inf))
+    bearable_s = config.spend * (least_slack_s + pressure.spent_s)
+    share = claimed_share(config, waiting, order, float(seconds[-1] / sizes[-1]), now_s)
+    rounds = max(1, pressure.decodes)
+    claimed_s = pressure.period_s * rounds * share / (1 - share) if share < 1 else np.inf
+    within = int(np.searchsorted(seconds, max(bearable_s, claimed_s) - pressure.spent_s, side="right"))
+    tokens = min(int(sizes[within - 1]) if within else 0, config.chunk_tokens)
+    least = min(config.least_tokens, config.chunk_tokens)
+    if tokens < min(least, left):
+        if pressure.decodes < config.most_decodes:
+            return 0
+        tokens = least
+    # As few chunks as that size needs, but equal ones: no forward for a few tokens at the end.
+    return -(-left // -(-left // tokens)) if left > tokens else tokens
+
+
 def plan_prefill(
-    config: PrefillConfig, waiting: WaitingBatch, n_running: int, headroom_now: float, now_s: float
+    config: PrefillConfig,
+    waiting: WaitingBatch,
+    n_running: int,
+    headroom_now: float,
+    now_s: float,
+    pressure: Pressure | None = None,
 ) -> PrefillPlan:
     """Pure: the prefill share of one iteration.
 
     Started prompts go first (their KV is taken already). A closed gate lets only those go on.
+    ``pressure`` is needed for ``pacing="slack"`` while requests decode.
     """
     waited = now_s - waiting.arrival_s
     shed = np.zeros(len(waited), np.bool_)
@@ -69,6 +187,8 @@ def plan_prefill(
         shed = (waited > config.shed_factor * waiting.ttft_slo_s) & ~waiting.started
     if config.order == "slack":
         rank = waiting.arrival_s + np.where(np.isfinite(waiting.ttft_slo_s), waiting.ttft_slo_s, 1e6)
+    elif config.order == "deadline":
+        rank = aims_s(config, waiting)
     elif config.order == "short":
         rank = waiting.prompt_left.astype(np.float64)
     else:
@@ -77,4 +197,8 @@ def plan_prefill(
     if config.gate is not None and n_running >= config.gate_free and headroom_now < config.gate:
         eligible &= waiting.started
     order = np.lexsort((rank, ~waiting.started))
-    return PrefillPlan(config.chunk_tokens, order[eligible[order]], shed)
+    order = order[eligible[order]]
+    tokens = config.chunk_tokens
+    if config.pacing == "slack" and n_running and pressure is not None:
+        tokens = slack_tokens(config, waiting, order, pressure, now_s)
+    return PrefillPlan(tokens, order, shed)

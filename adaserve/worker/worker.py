@@ -34,6 +34,7 @@ from adaserve.worker.draft_model import DraftModel
 from adaserve.worker.drafter import Drafter
 from adaserve.worker.forwards import TimedForward, tree_forward
 from adaserve.worker.iteration import Iteration, StepTimes
+from adaserve.worker.prefill import PrefillPacer
 from adaserve.worker.rows import DecodeRows, RequestState, running_batch
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
         self.set_policy(self.config.policy)
         self._init_ledger()
+        self.prefill = PrefillPacer(self.config, self.latency, self.ledger, self._states)
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -167,6 +169,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._times["prefills"] += 1
         self.ledger.prefilled(batch.reqs, end_s - start_s)
         self.policy.observe_prefill(int(batch.extend_num_tokens), end_s - start_s, end_s)
+        self.prefill.observe_prefill(int(batch.extend_num_tokens), end_s - start_s)
         return result
 
     def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:
@@ -273,6 +276,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._times["decode_s"] += outcome.total_s
         self._times["iterations"] += 1
         self.policy.observe(outcome)
+        self.prefill.observe(outcome)
         if self._recorder is not None:
             self._recorder.observed(outcome)
         self.ledger.iteration(outcome)

@@ -20,7 +20,15 @@ from adaserve.scheduler.interface import (
 )
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies.turbospec import TurboSpecPolicy
-from adaserve.scheduler.prefill import PrefillConfig, PrefillPlan, WaitingBatch, headroom, plan_prefill
+from adaserve.scheduler.prefill import (
+    PrefillConfig,
+    PrefillPlan,
+    Pressure,
+    WaitingBatch,
+    headroom,
+    plan_prefill,
+    stall_slack,
+)
 from adaserve.scheduler.simulator.order import RowOrder, everyone
 from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.trees import TreeSampler
@@ -66,6 +74,8 @@ class Replica:
         self._last_end_s = 0.0
         self._late: IterationOutcome | None = None
         self._period_s = self._pace = 0.0
+        self._iteration_s = 0.0  # moving average of decode iterations alone
+        self._decodes, self._spent_s = 0, 0.0  # since the last chunk; since the last decode iteration
 
     LOG_FIELDS = (
         "now_s",
@@ -114,6 +124,7 @@ class Replica:
         if tokens and (self.config.prefill_mode == "exclusive" or not len(self.rows)):
             seconds = self._noisy(self.config.latency.verify_s(tokens) + self._draft_prefill_s(tokens))
             self.now_s += seconds
+            self._decodes, self._spent_s = 0, self._spent_s + seconds
             self.policy.observe_prefill(tokens, seconds, self.now_s)
         elif len(self.rows):
             self._decode(tokens)
@@ -132,7 +143,8 @@ class Replica:
                 request.shed = out
             self.done.extend(r for r in self.waiting if r.shed)
         exclusive = self.config.prefill_mode == "exclusive"
-        left = self.config.exclusive_tokens if exclusive else plan.tokens
+        paced = self.config.prefill.pacing == "slack" and len(self.rows)
+        left = self.config.exclusive_tokens if exclusive and not paced else plan.tokens
         chunk, started = [], len(self.rows) + sum(r.prefilled > 0 for r in self.waiting)
         queue = list(self.waiting)
         for i in plan.order.tolist():
@@ -163,7 +175,23 @@ class Replica:
         )
         pace = np.full(len(self.rows), max(1.0, self._pace))
         room = headroom(self.rows.slo, pace, self._period_s)
-        return plan_prefill(self.config.prefill, batch, len(self.rows), room, self.now_s)
+        config = self.config.prefill
+        pressure = self._pressure(pace) if config.pacing == "slack" and len(self.rows) else None
+        return plan_prefill(config, batch, len(self.rows), room, self.now_s, pressure)
+
+    def _pressure(self, pace: FloatArray) -> Pressure:
+        """What chunks would cost the running requests: alone, or riding in their verification (mixed)."""
+        config, latency, n = self.config.prefill, self.config.latency, len(self.rows)
+        sizes = np.unique(np.linspace(1, config.chunk_tokens, 64).astype(np.int64))
+        draft = np.array([self._draft_prefill_s(int(t)) for t in sizes])
+        if self.config.prefill_mode == "exclusive":
+            seconds = latency.verify_s(sizes.astype(np.float64)) + draft
+        else:
+            seconds = latency.verify_s(n + sizes.astype(np.float64)) - latency.verify_s(float(n)) + draft
+        period_s = self._iteration_s or latency.iteration_s(n, 0, 1, n)
+        running = self.rows.batch(None, self.config.lag, 0)
+        slack = stall_slack(running, self.now_s, pace, period_s, config.horizon_tokens)
+        return Pressure(slack, period_s, sizes, seconds, self._decodes, self._spent_s)
 
     def _finish_prefill(self, chunk: list[tuple[SimRequest, int]]) -> None:
         ready = [r for r, _ in chunk if r.prefilled >= r.prompt_tokens]
@@ -246,6 +274,11 @@ class Replica:
         if arrived is not None:
             self.policy.observe(arrived)
         mean = float(outcome.new_tokens.mean())
+        if not outcome.prefill_tokens:
+            alone, known = outcome.total_s, self._iteration_s
+            self._iteration_s = 0.9 * known + 0.1 * alone if known else alone
+        self._decodes = 0 if outcome.prefill_tokens else self._decodes + 1
+        self._spent_s = 0.0
         self._period_s = (
             outcome.since_last_s if not self._period_s else 0.9 * self._period_s + 0.1 * outcome.since_last_s
         )

@@ -34,6 +34,7 @@ TARGETS = {
     "sglang.srt.entrypoints.http_server.serve_generate_request": ["obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.generate_request": ["self", "obj", "request"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
+    f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
     "sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata": ["meta_info"],
     f"{INTERNAL}._add_speculative": ["self", "state"],
     f"{INTERNAL}._update_handlers": ["self"],
@@ -98,6 +99,13 @@ MEMBERS = [
     "sglang.srt.runtime_context.get_schedule",
     "sglang.srt.runtime_context.get_spec",
     "sglang.srt.platforms.device_mixin.PlatformEnum.OOT",
+    "sglang.srt.managers.schedule_policy.CacheAgnosticPolicy.FCFS",
+    "sglang.srt.managers.scheduler.Scheduler._reqs_finishing_inflight",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
+    "sglang.srt.managers.schedule_batch.NextBatchPlan.batch_to_run",
+    "sglang.srt.managers.schedule_batch.NextBatchPlan.running_batch",
+    "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evictable_size",
+    "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.available_size",
 ]
 
 
@@ -147,6 +155,16 @@ def test_fields(path: str) -> None:
 @pytest.mark.parametrize("path", MEMBERS)
 def test_member(path: str) -> None:
     pkgutil.resolve_name(path)
+
+
+def test_a_prefill_batch_reads_its_chunk_size_anew() -> None:
+    """patches/prefill_slack.py changes it for one call; it reads the other attributes by name."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler._get_new_batch_prefill_raw)
+    for attribute in ("chunked_prefill_size", "max_prefill_tokens", "chunked_req", "truncation_align_size"):
+        assert f"self.{attribute}" in source, f"Scheduler.{attribute} moved: prefills would not be paced"
+    assert "for req in self.waiting_queue" in source, "the queue is no longer served in its order"
 
 
 def methods(owner: type) -> dict[str, Any]:

@@ -6,13 +6,19 @@ pool, and the keys and values must equal those in the paged pool. A wrong compac
 length or a wrong position shows here even when the sampled tokens happen to agree.
 
 With ``rotate`` it hands each iteration to another real policy, and with ``hold_back`` it forbids trees
-(max_depth 0) to changing requests, so that the draft has to catch up later.
+(max_depth 0) to changing requests, so that the draft has to catch up later. ``prefill_sizes`` lets one
+chunk size after the other take the place of what the pacing rule says (0 = decode first), ``slow_ms``
+stretches a prefill by that much per token, and ``trace`` writes down every forward: n > 0 is a prefill of
+n tokens, 0 a decode iteration.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +56,31 @@ def probed(base: type) -> type:
                 target_kv_error=0.0, draft_kv_error=0.0, draft_kv_unknown=0, forgotten=0, depths={}
             )
             self.stats["wrong_lengths"] = []
+            self.stats["forwards"] = []
+
+        def init_cuda_graphs(self) -> None:
+            super().init_cuda_graphs()
+            if options.get("prefill_sizes"):
+                self._dictate(itertools.cycle(options["prefill_sizes"]))
+
+        def _dictate(self, sizes: Any) -> None:
+            plan = self.prefill.plan
+
+            def dictated(*args: Any) -> Any:
+                return dataclasses.replace(plan(*args), tokens=next(sizes))
+
+            self.prefill.plan = dictated
+
+        def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:
+            """Inside of what the worker times as a prefill."""
+            time.sleep(options.get("slow_ms", 0.0) / 1e3 * batch.extend_num_tokens)
+            super()._start_requests(batch, first_tokens)
+            self._trace(int(batch.extend_num_tokens))
+
+        def _trace(self, tokens: int) -> None:
+            if options.get("trace"):
+                self.stats["forwards"].append(tokens)
+                self._write()
 
         def set_policy(self, name: str) -> None:
             super().set_policy(name)
@@ -111,8 +142,12 @@ def probed(base: type) -> type:
             stats["depths"][depth] = stats["depths"].get(depth, 0) + 1
             stats["states"] = len(self._states)
             stats["policy_states"] = policy_size(self.policy)
+            self._trace(0)
+            self._write()
+
+        def _write(self) -> None:
             path = Path(options["out"])
-            path.with_suffix(".new").write_text(json.dumps(stats))
+            path.with_suffix(".new").write_text(json.dumps(self.stats))
             path.with_suffix(".new").replace(path)
 
     return ProbedWorker

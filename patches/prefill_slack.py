@@ -1,0 +1,93 @@
+"""Prefills run in chunks between decode iterations, as the running requests' slack allows.
+
+Why: SGLang prefers prefills to decoding, and with speculation a prefill shares no forward with decoding,
+so a queue of prompts stops every running request. Its ``--prefill-decode-interval`` counts iterations
+and knows no SLO, and its chunk size is fixed. ``get_new_batch_prefill`` is the one place where a prefill
+batch is made: here it is made later, or smaller. Which, is the worker's ``PrefillPacer``'s to say.
+
+SGLang admits a prompt when there are KV slots for all of it, and then takes for granted that nobody else
+allocates between its chunks. So decoding goes in between only while the slots of the rest of the prompt
+stay free; when they would not, the prompt is finished first. Then it can be retracted like any other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.patches import hook
+
+
+def register() -> None:
+    target = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
+    hook(target, _paced, HookType.AROUND)
+
+
+def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -> Any:
+    """One decision per scheduling step: no prefill now, or one of at most so many tokens."""
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+    running = _decoding(self, running_batch)
+    if not running or not _something_waits(self, running_batch) or _short_of_memory(self, running_batch):
+        return original(self, running_batch)
+    pacer = self.draft_worker.prefill
+    most_tokens = self.chunked_prefill_size or self.max_prefill_tokens
+    plan = pacer.plan(running, self.chunked_req, self.waiting_queue, most_tokens, time.perf_counter())
+    if plan.tokens == 0:
+        return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+    _reorder(self, plan.order.tolist())
+    if self.chunked_prefill_size is None:
+        return original(self, running_batch)
+    usual, align = self.chunked_prefill_size, self.truncation_align_size or 1
+    self.chunked_prefill_size = min(usual, -(-plan.tokens // align) * align)
+    try:
+        return original(self, running_batch)
+    finally:
+        self.chunked_prefill_size = usual
+
+
+def _decoding(scheduler: Any, running_batch: Any) -> list[Any]:
+    """Requests that a prefill would hold up; none when prefills are not paced."""
+    from adaserve.algorithm import AdaServeAlgorithm
+
+    if not isinstance(scheduler.spec_algorithm, AdaServeAlgorithm) or running_batch.is_prefill_only:
+        return []
+    worker = scheduler.draft_worker
+    if not worker.prefill.paces(worker.policy.name):
+        return []
+    finishing = scheduler._reqs_finishing_inflight(running_batch)
+    return [r for r in running_batch.reqs if not r.finished() and r not in finishing]
+
+
+def _something_waits(scheduler: Any, running_batch: Any) -> bool:
+    return scheduler.chunked_req is not None or (
+        bool(scheduler.waiting_queue) and not running_batch.batch_is_full
+    )
+
+
+def _short_of_memory(scheduler: Any, running_batch: Any) -> bool:
+    """Whether a decode iteration now could take slots that the started prompt was promised."""
+    req = scheduler.chunked_req
+    if req is None:
+        return False
+    left = len(req.full_untruncated_fill_ids) - req.prefix_len
+    free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+    return bool(free - running_batch.new_tokens_required_next_decode() <= left)
+
+
+def _reorder(scheduler: Any, order: list[int]) -> None:
+    """First tokens due first; first come first served as long as nobody states a TTFT SLO.
+
+    Only where SGLang itself would serve in order of arrival.
+    """
+    from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
+
+    if scheduler.enable_priority_scheduling or scheduler.policy.policy != CacheAgnosticPolicy.FCFS:
+        return
+    before = int(scheduler.chunked_req is not None)
+    queue = scheduler.waiting_queue
+    first = [queue[i - before] for i in order if i >= before]
+    scheduler.waiting_queue = first + queue[len(first) :]

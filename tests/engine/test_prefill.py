@@ -1,0 +1,217 @@
+"""Prefills in chunks between decode iterations: by slack, and under any pattern of chunk sizes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.conftest import POLICIES, TIGHT, Served, adaserve_server
+from tests.engine.harness import Job, Server, Zygote, outputs, run_jobs, workload
+from tests.engine.test_greedy import assert_same
+
+CHUNK = 64  # SGLang's own chunk size in these tests
+LONG = 440  # tokens of a prompt that takes many chunks
+SLOW_MS = 10.0  # each prefill token takes that long, so LONG takes over 4 seconds
+SLO_MS = 40.0  # of the requests that decode meanwhile: slack of a second or two, less than LONG takes
+
+
+# -- by slack -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slow(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A target whose prefills are so slow that a long one breaks the SLOs of those who decode."""
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("slow"),
+        pair,
+        "noisy",
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        {"slow_ms": SLOW_MS, "trace": True},
+        **{"context-length": 512, "disable-radix-cache": True},
+    )
+    with server.running(zygote):
+        yield Served("slow", server, probe)
+        server.assert_idle_and_clean()
+        assert probe.read()["wrong_lengths"] == []
+
+
+def greedy(tokens: int, slo_ms: float | None = None) -> dict[str, Any]:
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return params | ({"custom_params": {"slo_tpot_ms": slo_ms}} if slo_ms else {})
+
+
+DECODING = [Job(tuple(range(20 + i, 28 + i)), greedy(240, SLO_MS)) for i in range(2)]
+ARRIVING = Job(tuple(2 + (7 * i) % 500 for i in range(LONG)), greedy(12))
+
+
+class Meeting:
+    """Two requests decode; when both have tokens, a long prompt arrives."""
+
+    def __init__(self, served: Served) -> None:
+        self.server, self.probe = served.server, served.probe
+        self.answers: list[list[int]] = []
+
+    def run(self, abort_when: Any = None) -> list[int]:
+        """The forwards from the arrival on; ``abort_when(forwards)`` says when the prompt is taken back."""
+        before = len(self.probe.read()["forwards"])
+        self.answers = asyncio.run(self._run(abort_when, before))
+        return list(self.probe.read()["forwards"][before:])
+
+    async def _run(self, abort_when: Any, before: int) -> list[list[int]]:
+        async with httpx.AsyncClient(base_url=self.server.url, timeout=120) as client:
+            started = [asyncio.Event() for _ in DECODING]
+            streams = [
+                asyncio.create_task(self._stream(client, j, e))
+                for j, e in zip(DECODING, started, strict=True)
+            ]
+            for event in started:
+                await event.wait()
+            late = asyncio.create_task(client.post("/generate", json={**ARRIVING.body, "rid": "late"}))
+            while abort_when is not None and not abort_when(self.probe.read()["forwards"][before:]):
+                assert not late.done(), "the prompt was through before it could be aborted"
+                await asyncio.sleep(0.01)
+            if abort_when is not None:
+                await client.post("/abort_request", json={"rid": "late"})
+            answer = (await late).json()
+            return [*(await asyncio.gather(*streams)), answer.get("output_ids", [])]
+
+    async def _stream(self, client: httpx.AsyncClient, job: Job, started: asyncio.Event) -> list[int]:
+        seen: list[int] = []
+        async with client.stream("POST", "/generate", json={**job.body, "stream": True}) as lines:
+            async for line in lines.aiter_lines():
+                if line.startswith("data: {"):
+                    seen = json.loads(line[6:])["output_ids"]
+                    if len(seen) > 2:
+                        started.set()
+        return seen
+
+
+def chunks(forwards: list[int]) -> list[int]:
+    """Positions of the long prompt's chunks: the prefills after the two short ones."""
+    return [i for i, n in enumerate(forwards) if n > 0][-len(long_sizes(forwards)) :]
+
+
+def long_sizes(forwards: list[int]) -> list[int]:
+    """Its chunk sizes: the last prefills that add up to it."""
+    sizes: list[int] = []
+    for n in reversed([n for n in forwards if n > 0]):
+        if sum(sizes) >= LONG:
+            break
+        sizes.append(n)
+    return sizes[::-1]
+
+
+def prefill_mode(server: Server, mode: str) -> None:
+    answer = server.post("/set_internal_state", {"server_args": {f"adaserve_prefill={mode}": 1}})
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_long_prompt_is_interleaved_by_slack(slow: Served, stock: Server) -> None:
+    meeting = Meeting(slow)
+    prefill_mode(slow.server, "exclusive")
+    exclusive, right = meeting.run(), meeting.answers
+    prefill_mode(slow.server, "default")
+    paced, got = meeting.run(), meeting.answers
+    assert got == right, "chunking changed an output"
+    assert got[:2] == outputs(run_jobs(stock, DECODING)[:2])
+    assert sum(long_sizes(exclusive)) == sum(long_sizes(paced)) == LONG
+    at = chunks(exclusive)
+    assert at == list(range(at[0], at[0] + len(at))), "SGLang itself interleaves now: nothing to compare with"
+    at = chunks(paced)
+    gaps = [b - a - 1 for a, b in itertools.pairwise(at)]
+    assert sum(g > 0 for g in gaps) >= 3, f"decoding stood still during the prefill: {paced}"
+    assert max(gaps) <= 4, f"a waiting prompt got no chunk for more than prefill_interval iterations: {gaps}"
+
+
+def test_nobody_decodes_nobody_to_spare(slow: Served) -> None:
+    """Alone, a prompt takes the fewest chunks that SGLang allows."""
+    before = len(slow.probe.read()["forwards"])
+    slow.server.generate(**ARRIVING.body)
+    forwards = slow.probe.read()["forwards"][before:]
+    assert forwards[:7] == [CHUNK] * 6 + [LONG - 6 * CHUNK]
+
+
+def test_an_aborted_half_prefilled_prompt_frees_its_slots(slow: Served) -> None:
+    meeting = Meeting(slow)
+    meeting.run()
+    right = meeting.answers
+    short = sum(len(j.input_ids) for j in DECODING)
+
+    def half_done(forwards: list[int]) -> bool:
+        return sum(forwards) >= short + CHUNK
+
+    forwards = meeting.run(abort_when=half_done)
+    assert short + CHUNK <= sum(forwards) < short + LONG, "the abort came before or after the prefill"
+    assert meeting.answers[:2] == right[:2]
+    assert meeting.answers[2] == []
+    wait_until_idle(slow.server)
+    slow.server.assert_idle_and_clean()
+    meeting.run()
+    assert meeting.answers == right, "the next ones got dirty slots"
+
+
+def wait_until_idle(server: Server) -> None:
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        if server.post("/flush_cache").status_code == 200:
+            return
+        time.sleep(0.1)
+
+
+# -- under any pattern of chunk sizes -------------------------------------------------------
+
+
+SIZES = [64, 5, 0, 64, 16, 1, 0, 0, 64, 33]
+
+
+@pytest.fixture(scope="module", params=["sync", "overlap"])
+def erratic(
+    request: pytest.FixtureRequest, zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """Chunks of 1 to 64 tokens with up to two decode iterations between them, and little KV."""
+    name = f"erratic-{request.param}"
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp(name),
+        pair,
+        "noisy",
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        {
+            "rotate": POLICIES,
+            "hold_back": True,
+            "trace": True,
+            "prefill_sizes": SIZES,
+        },
+        overlap=request.param == "overlap",
+        **TIGHT,
+    )
+    with server.running(zygote):
+        yield Served(name, server, probe)
+        server.assert_idle_and_clean()
+        stats = probe.read()
+        assert stats["wrong_lengths"] == []
+        assert stats["target_kv_error"] < 1e-4 and stats["draft_kv_error"] < 1e-4
+
+
+def test_any_pattern_of_chunks_leaves_the_output_alone(erratic: Served, stock: Server, pair: Path) -> None:
+    """Retractions, disconnects, shared prefixes, and prompts of up to 110 tokens in pieces."""
+    jobs = workload(220, seed=8, leave_every=11)
+    staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]
+    expected = [a["output_ids"] for a in run_jobs(stock, staying) if a is not None]
+    answers = run_jobs(erratic.server, jobs)
+    assert_same(pair, jobs, answers, expected)
+    finished = [a["meta_info"] for a in answers if a is not None]
+    assert len(finished) == 200
+    assert sum(m["num_retractions"] for m in finished) > 0, "the pool was too large to force a retraction"
+    assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
+    sizes = [n for n in erratic.probe.read()["forwards"] if n > 0]
+    assert sum(n == 1 for n in sizes) > 5 and sum(n == 5 for n in sizes) > 5, "the chunks were not cut up"
+    wait_until_idle(erratic.server)
+    erratic.server.assert_idle_and_clean()

@@ -1,0 +1,227 @@
+"""The pacing rule of prefills: who is spared, how large a chunk is, and that nobody starves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sched_factories import running
+
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.prefill import (
+    PrefillConfig,
+    Pressure,
+    WaitingBatch,
+    claimed_share,
+    least_chunk,
+    plan_prefill,
+    slack_tokens,
+    stall_slack,
+)
+from adaserve.scheduler.simulator.hardware import hardware_latency
+from adaserve.scheduler.simulator.replica import ReplicaConfig
+from adaserve.scheduler.simulator.run import SimulationConfig, simulate
+from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
+from adaserve.scheduler.slo import SLOConfig
+
+CONFIG = PrefillConfig(256, "deadline", pacing="slack", spend=0.5, patience_s=2.0, late_share=0.5)
+PERIOD_S = 0.02
+SIZES = np.arange(1, 257)
+SECONDS = 0.015 + 0.001 * SIZES  # 31 ms for 16 tokens, 271 ms for 256
+
+
+def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=()):
+    n = len(left)
+    return WaitingBatch(
+        np.broadcast_to(np.asarray(arrival, np.float64), (n,)),
+        np.broadcast_to(np.asarray(ttft, np.float64), (n,)),
+        np.asarray(left, np.int64),
+        np.isin(np.arange(n), started),
+    )
+
+
+def pressure(slack, decodes=0, spent_s=0.0):
+    return Pressure(np.atleast_1d(np.asarray(slack, np.float64)), PERIOD_S, SIZES, SECONDS, decodes, spent_s)
+
+
+def tokens(slack, config=CONFIG, queue=None, now_s=0.0, **rest):
+    queue = waiting() if queue is None else queue
+    return slack_tokens(config, queue, np.arange(len(queue.prompt_left)), pressure(slack, **rest), now_s)
+
+
+# -- slack of a running request -------------------------------------------------------------
+
+
+def slack_of(now_s=1.0, pace=2.0, horizon=32, **fields):
+    batch = running(1, **fields)
+    return float(stall_slack(batch, now_s, np.array([pace]), PERIOD_S, horizon)[0])
+
+
+def test_slack_by_hand():
+    # 50 tokens due at 20 ms each: level now; 32 more at 10 ms each are 320 ms ahead of their SLO.
+    assert slack_of(tpot_slo_s=0.02, decoded_tokens=50) == pytest.approx(0.32)
+    # 10 tokens to come: 100 ms.
+    assert slack_of(tpot_slo_s=0.02, decoded_tokens=50, remaining_tokens=10) == pytest.approx(0.1)
+    # A pace of 1 token is just the SLO: what it is ahead stays.
+    assert slack_of(pace=1.0, tpot_slo_s=0.02, decoded_tokens=60) == pytest.approx(0.2)
+
+
+def test_late_but_not_lost_has_none():
+    late = dict(tpot_slo_s=0.02, decoded_tokens=20)  # 600 ms behind, catches up 10 ms per token
+    assert slack_of(remaining_tokens=100, **late) == 0.0
+    assert slack_of(remaining_tokens=50, **late) == math.inf, "it is lost, and still held up prefills"
+
+
+def test_without_slo_there_is_nothing_to_spare():
+    assert slack_of(tpot_slo_s=math.inf) == math.inf
+
+
+# -- size of a chunk ------------------------------------------------------------------------
+
+
+def test_chunk_by_hand():
+    # 200 ms of slack, half of it: 100 ms = 15 ms + 85 tokens. 200 tokens in 3 chunks of at most 85: 67 each.
+    assert tokens(0.2) == 67
+    # The whole prompt fits: SGLang may fill up with the next one.
+    assert tokens(1.0) == 256
+    # 31 ms are needed for the least chunk, and 0.5 x 60 ms are less.
+    assert tokens(0.06) == 0
+    assert tokens(0.0, decodes=CONFIG.most_decodes) == 16
+
+
+def test_least_chunk_is_where_the_fixed_cost_no_longer_dominates():
+    assert least_chunk(SIZES, SECONDS) == 26  # 15 / 26 + 1 <= 1.5 x (15 / 256 + 1)
+    assert least_chunk(SIZES, 0.001 * SIZES) == 1
+
+
+def test_what_was_spent_since_the_last_decode_counts():
+    assert tokens(0.2, spent_s=0.0) > tokens(0.1, spent_s=0.1) == 0
+
+
+slacks = st.floats(0, 2)
+
+
+@given(st.lists(slacks, min_size=1, max_size=6), st.data())
+def test_monotone_in_every_slack(values, data):
+    i = data.draw(st.integers(0, len(values) - 1))
+    more = list(values)
+    more[i] += data.draw(slacks)
+    decodes = data.draw(st.integers(0, 6))
+    left = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=5))
+    queue = waiting(left)
+    assert tokens(values, queue=queue, decodes=decodes) <= tokens(more, queue=queue, decodes=decodes)
+
+
+@given(
+    st.lists(slacks, min_size=1, max_size=4),
+    st.lists(st.integers(1, 3000), min_size=1, max_size=5),
+    st.integers(0, 9),
+    st.floats(0, 50),
+    st.one_of(st.just(math.inf), st.floats(0.05, 5)),
+)
+def test_never_more_than_the_chunk_size_and_never_starving(values, left, decodes, age, ttft):
+    got = tokens(values, queue=waiting(left, ttft=ttft), decodes=decodes, now_s=age)
+    assert 0 <= got <= CONFIG.chunk_tokens
+    if decodes >= CONFIG.most_decodes:
+        assert got >= min(8, sum(left)), "a waiting prompt got nothing after most_decodes iterations"
+
+
+def test_a_prompt_is_through_after_a_bounded_number_of_iterations():
+    """All running requests hang in the balance for ever, the prompt is patient: the worst case."""
+    config = replace(CONFIG, late_share=0.0)
+    left, decodes, iterations = 600, 0, 0
+    while left > 0:
+        got = tokens(0.0, config, waiting((left,), started=(0,)), decodes=decodes)
+        left -= got
+        decodes = 0 if got else decodes + 1
+        iterations += not got
+        assert iterations <= config.most_decodes * (600 // config.least_tokens + 1)
+    assert iterations > 100, "nobody was spared: this proves nothing"
+
+
+# -- who waits ------------------------------------------------------------------------------
+
+
+def test_older_prompts_claim_more():
+    sizes = [
+        tokens(0.0, queue=waiting((400,), arrival=0.0), now_s=age, decodes=3) for age in (0, 1.5, 1.9, 9)
+    ]
+    assert sizes[0] == 0 and sizes == sorted(sizes) and sizes[-1] > 0
+
+
+def test_a_stated_ttft_that_can_be_met_goes_first():
+    firm = waiting((100,), ttft=0.12)
+    assert tokens(0.0, queue=firm, now_s=0.0) >= 100, (
+        "115 ms of prefill and 120 ms of time: it must start now"
+    )
+    assert tokens(0.0, queue=firm, now_s=1.0, decodes=0) == 0, "lost already, it can wait like any other"
+
+
+def test_share_of_a_queue_is_that_of_its_tightest_prefix():
+    queue = waiting((100, 100), ttft=(1.0, 1.5))
+    order = np.arange(2)
+    assert claimed_share(CONFIG, queue, order, 0.001, 0.0) == pytest.approx(max(0.1 / 1.0, 0.2 / 1.5))
+    assert claimed_share(CONFIG, queue, order[:0], 0.001, 0.0) == 0.0
+
+
+def test_order_is_by_deadline_and_nobody_is_overtaken_for_ever():
+    queue = waiting((50, 50, 50, 50), arrival=(0.0, 1.0, 1.2, 1.9), ttft=(math.inf, 0.5, math.inf, math.inf))
+    plan = plan_prefill(CONFIG, queue, 1, math.inf, 2.0, pressure(1.0))
+    assert plan.order.tolist() == [1, 0, 2, 3]
+    started = plan_prefill(
+        CONFIG, replace(queue, started=np.array([0, 0, 0, 1], bool)), 1, 1.0, 2.0, pressure(1.0)
+    )
+    assert started.order.tolist() == [3, 1, 0, 2]
+
+
+def test_idle_server_and_fixed_pacing_take_the_full_chunk():
+    assert plan_prefill(CONFIG, waiting(), 0, math.inf, 0.0).tokens == 256
+    fixed = replace(CONFIG, pacing="fixed")
+    assert plan_prefill(fixed, waiting(), 3, math.inf, 0.0, pressure(0.0)).tokens == 256
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"pacing": "fast"}, {"spend": 0.0}, {"least_tokens": 0}, {"most_decodes": 0}, {"late_share": 1.0},
+     {"patience_s": 0.0}, {"order": "last"}, {"horizon_tokens": 0}],
+)  # fmt: skip
+def test_bad_settings_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        PrefillConfig(**wrong)
+
+
+# -- in the simulator -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["exclusive", "mixed"])
+def test_every_request_gets_its_tokens_when_paced(mode):
+    latency = hardware_latency("llama-3.1-70b", "a100", 4)
+    mix = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+    requests = make_requests(synthetic_trace(40, 4.0, 0, mix), SLOConfig(), 0.03, TextModel(), 0)
+    config = replace(CONFIG, chunk_tokens=512)
+    replica = ReplicaConfig(latency, prefill_mode=mode, prefill=config)
+    result = simulate(requests, SimulationConfig(replica, "adaserve", PolicyConfig(latency=latency)))
+    assert all(r.finished and r.prefilled == r.prompt_tokens for r in result.requests)
+    assert not result.replicas[0].busy
+
+
+def test_pacing_spares_running_requests_in_the_simulator():
+    """The same arrivals, prefills apart from decoding: fewer violations than with prefills first."""
+    latency = hardware_latency("llama-3.1-70b", "a100", 4)
+    mix = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+    sizes = np.arange(1, 513)
+    seconds = latency.verify_s(sizes.astype(np.float64))
+
+    def attained(pacing):
+        requests = make_requests(synthetic_trace(120, 3.5, 1, mix), SLOConfig(), 0.03, TextModel(), 1)
+        config = PrefillConfig(512, "deadline", pacing=pacing, least_tokens=least_chunk(sizes, seconds))
+        replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=config)
+        done = simulate(requests, SimulationConfig(replica, "priced", PolicyConfig(latency=latency))).requests
+        tpot = [(r.last_token_s - r.first_token_s) / max(1, r.output_tokens - 1) for r in done]
+        return np.mean([t <= r.tpot_slo_s for t, r in zip(tpot, done, strict=True)])
+
+    assert attained("slack") > attained("fixed")
