@@ -188,7 +188,7 @@ class PricedPolicy(BasePolicy):
         if best and falling[best - 1] <= 0:  # only where the latency falls with tokens
             best = int(rate[: np.count_nonzero(falling) + 1].argmax())
         best_rate = float(rate[best])
-        slope = float(seconds[-1] - seconds[0]) / max(1, most)
+        slope = _slope(seconds, best, n)
         self._worth = {**dict(list(self._worth.items())[-1:]), plan.iteration: (f, value, best_rate * slope)}
         self._note_rate(best_rate)
         if not best:
@@ -250,3 +250,9 @@ def _largest(value: FloatArray, count: int) -> FloatArray:
     falling = value.copy()
     falling.sort()
     return falling[::-1][:count]
+
+
+def _slope(seconds: FloatArray, at: int, reach: int) -> float:
+    """Seconds per verify token around ``at`` tokens: what one token more or less costs."""
+    low, high = max(0, at - reach), min(len(seconds) - 1, at + reach)
+    return float(seconds[high] - seconds[low]) / max(1, high - low)

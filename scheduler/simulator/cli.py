@@ -20,6 +20,7 @@ from adaserve.scheduler.latency import LatencyModel, ProfileError, load_latency,
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.prefill import PrefillConfig
 from adaserve.scheduler.simulator.capacity import min_replicas
+from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT
 from adaserve.scheduler.simulator.fleet import FleetConfig, fleet_attainment, learn_pace
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.simulator.order import ROW_ORDERS
@@ -96,7 +97,9 @@ def run(
     trace: Annotated[list[str], typer.Option(help="trace file, or synthetic:N:RPS[:BURST]; may be repeated")],
     policy: Annotated[
         list[str],
-        typer.Option(help=f"{', '.join((*policy_names(), *ROW_ORDERS[1:]))}; or label=name:key=value,..."),
+        typer.Option(
+            help=f"{', '.join((*policy_names(), *ROW_ORDERS[1:], *CLAIRVOYANT))}; or label=name:key=value,..."
+        ),
     ] = ["adaserve"],  # noqa: B006 - typer copies it
     model: str = "llama-3.1-70b",
     gpu: str = "a100",
@@ -149,7 +152,7 @@ def run(
                     label = name if name.startswith("synthetic") else Path(name).stem
                     for spec in policy:
                         tag, chosen, settings = split_policy(spec)
-                        if chosen not in ROW_ORDERS:
+                        if chosen not in (*ROW_ORDERS, *CLAIRVOYANT):
                             build_policy(chosen)
                         config = SimulationConfig(
                             replica, chosen, read_policy_config(settings, latency), replicas, router, children

@@ -10,9 +10,11 @@ import numpy as np
 from sortedcontainers import SortedKeyList
 
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.interface import Policy
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.metrics import RequestRecord
 from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT, ClairvoyantPolicy, RevealingSampler
 from adaserve.scheduler.simulator.order import ROW_ORDERS, build_order
 from adaserve.scheduler.simulator.replica import Replica, ReplicaConfig
 from adaserve.scheduler.simulator.router import build_router
@@ -25,7 +27,8 @@ class SimulationConfig:
     """Everything but the requests."""
 
     replica: ReplicaConfig
-    policy: str = "priced"  # a policy name, or fcfs / stta / sep-pipe (continuous batching with that order)
+    policy: str = "priced"
+    """A policy name, fcfs / stta / sep-pipe (continuous batching with that order), or one of CLAIRVOYANT."""
     policy_config: PolicyConfig | None = None  # None = the defaults with the replica's latency model
     replicas: int = 1
     router: str = "least-work"
@@ -51,9 +54,14 @@ def build_replica(config: SimulationConfig, index: int = 0) -> Replica:
     ordered = config.policy in ROW_ORDERS
     latency = config.replica.latency
     policy_config = config.policy_config or PolicyConfig(latency=latency)
-    policy = build_policy("none" if ordered else config.policy, policy_config)
+    policy: Policy
     streams = np.random.default_rng([config.seed, index, 0x51A]).spawn(2)
-    sampler = TreeSampler(config.children, streams[0])
+    if config.policy in CLAIRVOYANT:
+        policy = seer = ClairvoyantPolicy(config.policy, policy_config)
+        sampler: TreeSampler = RevealingSampler(config.children, streams[0], seer)
+    else:
+        policy = build_policy("none" if ordered else config.policy, policy_config)
+        sampler = TreeSampler(config.children, streams[0])
     order = build_order(config.policy if ordered else "all", latency)
     return Replica(policy, config.replica, sampler, streams[1], order)
 

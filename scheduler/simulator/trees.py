@@ -55,6 +55,14 @@ def _sibling_table(concentration: float, share: float, count: int) -> FloatArray
     return table
 
 
+@lru_cache(maxsize=16)
+def _odds_table(concentration: float, miscalibration: float) -> FloatArray:
+    """Odds that the best child is accepted, before the request's bias, for every entry; [100 * 1024]."""
+    best = _best_table(concentration)
+    odds: FloatArray = (best / (1 - best)) ** (1 - miscalibration)
+    return odds
+
+
 @dataclass(frozen=True, slots=True)
 class SyntheticChildren:
     """Best child ~ Beta around the request's difficulty; the rest share what is left geometrically.
@@ -71,12 +79,11 @@ class SyntheticChildren:
         self, rng: np.random.Generator, difficulty: FloatArray, bias: FloatArray, beams: int, count: int
     ) -> tuple[FloatArray, FloatArray]:
         """See ChildSource."""
-        table = _sibling_table(self.concentration, self.sibling_share, count)
         cell = np.minimum((difficulty * MEANS).astype(np.int64), MEANS - 1) * QUANTILES
-        q = table[cell[:, None] + rng.integers(0, QUANTILES, (len(difficulty), beams))]
-        best = q[:, :, 0]
-        odds = (best / (1 - best)) ** (1 - self.miscalibration) * np.exp(bias)[:, None]
-        p = q * (1 / ((1 + odds) * (1 - best)))[:, :, None]  # siblings share what the best one leaves
+        drawn = cell[:, None] + rng.integers(0, QUANTILES, (len(difficulty), beams))
+        q = _sibling_table(self.concentration, self.sibling_share, count).take(drawn, axis=0)
+        odds = _odds_table(self.concentration, self.miscalibration).take(drawn) * np.exp(bias)[:, None]
+        p = q / ((1 + odds) * (1 - q[:, :, 0]))[:, :, None]  # siblings share what the best one leaves
         p[:, :, 0] = odds / (1 + odds)
         return q, p
 
@@ -89,6 +96,38 @@ class Drafted:
     acceptance: FloatArray  # [n, M]: true P(accepted | parent accepted)
     parent: IntArray  # [n, M], -1 = root
     levels: tuple[slice, ...]  # columns of each depth
+    luck: FloatArray  # [n, levels]: uniform draws that decide each level, whatever will be kept
+
+    def path_acceptance(self) -> FloatArray:
+        """True probability that each node and all above it are accepted, [n * M]."""
+        n = len(self.acceptance)
+        reach = self.acceptance.copy()
+        for columns in self.levels[1:]:
+            reach[:, columns] *= np.take_along_axis(reach, self.parent[:, columns], axis=1)
+        return reach.reshape(n * self.acceptance.shape[1])
+
+    def fate(self, keep: BoolArray | None = None) -> BoolArray:
+        """Accepted nodes when those in ``keep`` [n * M] are verified (None = all), [n * M].
+
+        At each node one child or none is drawn (sample-then-match, lossless): child c with its probability.
+        The path ends where the drawn child was not kept.
+        """
+        n, width = self.acceptance.shape
+        kept = np.ones((n, width), np.bool_) if keep is None else keep.reshape(n, width)
+        accepted = np.zeros((n, width), np.bool_)
+        current, rows = np.full(n, -1), np.arange(n)
+        for level, columns in enumerate(self.levels):
+            child = self.parent[rows, columns] == current[rows, None]
+            reach = np.cumsum(np.where(child, self.acceptance[rows, columns], 0.0), axis=1)
+            drawn = reach > self.luck[rows, level, None]
+            at = columns.start + np.argmax(drawn, axis=1)
+            hit = drawn[:, -1] & kept[rows, at]
+            rows, at = rows[hit], at[hit]
+            if not len(rows):
+                break
+            accepted[rows, at] = True
+            current[rows] = at
+        return accepted.reshape(-1)
 
 
 class TreeSampler:
@@ -122,27 +161,16 @@ class TreeSampler:
             offset += path.shape[1]
             if step + 1 < plan.depth and not keep_drafting(step + 1, path):
                 break
-        return _assemble(n, parents, logs, accepts)
+        return _assemble(n, parents, logs, accepts, self._rng.random((n, len(parents))))
 
     def verify(self, drafted: Drafted, selection: Selection) -> BoolArray:
-        """Accepted nodes, [m]: at each node one kept child or none (sample-then-match, lossless)."""
-        n, width = drafted.acceptance.shape
-        keep = selection.keep.reshape(n, width)
-        accepted = np.zeros((n, width), np.bool_)
-        current, rows = np.full(n, -1), np.arange(n)
-        for columns in drafted.levels:
-            child = keep[rows, columns] & (drafted.parent[rows, columns] == current[rows, None])
-            reach = np.cumsum(np.where(child, drafted.acceptance[rows, columns], 0.0), axis=1)
-            hit = reach > self._rng.random(len(rows))[:, None]
-            rows, at = rows[hit[:, -1]], columns.start + np.argmax(hit[hit[:, -1]], axis=1)
-            if not len(rows):
-                break
-            accepted[rows, at] = True
-            current[rows] = at
-        return accepted.ravel()
+        """Accepted nodes, [m]."""
+        return drafted.fate(selection.keep)
 
 
-def _assemble(n: int, parents: list[IntArray], logs: list[FloatArray], accepts: list[FloatArray]) -> Drafted:
+def _assemble(
+    n: int, parents: list[IntArray], logs: list[FloatArray], accepts: list[FloatArray], luck: FloatArray
+) -> Drafted:
     widths = [x.shape[1] for x in parents]
     ends = np.cumsum(widths)
     total = int(ends[-1])
@@ -156,4 +184,4 @@ def _assemble(n: int, parents: list[IntArray], logs: list[FloatArray], accepts: 
         depth=np.tile(depth, n),
         logprob=np.concatenate(logs, axis=1).ravel(),
     )
-    return Drafted(trees, np.concatenate(accepts, axis=1), parent, levels)
+    return Drafted(trees, np.concatenate(accepts, axis=1), parent, levels, luck)

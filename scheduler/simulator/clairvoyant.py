@@ -1,0 +1,50 @@
+"""Upper bounds: ``priced`` that is told what a policy can't know. How far are the others from the limit?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.interface import CandidateTrees, FloatArray, IterationPlan
+from adaserve.scheduler.policies.priced import PricedPolicy
+from adaserve.scheduler.selection import within_cap
+from adaserve.scheduler.simulator.trees import ChildSource, Drafted, KeepDrafting, TreeSampler
+
+CLAIRVOYANT = ("clairvoyant", "true-probabilities")
+
+
+class ClairvoyantPolicy(PricedPolicy):
+    """Selects by the true path probabilities, or (``outcomes``) by which nodes will be accepted.
+
+    Depth and width are still chosen before anything is drafted, so with outcomes it verifies nothing in
+    vain but may draft in vain.
+    """
+
+    def __init__(self, name: str, config: PolicyConfig) -> None:
+        super().__init__(name, config)
+        self.outcomes = name == "clairvoyant"
+        self._truth: FloatArray = np.zeros(0)
+
+    def reveal(self, drafted: Drafted) -> None:
+        """Called by the sampler right after drafting."""
+        self._truth = drafted.fate().astype(np.float64) if self.outcomes else drafted.path_acceptance()
+
+    def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
+        """The truth instead of an estimate, [m]."""
+        return within_cap(trees, self._truth, plan.cap)
+
+
+class RevealingSampler(TreeSampler):
+    """Tells the policy how the trees that it has just drawn will fare."""
+
+    def __init__(self, source: ChildSource, rng: np.random.Generator, policy: ClairvoyantPolicy) -> None:
+        super().__init__(source, rng)
+        self._policy = policy
+
+    def draft(
+        self, plan: IterationPlan, difficulty: FloatArray, bias: FloatArray, keep_drafting: KeepDrafting
+    ) -> Drafted:
+        """See TreeSampler."""
+        drafted = super().draft(plan, difficulty, bias, keep_drafting)
+        self._policy.reveal(drafted)
+        return drafted
