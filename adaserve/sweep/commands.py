@@ -81,10 +81,12 @@ def sweep(options: Options, console: Console) -> bool:
     folder = options.out or new_results_dir(Path("results"), "sweep")
     store = Store(folder)
     plan, settings = plan_of(options, store), server_settings(options, store)
+    spec = server_of(settings, plan)
+    spec.models()  # widened now: that has a progress bar of its own
     work = Sweep(
         store,
         plan,
-        server_of(settings, plan),
+        spec,
         console,
         settings,
         options.baseline_ms,

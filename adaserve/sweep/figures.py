@@ -68,6 +68,7 @@ def _new(columns: int, width: float = 5.2, height: float = 3.9) -> tuple[Any, An
     )
     for ax in axes[0]:
         ax.grid(True, alpha=0.25)
+        ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)
     return figure, axes[0]
 
@@ -203,8 +204,8 @@ def _peaks(results: Results) -> Any:
     for ax, policy in zip(axes[1:], shown, strict=True):
         _timeline(results, point, policy, ax, arrivals=False)
         ax.set(title=f"{policy}: {here[policy].attainment().value:.0%} in time", ylim=(0, 1.02))
-        ax.set_ylabel("attainment of requests that came then")
         _percent(ax)
+    axes[1].set_ylabel("attainment, by arrival")
     _legend(figure, axes[0])
     return figure
 

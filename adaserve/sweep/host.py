@@ -91,13 +91,14 @@ class Host:
         if self._server is not None and (stock != self._stock or not self._answers()):
             self.stop()
         server = self._server or self._start(stock)
+        self.drain()
         if not stock and policy != self._policy:
             server.set_policy(policy)
             self._policy = policy
         if policy not in self._warm:
             burst(server, list(warm_up), WARM_RUNNING)
             self._warm.add(policy)
-        self.drain()
+            self.drain()
         return server
 
     def _start(self, stock: bool) -> Server:

@@ -31,6 +31,8 @@ from adaserve.sweep.plan import Case
 
 SILENCE_S = 45.0
 """A stream that says nothing for so long has failed."""
+BUSY = 0.15
+"""Share of all cores that other programs may use before a case without being mentioned."""
 _KEPT = (
     "requests", "completed", "failed", "attained", "slo_attainment", "request_goodput", "token_goodput",
     "output_throughput", "request_throughput", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
@@ -196,14 +198,20 @@ Report = Mapping[str, Any]
 def server_figures(before: Report | None, after: Report | None) -> dict[str, Any] | None:
     """What the worker did between two reports: seconds per part, and means per iteration.
 
-    ``draft``, ``select``, ``verify``: parts of decode iterations; ``other``: the rest of them;
-    ``prefill``: prefill forwards of target and draft. None without an AdaServe server."""
+    ``draft``, ``verify``: in the models' forwards of decode iterations; ``select``; ``other``: what else
+    these iterations took; ``prefill``: prefill forwards of both models. ``phases``: the same iterations cut
+    where one step hands over to the next. None without an AdaServe server."""
     if before is None or after is None:
         return None
     times = {k: v - before["times"].get(k, 0.0) for k, v in after["times"].items()}
     sums = _iteration_sums(before, after)
     n, rows = sums.get("iterations", 0.0), sums.get("running", 0.0)
-    parts = {k: sums.get(f"{k}_s", 0.0) for k in ("draft", "select", "verify")}
+    phases = {k: sums.get(f"{k}_s", 0.0) for k in ("draft", "select", "verify")}
+    parts = {
+        "draft": times.get("draft_s", phases["draft"]),
+        "select": phases["select"],
+        "verify": times.get("target_s", phases["verify"]),
+    }
     seconds = {
         **parts,
         "other": max(0.0, sums.get("total_s", 0.0) - sum(parts.values())),
@@ -215,7 +223,7 @@ def server_figures(before: Report | None, after: Report | None) -> dict[str, Any
 
     return {
         "seconds": {k: round(v, 4) for k, v in seconds.items()},
-        "model_s": {k: round(times[k], 4) for k in ("target_s", "draft_s") if k in times},
+        "phases": {k: round(v, 4) for k, v in phases.items()},
         "iterations": round(times.get("iterations", n)),
         "counted_iterations": round(n),
         "prefills": round(times.get("prefills", 0.0)),

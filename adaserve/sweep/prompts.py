@@ -69,8 +69,8 @@ def screened_pool(
 ) -> tuple[PromptPool, dict[str, float]]:
     """The pool, and the share of candidates of each class whose continuation did not loop.
 
-    ``size`` shrinks the number of candidates, for sweeps of few requests. Where
-    too few pass, the most distinct ones are taken all the same."""
+    ``size`` shrinks the number of candidates, for sweeps of few requests. Where less than half pass, the
+    most distinct half is taken: few prompts would mostly be found in the prefix cache."""
     kept: list[ClassPrompt] = []
     shares: dict[str, float] = {}
     for name in workload.names:
@@ -86,7 +86,8 @@ def screened_pool(
             ]
         passed = [p for p in tried if p.distinct >= DISTINCT]
         shares[name] = round(len(passed) / max(1, len(tried)), 3)
-        kept += passed if len(passed) >= LEAST else sorted(tried, key=lambda p: -p.distinct)[:LEAST]
+        half = -(-len(tried) // 2)
+        kept += passed if len(passed) >= half else sorted(tried, key=lambda p: -p.distinct)[:half]
     return PromptPool(tuple(kept)), shares
 
 

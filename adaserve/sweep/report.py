@@ -15,6 +15,7 @@ from rich.table import Table
 from adaserve.sweep.aggregate import NOISE_POINTS, Comparison, Interval, Results
 from adaserve.sweep.claims import fill_readme
 from adaserve.sweep.figures import draw_all
+from adaserve.sweep.measure import BUSY
 from adaserve.sweep.plan import PLAIN, STOCK, Point, slo_aware
 from adaserve.sweep.store import Store
 
@@ -97,14 +98,23 @@ def _verdict_table(results: Results) -> Table:
         padding=(0, 1, 0, 0),
         title=f"{results.default} against the best baseline without SLOs",
     )
-    for head in ("point", "attained", "best baseline", "points", "fewer violations", "goodput", "verdict"):
-        table.add_column(head, justify="left" if head in ("point", "best baseline") else "right")
+    for head in ("point", "attained", "rival", "points", "violations", "goodput", "verdict"):
+        table.add_column(head, justify="left" if head in ("point", "rival") else "right", no_wrap=True)
     for point in results.points():
         c = results.against_baselines(point, results.default)
         o = results.get(point, results.default)
         if c is not None and o is not None:
-            table.add_row(point.id, _share(o.attainment()), c.rival, *_cells(c))
+            points = f"{c.points.value:+.1f} [{c.points.low:+.0f},{c.points.high:+.0f}]"
+            ratios = (
+                _ratio(1 / c.violations.value if c.violations.value else math.inf),
+                _ratio(c.goodput.value),
+            )
+            table.add_row(point.id, _share(o.attainment()), c.rival, points, *ratios, c.verdict)
     return table
+
+
+def _ratio(value: float) -> str:
+    return "-" if math.isnan(value) or math.isinf(value) else f"{value:.2f}x"
 
 
 def _cells(c: Comparison) -> tuple[str, str, str, str]:
@@ -289,8 +299,10 @@ def _troubles(results: Results) -> list[str]:
         if case["status"] != "ok":
             lines.append(f"- {case['id']}: {case['status']}: {case['error']}")
             continue
-        busy, lag = case["host"]["busy"], case["lag_p99_ms"]
-        if busy > 0.15:
+        busy, lag, failed = case["host"]["busy"], case["lag_p99_ms"], case["all"]["failed"]
+        if failed:
+            lines.append(f"- {case['id']}: {failed} of {case['all']['requests']} requests failed")
+        if busy > BUSY:
             lines.append(f"- {case['id']}: other programs used {busy:.0%} of the machine just before")
         if lag is not None and lag > 10:
             lines.append(f"- {case['id']}: requests left up to {lag:.0f} ms late (p99)")

@@ -19,7 +19,7 @@ from adaserve.scheduler.trace import Trace, read_trace, write_jsonl
 from adaserve.server import ServerSpec
 from adaserve.sweep import host as hosts
 from adaserve.sweep.host import Ask, Host
-from adaserve.sweep.measure import Traffic, run_case
+from adaserve.sweep.measure import BUSY, Traffic, host_load, run_case
 from adaserve.sweep.plan import PLAIN, STOCK, Case, Point, SweepError, SweepPlan
 from adaserve.sweep.prompts import PromptPool, screened_pool
 from adaserve.sweep.store import Store
@@ -133,6 +133,12 @@ class Sweep:
 
             texts = [p.text for p in load_prompts() if 20 <= p.tokens <= 80]
             hosts.unloaded(server, texts[:2])  # first requests of a server are slow
+            head["host_before"] = host_load()
+            if head["host_before"]["busy"] > BUSY:
+                self._say(
+                    f"[yellow]other programs use {head['host_before']['busy']:.0%} of this machine[/]: SLOs "
+                    "follow the baseline measured now, so results will be off"
+                )
             head["baseline_ms"] = self.baseline_ms or round(hosts.unloaded(server, texts), 4)
             head["urgent"] = self.workload.urgent(head["baseline_ms"] / 1e3)
             self.bar.update(self.task, description="looking for prompts whose output does not loop")
@@ -140,6 +146,7 @@ class Sweep:
                 self.workload, head["urgent"], self._continue, self.plan.seconds / 30.0
             )
             pool.save(self.store.prompts)
+            self._warn_of_loops(head["prompts_that_do_not_loop"])
             self.bar.update(self.task, description="measuring the capacity")
             self.pool = pool
             self.host.drain()
@@ -153,6 +160,14 @@ class Sweep:
             f"baseline {head['baseline_ms']:.2f} ms per token, capacity {head['capacity_rps']:.2f} requests/s"
             "; SLOs " + ", ".join(f"{n} {'none' if v is None else f'{v:.1f} ms'}" for n, v in slos.items())
         )
+
+    def _warn_of_loops(self, shares: Mapping[str, float]) -> None:
+        looping = [n for n, share in shares.items() if share < 0.5]
+        if looping:
+            self._say(
+                f"[yellow]most outputs of {', '.join(looping)} repeat themselves[/]: drafts guess repetitions "
+                "easily, so whatever speculates looks better than on real text; --temperature 0.7 helps"
+            )
 
     def _continue(
         self, texts: Sequence[str], temperature: float, tokens: int
@@ -217,8 +232,8 @@ class Sweep:
     def _plan_ahead(self, case: Case, later: Sequence[Case]) -> None:
         self.clock.case_end_s = time.monotonic() + self.clock.expected_s(self.plan, case)
         self.clock.later_s = sum(self.clock.expected_s(self.plan, c) for c in later)
-        if self._check_missing():
-            self.clock.later_s += _START_S + 2 * self.clock.expected_s(self.plan, case)
+        if case.policy != STOCK:
+            self.clock.later_s += self._check_s(case)
 
     def _one(self, case: Case) -> bool:
         """Runs a case; a failure is recorded and the server started anew for the next one."""

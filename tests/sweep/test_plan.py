@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from adaserve.sweep.commands import Options, plan_of, server_of, server_settings
-from adaserve.sweep.plan import STOCK, Case, Point, SweepError, SweepPlan
+from adaserve.sweep.plan import (
+    ALL_POLICIES,
+    STOCK,
+    Case,
+    Point,
+    SweepError,
+    SweepPlan,
+    default_policy,
+    slo_aware,
+)
 from adaserve.sweep.store import Store, merged
 
 
@@ -55,6 +64,12 @@ def test_policies_of_a_point_run_one_after_another_in_an_order_of_their_own() ->
     assert len({tuple(o) for o in orders}) > 1
     assert [seed for _, seed in groups] == [0] * len(plan.loads) + [1] * len(plan.loads)
     assert groups[0][0].load == max(plan.loads), "the point that is judged comes first"
+
+
+def test_baselines_are_the_policies_that_know_no_slo() -> None:
+    aware = [p for p in ALL_POLICIES if slo_aware(p)]
+    assert aware == ["adaserve-v1", "adaserve", "priced"]
+    assert default_policy() in aware, "the default policy is judged against the others"
 
 
 def test_defaults_take_about_an_hour() -> None:

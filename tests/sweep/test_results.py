@@ -174,7 +174,8 @@ def test_requests_that_were_not_answered_are_violations() -> None:
 
 def report(iterations: int, buckets: list[tuple[int, int, float]], now_s: float) -> dict[str, object]:
     return {
-        "times": {"decode_s": 0.02 * iterations, "prefill_s": 0.5 * iterations, "iterations": iterations},
+        "times": {"decode_s": 0.7 * iterations, "prefill_s": 0.5 * iterations, "iterations": iterations,
+                  "target_s": 0.4 * iterations, "draft_s": 0.05 * iterations},
         "stats": {
             "now": now_s,
             "bucket_s": 2.0,
@@ -202,7 +203,9 @@ def test_the_servers_counters_are_taken_between_two_reports() -> None:
     assert found["tokens_per_verification"] == pytest.approx(120 / 60)
     assert found["tree_nodes"] == pytest.approx(3.0) and found["depth"] == pytest.approx(3.0)
     seconds = found["seconds"]
-    assert seconds["draft"] == pytest.approx(3.0) and seconds["other"] == pytest.approx(30 * 0.09)
+    assert seconds["draft"] == pytest.approx(1.5) and seconds["verify"] == pytest.approx(12.0)
+    assert seconds["select"] == pytest.approx(0.3) and seconds["other"] == pytest.approx(30 * 0.24)
+    assert found["phases"] == pytest.approx({"draft": 3.0, "select": 0.3, "verify": 15.0})
     assert seconds["prefill"] == pytest.approx(15.0)
     assert server_figures(None, after) is None
 
