@@ -165,8 +165,8 @@ class Sweep:
         looping = [n for n, share in shares.items() if share < 0.5]
         if looping:
             self._say(
-                f"[yellow]most outputs of {', '.join(looping)} repeat themselves[/]: drafts guess repetitions "
-                "easily, so whatever speculates looks better than on real text; --temperature 0.7 helps"
+                f"[yellow]most outputs of {', '.join(looping)} repeat themselves[/]: drafts guess that "
+                "easily, so whatever speculates looks better than it is; --temperature 0.7 helps"
             )
 
     def _continue(
