@@ -20,11 +20,11 @@ _WITH_ONE = np.append(np.arange(N_BINS), N_BINS - 1)  # q = 1 falls behind the l
 CEILING = 0.985  # no token is certain; also keeps f strictly falling along a path
 
 
-def parents_flat(trees: CandidateTrees) -> IntArray:
+def parents_flat(trees: CandidateTrees, per_row: int) -> IntArray:
     """Flat index of every node's parent; the number of nodes for children of a root. [m]"""
     start = trees.row_start
-    if k := row_size(trees):
-        parent = (trees.parent.reshape(-1, k) + start[:-1, None]).reshape(-1)
+    if per_row:
+        parent = (trees.parent.reshape(-1, per_row) + start[:-1, None]).reshape(-1)
     else:
         parent = trees.parent + np.repeat(start[:-1], start[1:] - start[:-1])
     parent[trees.parent < 0] = trees.n_nodes
@@ -42,8 +42,8 @@ def step_probability(trees: CandidateTrees, parent: IntArray) -> FloatArray:
     logprob = trees.logprob
     above = _and(logprob, 0.0).take(parent)
     if trees.n_nodes and math.isfinite(smallest(logprob)):
-        np.subtract(logprob, above, out=above)
-        q: FloatArray = np.exp(above, out=above)
+        # Single precision is plenty, and several times faster without AVX-512.
+        q: FloatArray = np.exp((logprob - above).astype(np.float32))
         if largest(q) <= 1.0:
             return q
     with np.errstate(invalid="ignore"):
@@ -80,12 +80,14 @@ class TreeSteps:
     trees: CandidateTrees
     parent: IntArray  # [m], see parents_flat
     q: FloatArray  # [m]: one-step draft probability
+    per_row: int  # nodes of every row; 0 when they differ
 
 
 def tree_steps(trees: CandidateTrees) -> TreeSteps:
     """Parents and one-step probabilities."""
-    parent = parents_flat(trees)
-    return TreeSteps(trees, parent, step_probability(trees, parent))
+    per_row = row_size(trees)
+    parent = parents_flat(trees, per_row)
+    return TreeSteps(trees, parent, step_probability(trees, parent), per_row)
 
 
 class Calibrator:
@@ -158,8 +160,8 @@ class Calibrator:
             return np.zeros(0)
         steps = self.steps(trees)
         cell = (steps.q * N_BINS).astype(np.int64)
-        if k := row_size(trees):
-            grid = cell.reshape(-1, k)
+        if steps.per_row:
+            grid = cell.reshape(-1, steps.per_row)
             grid += _row_offsets(trees.n_rows)
         else:
             cell += row_of(trees) * (N_BINS + 1)

@@ -98,9 +98,13 @@ def within_cap(trees: CandidateTrees, f: FloatArray, cap: IntArray | None) -> Fl
     return np.where(deeper, 0.0, f)
 
 
-def monotone(trees: CandidateTrees, f: FloatArray) -> FloatArray:
+def monotone(trees: CandidateTrees, f: FloatArray, per_row: int = 0) -> FloatArray:
     """``f`` [m] with every child pulled down to its parent's value."""
-    return _never_rising(trees.parent, f, np.repeat(trees.row_start[:-1], np.diff(trees.row_start)))
+    if per_row:
+        start = _layout(trees.n_rows, per_row)[1]
+    else:
+        start = np.repeat(trees.row_start[:-1], trees.row_start[1:] - trees.row_start[:-1])
+    return _never_rising(trees.parent, f, start)
 
 
 def best_nodes(value: FloatArray, threshold: float, count: int) -> BoolArray:
@@ -113,17 +117,28 @@ def best_nodes(value: FloatArray, threshold: float, count: int) -> BoolArray:
     return keep
 
 
-def keep_nodes(trees: CandidateTrees, keep: BoolArray, f: FloatArray) -> Selection:
-    """The selection of the mask ``keep`` [m], chosen by throughput alone."""
+def keep_nodes(
+    trees: CandidateTrees,
+    keep: BoolArray,
+    f: FloatArray,
+    per_row: int,
+    slo_counts: IntArray | None = None,
+) -> Selection:
+    """The selection of the mask ``keep`` [m]; without ``slo_counts`` chosen by throughput alone.
+
+    ``per_row``: nodes of every row, 0 when they differ.
+    """
     n = trees.n_rows
-    if k := row_size(trees):
-        one = _ones(k)
-        counts = keep.reshape(n, k).dot(one).astype(np.int64)
-        expected = (f * keep).reshape(n, k).dot(one)
+    if per_row:
+        one = _ones(per_row)
+        counts = keep.reshape(n, per_row).dot(one).astype(np.int64)
+        expected = (f * keep).reshape(n, per_row).dot(one)
     else:
         row = row_of(trees)
         counts, expected = np.bincount(row[keep], minlength=n), np.bincount(row, f * keep, n)
-    return Selection(keep, counts, np.zeros(n, np.int64), expected + 1.0)
+    if slo_counts is None:
+        slo_counts = np.zeros(n, np.int64)
+    return Selection(keep, counts, slo_counts, expected + 1.0)
 
 
 @lru_cache(maxsize=256)
@@ -167,26 +182,27 @@ def slo_counts(ranked: Ranked, need: FloatArray, reach: float, n_max: int | None
     the smallest that gets there, cut by ``n_max`` (added nodes) and by what is left when it is its turn.
     """
     n, k = ranked.value.shape
-    target = np.minimum(need, reach) - 1.0
-    behind = np.flatnonzero(target > 0)  # only these rows take part: often few
+    behind = (np.minimum(need, reach) > 1.0).nonzero()[0]  # only these rows take part: often few
     granted = np.zeros(n, np.int64)
     if k == 0 or budget <= 0 or not behind.size:
         return granted
     most = k if n_max is None else min(n_max, k)
-    gathered = ranked.value[behind, :most].cumsum(axis=1)
-    # One bisection for all rows: shifted by its number, each row's running sum follows the last one's.
-    rows = _columns(len(behind))
-    offset = (k + 2.0) * rows
-    gathered += offset[:, None]
-    goal = np.minimum(target[behind], k + 1.0) + (offset - 1e-9)
-    reached = np.searchsorted(gathered.reshape(-1), goal) - (most * rows - 1)
-    wanted = np.minimum(np.minimum(reached, most), ranked.available[behind])
-    if int(np.add.reduce(wanted)) > budget:
-        order = np.argsort(-need[behind], kind="stable")
-        behind, wanted = behind[order], wanted[order]
-        wanted = np.minimum(wanted, np.maximum(0, budget - (wanted.cumsum() - wanted)))
-    granted[behind] = wanted
+    available = np.minimum(ranked.available[behind], most)
+    granted[behind] = _grants(ranked.value[behind, :most], available, need[behind], reach, budget)
     return granted
+
+
+def _grants(value: FloatArray, available: IntArray, need: FloatArray, reach: float, budget: int) -> IntArray:
+    """``slo_counts`` of rows that are all behind; ``value`` [n, k] cut to n_max columns."""
+    short = value.cumsum(axis=1) < (np.minimum(need, reach) - (1.0 + 1e-9))[:, None]
+    wanted = short.dot(_ones(value.shape[1])).astype(np.int64)
+    wanted += 1
+    np.minimum(wanted, available, out=wanted)
+    if int(np.add.reduce(wanted)) > budget:
+        order = np.argsort(-need, kind="stable")
+        mine = wanted[order]
+        wanted[order] = np.minimum(mine, np.maximum(0, budget - (mine.cumsum() - mine)))
+    return wanted
 
 
 def best_counts(ranked: Ranked, first: IntArray, budget: int) -> IntArray:
@@ -217,13 +233,68 @@ def two_phase(
     slo_phase: bool = True,
 ) -> Selection:
     """AdaServe's selection (Algorithm 2 lines 8-22). ``budget`` is B, roots included (line 1: B - n)."""
-    ranked = rank(trees, f, cap)
     nodes = budget - trees.n_rows
+    k = row_size(trees)
+    if k and trees.n_nodes <= INDEX_MASK:
+        reach = depth + 1.0 if slo_phase else None
+        f = monotone(trees, within_cap(trees, f, cap), k)
+        return _two_phase_even(trees, f, need, reach, nodes, n_max, k)
+    ranked = rank(trees, f, cap)
     first = np.zeros(trees.n_rows, np.int64)
     if slo_phase:
         first = slo_counts(ranked, need, depth + 1.0, n_max, nodes)
     counts = best_counts(ranked, first, nodes - int(np.add.reduce(first)))
     return take_prefix(ranked, counts, first, trees.n_nodes)
+
+
+def _two_phase_even(
+    trees: CandidateTrees,
+    f: FloatArray,
+    need: FloatArray,
+    reach: float | None,
+    nodes: int,
+    n_max: int | None,
+    k: int,
+) -> Selection:
+    """``two_phase`` for rows of ``k`` nodes each: nothing is sorted but the rows that are behind.
+
+    ``f`` [m] never rises along a path; ``reach`` None = no SLO phase; ``nodes`` = B - n.
+    """
+    n, m = trees.n_rows, trees.n_nodes
+    first = np.zeros(n, np.int64)
+    if nodes <= 0:
+        return keep_nodes(trees, np.zeros(m, np.bool_), f, k, first)
+    key = (f.view(np.int64) & ~INDEX_MASK) | _layout(n, k)[0]
+    keep = np.zeros(m, np.bool_)
+    if reach is not None:
+        behind = (need > 1.0).nonzero()[0]
+        if behind.size:
+            rows = key.reshape(n, k).take(behind, axis=0)
+            best = np.sort(rows, axis=1)[:, ::-1]
+            most = k if n_max is None else min(n_max, k)
+            value = (best[:, :most] & ~INDEX_MASK).view(np.float64)
+            if smallest(value[:, -1]) > 0:
+                available = np.full(len(behind), most)
+            else:
+                available = np.count_nonzero(value, axis=1)
+            granted = _grants(value, available, need.take(behind), reach, nodes)
+            first[behind] = granted
+            last = best[_columns(len(behind)), granted - 1]
+            last[granted == 0] = _NOBODY
+            keep.reshape(n, k)[behind] = rows >= last[:, None]
+    left = nodes - int(np.add.reduce(first))
+    if left > 0:
+        possible = np.count_nonzero(f)
+        if possible - (nodes - left) <= left:
+            keep = f > 0
+        else:
+            key[keep] = 0
+            keep |= key >= np.partition(key, m - left)[m - left]
+    return keep_nodes(trees, keep, f, k, first)
+
+
+_NOBODY = np.iinfo(np.int64).max
+"""A key above all others."""
 
 
 def equal_share(trees: CandidateTrees, f: FloatArray, budget: int, cap: IntArray | None = None) -> Selection:

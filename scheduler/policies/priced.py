@@ -173,9 +173,10 @@ class PricedPolicy(BasePolicy):
         roots = total(weight)
         if not trees.n_nodes:
             self._note_rate(roots / float(self._seconds(plan, trees, 0)[0]))
-            return keep_nodes(trees, np.zeros(0, np.bool_), np.zeros(0))
+            return keep_nodes(trees, np.zeros(0, np.bool_), np.zeros(0), 0)
         f = self.values(plan, trees)
-        value = _times_weight(trees, f, weight)
+        per_row = row_size(trees)
+        value = _times_weight(trees, f, weight, per_row)
         most = max(0, min(plan.budget - n, len(value)))
         falling = _largest(value, most)
         worth = np.empty(most + 1)
@@ -192,8 +193,8 @@ class PricedPolicy(BasePolicy):
         self._worth = {**dict(list(self._worth.items())[-1:]), plan.iteration: (f, value, best_rate * slope)}
         self._note_rate(best_rate)
         if not best:
-            return keep_nodes(trees, np.zeros(len(value), np.bool_), f)
-        return keep_nodes(trees, best_nodes(value, falling[best - 1], best), f)
+            return keep_nodes(trees, np.zeros(len(value), np.bool_), f, per_row)
+        return keep_nodes(trees, best_nodes(value, falling[best - 1], best), f, per_row)
 
     def _note_rate(self, rate: float) -> None:
         self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
@@ -235,21 +236,21 @@ class PricedPolicy(BasePolicy):
         self._potential.forget(rid)
 
 
-def _times_weight(trees: CandidateTrees, f: FloatArray, weight: FloatArray) -> FloatArray:
+def _times_weight(trees: CandidateTrees, f: FloatArray, weight: FloatArray, per_row: int) -> FloatArray:
     """weight of its row x ``f``, [m]."""
-    if k := row_size(trees):
-        return (f.reshape(-1, k) * weight[:, None]).reshape(-1)
+    if per_row:
+        return (f.reshape(-1, per_row) * weight[:, None]).reshape(-1)
     return f * weight[row_of(trees)]
 
 
 def _largest(value: FloatArray, count: int) -> FloatArray:
     """The ``count`` largest, falling; [count]."""
-    m = len(value)
-    if 2 * count < m:
-        value = np.partition(value, m - count - 1)[m - count :]
-    falling = value.copy()
-    falling.sort()
-    return falling[::-1][:count]
+    value = value.copy()
+    if 2 * count < len(value):
+        value.partition(len(value) - count - 1)
+        value = value[len(value) - count :]
+    value.sort()
+    return value[::-1][:count]
 
 
 def _slope(seconds: FloatArray, at: int, reach: int) -> float:

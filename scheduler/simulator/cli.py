@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import numpy as np
 import typer
 import yaml
 from rich.console import Console
@@ -21,7 +23,13 @@ from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.prefill import PrefillConfig
 from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT
-from adaserve.scheduler.simulator.fleet import FleetConfig, fleet_attainment, learn_pace
+from adaserve.scheduler.simulator.fleet import (
+    FleetConfig,
+    fleet_attainment,
+    fleet_requests,
+    learn_pace,
+    run_fleet,
+)
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.simulator.order import ROW_ORDERS
 from adaserve.scheduler.simulator.recorded import load_children
@@ -241,6 +249,58 @@ def capacity(
     print(f"minimum replicas for {100 * target:g}% attainment: {found}")
     if out:
         out.write_text(json.dumps(asdict(answer), indent=1) + "\n", encoding="utf-8")
+
+
+@app.command()
+def fleet(
+    trace: Annotated[str, typer.Option(help="trace file, or synthetic:N:RPS[:BURST]")],
+    replicas: Annotated[int, typer.Option(help="equal replicas behind the router")] = 100,
+    policy: str = "priced",
+    model: str = "llama-3.1-70b",
+    gpu: str = "a100",
+    tp: int = 4,
+    profile: Path | None = None,
+    router: Annotated[str, typer.Option(help="round-robin, least-work or slo")] = "least-work",
+    seed: int = 0,
+    baseline_ms: float | None = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
+) -> None:
+    """Serve a trace with a fleet: a million requests on a hundred replicas take minutes on one core."""
+    began = time.process_time()
+    try:
+        latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
+        config = SimulationConfig(ReplicaConfig(latency), policy, PolicyConfig(latency=latency), seed=seed)
+        baseline_s = (baseline_ms or latency.baseline_s() * 1e3) / 1e3
+        setting = FleetConfig(replicas, router, seed)
+        with console.status("drawing the trace, learning the pace of one replica"):
+            loaded = read_workload(trace, seed)
+            pace = learn_pace(config, SLOConfig(), baseline_s, seed)
+            requests = fleet_requests(loaded, SLOConfig(), baseline_s, pace.spread, seed)
+        ready = time.process_time()
+        with Progress(console=console) as progress:
+            task = progress.add_task("requests", total=len(loaded))
+            run_fleet(requests, latency, pace, setting, lambda done: progress.update(task, completed=done))
+    except (ValueError, ProfileError, TraceError, SLOError) as error:
+        _fail(error)
+    met = requests.attained()
+    result = {
+        "requests": len(loaded),
+        "replicas": replicas,
+        "requests_per_s": loaded.rps,
+        "policy": policy,
+        "router": router,
+        "seed": seed,
+        "attainment": float(met.mean()),
+        "attainment_by_class": {
+            name: float(met[requests.kind == i].mean()) for i, name in enumerate(requests.class_names)
+        },
+        "mean_ttft_ms": float(1e3 * np.nanmean(requests.first - requests.arrival)),
+        "p99_ttft_ms": float(1e3 * np.nanpercentile(requests.first - requests.arrival, 99)),
+        "cpu_s": {"prepare": ready - began, "serve": time.process_time() - ready},
+    }
+    print(json.dumps(result, indent=1))
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command()

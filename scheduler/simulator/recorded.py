@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from adaserve.scheduler.acceptance import find_tested
-from adaserve.scheduler.calibration import Calibrator, bin_of, parents_flat, step_probability
+from adaserve.scheduler.calibration import Calibrator, bin_of, tree_steps
 from adaserve.scheduler.interface import FloatArray
 from adaserve.scheduler.replay import read_recording
 
@@ -47,7 +47,7 @@ def load_children(path: Path) -> RecordedChildren:
         tests, classes = find_tested(item.outcome), ("all",) * len(running)
         claimed = calibrator.claimed(trees, tests.node)
         calibrator.observe(claimed, tests.row, tests.accepted, running.rids, classes)
-        q = step_probability(trees, parents_flat(trees))
+        q = tree_steps(trees).q
         for r in range(trees.n_rows):
             own = slice(int(trees.row_start[r]), int(trees.row_start[r + 1]))
             first = np.sort(q[own][trees.depth[own] == 1])[::-1]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sched_factories import beam_trees, outcome, running, trees_from
 
 from adaserve.scheduler.acceptance import AcceptanceRates, find_tested
-from adaserve.scheduler.calibration import Calibrator, parents_flat, path_product, step_probability
+from adaserve.scheduler.calibration import Calibrator, parents_flat, path_product, tree_steps
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.fit import fit_latency, fit_roofline
 from adaserve.scheduler.latency import (
@@ -183,7 +183,7 @@ class TestCalibration:
     def test_path_product_equals_the_loop(self):
         trees = beam_trees(5, 8, 3, seed=4)
         p = np.random.default_rng(0).random(trees.n_nodes)
-        parent = parents_flat(trees)
+        parent = parents_flat(trees, 24)
         want = p.copy()
         for i in range(len(p)):
             if parent[i] < len(p):
@@ -192,7 +192,7 @@ class TestCalibration:
 
     def test_step_probability_inverts_the_path(self):
         trees = trees_from([[(-1, 0.5), (0, 0.25), (1, 1.0)]])
-        assert step_probability(trees, parents_flat(trees)) == pytest.approx([0.5, 0.25, 1.0])
+        assert tree_steps(trees).q == pytest.approx([0.5, 0.25, 1.0])
 
     def test_an_overconfident_draft_is_corrected(self):
         rng, calibrator = np.random.default_rng(0), Calibrator()

@@ -1,0 +1,60 @@
+"""Replay parity: what the policy chose inside SGLang, it chooses again from the recording."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.policies import PolicyConfig, build_policy
+from adaserve.scheduler.replay import read_recording, replay
+from tests.engine.conftest import adaserve_server
+from tests.engine.harness import Zygote, run_jobs, workload
+
+LIMITS = {"budget": 40, "max_depth": 4, "max_width": 3}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recording of a real server, and what its policy was built from."""
+
+    policy: str
+    path: Path
+    config: PolicyConfig
+
+
+@pytest.fixture(scope="module", params=[("priced", False), ("adaserve", True)], ids=["priced", "adaserve"])
+def recorded(
+    request: pytest.FixtureRequest, zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Recorded:
+    """Staggered requests, some of whose clients leave; ``adaserve`` under the overlap schedule."""
+    name, overlap = request.param
+    folder = tmp_path_factory.mktemp(f"replay-{name}")
+    path = folder / "iterations.jsonl"
+    config: dict[str, Any] = {"policy": name, "record": str(path), **LIMITS}
+    server, _ = adaserve_server(folder, pair, "noisy", config, overlap=overlap)
+    with server.running(zygote):
+        run_jobs(server, workload(40, seed=5, leave_every=8, spread_s=3.0))
+        latency = LatencyModel.from_json(server.internal_state()["adaserve"]["latency"])
+        server.assert_idle_and_clean()
+    limits = {"budget": LIMITS["budget"], "d_max": LIMITS["max_depth"], "w_max": LIMITS["max_width"]}
+    return Recorded(name, path, PolicyConfig(latency=latency, **limits))
+
+
+def test_a_recording_replays_to_identical_plans_and_selections(recorded: Recorded) -> None:
+    iterations = list(read_recording(recorded.path))
+    drafted = [i for i in iterations if i.trees.n_nodes]
+    assert len(drafted) > 50
+    assert any(i.selection.keep.any() and not i.selection.keep.all() for i in drafted), "nothing was chosen"
+    assert max(len(i.plan.running) for i in iterations) > 2
+    assert '"forget"' in recorded.path.read_text()
+    assert replay(recorded.path, build_policy(recorded.policy, recorded.config)) == []
+
+
+def test_another_setting_does_not_replay(recorded: Recorded) -> None:
+    """Or the comparison would compare nothing."""
+    other = build_policy(recorded.policy, replace(recorded.config, budget=14))
+    assert replay(recorded.path, other)
