@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from adaserve.cpu import build, native
+from adaserve.cpu.beam import BeamArrays, KeepGoing
 from adaserve.cpu.extract import read_weights, supports
 from adaserve.cpu.linear import Storage
 from adaserve.cpu.native import NativeBackend
@@ -60,6 +61,29 @@ class LeanModel:
         [slots, kv_heads, head_dim], before attending.
         """
         return self._backend.forward(input_ids, positions, out_slots, k_buffers, v_buffers, plan)
+
+    @property
+    def searches_beams(self) -> bool:
+        """Whether `beam_search` is there: with the C kernels only."""
+        return isinstance(self._backend, NativeBackend)
+
+    def beam_search(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_slots: torch.Tensor,
+        k_buffers: list[torch.Tensor],
+        v_buffers: list[torch.Tensor],
+        plan: TreeAttentionPlan,
+        beams: BeamArrays,
+        keep: KeepGoing | None,
+    ) -> int:
+        """`forward` of tokens that end in the rows' roots, then up to `beams.depth` levels of candidates
+        below them, all in one call. Fills in the arrays of `beams`; returns the levels that were made."""
+        assert isinstance(self._backend, NativeBackend)
+        return self._backend.beam_search(
+            input_ids, positions, out_slots, k_buffers, v_buffers, plan, beams, keep
+        )
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

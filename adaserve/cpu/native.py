@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from adaserve.cpu.beam import BeamArrays, KeepGoing
 from adaserve.cpu.linear import STORAGE_DTYPES, Storage, exact_storage
 from adaserve.cpu.params import LayerWeights, ModelConfig, ModelWeights
 from adaserve.cpu.plan import TreeAttentionPlan
@@ -60,6 +61,17 @@ class _Batch(ctypes.Structure):
     )
 
 
+class _Beam(ctypes.Structure):
+    _fields_ = (
+        *((name, _Int) for name in ("rows", "width", "depth", "window")),
+        *((name, _Pointer) for name in ("last", "base", "kv_indptr", "kv_indices", "columns", "scale")),
+        *((name, _Pointer) for name in ("tokens", "parents", "logprobs", "visible", "keep")),
+    )
+
+
+_Keep = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
+
+
 def covers(config: ModelConfig) -> bool:
     """Whether the kernels' fixed buffers hold this shape."""
     return config.num_heads // config.num_kv_heads <= _MAX_HEAD_GROUP
@@ -94,21 +106,54 @@ class NativeBackend:
         v_buffers: Sequence[torch.Tensor],
         plan: TreeAttentionPlan,
     ) -> torch.Tensor:
-        tokens = input_ids.numel()
-        hidden = torch.empty(tokens, self._config.hidden_size)
-        if not tokens:
-            return hidden
-        ids, positions, slots = _int64(input_ids), _int64(positions), _int64(out_slots)
-        b, mask = self._batch, plan.custom_mask
-        b.tokens, b.requests = tokens, plan.num_requests
-        b.ids, b.positions, b.slots = ids.data_ptr(), positions.data_ptr(), slots.data_ptr()
-        b.qo_indptr, b.kv_indptr = plan.qo_indptr.data_ptr(), plan.kv_indptr.data_ptr()
-        b.kv_indices = plan.kv_indices.data_ptr()
-        b.mask = None if mask is None else mask.data_ptr()
-        b.hidden = hidden.data_ptr()
-        self._set_pools(k_buffers, v_buffers)
-        self._check(self._kernels.ada_forward(self._model, self._batch_pointer, torch.get_num_threads()))
+        hidden = torch.empty(input_ids.numel(), self._config.hidden_size)
+        if input_ids.numel():
+            inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
+            self._describe(inputs, plan, hidden)
+            self._set_pools(k_buffers, v_buffers)
+            self._check(self._kernels.ada_forward(self._model, self._batch_pointer, torch.get_num_threads()))
         return hidden
+
+    def beam_search(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_slots: torch.Tensor,
+        k_buffers: Sequence[torch.Tensor],
+        v_buffers: Sequence[torch.Tensor],
+        plan: TreeAttentionPlan,
+        beams: BeamArrays,
+        keep: KeepGoing | None,
+    ) -> int:
+        """As `LeanModel.beam_search` says."""
+        hidden = torch.empty(input_ids.numel(), self._config.hidden_size)
+        inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
+        self._describe(inputs, plan, hidden)
+        self._set_pools(k_buffers, v_buffers)
+        failures: list[BaseException] = []
+
+        def asked(step: int) -> int:
+            try:
+                return int(keep is not None and keep(step))
+            except BaseException as error:  # C cannot raise it
+                failures.append(error)
+                return 0
+
+        callback = _Keep(asked) if keep is not None else None
+        b = beams
+        arrays = (b.last, b.base, b.kv_indptr, b.kv_indices, b.columns, b.scale)
+        outputs = (b.tokens, b.parents, b.logprobs, b.visible)
+        search = _Beam(
+            len(b.last), b.width, b.depth, 1 + b.width * b.depth,
+            *(a.ctypes.data for a in (*arrays, *outputs)),
+            None if callback is None else ctypes.cast(callback, _Pointer),
+        )  # fmt: skip
+        pointers = (self._batch_pointer, ctypes.addressof(search))
+        steps: int = self._kernels.ada_beam_search(self._model, *pointers, torch.get_num_threads())
+        if failures:
+            raise failures[0]
+        self._check(int(steps < 0))
+        return steps
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = _fp32(hidden)
@@ -150,6 +195,21 @@ class NativeBackend:
     def _check(self, code: int) -> None:
         if code:
             raise MemoryError("no memory for this forward; make the prefill chunks smaller")
+
+    def _describe(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        plan: TreeAttentionPlan,
+        hidden: torch.Tensor,
+    ) -> None:
+        """Fills in the batch; the caller keeps the tensors alive while C reads them."""
+        b, mask = self._batch, plan.custom_mask
+        b.tokens, b.requests = hidden.shape[0], plan.num_requests
+        b.ids, b.positions, b.slots = (t.data_ptr() for t in inputs)
+        b.qo_indptr, b.kv_indptr = plan.qo_indptr.data_ptr(), plan.kv_indptr.data_ptr()
+        b.kv_indices = plan.kv_indices.data_ptr()
+        b.mask = None if mask is None else mask.data_ptr()
+        b.hidden = hidden.data_ptr()
 
     def _set_pools(self, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor]) -> None:
         first, head_dim = k_buffers[0], self._config.head_dim
@@ -229,6 +289,7 @@ def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.ada_model_create.argtypes, kernels.ada_model_create.restype = [pointer], pointer
     kernels.ada_model_free.argtypes, kernels.ada_model_free.restype = [pointer], None
     kernels.ada_forward.argtypes = [pointer, pointer, number]
+    kernels.ada_beam_search.argtypes = [pointer, pointer, pointer, number]
     kernels.ada_logits.argtypes = [pointer, pointer, number, pointer, number]
     kernels.ada_argmax.argtypes = [pointer, pointer, number, pointer, number]
     kernels.ada_top_logprobs.argtypes = [pointer, pointer, number, pointer, number, pointer, pointer, number]

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from adaserve.cpu.beam import MAX_WIDTH, BeamArrays
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan
-from adaserve.worker.attention import PlanTemplate, causal_plan, gather_slots, tree_plan
-from adaserve.worker.forwards import TreeForward
+from adaserve.worker.attention import PlanTemplate, causal_plan, gather_slots, indptr, tree_plan
+from adaserve.worker.forwards import BeamForward, FirstForward, TreeForward
 from adaserve.worker.rows import DecodeRows
 from adaserve.worker.tree import TreeShape, tree_shape
 
@@ -63,6 +64,8 @@ class Drafter:
             return None
         depth = len(shape.beams)
         search = _BeamSearch(self._forward, rows, active, shape, self._scale(rows, active))
+        if search.is_native:
+            return search.result(len(rows), search.run(plan, keep_drafting))
         search.first_step()
         for step in range(2, depth + 1):
             if keep_drafting is not None and not keep_drafting(plan, step - 1, search.frontier(len(rows))):
@@ -114,8 +117,49 @@ class _BeamSearch:
         self.level = torch.empty(0)
         self._template: PlanTemplate | None = None
 
-    def first_step(self) -> None:
-        """Feeds what the draft has not seen yet (usually just the root) and keeps the best children."""
+    @property
+    def is_native(self) -> bool:
+        """Whether the forward makes all levels in one call."""
+        fits = not self.shape.is_branching and self.shape.beams[0] <= MAX_WIDTH
+        return fits and isinstance(self.forward, BeamForward) and self.forward.searches_beams
+
+    def run(self, plan: IterationPlan, keep_drafting: KeepDrafting | None) -> int:
+        """All steps in one call; returns how many were run."""
+        assert isinstance(self.forward, BeamForward)
+        first, last = self._first_forward()
+        width, depth = self.shape.beams[0], len(self.shape.beams)
+        beams = BeamArrays(
+            width=width,
+            depth=depth,
+            last=last.astype(np.int32),
+            base=self.base,
+            kv_indptr=indptr(self.kv_lens).astype(np.int32),
+            kv_indices=self.kv_slots.to(torch.int32).numpy(),
+            columns=self.shape.columns.astype(np.int32),
+            scale=self.scale.numpy(),
+            tokens=self.tokens,
+            parents=self.parents,
+            logprobs=self.logprobs,
+            visible=self.visible,
+        )
+
+        def keep(step: int) -> bool:
+            assert keep_drafting is not None
+            out = np.full((len(self.rows), width), -np.inf)
+            out[self.active] = self.logprobs[:, (step - 1) * width : step * width]
+            return keep_drafting(plan, step, out)
+
+        steps = self.forward.beam_search(first, beams, None if keep_drafting is None else keep)
+        self._saw_roots()
+        return steps
+
+    def _saw_roots(self) -> None:
+        for r, length in zip(self.active.tolist(), self.base.tolist(), strict=True):
+            state = self.rows.states[r]
+            state.draft_len, state.pending = length + 1, []
+
+    def _first_forward(self) -> tuple[FirstForward, np.ndarray]:
+        """What the draft has not seen yet, usually just the root; and where the roots are in it."""
         states = [self.rows.states[r] for r in self.active]
         roots = self.rows.roots[self.active]
         tokens = np.concatenate([[*s.pending, root] for s, root in zip(states, roots, strict=True)]).astype(
@@ -137,13 +181,17 @@ class _BeamSearch:
             plan = causal_plan(kv_slots, q_lens, kv_lens)
         last = np.cumsum(q_lens) - 1
         positions = np.arange(len(tokens)) - np.repeat(last - self.base, q_lens)
-        hidden = self.forward.hidden(torch.from_numpy(tokens), torch.from_numpy(positions), slots, plan)
-        for state, length in zip(states, self.base, strict=True):
-            state.draft_len, state.pending = int(length) + 1, []
+        return (torch.from_numpy(tokens), torch.from_numpy(positions), slots, plan), last
+
+    def first_step(self) -> None:
+        """Feeds what the draft has not seen yet and keeps the best children of the roots."""
+        first, last = self._first_forward()
+        hidden = self.forward.hidden(*first)
+        self._saw_roots()
         beams = self.shape.beams[0]
         logprob, token = self.forward.topk_logprobs(hidden[torch.from_numpy(last)], self.scale, beams)
         self.level = logprob.double()
-        self._store(1, token.numpy(), np.zeros((len(roots), beams), np.int64))
+        self._store(1, token.numpy(), np.zeros((len(last), beams), np.int64))
 
     def next_step(self, step: int) -> None:
         """Expands the beams of depth step - 1 into those of depth ``step``."""

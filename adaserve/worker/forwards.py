@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from adaserve.cpu.beam import BeamArrays, KeepGoing
 from adaserve.cpu.forward import LeanModel
 from adaserve.cpu.install import LEAN_ATTRIBUTE
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.worker.sglang_forward import SGLangForward
+
+FirstForward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, TreeAttentionPlan]
+"""Arguments of ``TreeForward.hidden``."""
 
 
 class TreeForward(Protocol):
@@ -37,12 +41,29 @@ class TreeForward(Protocol):
         ...
 
 
+@runtime_checkable
+class BeamForward(Protocol):
+    """A ``TreeForward`` that makes all levels of the candidate trees in one call, where it can."""
+
+    searches_beams: bool
+
+    def beam_search(self, first: FirstForward, beams: BeamArrays, keep: KeepGoing | None) -> int:
+        """Runs ``first``, which ends in the roots, and the levels below; returns how many were made."""
+        ...
+
+
 class LeanForward:
     """CPU hosts: our own forward straight on the KV pool, without SGLang's per-forward bookkeeping."""
 
     def __init__(self, model: LeanModel, runner: Any) -> None:
         self._model = model
         self._pool = runner.token_to_kv_pool
+        self.searches_beams = model.searches_beams
+
+    def beam_search(self, first: FirstForward, beams: BeamArrays, keep: KeepGoing | None) -> int:
+        return self._model.beam_search(
+            *first[:3], self._pool.k_buffer, self._pool.v_buffer, first[3], beams, keep
+        )
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
@@ -67,6 +88,14 @@ class TimedForward:
     def __init__(self, inner: TreeForward) -> None:
         self._inner = inner
         self.busy_s = 0.0
+        self.searches_beams: bool = getattr(inner, "searches_beams", False)
+
+    def beam_search(self, first: FirstForward, beams: BeamArrays, keep: KeepGoing | None) -> int:
+        assert isinstance(self._inner, BeamForward)
+        start_s = time.perf_counter()
+        steps = self._inner.beam_search(first, beams, keep)
+        self.busy_s += time.perf_counter() - start_s
+        return steps
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan

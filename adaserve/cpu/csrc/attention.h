@@ -22,7 +22,6 @@ typedef struct {
     const int32_t *qo_indptr, *kv_indptr, *kv_indices;
     const uint8_t *mask;     /* per request row-major, or NULL: causal */
     const int64_t *mask_start;
-    int *next_item;          /* shared counter: items are claimed as members come free */
     const int32_t *item_start; /* [requests + 1], items are (query block, kv head) */
     const int32_t *block_queries; /* [requests], queries per block */
 } attention;
@@ -213,11 +212,11 @@ static void attend(const attention *a, attention_scratch *s, int request, int he
     }
 }
 
-static void attention_share(const attention *a, attention_scratch *s) {
-    int total = a->item_start[a->requests], request = 0;
-    for (;;) {
-        int item = __atomic_fetch_add(a->next_item, 1, __ATOMIC_RELAXED);
-        if (item >= total) return;
+static void attention_share(const attention *a, attention_scratch *s, team *t) {
+    const int total = a->item_start[a->requests];
+    int request = 0, *claims = team_claims(t);
+    for (int item = claim(t, claims, total); item >= 0; item = claim(t, claims, total)) {
+        if (item < a->item_start[request]) request = 0;
         while (item >= a->item_start[request + 1]) request++;
         int local = item - a->item_start[request], size = a->block_queries[request];
         int queries = a->qo_indptr[request + 1] - a->qo_indptr[request];

@@ -19,7 +19,7 @@ typedef struct {
     model *m;
     const batch *b;
     attention attention;
-    int *next_item; /* [layers] */
+    int *counters; /* of the team's phases */
     float *residual, *normed, *qkv, *attended, *mlp;
 } pass;
 
@@ -99,16 +99,15 @@ static void position_token(const pass *p, int index, int token) {
     narrow(b->kv_type, head, b->v_pools[index], at, kv_size);
 }
 
-static void attention_phase(const team *t, const pass *p, int index) {
+static void attention_phase(team *t, const pass *p, int index) {
     attention a = p->attention;
     a.keys = p->b->k_pools[index];
     a.values = p->b->v_pools[index];
-    a.next_item = p->next_item + index;
-    attention_share(&a, &p->m->members[t->rank].parts);
+    attention_share(&a, &p->m->members[t->rank].parts, t);
 }
 
 /* In row blocks, so that the activations between the two products stay in cache. */
-static void mlp_phase(const team *t, const pass *p, const layer *l, const float *normed, gemm_scratch *scratch) {
+static void mlp_phase(team *t, const pass *p, const layer *l, const float *normed, gemm_scratch *scratch) {
     const size_t hidden = p->m->shape.hidden;
     for (int row0 = 0; row0 < p->b->tokens; row0 += ROW_BLOCK) {
         const int rows = imin(ROW_BLOCK, p->b->tokens - row0);
@@ -121,7 +120,7 @@ static void mlp_phase(const team *t, const pass *p, const layer *l, const float 
     }
 }
 
-static void layer_share(const team *t, const pass *p, int index) {
+static void layer_share(team *t, const pass *p, int index) {
     const model_source *s = &p->m->shape;
     const layer *l = &p->m->layers[index];
     const int tokens = p->b->tokens;
@@ -143,7 +142,7 @@ static void layer_share(const team *t, const pass *p, int index) {
     mlp_phase(t, p, l, normed_rows(t, p, l->post_norm), scratch);
 }
 
-static void forward_share(const team *t, void *data) {
+static void forward_share(team *t, void *data) {
     const pass *p = data;
     int begin, end;
     embed_share(t, p);
@@ -159,12 +158,18 @@ static int queries_per_item(int queries, int keys, int group) {
     return imax(1, imin(queries, rows / group));
 }
 
+/* Phases of a forward whose items are claimed: qkv, attention and o, then two per row block of the MLP. */
+static int forward_phases(const batch *b, const model_source *s) {
+    return s->layers * (3 + 2 * ceil_div(b->tokens, ROW_BLOCK));
+}
+
 static int plan_attention(pass *p, int threads) {
     model *m = p->m;
     const batch *b = p->b;
     const model_source *s = &m->shape;
     const int group = s->heads / s->kv_heads, n = b->requests, padded_dim = ceil_div(s->head_dim, PANEL) * PANEL;
-    int64_t *mask_start = reserve(&m->plan, sizeof(int64_t) * (n + 1) + sizeof(int32_t) * (2 * n + 1 + s->layers));
+    const int counters = threads * forward_phases(b, s);
+    int64_t *mask_start = reserve(&m->plan, sizeof(int64_t) * (n + 1) + sizeof(int32_t) * (2 * n + 1 + counters));
     if (!mask_start) return 0;
     int32_t *item_start = (int32_t *)(mask_start + n + 1), *block = item_start + n + 1;
     size_t scores = 1, stride = 0, rows = group;
@@ -180,8 +185,8 @@ static int plan_attention(pass *p, int threads) {
         if (width > stride) stride = width;
     }
     scores = rows * stride;
-    p->next_item = block + n;
-    memset(p->next_item, 0, sizeof(int) * s->layers);
+    p->counters = block + n;
+    memset(p->counters, 0, sizeof(int) * counters);
     p->attention = (attention){
         .heads = s->heads, .kv_heads = s->kv_heads, .head_dim = s->head_dim, .padded_dim = padded_dim,
         .type = b->kv_type, .q = p->qkv, .q_stride = (size_t)(s->heads + 2 * s->kv_heads) * s->head_dim,

@@ -206,11 +206,11 @@ static void multiply_group(const matrix *m, int group, operand x, int row0, int 
     else finish_rows(m, e, s->sums, ld, row0, rows, column0);
 }
 
-/* A member's share of y = epilogue(x W^T); barriers are the caller's. */
-static void gemm(const team *t, const matrix *m, operand x, int rows, epilogue e, gemm_scratch *s) {
-    int blocks = ceil_div(rows, ROW_BLOCK), begin, end;
-    team_share(t, m->groups * blocks, &begin, &end);
-    for (int item = begin; item < end; item++) {
+/* A member's part of y = epilogue(x W^T), a phase of its own; barriers are the caller's. */
+static void gemm(team *t, const matrix *m, operand x, int rows, epilogue e, gemm_scratch *s) {
+    const int blocks = ceil_div(rows, ROW_BLOCK), items = m->groups * blocks;
+    int *claims = team_claims(t);
+    for (int item = claim(t, claims, items); item >= 0; item = claim(t, claims, items)) {
         int row0 = (int)((int64_t)rows * (item % blocks) / blocks);
         int row1 = (int)((int64_t)rows * (item % blocks + 1) / blocks);
         multiply_group(m, item / blocks, x, row0, row1 - row0, &e, s);

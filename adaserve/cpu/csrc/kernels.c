@@ -29,7 +29,7 @@ EXPORT int ada_forward(model *m, const batch *b, int threads) {
     p.mlp = reserve(&m->mlp, sizeof(float) * mlp);
     if (!p.residual || !p.normed || !p.qkv || !p.attended || !p.mlp) return -1;
     if (!reserve_members(m, threads) || !plan_attention(&p, threads)) return -1;
-    team_run(forward_share, &p, threads);
+    team_run(forward_share, &p, threads, p.counters);
     return 0;
 }
 
@@ -42,7 +42,7 @@ typedef struct {
     int64_t *tokens;
 } head_pass;
 
-static void head_share(const team *t, void *data) {
+static void head_share(team *t, void *data) {
     const head_pass *p = data;
     const int vocab = p->m->shape.vocab;
     int begin, end;
@@ -63,7 +63,10 @@ static int run_head(head_pass p, int threads) {
     threads = useful_threads((int64_t)p.m->shape.vocab * p.m->shape.hidden, p.rows, threads);
     if (!p.logits) p.logits = reserve(&p.m->logits, sizeof(float) * p.rows * p.m->shape.vocab);
     if (!p.logits || !reserve_members(p.m, threads)) return -1;
-    team_run(head_share, &p, threads);
+    int *counters = reserve(&p.m->plan, sizeof(int) * threads);
+    if (!counters) return -1;
+    memset(counters, 0, sizeof(int) * threads);
+    team_run(head_share, &p, threads, counters);
     return 0;
 }
 
@@ -80,6 +83,8 @@ EXPORT int ada_top_logprobs(model *m, const float *hidden, int rows, const float
     return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = width, .scale = scale,
                                 .logprobs = logprobs, .tokens = tokens}, threads);
 }
+
+#include "beam.h"
 
 /* Lanes of the vectors this library was compiled for. */
 EXPORT int ada_vector_lanes(void) { return VL; }

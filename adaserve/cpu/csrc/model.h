@@ -51,7 +51,7 @@ typedef struct {
     model_source shape;
     layer *layers;
     matrix lm_head;
-    buffer residual, normed, qkv, attended, mlp, logits, plan;
+    buffer residual, normed, qkv, attended, mlp, logits, plan, beam;
     member *members;
     int num_members;
 } model;
@@ -98,7 +98,8 @@ EXPORT void ada_model_free(model *m) {
         for (int j = 0; j < 4; j++) matrix_free(all[j]);
     }
     matrix_free(&m->lm_head);
-    buffer *buffers[] = {&m->residual, &m->normed, &m->qkv, &m->attended, &m->mlp, &m->logits, &m->plan};
+    buffer *buffers[] = {&m->residual, &m->normed, &m->qkv, &m->attended, &m->mlp, &m->logits, &m->plan,
+                         &m->beam};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]->data);
     for (int i = 0; i < m->num_members; i++) free(m->members[i].attention.data);
     free(m->members);

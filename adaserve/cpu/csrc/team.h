@@ -9,6 +9,8 @@
 
 typedef struct {
     int rank, size;
+    int *counters; /* `size` for each phase whose items are claimed, zero at the start */
+    int phase;     /* every member walks through the same phases */
 } team;
 
 typedef struct {
@@ -37,23 +39,45 @@ static inline void team_share(const team *t, int items, int *begin, int *end) {
     *end = (int)((int64_t)items * (t->rank + 1) / t->size);
 }
 
+/* Claims of the team's next phase, one counter a member. */
+static inline int *team_claims(team *t) {
+    return t->counters + t->size * t->phase++;
+}
+
+/* The next of a phase's `items`, or -1. A member first takes its own share in order, so that it streams through
+ * memory, then what others have left: one that loses its core to another process for a while does less instead of
+ * holding up the rest. */
+static inline int claim(const team *t, int *claims, int items) {
+    for (int i = 0; i < t->size; i++) {
+        const int member = (t->rank + i) % t->size;
+        const int begin = (int)((int64_t)items * member / t->size);
+        const int count = (int)((int64_t)items * (member + 1) / t->size) - begin;
+        if (__atomic_load_n(claims + member, __ATOMIC_RELAXED) >= count) continue;
+        const int mine = __atomic_fetch_add(claims + member, 1, __ATOMIC_RELAXED);
+        if (mine < count) return begin + mine;
+    }
+    return -1;
+}
+
 typedef struct {
-    void (*work)(const team *, void *);
+    void (*work)(team *, void *);
     void *data;
+    int *counters;
 } team_job;
 
 static void team_member(void *data) {
     const team_job *job = data;
-    team t = {runtime.rank(), runtime.size()};
+    team t = {runtime.rank(), runtime.size(), job->counters, 0};
     job->work(&t, job->data);
 }
 
-static void team_run(void (*work)(const team *, void *), void *data, int threads) {
-    team_job job = {work, data};
+/* `counters`: zeros, `threads` for each phase of `work`. */
+static void team_run(void (*work)(team *, void *), void *data, int threads, int *counters) {
+    team_job job = {work, data, counters};
     if (threads > 1 && runtime.parallel) {
         runtime.parallel(team_member, &job, (unsigned)threads, 0);
     } else {
-        team alone = {0, 1};
+        team alone = {0, 1, counters, 0};
         work(&alone, data);
     }
 }

@@ -1,0 +1,149 @@
+/* Beam search of candidate trees (AdaServe, Algorithm 2, lines 2-5): all draft steps in one call.
+ *
+ * Node order within a row is step-major: node step * width + beam. */
+#ifndef ADA_BEAM_H
+#define ADA_BEAM_H
+
+#include "forward.h"
+#include "sampling.h"
+
+#define MAX_WIDTH 16
+
+/* Mirrored by a ctypes structure in native.py. */
+typedef struct {
+    int32_t rows, width, depth, window; /* window = 1 + width * depth columns: the root's and the nodes' */
+    const int32_t *last;                /* [rows]: the row's root among the tokens of the first forward */
+    const int64_t *base;                /* [rows]: cached tokens, the root's position */
+    const int32_t *kv_indptr, *kv_indices; /* per row the prefix, then the window */
+    const int32_t *columns;             /* [width * depth]: window column of each node */
+    const float *scale;                 /* [rows]: inverse temperatures */
+    int64_t *tokens, *parents;          /* out: [rows, width * depth]; parents within the row, -1 is the root */
+    double *logprobs;                   /* out: of paths */
+    uint8_t *visible;                   /* out, zeros at first: [rows, width * depth, window] */
+    int (*keep)(int steps);             /* whether to go on after so many steps; NULL: always */
+} beam;
+
+typedef struct {
+    float *hidden, *scale, *logprobs;
+    int64_t *ids, *positions, *slots, *best;
+    int32_t *qo_indptr;
+    uint8_t *mask;
+} beam_buffers;
+
+static int beam_reserve(model *m, const beam *s, beam_buffers *b) {
+    const size_t nodes = (size_t)s->rows * s->width, keys = s->kv_indptr[s->rows];
+    const size_t longs = sizeof(int64_t) * nodes * (3 + s->width);
+    const size_t floats = sizeof(float) * nodes * (m->shape.hidden + 1 + s->width);
+    const size_t bytes = longs + floats + sizeof(int32_t) * (s->rows + 1) + keys * s->width;
+    char *data = reserve(&m->beam, bytes);
+    if (!data) return 0;
+    b->ids = (int64_t *)data;
+    b->positions = b->ids + nodes;
+    b->slots = b->positions + nodes;
+    b->best = b->slots + nodes; /* [nodes, width] */
+    b->hidden = (float *)(b->best + nodes * s->width);
+    b->scale = b->hidden + nodes * m->shape.hidden;
+    b->logprobs = b->scale + nodes; /* [nodes, width] */
+    b->qo_indptr = (int32_t *)(b->logprobs + nodes * s->width);
+    b->mask = (uint8_t *)(b->qo_indptr + s->rows + 1);
+    return 1;
+}
+
+static void see(const beam *s, int row, int node, int parent) {
+    uint8_t *own = s->visible + ((size_t)row * s->width * s->depth + node) * s->window;
+    if (parent < 0) own[0] = 1;
+    else memcpy(own, s->visible + ((size_t)row * s->width * s->depth + parent) * s->window, s->window);
+    own[s->columns[node]] = 1;
+}
+
+/* The root's best children. */
+static void first_level(const beam *s, const beam_buffers *b) {
+    const int nodes = s->width * s->depth;
+    for (int row = 0; row < s->rows; row++)
+        for (int i = 0; i < s->width; i++) {
+            const size_t at = (size_t)row * nodes + i;
+            s->tokens[at] = b->best[row * s->width + i];
+            s->logprobs[at] = b->logprobs[row * s->width + i];
+            s->parents[at] = -1;
+            see(s, row, i, -1);
+        }
+}
+
+/* The `width` likeliest of all children of the level before `step` (0-based), earlier ones first among equals. */
+static void next_level(const beam *s, const beam_buffers *b, int step) {
+    const int w = s->width, nodes = w * s->depth, before = (step - 1) * w;
+    for (int row = 0; row < s->rows; row++) {
+        const size_t base = (size_t)row * nodes;
+        double path[MAX_WIDTH];
+        int child[MAX_WIDTH], held = 0;
+        for (int c = 0; c < w * w; c++) {
+            const double value = s->logprobs[base + before + c / w] + b->logprobs[row * w * w + c];
+            if (held == w && !(value > path[w - 1])) continue;
+            int at = held < w ? held++ : w - 1;
+            for (; at > 0 && value > path[at - 1]; at--) path[at] = path[at - 1], child[at] = child[at - 1];
+            path[at] = value;
+            child[at] = c;
+        }
+        for (int i = 0; i < w; i++) {
+            const int node = step * w + i, parent = before + child[i] / w;
+            s->tokens[base + node] = b->best[row * w * w + child[i]];
+            s->logprobs[base + node] = path[i];
+            s->parents[base + node] = parent;
+            see(s, row, node, parent);
+        }
+    }
+}
+
+/* Tokens, places and mask of the forward over the level before `step`. */
+static void level_inputs(const beam *s, const beam_buffers *b, int step) {
+    const int w = s->width, nodes = w * s->depth, before = (step - 1) * w;
+    uint8_t *mask = b->mask;
+    for (int row = 0; row < s->rows; row++) {
+        const int keys = s->kv_indptr[row + 1] - s->kv_indptr[row], prefix = keys - s->window;
+        const int32_t *slots = s->kv_indices + s->kv_indptr[row] + prefix;
+        for (int i = 0; i < w; i++, mask += keys) {
+            const int at = row * w + i;
+            b->ids[at] = s->tokens[(size_t)row * nodes + before + i];
+            b->positions[at] = s->base[row] + step;
+            b->slots[at] = slots[s->columns[before + i]];
+            memcpy(mask + prefix, s->visible + ((size_t)row * nodes + before + i) * s->window, s->window);
+        }
+    }
+}
+
+/* `first` is the forward that ends in the rows' roots. Returns the steps run, or -1 when memory is short. */
+EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int threads) {
+    const int w = s->width;
+    const size_t hidden = m->shape.hidden;
+    beam_buffers b;
+    if (!beam_reserve(m, s, &b) || ada_forward(m, first, threads)) return -1;
+    memset(b.mask, 1, (size_t)s->kv_indptr[s->rows] * w);
+    for (int row = 0; row <= s->rows; row++) b.qo_indptr[row] = row * w;
+    for (int row = 0; row < s->rows; row++) {
+        memcpy(b.hidden + row * hidden, first->hidden + s->last[row] * hidden, sizeof(float) * hidden);
+        for (int i = 0; i < w; i++) b.scale[row * w + i] = s->scale[row];
+    }
+    if (ada_top_logprobs(m, b.hidden, s->rows, s->scale, w, b.logprobs, b.best, threads)) return -1;
+    first_level(s, &b);
+    batch level = *first;
+    level.tokens = s->rows * w;
+    level.requests = s->rows;
+    level.ids = b.ids;
+    level.positions = b.positions;
+    level.slots = b.slots;
+    level.qo_indptr = b.qo_indptr;
+    level.kv_indptr = s->kv_indptr;
+    level.kv_indices = s->kv_indices;
+    level.mask = b.mask;
+    level.hidden = b.hidden;
+    for (int step = 1; step < s->depth; step++) {
+        if (s->keep && !s->keep(step)) return step;
+        level_inputs(s, &b, step);
+        if (ada_forward(m, &level, threads)) return -1;
+        if (ada_top_logprobs(m, b.hidden, s->rows * w, b.scale, w, b.logprobs, b.best, threads)) return -1;
+        next_level(s, &b, step);
+    }
+    return s->depth;
+}
+
+#endif
