@@ -135,7 +135,7 @@ def _measure(
         batch=len(texts),
         temperature=temperature,
         round=turn,
-        tpot_ms=statistics.mean(m["slo"][0]["tpot_ms"] for m in meta),
+        tpot_ms=statistics.mean(m["slo"]["tpot_ms"] for m in meta),
         accept_length=sum(m["completion_tokens"] - 1 for m in meta) / max(1, verifications),
         distinct_8grams=statistics.mean(_distinct(a["output_ids"]) for a in answers),
         iteration_ms=spent["decode_s"] / n * 1e3,

@@ -48,6 +48,8 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
         if os.environ.get(OVERLAP_ENV, "0") != "1":
             server_args.disable_overlap_schedule = True  # nothing runs beside a CPU
         server_args.disable_cuda_graph = True
+        # Compiled operators would start a compiler in the middle of a request (repetition penalties do).
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # SGLang has filled in its own CPU defaults by now; torch_native ignores tree masks.
         if server_args.attention_backend in (None, "intel_amx", "torch_native"):
             server_args.attention_backend = ATTENTION_BACKEND

@@ -51,17 +51,21 @@ def _streamer_class(base: type, scheduler: Any) -> type | None:
 
 
 def _metadata(result: dict[str, Any], meta_info: dict[str, Any]) -> dict[str, Any]:
-    return {**result, KEY: meta_info[KEY][0]} if meta_info.get(KEY) else result
+    return {**result, KEY: meta_info[KEY]} if meta_info.get(KEY) else result
 
 
 def _remember(outputs: AsyncIterator[Any], self: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-    """Keeps the last report on the request object, where the OpenAI streams below find it."""
+    """Takes the report out of the list that SGLang carries it in, and keeps the last one on the request
+    object, where the OpenAI streams below find it."""
 
     async def watched() -> AsyncIterator[Any]:
         async for out in outputs:
             for one in out if isinstance(out, list) else [out]:
-                if isinstance(one, dict) and one.get("meta_info", {}).get(KEY):
-                    obj.adaserve_slo = one["meta_info"][KEY][0]
+                carried = one["meta_info"].pop(KEY, None) if isinstance(one, dict) else None
+                if carried:
+                    one["meta_info"][KEY] = obj.adaserve_slo = (
+                        carried[0] if isinstance(carried, list) else carried
+                    )
             yield out
 
     return watched()
