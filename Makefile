@@ -6,7 +6,7 @@ BIN := .venv/bin
 TREE := .local/tree
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all check format bench sweep results pins clean
+.PHONY: help env demo test test-all check format bench sweep results gpu-check gpu-bundle pins clean
 
 help: ## Say what there is
 	@echo "AdaServe: every LLM request at the speed it asks for"
@@ -49,6 +49,12 @@ results: env ## Write the tables and figures under results/ anew from their reco
 	@for dir in results/*/; do \
 	  if [ -f "$$dir/requests.jsonl" ]; then $(BIN)/python -m adaserve.loadgen report "$$dir" || exit 1; fi; \
 	done
+
+gpu-check: env ## On a GPU host: exactness, TPOT and mixed SLOs against SGLang; JSON under results/
+	@$(BIN)/adaserve gpu-check $(ARGS)
+
+gpu-bundle: env ## Wheels for a GPU host without network, in parts of at most 60 MiB
+	@$(BIN)/python scripts/gpu_bundle.py build $(ARGS)
 
 pins: env ## Write constraints.txt anew from what is installed
 	@$(BIN)/python scripts/pins.py > constraints.new && mv constraints.new constraints.txt

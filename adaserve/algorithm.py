@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -55,8 +56,16 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         server_args.speculative_eagle_topk = config.max_width
         server_args.speculative_num_draft_tokens = 1 + config.max_candidates
         server_args.enable_mixed_chunk = False
+        leave_decode_graphs_to_us(server_args)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = 64
+
+
+def leave_decode_graphs_to_us(server_args: Any) -> None:
+    """SGLang cannot capture a plugin algorithm's decode graphs; the device worker captures its own."""
+    config = server_args.cuda_graph_config
+    if config is not None and config.decode.backend != "disabled":
+        server_args.cuda_graph_config = replace(config, decode=replace(config.decode, backend="disabled"))
 
 
 def refuse_unsupported(args: Any) -> None:

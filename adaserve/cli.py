@@ -216,6 +216,7 @@ def bench_latency(
 
 def _mount() -> None:
     """Commands that live in other packages."""
+    from adaserve.gpu.cli import gpu_check
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
     from adaserve.scheduler.simulator.cli import app as simulator
@@ -224,6 +225,7 @@ def _mount() -> None:
     bench.command("serve")(loadgen.bench_serve)
     bench.command("sweep")(bench_sweep)
     app.add_typer(bench, name="bench")
+    app.command("gpu-check")(gpu_check)
     app.command("report")(loadgen.report)
     app.add_typer(simulator, name="simulate")
     app.add_typer(pair, name="pair")

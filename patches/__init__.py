@@ -42,6 +42,7 @@ def apply_all() -> None:
         flags,
         internal_state,
         kv_reserve,
+        kv_sizing,
         live_page,
         prefill_slack,
         slo_requests,
@@ -51,6 +52,7 @@ def apply_all() -> None:
     for module in (
         flags,
         kv_reserve,
+        kv_sizing,
         cpu_kernels,
         prefill_slack,
         slo_requests,

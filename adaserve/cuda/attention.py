@@ -60,7 +60,7 @@ class AttentionBuffers:
         end = slots.shape[0]
         if end + padding > self.kv_indices.shape[0]:
             raise RuntimeError(
-                f"{end + padding} KV entries exceed the {self.kv_indices.shape[0]} reserved for tree forwards: "
+                f"{end + padding} KV entries exceed the {self.kv_indices.shape[0]} that are reserved: "
                 "lower --max-running-requests or --context-length"
             )
         self.kv_indices[:end].copy_(slots)
@@ -147,6 +147,8 @@ class HeadShape:
             raise ValueError(
                 "attention with a soft cap, a sliding window or values of another width is not supported"
             )
+        if getattr(runner.token_to_kv_pool, "use_hnd", False):
+            raise ValueError("a KV cache with heads before pages is not supported: use --page-size 1")
         dtype = runner.token_to_kv_pool.dtype
         if dtype.itemsize == 1:
             raise ValueError("an 8-bit KV cache is not supported: remove --kv-cache-dtype")

@@ -27,7 +27,7 @@ class Choice:
 
 
 def choose(policy: Policy, plan: IterationPlan, trees: TreeGrid, nodes: int) -> Choice:
-    """Selects with ``policy`` from ``trees`` (``nodes`` in all), on the device where its rule exists there."""
+    """Selects from ``trees`` (``nodes`` in all), on the device where the policy's rule exists there."""
     method = policy.select
     owner, rule = getattr(method, "__self__", policy), getattr(method, "__func__", None)
     if rule in (AdaServePolicy.select, BasePolicy.select):
@@ -95,4 +95,3 @@ def flat_trees(
         depth=depth[there],
         logprob=logprob[there],
     )
-

@@ -63,7 +63,7 @@ class DeviceDraft:
 
 
 def fit_shape(plan: IterationPlan, deepest: int, max_nodes: int) -> TreeShape | None:
-    """The planned shape, cut to what the rows and their windows can hold; None when nothing can be drafted."""
+    """The planned shape, cut to what rows and windows can hold; None when nothing can be drafted."""
     depth = min(plan.depth, deepest)
     while depth:
         branching = None if plan.branching is None else plan.branching[:depth]

@@ -51,11 +51,11 @@ class Inputs:
 
     @staticmethod
     def allocate(tokens: int, device: torch.device) -> Inputs:
-        zeros = (torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(3))
-        return Inputs(*zeros, torch.ones(tokens, device=device))
+        tokens_, positions, slots = torch.zeros(3, tokens, dtype=torch.int64, device=device)
+        return Inputs(tokens_, positions, slots, torch.ones(tokens, device=device))
 
     def front(self, tokens: int) -> Inputs:
-        return Inputs(*(t[:tokens] for t in (self.tokens, self.positions, self.slots, self.scale)))
+        return Inputs(self.tokens[:tokens], self.positions[:tokens], self.slots[:tokens], self.scale[:tokens])
 
 
 class ModelCall(Protocol):
@@ -128,7 +128,9 @@ class DeviceForward:
         """Fills the inputs; padding repeats token 0 at position 0 in the scratch slot."""
         count = tokens.shape[0]
         if padded > self.inputs.tokens.shape[0]:
-            raise RuntimeError(f"a forward of {padded} tokens exceeds the {self.inputs.tokens.shape[0]} reserved")
+            raise RuntimeError(
+                f"a forward of {padded} tokens exceeds the {self.inputs.tokens.shape[0]} reserved"
+            )
         i = self.inputs
         i.tokens[:count].copy_(tokens)
         i.positions[:count].copy_(positions.clamp(max=self.last_position))

@@ -50,7 +50,7 @@ class Tiers:
         sizes = [1, 2, 4, 8, 12, 16]
         while sizes[-1] < most:
             sizes.append(sizes[-1] + max(8, 1 << (sizes[-1].bit_length() - 2)))
-        return Tiers(tuple(s for s in sizes if s < most) + (most,))
+        return Tiers((*(s for s in sizes if s < most), most))
 
 
 class Graph(Protocol):

@@ -32,7 +32,7 @@ class MeasuredForward:
         q_lens = plan.qo_indptr.diff().long().cpu().numpy()
         kv_lens = plan.kv_indptr.diff().long().cpu().numpy()
         spare = key.rows - len(q_lens)
-        f.set_tokens(*(t.to(f.device) for t in (tokens, positions, slots)), padded=key.tokens)
+        f.set_tokens(tokens.to(f.device), positions.to(f.device), slots.to(f.device), key.tokens)
         f.buffers.set_slots(plan.kv_indices.to(f.device), spare)
         q_lens = np.concatenate([q_lens, np.zeros(spare, np.int64)])
         if spare:

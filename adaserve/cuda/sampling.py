@@ -82,9 +82,7 @@ def _sample(logits: Tensor, v: DeviceVerify, batch: Any) -> Tensor:
     settings = [r.sampling_params for r in batch.reqs]
     greedy = np.array([p.top_k == 1 for p in settings])
     vocabulary = logits.shape[1]
-    filtered = any(
-        p.top_k != 1 and (p.top_k < vocabulary or p.top_p < 1 or p.min_p > 0) for p in settings
-    )
+    filtered = any(p.top_k != 1 and (p.top_k < vocabulary or p.top_p < 1 or p.min_p > 0) for p in settings)
     probs = torch.softmax(logits / info.temperatures[v.row], dim=-1)
     seed = None if info.sampling_seed is None else info.sampling_seed[v.row]
     if filtered:

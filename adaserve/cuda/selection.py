@@ -141,7 +141,7 @@ def priced(
 
 def slo_counts(ranked: RankedGrid, need: Tensor, reach: float, n_max: int | None, budget: int) -> Tensor:
     """SLO phase: nodes per row, neediest row first, ``budget`` nodes in all; int64 [n]."""
-    n, k = ranked.value.shape
+    k = ranked.value.shape[1]
     if k == 0 or budget <= 0:
         return torch.zeros_like(ranked.available)
     target = need.clamp(max=reach) - 1.0
@@ -169,7 +169,7 @@ def best_counts(ranked: RankedGrid, first: Tensor, nodes: int) -> Tensor:
     open_ = torch.arange(k, device=first.device) >= first[:, None]
     key = torch.where(open_, ranked.key, 0)
     falling = key.flatten().sort(descending=True).values
-    threshold = falling[(left - 1).clamp(0, n * k - 1)]
+    threshold = falling.index_select(0, (left - 1).clamp(0, n * k - 1).view(1))
     some = first + ((key >= threshold) & open_).sum(dim=1)
     chosen = torch.where(rest.sum() <= left, ranked.available, some)
     return torch.where(left > 0, chosen, first)

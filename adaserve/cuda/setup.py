@@ -52,7 +52,9 @@ class DeviceModels:
         if not self.captures:
             return
         draft, target = self.draft, self.target
-        capture_all("draft", draft_keys(self.row_tiers, config.max_width), lambda k: _warm(draft, k), draft.table)
+        capture_all(
+            "draft", draft_keys(self.row_tiers, config.max_width), lambda k: _warm(draft, k), draft.table
+        )
         keys = [verify_key(t, self.token_tiers, self.most_rows) for t in reversed(self.token_tiers.sizes)]
         capture_all("verification", keys, lambda k: _warm(target, k), target.table)
 
@@ -114,7 +116,13 @@ def device_models(target: Any, draft: Any, config: AdaServeConfig) -> DeviceMode
 
     def forwards(runner: Any, candidates: int) -> DeviceForward:
         return DeviceForward(
-            SGLangCall(runner), kernel_maker(runner, device), GraphTable(capture), inputs, buffers, candidates, last
+            SGLangCall(runner),
+            kernel_maker(runner, device),
+            GraphTable(capture),
+            inputs,
+            buffers,
+            candidates,
+            last,
         )
 
     models = DeviceModels(

@@ -53,7 +53,9 @@ class DeviceAcceptance:
     emitted: Tensor  # int64 [n, stride]: accepted tokens and the bonus, zeros behind
 
 
-def build(rows: DeviceRows, draft: DeviceDraft | None, keep: Tensor | None, counts: np.ndarray) -> DeviceVerify:
+def build(
+    rows: DeviceRows, draft: DeviceDraft | None, keep: Tensor | None, counts: np.ndarray
+) -> DeviceVerify:
     """``keep`` bool [n, k] (None without a draft), ``counts`` int64 [n] = its row sums, known to the host."""
     n, device = len(rows), rows.lens.device
     kept = int(counts.sum())
@@ -134,7 +136,9 @@ def verify_key(tokens: int, tiers: Tiers, most_rows: int) -> Key:
     return Key(padded, min(padded, most_rows) + 1, "logits")
 
 
-def forward(target: DeviceForward, rows: DeviceRows, v: DeviceVerify, tiers: Tiers, most_rows: int) -> Tensor:
+def forward(
+    target: DeviceForward, rows: DeviceRows, v: DeviceVerify, tiers: Tiers, most_rows: int
+) -> tuple[Tensor, Tensor]:
     """Runs the target: logits [T, vocab] and their argmax int64 [T], valid until the next forward."""
     count, n = len(v.tokens), len(rows)
     key = verify_key(count, tiers, most_rows)
@@ -171,7 +175,9 @@ def accept(v: DeviceVerify, draws: Tensor, stride: int) -> DeviceAcceptance:
     return DeviceAcceptance(accepted, count, bonus, emitted)
 
 
-def moves(rows: DeviceRows, v: DeviceVerify, acceptance: DeviceAcceptance, deepest: int) -> tuple[Tensor, Tensor]:
+def moves(
+    rows: DeviceRows, v: DeviceVerify, acceptance: DeviceAcceptance, deepest: int
+) -> tuple[Tensor, Tensor]:
     """(target, source) slots, int64 [n * deepest]: accepted nodes go where committed tokens belong.
 
     Places of the list that no node takes move the scratch slot onto itself.

@@ -24,7 +24,7 @@ from adaserve.cuda.clock import Mark, mark
 from adaserve.cuda.drafter import DeviceDraft, DeviceDrafter
 from adaserve.cuda.layout import starts, to_device
 from adaserve.cuda.rows import DeviceRows
-from adaserve.cuda.setup import DeviceModels, device_models
+from adaserve.cuda.setup import device_models
 from adaserve.cuda.transfer import HostCopy
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, Policy, Selection

@@ -24,6 +24,7 @@ TARGETS = {
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": [
         "req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size",
     ],
+    "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": ["self", "kvc"],
     f"{OPENAI}.serving_base.OpenAIServingBase.handle_request": ["self", "request", "raw_request"],
     f"{OPENAI}.serving_completions.OpenAIServingCompletion._generate_completion_stream": [
         "self", "adapted_request", "request", "raw_request",

@@ -98,7 +98,12 @@ class Requests:
                 RequestState(f"r{r}", "default", math.inf, 0.0, draft_len=length - lag[r], pending=pending)
             )
         return DecodeRows(
-            states, np.array(self.lengths), self.roots.numpy(), self.pool_rows, self.req_to_token.long(), running
+            states,
+            np.array(self.lengths),
+            self.roots.numpy(),
+            self.pool_rows,
+            self.req_to_token.long(),
+            running,
         )
 
     def device_rows(self, running: RunningBatch, lag: list[int]) -> DeviceRows:
@@ -115,7 +120,13 @@ def device_forward(model: TinyModel, candidates: int = 4, tokens: int = 512) -> 
     buffers.mask.fill_(255)
     inputs = Inputs.allocate(tokens, CPU)
     return DeviceForward(
-        model, lambda b, rows: SdpaKernel(b), GraphTable(capture=False), inputs, buffers, candidates, CONTEXT - 1
+        model,
+        lambda b, rows: SdpaKernel(b),
+        GraphTable(capture=False),
+        inputs,
+        buffers,
+        candidates,
+        CONTEXT - 1,
     )
 
 

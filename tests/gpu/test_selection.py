@@ -207,7 +207,7 @@ NAMES = ["adaserve", "adaserve-v1", "global-greedy", "equal-greedy", "chain-3", 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(15))
 def test_every_policy_chooses_the_same_on_the_device(name: str, seed: int) -> None:
-    """``choose`` against the policy's own ``select``; the trees have no ties, so exp may round as it likes."""
+    """``choose`` against the policy's own ``select``; without ties, so exp may round as it likes."""
     policy, plan, trees = choice_case(seed, name)
     choice = choose(policy, plan, to_device(trees), trees.n_nodes)
     assert choice.on_host is None
@@ -240,7 +240,11 @@ def test_priced_with_ties() -> None:
         worth = 3.0 + np.concatenate([[0.0], np.sort(f)[::-1][:most].cumsum()])
         best = int(np.argmax(np.where(np.arange(most + 1) <= np.count_nonzero(f), worth / seconds, -1)))
         kept = device.priced(
-            to_device(trees), grid_of(trees, f), torch.ones(3, dtype=torch.float64), torch.from_numpy(seconds), most
+            to_device(trees),
+            grid_of(trees, f),
+            torch.ones(3, dtype=torch.float64),
+            torch.from_numpy(seconds),
+            most,
         )
         order = sorted(range(trees.n_nodes), key=lambda i: (-f[i], i))
         right = np.isin(np.arange(trees.n_nodes), order[:best])

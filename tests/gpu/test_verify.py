@@ -60,7 +60,12 @@ class Case:
         return draws
 
 
-CASES = [([5, 17, 1], 0, None), ([5, 9, 30, 4, 11], 1, [9, 0, 2, 0, 9]), ([40], 2, None), ([3, 3, 3, 3], 3, None)]
+CASES = [
+    ([5, 17, 1], 0, None),
+    ([5, 9, 30, 4, 11], 1, [9, 0, 2, 0, 9]),
+    ([40], 2, None),
+    ([3, 3, 3, 3], 3, None),
+]
 
 
 @pytest.mark.parametrize(("lengths", "seed", "max_depth"), CASES)
@@ -86,7 +91,9 @@ def test_logits_and_cache(lengths: list[int], seed: int, max_depth: list[int] | 
     logits, best = device.forward(case.forward, case.device_rows, case.device, TIERS, most_rows=8)
     torch.testing.assert_close(logits, right, rtol=1e-4, atol=1e-4)
     assert torch.equal(best, right.argmax(-1))
-    for one, two in zip(case.models[0].k + case.models[0].v, case.models[1].k + case.models[1].v, strict=True):
+    for one, two in zip(
+        case.models[0].k + case.models[0].v, case.models[1].k + case.models[1].v, strict=True
+    ):
         torch.testing.assert_close(one[1:], two[1:], rtol=1e-4, atol=1e-4)
 
 

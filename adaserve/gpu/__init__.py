@@ -1,0 +1,1 @@
+"""``adaserve gpu-check``: what only a GPU host can say, in one command."""

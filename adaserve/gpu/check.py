@@ -1,0 +1,287 @@
+"""Exactness, speed and mixed SLOs on three servers, judged against the project's targets."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from adaserve.bench_report import progress
+from adaserve.environment import describe_host
+from adaserve.gpu import client
+from adaserve.gpu.client import Answer
+from adaserve.gpu.figures import draw
+from adaserve.gpu.mixed import run_mixed
+from adaserve.gpu.servers import ADASERVE, PLAIN, STANDALONE, Pair, serving
+from adaserve.server import Server, ServerError
+
+NONE = "none"
+MIXED_POLICIES = ("priced", "adaserve", "chain-4", NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPlan:
+    """What to run."""
+
+    batches: tuple[int, ...] = (1, 8, 32, 64)
+    policies: tuple[str, ...] = ("adaserve", "priced")
+    tokens: int = 128
+    rounds: int = 3
+    exact_prompts: int = 64
+    mixed_s: float = 60.0
+    loads: tuple[float, ...] = (0.5, 0.9, 1.3)  # requests offered, as shares of plain decoding's capacity
+    tie_margin: float = 0.15
+    """Two best log-probabilities closer than that may swap with the shapes of kernels (bf16, fp16)."""
+    seed: int = 0
+
+
+@dataclass
+class Findings:
+    """Everything that was measured; JSON values. None = not measured, with the reason in ``skipped``."""
+
+    exact: dict[str, Any] = field(default_factory=dict)  # by server or policy
+    tpot_ms: dict[str, dict[int, float]] = field(default_factory=dict)  # by server or policy, by batch
+    details: dict[str, Any] = field(default_factory=dict)  # iterations of the AdaServe server
+    mixed: dict[str, Any] = field(default_factory=dict)  # by load, by server or policy
+    skipped: dict[str, str] = field(default_factory=dict)
+    latency_model: dict[str, Any] = field(default_factory=dict)
+    device: dict[str, Any] = field(default_factory=dict)
+
+
+class Check:
+    """One run of ``adaserve gpu-check``."""
+
+    def __init__(self, pair: Pair, plan: CheckPlan, out: Path, console: Console) -> None:
+        self.pair, self.plan, self.out, self.console = pair, plan, out, console
+        self.found = Findings()
+        self._prompts: list[list[int]] = []
+        self._reference: list[Answer] = []
+        self._baseline_ms: float | None = None
+
+    def run(self, command: str) -> dict[str, Any]:
+        """Runs everything, writes ``out``; returns the report. Raises ServerError, PairError."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._prompts = _prompts(
+            self.pair.target, max(*self.plan.batches, self.plan.exact_prompts), self.plan.seed
+        )
+        self._on(PLAIN, self._plain)
+        self._on(ADASERVE, self._adaserve)
+        self._on(STANDALONE, self._standalone, optional=True)
+        report = self._report(command)
+        (self.out / "gpu-check.json").write_text(json.dumps(report, indent=1) + "\n")
+        draw(report, self.out)
+        return report
+
+    def _on(self, kind: str, measure: Callable[[Server], None], optional: bool = False) -> None:
+        self.console.print(f"[bold]{kind}[/]")
+        try:
+            with serving(self.pair, kind, self.out / f"{kind}.log", self.console) as server:
+                measure(server)
+        except ServerError as error:
+            if not optional:
+                raise
+            self.found.skipped[kind] = (
+                str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+            )
+            self.console.print(f"skipped: {self.found.skipped[kind]}", highlight=False)
+
+    # -- the three servers ----------------------------------------------------------------------
+
+    def _plain(self, server: Server) -> None:
+        p = self.plan
+        prompts = self._prompts[: p.exact_prompts]
+        self._reference = client.generate(server.url, prompts, p.tokens, margins=True)
+        # Alone instead of in a batch: how often SGLang itself says something else with other shapes.
+        alone = [client.generate(server.url, [q], p.tokens)[0] for q in prompts[: min(8, len(prompts))]]
+        self.found.exact[f"{PLAIN}, one by one"] = self._compare(alone)
+        self._speed(server, PLAIN)
+
+    def _adaserve(self, server: Server) -> None:
+        p = self.plan
+        for policy in (*p.policies, "chain-4", NONE):
+            server.set_policy(policy)
+            httpx.post(server.url + "/flush_cache", timeout=60.0)
+            answers = client.generate(server.url, self._prompts[: p.exact_prompts], p.tokens)
+            self.found.exact[policy] = self._compare(answers)
+        for policy in (*p.policies, NONE):
+            server.set_policy(policy)
+            self._speed(server, policy)
+        state = server.report()
+        self.found.latency_model, self.found.device = state["latency"], state.get("device", {})
+        self._baseline_ms = state["baseline_ms"]
+        self._verification_cost(server)
+        for policy in MIXED_POLICIES:
+            server.set_policy(policy)
+            self._mixed(server, policy)
+
+    def _standalone(self, server: Server) -> None:
+        answers = client.generate(server.url, self._prompts[: self.plan.exact_prompts], self.plan.tokens)
+        self.found.exact[STANDALONE] = self._compare(answers)
+        self._speed(server, STANDALONE)
+        self._mixed(server, STANDALONE)
+
+    # -- measurements ---------------------------------------------------------------------------
+
+    def _compare(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Outputs against the reference; a difference counts as a tie where the reference was undecided."""
+        same, ties, different = 0, 0, []
+        for i, (answer, right) in enumerate(zip(answers, self._reference, strict=False)):
+            at = client.first_difference(answer.output_ids, right.output_ids)
+            if at is None:
+                same += 1
+            elif right.margins[at] < self.plan.tie_margin:
+                ties += 1
+            else:
+                different.append({"prompt": i, "token": at, "margin": round(right.margins[at], 4)})
+        return {"requests": len(answers), "identical": same, "ties": ties, "different": different}
+
+    def _speed(self, server: Server, name: str) -> None:
+        p = self.plan
+        with progress(self.console) as bar:
+            task = bar.add_task(f"{name}: TPOT", total=len(p.batches) * p.rounds)
+            for batch in p.batches:
+                samples = []
+                before = _times(server, name)
+                start_s = time.perf_counter()
+                for turn in range(p.rounds):
+                    n = len(self._prompts)
+                    prompts = [self._prompts[(turn * 37 + i) % n] for i in range(batch)]
+                    samples.append(client.tpot_ms(server.url, prompts, p.tokens))
+                    bar.update(task, advance=1, description=f"{name}: batch {batch}")
+                self.found.tpot_ms.setdefault(name, {})[batch] = statistics.median(samples)
+                if before is not None:
+                    spent = _spent(before, _times(server, name) or before)
+                    spent["wall_s"] = time.perf_counter() - start_s
+                    self.found.details.setdefault(name, {})[batch] = spent
+
+    def _verification_cost(self, server: Server) -> None:
+        """Device time of verifying 64 tokens (16 requests, chains of 3) and of 64 plainly decoded ones."""
+        costs = {}
+        rows = 64 if max(self.plan.batches) >= 64 else 4 * max(1, max(self.plan.batches) // 4)
+        for policy, batch in (("chain-3", rows // 4), (NONE, rows)):
+            server.set_policy(policy)
+            before = server.report()["times"]
+            client.generate(server.url, self._prompts[:batch], self.plan.tokens)
+            spent = _spent(before, server.report()["times"])
+            costs[policy] = spent["target_s"] / max(1.0, spent["iterations"]) * 1e3
+        self.found.details["verification"] = {
+            "tokens": rows, "verify_ms": costs["chain-3"], "decode_ms": costs[NONE],
+            "ratio": costs["chain-3"] / costs[NONE] if costs[NONE] else None,
+        }  # fmt: skip
+
+    def _mixed(self, server: Server, name: str) -> None:
+        if self._baseline_ms is None or self.plan.mixed_s <= 0:
+            return
+        busiest = max(self.found.tpot_ms[PLAIN])
+        capacity_tps = busiest / self.found.tpot_ms[PLAIN][busiest] * 1e3
+        for load in self.plan.loads:
+            summary = run_mixed(
+                server, self.out / f"mixed-{load:g}" / name, capacity_tps * load, self.plan.mixed_s,
+                self._baseline_ms, self.plan.seed, self.console,
+            )  # fmt: skip
+            self.found.mixed.setdefault(f"{load:g}", {})[name] = summary
+            httpx.post(server.url + "/flush_cache", timeout=60.0)
+
+    def _report(self, command: str) -> dict[str, Any]:
+        body = {
+            "schema_version": 1,
+            "kind": "gpu-check",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": command,
+            "host": describe_host(),
+            "gpu": _gpu(),
+            "pair": {
+                **asdict(replace(self.pair, target=_name(self.pair.target), draft=_name(self.pair.draft)))
+            },
+            "plan": asdict(self.plan),
+            **asdict(self.found),
+        }
+        return {**body, "targets": targets(self.found)}
+
+
+def targets(found: Findings) -> list[dict[str, Any]]:
+    """What the project wants of a GPU host, and whether it was so; None where it was not measured."""
+    tpot, rows = found.tpot_ms, []
+
+    def add(what: str, value: float | None, holds: bool | None) -> None:
+        rows.append({"target": what, "value": None if value is None else round(value, 4), "met": holds})
+
+    ours = {k: v for k, v in found.exact.items() if not k.startswith(PLAIN)}
+    wrong = sum(len(v["different"]) for v in ours.values())
+    add("greedy outputs that differ from SGLang's other than by ties: 0", wrong, wrong == 0 if ours else None)
+    speedup = _ratio(tpot.get(PLAIN, {}).get(1), tpot.get("adaserve", {}).get(1))
+    add("TPOT at batch 1 at least 2x better than without speculation", speedup, _at_least(speedup, 2.0))
+    ratio = found.details.get("verification", {}).get("ratio")
+    add("verification within 1.15x of as many plainly decoded tokens", ratio, _at_most(ratio, 1.15))
+    share = _other_share(found.details.get("adaserve", {}).get(32))
+    add("time outside of both models below 5% at batch 32", share, _at_most(share, 0.05))
+    highest = max(found.mixed, key=float, default=None)
+    goodput = {} if highest is None else {k: v["token_goodput"] for k, v in found.mixed[highest].items()}
+    best = max((goodput[p] for p in ("priced", "adaserve") if p in goodput), default=None)
+    gain = _ratio(best, goodput.get(STANDALONE))
+    add("goodput at the highest load above SGLang's own speculation", gain, _at_least(gain, 1.0))
+    return rows
+
+
+def _other_share(spent: dict[str, float] | None) -> float | None:
+    if not spent or not spent["decode_s"]:
+        return None
+    return 1.0 - (spent["target_s"] + spent["draft_s"]) / spent["decode_s"]
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def _at_least(value: float | None, bound: float) -> bool | None:
+    return None if value is None else value >= bound
+
+
+def _at_most(value: float | None, bound: float) -> bool | None:
+    return None if value is None else value <= bound
+
+
+def _times(server: Server, name: str) -> dict[str, float] | None:
+    return None if name in (PLAIN, STANDALONE) else server.report()["times"]
+
+
+def _spent(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {k: after[k] - before[k] for k in after}
+
+
+def _prompts(model: str, count: int, seed: int) -> list[list[int]]:
+    """Token ids of held-out code and prose of 30 to 300 tokens."""
+    import random
+
+    from transformers import AutoTokenizer
+
+    from adaserve.pair.prompts import load_prompts
+
+    texts = [p.text for p in load_prompts() if p.category != "summarization" and 30 <= p.tokens <= 300]
+    random.Random(seed).shuffle(texts)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [list(tokenizer.encode(t)) for t in texts[:count]]
+
+
+def _gpu() -> dict[str, Any] | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    p = torch.cuda.get_device_properties(0)
+    return {
+        "name": p.name,
+        "memory_gib": round(p.total_memory / 2**30, 1),
+        "count": torch.cuda.device_count(),
+    }
+
+
+def _name(path: str) -> str:
+    return Path(path).name if Path(path).is_dir() else path

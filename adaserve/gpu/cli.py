@@ -1,0 +1,127 @@
+"""The command ``adaserve gpu-check``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+
+def gpu_check(
+    *,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a small dry run of the same code.")] = "cuda",
+    model: Annotated[
+        str | None, typer.Option("--model-path", help="Target.", show_default="the embedded one, widened")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option("--draft-model-path", help="Draft.", show_default="the embedded one, widened"),
+    ] = None,
+    size: Annotated[str, typer.Option(help="Parameters of the widened target.", show_default="8B")] = "",
+    layers: Annotated[int, typer.Option(help="Layers of the widened target.")] = 32,
+    draft_size: Annotated[str, typer.Option(help="Parameters of the widened draft.", show_default="1B")] = "",
+    draft_layers: Annotated[int, typer.Option(help="Layers of the widened draft.")] = 16,
+    batches: Annotated[str, typer.Option(help="Concurrent requests.", show_default="1,8,32,64")] = "",
+    tokens: Annotated[int | None, typer.Option(help="Output tokens.", show_default="128")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Repetitions.", show_default="3")] = None,
+    mixed_seconds: Annotated[
+        float | None, typer.Option(help="Length of each mixed run; 0 = none.", show_default="60")
+    ] = None,
+    flags: Annotated[str, typer.Option(help="Further SGLang flags for every server, in one string.")] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-gpu-check")
+    ] = None,
+) -> None:
+    """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.
+
+    Writes gpu-check.json and figures. About 40 minutes on an 8B-like pair, which is made without downloads.
+    """
+    from adaserve.gpu.check import Check, CheckPlan
+    from adaserve.gpu.servers import Pair
+    from adaserve.gpu.shapes import widened_pair
+    from adaserve.loadgen.errors import LoadgenError
+    from adaserve.loadgen.results import new_results_dir
+    from adaserve.pair.widen import PairError
+    from adaserve.server import ServerError, on_cpu
+
+    console = Console(stderr=True)
+    dry = device == "cpu"
+    try:
+        if device not in ("cuda", "cpu"):
+            raise ServerError(f"--device is cuda or cpu, not {device!r}")
+        if dry != on_cpu():
+            raise ServerError(
+                "this host has no GPU: use --device cpu"
+                if not dry
+                else "--device cpu needs a host without a GPU"
+            )
+        if (model is None) != (draft is None):
+            raise ServerError("give both --model-path and --draft-model-path, or neither")
+        if model is None or draft is None:
+            sizes = (
+                (size or "8M", 0, draft_size or None, 0)
+                if dry
+                else (size or "8B", layers, draft_size or "1B", draft_layers)
+            )
+            model, draft = map(str, widened_pair(*sizes))
+        plan = _plan(CheckPlan, dry, batches, tokens, rounds, mixed_seconds)
+        common = ("--max-running-requests", str(max(64, *plan.batches)), *shlex.split(flags))
+        if "--context-length" not in common:
+            common += ("--context-length", "4096")
+        folder = out or new_results_dir(Path("results"), "gpu-check")
+        check = Check(Pair(model, draft, device, common), plan, folder, console)
+        report = check.run(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    except (ServerError, PairError, LoadgenError, ValueError) as error:
+        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    _show(report, Console())
+    console.print(f"written to {folder}")
+    if any(t["met"] is False for t in report["targets"]) and not dry:
+        raise typer.Exit(1)
+
+
+def _plan(kind: type, dry: bool, batches: str, tokens: int | None, rounds: int | None, mixed_s: float | None):  # type: ignore[no-untyped-def]
+    """The plan of a GPU, or a small one, with what was given."""
+    chosen: dict[str, object] = {}
+    if dry:
+        chosen = {"batches": (1, 4), "tokens": 24, "rounds": 1, "exact_prompts": 6, "mixed_s": 6.0,
+                  "loads": (0.4,), "tie_margin": 1e-3}  # fmt: skip
+    if batches:
+        chosen["batches"] = tuple(int(b) for b in batches.split(","))
+    given = {"tokens": tokens, "rounds": rounds, "mixed_s": mixed_s}
+    return kind(**chosen | {k: v for k, v in given.items() if v is not None})
+
+
+def _show(report: dict, console: Console) -> None:  # type: ignore[type-arg]
+    table = Table(box=SIMPLE_HEAD, title="ms per output token (greedy)")
+    table.add_column("server or policy")
+    sizes = sorted({int(b) for row in report["tpot_ms"].values() for b in row})
+    for batch in sizes:
+        table.add_column(f"batch {batch}", justify="right")
+    for name, row in report["tpot_ms"].items():
+        cells = {int(b): f"{v:.2f}" for b, v in row.items()}
+        table.add_row(name, *(cells.get(b, "-") for b in sizes))
+    console.print(table)
+    table = Table(box=SIMPLE_HEAD, title="outputs against SGLang without speculation")
+    for head in ("server or policy", "requests", "identical", "ties", "different"):
+        table.add_column(head)
+    for name, row in report["exact"].items():
+        table.add_row(
+            name, *(str(row[k]) for k in ("requests", "identical", "ties")), str(len(row["different"]))
+        )
+    console.print(table)
+    table = Table(box=SIMPLE_HEAD, title="targets")
+    for head in ("target", "value", "met"):
+        table.add_column(head)
+    for row in report["targets"]:
+        value = "-" if row["value"] is None else f"{row['value']:g}"
+        table.add_row(row["target"], value, {True: "yes", False: "no", None: "not measured"}[row["met"]])
+    console.print(table)
+    for name, reason in report["skipped"].items():
+        console.print(f"skipped {name}: {reason}", highlight=False)

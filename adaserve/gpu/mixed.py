@@ -1,0 +1,42 @@
+"""The paper's mix of three classes against one server, at a load that all servers get alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from adaserve.loadgen.arrivals import Arrivals
+from adaserve.loadgen.bench import run_bench
+from adaserve.loadgen.config import BenchConfig, Length, default_classes
+from adaserve.loadgen.config import Server as LoadServer
+from adaserve.server import Server
+
+KEPT = ("slo_attainment", "token_goodput", "mean_tpot_ms", "p99_tpot_ms", "accept_length", "requests")
+
+
+def run_mixed(
+    server: Server,
+    out: Path,
+    tokens_per_s: float,
+    seconds: float,
+    baseline_ms: float,
+    seed: int,
+    console: Console,
+) -> dict[str, Any]:
+    """Offers ``tokens_per_s`` output tokens for ``seconds``; the figures of its summary that are compared."""
+    output = Length(64)
+    config = BenchConfig(
+        server=LoadServer(url=server.url, api="generate", ignore_eos=True),
+        classes={n: replace(c, output_tokens=output) for n, c in default_classes().items()},
+        arrivals=Arrivals(rps=tokens_per_s / output.median),
+        duration_s=seconds,
+        baseline_ms=baseline_ms,
+        seed=seed,
+    )
+    summary = run_bench(config, out, console=console)
+    kept = {k: summary.get(k) for k in KEPT}
+    by_class = {n: {k: c.get(k) for k in KEPT} for n, c in summary["by_class"].items()}
+    return {**kept, "by_class": by_class, "invalid_reasons": summary["invalid_reasons"]}

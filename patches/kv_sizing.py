@@ -1,0 +1,53 @@
+"""KV memory of a token counts for target and draft, and the device worker's own memory is set aside.
+
+Why: SGLang sizes the KV pools from what is free after both models were loaded, but adds the draft's KV to a
+token's cost for its own EAGLE and STANDALONE only. Without this hook the draft's pool, which has as many
+slots as the target's, would be allocated on top of memory that is already given away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.patches import hook
+
+DEVICE_RESERVE_BYTES = 1 << 30
+"""Attention workspace (264 MiB), static inputs, and CUDA graphs of draft steps and verifications."""
+
+
+def register() -> None:
+    target = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__"
+    hook(target, _count_draft, HookType.AFTER)
+
+
+def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
+    from adaserve.algorithm import AdaServeAlgorithm
+
+    if kvc.is_draft_worker or not isinstance(kvc.spec_algorithm, AdaServeAlgorithm):
+        return
+    configurator._cell_size += draft_bytes_per_token(_draft_config(kvc.server_args), kvc.kv_cache_dtype)
+    if str(kvc.device).startswith("cuda"):
+        configurator._fixed_overhead_bytes += DEVICE_RESERVE_BYTES
+
+
+def _draft_config(server_args: Any) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(
+        server_args,
+        model_path=server_args.speculative_draft_model_path,
+        model_revision=server_args.speculative_draft_model_revision,
+        is_draft_model=True,
+    )
+
+
+def draft_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Keys and values of one token in every layer of the draft, on one rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    heads = config.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
+    return int(2 * config.num_hidden_layers * heads * config.head_dim * dtype.itemsize)

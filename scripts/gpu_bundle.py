@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""Builds what a GPU host without network needs: wheels, in parts small enough to be carried one by one.
+
+    python scripts/gpu_bundle.py build --out bundle      # here, with network
+    python bundle/assemble.py --to site                  # there, after all parts have arrived
+    PYTHONPATH=site python -m adaserve.cli serve ...
+
+Wheels are fetched through pip as it is configured, for the platform in ``TARGET``. Three large ones are
+slimmed of what a server never reads. A manifest names every wheel and part with its SHA-256.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PART_BYTES = 60 << 20
+TARGET = {"python": "3.12", "torch": "2.11.0+cu130", "cuda": "13", "machine": "x86_64"}
+PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17, 5)]
+PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
+
+SLIM = {
+    "sglang": ("sglang/test/*", "sglang/benchmark/*", "sglang/bench_*", "sglang/srt/rust_extensions/*.so"),
+    "flashinfer_python": ("flashinfer/data/cubins/*", "flashinfer/data/aot/*",
+                          "flashinfer/data/csrc/nv_internal/*", "flashinfer/data/csrc/fused_moe/*"),
+    "sglang_kernel": ("sgl_kernel/flash_ops*", "sgl_kernel/sm100/*", "sgl_kernel/spatial_ops*",
+                      "sgl_kernel/*flashmla*", "sgl_kernel/infllm_ops*"),
+}  # fmt: skip
+"""Patterns of files left out, by distribution."""
+
+
+NOT_SOURCE = (".*", "build", "dist", "results", "tests", "*.egg-info", "__pycache__", "gpu-bundle")
+"""What a wheel is not made of."""
+
+
+class BundleError(Exception):
+    """The bundle cannot be made; the message says what to do."""
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def requirements(listed: Path, constraints: Path) -> list[str]:
+    """``name==version`` of every wheel. Raises BundleError for a name without a version."""
+    pins = {}
+    for line in constraints.read_text().splitlines():
+        name, _, version = line.partition("==")
+        pins[name.strip().lower()] = version.split(";")[0].strip()
+    wanted = []
+    for line in listed.read_text().splitlines():
+        name = line.partition("#")[0].strip()
+        if not name:
+            continue
+        if "==" not in name:
+            if name.lower() not in pins:
+                raise BundleError(f"{name} has no version in {constraints.name}: pin it in {listed.name}")
+            name = f"{name}=={pins[name.lower()]}"
+        wanted.append(name)
+    return wanted
+
+
+def download(wanted: Sequence[str], folder: Path) -> None:
+    """Every wheel for the target, without its dependencies. Raises BundleError with pip's reason."""
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+    ]
+    pip += ["--implementation", "cp", "--python-version", TARGET["python"]]
+    pip += [word for platform in PLATFORMS for word in ("--platform", platform)]
+    for number, name in enumerate(wanted, 1):
+        print(f"[{number}/{len(wanted)}] {name}", flush=True)
+        done = subprocess.run([*pip, name], check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise BundleError(f"pip found no wheel of {name} for the target:\n{done.stderr.strip()[-600:]}")
+
+
+def own_wheel(folder: Path) -> None:
+    """The wheel of this working tree, built from a copy: setuptools leaves its traces where it builds."""
+    with tempfile.TemporaryDirectory() as name:
+        tree = Path(name) / "adaserve"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_SOURCE))
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+        done = subprocess.run(
+            [*command, "--wheel-dir", str(folder), str(tree)], check=False, capture_output=True, text=True
+        )
+    if done.returncode:
+        raise BundleError(f"the wheel of AdaServe could not be built:\n{done.stderr.strip()[-600:]}")
+
+
+def slim(wheel: Path, patterns: Sequence[str]) -> int:
+    """Rewrites a wheel without the files that match, its RECORD kept true; bytes saved."""
+    before = wheel.stat().st_size
+    partial = wheel.with_suffix(".partial")
+    with (
+        zipfile.ZipFile(wheel) as old,
+        zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new,
+    ):
+        kept = [i for i in old.infolist() if not any(fnmatch.fnmatch(i.filename, p) for p in patterns)]
+        names = {i.filename for i in kept}
+        for item in kept:
+            data = old.read(item)
+            if item.filename.endswith(".dist-info/RECORD"):
+                rows = data.decode().splitlines()
+                data = "".join(
+                    f"{row}\n" for row in rows if row.rsplit(",", 2)[0].strip('"') in names
+                ).encode()
+            new.writestr(item, data, zipfile.ZIP_DEFLATED)
+    partial.replace(wheel)
+    return before - wheel.stat().st_size
+
+
+def split(wheels: Sequence[Path], out: Path, part_bytes: int = PART_BYTES) -> dict[str, object]:
+    """Writes the wheels' bytes into parts of at most ``part_bytes``, and the manifest, which it returns."""
+    out.mkdir(parents=True, exist_ok=True)
+    files, offset, parts = [], 0, _Parts(out, part_bytes)
+    for wheel in sorted(wheels):
+        size = wheel.stat().st_size
+        files.append({"name": wheel.name, "offset": offset, "bytes": size, "sha256": sha256(wheel)})
+        offset += size
+        with wheel.open("rb") as source:
+            while block := source.read(min(1 << 20, part_bytes)):
+                parts.write(block)
+    names = parts.close()
+    manifest: dict[str, object] = {
+        "schema_version": 1,
+        "target": TARGET,
+        "bytes": offset,
+        "parts": [{"name": p.name, "bytes": p.stat().st_size, "sha256": sha256(p)} for p in names],
+        "files": files,
+    }
+    (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    shutil.copy(ROOT / "scripts" / "gpu_assemble.py", out / "assemble.py")
+    return manifest
+
+
+class _Parts:
+    """A stream cut into files."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder, self._limit, self._room = folder, limit, 0
+        self._paths: list[Path] = []
+
+    def write(self, block: bytes) -> None:
+        while block:
+            if not self._room:
+                self._paths.append(self._folder / f"part-{len(self._paths):03}")
+                self._paths[-1].write_bytes(b"")
+                self._room = self._limit
+            piece, block = block[: self._room], block[self._room :]
+            with self._paths[-1].open("ab") as file:
+                file.write(piece)
+            self._room -= len(piece)
+
+    def close(self) -> list[Path]:
+        return self._paths
+
+
+def build(out: Path, only: str | None) -> None:
+    wanted = requirements(ROOT / "scripts" / "gpu_bundle.txt", ROOT / "constraints.txt")
+    if only is not None:
+        wanted = [w for w in wanted if w.partition("==")[0] in only.split(",")]
+    if out.exists() and any(out.iterdir()):
+        raise BundleError(f"{out} is not empty: give another folder")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        download(wanted, folder)
+        own_wheel(folder)
+        for wheel in sorted(folder.glob("*.whl")):
+            if patterns := SLIM.get(wheel.name.partition("-")[0].lower()):
+                saved = slim(wheel, patterns)
+                print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {saved / 1e6:.1f} MB left out")
+        manifest = split(list(folder.glob("*.whl")), out)
+    parts = manifest["parts"]
+    assert isinstance(parts, list)
+    print(
+        f"{len(wanted) + 1} wheels in {len(parts)} parts below {out}\n"
+        f"on the GPU host: python {out.name}/assemble.py --to site"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    building = commands.add_parser("build", help="fetch, slim and split")
+    building.add_argument("--out", type=Path, default=Path("gpu-bundle"))
+    building.add_argument("--only", help="comma-separated names: a small bundle, to try it")
+    given = parser.parse_args()
+    try:
+        build(given.out, given.only)
+    except BundleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

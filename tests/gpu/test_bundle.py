@@ -1,0 +1,134 @@
+"""The offline bundle on small made-up wheels: split, carried, put together, and what goes wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bundle = load("gpu_bundle")
+
+
+def fake_wheel(folder: Path, name: str, files: dict[str, bytes]) -> Path:
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    files = {**files, f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode()}
+    record = "".join(f"{f},sha256=x,{len(c)}\n" for f, c in files.items()) + f"{info}/RECORD,,\n"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file, content in {**files, f"{info}/RECORD": record.encode()}.items():
+            wheel.writestr(file, content)
+    return path
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> list[Path]:
+    """One far larger than a part, one that shares a part with its neighbours, one that is tiny."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    noise = random.Random(0).randbytes
+    return [
+        fake_wheel(folder, "large", {"large/__init__.py": b"x = 1\n", "large/data.bin": noise(300_000)}),
+        fake_wheel(folder, "medium", {"medium/__init__.py": b"y = 2\n", "medium/a.bin": noise(40_000)}),
+        fake_wheel(folder, "tiny", {"tiny.py": b"z = 3\n", "tiny-1.0.data/purelib/more.py": b"w = 4\n"}),
+    ]
+
+
+def assemble(out: Path, to: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(out / "assemble.py"), "--to", str(to)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_split_and_put_together(wheels: list[Path], tmp_path: Path) -> None:
+    out, site = tmp_path / "bundle", tmp_path / "site"
+    manifest = bundle.split(wheels, out, part_bytes=100_000)
+    parts = sorted(out.glob("part-*"))
+    assert len(parts) == len(manifest["parts"]) >= 4
+    assert all(p.stat().st_size <= 100_000 for p in parts)
+    done = assemble(out, site)
+    assert done.returncode == 0, done.stderr
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as z:
+            for name in z.namelist():
+                there = site / name.removeprefix("tiny-1.0.data/purelib/")
+                assert there.read_bytes() == z.read(name)
+    code = (
+        "import large, medium, tiny, more; from importlib.metadata import version; print(version('medium'))"
+    )
+    env = {"PYTHONPATH": str(site)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert ran.stdout.strip() == "1.0"
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged", "cut"])
+def test_a_bad_part_is_named(wheels: list[Path], tmp_path: Path, harm: str) -> None:
+    out = tmp_path / "bundle"
+    bundle.split(wheels, out, part_bytes=100_000)
+    part = out / "part-002"
+    content = part.read_bytes()
+    if harm == "missing":
+        part.unlink()
+    else:
+        part.write_bytes(content[:-1] if harm == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    done = assemble(out, tmp_path / "site")
+    assert done.returncode == 2 and "part-002" in done.stderr and "bring it" in done.stderr
+
+
+def test_slimmed_wheels_stay_whole(tmp_path: Path) -> None:
+    wheel = fake_wheel(
+        tmp_path,
+        "sglang",
+        {"sglang/__init__.py": b"", "sglang/test/big.py": b"#" * 9000, "sglang/srt/a.py": b""},
+    )
+    assert bundle.slim(wheel, bundle.SLIM["sglang"]) > 0
+    with zipfile.ZipFile(wheel) as z:
+        assert z.testzip() is None
+        names = z.namelist()
+        record = z.read("sglang-1.0.dist-info/RECORD").decode()
+    assert "sglang/test/big.py" not in names and "sglang/srt/a.py" in names
+    assert {row.split(",")[0] for row in record.splitlines()} == set(names)
+
+
+def test_a_wheel_cannot_write_elsewhere(tmp_path: Path) -> None:
+    evil = fake_wheel(tmp_path, "evil", {"../outside.py": b""})
+    bundle.split([evil], tmp_path / "bundle")
+    done = assemble(tmp_path / "bundle", tmp_path / "site")
+    assert done.returncode == 2 and not (tmp_path / "outside.py").exists()
+
+
+def test_every_name_has_a_version() -> None:
+    wanted = bundle.requirements(SCRIPTS / "gpu_bundle.txt", SCRIPTS.parent / "constraints.txt")
+    assert "sglang-kernel==0.4.5" in wanted, "the one that loads with torch 2.11"
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", w) for w in wanted) and len(wanted) > 30
+
+
+def test_a_name_without_a_version(tmp_path: Path) -> None:
+    listed = tmp_path / "list.txt"
+    listed.write_text("nobody-knows-this  # comment\n")
+    with pytest.raises(bundle.BundleError, match=r"pin it in list\.txt"):
+        bundle.requirements(listed, SCRIPTS.parent / "constraints.txt")
+
+
+def test_manifest(wheels: list[Path], tmp_path: Path) -> None:
+    manifest = bundle.split(wheels, tmp_path / "bundle", part_bytes=100_000)
+    assert json.loads((tmp_path / "bundle" / "manifest.json").read_text()) == manifest
+    assert manifest["target"]["torch"] == "2.11.0+cu130"
+    assert sum(p["bytes"] for p in manifest["parts"]) == sum(w.stat().st_size for w in wheels)
