@@ -31,7 +31,7 @@ from adaserve.loadgen.results import COMMAND_VARIABLE, HEADERS_VARIABLE, command
 from adaserve.loadgen.schedule import Schedule, build_schedule
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-_STOP_S = 20.0
+_STOP_S = 60.0  # more than Locust's processes give each other
 
 
 def run_bench(
@@ -67,6 +67,7 @@ def run_bench(
 
 def _command(out: Path, processes: int) -> list[str]:
     command = [sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), "--headless", "--only-summary"]
+    command += ["--skip-log-setup"]
     command += ["--bench-config", str(out / "config.yaml"), "--results", str(out), "--bench-checked"]
     if processes > 1:
         command += ["--processes", str(processes)]

@@ -35,6 +35,9 @@ def add_arguments(parser: Any) -> None:
 def install(environment: Environment) -> None:
     """Sets up this process's role. Exits with code 2 and one sentence when the input is bad."""
     options: Any = environment.parsed_options
+    if options.skip_log_setup:
+        # Locust's own format carries the name of the machine, and this log stays with the results.
+        logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(levelname)s %(name)s: %(message)s")
     if environment.web_ui is None and not options.html_file:
         # Only charts need the history of response times; keeping it stops all streams for milliseconds.
         environment.stats.use_response_times_cache = False

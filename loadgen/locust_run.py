@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from adaserve.loadgen.dispatch import Dispatcher, start_time
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.recorder import Recorder
-from adaserve.loadgen.results import command_line, describe_host, write_json, write_summary
+from adaserve.loadgen.results import command_line, describe_host, shown_path, write_json, write_summary
 from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts
 from adaserve.loadgen.server_metrics import Samples, scrape, server_side
 from adaserve.loadgen.stream import Target
@@ -36,6 +36,9 @@ _LEAD_S = 0.5  # between the start signal and time 0: all workers must have it b
 _BATCH = 200  # planned requests per message to a worker
 _FLUSH_S = 0.5
 _WORKER_WAIT_S = 60.0
+# Ending thousands of open streams takes its time; each of them becomes a record.
+_STOP_WORKER_S = 40.0
+_STOP_MASTER_S = 50.0
 
 
 class LocalRun:
@@ -76,7 +79,7 @@ class LocalRun:
             self.reasons.append("the run was interrupted")
             if self._dispatcher is not None:
                 self._dispatcher.stop()
-            self.done.wait(10)
+            self.done.wait(_STOP_WORKER_S)
 
     def rows(self) -> list[dict[str, Any]]:
         """The live table of the web UI."""
@@ -87,7 +90,7 @@ class LocalRun:
             self.config = preflight(self.config)
         schedule = self._schedule = build_schedule(self.config)
         self.recorder = Recorder(self.out, len(schedule))
-        self.config.save(self.out / "config.yaml")
+        _without_paths(self.config).save(self.out / "config.yaml")
         write_json(self.out / "env.json", {"command": command_line(), **describe_host()})
         self._before = scrape(self.config.server)
         logger.info(
@@ -139,7 +142,7 @@ class LocalRun:
             "command": env["command"],
             "seed": self.config.seed,
             "trace_sha256": schedule.trace_sha256,
-            "prompts": schedule.prompts_source,
+            "prompts": shown_path(schedule.prompts_source),
             "planned_requests": len(schedule),
             "model": server.model,
             "api": server.api,
@@ -147,6 +150,17 @@ class LocalRun:
             "class_targets": {n: c.target for n, c in self.config.classes.items()},
             "server": server_side(self._before, scrape(server)),
         }
+
+
+def _without_paths(config: BenchConfig) -> BenchConfig:
+    """The configuration as it stays with the results."""
+    trace, prompts = config.trace, config.prompts
+    return replace(
+        config,
+        trace=trace and replace(trace, path=shown_path(trace.path)),
+        prompts=prompts and shown_path(prompts),
+        tokenizer=config.tokenizer and shown_path(config.tokenizer),
+    )
 
 
 class MasterRun(LocalRun):
@@ -187,7 +201,7 @@ class MasterRun(LocalRun):
             self.reasons.append("the run was interrupted")
             for client in list(self._waiting):
                 self.runner.send_message("adaserve_stop", {}, client)
-            self.done.wait(10)
+            self.done.wait(_STOP_MASTER_S)
             self.finish()
 
     def _send_shard(self, client: str, index: int, shard: tuple[PlannedRequest, ...]) -> None:
@@ -264,7 +278,7 @@ class WorkerRun:
     def stop(self) -> None:
         if self._dispatcher is not None and not self._done.is_set():
             self._dispatcher.stop()
-            self._done.wait(5)
+            self._done.wait(_STOP_WORKER_S)
             gevent.sleep(0.2)  # lets the socket send the tail before Locust closes it
 
     def _record(self, record: RequestRecord) -> None:

@@ -292,8 +292,13 @@ def write_report(runs: Sequence[Run], out: Path, png: bool = True) -> Path:
     return path
 
 
+CLOSE = 0.05
+"""Client and server may see a request on different sides of its SLO when it is this close to it."""
+
+
 def agreement_rows(run: Run) -> list[dict[str, Any]]:
-    """Attainment as the client and as the server counted it, per class; none without server counters."""
+    """Attainment as the client and as the server counted it, per class, and what sets them apart; none
+    without server counters."""
     server = run.summary.get("server")
     if not isinstance(server, Mapping):
         return []
@@ -310,6 +315,22 @@ def agreement_rows(run: Run) -> list[dict[str, Any]]:
                     "client_n": c["requests"],
                     "server_n": theirs["requests"],
                     "points": 100 * (c["slo_attainment"] - theirs["attainment"]),
+                    "why": "; ".join(_differences(run, name, theirs["requests"])),
                 }
             )
     return rows
+
+
+def _differences(run: Run, name: str, server_n: int) -> list[str]:
+    """What the records of a class hold that client and server may count differently."""
+    c, arrays = run.summary["by_class"][name], run.arrays[name]
+    close = np.abs(arrays["ratio"] - 1) <= CLOSE
+    if isinstance(c["slo_ttft_ms"], int | float):
+        close |= np.abs(arrays["ttft"] * 1e3 / c["slo_ttft_ms"] - 1) <= CLOSE
+    found = {
+        f"within {CLOSE:.0%} of their SLO": int(close.sum()),
+        "failed at the client": c["failed"],
+        "more at the server: warm-up, hung up late, or other clients": server_n - c["requests"],
+        "never reached the server's books: turned away or aborted": c["requests"] - server_n,
+    }
+    return [f"{n} {what}" for what, n in found.items() if n > 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -82,16 +83,41 @@ def _git(folder: Path, *args: str) -> str:
 
 
 def command_line() -> str:
-    """The command that was typed, without the interpreter's path."""
+    """The command that was typed, without keys and without paths of this machine."""
     if COMMAND_VARIABLE in os.environ:
         return os.environ[COMMAND_VARIABLE]
-    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    words = [_shown_word(word) for word in sys.argv[1:]]
     for k, word in enumerate(words):
         if word.startswith("--api-key="):
             words[k] = "--api-key=..."
         elif k and words[k - 1] == "--api-key":
             words[k] = "..."
-    return " ".join(words)
+    return " ".join([_program(Path(sys.argv[0])), shlex.join(words)]).strip()
+
+
+def _program(path: Path) -> str:
+    """What a person types to start this program."""
+    if path.name == "__main__.py":
+        module = path.parent.name
+        return "locust" if module == "locust" else f"python -m adaserve.{module}"
+    return path.name
+
+
+def _shown_word(word: str) -> str:
+    option, separator, value = word.partition("=")
+    if separator and value.startswith("/"):
+        return f"{option}={shown_path(value)}"
+    return shown_path(word) if word.startswith("/") else word
+
+
+def shown_path(path: str | Path) -> str:
+    """A path as results show it: relative to the working folder where it lies below, else its name
+    alone. Where things lie on a machine concerns nobody else."""
+    path = Path(path)
+    if not path.is_absolute():
+        return str(path)
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
 def iter_records(folder: Path) -> Iterator[RequestRecord]:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,8 +17,9 @@ import psutil
 import pytest
 from fake_server import Fake, running_fake
 
-from adaserve.loadgen.report import default_label
+from adaserve.loadgen.report import agreement_rows, default_label, read_run, write_report
 from adaserve.loadgen.results import iter_records
+from adaserve.scheduler.metrics import RequestRecord
 
 
 def command(*args: str) -> list[str]:
@@ -185,3 +187,57 @@ def wait_for(condition: Any, seconds: float = 180.0) -> None:
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.1)
+
+
+def test_results_hold_no_path_and_no_machine(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5}\n')
+    with running_fake(token_ms=5) as fake:
+        done = bench(fake, tmp_path / "r", "--trace", str(trace), f"--config={config_file(tmp_path)}")
+    assert done.returncode in (0, 1), done.stderr
+    summary = json.loads((tmp_path / "r/summary.json").read_text())
+    assert summary["command"].startswith("python -m adaserve.loadgen bench serve --url http://")
+    assert "--trace mine.jsonl" in summary["command"] and summary["prompts"].endswith("prompts.jsonl.gz")
+    home, here = str(Path.home()), str(Path(__file__).parents[2])
+    for path in (tmp_path / "r").iterdir():
+        content = path.read_bytes().decode("utf-8", "replace")
+        for secret in (str(tmp_path), home + "/", here, sys.prefix, f" {socket.gethostname()}/"):
+            assert secret not in content, (path.name, secret)
+
+
+def config_file(folder: Path) -> Path:
+    path = folder / "mix.yaml"
+    path.write_text("duration_s: 5\n")
+    return path
+
+
+def test_client_and_server_are_compared(tmp_path: Path) -> None:
+    """The report shows both counts, and which requests may explain a difference."""
+    records = [
+        record(id="0", last_token_s=1.0 + 10 * 0.0299),  # 29.9 ms against 30: close
+        record(id="1", last_token_s=1.0 + 10 * 0.010),
+        record(id="2", error="connection closed before the end of the answer"),
+        record(id="3", last_token_s=1.0 + 10 * 0.050),
+    ]
+    for r in records:
+        r.judge()
+    (tmp_path / "requests.jsonl").write_text("\n".join(r.to_json() for r in records) + "\n")
+    server = {"chat": {"all": {"requests": 3, "attainment": 0.333333}}}
+    (tmp_path / "summary.json").write_text(json.dumps({"server": server}))
+    (row,) = agreement_rows(read_run(tmp_path))
+    assert (row["client"], row["client_n"], row["server_n"]) == (0.5, 4, 3)
+    assert row["points"] == pytest.approx(16.7, abs=0.1)
+    assert row["why"] == (
+        "1 within 5% of their SLO; 1 failed at the client; "
+        "1 never reached the server's books: turned away or aborted"
+    )
+    page = write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
+    assert "Client and server" in page and "+16.7" in page and "1 within 5% of their SLO" in page
+
+
+def record(**values: Any) -> RequestRecord:
+    defaults: dict[str, Any] = {
+        "slo_class": "chat", "slo_ttft_ms": None, "slo_tpot_ms": 30.0, "scheduled_s": 0.5, "sent_s": 0.5,
+        "first_token_s": 1.0, "last_token_s": 1.1, "output_tokens": 11,
+    }  # fmt: skip
+    return RequestRecord(**(defaults | values))
