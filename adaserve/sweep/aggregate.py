@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adaserve.scheduler.metrics import RequestRecord
-from adaserve.sweep.plan import PLAIN, STOCK, Point, SweepPlan, default_policy, slo_aware
+from adaserve.sweep.plan import PLAIN, STOCK, Point, SweepPlan, default_policy, is_baseline
 from adaserve.sweep.store import Store
 
 SLICES = 10
@@ -231,7 +231,7 @@ class Results:
     def against_baselines(self, point: Point, policy: str) -> Comparison | None:
         """The policy against the best baseline that knows no SLO."""
         here = self.at(point)
-        rivals = [o for n, o in here.items() if not slo_aware(n) and n != policy]
+        rivals = [o for n, o in here.items() if is_baseline(n) and n != policy]
         return compare(here[policy], rivals) if policy in here else None
 
     def against(self, point: Point, policy: str, rival: str) -> Comparison | None:

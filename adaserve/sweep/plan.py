@@ -38,6 +38,12 @@ def slo_aware(policy: str) -> bool:
     return policy in SLO_AWARE or policy == default_policy()
 
 
+def is_baseline(policy: str) -> bool:
+    """Whether it is a policy of this engine that knows no SLO (a bound of the simulator is none)."""
+    known = policy in ALL_POLICIES or policy.startswith("chain-")
+    return known and not slo_aware(policy)
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """One setting of the traffic."""

@@ -98,13 +98,13 @@ def _verdict_table(results: Results) -> Table:
         padding=(0, 1, 0, 0),
         title=f"{results.default} against the best baseline without SLOs",
     )
-    for head in ("point", "attained", "rival", "points", "violations", "goodput", "verdict"):
+    for head in ("point", "in time", "rival", "points", "missed", "goodput", "verdict"):
         table.add_column(head, justify="left" if head in ("point", "rival") else "right", no_wrap=True)
     for point in results.points():
         c = results.against_baselines(point, results.default)
         o = results.get(point, results.default)
         if c is not None and o is not None:
-            points = f"{c.points.value:+.1f} [{c.points.low:+.0f},{c.points.high:+.0f}]"
+            points = f"{c.points.value:+.1f}"
             ratios = (
                 _ratio(1 / c.violations.value if c.violations.value else math.inf),
                 _ratio(c.goodput.value),

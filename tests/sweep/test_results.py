@@ -135,18 +135,18 @@ def test_a_sweep_that_has_hardly_begun_can_be_drawn(tmp_path: Path) -> None:
 
 def test_the_table_of_claims_is_put_between_its_marks(store, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "README.md"
-    path.write_text(f"# before\n{BEGIN}\nold\n{END}\nafter\n")
+    path.write_text(f"# before\n{BEGIN}\nstale\n{END}\nafter\n")
     runs = tmp_path / "2026-01-01-simulation" / "paper"
     runs.mkdir(parents=True)
-    cells = {"priced": 0.05, "adaserve": 0.1, "chain-4": 0.2, "none": 0.6}
+    cells = {"priced": 0.05, "adaserve": 0.1, "chain-4": 0.2, "none": 0.6, "clairvoyant": 0.01}
     line = {"workload": "w", "token_goodput": 10.0, "accept_length": 2.0}
     (runs / "runs.jsonl").write_text(
         "".join(json.dumps({**line, "policy": p, "violations": v}) + "\n" for p, v in cells.items())
     )
-    assert len(simulated(tmp_path)) == 4
+    assert len(simulated(tmp_path)) == 5
     fill_readme(path, Results(store))
     text = path.read_text()
-    assert text.startswith("# before\n") and text.endswith("after\n") and "old" not in text
+    assert text.startswith("# before\n") and text.endswith("after\n") and "stale" not in text
     rows = {
         r.split("|")[1].strip(): [c.strip() for c in r.split("|")[2:5]]
         for r in text.splitlines()
@@ -155,6 +155,7 @@ def test_the_table_of_claims_is_put_between_its_marks(store, tmp_path: Path) -> 
     ours = rows["Fewer SLO violations than the best baseline, largest ratio"]
     assert ours[0].startswith("up to 4.3x") and "4.00x" in ours[1] and ours[2].endswith(")")
     assert rows["Our policy against the published rules: fewer violations"][1].startswith("2.00x")
+    assert rows["Violations at the limit"][1] == "`priced` 5.0%, told every outcome 1.0% (w)"
     fill_readme(path, Results(store))
     assert path.read_text() == text
     (tmp_path / "bare.md").write_text("nothing")
