@@ -48,6 +48,10 @@ class Ask:
     slo_class: str | None = None
     slo_tpot_ms: float | None = None
 
+    def plain(self) -> Ask:
+        """The same without an SLO, for servers that know none."""
+        return replace(self, slo_class=None, slo_tpot_ms=None)
+
     def body(self, stream: bool = False) -> dict[str, Any]:
         params: dict[str, Any] = {
             "temperature": self.temperature,
@@ -96,7 +100,7 @@ class Host:
             server.set_policy(policy)
             self._policy = policy
         if policy not in self._warm:
-            burst(server, list(warm_up), WARM_RUNNING)
+            burst(server, [a.plain() if stock else a for a in warm_up], WARM_RUNNING)
             self._warm.add(policy)
             self.drain()
         return server
@@ -204,5 +208,5 @@ def server_check(host: Host, policy: str, asks: Sequence[Ask]) -> Mapping[str, f
     server = host.serve(policy, asks[:WARM_REQUESTS])
     single_ms = unloaded(server, [a.text for a in asks])
     host.drain()
-    plain = [replace(a, slo_class=None, slo_tpot_ms=None) for a in asks]
-    return {"tpot_ms": round(single_ms, 4), "saturated_rps": round(saturated_rps(server, plain), 4)}
+    rate_rps = saturated_rps(server, [a.plain() for a in asks])
+    return {"tpot_ms": round(single_ms, 4), "saturated_rps": round(rate_rps, 4)}

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from adaserve.server import ServerSpec
 from adaserve.sweep.commands import Options, plan_of, server_of, server_settings
+from adaserve.sweep.host import StockSpec
 from adaserve.sweep.plan import (
     ALL_POLICIES,
     STOCK,
@@ -130,6 +132,14 @@ def test_the_server_drafts_as_deep_as_the_longest_chain() -> None:
     assert server_of(settings, plan).config.max_depth == 7
     with pytest.raises(ValueError, match="unknown policy"):
         server_of(settings, SweepPlan(policies=("none", "chian-4")))
+
+
+def test_stock_sglang_is_the_same_server_less_speculation() -> None:
+    spec = ServerSpec(model="target", draft="draft", port=1234, extra=("--max-running-requests", "8"))
+    ours = spec.command()
+    stock = StockSpec(**{name: getattr(spec, name) for name in ServerSpec.__dataclass_fields__}).command()
+    gone = ["--speculative-draft-model-path", "draft", "--speculative-algorithm", "ADASERVE"]
+    assert sorted([*stock, *gone]) == sorted(ours) and "ADASERVE" not in stock
 
 
 def test_a_sweep_goes_on_with_the_server_that_it_was_begun_with(tmp_path: Path) -> None:
