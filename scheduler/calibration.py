@@ -42,8 +42,8 @@ def step_probability(trees: CandidateTrees, parent: IntArray) -> FloatArray:
     logprob = trees.logprob
     above = _and(logprob, 0.0).take(parent)
     if trees.n_nodes and math.isfinite(smallest(logprob)):
-        # Single precision is plenty, and several times faster without AVX-512.
-        q: FloatArray = np.exp((logprob - above).astype(np.float32))
+        np.subtract(logprob, above, out=above)
+        q: FloatArray = np.exp(above, out=above)
         if largest(q) <= 1.0:
             return q
     with np.errstate(invalid="ignore"):
