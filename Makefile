@@ -48,6 +48,7 @@ sweep: env ## Policies against load, urgent share, SLO scale and peaks on a real
 results: env ## Write the tables and figures under results/ anew from their records
 	@for dir in results/*/; do \
 	  if [ -f "$$dir/requests.jsonl" ]; then $(BIN)/python -m adaserve.loadgen report "$$dir" || exit 1; fi; \
+	  if [ -f "$$dir/sweep.json" ]; then $(BIN)/adaserve bench sweep --plot-only "$$dir" || exit 1; fi; \
 	done
 
 gpu-check: env ## On a GPU host: exactness, TPOT and mixed SLOs against SGLang; JSON under results/

@@ -85,6 +85,7 @@ class Sweep:
         self.head["plan"] = self.plan.to_json()
         self.head["server_settings"] = self.settings
         self.head["commands"] = list(dict.fromkeys([*self.head["commands"], command_line()]))
+        self.store.write_head(self.head)  # from now on the folder can be continued
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),

@@ -128,6 +128,21 @@ def test_ctrl_c_keeps_what_is_finished(world: World) -> None:
     assert world.ran[3:] == [third, PLAN.cases()[3].id]
 
 
+def test_a_sweep_that_was_stopped_while_it_prepared_can_be_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(FakeHost):
+        def serve(self, policy: str, _warm_up: object = ()) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "Host", Stopped)
+    store = Store(tmp_path / "new")
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            Sweep(store, PLAN, ServerSpec(), Console(quiet=True), {}).run()
+    assert SweepPlan.from_json(store.head()["plan"]) == PLAN
+
+
 def test_no_case_is_begun_that_would_end_too_late(world: World) -> None:
     # A case takes 8 s, and 14 s are expected of the first: after two of them 5 s are left.
     assert not world.sweep(minutes=21 / 60)
