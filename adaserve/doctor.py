@@ -210,7 +210,8 @@ def check_pair() -> list[Finding]:
     try:
         weights = widen.weights_folder()
     except widen.PairError as error:
-        return [Finding("Embedded pair", "missing", "no weights", str(error))]
+        remedy = f"{error}; models of your own need --model-path and --draft-model-path only"
+        return [Finding("Embedded pair", "note", "no weights", remedy)]
     widened = [p for p in widen.cache_folder().glob("target-*") if (p / "config.json").exists()]
     if not widened:
         return [

@@ -19,6 +19,12 @@ def gather_slots(
 ) -> torch.Tensor:
     """KV slots of positions ``starts[r] : starts[r] + lengths[r]`` of every row, flat, int64."""
     ptr = indptr(lengths)
+    if req_to_token.device.type == "cpu":
+        table, slots = req_to_token.numpy(), np.empty(ptr[-1], np.int64)
+        spans = zip(pool_indices.tolist(), starts.tolist(), ptr.tolist(), lengths.tolist(), strict=False)
+        for row, start, at, length in spans:
+            slots[at : at + length] = table[row, start : start + length]
+        return torch.from_numpy(slots)
     rows = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     columns = torch.from_numpy(np.arange(ptr[-1]) + np.repeat(starts - ptr[:-1], lengths))
     device = req_to_token.device

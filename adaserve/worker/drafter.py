@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -121,11 +122,10 @@ class _BeamSearch:
     def is_native(self) -> bool:
         """Whether the forward makes all levels in one call."""
         fits = not self.shape.is_branching and self.shape.beams[0] <= MAX_WIDTH
-        return fits and isinstance(self.forward, BeamForward) and self.forward.searches_beams
+        return fits and getattr(self.forward, "searches_beams", False)
 
     def run(self, plan: IterationPlan, keep_drafting: KeepDrafting | None) -> int:
         """All steps in one call; returns how many were run."""
-        assert isinstance(self.forward, BeamForward)
         first, last = self._first_forward()
         width, depth = self.shape.beams[0], len(self.shape.beams)
         beams = BeamArrays(
@@ -149,7 +149,8 @@ class _BeamSearch:
             out[self.active] = self.logprobs[:, (step - 1) * width : step * width]
             return keep_drafting(plan, step, out)
 
-        steps = self.forward.beam_search(first, beams, None if keep_drafting is None else keep)
+        forward = cast("BeamForward", self.forward)
+        steps = forward.beam_search(first, beams, None if keep_drafting is None else keep)
         self._saw_roots()
         return steps
 
