@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from adaserve.loadgen.errors import LoadgenError
 
+MAX_REQUESTS = 5_000_000
+"""A schedule is built in memory before anything is sent."""
 KINDS = ("poisson", "gamma", "constant", "ramp", "peak")
 FloatArray = npt.NDArray[np.float64]
 
@@ -60,6 +62,12 @@ def arrival_times(arrivals: Arrivals, duration_s: float, rng: np.random.Generato
     """Sorted times in [0, duration_s), seconds."""
     if not 0 < duration_s < math.inf:
         raise LoadgenError(f"the duration must be a positive number of seconds, not {duration_s!r}")
+    most = max(arrivals.rps, arrivals.to_rps) * duration_s
+    if most > MAX_REQUESTS:
+        raise LoadgenError(
+            f"{most:.3g} requests are more than one run can plan ({MAX_REQUESTS:,}): lower the rate or the "
+            "duration"
+        )
     if arrivals.kind in ("ramp", "peak"):
         return _thinned(arrivals, duration_s, rng)
     if arrivals.rps == 0:

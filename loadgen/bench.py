@@ -46,6 +46,8 @@ def run_bench(
     Ctrl-C ends the run early: records so far are kept and the summary says that the run is not
     valid. ``checked``: the preflight was done. Raises LoadgenError for bad input."""
     console = console or Console(stderr=True)
+    if out.exists() and not out.is_dir():
+        raise LoadgenError(f"{out} is a file: give a folder for the results")
     if out.exists() and any(out.iterdir()):
         raise LoadgenError(f"{out} is not empty: give another folder, results are not overwritten")
     if not checked:
@@ -54,8 +56,13 @@ def run_bench(
         with console.status("asking the server for its model and its speed"):
             config = preflight(config)
     schedule = build_schedule(config)
-    out.mkdir(parents=True, exist_ok=True)
-    config.save(out / "config.yaml")
+    if processes > (cores := os.cpu_count() or 1):
+        console.print(f"[yellow]{processes} processes share {cores} cores: requests may leave late[/yellow]")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        config.save(out / "config.yaml")
+    except OSError as e:
+        raise LoadgenError(f"cannot write the results to {out}: {e.strerror}") from e
     try:
         code = _run_locust(out, schedule, processes, console, secret_headers(config.server))
     finally:

@@ -88,6 +88,9 @@ def bench_serve(
 
     console = Console(stderr=True)
     try:
+        _check_share(fail_under_attainment)
+        if processes < 1:
+            raise LoadgenError(f"--processes must be 1 or more, not {processes}")
         settings = load_config(config) if config is not None else BenchConfig()
         settings = _with_server(
             settings,
@@ -109,10 +112,10 @@ def bench_serve(
             return _show_plan(settings)
         folder = out if out is not None else new_results_dir(Path("results"), tag)
         summary = run_bench(settings, folder, processes, console)
+        _print_outcome(summary, folder, console)
+        write_report([_read(str(folder))], folder)
     except LoadgenError as e:
         _fail(e)
-    _print_outcome(summary, folder, console)
-    write_report([_read(str(folder))], folder)
     if not summary["valid"]:
         raise typer.Exit(1)
     check_attainment(summary, fail_under_attainment)
@@ -131,6 +134,7 @@ def report(
     from adaserve.loadgen.report import write_report
 
     try:
+        _check_share(fail_under_attainment)
         read = [_read(text) for text in runs]
         folder = out or read[0].folder
         path = write_report(read, folder, png)
@@ -146,6 +150,12 @@ def _read(text: str) -> Run:
 
     label, separator, folder = text.partition("=")
     return read_run(Path(folder), label) if separator else read_run(Path(text))
+
+
+def _check_share(limit: float | None) -> None:
+    # Somebody may want to see a pipeline fail: more than 1 is never reached, and allowed.
+    if limit is not None and not 0 <= limit < 2:
+        raise LoadgenError(f"--fail-under-attainment is a share from 0 to 1, not {limit:g}")
 
 
 def check_attainment(summary: Mapping[str, Any], limit: float | None) -> None:

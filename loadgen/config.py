@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -17,6 +18,20 @@ from adaserve.scheduler.slo import SLOClass, SLOConfig, SLOError
 APIS = ("completions", "chat", "generate")
 SLO_HEADERS = ("both", "ms", "class", "none")
 SLO_SOURCES = ("classes", "trace")
+
+
+def _number(where: str, value: Any, *, low: float = 0.0, strict: bool = False, whole: bool = False) -> None:
+    """Refuses what is no finite number from ``low`` on (above ``low`` when ``strict``)."""
+    kind = int if whole else (int, float)
+    good = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < low or (strict and value == low):
+        need = f"{'a whole number' if whole else 'a number'} {'above' if strict else 'of'} {low:g}"
+        raise LoadgenError(f"{where} must be {need}{'' if strict else ' or more'}, not {value!r}")
+
+
+def _text(where: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise LoadgenError(f"{where} must be text, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -59,15 +74,12 @@ class ClassLoad:
     def __post_init__(self) -> None:
         self.slo_class()  # checks name and SLO
         for key in ("share", "temperature", "think_s", "disconnect"):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise LoadgenError(f"class {self.name!r}: {key} must be a number of 0 or more, not {value!r}")
+            _number(f"class {self.name!r}: {key}", getattr(self, key))
         if self.disconnect > 1:
             raise LoadgenError(
                 f"class {self.name!r}: disconnect is a share from 0 to 1, not {self.disconnect}"
             )
-        if not isinstance(self.turns, int) or self.turns < 1:
-            raise LoadgenError(f"class {self.name!r}: turns must be 1 or more, not {self.turns!r}")
+        _number(f"class {self.name!r}: turns", self.turns, low=1, whole=True)
 
     def slo_class(self) -> SLOClass:
         try:
@@ -101,6 +113,14 @@ class TraceSpec:
     max_output_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        _text("trace: path", self.path)
+        _number("trace: start_s", self.start_s)
+        _number("trace: time_scale", self.time_scale, strict=True)
+        if self.target_rps is not None:
+            _number("trace: target_rps", self.target_rps, strict=True)
+        for key in ("max_prompt_tokens", "max_output_tokens"):
+            if getattr(self, key) is not None:
+                _number(f"trace: {key}", getattr(self, key), low=1, whole=True)
         if self.slo_from not in SLO_SOURCES:
             raise LoadgenError(f"trace: slo_from is {self.slo_from!r}, known are {', '.join(SLO_SOURCES)}")
 
@@ -126,6 +146,21 @@ class Server:
             raise LoadgenError(f"slo_headers is {self.slo_headers!r}: known are {', '.join(SLO_HEADERS)}")
         if not str(self.url).startswith(("http://", "https://")):
             raise LoadgenError(f"the server's URL must start with http:// or https://, not {self.url!r}")
+        try:
+            parts = urlsplit(self.url)
+            complete = bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            complete = False
+        if not complete:
+            raise LoadgenError(f"the server's URL needs a host and a port up to 65535, not {self.url!r}")
+        _number("server: timeout_s", self.timeout_s, strict=True)
+        if self.model is not None:
+            _text("server: model", self.model)
+        if not isinstance(self.headers, Mapping):
+            raise LoadgenError(f"server: headers must be names with values, not {self.headers!r}")
+        for name, value in self.headers.items():
+            if not isinstance(name, str) or not isinstance(value, str) or {"\r", "\n"} & {*name, *value}:
+                raise LoadgenError(f"server: header {name!r} must be one line of text, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -150,6 +185,27 @@ class BenchConfig:
             raise LoadgenError("at least one class is needed")
         if sum(c.share for c in self.classes.values()) <= 0:
             raise LoadgenError("the shares of the classes add up to 0")
+        _number("duration_s", self.duration_s, strict=True)
+        _number("warmup_s", self.warmup_s)
+        if self.warmup_s >= self.duration_s:
+            raise LoadgenError(
+                f"nothing is left to measure: the warm-up of {self.warmup_s:g} s is as long as the run of "
+                f"{self.duration_s:g} s"
+            )
+        _number("seed", self.seed, whole=True)
+        if self.max_requests is not None:
+            _number("max_requests", self.max_requests, low=1, whole=True)
+        if self.baseline_ms is not None:
+            _number("baseline_ms", self.baseline_ms, strict=True)
+        if not isinstance(self.chars_per_token, Mapping):
+            raise LoadgenError(
+                f"chars_per_token must be categories with numbers, not {self.chars_per_token!r}"
+            )
+        for name, value in self.chars_per_token.items():
+            _number(f"chars_per_token: {name}", value, strict=True)
+        for key in ("prompts", "tokenizer"):
+            if getattr(self, key) is not None:
+                _text(key, getattr(self, key))
         self.slo_config()
 
     def slo_config(self) -> SLOConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 from argparse import SUPPRESS
 from dataclasses import replace
@@ -70,6 +71,7 @@ class _Starter:
             runner.register_message("adaserve_records", self._on_records)
             runner.register_message("adaserve_done", self._on_done)
         if self.environment.web_ui is not None:
+            check_port(self.environment.web_ui.host, self.environment.web_ui.port)
             install_tab(self.environment, lambda: self.run.rows() if self.run else [])
 
     def _config(self) -> BenchConfig:
@@ -170,6 +172,20 @@ class _Worker:
     def _on_stop(self, **_kwargs: Any) -> None:
         if self.run is not None:
             self.run.stop()
+
+
+def check_port(host: str, port: int) -> None:
+    """Exits with one sentence when the web UI could not listen: Locust would print a traceback."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError as e:
+            fail(
+                LoadgenError(
+                    f"the web UI cannot listen on port {port} ({e.strerror}): give another --web-port"
+                )
+            )
 
 
 def fail(error: Exception) -> None:

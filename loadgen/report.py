@@ -48,11 +48,15 @@ def read_run(folder: Path, label: str | None = None) -> Run:
     records = list(iter_records(folder))
     if not records:
         raise LoadgenError(f"{folder}: requests.jsonl holds no requests")
-    old = _json(folder / "summary.json")
-    summary = summarize(records, float(old.get("warmup_s") or 0.0))
+    old = _summary_of_the_run(folder)
+    summary = summarize(records, old["warmup_s"])
+    if not summary["by_class"]:
+        raise LoadgenError(
+            f"{folder}: all {len(records)} requests lie in the warm-up of {old['warmup_s']:g} s"
+        )
     kept = {k: v for k, v in old.items() if k not in summary}
     # Reasons that only the run itself knew, such as a lost worker.
-    reasons = list(dict.fromkeys([*summary["invalid_reasons"], *old.get("invalid_reasons", [])]))
+    reasons = list(dict.fromkeys([*summary["invalid_reasons"], *old["invalid_reasons"]]))
     summary |= kept | {"invalid_reasons": reasons, "valid": not reasons}
     counted = [r for r in records if r.judged and r.scheduled_s >= summary["warmup_s"]]
     arrays = {}
@@ -73,9 +77,21 @@ def read_run(folder: Path, label: str | None = None) -> Run:
         summary=summary,
         arrays=arrays,
         command=str(env.get("command") or summary.get("command") or "unknown"),
-        config=config.read_text(encoding="utf-8") if config.exists() else "not recorded",
+        config=config.read_text(encoding="utf-8") if config.is_file() else "not recorded",
         env={k: v for k, v in env.items() if k != "command"},
     )
+
+
+def _summary_of_the_run(folder: Path) -> dict[str, Any]:
+    """``summary.json`` as far as it can be used; everything else comes from the records."""
+    old = _json(folder / "summary.json")
+    warmup_s, reasons = old.get("warmup_s"), old.get("invalid_reasons")
+    old["warmup_s"] = float(warmup_s) if isinstance(warmup_s, int | float) else 0.0
+    old["invalid_reasons"] = [str(r) for r in reasons] if isinstance(reasons, list) else []
+    for key in ("class_targets", "server"):
+        if not isinstance(old.get(key), dict):
+            old.pop(key, None)
+    return old
 
 
 def default_label(folder: Path) -> str:

@@ -125,11 +125,24 @@ def iter_records(folder: Path) -> Iterator[RequestRecord]:
     path = folder / "requests.jsonl"
     try:
         with open(path, encoding="utf-8") as f:
-            yield from read_records(f)
+            for record in read_records(f):
+                _check_types(record)
+                yield record
     except FileNotFoundError:
         raise LoadgenError(f"{folder} holds no requests.jsonl: it is no results folder of a run") from None
-    except (OSError, ValueError, TypeError) as e:
-        raise LoadgenError(f"cannot read {path}: {e}") from e
+    except (OSError, ValueError, TypeError, AttributeError) as e:
+        raise LoadgenError(f"{path} is damaged or no file of records: {e}") from e
+
+
+_NUMBERS = ("scheduled_s", "sent_s", "output_tokens", "prompt_tokens", "first_chunk_tokens")
+_NUMBERS_OR_NONE = ("first_token_s", "last_token_s", "end_s", "slo_tpot_ms", "slo_ttft_ms", "accept_length")
+
+
+def _check_types(record: RequestRecord) -> None:
+    for key in (*_NUMBERS, *_NUMBERS_OR_NONE):
+        value = getattr(record, key)
+        if not isinstance(value, int | float) and (value is not None or key in _NUMBERS):
+            raise TypeError(f"request {record.id!r} has {key} {value!r}")
 
 
 def write_json(path: Path, data: Any) -> None:
