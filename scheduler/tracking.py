@@ -25,6 +25,7 @@ class LineTracker:
         self._decay = 1.0 - 1.0 / memory
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self.slope, self.offset = 1.0, 0.0
+        self.floor = self.LIMITS[0]  # least share of a prediction that the corrected one can be
 
     def observe(self, predicted: float, measured: float) -> None:
         """One pair of seconds; nonsense (not finite, not positive) is ignored, outliers are clipped."""
@@ -45,10 +46,11 @@ class LineTracker:
         slope = (self._xy - self._y * mean + ridge * ratio) / (variance + ridge)
         self.slope = min(max(slope, self.LIMITS[0] * ratio), 2.0 * ratio)
         self.offset = (self._y - self.slope * self._x) / self._n
+        self.floor = self.LIMITS[0] * ratio
 
     def predict(self, seconds: float) -> float:
         """Corrected seconds."""
-        return max(0.0, self.slope * seconds + self.offset)
+        return max(self.floor * seconds, self.slope * seconds + self.offset)
 
 
 class LatencyTracker:
@@ -75,10 +77,12 @@ class LatencyTracker:
             size = max(256, 1 << (first + count - 1).bit_length())
             curve = self.model.verify_s(np.arange(size, dtype=np.float64), bucket)
             self._curves[bucket] = curve
-        out = curve[first : first + count] * self.verify.slope
+        raw = curve[first : first + count]
+        out = raw * self.verify.slope
         out += self.verify.offset
-        # Rising with tokens, so the first entry is the smallest.
-        return out if out[0] >= 0 else np.maximum(out, 0.0)
+        if out[0] < self.verify.floor * raw[0]:  # a negative offset weighs most where the forward is short
+            np.maximum(out, self.verify.floor * raw, out=out)
+        return out
 
     def verify_s(self, tokens: float, context: float = 0.0) -> float:
         """Corrected seconds of one target forward."""
@@ -86,8 +90,8 @@ class LatencyTracker:
 
     def verify_many(self, tokens: FloatArray, context: float = 0.0) -> FloatArray:
         """Corrected seconds of alternative target forwards, [k]."""
-        raw = self.verify.slope * self.model.verify_s(tokens, context) + self.verify.offset
-        return np.maximum(raw, 0.0)
+        raw = self.model.verify_s(tokens, context)
+        return np.maximum(self.verify.slope * raw + self.verify.offset, self.verify.floor * raw)
 
     def draft_s(self, n: int, depth: int, width: int, context: float = 0.0) -> float:
         """Corrected seconds of ``depth`` draft forwards."""
