@@ -77,7 +77,10 @@ def refuse_unsupported(args: Any) -> None:
         ),
         ((args.page_size or 1) > 1, f"page size {args.page_size} is not supported: use --page-size 1"),
         (bool(args.enable_lora or args.lora_paths), "LoRA adapters are not supported: remove --lora-paths"),
-        (args.tp_size > 1, "tensor parallelism is not supported yet: use --tp-size 1"),
+        (
+            args.tp_size > 1 and not on_device(args),
+            "tensor parallelism is not supported on a CPU: use --tp-size 1",
+        ),
         (args.pp_size > 1, "pipeline parallelism is not supported: use --pp-size 1"),
         (args.enable_dp_attention, "data-parallel attention is not supported: remove --enable-dp-attention"),
         (
@@ -133,4 +136,4 @@ def register() -> None:
 
 def on_device(server_args: Any) -> bool:
     """Whether iterations stay on the device: the one place where the worker is chosen."""
-    return str(server_args.device).startswith("cuda") or os.environ.get(DEVICE_WORKER_ENV) == "1"
+    return str(getattr(server_args, "device", "")).startswith("cuda") or os.environ.get(DEVICE_WORKER_ENV) == "1"

@@ -44,6 +44,12 @@ class Kept:
     slo_counts: Tensor  # int64 [n]
     expected: Tensor  # float64 [n]: 1 + sum of the kept nodes' path probabilities
 
+    @staticmethod
+    def nothing(trees: TreeGrid) -> Kept:
+        """Keeps no candidate of ``trees``."""
+        zero = torch.zeros_like(trees.size)
+        return Kept(torch.zeros_like(trees.parent, dtype=torch.bool), zero, zero, 1.0 + zero.double())
+
 
 @dataclass(frozen=True, slots=True)
 class RankedGrid:

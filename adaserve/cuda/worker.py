@@ -14,16 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from adaserve.cuda import sampling, verify
+from adaserve.cuda.agree import Agreement
 from adaserve.cuda.choose import Choice, choose, flat_trees
 from adaserve.cuda.clock import Mark, mark
 from adaserve.cuda.drafter import DeviceDraft, DeviceDrafter
 from adaserve.cuda.layout import starts, to_device
 from adaserve.cuda.rows import DeviceRows
+from adaserve.cuda.selection import Kept
 from adaserve.cuda.setup import device_models
 from adaserve.cuda.transfer import HostCopy
 from adaserve.pair.acceptance import load_sharpening
@@ -62,13 +65,18 @@ class DeviceWorker(AdaServeWorker):
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self._in_flight: InFlight | None = None
+        self._leaving: list[str] = []  # finished requests that an iteration in flight still knows
 
     def init_cuda_graphs(self) -> None:
         """Static buffers and graphs of both models; then the measurements, which run through them."""
         self._device_models = models = device_models(
             self.target_worker.model_runner, self._draft_worker.draft_runner, self.config
         )
+        self._agreement = Agreement(get_tp_group())
         super().init_cuda_graphs()
+        if not self._agreement.alone:
+            # When prefills run is decided by every rank for itself, so it must not depend on the clock.
+            self.prefill.mode = "exclusive"
         sharpening = load_sharpening(models.draft_folder)
         self._device_drafter = DeviceDrafter(
             models.draft,
@@ -115,7 +123,7 @@ class DeviceWorker(AdaServeWorker):
         start_s, start = time.perf_counter(), mark(models.device)
         states = [self._states[req.req_pool_idx] for req in batch.reqs]
         rows = self._device_rows(batch, states)
-        plan = self.policy.plan(rows.running, start_s)
+        plan = self._agreement.plan(lambda: self.policy.plan(rows.running, start_s), rows.running)
         if self._recorder is not None:
             self._recorder.planned(plan)
         draft = self._device_drafter.draft(plan, rows) if plan.depth else None
@@ -123,7 +131,10 @@ class DeviceWorker(AdaServeWorker):
         choice = None
         if draft is not None:
             nodes = len(draft.active) * draft.shape.nodes
-            choice = choose(self.policy, plan, draft.grid(len(rows)), nodes)
+            grid = draft.grid(len(rows))
+            choice = self._agreement.choice(
+                lambda: choose(self.policy, plan, grid, nodes), lambda: Kept.nothing(grid)
+            )
         selected = mark(models.device)
         counts = np.zeros(len(rows), np.int64) if choice is None else choice.counts
         v = verify.build(rows, draft, None if choice is None else choice.kept.keep, counts)
@@ -229,10 +240,15 @@ class DeviceWorker(AdaServeWorker):
         current, self.policy = self.policy, flight.policy
         self._observe(outcome)
         self.policy = current
+        leaving, self._leaving = self._leaving, []
+        for rid in leaving:
+            self._forget(rid)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
-        self._settle()
-        super().note_request_finished(rid=rid, natural_stop=natural_stop)
+        if self._in_flight is None:
+            self._forget(rid)
+        else:  # it rides an iteration whose outcome would bring it back; waiting for that would cost time
+            self._leaving.append(rid)
 
 
 def _outcome_copy(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from adaserve.gpu.check import CheckPlan
 
 
 def gpu_check(
@@ -42,7 +46,7 @@ def gpu_check(
 
     Writes gpu-check.json and figures. About 40 minutes on an 8B-like pair, which is made without downloads.
     """
-    from adaserve.gpu.check import Check, CheckPlan
+    from adaserve.gpu.check import Check
     from adaserve.gpu.servers import Pair
     from adaserve.gpu.shapes import widened_pair
     from adaserve.loadgen.errors import LoadgenError
@@ -70,7 +74,7 @@ def gpu_check(
                 else (size or "8B", layers, draft_size or "1B", draft_layers)
             )
             model, draft = map(str, widened_pair(*sizes))
-        plan = _plan(CheckPlan, dry, batches, tokens, rounds, mixed_seconds)
+        plan = _plan(dry, batches, tokens, rounds, mixed_seconds)
         common = ("--max-running-requests", str(max(64, *plan.batches)), *shlex.split(flags))
         if "--context-length" not in common:
             common += ("--context-length", "4096")
@@ -86,19 +90,28 @@ def gpu_check(
         raise typer.Exit(1)
 
 
-def _plan(kind: type, dry: bool, batches: str, tokens: int | None, rounds: int | None, mixed_s: float | None):  # type: ignore[no-untyped-def]
+def _plan(
+    dry: bool, batches: str, tokens: int | None, rounds: int | None, mixed_s: float | None
+) -> CheckPlan:
     """The plan of a GPU, or a small one, with what was given."""
-    chosen: dict[str, object] = {}
+    from adaserve.gpu.check import CheckPlan
+
+    plan = CheckPlan()
     if dry:
-        chosen = {"batches": (1, 4), "tokens": 24, "rounds": 1, "exact_prompts": 6, "mixed_s": 6.0,
-                  "loads": (0.4,), "tie_margin": 1e-3}  # fmt: skip
+        plan = CheckPlan(
+            batches=(1, 4), tokens=24, rounds=1, exact_prompts=6, mixed_s=6.0, loads=(0.4,), tie_margin=1e-3
+        )
     if batches:
-        chosen["batches"] = tuple(int(b) for b in batches.split(","))
-    given = {"tokens": tokens, "rounds": rounds, "mixed_s": mixed_s}
-    return kind(**chosen | {k: v for k, v in given.items() if v is not None})
+        plan = replace(plan, batches=tuple(int(b) for b in batches.split(",")))
+    return replace(
+        plan,
+        tokens=plan.tokens if tokens is None else tokens,
+        rounds=plan.rounds if rounds is None else rounds,
+        mixed_s=plan.mixed_s if mixed_s is None else mixed_s,
+    )
 
 
-def _show(report: dict, console: Console) -> None:  # type: ignore[type-arg]
+def _show(report: dict[str, Any], console: Console) -> None:
     table = Table(box=SIMPLE_HEAD, title="ms per output token (greedy)")
     table.add_column("server or policy")
     sizes = sorted({int(b) for row in report["tpot_ms"].values() for b in row})

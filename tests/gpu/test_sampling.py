@@ -1,0 +1,119 @@
+"""Draws on the device against the numpy worker's: adjusted logits equal, distributions as asked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+
+from adaserve.cuda import sampling as device
+from adaserve.worker import sampling as host
+from tests.gpu.test_verify import Case
+
+
+def request(**over: Any) -> Any:
+    values = {"top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+              "repetition_penalty": 1.0, "min_new_tokens": 0, "stop_token_ids": [3]} | over  # fmt: skip
+    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(**values), grammar=None, eos_token_ids=[2], tokenizer=tokenizer
+    )
+
+
+def batch_of(requests: list[Any], temperature: float = 1.0, **over: Any) -> Any:
+    def column(name: str) -> torch.Tensor:
+        return torch.tensor([getattr(r.sampling_params, name) for r in requests])
+
+    info = SimpleNamespace(
+        is_all_greedy=all(r.sampling_params.top_k == 1 for r in requests), logit_bias=None, grammars=None,
+        has_custom_logit_processor=False, sampling_seed=None, top_ks=column("top_k"), top_ps=column("top_p"),
+        min_ps=column("min_p"), temperatures=torch.full((len(requests), 1), temperature),
+    )  # fmt: skip
+    for name, value in over.items():
+        setattr(info, name, value)
+    return SimpleNamespace(sampling_info=info, reqs=requests, return_logprob=False, has_grammar=False)
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case([5, 17, 9], 0)
+
+
+def logits_of(case: Case) -> torch.Tensor:
+    shape = (len(case.host.tokens), 131)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+STATES = [SimpleNamespace(generated=g) for g in ([1, 2, 2], [5], [7, 8, 9, 7])]
+
+
+def test_adjusted_as_on_the_host(case: Case) -> None:
+    requests = [
+        request(frequency_penalty=0.5, min_new_tokens=6), request(), request(repetition_penalty=1.3),
+    ]  # fmt: skip
+    bias = torch.randn(3, 131, generator=torch.Generator().manual_seed(2))
+    batch = batch_of(requests, logit_bias=bias)
+    right = logits_of(case)
+    host.adjust_logits(right, case.host, batch.sampling_info, requests, STATES)  # type: ignore[arg-type]
+    _, got = device.draw(batch, case.device, logits_of(case), logits_of(case).argmax(-1), STATES)  # type: ignore[arg-type]
+    assert got is not None
+    torch.testing.assert_close(got, right)
+    assert not torch.equal(right, logits_of(case))
+
+
+def test_plain_greedy_needs_no_logits(case: Case) -> None:
+    logits = logits_of(case)
+    batch = batch_of([request(top_k=1)] * 3)
+    draws, adjusted = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
+    assert adjusted is None and torch.equal(draws, logits.argmax(-1))
+
+
+def test_greedy_beside_sampled(case: Case) -> None:
+    logits = logits_of(case)
+    batch = batch_of([request(top_k=1), request(top_k=1), request()])
+    torch.manual_seed(0)
+    seen: set[int] = set()
+    for _ in range(20):
+        draws, _ = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
+        greedy = case.device.row < 2
+        assert torch.equal(draws[greedy], logits.argmax(-1)[greedy])
+        seen.add(int(draws[-1]))
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {}])
+def test_distribution(case: Case, settings: dict[str, Any]) -> None:
+    """Frequencies of many draws against the probabilities that the settings mean."""
+    logits = logits_of(case)[:1].repeat(len(case.host.tokens), 1) * 2
+    probs = torch.softmax(logits[0], -1)
+    order = probs.argsort(descending=True)
+    allowed = torch.ones(131, dtype=torch.bool)
+    if "top_k" in settings:
+        allowed[order[3:]] = False
+    if "top_p" in settings:
+        before = probs[order].cumsum(0) - probs[order]
+        allowed[order[before > settings["top_p"]]] = False
+    if "min_p" in settings:
+        allowed = probs >= settings["min_p"] * probs.max()
+    right = torch.where(allowed, probs, 0.0)
+    right /= right.sum()
+    batch = batch_of([request(**settings)] * 3)
+    torch.manual_seed(1)
+    counts = torch.zeros(131)
+    for _ in range(400):
+        draws, _ = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
+        counts += torch.bincount(draws, minlength=131)
+    assert not counts[~allowed].any()
+    assert (counts / counts.sum() - right).abs().max() < 0.02
+
+
+def test_seeds_repeat(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # SGLang compiles its hash
+    logits = logits_of(case)
+    batch = batch_of([request()] * 3, sampling_seed=torch.tensor([1, 2, 3]))
+    first, _ = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
+    second, _ = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
+    assert torch.equal(first, second)
