@@ -28,7 +28,8 @@ from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.worth import attainment_weight
 
 SMALL, RELAXED = 16, 4
-"""An iteration of a small batch is short: what moves slowly is worked out every RELAXED iterations only."""
+"""An iteration of a small batch is short: what moves slowly is worked out every RELAXED iterations only, the
+ones with probes among them (``depth_probe_every`` must be a multiple)."""
 
 
 class PricedPolicy(BasePolicy):
@@ -222,7 +223,7 @@ class PricedPolicy(BasePolicy):
         super().observe(outcome)
         plan = outcome.plan
         worth = self._worth.pop(plan.iteration, None)
-        if worth is not None and (len(plan.running) >= SMALL or plan.iteration % RELAXED == 0):
+        if worth is not None and (len(plan.running) >= SMALL or plan.iteration % RELAXED == RELAXED - 1):
             self._learn_surplus(plan, *worth)
         period = outcome.since_last_s or outcome.total_s
         if period > 0:
