@@ -1,6 +1,7 @@
-"""Makes the pictures of docs/img with made-up traffic: ``python docs/screenshots.py``.
+"""Makes the pictures of docs/img: ``python docs/screenshots.py [live] [report] [locust]``.
 
-Needs Chromium and its driver (Debian: chromium, chromium-driver)."""
+The live page and Locust's tab show made-up traffic, the report a real run of the embedded pair on this
+machine. Needs Chromium and its driver (Debian: chromium, chromium-driver)."""
 
 from __future__ import annotations
 
@@ -53,19 +54,20 @@ def shoot_live_page() -> None:
 
 
 def shoot_report(folder: Path) -> None:
-    with running_fake(token_ms=20) as fake:
-        # Two speeds of the fake server; not called after real policies, since these are no results.
-        for tag, token_ms in (("quick", 18), ("slow", 27)):
-            fake.set(token_ms=token_ms, jitter=0.35)
+    """A real run: the embedded pair on this machine, with AdaServe and without (about five minutes)."""
+    from adaserve.server import Server, ServerSpec, free_port
+
+    with Server(ServerSpec(port=free_port()), log=folder / "server.log") as server:
+        for policy in ("adaserve", "none"):
+            server.set_policy(policy)
             for seed in ("0", "1"):
-                out = folder / f"{tag}-seed{seed}"
-                args = ["--url", fake.url, "--rps", "4", "--duration", "20", "--seed", seed]
-                args += ["--baseline-ms", "20", "--output-tokens", "30", "--out", str(out)]
+                args = ["--url", server.url, "--rps", "1.2", "--duration", "40", "--seed", seed]
+                args += ["--out", f"{policy}-seed{seed}"]
                 bench = [sys.executable, "-m", "adaserve.loadgen", "bench", "serve", *args]
                 subprocess.run(bench, check=False, cwd=folder)
-    runs = [str(folder / f"{tag}-seed{seed}") for tag in ("quick", "slow") for seed in (0, 1)]
-    report = [sys.executable, "-m", "adaserve.loadgen", "report", *runs, "--out", str(folder), "--no-png"]
-    subprocess.run(report, check=True)
+    runs = [f"{policy}-seed{seed}" for policy in ("adaserve", "none") for seed in (0, 1)]
+    report = [sys.executable, "-m", "adaserve.loadgen", "report", *runs, "--out", ".", "--no-png"]
+    subprocess.run(report, check=True, cwd=folder)
     with browser(1180, 1330) as page:
         page.open(f"file://{folder}/report.html")
         page.screenshot(IMG / "report.png", full=False)

@@ -1,0 +1,36 @@
+"""One real server with the embedded pair, which clients that nobody here wrote talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from adaserve.server import Server, ServerSpec, free_port
+
+MODEL = "adaserve-embedded"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The smallest widened target: what is tested here are the interfaces."""
+    spec = ServerSpec(size="12M", port=free_port(), extra=("--tool-call-parser", "qwen25"))
+    with Server(spec, log=tmp_path_factory.mktemp("server") / "server.log") as running:
+        yield running
+
+
+Counts = Callable[[], dict[str, int]]
+
+
+@pytest.fixture
+def counted(server: Server) -> Counts:
+    """Requests per SLO class that the server has counted since the start of the test."""
+
+    def totals() -> dict[str, int]:
+        snapshot: dict[str, Any] = httpx.get(server.url + "/slo/snapshot.json", timeout=30).json()
+        return {c["name"]: c["total_requests"] for c in snapshot["classes"]}
+
+    before = totals()
+    return lambda: {n: k - before.get(n, 0) for n, k in totals().items() if k > before.get(n, 0)}

@@ -1,0 +1,139 @@
+"""The OpenAI Python SDK: streaming, chat, completions, tools, structured output, logprobs, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from adaserve.server import Server
+from tests.clients.conftest import MODEL, Counts
+
+openai = pytest.importorskip("openai", reason="the OpenAI SDK is not installed (SGLang brings it)")
+
+PROMPT = "def main(argv):\n"
+MESSAGES: Any = [{"role": "user", "content": "How does a list differ from a tuple?"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}},
+            "required": ["unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture
+def client(server: Server) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=120)
+
+
+def test_models(client: Any) -> None:
+    assert [m.id for m in client.models.list()] == [MODEL]
+
+
+def test_completions_stream_as_they_answer_whole(client: Any, counted: Counts) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    headers = {"x-slo-tpot-ms": "50", "x-slo-class": "coding"}
+    whole = client.completions.create(**options, extra_headers=headers)
+    chunks = list(
+        client.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}, extra_headers=headers
+        )
+    )
+    text = "".join(c.choices[0].text for c in chunks if c.choices)
+    assert text == whole.choices[0].text and text
+    assert whole.choices[0].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 40
+    for answer in (whole, chunks[-1]):
+        report = answer.metadata["slo"]
+        assert report["class"] == "coding" and report["tpot_slo_ms"] == 50
+        assert report["tpot_ms"] > 0 and report["met"] == (report["tpot_ms"] <= 50)
+    assert counted() == {"coding": 2}
+
+
+def test_slos_in_the_body(client: Any, counted: Counts) -> None:
+    body = {"custom_params": {"slo_class": "summarization", "slo_tpot_ms": 123}}
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5, extra_body=body)
+    assert answer.metadata["slo"]["tpot_slo_ms"] == 123
+    assert counted() == {"summarization": 1}
+
+
+def test_chat_streams_as_it_answers_whole(client: Any) -> None:
+    options: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 30, "temperature": 0}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content and text
+    assert whole.choices[0].message.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_several_choices(client: Any) -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, n=3, temperature=1.0)
+    assert [c.index for c in answer.choices] == [0, 1, 2]
+    assert answer.usage.completion_tokens == 36
+
+
+def test_logprobs(client: Any) -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=10, temperature=0, logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 10
+    for logprob, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        # Greedy: the chosen token is the likeliest of the top ones.
+        assert logprob == pytest.approx(max(top.values()), abs=1e-3) and logprob <= 0
+    chat = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2
+    )
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 6 and all(len(t.top_logprobs) == 2 for t in content)
+    assert all(math.exp(t.logprob) <= 1 + 1e-6 for t in content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools(client: Any, stream: bool) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the weather?"}],
+        tools=[WEATHER],
+        tool_choice="required",
+        temperature=0,
+        max_tokens=80,
+        stream=stream,
+    )
+    if stream:
+        calls = [t.function for c in answer if c.choices for t in c.choices[0].delta.tool_calls or ()]
+        name = "".join(c.name or "" for c in calls)
+        arguments = "".join(c.arguments or "" for c in calls)
+    else:
+        call = answer.choices[0].message.tool_calls[0].function
+        name, arguments = call.name, call.arguments
+    assert name == "get_weather"
+    assert json.loads(arguments)["unit"] in ("celsius", "fahrenheit")
+
+
+def test_structured_output(client: Any) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}},
+    )
+    assert isinstance(json.loads(answer.choices[0].message.content)["ok"], bool)
+
+
+@pytest.mark.parametrize("headers", [{"x-slo-tpot-ms": "fast"}, {"x-slo-class": "nobody"}])
+def test_a_bad_slo_is_a_bad_request(client: Any, headers: dict[str, str], counted: Counts) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5, extra_headers=headers)
+    assert next(iter(headers.values())) in str(error.value)
+    assert counted() == {}
