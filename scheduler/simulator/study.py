@@ -134,6 +134,8 @@ def markdown(rows: list[Row]) -> str:
     """Violations and TTFT per workload, load and policy as Markdown."""
     policies = list(dict.fromkeys(r["policy"] for r in rows))
     places = list(dict.fromkeys((r["workload"], r["load_rps"]) for r in rows))
+    if len(places) == 1 and len(policies) > 6:
+        return _one_place(rows, policies)
     lines: list[str] = []
     titles = {
         "violations": ("SLO violations, %", 100.0),
@@ -159,8 +161,62 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def _one_place(rows: list[Row], policies: list[str]) -> str:
+    """Many policies on one workload: a policy a line, mean +- half range over seeds."""
+    columns = {
+        "violations": ("violations, %", 100.0),
+        **{f"violations_{name}": (f"{name}, %", 100.0) for name in sorted(rows[0]["summary"]["by_class"])},
+        "mean_ttft_ms": ("mean TTFT, ms", 1.0),
+        "p99_ttft_ms": ("p99 TTFT, ms", 1.0),
+        "mean_tpot_ms": ("mean TPOT, ms", 1.0),
+        "mean_verify": ("verify tokens", 1.0),
+        "mean_depth": ("depth", 1.0),
+    }
+    lines = [
+        f"{rows[0]['workload']}, {rows[0]['load_rps']:g} requests/s; mean +- half range over the seeds",
+        "",
+        "| policy | seeds | " + " | ".join(title for title, _ in columns.values()) + " |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    tables = {key: aggregate(rows, key) for key in columns}
+    place = rows[0]["workload"], rows[0]["load_rps"]
+    for policy in policies:
+        cells = []
+        for key, (_, scale) in columns.items():
+            mean, half, seeds = tables[key][(*place, policy)]
+            cells.append(f"{mean * scale:.1f}" + (f" +- {half * scale:.1f}" if seeds > 1 else ""))
+        lines.append(f"| {policy} | {seeds} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _plot_bars(rows: list[Row], path: Path) -> None:
+    """Violations of every policy, grouped by workload."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    table = aggregate(rows)
+    places = list(dict.fromkeys((r["workload"], r["load_rps"]) for r in rows))
+    policies = list(dict.fromkeys(r["policy"] for r in rows))
+    figure, axis = plt.subplots(figsize=(max(6.0, 0.45 * len(places) * len(policies)), 4.2))
+    width = 0.85 / len(policies)
+    for i, policy in enumerate(policies):
+        found = [(x, table[(*place, policy)]) for x, place in enumerate(places) if (*place, policy) in table]
+        at = [x + (i - (len(policies) - 1) / 2) * width for x, _ in found]
+        mean, half = [100 * v[0] for _, v in found], [100 * v[1] for _, v in found]
+        axis.bar(at, mean, width, yerr=half, capsize=2, label=policy)
+    axis.set_xticks(range(len(places)), [f"{w}\n{load:g} requests/s" for w, load in places], fontsize=8)
+    axis.set_ylabel("SLO violations, %")
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend(fontsize=7, ncols=2 if len(policies) > 6 else 1)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def plot_violations(rows: list[Row], path: Path) -> None:
-    """Violations over load, one panel per workload; bars span the seeds."""
+    """Violations over load, one panel per workload (bars where each has one load); bars span the seeds."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -169,6 +225,9 @@ def plot_violations(rows: list[Row], path: Path) -> None:
     table = aggregate(rows)
     workloads = list(dict.fromkeys(r["workload"] for r in rows))
     policies = list(dict.fromkeys(r["policy"] for r in rows))
+    if len({(r["workload"], r["load_rps"]) for r in rows}) == len(workloads):
+        _plot_bars(rows, path)
+        return
     figure, axes = plt.subplots(1, len(workloads), figsize=(4.2 * len(workloads), 3.6), squeeze=False)
     for axis, workload in zip(axes[0], workloads, strict=True):
         for policy in policies:
