@@ -105,7 +105,8 @@ class DeviceForward:
     """Forwards of one model by padded size.
 
     ``candidates``: how many best tokens a draft step needs. ``last_position``: highest position with a
-    rotary angle; tokens beyond it are never kept, so they may compute anything.
+    rotary angle; tokens beyond it are never kept, so they may compute anything. ``vocabulary``: rows of the
+    embedding; a target with more of them only pads further, but its padding must not be looked up.
     """
 
     def __init__(
@@ -117,10 +118,11 @@ class DeviceForward:
         buffers: AttentionBuffers,
         candidates: int,
         last_position: int,
+        vocabulary: int,
     ) -> None:
         self.inputs, self.buffers, self.table = inputs, buffers, table
         self.device = inputs.tokens.device
-        self.last_position = last_position
+        self.last_position, self._last_token = last_position, vocabulary - 1
         self._call, self._make_kernel, self._candidates = call, make_kernel, candidates
         self._kernels: dict[tuple[int, int], TreeKernel] = {}
 
@@ -132,7 +134,7 @@ class DeviceForward:
                 f"a forward of {padded} tokens exceeds the {self.inputs.tokens.shape[0]} reserved"
             )
         i = self.inputs
-        i.tokens[:count].copy_(tokens)
+        i.tokens[:count].copy_(tokens.clamp(max=self._last_token))
         i.positions[:count].copy_(positions.clamp(max=self.last_position))
         i.slots[:count].copy_(slots)
         if padded > count:
@@ -173,23 +175,6 @@ class DeviceForward:
         """Waits for the device, so that what is timed has happened."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def sglang_forward(
-    runner: Any, tokens: int, kv_entries: int, mask_bytes: int, candidates: int, capture: bool
-) -> DeviceForward:
-    """The forwards of the model in ``runner``. Raises ValueError with the reason when it is not covered."""
-    device = torch.device(runner.device)
-    buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device)
-    return DeviceForward(
-        SGLangCall(runner),
-        kernel_maker(runner, device),
-        GraphTable(capture),
-        Inputs.allocate(tokens, device),
-        buffers,
-        candidates,
-        runner.model_config.context_len - 1,
-    )
 
 
 def kernel_maker(runner: Any, device: torch.device) -> Callable[[AttentionBuffers, int], TreeKernel]:

@@ -123,6 +123,7 @@ def device_models(target: Any, draft: Any, config: AdaServeConfig) -> DeviceMode
             buffers,
             candidates,
             last,
+            int(runner.model_config.vocab_size),
         )
 
     models = DeviceModels(

@@ -104,12 +104,10 @@ class DeviceWorker(AdaServeWorker):
 
     def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:
         super()._start_requests(batch, first_tokens)
-        rows, lengths, tokens = [], [], []
-        for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
-            rows.append(req.req_pool_idx)
-            lengths.append(length)
+        rows, lengths, tokens = _pool_rows(batch), batch.seq_lens_cpu.tolist(), []
+        for req, row, length in zip(batch.reqs, rows, lengths, strict=True):
             tokens += [*req.origin_input_ids, *req.output_ids][:length]
-            self._states[req.req_pool_idx].pending.clear()  # the tokens' history stands in its place
+            self._states[row].pending.clear()  # the tokens' history stands in its place
         at = np.arange(len(tokens)) - np.repeat(starts(np.array(lengths))[:-1], lengths)
         device = self._history.device
         index = (to_device(np.repeat(rows, lengths), device), to_device(at, device))
@@ -121,7 +119,7 @@ class DeviceWorker(AdaServeWorker):
         self._settle()
         models = self._device_models
         start_s, start = time.perf_counter(), mark(models.device)
-        states = [self._states[req.req_pool_idx] for req in batch.reqs]
+        states = [self._states[row] for row in _pool_rows(batch)]
         rows = self._device_rows(batch, states)
         plan = self._agreement.plan(lambda: self.policy.plan(rows.running, start_s), rows.running)
         if self._recorder is not None:
@@ -249,6 +247,11 @@ class DeviceWorker(AdaServeWorker):
             self._forget(rid)
         else:  # it rides an iteration whose outcome would bring it back; waiting for that would cost time
             self._leaving.append(rid)
+
+
+def _pool_rows(batch: Any) -> list[int]:
+    """Every request's row of the request pool, from the host's own copy."""
+    return [int(row) for row in batch.req_pool_indices_cpu]
 
 
 def _outcome_copy(

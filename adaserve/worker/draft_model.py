@@ -57,7 +57,10 @@ class DraftModel(EagleDraftWorkerBase):
 def require_common_vocabulary(target: Any, draft: Any) -> None:
     """Raises ValueError with the reason when draft tokens would mean something else to the target."""
     t_size, d_size = target.model_runner.model_config.vocab_size, draft.model_runner.model_config.vocab_size
-    if t_size != d_size:
+    # A larger model of a family may pad its vocabulary further. Looked up, its padding would read beyond the
+    # draft's embedding, so only forwards that guard against it (``adaserve.cuda``) may have such a draft.
+    may_be_smaller = target.tokenizer is not None and str(target.model_runner.device) != "cpu"
+    if t_size != d_size and not (may_be_smaller and len(target.tokenizer) <= d_size < t_size):
         raise ValueError(
             f"the draft model has a vocabulary of {d_size} tokens and the target one of {t_size}: "
             "choose a draft of the same family with the same tokenizer"

@@ -127,6 +127,7 @@ def device_forward(model: TinyModel, candidates: int = 4, tokens: int = 512) -> 
         buffers,
         candidates,
         CONTEXT - 1,
+        VOCABULARY,
     )
 
 

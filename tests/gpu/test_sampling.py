@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 
 from adaserve.cuda import sampling as device
 from adaserve.worker import sampling as host
@@ -110,10 +109,17 @@ def test_distribution(case: Case, settings: dict[str, Any]) -> None:
     assert (counts / counts.sum() - right).abs().max() < 0.02
 
 
-def test_seeds_repeat(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # SGLang compiles its hash
-    logits = logits_of(case)
-    batch = batch_of([request()] * 3, sampling_seed=torch.tensor([1, 2, 3]))
-    first, _ = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
-    second, _ = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
-    assert torch.equal(first, second)
+def test_seeds_belong_to_their_requests(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's seeded draw (a GPU kernel) gets every token's position and its request's seed."""
+    asked: list[tuple[list[int], list[int]]] = []
+
+    def draw(probs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        asked.append((seed.tolist(), positions.tolist()))
+        return probs.argmax(-1).int()
+
+    monkeypatch.setattr(device, "sampling_from_probs_torch", draw)
+    logits, seeds = logits_of(case), torch.tensor([11, 12, 13])
+    batch = batch_of([request()] * 3, sampling_seed=seeds)
+    draws, _ = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
+    assert asked == [(seeds[case.device.row].tolist(), case.device.positions.tolist())]
+    assert draws.dtype == torch.int64

@@ -131,10 +131,11 @@ class Run:
         info = SimpleNamespace(
             is_all_greedy=True, logit_bias=None, grammars=None, has_custom_logit_processor=False
         )
+        rows = self.requests.pool_rows
         batch = SimpleNamespace(
             reqs=self.reqs, seq_lens=self.lens, seq_lens_cpu=self.lens.clone(), sampling_info=info,
-            req_pool_indices=self.requests.pool_rows, spec_info=SimpleNamespace(bonus_tokens=self.roots),
-            return_logprob=False, has_grammar=False,
+            req_pool_indices=rows, req_pool_indices_cpu=rows, return_logprob=False, has_grammar=False,
+            spec_info=SimpleNamespace(bonus_tokens=self.roots),
         )  # fmt: skip
         result = self.worker._decode(batch, None)
         ids = result.next_token_ids.view(len(LENGTHS), -1)
