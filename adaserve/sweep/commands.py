@@ -93,8 +93,11 @@ def sweep(options: Options, console: Console) -> bool:
         options.capacity_rps,
         options.minutes,
     )
+    left = len(set(c.id for c in plan.cases()) - set(store.finished()))
     console.print(
-        f"{len(plan.cases())} cases, about {minutes_of(plan):.0f} minutes in all; results: {folder}"
+        f"{left} of {len(plan.cases())} cases to run (all of them take about {minutes_of(plan):.0f} minutes); "
+        f"results: {folder}",
+        soft_wrap=True,
     )
     done = False
     try:
@@ -104,10 +107,21 @@ def sweep(options: Options, console: Console) -> bool:
         raise
     finally:
         if store.exists and store.finished():
-            redraw(folder, options.readme, console)
+            _try_to_redraw(folder, options.readme, console)
         if not done and store.exists:
             console.print(f"to go on: adaserve bench sweep --out {shlex.quote(str(folder))}", highlight=False)
     return done
+
+
+def _try_to_redraw(folder: Path, readme: Path | None, console: Console) -> None:
+    """Draws; an error here must hide neither the results nor what ended the sweep."""
+    try:
+        redraw(folder, readme, console)
+    except Exception as error:
+        console.print(
+            f"[red]the results are kept, but could not be drawn:[/] {error}; try again with "
+            f"adaserve bench sweep --plot-only {shlex.quote(str(folder))}"
+        )
 
 
 def minutes_of(plan: SweepPlan) -> float:

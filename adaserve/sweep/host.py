@@ -139,9 +139,6 @@ class Host:
             httpx.post(self._server.url + "/abort_request", json={"rid": "", "abort_all": True}, timeout=30.0)
             time.sleep(0.5)
 
-    def alive(self) -> bool:
-        return self._server is not None and self._answers()
-
 
 def report_of(server: Server) -> dict[str, Any] | None:
     """The server's counters; None from SGLang without AdaServe."""
