@@ -95,7 +95,7 @@ def sweep(options: Options, console: Console) -> bool:
     )
     left = len(set(c.id for c in plan.cases()) - set(store.finished()))
     console.print(
-        f"{left} of {len(plan.cases())} cases to run (all of them take about {minutes_of(plan):.0f} minutes); "
+        f"{left} of {len(plan.cases())} cases to run (all take about {minutes_of(plan):.0f} minutes); "
         f"results: {folder}",
         soft_wrap=True,
     )
