@@ -99,7 +99,9 @@ def _program(path: Path) -> str:
     """What a person types to start this program."""
     if path.name == "__main__.py":
         module = path.parent.name
-        return "locust" if module == "locust" else f"python -m adaserve.{module}"
+        if module in ("locust", "adaserve"):
+            return module
+        return f"python -m adaserve.{module}"
     return path.name
 
 
