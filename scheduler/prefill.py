@@ -111,7 +111,7 @@ def stall_slack(
     return slack
 
 
-def least_chunk(sizes: IntArray, seconds: FloatArray, waste: float = 1.5) -> int:
+def least_chunk(sizes: IntArray, seconds: FloatArray, waste: float = 1.15) -> int:
     """Smallest of ``sizes`` [k] at which a token costs at most ``waste`` times that at the largest."""
     per_token_s = seconds / sizes
     return int(sizes[int(np.argmax(per_token_s <= waste * per_token_s[-1]))])
