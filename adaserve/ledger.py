@@ -16,6 +16,9 @@ from adaserve.scheduler.slo import SLOConfig, SLOError, resolve
 SERVER_FAULT = 500
 """HTTP status from which on an aborted request failed. Below, or without a status, the client is why."""
 
+HEALTH_CHECK = "HEALTH_CHECK"
+"""How the ids of SGLang's own requests begin: ``GET /health`` generates a token."""
+
 
 @dataclass(slots=True, weakref_slot=True)
 class _Company:
@@ -68,8 +71,8 @@ class SLOLedger:
     def close(self, req: Any) -> dict[str, Any]:
         """The report of a finished request; counted once.
 
-        What its client aborted, or what was refused for its own contents, is not counted; a request
-        that the server gave up is counted as failed."""
+        Not counted is what its client aborted, what was refused for its own contents, and health
+        checks; a request that the server gave up is counted as failed."""
         times = req.time_stats
         slo_class, tpot_slo_s, ttft_slo_s = self.slo(req)
         # A verification can accept tokens behind the stop; they are not sent.
@@ -84,7 +87,7 @@ class SLOLedger:
         failed = aborted and int(req.finished_reason.status_code or 0) >= SERVER_FAULT
         met_ttft = ttft_slo_s == math.inf or (ttft_s is not None and within(ttft_s, ttft_slo_s))
         company = self._company.pop(req, None) or _Company(self._prefills_s)
-        if failed or not aborted:
+        if (failed or not aborted) and not req.rid.startswith(HEALTH_CHECK):
             self.stats.finish(
                 FinishedRequest(
                     rid=req.rid,

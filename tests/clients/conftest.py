@@ -16,7 +16,9 @@ MODEL = "adaserve-embedded"
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The smallest widened target: what is tested here are the interfaces."""
-    spec = ServerSpec(size="12M", port=free_port(), extra=("--tool-call-parser", "qwen25"))
+    # A model that knows no JSON would fill it with blanks for ever.
+    extra = ("--tool-call-parser", "qwen25", "--constrained-json-disable-any-whitespace")
+    spec = ServerSpec(size="12M", port=free_port(), extra=extra)
     with Server(spec, log=tmp_path_factory.mktemp("server") / "server.log") as running:
         yield running
 

@@ -116,6 +116,14 @@ def test_aborts(status: int | None, requests: int, failed: int) -> None:
     assert reasons(books) == ["it failed"] * failed
 
 
+def test_health_checks_are_not_traffic() -> None:
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    books = ledger()
+    books.close(Req(f"{HEALTH_CHECK_RID_PREFIX}_1700000000.5"))
+    assert counted(books)["requests"] == 0
+
+
 def test_prefills_of_others_are_named() -> None:
     books = ledger()
     slow, other = Req("slow", last_decode_finish_time=1.6), Req("other")
