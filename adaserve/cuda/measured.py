@@ -28,7 +28,7 @@ class MeasuredForward:
     def hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, plan: TreeAttentionPlan) -> Tensor:
         """Logits [T, vocab] of a target; of a draft [T, 2, K], the best log-probabilities and their ids."""
         f, count = self._forward, len(tokens)
-        key = self._key(count)
+        key = self._key(count, plan.num_requests)
         q_lens = plan.qo_indptr.diff().long().cpu().numpy()
         kv_lens = plan.kv_indptr.diff().long().cpu().numpy()
         spare = key.rows - len(q_lens)
@@ -39,16 +39,18 @@ class MeasuredForward:
             q_lens[len(kv_lens)] = key.tokens - count
         kv_lens = np.concatenate([kv_lens, np.ones(spare, np.int64)])
         write_causal(f, q_lens, kv_lens)
-        first, second = f.run(key, Extent(q_lens, kv_lens), self._tiers.captured(key.tokens))
+        served = self._tiers.captured(key.tokens) and key == self._key(count, 0)
+        first, second = f.run(key, Extent(q_lens, kv_lens), served)
         f.synchronize()
         if key.head == "logits":
             return first[:count]
         return torch.stack([first.double(), second.double()], dim=1)[:count]
 
-    def _key(self, tokens: int) -> Key:
+    def _key(self, tokens: int, rows: int) -> Key:
+        """The padded size that serving would use; with more rows where more are measured than are served."""
         padded = self._tiers.fit(tokens)
         if self._most_rows:
-            return Key(padded, min(padded, self._most_rows) + 1, "logits")
+            return Key(padded, max(min(padded, self._most_rows), rows) + 1, "logits")
         return Key(padded, padded, "candidates")
 
     def logits(self, hidden: Tensor) -> Tensor:

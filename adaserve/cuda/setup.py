@@ -23,6 +23,9 @@ MOST_CAPTURED_ROWS = 64
 MOST_CAPTURED_TOKENS = 512
 """Largest padded sizes with a graph; larger batches run eagerly, where launches no longer matter."""
 
+MEASURED_KEYS = 1 << 20
+"""Cached tokens of the largest forward that is measured at start (128 requests of 4 tokens at 4096)."""
+
 CATCH_UP_TOKENS = 512
 """Cached tokens that a draft is fed in one forward, at least, when it has to catch up."""
 
@@ -106,7 +109,7 @@ def device_models(target: Any, draft: Any, config: AdaServeConfig) -> DeviceMode
     needed = most_rows * max(widest, FIRST * config.max_width)
     most_tokens = max(CATCH_UP_TOKENS, needed)
     context = int(target.req_to_token_pool.req_to_token.shape[1])
-    kv_entries = (most_rows + 1) * (context + widest)
+    kv_entries = max((most_rows + 1) * (context + widest), MEASURED_KEYS)
     # All tokens of the largest forward against the longest list there can be, every request on a byte.
     mask_bytes = most_tokens * (context + widest) // 8 + most_rows + 1
     capture = device.type == "cuda" and not bool(target.server_args.disable_cuda_graph)

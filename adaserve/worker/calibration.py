@@ -49,11 +49,21 @@ class Grid:
 PROFILE_ENV = "ADASERVE_MEASURE_PROFILE"
 """Set by `adaserve profile`: JSON with the files for progress ("ticks") and result ("out")."""
 
-QUICK = Grid((1, 2, 4, 8, 12, 16, 24, 32, 48, 64), (1, 2, 4, 8, 16, 32, 64), (128, 512), 3, 0.25)
+_MORE_TOKENS = (96, 128, 192, 256, 384, 512) if torch.cuda.is_available() else ()
+"""A GPU verifies some hundred tokens in the time of one, so its knee lies further out."""
+_MORE_CONTEXTS = (4096,) if torch.cuda.is_available() else ()
+
+QUICK = Grid(
+    (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, *_MORE_TOKENS),
+    (1, 2, 4, 8, 16, 32, 64),
+    (128, 512, *_MORE_CONTEXTS),
+    3,
+    0.25,
+)
 FULL = Grid(
-    (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128),
+    (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, *(_MORE_TOKENS or (96, 128))),
     (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96),
-    (64, 256, 768),
+    (64, 256, 768, *_MORE_CONTEXTS),
     7,
     5.0,
 )

@@ -1,0 +1,72 @@
+"""The GPU's worker in a real server on a CPU, under the overlap schedule that GPUs use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adaserve.algorithm import DEVICE_WORKER_ENV
+from tests.engine.conftest import POLICIES, TIGHT, Served, adaserve_server
+from tests.engine.harness import Job, Server, Zygote, run_jobs, workload
+from tests.engine.test_greedy import assert_same
+
+
+@pytest.fixture(scope="module")
+def device(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A draft that agrees on most tokens, all policies in turn, little KV."""
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("device"),
+        pair,
+        "noisy",
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        {"rotate": POLICIES},
+        overlap=True,
+        **TIGHT,
+    )
+    server.environment[DEVICE_WORKER_ENV] = "1"
+    with server.running(zygote):
+        yield Served("device", server, probe)
+        server.assert_idle_and_clean()
+
+
+def test_greedy_is_the_target_alone(device: Served, stock: Server, pair: Path) -> None:
+    jobs = workload(60, seed=11, leave_every=13)
+    staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]
+    expected = [a["output_ids"] for a in run_jobs(stock, staying, speed=2) if a is not None]
+    answers = run_jobs(device.server, jobs, speed=2)
+    assert_same(pair, jobs, answers, expected)
+    finished = [a["meta_info"] for a in answers if a is not None]
+    assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
+    stats = device.probe.read()
+    assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 5, "the draft agrees too rarely or too often"
+    assert len(stats["depths"]) >= 4, "the policies all drafted alike"
+    state = device.server.internal_state()["adaserve"]
+    assert state["device"]["device"] == "cpu" and state["device"]["captured"] is False
+    device.server.assert_idle_and_clean()
+
+
+def test_logprobs(device: Served, stock: Server) -> None:
+    body = {"input_ids": [7, 8, 9, 10], "sampling_params": {"temperature": 0, "max_new_tokens": 12}}
+    mine, right = (s.generate(**body, return_logprob=True) for s in (device.server, stock))
+    values = [[t[0] for t in a["meta_info"]["output_token_logprobs"]] for a in (mine, right)]
+    assert mine["output_ids"] == right["output_ids"]
+    assert values[0] == pytest.approx(values[1], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.9, "top_p": 0.8}, {"temperature": 0.7, "frequency_penalty": 0.5}]
+)
+def test_sampled_requests_are_served(device: Served, params: dict[str, float]) -> None:
+    answer = device.server.generate(
+        input_ids=[7, 8, 9], sampling_params={**params, "max_new_tokens": 24, "ignore_eos": True}
+    )
+    assert answer["meta_info"]["completion_tokens"] == 24
+
+
+def test_a_grammar_is_kept_to(device: Served) -> None:
+    answer = device.server.generate(
+        text="the", sampling_params={"temperature": 0, "max_new_tokens": 12, "regex": "[0-9]+"}
+    )
+    assert answer["text"] and set(answer["text"]) <= set("0123456789")
