@@ -50,7 +50,7 @@ async def replay(url: str, arrivals: list[tuple[float, dict[str, Any]]]) -> list
     async def one(client: httpx.AsyncClient, at_s: float, body: dict[str, Any]) -> dict[str, Any]:
         await asyncio.sleep(at_s)
         answer = (await client.post("/generate", json=body)).raise_for_status().json()
-        return dict(answer["meta_info"]["slo"][0])
+        return dict(answer["meta_info"]["slo"])
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits) as client:
