@@ -28,6 +28,9 @@ class PolicyConfig:
     early_stop: bool = False  # priced: ask the frontier after every draft step (drivers that can stop)
 
     price_prefill: bool = False  # priced: count a riding prefill chunk in the iteration's price (ablation)
+    queue_price: float = (
+        1.0  # priced: how much dearer verify tokens are while prefill chunks come without pause
+    )
     surplus_rate: float = 0.08  # priced: step of the moving average of what levels and beams are worth
     depth_probe_every: int = 16  # priced: iterations between drafts of one level more than pays
     width_probe_every: int = 16

@@ -49,6 +49,7 @@ class PricedPolicy(BasePolicy):
         levels = 0.7 ** np.arange(1, config.d_max + 1)[:, None]
         self._surplus: FloatArray = levels * 0.3 ** np.arange(config.w_max)[None, :]
         self._depth = 1
+        self._chunk_share = 0.0  # of the recent iterations that had a prefill chunk with them, moving average
         self._first_level = 0.7  # acceptance of a level, moving average
         self._weight: FloatArray = np.ones(0)
         # By iteration, until observed (two under overlap): f, weight x f, and the price of a verify token.
@@ -59,6 +60,7 @@ class PricedPolicy(BasePolicy):
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The depth with the best expected value per second, given learned acceptance."""
         context = total(running.context_tokens)
+        self._chunk_share = 0.8 * self._chunk_share + 0.2 * (running.prefill_tokens > 0)
         if len(running) >= SMALL or self._iterations % RELAXED == 0 or running.rids != self._weighed:
             self._weight, self._weighed = self._weigh(running, context, now_s), running.rids
         deepest = min(self.config.d_max, int(largest(cap)))
@@ -215,6 +217,10 @@ class PricedPolicy(BasePolicy):
         verify = self.latency.verify_curve(n + chunk, most + 1, context)
         if chunk and not self.config.price_prefill:
             constant -= self.latency.verify_s(n + chunk, context) - self.latency.verify_s(n, context)
+            # Chunk after chunk means that prompts queue: they wait for every second spent here.
+            queue = self.config.queue_price * max(0.0, 2.0 * self._chunk_share - 1.0)
+            if queue > 0:
+                verify += queue * (verify - verify[0])
         verify += constant
         return verify
 
