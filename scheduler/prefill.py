@@ -165,7 +165,9 @@ def slack_tokens(
             return 0
         tokens = least
     # As few chunks as that size needs, but equal ones: no forward for a few tokens at the end.
-    return -(-left // -(-left // tokens)) if left > tokens else tokens
+    if tokens < min(left, config.chunk_tokens):
+        return -(-left // -(-left // tokens))
+    return tokens
 
 
 def plan_prefill(
