@@ -13,6 +13,7 @@ from sglang.srt.layers.sampler import (
 )
 from torch import Tensor
 
+from adaserve.cuda.layout import to_device
 from adaserve.cuda.verify import DeviceVerify
 from adaserve.worker import sampling
 from adaserve.worker.rows import RequestState
@@ -97,5 +98,5 @@ def _sample(logits: Tensor, v: DeviceVerify, batch: Any) -> Tensor:
         drawn = sampling._inverse_cdf(probs)
     if not greedy.any():
         return drawn.long()
-    is_greedy = torch.from_numpy(greedy).to(logits.device, non_blocking=True)[v.row]
+    is_greedy = to_device(greedy, logits.device)[v.row]
     return torch.where(is_greedy, greedy_draws, drawn.long())

@@ -142,6 +142,7 @@ class DeviceWorker(AdaServeWorker):
         result = self._result(batch, rows, v, acceptance, draws, adjusted)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
+        committed = mark(models.device)  # before the copy, whose arrival says that all marks were reached
         copy = _outcome_copy(v, acceptance, draft, choice, len(rows))
         sizes = np.zeros(len(rows), np.int64)
         if draft is not None:
@@ -149,7 +150,7 @@ class DeviceWorker(AdaServeWorker):
         self._in_flight = InFlight(
             plan, self.policy, states, rows.seq_lens, sizes > 0, sizes,
             np.zeros(0, np.int64) if draft is None else draft.shape.depth, choice, copy, start_s,
-            (start, drafted, selected, mark(models.device)),
+            (start, drafted, selected, committed),
         )  # fmt: skip
         if self._settles_at_once:
             self._settle()
