@@ -72,6 +72,7 @@ class DeviceWorker(AdaServeWorker):
         self._device_models = models = device_models(
             self.target_worker.model_runner, self._draft_worker.draft_runner, self.config
         )
+        models.capture(self.config)
         self._agreement = Agreement(get_tp_group())
         super().init_cuda_graphs()
         if not self._agreement.alone:
@@ -85,7 +86,6 @@ class DeviceWorker(AdaServeWorker):
             models.row_tiers,
             models.most_tokens,
         )
-        models.capture(self.config)
         self._history = torch.zeros(
             self.req_to_token_pool.req_to_token.shape, dtype=torch.int32, device=models.device
         )

@@ -84,7 +84,7 @@ class Check:
         try:
             with serving(self.pair, kind, self.out / f"{kind}.log", self.console) as server:
                 measure(server)
-        except ServerError as error:
+        except (ServerError, httpx.HTTPError) as error:
             if not optional:
                 raise
             self.found.skipped[kind] = (

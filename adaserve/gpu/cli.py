@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import httpx
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -81,7 +82,7 @@ def gpu_check(
         folder = out or new_results_dir(Path("results"), "gpu-check")
         check = Check(Pair(model, draft, device, common), plan, folder, console)
         report = check.run(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
-    except (ServerError, PairError, LoadgenError, ValueError) as error:
+    except (ServerError, PairError, LoadgenError, httpx.HTTPError, ValueError) as error:
         console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     _show(report, Console())
