@@ -82,6 +82,9 @@ def measure(
     # Longer contexts than the models have positions for would read past their rotary tables.
     short = tuple(c for c in grid.contexts if c < context_len) or (max(1, context_len // 2),)
     grid = dataclasses.replace(grid, contexts=short)
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        # Tensor-parallel ranks run the same forwards, so none may stop by its own clock.
+        grid = dataclasses.replace(grid, stop_s=float("inf"))
     verify = _sweep(_verify_step(target), grid.verify_tokens, slots, grid, lambda p: progress(f"verify {p}"))
     drafts = _sweep(_draft_step(draft, width), grid.draft_rows, slots, grid, lambda p: progress(f"draft {p}"))
     return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)
