@@ -25,7 +25,7 @@ class Options:
 
     given: Mapping[str, Any]  # fields of SweepPlan
     quick: bool = False
-    server: Mapping[str, Any] = field(default_factory=dict)  # model, draft, size
+    server: Mapping[str, Any] = field(default_factory=dict)  # model, draft, size, extra: SGLang's own flags
     config: Mapping[str, Any] = field(default_factory=dict)  # fields of AdaServeConfig
     baseline_ms: float | None = None
     capacity_rps: float | None = None
@@ -73,7 +73,8 @@ def server_of(settings: Mapping[str, Mapping[str, Any]], plan: SweepPlan) -> Ser
     for name in (*plan.policies, *plan.side_policies):
         AdaServeConfig(policy=name)
     config = AdaServeConfig(**settings["config"], slo_config=plan.slo_config)
-    return with_depth(ServerSpec(config=config, **settings["server"]), (*plan.policies, *plan.side_policies))
+    server = {**settings["server"], "extra": tuple(settings["server"].get("extra", ()))}
+    return with_depth(ServerSpec(config=config, **server), (*plan.policies, *plan.side_policies))
 
 
 def sweep(options: Options, console: Console) -> bool:

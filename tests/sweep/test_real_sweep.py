@@ -46,7 +46,11 @@ def options(pair: Path, out: Path, **given: Any) -> Options:
     plan = {"axes": ("load",), "policies": ("none", "chain-2"), "loads": (0.3,), "seconds": 3.0}
     return Options(
         given={**plan, "length_scale": 0.06, **given},
-        server={"model": str(pair / "target"), "draft": str(pair / "noisy")},
+        server={
+            "model": str(pair / "target"),
+            "draft": str(pair / "noisy"),
+            "extra": ["--max-total-tokens", "8192"],  # a model this small would get millions of KV slots
+        },
         capacity_rps=20.0,
         out=out,
     )
