@@ -22,6 +22,7 @@ WEATHER: Any = {
     "function": {
         "name": "get_weather",
         "description": "The weather of a city",
+        "strict": True,  # without it SGLang accepts any JSON value as arguments
         "parameters": {
             "type": "object",
             "properties": {"unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}},
@@ -122,7 +123,8 @@ def test_tools(client: Any, stream: bool) -> None:
         stream=stream,
     )
     if stream:
-        calls = [t.function for c in answer if c.choices for t in c.choices[0].delta.tool_calls or ()]
+        parts = [t for c in answer if c.choices for t in c.choices[0].delta.tool_calls or ()]
+        calls = [t.function for t in parts if t.index == 0]
         name = "".join(c.name or "" for c in calls)
         arguments = "".join(c.arguments or "" for c in calls)
     else:
