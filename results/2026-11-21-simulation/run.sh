@@ -33,7 +33,7 @@ limit() {
 ablation() {
   simulate --trace $WORKLOADS/adaserve_rps4.0.jsonl --seeds "$1" --out $HERE/ablation \
     --policy priced --policy priced-no-weights=priced:attain_weight=0 --policy priced-no-calibration=priced:calibrate=False \
-    --policy priced-untracked=priced:track_latency=False --policy priced-prefill-in-price=priced:price_prefill=True \
+    --policy priced-untracked=priced:track_latency=False --policy priced-prefill-in-price=priced:price_prefill=True --policy priced-no-queue-price=priced:queue_price=0 \
     --policy priced-width1=priced:w_max=1 --policy priced-B144=priced:budget=144 \
     --policy priced-early-stop=priced:early_stop=True --policy priced-triage4=priced:triage_every=4 \
     --policy adaserve=adaserve:$TUNED --policy adaserve-untuned=adaserve:budget=512 --policy adaserve-v1=adaserve-v1:$TUNED \
@@ -46,7 +46,7 @@ held_out() {
   simulate --trace synthetic:1000:3.2:4 --seeds "$1" $compare --out $HERE/bursty
   simulate --trace synthetic:1000:3.5 --slo-config $HERE/tight.yaml --seeds "$1" $compare --out $HERE/tight
   simulator run --no-records --trace synthetic:1000:9 --model llama-3.1-8b --gpu l40s --tp 1 --seeds "$1" $compare --out $HERE/l40s-8b
-  simulator run --no-records --trace synthetic:1000:6 --model qwen2.5-32b --gpu h100 --tp 2 --seeds "$1" $compare --out $HERE/h100-32b
+  simulator run --no-records --trace synthetic:1000:13 --model qwen2.5-32b --gpu h100 --tp 2 --seeds "$1" $compare --out $HERE/h100-32b
   simulate --trace $WORKLOADS/azure_conv_0-1500s.csv --speedup 0.5 --seeds "$1" $compare --out $HERE/azure-conv
   simulate --trace $WORKLOADS/azure_code_0-1500s.csv --speedup 0.5 --seeds "$1" $compare --out $HERE/azure-code
 }
@@ -60,5 +60,6 @@ case ${1:-all} in
   all) tuning; for s in 0 0,1 0,1,2; do paper $s; limit $s; ablation $s; held_out $s; done; fleet ;;
   tuning) tuning ;;
   fleet) fleet ;;
+  small) for n in 1 4; do ${PYTHON:-python} $HERE/small_batches.py --requests $n --tokens 2500; done ;;
   *) "$1" "$seeds" ;;
 esac
