@@ -31,12 +31,12 @@ def _ones(n: int, kind: str) -> FloatArray | IntArray:
 
 def all_true(mask: BoolArray) -> bool:
     """``mask.all()``."""
-    return np.count_nonzero(mask) == mask.size
+    return bool(np.count_nonzero(mask) == mask.size)
 
 
 def any_true(mask: BoolArray) -> bool:
     """``mask.any()``."""
-    return np.count_nonzero(mask) > 0
+    return bool(np.count_nonzero(mask) > 0)
 
 
 @lru_cache(maxsize=256)

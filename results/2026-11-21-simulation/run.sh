@@ -53,7 +53,7 @@ held_out() {
 # 5. A million requests on 100 replicas, and a capacity answer.
 fleet() {
   simulator fleet --trace synthetic:1000000:300 --replicas 100 --baseline-ms 30 --out $HERE/fleet.json
-  simulator capacity --trace synthetic:60000:40 --target 0.95 --baseline-ms 30 --out $HERE/capacity.json
+  simulator capacity --trace synthetic:30000:40 --target 0.95 --baseline-ms 30 --out $HERE/capacity.json
 }
 seeds=${2:-0,1,2}
 case ${1:-all} in
