@@ -136,4 +136,6 @@ def register() -> None:
 
 def on_device(server_args: Any) -> bool:
     """Whether iterations stay on the device: the one place where the worker is chosen."""
-    return str(getattr(server_args, "device", "")).startswith("cuda") or os.environ.get(DEVICE_WORKER_ENV) == "1"
+    return (
+        str(getattr(server_args, "device", "")).startswith("cuda") or os.environ.get(DEVICE_WORKER_ENV) == "1"
+    )

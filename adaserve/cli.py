@@ -73,7 +73,7 @@ def serve(
     model: Model = None,
     draft: Draft = None,
     size: Size = "100M",
-    policy: PolicyName = "adaserve",
+    policy: PolicyName = "priced",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
     budget: Budget = None,
@@ -124,7 +124,7 @@ def _text(path: Path | None) -> str | None:
 def demo(
     *,
     seconds: Annotated[float, typer.Option(min=5, help="Length of the traffic.")] = 60.0,
-    policy: Annotated[str, typer.Option(help="Policy that is shown beside `none`.")] = "adaserve",
+    policy: Annotated[str, typer.Option(help="Policy that is shown beside `none`.")] = "priced",
     rps: Annotated[
         float | None, typer.Option(help="Requests per second.", show_default="from this host's speed")
     ] = None,

@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 class AdaServeConfig:
     """Field names are the command line's flags (``--adaserve-policy`` and so on)."""
 
-    policy: str = "adaserve"  # a name that adaserve.scheduler.policies knows
+    policy: str = "priced"  # a name that adaserve.scheduler.policies knows
     budget: int | None = None  # B, tokens per verification, roots included; None = from the profile
     max_depth: int = 5  # D_max
     max_width: int = 3  # W_max

@@ -103,12 +103,13 @@ class AdaServeWorker(BaseSpecWorker):
             budget=self._budget(name),
             d_max=self.config.max_depth,
             w_max=self.config.max_width,
+            early_stop=True,
         )
         return build_policy(name, config)
 
     def _budget(self, name: str) -> int | None:
-        """B. Fixed shapes and TurboSpec's argmax know none, so they get one only when it is given."""
-        unbounded = name.startswith(("chain-", "fixed-")) or name in ("turbospec", "none")
+        """B. Fixed shapes know none; TurboSpec and `priced` weigh each token against the latency."""
+        unbounded = name.startswith(("chain-", "fixed-")) or name in ("turbospec", "priced", "none")
         if self.config.budget is not None or unbounded:
             return self.config.budget
         return self.latency.knee_tokens(KNEE)

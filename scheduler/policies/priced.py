@@ -192,8 +192,10 @@ class PricedPolicy(BasePolicy):
         if best and falling[best - 1] <= 0:  # only where the latency falls with tokens
             best = int(rate[: np.count_nonzero(falling) + 1].argmax())
         best_rate = float(rate[best])
-        slope = _slope(seconds, best, n)
-        self._worth = {**dict(list(self._worth.items())[-1:]), plan.iteration: (f, value, best_rate * slope)}
+        price = best_rate * _slope(seconds, best, n)
+        if best == most and 0 < most < len(value):
+            price = max(price, float(falling[-1]))  # B binds: a place costs what the last one in is worth
+        self._worth = {**dict(list(self._worth.items())[-1:]), plan.iteration: (f, value, price)}
         self._note_rate(best_rate)
         if not best:
             return keep_nodes(trees, np.zeros(len(value), np.bool_), f, per_row)
