@@ -99,7 +99,7 @@ class LocalRun:
             schedule.duration_s,
             ", ".join(f"{n} {c}" for n, c in class_counts(schedule.requests).items()),
             self.config.server.model,
-            self.out,
+            self.out.name,
         )
         return schedule
 
@@ -130,7 +130,7 @@ class LocalRun:
             self._progress("finished" if summary["valid"] else "invalid")
             for reason in summary["invalid_reasons"]:
                 logger.warning("this run is not valid: %s", reason)
-            logger.info("results: %s", self.out)
+            logger.info("results: %s", self.out.name)
         finally:
             self.done.set()
 

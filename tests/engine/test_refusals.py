@@ -52,10 +52,10 @@ def test_refusals_name_the_remedy(changes: dict[str, Any], remedy: str) -> None:
     assert remedy in str(refused.value)
 
 
-def worker(folder: Path, size: int = 512) -> Any:
-    config = SimpleNamespace(vocab_size=size)
+def worker(folder: Path, size: int = 512, device: str = "cpu") -> Any:
+    runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=size), device=device)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return SimpleNamespace(model_runner=SimpleNamespace(model_config=config), tokenizer=tokenizer)
+    return SimpleNamespace(model_runner=runner, tokenizer=tokenizer)
 
 
 def test_vocabularies(pair: Path) -> None:
@@ -65,6 +65,15 @@ def test_vocabularies(pair: Path) -> None:
         require_common_vocabulary(target, worker(pair / "noisy", size=300))
     with pytest.raises(ValueError, match=r"first difference: 'a' .* choose a draft"):
         require_common_vocabulary(target, worker(pair / "swapped"))
+
+
+def test_a_larger_target_may_pad_its_vocabulary_on_a_gpu(pair: Path) -> None:
+    padded, draft = worker(pair / "target", size=640, device="cuda"), worker(pair / "noisy")
+    require_common_vocabulary(padded, draft)
+    with pytest.raises(ValueError, match="choose a draft"):
+        require_common_vocabulary(worker(pair / "target", size=640), draft)
+    with pytest.raises(ValueError, match="choose a draft"):
+        require_common_vocabulary(padded, worker(pair / "noisy", size=256))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ BAD_INPUT = {
     "class": (["--mix", "codng=1"], "unknown class 'codng'"),
     "slo": (["--slo", "coding=fast"], "is not a number"),
     "rate": (["--rps", "-2"], "rps must be a rate"),
-    "duration": (["--duration", "0"], "duration must be a positive number"),
+    "duration": (["--duration", "0"], "duration_s must be a number above 0"),
     "nothing to send": (["--rps", "0"], "the schedule is empty"),
     "prompts": (["--prompts", "/nowhere"], "cannot read the prompts"),
     "both": (["--rps", "2", "--trace", "x"], "use --target-rps"),
