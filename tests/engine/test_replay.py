@@ -41,7 +41,8 @@ def recorded(
         latency = LatencyModel.from_json(server.internal_state()["adaserve"]["latency"])
         server.assert_idle_and_clean()
     limits = {"budget": LIMITS["budget"], "d_max": LIMITS["max_depth"], "w_max": LIMITS["max_width"]}
-    return Recorded(name, path, PolicyConfig(latency=latency, **limits))
+    # As the worker builds it, which stops drafting where the frontier says so.
+    return Recorded(name, path, PolicyConfig(latency=latency, early_stop=True, **limits))
 
 
 def test_a_recording_replays_to_identical_plans_and_selections(recorded: Recorded) -> None:
