@@ -190,7 +190,7 @@ def bench_latency(
     size: Size = "100M",
     policies: Annotated[
         str, typer.Option(help="Comma-separated; `none` is always measured beside them.")
-    ] = "adaserve",
+    ] = "priced",
     batches: Annotated[
         str, typer.Option(help="Comma-separated numbers of concurrent requests.")
     ] = "1,4,8,16,32",

@@ -90,10 +90,9 @@ def _bearable_rps(latency: LatencyModel, classes: dict[str, Any]) -> float:
 
 
 def _show(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
-    table = Table(
-        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="who got the speed they asked for (TPOT in ms)"
-    )
-    for head in ("class", "policy", "requests", "SLO", "mean", "p99", "attained", "goodput/s", "tok/iter"):
+    title = "who got the speed they asked for (TPOT in ms)"
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)
+    for head in ("class", "policy", "reqs", "SLO", "mean", "p99", "attained", "goodput/s", "tok/iter"):
         table.add_column(head, justify="left" if head in ("class", "policy") else "right", no_wrap=True)
     names = [*next(iter(summaries.values()))["by_class"], "all"]
     for name in names:
