@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from adaserve.scheduler.arrays import all_true, largest, row_size, total
@@ -32,6 +34,15 @@ SMALL, RELAXED = 16, 4
 ones with probes among them (``depth_probe_every`` must be a multiple)."""
 
 
+@dataclass(slots=True)
+class _Regime:
+    """What was learned at batches of about one size: what pays at one request does not at thirty."""
+
+    surplus: FloatArray  # [d_max, w_max], see ``_best_shape``
+    rate: float = 0.0  # moving average of value per second of the iterations chosen
+    depth: int = 1  # of the last plan
+
+
 class PricedPolicy(BasePolicy):
     """Goodput per second decides: an iteration's value is the weighted tokens it is expected to yield.
 
@@ -45,10 +56,7 @@ class PricedPolicy(BasePolicy):
         super().__init__(name, config)
         self._period_s = 0.0  # moving average of the time between verifications, prefill included
         self._pace = 2.0  # moving average of tokens per request and iteration
-        self._rate = 0.0  # moving average of value per second of the iterations chosen
-        levels = 0.7 ** np.arange(1, config.d_max + 1)[:, None]
-        self._surplus: FloatArray = levels * 0.3 ** np.arange(config.w_max)[None, :]
-        self._depth = 1
+        self._regimes: dict[int, _Regime] = {}  # by the bits of the batch size
         self._chunk_share = 0.0  # of the recent iterations that had a prefill chunk with them, moving average
         self._first_level = 0.7  # acceptance of a level, moving average
         self._weight: FloatArray = np.ones(0)
@@ -73,6 +81,15 @@ class PricedPolicy(BasePolicy):
             budget = min(budget, self.config.budget)
         return Shape(depth, width, budget)
 
+    def _regime(self, n: int) -> _Regime:
+        """What is known about batches of the size of ``n``, up to a factor of two."""
+        known = self._regimes.get(n.bit_length())
+        if known is None:
+            levels = 0.7 ** np.arange(1, self.config.d_max + 1)[:, None]
+            prior: FloatArray = levels * 0.3 ** np.arange(self.config.w_max)[None, :]
+            known = self._regimes[n.bit_length()] = _Regime(prior)
+        return known
+
     def weights(self, running: RunningBatch, now_s: float, t_spec_s: float) -> FloatArray | None:
         """Weights of this plan, computed by ``shape``."""
         return self._weight
@@ -93,18 +110,19 @@ class PricedPolicy(BasePolicy):
     def _best_shape(self, n: int, context: float, deepest: int) -> tuple[int, int]:
         """(d, w): levels and beams whose learned surplus pays for their draft forwards.
 
-        ``self._surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of
+        ``surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of
         its verify token. Now and then one level or beam more is drafted, or it could never be learned.
         """
-        c, rate = self.config, self._rate
+        c, regime = self.config, self._regime(n)
+        rate = regime.rate
         if deepest <= 0:
             return 0, 1
         if rate <= 0:  # before the first selection: as if nothing were drafted
-            rate = self._rate = total(self._weight) / self.latency.iteration_s(n, 0, 1, n, context)
+            rate = regime.rate = total(self._weight) / self.latency.iteration_s(n, 0, 1, n, context)
         first_s = self.latency.draft_step_s(n, context)
         row_s = max(0.0, self.latency.draft_step_s(2 * n, context) - first_s)
-        surplus = self._surplus.tolist()  # small: plain numbers are faster
-        beam_price = rate * row_s * max(0, self._depth - 1)
+        surplus = regime.surplus.tolist()  # small: plain numbers are faster
+        beam_price = rate * row_s * max(0, regime.depth - 1)
         width = 1
         while width < c.w_max and n * sum(level[width] for level in surplus[:deepest]) > beam_price:
             width += 1
@@ -116,7 +134,7 @@ class PricedPolicy(BasePolicy):
             depth += 1
         if self._iterations % c.depth_probe_every == c.depth_probe_every - 1:
             depth = min(deepest, depth + 1)
-        self._depth = depth
+        regime.depth = depth
         return depth, width
 
     def _learn_surplus(self, plan: IterationPlan, f: FloatArray, value: FloatArray, price: float) -> None:
@@ -128,7 +146,7 @@ class PricedPolicy(BasePolicy):
         np.maximum(worth, 0.0, out=worth)
         mean = np.full(n, 1.0 / n) @ worth.reshape(n, -1)
         mean = mean.reshape(-1, w)
-        seen = self._surplus[: len(mean), :w]
+        seen = self._regime(n).surplus[: len(mean), :w]
         seen += self.config.surplus_rate * (mean - seen)
         beams = f.reshape(n, -1, w)
         best = beams[:, :, 0]
@@ -145,17 +163,18 @@ class PricedPolicy(BasePolicy):
         Worth of a second: the value per second of recent iterations; of a verify token: that times
         the slope of the verify latency.
         """
-        if not self.config.early_stop or self._rate <= 0 or plan.weight is None:
-            return True
         running, n = plan.running, len(plan.running)
+        rate = self._regime(n).rate
+        if not self.config.early_stop or rate <= 0 or plan.weight is None:
+            return True
         context = total(running.context_tokens)
         tokens = float(n * (1 + step))
         slope = self.latency.verify_s(tokens + n, context) - self.latency.verify_s(tokens, context)
-        token_price = self._rate * slope / n
+        token_price = rate * slope / n
         f = np.exp(frontier_logprob)
         surplus = plan.weight[:, None] * f * self._first_level - token_price
         step_s = self.latency.draft_step_s(n * frontier_logprob.shape[1], context)
-        return bool(np.maximum(surplus, 0.0).sum() > self._rate * step_s)
+        return bool(np.maximum(surplus, 0.0).sum() > rate * step_s)
 
     def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
         """f of every node that may be kept, calibrated if configured, never rising along a path; [m]."""
@@ -175,7 +194,7 @@ class PricedPolicy(BasePolicy):
         weight = np.ones(n) if plan.weight is None else plan.weight
         roots = total(weight)
         if not trees.n_nodes:
-            self._note_rate(roots / float(self._seconds(plan, trees, 0)[0]))
+            self._note_rate(n, roots / float(self._seconds(plan, trees, 0)[0]))
             return keep_nodes(trees, np.zeros(0, np.bool_), np.zeros(0), 0)
         f = self.values(plan, trees)
         per_row = row_size(trees)
@@ -196,13 +215,14 @@ class PricedPolicy(BasePolicy):
         if best == most and 0 < most < len(value):
             price = max(price, float(falling[-1]))  # B binds: a place costs what the last one in is worth
         self._worth = {**dict(list(self._worth.items())[-1:]), plan.iteration: (f, value, price)}
-        self._note_rate(best_rate)
+        self._note_rate(n, best_rate)
         if not best:
             return keep_nodes(trees, np.zeros(len(value), np.bool_), f, per_row)
         return keep_nodes(trees, best_nodes(value, falling[best - 1], best), f, per_row)
 
-    def _note_rate(self, rate: float) -> None:
-        self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+    def _note_rate(self, n: int, rate: float) -> None:
+        regime = self._regime(n)
+        regime.rate = rate if not regime.rate else 0.9 * regime.rate + 0.1 * rate
 
     def _seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
         """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1].
