@@ -109,8 +109,7 @@ class NativeBackend:
         hidden = torch.empty(input_ids.numel(), self._config.hidden_size)
         if input_ids.numel():
             inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
-            self._describe(inputs, plan, hidden)
-            self._set_pools(k_buffers, v_buffers)
+            self._describe(inputs, k_buffers, v_buffers, plan, hidden)
             self._check(self._kernels.ada_forward(self._model, self._batch_pointer, torch.get_num_threads()))
         return hidden
 
@@ -128,8 +127,7 @@ class NativeBackend:
         """As `LeanModel.beam_search` says."""
         hidden = torch.empty(input_ids.numel(), self._config.hidden_size)
         inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
-        self._describe(inputs, plan, hidden)
-        self._set_pools(k_buffers, v_buffers)
+        self._describe(inputs, k_buffers, v_buffers, plan, hidden)
         failures: list[BaseException] = []
 
         def asked(step: int) -> int:
@@ -199,6 +197,8 @@ class NativeBackend:
     def _describe(
         self,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        k_buffers: Sequence[torch.Tensor],
+        v_buffers: Sequence[torch.Tensor],
         plan: TreeAttentionPlan,
         hidden: torch.Tensor,
     ) -> None:
@@ -210,6 +210,7 @@ class NativeBackend:
         b.kv_indices = plan.kv_indices.data_ptr()
         b.mask = None if mask is None else mask.data_ptr()
         b.hidden = hidden.data_ptr()
+        self._set_pools(k_buffers, v_buffers)
 
     def _set_pools(self, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor]) -> None:
         first, head_dim = k_buffers[0], self._config.head_dim
