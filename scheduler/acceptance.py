@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from adaserve.scheduler.arrays import rows_of_nodes
-from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray, IterationOutcome
+from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray, IterationOutcome
 from adaserve.scheduler.tables import ClassNumbers, RequestTable
 
 
@@ -27,20 +27,65 @@ class Tested:
     passed: IntArray  # [n] levels where a child was accepted; passed / tried is TurboSpec's acceptance
 
 
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Candidate trees and what their verification said."""
+
+    trees: CandidateTrees
+    keep: BoolArray  # [m]
+    accepted: BoolArray  # [m]
+    tested: BoolArray | None  # [m]; None = follows from ``accepted``
+
+    @staticmethod
+    def of(outcomes: Sequence[IterationOutcome]) -> Verified:
+        """Iterations one below the other, rows of the first one first: small ones are dear one by one."""
+        parts = [Verified(o.trees, o.selection.keep, o.accepted, o.tested) for o in outcomes]
+        if len(parts) == 1:
+            return parts[0]
+        join = np.concatenate
+        given = [p.tested for p in parts if p.tested is not None]
+        return Verified(
+            _joined([p.trees for p in parts]),
+            join([p.keep for p in parts]),
+            join([p.accepted for p in parts]),
+            join(given) if len(given) == len(parts) else None,
+        )
+
+
+def _joined(trees: Sequence[CandidateTrees]) -> CandidateTrees:
+    starts, nodes = [trees[0].row_start], trees[0].n_nodes
+    for other in trees[1:]:
+        starts.append(other.row_start[1:] + nodes)
+        nodes += other.n_nodes
+    join = np.concatenate
+    return CandidateTrees(
+        row_start=join(starts),
+        token=join([t.token for t in trees]),
+        parent=join([t.parent for t in trees]),
+        depth=join([t.depth for t in trees]),
+        logprob=join([t.logprob for t in trees]),
+    )
+
+
 def find_tested(outcome: IterationOutcome) -> Tested:
     """What an iteration tested."""
-    trees = outcome.trees
-    if outcome.tested is not None:
-        node = np.flatnonzero(outcome.tested)
+    return tested_nodes(Verified.of([outcome]))
+
+
+def tested_nodes(seen: Verified) -> Tested:
+    """What was tested."""
+    trees = seen.trees
+    if seen.tested is not None:
+        node = np.flatnonzero(seen.tested)
         row = rows_of_nodes(trees, node)
     else:
-        kept = np.flatnonzero(outcome.selection.keep)
+        kept = np.flatnonzero(seen.keep)
         row, parent = rows_of_nodes(trees, kept), trees.parent.take(kept)
         # The root's children read some other node here, which the second term overrules.
-        tested = outcome.accepted.take(parent + trees.row_start.take(row), mode="wrap")
+        tested = seen.accepted.take(parent + trees.row_start.take(row), mode="wrap")
         tested |= parent < 0
         node, row = kept[tested], row[tested]
-    accepted, depth = outcome.accepted.take(node), trees.depth.take(node)
+    accepted, depth = seen.accepted.take(node), trees.depth.take(node)
     tried, passed = np.zeros((2, trees.n_rows), np.int64)
     # A row's nodes are ordered by depth, and the last assignment stays: the deepest one.
     tried[row] = depth

@@ -109,6 +109,7 @@ class Calibrator:
         self._requests = RequestTable(2)  # accepted, expected
         self._last: list[TreeSteps] = []
         self._batch: tuple[Sequence[str], Sequence[str], FloatArray] | None = None
+        self._plain: tuple[FloatArray, list[list[float]]] = (np.zeros(0), [])  # the same as lists
 
     def steps(self, trees: CandidateTrees) -> TreeSteps:
         """``tree_steps``; selection and observation ask for the same trees, under overlap one plan apart."""
@@ -169,6 +170,27 @@ class Calibrator:
         p *= steps.q
         np.minimum(p, CEILING, out=p)
         return path_product(p, steps.parent, int(largest(trees.depth)))
+
+    def few_path_values(
+        self, trees: CandidateTrees, rids: Sequence[str], classes: Sequence[str]
+    ) -> list[float]:
+        """``path_values`` in plain numbers: faster below about 80 nodes, where array calls cost the most."""
+        factors = self._batch_factors(rids, classes)
+        if self._plain[0] is not factors:
+            self._plain = (factors, factors.tolist())
+        logprob, parents = trees.logprob.tolist(), trees.parent.tolist()
+        starts = trees.row_start.tolist()
+        values: list[float] = []
+        for row, start in enumerate(starts[:-1]):
+            factor = self._plain[1][row]
+            for node in range(start, starts[row + 1]):
+                step, f, parent = logprob[node], 1.0, parents[node]
+                if parent >= 0:
+                    step, f = step - logprob[start + parent], values[start + parent]
+                q = math.exp(step) if step < 0.0 else 0.0 if math.isnan(step) else 1.0
+                p = q * factor[int(q * N_BINS)]
+                values.append(f * (p if p < CEILING else CEILING))
+        return values
 
     def claimed(self, trees: CandidateTrees, node: IntArray) -> FloatArray:
         """One-step draft probability of some nodes, same shape as ``node``."""

@@ -111,7 +111,7 @@ class Selection:
     @property
     def verify_tokens(self) -> int:
         """Tokens of the verification forward, roots included."""
-        return int(self.counts.sum()) + len(self.counts)
+        return int(np.add.reduce(self.counts)) + len(self.counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -53,6 +54,12 @@ class LineTracker:
         return max(self.floor * seconds, self.slope * seconds + self.offset)
 
 
+def rounded_context(context: float) -> float:
+    """Cached tokens rounded to 3%: what was worked out for one iteration holds for the next ones."""
+    step = max(64.0, 2.0 ** (math.frexp(context)[1] - 6))
+    return step * round(context / step)
+
+
 class LatencyTracker:
     """A latency model with its corrections; the policies ask this, never the raw model."""
 
@@ -63,13 +70,20 @@ class LatencyTracker:
         self.draft = LineTracker()
         self._curves: dict[float, FloatArray] = {}
 
+        def target_s(tokens: float, context: float) -> float:
+            return model.verify_s(tokens, context)
+
+        # The same few forwards are asked for several times per iteration and in most iterations.
+        self._target_s = lru_cache(maxsize=4096)(target_s)
+        self._draft_step_s = lru_cache(maxsize=4096)(model.draft_step_s)
+        self._draft_s = lru_cache(maxsize=4096)(model.draft_s)
+
     def verify_curve(self, first: int, count: int, context: float = 0.0) -> FloatArray:
         """Corrected seconds of target forwards of first, first + 1, ... tokens, [count].
 
         The uncorrected curve is kept per context, rounded to 3%: it is asked for in every iteration.
         """
-        step = max(64.0, 2.0 ** (math.frexp(context)[1] - 6))
-        bucket = step * round(context / step)
+        bucket = rounded_context(context)
         curve = self._curves.get(bucket)
         if curve is None or len(curve) < first + count:
             if len(self._curves) >= 64:
@@ -86,7 +100,7 @@ class LatencyTracker:
 
     def verify_s(self, tokens: float, context: float = 0.0) -> float:
         """Corrected seconds of one target forward."""
-        return self.verify.predict(self.model.verify_s(tokens, context))
+        return self.verify.predict(self._target_s(tokens, context))
 
     def verify_many(self, tokens: FloatArray, context: float = 0.0) -> FloatArray:
         """Corrected seconds of alternative target forwards, [k]."""
@@ -97,11 +111,11 @@ class LatencyTracker:
         """Corrected seconds of ``depth`` draft forwards."""
         if depth <= 0:
             return 0.0
-        return self.draft.predict(self.model.draft_s(n, depth, width, context) / depth) * depth
+        return self.draft.predict(self._draft_s(n, depth, width, context) / depth) * depth
 
     def draft_step_s(self, rows: float, context: float = 0.0) -> float:
         """Corrected seconds of one draft forward."""
-        return self.draft.predict(self.model.draft_step_s(rows, context))
+        return self.draft.predict(self._draft_step_s(rows, context))
 
     def iteration_s(
         self, n: int, depth: int, width: int, verify_tokens: float, context: float = 0.0
@@ -113,9 +127,9 @@ class LatencyTracker:
     def observe_verify(self, tokens: float, context: float, measured_s: float) -> None:
         """A measured target forward."""
         if self.enabled:
-            self.verify.observe(self.model.verify_s(tokens, context), measured_s)
+            self.verify.observe(self._target_s(tokens, context), measured_s)
 
     def observe_draft(self, n: int, depth: int, width: int, context: float, measured_s: float) -> None:
         """``depth`` measured draft forwards."""
         if self.enabled and depth > 0:
-            self.draft.observe(self.model.draft_s(n, depth, width, context) / depth, measured_s / depth)
+            self.draft.observe(self._draft_s(n, depth, width, context) / depth, measured_s / depth)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve.scheduler.acceptance import AcceptanceRates, Tested, find_tested
+from adaserve.scheduler.acceptance import AcceptanceRates, Verified, tested_nodes
 from adaserve.scheduler.arrays import largest, smallest, total
 from adaserve.scheduler.calibration import Calibrator
 from adaserve.scheduler.config import PolicyConfig
@@ -29,16 +29,6 @@ from adaserve.scheduler.tracking import LatencyTracker
 NO_BUDGET = 1 << 30
 LESSON_ROWS = 32
 """Rows that are learned from at once: below, a batch's iterations are collected first."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Lesson:
-    """What one iteration taught about acceptance."""
-
-    rids: tuple[str, ...]
-    classes: tuple[str, ...]
-    tests: Tested
-    claimed: FloatArray | None  # draft probability of the tested nodes; None = not for the calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,7 @@ class BasePolicy:
         self._order = NeedOrder()
         self._unordered: RunningBatch | None = None  # the last plan's batch, until ``order`` is asked for
         self._iterations = 0
-        self._unlearned: list[_Lesson] = []
+        self._unlearned: list[IterationOutcome] = []  # of one batch, with trees
         self._budget = config.budget_tokens()
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
@@ -119,9 +109,13 @@ class BasePolicy:
         """Requests that fall behind schedule in this iteration without accepted drafts: A(r) > 1."""
         return self.order.behind(plan.now_s + plan.t_spec_s)
 
+    def context(self, running: RunningBatch) -> float:
+        """N_context of the batch, as the latency model is asked: cached tokens, all requests together."""
+        return total(running.context_tokens)
+
     def _t_spec(self, running: RunningBatch, depth: int, width: int, budget: int) -> float:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
-        context = total(running.context_tokens)
+        context = self.context(running)
         n = len(running)
         tokens = min(budget, n * (1 + depth * width)) + running.prefill_tokens
         return self.latency.iteration_s(n, depth, width, tokens, context)
@@ -138,40 +132,37 @@ class BasePolicy:
     def observe(self, outcome: IterationOutcome) -> None:
         """Learns acceptance, calibration and speed."""
         running, trees = outcome.plan.running, outcome.trees
-        context = total(running.context_tokens)
+        context = self.context(running)
         tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
         self.latency.observe_verify(tokens, context, outcome.verify_s)
         depth = int(largest(trees.depth)) if trees.n_nodes else 0
         self.latency.observe_draft(len(running), depth, outcome.plan.width, context, outcome.draft_s)
         if not trees.n_nodes:
             return
-        if self._unlearned and self._unlearned[0].rids != running.rids:
+        if self._unlearned and self._unlearned[0].plan.running.rids != running.rids:
             self.learn()
-        tests = find_tested(outcome)
-        claimed = None
-        if outcome.plan.iteration % self.calibrate_every == 0:
-            claimed = self.calibrator.claimed(trees, tests.node)
-        self._unlearned.append(_Lesson(running.rids, running.slo_class, tests, claimed))
+        self._unlearned.append(outcome)
         if len(self._unlearned) * len(running) >= LESSON_ROWS:
             self.learn()
 
     def learn(self) -> None:
         """Takes in what was observed; several iterations of a small batch at once."""
-        lessons, self._unlearned = self._unlearned, []
-        if not lessons:
+        outcomes, self._unlearned = self._unlearned, []
+        if not outcomes:
             return
-        rids, classes = lessons[0].rids, lessons[0].classes
-        tried, passed = lessons[0].tests.tried, lessons[0].tests.passed
-        for lesson in lessons[1:]:
-            tried, passed = tried + lesson.tests.tried, passed + lesson.tests.passed
-        self.rates.observe(rids, classes, tried, passed)
-        told = [(c, lesson.tests) for lesson in lessons if (c := lesson.claimed) is not None]
-        if told:
-            claimed = np.concatenate([c for c, _ in told])
-            row = np.concatenate([t.row for _, t in told])
-            self.calibrator.observe(
-                claimed, row, np.concatenate([t.accepted for _, t in told]), rids, classes
-            )
+        running = outcomes[0].plan.running
+        rids, classes, n = running.rids, running.slo_class, len(running)
+        seen = Verified.of(outcomes)
+        tests = tested_nodes(seen)
+        self.rates.observe(rids, classes, _per_request(tests.tried, n), _per_request(tests.passed, n))
+        told = [o for o in outcomes if o.plan.iteration % self.calibrate_every == 0]
+        if not told:
+            return
+        if len(told) < len(outcomes):
+            seen = Verified.of(told)
+            tests = tested_nodes(seen)
+        claimed = self.calibrator.claimed(seen.trees, tests.node)
+        self.calibrator.observe(claimed, tests.row % n, tests.accepted, rids, classes)
 
     def observe_prefill(self, tokens: int, duration_s: float, now_s: float) -> None:
         """Separate prefill forwards teach the verify cost nothing (other kernels); ignored here."""
@@ -182,6 +173,12 @@ class BasePolicy:
         self.order.discard(rid)
         self.rates.forget(rid)
         self.calibrator.forget(rid)
+
+
+def _per_request(levels: IntArray, n: int) -> IntArray:
+    """Sums [n] over iterations that lie one below the other, [iterations * n]."""
+    summed: IntArray = levels if len(levels) == n else np.add.reduce(levels.reshape(-1, n))
+    return summed
 
 
 def _most_nodes(depth: int, shape: Shape) -> int:

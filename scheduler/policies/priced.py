@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ from adaserve.scheduler.selection import (
     within_cap,
 )
 from adaserve.scheduler.tables import RequestTable
+from adaserve.scheduler.tracking import rounded_context
 from adaserve.scheduler.worth import attainment_weight
 
 SMALL, RELAXED = 16, 4
@@ -51,6 +53,7 @@ class PricedPolicy(BasePolicy):
     """
 
     calibrate_every = 1
+    few_nodes = 80  # up to here plain numbers are faster than arrays: a numpy call costs as much as ten
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
         super().__init__(name, config)
@@ -61,13 +64,14 @@ class PricedPolicy(BasePolicy):
         self._first_level = 0.7  # acceptance of a level, moving average
         self._weight: FloatArray = np.ones(0)
         # By iteration, until observed (two under overlap): f, weight x f, and the price of a verify token.
-        self._worth: dict[int, tuple[FloatArray, FloatArray, float]] = {}
+        self._worth: dict[int, tuple[FloatArray | list[float], FloatArray | list[float], float]] = {}
+        self._context: tuple[RunningBatch | None, float] = (None, 0.0)
         self._weighed: tuple[str, ...] = ()
         self._potential = RequestTable(1)  # moving average of 1 + sum f on the best chain; 0 = not known
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The depth with the best expected value per second, given learned acceptance."""
-        context = total(running.context_tokens)
+        context = self.context(running)
         self._chunk_share = 0.8 * self._chunk_share + 0.2 * (running.prefill_tokens > 0)
         if len(running) >= SMALL or self._iterations % RELAXED == 0 or running.rids != self._weighed:
             self._weight, self._weighed = self._weigh(running, context, now_s), running.rids
@@ -80,6 +84,12 @@ class PricedPolicy(BasePolicy):
         if self.config.budget is not None:
             budget = min(budget, self.config.budget)
         return Shape(depth, width, budget)
+
+    def context(self, running: RunningBatch) -> float:
+        """Rounded: otherwise the latency model would have to be asked anew in every iteration."""
+        if self._context[0] is not running:
+            self._context = (running, rounded_context(total(running.context_tokens)))
+        return self._context[1]
 
     def _regime(self, n: int) -> _Regime:
         """What is known about batches of the size of ``n``, up to a factor of two."""
@@ -137,12 +147,18 @@ class PricedPolicy(BasePolicy):
         regime.depth = depth
         return depth, width
 
-    def _learn_surplus(self, plan: IterationPlan, f: FloatArray, value: FloatArray, price: float) -> None:
+    def _learn_surplus(
+        self,
+        plan: IterationPlan,
+        f: FloatArray | list[float],
+        value: FloatArray | list[float],
+        price: float,
+    ) -> None:
         """Moves the surplus table towards this iteration's trees; [n * d * w] nodes in beam order only."""
         n, w = len(plan.running), plan.width
-        if f.size % (n * w):
+        if len(f) % (n * w):
             return
-        worth = value - price
+        f, worth = np.asarray(f), np.asarray(value) - price
         np.maximum(worth, 0.0, out=worth)
         mean = np.full(n, 1.0 / n) @ worth.reshape(n, -1)
         mean = mean.reshape(-1, w)
@@ -167,14 +183,19 @@ class PricedPolicy(BasePolicy):
         rate = self._regime(n).rate
         if not self.config.early_stop or rate <= 0 or plan.weight is None:
             return True
-        context = total(running.context_tokens)
-        tokens = float(n * (1 + step))
+        context = self.context(running)
+        tokens = n * (1 + step)
         slope = self.latency.verify_s(tokens + n, context) - self.latency.verify_s(tokens, context)
         token_price = rate * slope / n
-        f = np.exp(frontier_logprob)
-        surplus = plan.weight[:, None] * f * self._first_level - token_price
-        step_s = self.latency.draft_step_s(n * frontier_logprob.shape[1], context)
-        return bool(np.maximum(surplus, 0.0).sum() > rate * step_s)
+        step_price = rate * self.latency.draft_step_s(n * frontier_logprob.shape[1], context)
+        if frontier_logprob.size <= self.few_nodes:
+            surplus = 0.0
+            for weight, row in zip(plan.weight.tolist(), frontier_logprob.tolist(), strict=True):
+                for logprob in row:
+                    surplus += max(0.0, weight * math.exp(logprob) * self._first_level - token_price)
+            return surplus > step_price
+        gain = plan.weight[:, None] * np.exp(frontier_logprob) * self._first_level - token_price
+        return bool(np.maximum(gain, 0.0).sum() > step_price)
 
     def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
         """f of every node that may be kept, calibrated if configured, never rising along a path; [m]."""
@@ -196,6 +217,8 @@ class PricedPolicy(BasePolicy):
         if not trees.n_nodes:
             self._note_rate(n, roots / float(self._seconds(plan, trees, 0)[0]))
             return keep_nodes(trees, np.zeros(0, np.bool_), np.zeros(0), 0)
+        if trees.n_nodes <= self.few_nodes and self.config.calibrate:
+            return self._select_few(plan, trees, weight)
         f = self.values(plan, trees)
         per_row = row_size(trees)
         value = _times_weight(trees, f, weight, per_row)
@@ -214,11 +237,58 @@ class PricedPolicy(BasePolicy):
         price = best_rate * _slope(seconds, best, n)
         if best == most and 0 < most < len(value):
             price = max(price, float(falling[-1]))  # B binds: a place costs what the last one in is worth
-        self._worth = {**dict(list(self._worth.items())[-1:]), plan.iteration: (f, value, price)}
+        self._note_worth(plan, f, value, price)
         self._note_rate(n, best_rate)
         if not best:
             return keep_nodes(trees, np.zeros(len(value), np.bool_), f, per_row)
         return keep_nodes(trees, best_nodes(value, falling[best - 1], best), f, per_row)
+
+    def _select_few(self, plan: IterationPlan, trees: CandidateTrees, weight: FloatArray) -> Selection:
+        """``select`` in plain numbers."""
+        n, m, starts = trees.n_rows, trees.n_nodes, trees.row_start.tolist()
+        f = self.calibrator.few_path_values(trees, plan.running.rids, plan.running.slo_class)
+        if plan.cap is not None:
+            f = within_cap(trees, np.array(f), plan.cap).tolist()
+        value: list[float] = []
+        for row, w in enumerate(weight.tolist()):
+            value += [w * x for x in f[starts[row] : starts[row + 1]]]
+        # Falling, of equals the first: Python's sort is stable in reverse, too.
+        order = sorted(range(m), key=value.__getitem__, reverse=True)
+        most = max(0, min(plan.budget - n, m))
+        seconds = self._seconds(plan, trees, most).tolist()
+        worth = sum(weight.tolist())
+        best, best_rate = 0, worth / seconds[0]
+        for count, node in enumerate(order[:most], 1):
+            if value[node] <= 0.0:
+                break
+            worth += value[node]
+            if worth / seconds[count] > best_rate:
+                best, best_rate = count, worth / seconds[count]
+        price = best_rate * _slope(seconds, best, n)
+        if best == most and 0 < most < m:
+            price = max(price, value[order[most - 1]])  # B binds: a place costs what the last one in is worth
+        self._note_worth(plan, f, value, price)
+        self._note_rate(n, best_rate)
+        kept = [False] * m
+        for node in order[:best]:
+            kept[node] = True
+        counts, expected = [], []
+        for row in range(n):
+            mine = [f[i] for i in range(starts[row], starts[row + 1]) if kept[i]]
+            counts.append(len(mine))
+            expected.append(1.0 + sum(mine))
+        return Selection(np.array(kept), np.array(counts), np.zeros(n, np.int64), np.array(expected))
+
+    def _note_worth(
+        self,
+        plan: IterationPlan,
+        f: FloatArray | list[float],
+        value: FloatArray | list[float],
+        price: float,
+    ) -> None:
+        while len(self._worth) > 1:
+            del self._worth[next(iter(self._worth))]
+        self._worth[plan.iteration] = (f, value, price)
 
     def _note_rate(self, n: int, rate: float) -> None:
         regime = self._regime(n)
@@ -232,7 +302,7 @@ class PricedPolicy(BasePolicy):
         the slope is taken behind it.
         """
         running, n = plan.running, len(plan.running)
-        context = total(running.context_tokens)
+        context = self.context(running)
         depth = int(largest(trees.depth)) if trees.n_nodes else 0
         constant = self.latency.draft_s(n, depth, plan.width, context) + self.config.latency.overhead_s
         chunk = running.prefill_tokens
@@ -282,7 +352,7 @@ def _largest(value: FloatArray, count: int) -> FloatArray:
     return value[::-1][:count]
 
 
-def _slope(seconds: FloatArray, at: int, reach: int) -> float:
+def _slope(seconds: FloatArray | list[float], at: int, reach: int) -> float:
     """Seconds per verify token around ``at`` tokens: what one token more or less costs."""
     low, high = max(0, at - reach), min(len(seconds) - 1, at + reach)
     return float(seconds[high] - seconds[low]) / max(1, high - low)

@@ -17,9 +17,12 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch
 from adaserve.scheduler.latency import ForwardCost, LatencyModel, TableCost
 from adaserve.scheduler.policies import build_policy, policy_names
+from adaserve.scheduler.policies.base import BasePolicy
+from adaserve.scheduler.policies.priced import PricedPolicy
 from adaserve.scheduler.selection import parent_kept, path_probability, rank, take_prefix, two_phase
 
-NAMES = [n if n != "chain-K" else "chain-3" for n in policy_names()]
+ARRAYS = "priced, arrays"  # ``priced`` as it selects from many nodes
+NAMES = [*(n if n != "chain-K" else "chain-3" for n in policy_names()), ARRAYS]
 STEPS = LatencyModel(
     TableCost((1.0, 8.0, 32.0), (6e-4, 8e-4, 1.5e-3)),
     TableCost((1.0, 4.0, 8.0, 13.0, 16.0, 32.0), (9.7e-3, 13.7e-3, 13.7e-3, 16.7e-3, 21e-3, 41e-3)),
@@ -47,13 +50,23 @@ def batches(draw: st.DrawFn, n: int) -> RunningBatch:
     )
 
 
+def build(name: str, config: PolicyConfig) -> BasePolicy:
+    """A policy of ``NAMES``."""
+    policy = build_policy("priced" if name == ARRAYS else name, config)
+    assert isinstance(policy, BasePolicy)
+    if name == ARRAYS:
+        assert isinstance(policy, PricedPolicy)
+        policy.few_nodes = 0
+    return policy
+
+
 def planned(name: str, batch: RunningBatch, trees: CandidateTrees, budget: int | None, now_s: float = 1.0):
     """A policy with a plan that fits ``trees``, as if they had been drafted for it."""
-    policy = build_policy(name, PolicyConfig(latency=STEPS))
+    policy = build(name, PolicyConfig(latency=STEPS))
     plan = policy.plan(batch, now_s)
     depth = int(trees.depth.max(initial=0))
     cap = np.minimum(batch.max_depth, batch.remaining_tokens - 1)
-    weight = policy.weights(batch, now_s, plan.t_spec_s)  # type: ignore[attr-defined]
+    weight = policy.weights(batch, now_s, plan.t_spec_s)
     room = len(batch) + trees.n_nodes if budget is None else budget
     return policy, replace(
         plan, depth=depth, width=max(1, plan.width), budget=room, cap=cap, weight=weight, branching=None
@@ -134,10 +147,10 @@ def test_more_budget_never_lowers_what_is_expected(name, rows, data):
         policy, plan = planned(name, batch, trees, budget)
         selection = policy.select(plan, trees)
         expected = float(selection.expected_tokens.sum())
-        if name == "priced":
+        if isinstance(policy, PricedPolicy):
             assert plan.weight is not None
             value = float((plan.weight * selection.expected_tokens).sum())
-            expected = value / float(policy._seconds(plan, trees, int(selection.counts.sum()))[-1])  # type: ignore[attr-defined]
+            expected = value / float(policy._seconds(plan, trees, int(selection.counts.sum()))[-1])
         got.append(expected)
     assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(got))
 
@@ -179,9 +192,34 @@ def test_even_rows_are_selected_as_any_others(n, depth, width, data):
     assert np.array_equal(prefix.keep, even.keep), "a row's kept nodes are the best of its ranking"
 
 
+@settings(max_examples=60, deadline=None)
+@given(tree_rows(max_rows=6), st.data())
+def test_few_nodes_are_selected_as_many_are(rows, data):
+    """Plain numbers and arrays: the same kept nodes, the same answers to the drafter, while both learn."""
+    trees, n = trees_from(rows), len(rows)
+    batch = data.draw(batches(n))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    if data.draw(st.booleans()):
+        trees.logprob[rng.random(trees.n_nodes) < 0.1] = data.draw(st.sampled_from([math.nan, -math.inf]))
+    both = [build(name, PolicyConfig(latency=STEPS, early_stop=True)) for name in ("priced", ARRAYS)]
+    for _ in range(data.draw(st.integers(1, 12))):
+        planned = [policy.plan(batch, 1.0) for policy in both]
+        plans = [replace(p, depth=int(trees.depth.max(initial=0)), budget=n + trees.n_nodes) for p in planned]
+        assert planned[0].depth == planned[1].depth and planned[0].width == planned[1].width
+        few, many = (policy.select(plan, trees) for policy, plan in zip(both, plans, strict=True))
+        assert np.array_equal(few.keep, many.keep) and np.array_equal(few.counts, many.counts)
+        assert few.expected_tokens == pytest.approx(many.expected_tokens)
+        frontier = np.log(rng.random((n, 3)))
+        one, two = (p.keep_drafting(plan, 1, frontier) for p, plan in zip(both, plans, strict=True))
+        assert one == two
+        accepted = few.keep & (trees.depth == 1) & (rng.random(trees.n_nodes) < 0.6)
+        for policy, plan in zip(both, plans, strict=True):
+            policy.observe(outcome(plan, trees, few, accepted))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_more_requests_than_budget_draft_nothing(name):
-    policy = build_policy(name, PolicyConfig(budget=4))
+    policy = build(name, PolicyConfig(budget=4))
     plan = policy.plan(running(6), 1.0)
     assert plan.depth == 0
     selection = policy.select(plan, CandidateTrees.empty(6))
@@ -209,7 +247,7 @@ def test_impossible_candidates_are_never_bought(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_duplicates_and_nan_are_refused_by_every_policy(name):
-    policy = build_policy(name)
+    policy = build(name, PolicyConfig())
     with pytest.raises(ValueError, match="duplicate request ids"):
         policy.plan(running(3, rids=("a", "b", "a")), 1.0)
     for field in ("tpot_slo_s", "decode_start_s"):
@@ -222,7 +260,7 @@ def test_duplicates_and_nan_are_refused_by_every_policy(name):
 @given(st.sampled_from(NAMES), st.data())
 def test_long_runs_stay_sane_whatever_happens(name, data):
     """Clock jumps, batches that come and go, latencies of any size: plans and selections stay valid."""
-    policy = build_policy(name, PolicyConfig(latency=STEPS))
+    policy = build(name, PolicyConfig(latency=STEPS))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     now = 0.0
     for i in range(data.draw(st.integers(2, 12))):
