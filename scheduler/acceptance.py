@@ -38,30 +38,31 @@ class Verified:
 
     @staticmethod
     def of(outcomes: Sequence[IterationOutcome]) -> Verified:
-        """Iterations one below the other, rows of the first one first: small ones are dear one by one."""
-        parts = [Verified(o.trees, o.selection.keep, o.accepted, o.tested) for o in outcomes]
-        if len(parts) == 1:
-            return parts[0]
+        """Iterations of one batch below each other, the first on top: a few nodes at a time are dear."""
+        if len(outcomes) == 1:
+            only = outcomes[0]
+            return Verified(only.trees, only.selection.keep, only.accepted, only.tested)
         join = np.concatenate
-        given = [p.tested for p in parts if p.tested is not None]
+        given = [o.tested for o in outcomes if o.tested is not None]
         return Verified(
-            _joined([p.trees for p in parts]),
-            join([p.keep for p in parts]),
-            join([p.accepted for p in parts]),
-            join(given) if len(given) == len(parts) else None,
+            _joined([o.trees for o in outcomes]),
+            join([o.selection.keep for o in outcomes]),
+            join([o.accepted for o in outcomes]),
+            join(given) if len(given) == len(outcomes) else None,
         )
 
 
 def _joined(trees: Sequence[CandidateTrees]) -> CandidateTrees:
-    starts, nodes = [trees[0].row_start], trees[0].n_nodes
-    for other in trees[1:]:
-        starts.append(other.row_start[1:] + nodes)
-        nodes += other.n_nodes
+    """Trees of as many rows each, without their tokens."""
     join = np.concatenate
+    starts = join([t.row_start for t in trees]).reshape(len(trees), -1)
+    ends = starts[:, -1].cumsum()
+    starts[1:] += ends[:-1, None]
+    parent = join([t.parent for t in trees])
     return CandidateTrees(
-        row_start=join(starts),
-        token=join([t.token for t in trees]),
-        parent=join([t.parent for t in trees]),
+        row_start=np.append(starts[:, :-1], ends[-1]),
+        token=np.zeros_like(parent),
+        parent=parent,
         depth=join([t.depth for t in trees]),
         logprob=join([t.logprob for t in trees]),
     )

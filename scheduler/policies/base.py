@@ -27,8 +27,6 @@ from adaserve.scheduler.selection import path_probability, rank, take_prefix, tw
 from adaserve.scheduler.tracking import LatencyTracker
 
 NO_BUDGET = 1 << 30
-LESSON_ROWS = 32
-"""Rows that are learned from at once: below, a batch's iterations are collected first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,7 @@ class BasePolicy:
     """Fixed shape, everything drafted is verified; subclasses override ``shape`` and ``select``."""
 
     calibrate_every = 8  # iterations; policies that don't use the calibration only record the curves
+    lesson_rows = 32  # learned from at once: a smaller batch's iterations are collected first
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
         self.name = name
@@ -142,7 +141,7 @@ class BasePolicy:
         if self._unlearned and self._unlearned[0].plan.running.rids != running.rids:
             self.learn()
         self._unlearned.append(outcome)
-        if len(self._unlearned) * len(running) >= LESSON_ROWS:
+        if len(self._unlearned) * len(running) >= self.lesson_rows:
             self.learn()
 
     def learn(self) -> None:
