@@ -53,8 +53,8 @@ def _linear_obstacles(owner: Any) -> Iterator[str]:
             yield f"{name} is a {type(module).__name__}"
         elif type(module.quant_method).__name__ != "UnquantizedLinearMethod":
             yield f"{name} is quantised"
-        elif getattr(module, "tp_size", 1) != 1:
-            yield "tensor parallelism"
+        elif module.weight.shape != (module.output_size, module.input_size):
+            yield "tensor parallelism"  # this rank's part of the matrix only
         elif name in ("gate_up_proj", "down_proj") and getattr(module, "bias", None) is not None:
             yield f"a bias on {name}"
 
