@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -25,6 +25,7 @@ from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT
 from adaserve.scheduler.simulator.fleet import (
     FleetConfig,
+    PaceTable,
     fleet_attainment,
     fleet_requests,
     learn_pace,
@@ -53,6 +54,14 @@ from adaserve.scheduler.trace import Trace, TraceError, assign_classes, read_tra
 app = typer.Typer(help="Simulate policies, loads and fleets without a GPU.", no_args_is_help=True)
 console = Console(stderr=True)
 PAPER_MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+
+# Options that several commands have.
+OneTrace = Annotated[str, typer.Option(help="trace file, or synthetic:N:RPS[:BURST]")]
+TensorParallel = Annotated[int, typer.Option(help="tensor parallel degree")]
+ProfileFile = Annotated[Path | None, typer.Option(help="latency profile of `adaserve profile` instead")]
+RouterName = Annotated[str, typer.Option(help="round-robin, least-work or slo")]
+Baseline = Annotated[float | None, typer.Option(help="unloaded ms per token; default from latency")]
+JsonFile = Annotated[Path | None, typer.Option(help="JSON file for the result")]
 
 
 def _fail(error: Exception | str) -> NoReturn:
@@ -111,16 +120,12 @@ def run(
     ] = ["adaserve"],  # noqa: B006 - typer copies it
     model: str = "llama-3.1-70b",
     gpu: str = "a100",
-    tp: Annotated[int, typer.Option(help="tensor parallel degree")] = 4,
-    profile: Annotated[
-        Path | None, typer.Option(help="latency profile of `adaserve profile` instead")
-    ] = None,
+    tp: TensorParallel = 4,
+    profile: ProfileFile = None,
     kv_tokens: Annotated[int | None, typer.Option(help="KV cache size; default from the hardware")] = None,
     speedup: Annotated[str, typer.Option(help="loads as multiples of the trace's own rate")] = "1",
     seeds: str = "0",
-    baseline_ms: Annotated[
-        float | None, typer.Option(help="unloaded ms per token; default from latency")
-    ] = None,
+    baseline_ms: Baseline = None,
     slo_config: Annotated[Path | None, typer.Option(help="YAML with SLO classes")] = None,
     prefill: Annotated[str, typer.Option(help="mixed or exclusive")] = "mixed",
     chunk: int = 512,
@@ -129,7 +134,7 @@ def run(
     shed: Annotated[bool, typer.Option(help="answer 429 when the TTFT SLO is already lost")] = False,
     lag: Annotated[bool, typer.Option(help="overlap schedule: outcomes arrive one plan late")] = False,
     replicas: int = 1,
-    router: Annotated[str, typer.Option(help="round-robin, least-work or slo")] = "least-work",
+    router: RouterName = "least-work",
     miscalibration: float = 0.15,
     eos_share: Annotated[float, typer.Option(help="share of requests that stop before their cap")] = 0.0,
     recorded: Annotated[
@@ -209,36 +214,55 @@ def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Path) else v for k, v in arguments.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """What ``capacity`` and ``fleet`` know of one replica and its requests."""
+
+    latency: LatencyModel
+    config: SimulationConfig
+    baseline_s: float
+
+    @staticmethod
+    def of(
+        policy: str, model: str, gpu: str, tp: int, profile: Path | None, baseline_ms: float | None, seed: int
+    ) -> _Fleet:
+        latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
+        config = SimulationConfig(ReplicaConfig(latency), policy, PolicyConfig(latency=latency), seed=seed)
+        return _Fleet(latency, config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
+
+    def pace(self) -> PaceTable:
+        """How one replica fares under load; takes seconds."""
+        return learn_pace(self.config, SLOConfig(), self.baseline_s, self.config.seed)
+
+
 @app.command()
 def capacity(
-    trace: Annotated[str, typer.Option(help="trace file, or synthetic:N:RPS[:BURST]")],
+    trace: OneTrace,
     target: Annotated[float, typer.Option(help="attainment to reach")] = 0.95,
     policy: str = "priced",
     model: str = "llama-3.1-70b",
     gpu: str = "a100",
-    tp: int = 4,
-    profile: Path | None = None,
-    router: Annotated[str, typer.Option(help="round-robin, least-work or slo")] = "least-work",
+    tp: TensorParallel = 4,
+    profile: ProfileFile = None,
+    router: RouterName = "least-work",
     most: Annotated[int, typer.Option(help="largest fleet to try")] = 1024,
     seed: int = 0,
-    baseline_ms: float | None = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the answer")] = None,
+    baseline_ms: Baseline = None,
+    out: JsonFile = None,
 ) -> None:
     """The smallest number of replicas that attains --target on a trace."""
     try:
-        latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
+        of = _Fleet.of(policy, model, gpu, tp, profile, baseline_ms, seed)
         loaded = read_workload(trace, seed)
-        config = SimulationConfig(ReplicaConfig(latency), policy, PolicyConfig(latency=latency), seed=seed)
-        baseline_s = (baseline_ms or latency.baseline_s() * 1e3) / 1e3
         with console.status("learning the pace of one replica"):
-            pace = learn_pace(config, SLOConfig(), baseline_s, seed)
+            pace = of.pace()
         with Progress(console=console) as progress:
             task = progress.add_task("fleets", total=None)
 
             def attain(n: int) -> float:
                 progress.update(task, description=f"{n} replicas")
                 fleet = FleetConfig(n, router, seed)
-                return fleet_attainment(loaded, SLOConfig(), baseline_s, latency, pace, fleet)
+                return fleet_attainment(loaded, SLOConfig(), of.baseline_s, of.latency, pace, fleet)
 
             answer = min_replicas(attain, target, most)
     except (ValueError, ProfileError, TraceError, SLOError) as error:
@@ -253,33 +277,31 @@ def capacity(
 
 @app.command()
 def fleet(
-    trace: Annotated[str, typer.Option(help="trace file, or synthetic:N:RPS[:BURST]")],
+    trace: OneTrace,
     replicas: Annotated[int, typer.Option(help="equal replicas behind the router")] = 100,
     policy: str = "priced",
     model: str = "llama-3.1-70b",
     gpu: str = "a100",
-    tp: int = 4,
-    profile: Path | None = None,
-    router: Annotated[str, typer.Option(help="round-robin, least-work or slo")] = "least-work",
+    tp: TensorParallel = 4,
+    profile: ProfileFile = None,
+    router: RouterName = "least-work",
     seed: int = 0,
-    baseline_ms: float | None = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
+    baseline_ms: Baseline = None,
+    out: JsonFile = None,
 ) -> None:
     """Serve a trace with a fleet: a million requests on a hundred replicas take minutes on one core."""
     began = time.process_time()
     try:
-        latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
-        config = SimulationConfig(ReplicaConfig(latency), policy, PolicyConfig(latency=latency), seed=seed)
-        baseline_s = (baseline_ms or latency.baseline_s() * 1e3) / 1e3
+        of = _Fleet.of(policy, model, gpu, tp, profile, baseline_ms, seed)
         setting = FleetConfig(replicas, router, seed)
         with console.status("drawing the trace, learning the pace of one replica"):
             loaded = read_workload(trace, seed)
-            pace = learn_pace(config, SLOConfig(), baseline_s, seed)
-            requests = fleet_requests(loaded, SLOConfig(), baseline_s, pace.spread, seed)
+            pace = of.pace()
+            requests = fleet_requests(loaded, SLOConfig(), of.baseline_s, pace.spread, seed)
         ready = time.process_time()
         with Progress(console=console) as progress:
             task = progress.add_task("requests", total=len(loaded))
-            run_fleet(requests, latency, pace, setting, lambda done: progress.update(task, completed=done))
+            run_fleet(requests, of.latency, pace, setting, lambda done: progress.update(task, completed=done))
     except (ValueError, ProfileError, TraceError, SLOError) as error:
         _fail(error)
     met = requests.attained()
