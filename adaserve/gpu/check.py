@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,21 @@ from adaserve.gpu.mixed import run_mixed
 from adaserve.gpu.servers import ADASERVE, PLAIN, STANDALONE, Pair, serving
 from adaserve.server import Server, ServerError
 
+Sections = dict[str, Callable[[Server], None]]
+"""What is measured on one server, by name, in order."""
+
+STATE_FILE = "gpu-check.state.json"
+NOT_SHOWN_ON_CPU = (
+    "speed: the tiny pair on SDPA is bound by Python, so TPOT, price of verification, the share outside "
+    "of the models and goodput are nobody's",
+    "FlashInfer, CUDA graphs and their memory: no kernel of a GPU ran",
+    "SGLang's own STANDALONE speculation: it needs Triton, so its server does not start and is skipped",
+)
+
 NONE = "none"
 MIXED_POLICIES = ("priced", "adaserve", "chain-4", NONE)
+SPECULATING = ("priced", "adaserve")
+"""Policies that targets are asked of; the default one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +46,7 @@ class CheckPlan:
     """What to run."""
 
     batches: tuple[int, ...] = (1, 8, 32, 64)
-    policies: tuple[str, ...] = ("adaserve", "priced")
+    policies: tuple[str, ...] = ("priced", "adaserve")
     tokens: int = 128
     rounds: int = 3
     exact_prompts: int = 64
@@ -53,6 +68,9 @@ class Findings:
     skipped: dict[str, str] = field(default_factory=dict)
     latency_model: dict[str, Any] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
+    baseline_ms: float | None = None
+    reference: list[Answer] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)  # sections, "server: section"
 
 
 class Check:
@@ -62,77 +80,96 @@ class Check:
         self.pair, self.plan, self.out, self.console = pair, plan, out, console
         self.found = Findings()
         self._prompts: list[list[int]] = []
-        self._reference: list[Answer] = []
-        self._baseline_ms: float | None = None
 
     def run(self, command: str) -> dict[str, Any]:
-        """Runs everything, writes ``out``; returns the report. Raises ServerError, PairError."""
+        """Runs what is still to be done, writes ``out`` after every section; returns the report.
+
+        Raises ServerError, PairError.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
+        self.found = resume(self.out, self._identity())
+        if self.found.done:
+            self.console.print(f"{len(self.found.done)} sections are there already: {self.out}")
         self._prompts = _prompts(
             self.pair.target, max(*self.plan.batches, self.plan.exact_prompts), self.plan.seed
         )
-        self._on(PLAIN, self._plain)
-        self._on(ADASERVE, self._adaserve)
-        self._on(STANDALONE, self._standalone, optional=True)
-        report = self._report(command)
-        (self.out / "gpu-check.json").write_text(json.dumps(report, indent=1) + "\n")
+        self._on(PLAIN, self._plain(), command)
+        self._on(ADASERVE, self._adaserve(), command)
+        self._on(STANDALONE, self._standalone(), command, optional=True)
+        report = self._save(command)
         draw(report, self.out)
         return report
 
-    def _on(self, kind: str, measure: Callable[[Server], None], optional: bool = False) -> None:
+    def _on(self, kind: str, sections: Sections, command: str, optional: bool = False) -> None:
+        """Starts a server of ``kind`` and runs those of its sections that were not run before."""
+        left = [(name, run) for name, run in sections.items() if f"{kind}: {name}" not in self.found.done]
+        if not left:
+            return
         self.console.print(f"[bold]{kind}[/]")
         try:
             with serving(self.pair, kind, self.out / f"{kind}.log", self.console) as server:
-                measure(server)
+                self.found.skipped.pop(kind, None)
+                for name, run in left:
+                    run(server)
+                    self.found.done.append(f"{kind}: {name}")
+                    self._save(command)
         except (ServerError, httpx.HTTPError) as error:
             if not optional:
                 raise
-            self.found.skipped[kind] = (
-                str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
-            )
-            self.console.print(f"skipped: {self.found.skipped[kind]}", highlight=False)
+            self.found.skipped[kind] = _reason(error)
+            self.console.print(f"skipped: {self.found.skipped[kind]}", highlight=False, soft_wrap=True)
 
     # -- the three servers ----------------------------------------------------------------------
 
-    def _plain(self, server: Server) -> None:
+    def _plain(self) -> Sections:
+        return {"exactness": self._reference_outputs, "speed": lambda s: self._speed(s, PLAIN)}
+
+    def _adaserve(self) -> Sections:
+        p = self.plan
+        sections: Sections = {"exactness": self._policies_outputs}
+        for policy in (*p.policies, NONE):
+            sections[f"speed of {policy}"] = partial(self._speed, name=policy, policy=policy)
+        sections["verification"] = self._verification_cost
+        for policy in MIXED_POLICIES if p.mixed_s > 0 else ():
+            sections[f"mixed SLOs with {policy}"] = partial(self._mixed, name=policy, policy=policy)
+        return sections
+
+    def _standalone(self) -> Sections:
+        sections: Sections = {
+            "exactness": lambda s: self._outputs(s, STANDALONE),
+            "speed": lambda s: self._speed(s, STANDALONE),
+        }
+        if self.plan.mixed_s > 0:
+            sections["mixed SLOs"] = lambda s: self._mixed(s, STANDALONE)
+        return sections
+
+    def _reference_outputs(self, server: Server) -> None:
         p = self.plan
         prompts = self._prompts[: p.exact_prompts]
-        self._reference = client.generate(server.url, prompts, p.tokens, margins=True)
+        self.found.reference = client.generate(server.url, prompts, p.tokens, margins=True)
         # Alone instead of in a batch: how often SGLang itself says something else with other shapes.
         alone = [client.generate(server.url, [q], p.tokens)[0] for q in prompts[: min(8, len(prompts))]]
         self.found.exact[f"{PLAIN}, one by one"] = self._compare(alone)
-        self._speed(server, PLAIN)
 
-    def _adaserve(self, server: Server) -> None:
-        p = self.plan
-        for policy in (*p.policies, "chain-4", NONE):
-            server.set_policy(policy)
-            httpx.post(server.url + "/flush_cache", timeout=60.0)
-            answers = client.generate(server.url, self._prompts[: p.exact_prompts], p.tokens)
-            self.found.exact[policy] = self._compare(answers)
-        for policy in (*p.policies, NONE):
-            server.set_policy(policy)
-            self._speed(server, policy)
+    def _policies_outputs(self, server: Server) -> None:
         state = server.report()
         self.found.latency_model, self.found.device = state["latency"], state.get("device", {})
-        self._baseline_ms = state["baseline_ms"]
-        self._verification_cost(server)
-        for policy in MIXED_POLICIES:
+        self.found.baseline_ms = state["baseline_ms"]
+        for policy in (*self.plan.policies, "chain-4", NONE):
             server.set_policy(policy)
-            self._mixed(server, policy)
+            httpx.post(server.url + "/flush_cache", timeout=60.0)
+            self._outputs(server, policy)
 
-    def _standalone(self, server: Server) -> None:
+    def _outputs(self, server: Server, name: str) -> None:
         answers = client.generate(server.url, self._prompts[: self.plan.exact_prompts], self.plan.tokens)
-        self.found.exact[STANDALONE] = self._compare(answers)
-        self._speed(server, STANDALONE)
-        self._mixed(server, STANDALONE)
+        self.found.exact[name] = self._compare(answers)
 
     # -- measurements ---------------------------------------------------------------------------
 
     def _compare(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Outputs against the reference; a difference counts as a tie where the reference was undecided."""
         same, ties, different = 0, 0, []
-        for i, (answer, right) in enumerate(zip(answers, self._reference, strict=False)):
+        for i, (answer, right) in enumerate(zip(answers, self.found.reference, strict=False)):
             at = client.first_difference(answer.output_ids, right.output_ids)
             if at is None:
                 same += 1
@@ -142,8 +179,10 @@ class Check:
                 different.append({"prompt": i, "token": at, "margin": round(right.margins[at], 4)})
         return {"requests": len(answers), "identical": same, "ties": ties, "different": different}
 
-    def _speed(self, server: Server, name: str) -> None:
+    def _speed(self, server: Server, name: str, policy: str | None = None) -> None:
         p = self.plan
+        if policy is not None:
+            server.set_policy(policy)
         with progress(self.console) as bar:
             task = bar.add_task(f"{name}: TPOT", total=len(p.batches) * p.rounds)
             for batch in p.batches:
@@ -176,55 +215,112 @@ class Check:
             "ratio": costs["chain-3"] / costs[NONE] if costs[NONE] else None,
         }  # fmt: skip
 
-    def _mixed(self, server: Server, name: str) -> None:
-        if self._baseline_ms is None or self.plan.mixed_s <= 0:
-            return
+    def _mixed(self, server: Server, name: str, policy: str | None = None) -> None:
+        if policy is not None:
+            server.set_policy(policy)
+        assert self.found.baseline_ms is not None  # AdaServe's server came first
         busiest = max(self.found.tpot_ms[PLAIN])
         capacity_tps = busiest / self.found.tpot_ms[PLAIN][busiest] * 1e3
         for load in self.plan.loads:
+            folder = self.out / f"mixed-{load:g}" / name
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
             summary = run_mixed(
-                server, self.out / f"mixed-{load:g}" / name, capacity_tps * load, self.plan.mixed_s,
-                self._baseline_ms, self.plan.seed, self.console,
+                server, folder, capacity_tps * load, self.plan.mixed_s,
+                self.found.baseline_ms, self.plan.seed, self.console,
             )  # fmt: skip
             self.found.mixed.setdefault(f"{load:g}", {})[name] = summary
             httpx.post(server.url + "/flush_cache", timeout=60.0)
 
-    def _report(self, command: str) -> dict[str, Any]:
-        body = {
-            "schema_version": 1,
+    def _identity(self) -> dict[str, Any]:
+        """What results must have in common to be one report; JSON values."""
+        pair = asdict(replace(self.pair, target=_name(self.pair.target), draft=_name(self.pair.draft)))
+        return dict(json.loads(json.dumps({"pair": pair, "plan": asdict(self.plan)})))
+
+    def _save(self, command: str) -> dict[str, Any]:
+        """The report of what there is so far, and what another run needs to go on."""
+        dry = self.pair.device == "cpu"
+        found = asdict(self.found)
+        kept = {"identity": self._identity(), "found": found}
+        _write(self.out / STATE_FILE, kept)
+        report = {
+            "schema_version": 2,
             "kind": "gpu-check",
+            "dry_run": dry,
+            "does_not_show": list(NOT_SHOWN_ON_CPU) if dry else [],
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": command,
             "host": describe_host(),
             "gpu": _gpu(),
-            "pair": {
-                **asdict(replace(self.pair, target=_name(self.pair.target), draft=_name(self.pair.draft)))
-            },
-            "plan": asdict(self.plan),
-            **asdict(self.found),
+            **self._identity(),
+            **{k: v for k, v in found.items() if k != "reference"},
+            "targets": targets(self.found, dry),
         }
-        return {**body, "targets": targets(self.found)}
+        _write(self.out / "gpu-check.json", report)
+        return report
 
 
-def targets(found: Findings) -> list[dict[str, Any]]:
-    """What the project wants of a GPU host, and whether it was so; None where it was not measured."""
+def resume(out: Path, identity: dict[str, Any]) -> Findings:
+    """What an interrupted run of the same check left in ``out``. Raises ServerError for another check's."""
+    path = out / STATE_FILE
+    if not path.exists():
+        return Findings()
+    kept = json.loads(path.read_text())
+    if kept["identity"] != identity:
+        raise ServerError(f"{out} holds a check of another pair or plan: give another --out, or remove it")
+    found = Findings(**kept["found"])
+    found.reference = [
+        Answer(tuple(a["output_ids"]), a["seconds"], tuple(a["margins"])) for a in kept["found"]["reference"]
+    ]
+    for table in (found.tpot_ms, found.details):
+        for name, values in table.items():
+            if name != "verification":  # JSON has no numbers for keys
+                table[name] = {int(batch): value for batch, value in values.items()}
+    return found
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all, so that an interrupted run leaves the last good file."""
+    partial_ = path.with_suffix(".partial")
+    partial_.write_text(json.dumps(value, indent=1) + "\n")
+    partial_.replace(path)
+
+
+def _reason(error: Exception) -> str:
+    """The line of a server's end that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[1] if len(lines) > 1 else str(error)
+
+
+def targets(found: Findings, dry: bool = False) -> list[dict[str, Any]]:
+    """What the project wants of a GPU host, and whether it was so; None where it was not measured.
+
+    ``dry``: on a CPU, where speed is measured but is no one's speed: only exactness can be met or missed.
+    """
     tpot, rows = found.tpot_ms, []
 
-    def add(what: str, value: float | None, holds: bool | None) -> None:
+    def add(what: str, value: float | None, holds: bool | None, timed: bool = True) -> None:
+        holds = None if dry and timed else holds
         rows.append({"target": what, "value": None if value is None else round(value, 4), "met": holds})
 
     ours = {k: v for k, v in found.exact.items() if not k.startswith(PLAIN)}
     wrong = sum(len(v["different"]) for v in ours.values())
-    add("greedy outputs that differ from SGLang's other than by ties: 0", wrong, wrong == 0 if ours else None)
-    speedup = _ratio(tpot.get(PLAIN, {}).get(1), tpot.get("adaserve", {}).get(1))
+    add(
+        "greedy outputs that differ from SGLang's other than by ties: 0",
+        wrong,
+        wrong == 0 if ours else None,
+        False,
+    )
+    ours_ms = min((tpot[p][1] for p in SPECULATING if 1 in tpot.get(p, {})), default=None)
+    speedup = _ratio(tpot.get(PLAIN, {}).get(1), ours_ms)
     add("TPOT at batch 1 at least 2x better than without speculation", speedup, _at_least(speedup, 2.0))
     ratio = found.details.get("verification", {}).get("ratio")
     add("verification within 1.15x of as many plainly decoded tokens", ratio, _at_most(ratio, 1.15))
-    share = _other_share(found.details.get("adaserve", {}).get(32))
+    shares = [_other_share(found.details.get(p, {}).get(32)) for p in SPECULATING]
+    share = next((s for s in shares if s is not None), None)
     add("time outside of both models below 5% at batch 32", share, _at_most(share, 0.05))
     highest = max(found.mixed, key=float, default=None)
     goodput = {} if highest is None else {k: v["token_goodput"] for k, v in found.mixed[highest].items()}
-    best = max((goodput[p] for p in ("priced", "adaserve") if p in goodput), default=None)
+    best = max((goodput[p] for p in SPECULATING if p in goodput), default=None)
     gain = _ratio(best, goodput.get(STANDALONE))
     add("goodput at the highest load above SGLang's own speculation", gain, _at_least(gain, 1.0))
     return rows

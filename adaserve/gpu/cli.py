@@ -46,6 +46,7 @@ def gpu_check(
     """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.
 
     Writes gpu-check.json and figures. About 40 minutes on an 8B-like pair, which is made without downloads.
+    A run that was interrupted goes on where it was when it is given the same --out again.
     """
     from adaserve.gpu.check import Check
     from adaserve.gpu.servers import Pair
@@ -86,6 +87,8 @@ def gpu_check(
         console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     _show(report, Console())
+    for sentence in report["does_not_show"]:
+        console.print(f"not shown by a dry run: {sentence}", highlight=False, soft_wrap=True)
     console.print(f"written to {folder}")
     if any(t["met"] is False for t in report["targets"]) and not dry:
         raise typer.Exit(1)
@@ -135,7 +138,13 @@ def _show(report: dict[str, Any], console: Console) -> None:
         table.add_column(head)
     for row in report["targets"]:
         value = "-" if row["value"] is None else f"{row['value']:g}"
-        table.add_row(row["target"], value, {True: "yes", False: "no", None: "not measured"}[row["met"]])
+        table.add_row(
+            row["target"],
+            value,
+            {True: "yes", False: "no", None: "not measured" if row["value"] is None else "no claim"}[
+                row["met"]
+            ],
+        )
     console.print(table)
     for name, reason in report["skipped"].items():
-        console.print(f"skipped {name}: {reason}", highlight=False)
+        console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import pytest
 from rich.console import Console
 
 from adaserve.gpu import client
-from adaserve.gpu.check import Check, CheckPlan, Findings, targets
+from adaserve.gpu.check import Check, CheckPlan, Findings, Sections, targets
 from adaserve.gpu.cli import _plan
 from adaserve.gpu.client import Answer
 from adaserve.gpu.figures import draw
 from adaserve.gpu.servers import ADASERVE, PLAIN, STANDALONE, ComparedSpec, Pair
+from adaserve.server import ServerError
 
 
 @pytest.fixture
@@ -59,7 +61,9 @@ def test_client(url: str) -> None:
 def test_outputs_are_compared_with_mercy_for_ties(tmp_path: Path) -> None:
     check = Check(Pair("t", "d", "cpu"), CheckPlan(tie_margin=0.1), tmp_path, Console(quiet=True))
     sure = (1.0, 1.0, 1.0)
-    check._reference = [Answer((1, 2, 3), 1.0, sure)] * 2 + [Answer((1, 2, 3), 1.0, (1.0, 0.05, 1.0))] * 2
+    check.found.reference = [Answer((1, 2, 3), 1.0, sure)] * 2 + [
+        Answer((1, 2, 3), 1.0, (1.0, 0.05, 1.0))
+    ] * 2
     found = check._compare([Answer(ids, 1.0) for ids in [(1, 2, 3), (1, 2, 9), (1, 7, 7), (9, 2, 3)]])
     assert (found["requests"], found["identical"], found["ties"]) == (4, 1, 1)
     assert found["different"] == [
@@ -94,6 +98,62 @@ def test_targets() -> None:
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
     assert [t["met"] for t in targets(Findings())] == [None] * 5
+
+
+def test_a_dry_run_claims_no_speed() -> None:
+    rows = targets(findings(), dry=True)
+    assert [t["met"] for t in rows] == [True, None, None, None, None]
+    assert [t["value"] for t in rows] == [t["value"] for t in targets(findings())]
+
+
+def test_speed_is_asked_of_the_default_policy_first() -> None:
+    found = findings()
+    found.details["priced"] = {32: {"decode_s": 1.0, "target_s": 0.6, "draft_s": 0.3}}
+    found.tpot_ms["priced"] = {1: 3.0}
+    values = [t["value"] for t in targets(found)]
+    assert values[1] == pytest.approx(3.3333) and values[3] == pytest.approx(0.1)
+
+
+def test_an_interrupted_check_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections that were done are not run again, their results come back, and another plan is refused."""
+    runs: list[str] = []
+
+    class Broken(Check):
+        broken = True
+
+        def _plain(self) -> Sections:
+            def speed(_: Any) -> None:
+                runs.append("speed")
+                if self.broken:
+                    raise ServerError("the machine was taken away")
+                self.found.tpot_ms[PLAIN] = {1: 2.0, 8: 3.0}
+
+            def exactness(_: Any) -> None:
+                runs.append("exactness")
+                self.found.reference = [Answer((1, 2), 0.5, (0.25, 1.0))]
+
+            return {"exactness": exactness, "speed": speed}
+
+        def _adaserve(self) -> Sections:
+            return {}
+
+        _standalone = _adaserve
+
+    monkeypatch.setattr("adaserve.gpu.check.serving", lambda *_: nullcontext())
+    monkeypatch.setattr("adaserve.gpu.check._prompts", lambda *_: [])
+    console = Console(quiet=True)
+    with pytest.raises(ServerError, match="taken away"):
+        Broken(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, console).run("x")
+    assert json.loads((tmp_path / "gpu-check.json").read_text())["done"] == [f"{PLAIN}: exactness"]
+    Broken.broken = False
+    for again in range(2):
+        check = Broken(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, console)
+        report = check.run("x")
+        assert check.found.reference == [Answer((1, 2), 0.5, (0.25, 1.0))]
+        assert check.found.tpot_ms == {PLAIN: {1: 2.0, 8: 3.0}}, f"run {again}"
+    assert runs == ["exactness", "speed", "speed"] and len(report["done"]) == 2 and report["dry_run"]
+    with pytest.raises(ServerError, match="another --out"):
+        Broken(Pair("t", "d", "cpu"), CheckPlan(tokens=5), tmp_path, console).run("x")
 
 
 def test_a_wrong_output_is_no_tie() -> None:
