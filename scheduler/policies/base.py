@@ -44,7 +44,8 @@ class BasePolicy:
     """Fixed shape, everything drafted is verified; subclasses override ``shape`` and ``select``."""
 
     calibrate_every = 8  # iterations; policies that don't use the calibration only record the curves
-    lesson_rows = 32  # learned from at once: a smaller batch's iterations are collected first
+    lesson_rows = 32  # learned from at once: a smaller batch's iterations are collected first, ...
+    lesson_iterations = 32  # ... at most so many
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
         self.name = name
@@ -141,7 +142,8 @@ class BasePolicy:
         if self._unlearned and self._unlearned[0].plan.running.rids != running.rids:
             self.learn()
         self._unlearned.append(outcome)
-        if len(self._unlearned) * len(running) >= self.lesson_rows:
+        iterations = len(self._unlearned)
+        if iterations >= self.lesson_iterations or iterations * len(running) >= self.lesson_rows:
             self.learn()
 
     def learn(self) -> None:

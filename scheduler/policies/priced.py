@@ -54,6 +54,7 @@ class PricedPolicy(BasePolicy):
 
     calibrate_every = 1
     lesson_rows = 64
+    lesson_iterations = 16  # a lone request may be done after thirty
     few_nodes = 80  # up to here plain numbers are faster than arrays: a numpy call costs as much as ten
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
