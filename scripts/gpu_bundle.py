@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Builds what a GPU host without network needs: wheels, in parts small enough to be carried one by one.
 
+    python scripts/gpu_bundle.py list                    # what would be fetched and left out; no network
     python scripts/gpu_bundle.py build --out bundle      # here, with network
     python bundle/assemble.py --to site                  # there, after all parts have arrived
     PYTHONPATH=site python -m adaserve.cli serve ...
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,8 +33,7 @@ PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64
 
 SLIM = {
     "sglang": ("sglang/test/*", "sglang/benchmark/*", "sglang/bench_*", "sglang/srt/rust_extensions/*.so"),
-    "flashinfer_python": ("flashinfer/data/cubins/*", "flashinfer/data/aot/*",
-                          "flashinfer/data/csrc/nv_internal/*", "flashinfer/data/csrc/fused_moe/*"),
+    "flashinfer_python": ("flashinfer/data/csrc/nv_internal/*", "flashinfer/data/csrc/fused_moe/*"),
     "sglang_kernel": ("sgl_kernel/flash_ops*", "sgl_kernel/sm100/*", "sgl_kernel/spatial_ops*",
                       "sgl_kernel/*flashmla*", "sgl_kernel/infllm_ops*"),
 }  # fmt: skip
@@ -109,6 +110,11 @@ def own_wheel(folder: Path) -> None:
         raise BundleError(f"the wheel of AdaServe could not be built:\n{done.stderr.strip()[-600:]}")
 
 
+def unmatched(patterns: Sequence[str], files: Sequence[str]) -> list[str]:
+    """Patterns that none of ``files`` matches."""
+    return [p for p in patterns if not fnmatch.filter(files, p)]
+
+
 def slim(wheel: Path, patterns: Sequence[str]) -> int:
     """Rewrites a wheel without the files that match, its RECORD kept true; bytes saved."""
     before = wheel.stat().st_size
@@ -117,6 +123,8 @@ def slim(wheel: Path, patterns: Sequence[str]) -> int:
         zipfile.ZipFile(wheel) as old,
         zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new,
     ):
+        if unused := unmatched(patterns, old.namelist()):
+            print(f"note: {wheel.name} has no {', '.join(unused)}", file=sys.stderr)
         kept = [i for i in old.infolist() if not any(fnmatch.fnmatch(i.filename, p) for p in patterns)]
         names = {i.filename for i in kept}
         for item in kept:
@@ -200,15 +208,42 @@ def build(out: Path, only: str | None) -> None:
     )
 
 
+def show() -> None:
+    """Prints every wheel, and what is left out of the three large ones as far as they are installed here."""
+    wanted = requirements(ROOT / "scripts" / "gpu_bundle.txt", ROOT / "constraints.txt")
+    for requirement in wanted:
+        print(requirement)
+        name, _, version = requirement.partition("==")
+        patterns = SLIM.get(name.replace("-", "_").lower())
+        if patterns is None:
+            continue
+        try:
+            here = distribution(name)
+        except PackageNotFoundError:
+            print("    not installed here: what is left out cannot be told")
+            continue
+        note = "" if here.version == version else f" (of {here.version}, which is installed)"
+        files = [str(f) for f in here.files or ()]
+        for pattern in patterns:
+            found = [Path(here.locate_file(f)) for f in fnmatch.filter(files, pattern)]
+            size = sum(f.stat().st_size for f in found if f.is_file())
+            print(f"    without {pattern}: {len(found)} files, {size / 1e6:.1f} MB{note}")
+    print(f"{len(wanted)} wheels and AdaServe's own, for {TARGET}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     building = commands.add_parser("build", help="fetch, slim and split")
     building.add_argument("--out", type=Path, default=Path("gpu-bundle"))
     building.add_argument("--only", help="comma-separated names: a small bundle, to try it")
+    commands.add_parser("list", help="what would be fetched and left out, without network")
     given = parser.parse_args()
     try:
-        build(given.out, given.only)
+        if given.command == "list":
+            show()
+        else:
+            build(given.out, given.only)
     except BundleError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

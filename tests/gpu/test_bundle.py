@@ -132,3 +132,32 @@ def test_manifest(wheels: list[Path], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "bundle" / "manifest.json").read_text()) == manifest
     assert manifest["target"]["torch"] == "2.11.0+cu130"
     assert sum(p["bytes"] for p in manifest["parts"]) == sum(w.stat().st_size for w in wheels)
+
+
+ALREADY_THERE = {"certifi", "charset-normalizer", "click", "idna", "jinja2", "markupsafe", "psutil",
+                 "requests", "setuptools", "typing-extensions", "urllib3"}  # fmt: skip
+"""What PyTorch and transformers bring along, and psutil."""
+
+
+def test_the_load_generator_is_complete() -> None:
+    """Everything that importing locust imports is carried over, or there."""
+    code = (
+        "import sys, locust.main, gevent, geventhttpclient, importlib.metadata as metadata;"
+        "known = metadata.packages_distributions();"
+        "print(*{d.lower() for n in list(sys.modules) for d in known.get(n.partition('.')[0], [])})"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    used = {re.sub(r"[._]", "-", d) for d in ran.stdout.split() if not d.startswith("nvidia")}
+    listed = bundle.requirements(SCRIPTS / "gpu_bundle.txt", SCRIPTS.parent / "constraints.txt")
+    carried = {w.partition("==")[0] for w in listed}
+    assert "locust" in used and "flask" in used
+    assert used - carried - ALREADY_THERE == set()
+
+
+def test_patterns_match_what_is_installed() -> None:
+    """A list of files to leave out that matches nothing leaves nothing out."""
+    from importlib.metadata import distribution
+
+    for name in ("sglang", "flashinfer_python"):
+        files = [str(f) for f in distribution(name).files or ()]
+        assert bundle.unmatched(bundle.SLIM[name], files) == []
