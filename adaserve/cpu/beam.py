@@ -28,7 +28,9 @@ class BeamArrays:
     kv_indptr: np.ndarray  # int32 [a + 1]
     kv_indices: np.ndarray  # int32 [sum]: per row the prefix, then the window of w slots
     columns: np.ndarray  # int32 [width * depth]: window column of each node
-    scale: np.ndarray  # float32 [a]: inverse temperatures
+    scale: np.ndarray  # float32 [a]: of the rows' readings (gumbel.py)
+    spread: np.ndarray  # float32 [a]
+    keys: np.ndarray  # uint64 [a]
     tokens: np.ndarray  # out, int64 [a, width * depth]
     parents: np.ndarray  # out, int64, the parent's index in its row or -1 for the root
     logprobs: np.ndarray  # out, float64, of whole paths

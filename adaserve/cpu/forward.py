@@ -9,6 +9,7 @@ import torch
 from adaserve.cpu import build, native
 from adaserve.cpu.beam import BeamArrays, KeepGoing
 from adaserve.cpu.extract import read_weights, supports
+from adaserve.cpu.gumbel import Reading
 from adaserve.cpu.linear import Storage
 from adaserve.cpu.native import NativeBackend
 from adaserve.cpu.params import ModelConfig, ModelWeights
@@ -97,10 +98,10 @@ class LeanModel:
 
     @torch.no_grad()
     def topk_logprobs(
-        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+        self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per row the `width` likeliest tokens of softmax(logits * inv_temperature), best first.
+        """Per row the `width` likeliest tokens of softmax(logits as `reading` says), best first.
 
         Returns log-probabilities fp32 [T, width] and tokens int64 [T, width].
         """
-        return self._backend.topk_logprobs(hidden, inv_temperature, width)
+        return self._backend.topk_logprobs(hidden, reading, width)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from adaserve.cpu.beam import BeamArrays, KeepGoing
+from adaserve.cpu.gumbel import NativeReading, Reading
 from adaserve.cpu.linear import STORAGE_DTYPES, Storage, exact_storage
 from adaserve.cpu.params import LayerWeights, ModelConfig, ModelWeights
 from adaserve.cpu.plan import TreeAttentionPlan
@@ -64,7 +65,8 @@ class _Batch(ctypes.Structure):
 class _Beam(ctypes.Structure):
     _fields_ = (
         *((name, _Int) for name in ("rows", "width", "depth", "window")),
-        *((name, _Pointer) for name in ("last", "base", "kv_indptr", "kv_indices", "columns", "scale")),
+        *((name, _Pointer) for name in ("last", "base", "kv_indptr", "kv_indices", "columns")),
+        *((name, _Pointer) for name in ("scale", "spread", "keys")),
         *((name, _Pointer) for name in ("tokens", "parents", "logprobs", "visible", "keep")),
     )
 
@@ -139,7 +141,7 @@ class NativeBackend:
 
         callback = _Keep(asked) if keep is not None else None
         b = beams
-        arrays = (b.last, b.base, b.kv_indptr, b.kv_indices, b.columns, b.scale)
+        arrays = (b.last, b.base, b.kv_indptr, b.kv_indices, b.columns, b.scale, b.spread, b.keys)
         outputs = (b.tokens, b.parents, b.logprobs, b.visible)
         search = _Beam(
             len(b.last), b.width, b.depth, 1 + b.width * b.depth,
@@ -172,16 +174,16 @@ class NativeBackend:
         return out
 
     def topk_logprobs(
-        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+        self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, scale = _fp32(hidden), _fp32(inv_temperature)
+        hidden, native = _fp32(hidden), NativeReading(reading)
         rows = hidden.shape[0]
         logprobs, tokens = torch.empty(rows, width), torch.empty(rows, width, dtype=torch.int64)
         if rows:
             arguments = (
                 hidden.data_ptr(),
                 rows,
-                scale.data_ptr(),
+                native,
                 width,
                 logprobs.data_ptr(),
                 tokens.data_ptr(),

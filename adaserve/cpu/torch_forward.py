@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from adaserve.cpu.gumbel import Reading, read
 from adaserve.cpu.linear import Linear, Storage, torch_linear
 from adaserve.cpu.params import LayerWeights, ModelConfig, ModelWeights
 from adaserve.cpu.plan import TreeAttentionPlan
@@ -67,10 +68,10 @@ class TorchBackend:
         return self.logits(hidden).argmax(dim=-1)
 
     def topk_logprobs(
-        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+        self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scaled = self.logits(hidden) * inv_temperature[:, None]
-        logprobs, tokens = scaled.log_softmax(dim=-1).topk(width, dim=-1)
+        as_read = read(self.logits(hidden), reading)
+        logprobs, tokens = as_read.log_softmax(dim=-1).topk(width, dim=-1)
         return logprobs, tokens
 
     def _project(

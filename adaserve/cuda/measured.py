@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.cpu.gumbel import Reading
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.cuda.attention import Extent
 from adaserve.cuda.drafter import write_causal
@@ -59,5 +60,5 @@ class MeasuredForward:
     def argmax(self, hidden: Tensor) -> Tensor:
         return hidden.argmax(dim=-1).cpu()
 
-    def topk_logprobs(self, hidden: Tensor, inv_temperature: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def topk_logprobs(self, hidden: Tensor, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
         return hidden[:, 0, :width].cpu(), hidden[:, 1, :width].long().cpu()

@@ -3,6 +3,9 @@
 The verify step accepts a child with the target's probability at the request's temperature T. The draft's own
 distribution at T is a poor estimate of it, most of all for greedy requests, where the target gives its best
 token all the weight. Reading the draft's logits at tau(T) instead makes path probabilities right on average.
+
+Where draft and target share their noise g (adaserve/cpu/gumbel.py), the verify step accepts the best token of
+``logits / T + g``. The draft guesses it from ``(its logits + noise(T) g) / shared_tau(T)``, both measured.
 """
 
 from __future__ import annotations
@@ -17,25 +20,40 @@ import numpy.typing as npt
 FILE_NAME = "acceptance.json"
 # For drafts without a measurement: what the embedded pair's first versions showed, on the modest side.
 _UNMEASURED = ((0.0, 0.5, 1.0), (0.5, 0.75, 1.0))
+_UNMEASURED_SHARED = ((0.0, 0.5, 1.0), (0.5, 0.55, 0.65), (0.0, 0.5, 0.95))
 
 
 @dataclass(frozen=True)
 class DraftSharpening:
-    """Piecewise linear tau(T); constant outside the measured temperatures."""
+    """Piecewise linear in T; constant outside the measured temperatures.
+
+    ``shared``: temperatures, taus and weights of the noise where the target shares its noise.
+    """
 
     temperatures: tuple[float, ...]
     taus: tuple[float, ...]
     measured: bool = True
+    shared: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]] = _UNMEASURED_SHARED
 
     def __post_init__(self) -> None:
-        if list(self.temperatures) != sorted(set(self.temperatures)) or not self.temperatures:
-            raise ValueError(f"temperatures must rise: {self.temperatures}")
-        if len(self.taus) != len(self.temperatures) or min(self.taus) <= 0:
-            raise ValueError(f"one positive tau per temperature is needed: {self.taus}")
+        for temperatures, taus in ((self.temperatures, self.taus), self.shared[:2]):
+            if list(temperatures) != sorted(set(temperatures)) or not temperatures:
+                raise ValueError(f"temperatures must rise: {temperatures}")
+            if len(taus) != len(temperatures) or min(taus) <= 0:
+                raise ValueError(f"one positive tau per temperature is needed: {taus}")
+        if len(self.shared[2]) != len(self.shared[0]) or min(self.shared[2]) < 0:
+            raise ValueError(f"one weight of the noise per temperature is needed: {self.shared[2]}")
 
     def tau(self, temperature: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """What to divide the draft's logits by for requests of these sampling temperatures (0 is greedy)."""
         return np.interp(np.asarray(temperature, dtype=np.float64), self.temperatures, self.taus)
+
+    def reading(self, temperature: npt.ArrayLike) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Scale of the draft's logits, and of the noise shared with the target: 0 for greedy requests."""
+        t = np.asarray(temperature, dtype=np.float64)
+        temperatures, taus, noise = self.shared
+        scale = 1.0 / np.interp(t, temperatures, taus)
+        return scale, np.where(t > 0, np.interp(t, temperatures, noise) * scale, 0.0)
 
 
 def load_sharpening(draft: Path) -> DraftSharpening:
@@ -43,5 +61,9 @@ def load_sharpening(draft: Path) -> DraftSharpening:
     path = draft / FILE_NAME
     if not path.exists():
         return DraftSharpening(*_UNMEASURED, measured=False)
-    table = json.loads(path.read_text())["draft_temperature"]
-    return DraftSharpening(tuple(table["request_temperature"]), tuple(table["tau"]))
+    report = json.loads(path.read_text())
+    alone = report["draft_temperature"]
+    shared = _UNMEASURED_SHARED
+    if table := report.get("shared_noise"):
+        shared = (tuple(table["request_temperature"]), tuple(table["tau"]), tuple(table["noise"]))
+    return DraftSharpening(tuple(alone["request_temperature"]), tuple(alone["tau"]), shared=shared)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as fn
 
-from adaserve.pair.generate import Cache, extend
+from adaserve.pair.generate import Cache, extend, shared_noise
 from adaserve.pair.model import TinyLlama
 from adaserve.pair.vocabulary import BOS_ID, EOS_ID
 
@@ -44,8 +45,17 @@ def _fork(cache: Cache, rows: Tensor, capacity: int) -> Cache:
 
 
 @torch.no_grad()
-def draft_trees(draft: TinyLlama, contexts: Tensor, *, depth: int, w: int, tau: float) -> Trees:
-    """Trees below each of [contexts, length] with the draft's logits divided by `tau`."""
+def draft_trees(
+    draft: TinyLlama,
+    contexts: Tensor,
+    *,
+    depth: int,
+    w: int,
+    tau: float,
+    keys: np.ndarray | None = None,
+    noise: float = 0.0,
+) -> Trees:
+    """Trees below each of [contexts, length]: (the draft's logits + `noise` x that of `keys`) / `tau`."""
     n, length = contexts.shape
     capacity = length + depth
     cache = Cache(draft, n, capacity)
@@ -54,6 +64,10 @@ def draft_trees(draft: TinyLlama, contexts: Tensor, *, depth: int, w: int, tau: 
     score = torch.zeros(n, 1)
     trees = Trees([], [])
     for level in range(depth):
+        if keys is not None and noise:
+            beams_of_row = logits.shape[0] // n
+            own = shared_noise(keys, cache.length - 1, logits.shape[1])
+            logits = logits + noise * own.repeat_interleave(beams_of_row, dim=0)
         logits[:, [BOS_ID, EOS_ID]] = -torch.inf
         log_p, token = fn.log_softmax(logits / tau, dim=-1).topk(w)
         beams = score.shape[1]

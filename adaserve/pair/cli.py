@@ -93,7 +93,7 @@ def _print_report(report: dict[str, Any]) -> None:
     for kind, losses in report.get("held_out_loss", {}).items():
         console.print(f"held-out loss, {kind}: {losses}")
     columns = ["category", "temperature", "distinct_8_grams", "top_1_agrees"]
-    columns += ["accepted_w1", "accepted_w2", "accepted_w3"]
+    columns += ["accepted_w1", "accepted_w2", "accepted_w3", "accepted_w3_without_noise"]
     table = Table(*columns, title="Trees of depth 4, accepted tokens without the bonus token")
     for row in report["acceptance"]:
         table.add_row(*(str(row[c]) for c in columns))

@@ -15,10 +15,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as fn
 
+from adaserve.cpu.gumbel import request_key
 from adaserve.pair.acceptance import FILE_NAME
 from adaserve.pair.candidates import Trees, draft_trees
 from adaserve.pair.data import load_tokenizer, open_stream
-from adaserve.pair.generate import generate
+from adaserve.pair.generate import generate, shared_noise
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.prompts import CATEGORIES, load_prompts
 from adaserve.pair.vocabulary import BOS_ID
@@ -28,15 +29,21 @@ REPORTED = (0.0, 0.7, 1.0)
 DEPTH, WIDTHS = 4, (1, 2, 3)
 _PROMPT_TOKENS = {"coding": 96, "chat": 14, "summarization": 256}
 _TAUS = np.geomspace(0.15, 1.6, 40)
+_SHARED_TAUS = np.geomspace(0.2, 1.2, 14)
+_NOISE = np.linspace(0.6, 1.5, 7)  # over the request's temperature
 _LOOP = 8
 
 
 @dataclass(frozen=True)
 class Written:
-    """What the target wrote: prompts [rows, p] and its continuation [rows, new] at one temperature."""
+    """What the target wrote: prompts [rows, p] and its continuation [rows, new] at one temperature.
+
+    keys: uint64 [rows], of the noise by which it drew.
+    """
 
     prompts: Tensor
     text: Tensor
+    keys: np.ndarray
 
     @property
     def whole(self) -> Tensor:
@@ -73,8 +80,10 @@ def distinct_share(text: Tensor) -> float:
 
 
 def write(target: TinyLlama, prompts: Tensor, new: int, temperature: float, *, seed: int) -> Written:
-    whole = generate(target, prompts, new, torch.full((len(prompts),), temperature), seed=seed)
-    return Written(prompts, whole[:, prompts.shape[1] :])
+    keys = np.array([request_key(seed, row) for row in range(len(prompts))], np.uint64)
+    temperatures = torch.full((len(prompts),), temperature)
+    whole = generate(target, prompts, new, temperatures, seed=seed, keys=keys)
+    return Written(prompts, whole[:, prompts.shape[1] :], keys)
 
 
 @torch.no_grad()
@@ -90,14 +99,46 @@ def best_tau(logits: Tensor, actual: Tensor) -> float:
     return float(_TAUS[int(np.argmin(losses))])
 
 
+def noise_of(written: Written, vocabulary: int) -> Tensor:
+    """[rows, new, vocabulary]: the noise behind every written token."""
+    first = written.prompts.shape[1] - 1
+    steps = range(first, first + written.text.shape[1])
+    return torch.stack([shared_noise(written.keys, p, vocabulary) for p in steps], dim=1)
+
+
+def best_shared(logits: Tensor, noise: Tensor, actual: Tensor, temperature: float) -> tuple[float, float]:
+    """(tau, weight of the noise) under which the target's draws were most likely, all [..., n, vocab]."""
+    if temperature == 0:
+        return best_tau(logits, actual), 0.0
+    flat, own, wanted = logits.flatten(0, 1), noise.flatten(0, 1), actual.flatten()
+    best = (math.inf, 1.0, 0.0)
+    for weight in temperature * _NOISE:
+        noisy = flat + weight * own
+        losses = [fn.cross_entropy(noisy / tau, wanted).item() for tau in _SHARED_TAUS]
+        at = int(np.argmin(losses))
+        best = min(best, (losses[at], float(_SHARED_TAUS[at]), float(weight)))
+    return best[1:]
+
+
 def tree_samples(
-    draft: TinyLlama, written: Written, *, w: int, tau: float, every: int
+    draft: TinyLlama, written: Written, *, w: int, tau: float, every: int, noise: float = 0.0
 ) -> list[tuple[Trees, Tensor]]:
-    """Trees at every `every`-th written token, with the continuation that the target really took."""
+    """Trees at every `every`-th written token, with the continuation that the target really took.
+
+    noise: weight of the noise that the target drew by; 0 drafts without knowing it.
+    """
     start = written.prompts.shape[1]
     samples = []
     for position in range(every, written.text.shape[1] - DEPTH, every):
-        trees = draft_trees(draft, written.whole[:, : start + position], depth=DEPTH, w=w, tau=tau)
+        trees = draft_trees(
+            draft,
+            written.whole[:, : start + position],
+            depth=DEPTH,
+            w=w,
+            tau=tau,
+            keys=written.keys,
+            noise=noise,
+        )
         samples.append((trees, written.text[:, position : position + DEPTH]))
     return samples
 
@@ -149,24 +190,34 @@ class Evaluation:
             table[kind] = {name: round(value, 4) for name, value in row.items()}
         self.report["held_out_loss"] = table
 
-    def calibrate(self) -> dict[float, float]:
-        """tau by request temperature, on prompts that the acceptance table does not use."""
+    def calibrate(self) -> dict[float, tuple[float, float, float]]:
+        """(tau, tau and weight of shared noise) by request temperature, on prompts that the acceptance
+        table does not use."""
         taus = {}
         for temperature in track(TEMPERATURES, description="Calibration"):
-            logits, actual = [], []
+            logits, noise, actual = [], [], []
             for category in CATEGORIES:
                 prompts = prompt_batch(self.tokenizer, category, self.rows // 2, odd=True)
                 written = write(self.target, prompts, self.new, temperature, seed=self.seed)
                 logits.append(draft_logits(self.draft, written).flatten(0, 1)[None])
+                noise.append(noise_of(written, logits[-1].shape[-1]).flatten(0, 1)[None])
                 actual.append(written.text.flatten()[None])
-            taus[temperature] = best_tau(torch.cat(logits, 1), torch.cat(actual, 1))
-        self.report["draft_temperature"] = {
-            "request_temperature": list(taus),
-            "tau": [round(t, 4) for t in taus.values()],
+            drafted, wanted = torch.cat(logits, 1), torch.cat(actual, 1)
+            shared = best_shared(drafted, torch.cat(noise, 1), wanted, temperature)
+            taus[temperature] = (best_tau(drafted, wanted), *shared)
+        alone, with_noise, weights = (
+            [round(t, 4) for t in column] for column in zip(*taus.values(), strict=True)
+        )
+        temperatures = list(taus)
+        self.report["draft_temperature"] = {"request_temperature": temperatures, "tau": alone}
+        self.report["shared_noise"] = {
+            "request_temperature": temperatures,
+            "tau": with_noise,
+            "noise": weights,
         }
         return taus
 
-    def acceptance(self, taus: dict[float, float]) -> None:
+    def acceptance(self, taus: dict[float, tuple[float, float, float]]) -> None:
         table: list[dict[str, Any]] = []
         pooled: dict[float, list[tuple[Trees, Tensor]]] = {t: [] for t in REPORTED}
         with Progress() as bar:
@@ -183,18 +234,28 @@ class Evaluation:
             for t, rows in ((t, reliability(s)) for t, s in pooled.items())
         }
 
-    def _cell(self, category: str, temperature: float, tau: float) -> tuple[dict[str, Any], list[Any]]:
+    def _cell(
+        self, category: str, temperature: float, taus: tuple[float, float, float]
+    ) -> tuple[dict[str, Any], list[Any]]:
         prompts = prompt_batch(self.tokenizer, category, self.rows, odd=False)
         written = write(self.target, prompts, self.new, temperature, seed=self.seed + 1)
-        agrees = (draft_logits(self.draft, written).argmax(-1) == written.text).float().mean()
+        alone, tau, noise = taus
+        logits = draft_logits(self.draft, written)
+        own = noise * noise_of(written, logits.shape[-1]) if noise else torch.zeros(1)
+        agrees = ((logits + own).argmax(-1) == written.text).float().mean()
         every = max(4, math.ceil(self.new / 8))
-        by_width = {w: tree_samples(self.draft, written, w=w, tau=tau, every=every) for w in WIDTHS}
+
+        def samples(w: int, tau: float, noise: float) -> list[tuple[Trees, Tensor]]:
+            return tree_samples(self.draft, written, w=w, tau=tau, every=every, noise=noise)
+
+        by_width = {w: samples(w, tau, noise) for w in WIDTHS}
         row = {
             "category": category,
             "temperature": temperature,
             "distinct_8_grams": round(distinct_share(written.text), 3),
             "top_1_agrees": round(float(agrees), 3),
             **{f"accepted_w{w}": round(mean_accepted(s), 3) for w, s in by_width.items()},
+            "accepted_w3_without_noise": round(mean_accepted(samples(WIDTHS[-1], alone, 0.0)), 3),
             "sample": self.tokenizer.decode(written.text[0].tolist())[:400],
         }
         return row, by_width[WIDTHS[-1]]
@@ -213,5 +274,8 @@ def evaluate(pair: Path, corpus: Path, *, rows: int, new: int, seed: int, thread
 def write_acceptance(report: dict[str, Any], draft: Path) -> None:
     """The part of a report that the server reads, beside the draft's weights."""
     cells = [{k: v for k, v in row.items() if k != "sample"} for row in report["acceptance"]]
-    table = {**{k: report[k] for k in ("draft_temperature", "reliability")}, "acceptance": cells}
+    table = {
+        **{k: report[k] for k in ("draft_temperature", "shared_noise", "reliability")},
+        "acceptance": cells,
+    }
     (draft / FILE_NAME).write_text(json.dumps(table, indent=1) + "\n")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as fn
 
+from adaserve.cpu.gumbel import gumbel
 from adaserve.pair.model import Block, TinyLlama, rope, rotate
 from adaserve.pair.vocabulary import BOS_ID, EOS_ID
 
@@ -57,14 +59,35 @@ def pick(logits: Tensor, temperature: Tensor, random: torch.Generator) -> Tensor
     return (scaled + noise * (temperature > 0)[:, None]).argmax(-1)
 
 
-def generate(model: TinyLlama, prompts: Tensor, new: int, temperature: Tensor, *, seed: int) -> Tensor:
-    """Continues [rows, prompt] by `new` tokens; documents do not end (end and begin are never chosen)."""
+def shared_noise(keys: np.ndarray, position: int, vocabulary: int) -> Tensor:
+    """[rows, vocabulary]: what draft and target share of rows with these `keys`, behind `position`."""
+    return torch.from_numpy(gumbel(keys, np.full(len(keys), position), vocabulary))
+
+
+def generate(
+    model: TinyLlama,
+    prompts: Tensor,
+    new: int,
+    temperature: Tensor,
+    *,
+    seed: int,
+    keys: np.ndarray | None = None,
+) -> Tensor:
+    """Continues [rows, prompt] by `new` tokens; documents do not end (end and begin are never chosen).
+
+    With `keys` (uint64 [rows]) every row draws by its own noise, as a server does, and not by `seed`.
+    """
     random = torch.Generator().manual_seed(seed)
     cache = Cache(model, len(prompts), prompts.shape[1] + new)
     out, fed = [prompts], prompts
     for _ in range(new):
         logits = extend(model, fed, cache)
         logits[:, [BOS_ID, EOS_ID]] = -torch.inf
-        fed = pick(logits, temperature, random)[:, None]
+        if keys is None:
+            token = pick(logits, temperature, random)
+        else:
+            noise = shared_noise(keys, cache.length - 1, logits.shape[1])
+            token = (logits + noise * temperature[:, None]).argmax(-1)
+        fed = token[:, None]
         out.append(fed)
     return torch.cat(out, dim=1)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from adaserve.config import AdaServeConfig
+from adaserve.cpu.gumbel import Reading
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.environment import cpu_name
 from adaserve.scheduler.fit import fit_latency, fit_table
@@ -102,7 +103,7 @@ def _draft_step(draft: TreeForward, width: int) -> Step:
         tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
     ) -> Any:
         return draft.topk_logprobs(
-            draft.hidden(tokens, positions, slots, plan), torch.ones(len(tokens)), width
+            draft.hidden(tokens, positions, slots, plan), Reading.plain(np.ones(len(tokens))), width
         )
 
     return step

@@ -14,12 +14,16 @@ import numpy as np
 import torch
 
 from adaserve.cpu.beam import MAX_WIDTH, BeamArrays
+from adaserve.cpu.gumbel import Reading
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan
 from adaserve.worker.attention import PlanTemplate, causal_plan, gather_slots, indptr, tree_plan
 from adaserve.worker.forwards import BeamForward, FirstForward, TreeForward
 from adaserve.worker.rows import DecodeRows
 from adaserve.worker.tree import TreeShape, tree_shape
+
+ReadAt = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""Scale of the draft's logits and spread of the request's noise at each sampling temperature."""
 
 KeepDrafting = Callable[[IterationPlan, int, np.ndarray], bool]
 
@@ -42,16 +46,14 @@ class Draft:
 
 
 class Drafter:
-    """``inv_temperature`` maps the requests' temperatures to what the draft's logits are scaled by.
+    """``read`` maps the requests' temperatures to how the draft's logits are read (`DraftSharpening`).
 
     ``max_nodes``: KV slots that a request's window has for candidates.
     """
 
-    def __init__(
-        self, forward: TreeForward, inv_temperature: Callable[[np.ndarray], np.ndarray], max_nodes: int
-    ) -> None:
+    def __init__(self, forward: TreeForward, read: ReadAt, max_nodes: int) -> None:
         self._forward = forward
-        self._inv_temperature = inv_temperature
+        self._read = read
         self._max_nodes = max_nodes
 
     def draft(
@@ -64,7 +66,7 @@ class Drafter:
         if shape is None or not len(active):
             return None
         depth = len(shape.beams)
-        search = _BeamSearch(self._forward, rows, active, shape, self._scale(rows, active))
+        search = _BeamSearch(self._forward, rows, active, shape, self._reading(rows, active))
         if search.is_native:
             return search.result(len(rows), search.run(plan, keep_drafting))
         search.first_step()
@@ -84,9 +86,12 @@ class Drafter:
             depth -= 1
         return None
 
-    def _scale(self, rows: DecodeRows, active: np.ndarray) -> torch.Tensor:
-        scale = self._inv_temperature(rows.running.temperature[active])
-        return torch.from_numpy(scale.astype(np.float32))
+    def _reading(self, rows: DecodeRows, active: np.ndarray) -> Reading:
+        """How the draft's logits below the roots are read."""
+        scale, spread = self._read(rows.running.temperature[active])
+        return Reading(
+            scale.astype(np.float32), spread.astype(np.float32), rows.keys[active], rows.seq_lens[active]
+        )
 
 
 class _BeamSearch:
@@ -98,9 +103,9 @@ class _BeamSearch:
         rows: DecodeRows,
         active: np.ndarray,
         shape: TreeShape,
-        scale: torch.Tensor,
+        reading: Reading,
     ) -> None:
-        self.forward, self.rows, self.active, self.shape, self.scale = forward, rows, active, shape, scale
+        self.forward, self.rows, self.active, self.shape, self.reading = forward, rows, active, shape, reading
         a = len(active)
         self.base = rows.seq_lens[active]
         self.pool_indices = rows.pool_indices[torch.from_numpy(active)]
@@ -136,7 +141,9 @@ class _BeamSearch:
             kv_indptr=indptr(self.kv_lens).astype(np.int32),
             kv_indices=self.kv_slots.to(torch.int32).numpy(),
             columns=self.shape.columns.astype(np.int32),
-            scale=self.scale.numpy(),
+            scale=self.reading.scale,
+            spread=self.reading.spread,
+            keys=self.reading.keys,
             tokens=self.tokens,
             parents=self.parents,
             logprobs=self.logprobs,
@@ -190,7 +197,7 @@ class _BeamSearch:
         hidden = self.forward.hidden(*first)
         self._saw_roots()
         beams = self.shape.beams[0]
-        logprob, token = self.forward.topk_logprobs(hidden[torch.from_numpy(last)], self.scale, beams)
+        logprob, token = self.forward.topk_logprobs(hidden[torch.from_numpy(last)], self.reading, beams)
         self.level = logprob.double()
         self._store(1, token.numpy(), np.zeros((len(last), beams), np.int64))
 
@@ -206,7 +213,7 @@ class _BeamSearch:
         beams = self.shape.beams[step - 1]
         # A fixed branching gives every beam the same number of children; a beam search lets them compete.
         children = beams // m if self.shape.is_branching else min(beams, self.shape.beams[0])
-        logprob, token = self.forward.topk_logprobs(hidden, self.scale.repeat_interleave(m), children)
+        logprob, token = self.forward.topk_logprobs(hidden, self._level_reading(m, step), children)
         paths = (self.level.unsqueeze(-1) + logprob.double().view(a, m, children)).view(a, m * children)
         if self.shape.is_branching:
             best = torch.arange(m * children).expand(a, -1)
@@ -221,6 +228,12 @@ class _BeamSearch:
         if self._template is None or self._template.beams != m:
             self._template = PlanTemplate(self.kv_slots, m, self.kv_lens, self.shape.width)
         return self._template.plan(seen)
+
+    def _level_reading(self, m: int, step: int) -> Reading:
+        """Of m beams per row at depth ``step`` - 1: those of a row share its noise."""
+        r = self.reading
+        columns = (np.repeat(values, m) for values in (r.scale, r.spread, r.keys, r.positions + step - 1))
+        return Reading(*columns)
 
     def _store(self, step: int, token: np.ndarray, parent: np.ndarray) -> None:
         nodes = slice(self.shape.start[step - 1], self.shape.start[step])

@@ -9,6 +9,7 @@ import torch
 
 from adaserve.cpu.beam import BeamArrays, KeepGoing
 from adaserve.cpu.forward import LeanModel
+from adaserve.cpu.gumbel import Reading
 from adaserve.cpu.install import LEAN_ATTRIBUTE
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.worker.sglang_forward import SGLangForward
@@ -35,9 +36,9 @@ class TreeForward(Protocol):
         ...
 
     def topk_logprobs(
-        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+        self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Best ``width`` tokens of softmax(logits * inv_temperature): fp32 log-probabilities, int64 ids."""
+        """Best ``width`` tokens of softmax(logits as ``reading`` says): fp32 log-probabilities, int64 ids."""
         ...
 
 
@@ -76,9 +77,9 @@ class LeanForward:
         return self._model.argmax(hidden)
 
     def topk_logprobs(
-        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+        self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._model.topk_logprobs(hidden, inv_temperature, width)
+        return self._model.topk_logprobs(hidden, reading, width)
 
 
 class TimedForward:
@@ -116,10 +117,10 @@ class TimedForward:
         return out
 
     def topk_logprobs(
-        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+        self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         start_s = time.perf_counter()
-        out = self._inner.topk_logprobs(hidden, inv_temperature, width)
+        out = self._inner.topk_logprobs(hidden, reading, width)
         self.busy_s += time.perf_counter() - start_s
         return out
 

@@ -28,6 +28,7 @@ class RequestState:
     generated: list[int] = field(default_factory=list)  # all output tokens, first one included
     draft_len: int = 0  # leading positions whose KV the draft has
     pending: list[int] = field(default_factory=list)  # tokens at draft_len .. L-1, unknown to the draft
+    key: int = 0  # of its noise when it samples (adaserve/cpu/gumbel.py)
 
 
 @dataclass(slots=True)
@@ -43,6 +44,11 @@ class DecodeRows:
 
     def __len__(self) -> int:
         return len(self.states)
+
+    @property
+    def keys(self) -> np.ndarray:
+        """uint64 [n]: of the requests' noise."""
+        return np.array([s.key for s in self.states], np.uint64)
 
 
 def max_tree_depth(req: Any, state: RequestState) -> int:

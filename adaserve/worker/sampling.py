@@ -1,5 +1,8 @@
 """One draw per verified token from exactly the distribution that plain decoding would use.
 
+A sampled token is the best one after Gumbel noise of its request and position (adaserve/cpu/gumbel.py). Draft
+trees do not enter, so the text of a request is the same whatever was drafted.
+
 SGLang's own relaxed form applies a request's penalties as they stood at the root to the whole
 tree, which changes the output. Here every node gets the penalties of its own path.
 """
@@ -18,6 +21,8 @@ from sglang.srt.layers.sampler import (
 )
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from adaserve.cpu import gumbel
+from adaserve.cpu.gumbel import Reading
 from adaserve.worker.rows import RequestState
 from adaserve.worker.verify import VerifyBatch
 
@@ -120,34 +125,64 @@ def _stop_tokens(req: Any) -> list[int]:
     return sorted(s for s in stops if s is not None)
 
 
-def draw(logits: torch.Tensor, batch: VerifyBatch, info: SamplingBatchInfo) -> np.ndarray:
-    """One token per row of ``logits`` [T, vocab] (adjusted already), int64 [T]."""
+def draw(logits: torch.Tensor, batch: VerifyBatch, info: SamplingBatchInfo, keys: np.ndarray) -> np.ndarray:
+    """One token per row of ``logits`` [T, vocab] (adjusted already), int64 [T].
+
+    ``keys`` uint64 [n]: of the requests' noise, which decides the draws and which their drafts know.
+    """
     if info.is_all_greedy:
         return logits.argmax(dim=-1).numpy()
     row = torch.from_numpy(batch.row)
     top_k, top_p, min_p = info.top_ks[row], info.top_ps[row], info.min_ps[row]
-    greedy = top_k == 1
+    greedy = top_k == 1  # so SGLang writes a temperature of 0
+    temperature = torch.where(greedy, 0.0, info.temperatures[row, 0])
     filtered = ~greedy & ((top_k < logits.shape[1]) | (top_p < 1) | (min_p > 0))
-    positions = torch.from_numpy(batch.positions)
-    seed = None if info.sampling_seed is None else info.sampling_seed[row]
-    out = torch.empty(len(row), dtype=torch.int64)
-    if greedy.any():
-        out[greedy] = logits[greedy].argmax(dim=-1)
+    if info.sampling_seed is not None:
+        return _draw_seeded(logits, batch, info, greedy, filtered)
+    if filtered.any():
+        logits = logits.clone()
+        probs = torch.softmax(logits[filtered] / temperature[filtered, None], dim=-1)
+        outside = ~_allowed(probs, top_k[filtered], top_p[filtered], min_p[filtered])
+        logits[filtered] = logits[filtered].masked_fill_(outside, -torch.inf)
+    reading = Reading.draws(temperature.numpy(), keys[batch.row], batch.positions)
+    return gumbel.draw(logits, reading).numpy()
+
+
+def _allowed(
+    probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """bool [k, vocab]: tokens that top-k, top-p and min-p leave of ``probs``, jointly as SGLang does."""
+    falling, token = probs.sort(dim=-1, descending=True)
+    rank = torch.arange(probs.shape[1])
+    kept = rank < top_k[:, None]
+    kept &= falling.cumsum(dim=-1) - falling <= top_p[:, None]
+    kept &= falling >= min_p[:, None] * falling[:, :1]
+    return torch.zeros_like(kept).scatter_(1, token, kept)
+
+
+def _draw_seeded(
+    logits: torch.Tensor,
+    batch: VerifyBatch,
+    info: SamplingBatchInfo,
+    greedy: torch.Tensor,
+    filtered: torch.Tensor,
+) -> np.ndarray:
+    """Draws that SGLang's deterministic inference would make: its own function of seed and position."""
+    row, positions = torch.from_numpy(batch.row), torch.from_numpy(batch.positions)
+    assert info.sampling_seed is not None
+    seed = info.sampling_seed[row]
+    out = logits.argmax(dim=-1)
     plain = ~greedy & ~filtered
-    if plain.all() and seed is None:
-        return _inverse_cdf(torch.softmax(logits / info.temperatures[row], dim=-1)).numpy()
     if plain.any():
-        probs = _probs(logits, info, row, plain)
-        drawn = _inverse_cdf(probs) if seed is None else _seeded(probs, seed[plain], positions[plain])
-        out[plain] = drawn
+        out[plain] = _seeded(_probs(logits, info, row, plain), seed[plain], positions[plain])
     if filtered.any():
         out[filtered] = top_k_top_p_min_p_sampling_from_probs_torch(
             _probs(logits, info, row, filtered),
-            top_k[filtered],
-            top_p[filtered],
-            min_p[filtered],
-            bool((min_p[filtered] > 0).any()),
-            _at(seed, filtered),
+            info.top_ks[row][filtered],
+            info.top_ps[row][filtered],
+            info.min_ps[row][filtered],
+            bool((info.min_ps[row][filtered] > 0).any()),
+            seed[filtered],
             positions[filtered],
         ).long()
     return out.numpy()
@@ -159,12 +194,8 @@ def _probs(
     return torch.softmax(logits[which] / info.temperatures[row[which]], dim=-1)
 
 
-def _at(values: torch.Tensor | None, which: torch.Tensor) -> torch.Tensor | None:
-    return None if values is None else values[which]
-
-
 def _inverse_cdf(probs: torch.Tensor) -> torch.Tensor:
-    """One token per row of ``probs`` [k, vocab]; a fraction of what torch.multinomial takes on a CPU."""
+    """One token per row of ``probs`` [k, vocab] by a uniform number, on the device."""
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1:]
     # rand() is below 1, but its product with the total can round up to it.

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
+from adaserve.cpu.gumbel import Reading, read
 from adaserve.cpu.plan import TreeAttentionPlan
 
 
@@ -94,7 +95,6 @@ class SGLangForward:
         return hidden.argmax(dim=-1)
 
     def topk_logprobs(
-        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+        self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scaled = hidden.float() * inv_temperature.to(hidden.device)[:, None]
-        return scaled.log_softmax(dim=-1).topk(width, dim=-1)
+        return read(hidden, reading).log_softmax(dim=-1).topk(width, dim=-1)

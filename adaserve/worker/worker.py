@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_observability
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from adaserve.config import AdaServeConfig
+from adaserve.cpu.gumbel import request_key
 from adaserve.ledger import SLOLedger
 from adaserve.live.prometheus import ServerMetrics
 from adaserve.live.stats import SLOStats
@@ -65,6 +66,7 @@ class AdaServeWorker(BaseSpecWorker):
         # Outlives a retraction, which gives the slot away, and dies with the request.
         self._decode_starts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._last_end_s = 0.0
+        self._seed, self._started = server_args.random_seed, 0  # of the noise that sampled requests draw by
         self._models = (server_args.model_path, server_args.speculative_draft_model_path)
 
     def init_cuda_graphs(self) -> None:
@@ -73,7 +75,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._target = TimedForward(tree_forward(self.target_worker))
         self._draft = draft = TimedForward(tree_forward(self._draft_worker.draft_worker))
         sharpening = load_sharpening(Path(self._models[1]))
-        self._drafter = Drafter(draft, lambda t: 1.0 / sharpening.tau(t), self.config.max_candidates)
+        self._drafter = Drafter(draft, sharpening.reading, self.config.max_candidates)
         runner = self.target_worker.model_runner
         measure = partial(
             calibration.measure,
@@ -180,7 +182,9 @@ class AdaServeWorker(BaseSpecWorker):
         for req, slot, length, token in zip(batch.reqs, slots, lengths, first_tokens, strict=True):
             old = self._states.get(slot)
             slo_class, tpot_s, _ = self.ledger.slo(req)
-            state = RequestState(req.rid, slo_class, tpot_s, now_s)
+            self._started += 1
+            key = request_key(self._seed, self._started, req.rid)
+            state = RequestState(req.rid, slo_class, tpot_s, now_s, key=key)
             if old is not None and old.rid != req.rid:
                 # Its request ended, perhaps aborted in the queue, of which nobody tells us.
                 self._forget(old.rid)
@@ -245,7 +249,7 @@ class AdaServeWorker(BaseSpecWorker):
             return self._target.argmax(hidden).numpy(), None
         logits = self._target.logits(hidden)
         sampling.adjust_logits(logits, verified, info, batch.reqs, rows.states)
-        return sampling.draw(logits, verified, info), logits
+        return sampling.draw(logits, verified, info, rows.keys), logits
 
     def _commit(self, batch: Any, iteration: Iteration, logits: torch.Tensor | None) -> GenerationBatchResult:
         """Keeps the accepted paths: compacts both KV caches, advances the states, builds the result."""

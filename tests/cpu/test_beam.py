@@ -37,9 +37,13 @@ class Setting:
         forward: Any = LeanForward(self.lean, SimpleNamespace(token_to_kv_pool=pool))
         assert forward.searches_beams, "the kernels do not compile here"
         forward.searches_beams = native
-        draft = Drafter(forward, lambda t: 1 / np.maximum(t, 0.5), WINDOW - 1).draft(plan, self.rows, keep)
+        draft = Drafter(forward, read_at, WINDOW - 1).draft(plan, self.rows, keep)
         assert draft is not None
         return draft
+
+
+def read_at(temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return 1 / np.maximum(temperature, 0.5), np.where(temperature > 0, 0.8, 0.0)
 
 
 def make(behind: int, max_depth: list[int] | None = None) -> Setting:
@@ -55,7 +59,7 @@ def make(behind: int, max_depth: list[int] | None = None) -> Setting:
         text = rng.integers(0, config.vocab_size, length).tolist()
         seen = length - behind
         run(lean, pool, [Chunk(text[:seen], list(range(seen)), taken[:seen], [])])
-        states.append(RequestState(f"r{r}", "chat", 1.0, 0.0, draft_len=seen, pending=text[seen:]))
+        states.append(RequestState(f"r{r}", "chat", 1.0, 0.0, draft_len=seen, pending=text[seen:], key=r + 1))
     view = running(len(LENGTHS), max_depth)
     object.__setattr__(view, "temperature", TEMPERATURES)
     rows = DecodeRows(states, np.array(LENGTHS), np.array([3, 5, 9]), torch.arange(len(LENGTHS)), slots, view)

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from adaserve.cpu import LeanModel, build
+from adaserve.cpu.gumbel import Reading
 from adaserve.cpu.native import NativeBackend
 from tests.cpu.factories import Chunk, Pool, hf_model, read_hf, run
 
@@ -41,7 +43,7 @@ def test_torch_serves_where_no_kernels_are(storage: str, monkeypatch: pytest.Mon
     tolerance = 0.5 if storage == "bf16" else 2e-4
     torch.testing.assert_close(outputs(lean), expected, atol=tolerance, rtol=tolerance)
     hidden = torch.randn(3, lean.config.hidden_size)
-    logprobs, tokens = lean.topk_logprobs(hidden, torch.ones(3), 2)
+    logprobs, tokens = lean.topk_logprobs(hidden, Reading.plain(np.ones(3)), 2)
     assert torch.equal(tokens[:, 0], lean.argmax(hidden))
     assert (logprobs <= 0).all()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adaserve.cpu import LeanModel, TreeAttentionPlan
+from adaserve.cpu.gumbel import Reading
 from tests.cpu.factories import Chunk, Pool, hf_model, path_to, read_hf, run, tree_mask
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
@@ -116,7 +117,7 @@ def test_topk_logprobs_and_argmax() -> None:
     hidden = torch.randn(5, lean.config.hidden_size)
     logits = lean.logits(hidden).clone()
     scale = torch.tensor([1.0, 0.5, 2.0, 10.0, 1.5])
-    logprobs, tokens = lean.topk_logprobs(hidden, scale, 4)
+    logprobs, tokens = lean.topk_logprobs(hidden, Reading.plain(scale.numpy()), 4)
     expected = (logits * scale[:, None]).log_softmax(-1).topk(4, -1)
     assert torch.equal(tokens, expected.indices)
     torch.testing.assert_close(logprobs, expected.values, atol=1e-5, rtol=1e-5)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.cpu.gumbel import request_key
 from adaserve.worker import sampling, verify
 from tests.engine.chi_square import chi_square_p
 
@@ -70,11 +71,14 @@ def sampling_info(repeat: int, **values: Any) -> Any:
     )
 
 
+def keys(rows: int) -> np.ndarray:
+    return np.array([request_key("test", r) for r in range(rows)], np.uint64)
+
+
 def draw_rows(children: list[list[int]], **values: Any) -> tuple[list[tuple[int, ...]], verify.VerifyBatch]:
-    torch.manual_seed(0)
     batch = tree_batch(children, SAMPLES)
     logits = target_logits().repeat(len(batch.row), 1)
-    draws = sampling.draw(logits, batch, sampling_info(SAMPLES, **values))
+    draws = sampling.draw(logits, batch, sampling_info(SAMPLES, **values), keys(SAMPLES))
     return emitted(batch, verify.accept(batch, draws), draws), batch
 
 
@@ -127,6 +131,20 @@ def test_the_statistic_detects_a_small_bend() -> None:
     assert first_token_p([(int(d),) for d in draws], target_logits().softmax(0)) < 1e-3
 
 
+def test_a_tree_emits_what_plain_decoding_emits() -> None:
+    """Draws are a function of request and position: whatever was drafted, the text is the same."""
+    rows = 60
+    info = sampling_info(rows, top_p=0.9)
+    chain, alone = tree_batch([[0, 1, 2, 3], [0, 1, 2, 3]], rows), tree_batch([], rows)
+    draws = sampling.draw(target_logits().repeat(len(chain.row), 1), chain, info, keys(rows))
+    got = emitted(chain, verify.accept(chain, draws), draws)
+    for step in range(3):
+        decoding = dataclasses.replace(alone, positions=np.full(rows, step))
+        plain = sampling.draw(target_logits().repeat(rows, 1), decoding, info, keys(rows))
+        assert all(int(plain[r]) == row[step] for r, row in enumerate(got) if len(row) > step)
+    assert {len(row) for row in got} == {1, 2, 3}
+
+
 def draw_by_seed(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Stands for SGLang's seeded kernel, which needs a GPU: a function of seed, position and distribution."""
     rows = zip(probs.double().numpy(), seeds.tolist(), positions.tolist(), strict=True)
@@ -141,11 +159,11 @@ def test_seeded_trees_emit_what_seeded_decoding_emits(monkeypatch: pytest.Monkey
     info = sampling_info(len(seeds))
     info.sampling_seed = seeds
     chain, alone = tree_batch([[0, 1, 2, 3], [0, 1, 2, 3]], len(seeds)), tree_batch([], len(seeds))
-    draws = sampling.draw(target_logits().repeat(len(chain.row), 1), chain, info)
+    draws = sampling.draw(target_logits().repeat(len(chain.row), 1), chain, info, keys(len(seeds)))
     rows = emitted(chain, verify.accept(chain, draws), draws)
     for step in range(3):
         decoding = dataclasses.replace(alone, positions=np.full(len(seeds), step))
-        plain = sampling.draw(target_logits().repeat(len(seeds), 1), decoding, info)
+        plain = sampling.draw(target_logits().repeat(len(seeds), 1), decoding, info, keys(len(seeds)))
         assert all(int(plain[r]) == row[step] for r, row in enumerate(rows) if len(row) > step)
     assert {len(row) for row in rows} == {1, 2, 3}
 

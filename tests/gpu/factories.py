@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.cpu.gumbel import Reading, request_key
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.cpu.torch_forward import TorchBackend
 from adaserve.cuda.attention import AttentionBuffers, SdpaKernel, TreeKernel
@@ -22,6 +23,11 @@ from tests.cpu.factories import hf_model, read_hf
 CONTEXT = 96
 VOCABULARY = 131
 CPU = torch.device("cpu")
+
+
+def read_plainly(temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The draft's logits as they are, without noise."""
+    return np.ones_like(temperature), np.zeros_like(temperature)
 
 
 class TinyModel:
@@ -45,8 +51,8 @@ class TinyModel:
     def argmax(self, hidden: Tensor) -> Tensor:
         return self.backend.argmax(hidden)
 
-    def topk_logprobs(self, hidden: Tensor, inv_temperature: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        return self.backend.topk_logprobs(hidden, inv_temperature, width)
+    def topk_logprobs(self, hidden: Tensor, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
+        return self.backend.topk_logprobs(hidden, reading, width)
 
     def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Tensor:
         assert isinstance(kernel, SdpaKernel)
@@ -82,6 +88,11 @@ class Requests:
             model.hidden(tokens, torch.arange(length), at.long(), TreeAttentionPlan(ends, ends, at))
         model.written.clear()
 
+    @property
+    def keys(self) -> np.ndarray:
+        """Of the requests' noise: all 64 bits in use."""
+        return np.array([request_key(self.seed, r) for r in range(len(self.lengths))], np.uint64)
+
     def running(self, max_depth: list[int] | None = None, temperature: float = 0.0) -> RunningBatch:
         ones = np.ones(len(self.lengths), np.int64)
         return RunningBatch(
@@ -95,8 +106,11 @@ class Requests:
         for r, length in enumerate(self.lengths):
             pending = self.history[self.pool_rows[r], length - lag[r] : length].tolist()
             states.append(
-                RequestState(f"r{r}", "default", math.inf, 0.0, draft_len=length - lag[r], pending=pending)
-            )
+                RequestState(
+                    f"r{r}", "default", math.inf, 0.0, draft_len=length - lag[r], pending=pending,
+                    key=int(self.keys[r]),
+                )
+            )  # fmt: skip
         return DecodeRows(
             states,
             np.array(self.lengths),
@@ -110,7 +124,7 @@ class Requests:
         lengths = np.array(self.lengths)
         return DeviceRows(
             lengths, torch.from_numpy(lengths), self.roots, self.pool_rows, self.req_to_token, self.history,
-            np.array(lag), running,
+            np.array(lag), running, self.keys,
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.cpu.gumbel import Reading
 from adaserve.cuda.graphs import Tiers
 from adaserve.cuda.measured import MeasuredForward
 from adaserve.worker.attention import causal_plan
@@ -35,7 +36,7 @@ def test_padded_forwards_give_the_same(q_lens: list[int], most_rows: int) -> Non
         assert torch.equal(measured.argmax(got), models[0].argmax(right))
         torch.testing.assert_close(measured.logits(got), models[0].logits(right), rtol=1e-4, atol=1e-4)
     else:
-        scale = torch.ones(len(own))
+        scale = Reading.plain(np.ones(len(own)))
         ours, theirs = measured.topk_logprobs(got, scale, 3), models[0].topk_logprobs(right, scale, 3)
         assert torch.equal(ours[1], theirs[1])
         torch.testing.assert_close(ours[0].float(), theirs[0], rtol=1e-4, atol=1e-4)

@@ -50,8 +50,8 @@ def test_draft_is_accepted_and_its_probabilities_are_right(pair: tuple[TinyLlama
     tokenizer = load_tokenizer(WEIGHTS / "target")
     for temperature, least in ((0.0, 1.6), (0.7, 0.7)):
         written = write(target, prompt_batch(tokenizer, "coding", 24, odd=False), 48, temperature, seed=5)
-        tau = float(sharpening.tau(temperature))
-        samples = tree_samples(draft, written, w=2, tau=tau, every=8)
+        scale, spread = (float(x) for x in sharpening.reading(temperature))
+        samples = tree_samples(draft, written, w=2, tau=1 / scale, every=8, noise=spread / scale)
         accepted = mean_accepted(samples)
         predicted = torch.cat([torch.stack(t.probability, 1).sum((1, 2)) for t, _ in samples]).mean().item()
         assert accepted > least

@@ -11,7 +11,7 @@ import torch
 from adaserve.pair.acceptance import DraftSharpening, load_sharpening
 from adaserve.pair.candidates import draft_trees
 from adaserve.pair.distill import divergence, sliced
-from adaserve.pair.evaluate import best_tau, distinct_share
+from adaserve.pair.evaluate import best_shared, best_tau, distinct_share
 from adaserve.pair.generate import Cache, extend, generate
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import orthogonalised
@@ -123,6 +123,31 @@ def test_best_tau_recovers_the_true_one() -> None:
     assert best_tau(logits, actual) == pytest.approx(0.6, rel=0.08)
 
 
+def test_shared_noise_is_read_as_what_it_is() -> None:
+    """A target whose logits differ by Gumbel errors of scale 0.4 from its draft's: tau finds that scale."""
+    torch.manual_seed(0)
+    drafted, noise, error = (torch.randn(1, 6000, 40), *(gumbel_like(1, 6000, 40) for _ in range(2)))
+    actual = (drafted + noise + 0.4 * error).argmax(-1)
+    tau, weight = best_shared(drafted, noise, actual, 1.0)
+    assert tau == pytest.approx(0.4, rel=0.2)
+    assert weight == pytest.approx(1.0, abs=0.16)
+    assert best_shared(drafted, noise, actual, 0.0)[1] == 0.0
+
+
+def test_draft_that_is_the_target_finds_every_draw() -> None:
+    model, prompts = random_model(), torch.randint(2, TINY.vocab, (6, 9))
+    keys = np.arange(6, dtype=np.uint64)
+    whole = generate(model, prompts, 4, torch.full((6,), 0.9), seed=0, keys=keys)
+    trees = draft_trees(model, prompts, depth=4, w=1, tau=0.5, keys=keys, noise=0.9)
+    assert trees.accepted(whole[:, 9:]).tolist() == [4] * 6
+    guesses = draft_trees(model, prompts, depth=4, w=1, tau=0.5)
+    assert guesses.accepted(whole[:, 9:]).sum() < 20
+
+
+def gumbel_like(*shape: int) -> torch.Tensor:
+    return -torch.empty(shape).exponential_().log()
+
+
 def test_loops_show_in_the_distinct_share() -> None:
     assert distinct_share(torch.arange(64)[None]) == 1.0
     assert distinct_share((torch.arange(64) % 4)[None]) < 0.1
@@ -149,3 +174,8 @@ def test_sharpening_interpolates_and_stays_inside(tmp_path: Path) -> None:
     assert not load_sharpening(tmp_path).measured
     with pytest.raises(ValueError, match="rise"):
         DraftSharpening((1.0, 0.0), (1.0, 0.5))
+    scale, spread = DraftSharpening((0.0,), (1.0,), shared=((0.0, 1.0), (0.4, 0.8), (0.0, 0.9))).reading(
+        [0.0, 0.5, 1.0]
+    )
+    np.testing.assert_allclose(scale, [2.5, 1 / 0.6, 1.25])
+    np.testing.assert_allclose(spread, [0.0, 0.75, 1.125])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from adaserve.cpu.gumbel import Reading, read
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.scheduler.interface import IterationPlan, RunningBatch, Selection
 from adaserve.worker.drafter import Draft, Drafter
@@ -87,14 +88,14 @@ class FakeForward:
         return hidden.argmax(-1)
 
     def topk_logprobs(
-        self, hidden: torch.Tensor, inv_temperature: torch.Tensor, width: int
+        self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        best = torch.log_softmax(hidden * inv_temperature[:, None], -1).topk(width)
+        best = torch.log_softmax(read(hidden, reading), -1).topk(width)
         return best.values, best.indices
 
 
 def drafter(forward: FakeForward | None = None, max_nodes: int = 48) -> Drafter:
-    return Drafter(forward or FakeForward(), np.ones_like, max_nodes)
+    return Drafter(forward or FakeForward(), lambda t: (np.ones_like(t), np.zeros_like(t)), max_nodes)
 
 
 def drafted(rows: DecodeRows, plan: IterationPlan, forward: FakeForward | None = None) -> Draft:

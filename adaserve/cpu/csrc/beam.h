@@ -16,7 +16,8 @@ typedef struct {
     const int64_t *base;                /* [rows]: cached tokens, the root's position */
     const int32_t *kv_indptr, *kv_indices; /* per row the prefix, then the window */
     const int32_t *columns;             /* [width * depth]: window column of each node */
-    const float *scale;                 /* [rows]: inverse temperatures */
+    const float *scale, *spread;        /* [rows]: of the rows' readings */
+    const uint64_t *keys;               /* [rows] */
     int64_t *tokens, *parents;          /* out: [rows, width * depth]; parents within the row, -1 is the root */
     double *logprobs;                   /* out: of paths */
     uint8_t *visible;                   /* out, zeros at first: [rows, width * depth, window] */
@@ -24,16 +25,17 @@ typedef struct {
 } beam;
 
 typedef struct {
-    float *hidden, *scale, *logprobs;
+    float *hidden, *scale, *spread, *logprobs;
     int64_t *ids, *positions, *slots, *best;
+    uint64_t *keys;
     int32_t *qo_indptr;
     uint8_t *mask;
 } beam_buffers;
 
 static int beam_reserve(model *m, const beam *s, beam_buffers *b) {
     const size_t nodes = (size_t)s->rows * s->width, keys = s->kv_indptr[s->rows];
-    const size_t longs = sizeof(int64_t) * nodes * (3 + s->width);
-    const size_t floats = sizeof(float) * nodes * (m->shape.hidden + 1 + s->width);
+    const size_t longs = sizeof(int64_t) * nodes * (4 + s->width);
+    const size_t floats = sizeof(float) * nodes * (m->shape.hidden + 2 + s->width);
     const size_t bytes = longs + floats + sizeof(int32_t) * (s->rows + 1) + keys * s->width;
     char *data = reserve(&m->beam, bytes);
     if (!data) return 0;
@@ -41,9 +43,11 @@ static int beam_reserve(model *m, const beam *s, beam_buffers *b) {
     b->positions = b->ids + nodes;
     b->slots = b->positions + nodes;
     b->best = b->slots + nodes; /* [nodes, width] */
-    b->hidden = (float *)(b->best + nodes * s->width);
+    b->keys = (uint64_t *)(b->best + nodes * s->width);
+    b->hidden = (float *)(b->keys + nodes);
     b->scale = b->hidden + nodes * m->shape.hidden;
-    b->logprobs = b->scale + nodes; /* [nodes, width] */
+    b->spread = b->scale + nodes;
+    b->logprobs = b->spread + nodes; /* [nodes, width] */
     b->qo_indptr = (int32_t *)(b->logprobs + nodes * s->width);
     b->mask = (uint8_t *)(b->qo_indptr + s->rows + 1);
     return 1;
@@ -121,9 +125,15 @@ EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int thre
     for (int row = 0; row <= s->rows; row++) b.qo_indptr[row] = row * w;
     for (int row = 0; row < s->rows; row++) {
         memcpy(b.hidden + row * hidden, first->hidden + s->last[row] * hidden, sizeof(float) * hidden);
-        for (int i = 0; i < w; i++) b.scale[row * w + i] = s->scale[row];
+        for (int i = 0; i < w; i++) {
+            b.scale[row * w + i] = s->scale[row];
+            b.spread[row * w + i] = s->spread[row];
+            b.keys[row * w + i] = s->keys[row];
+        }
     }
-    if (ada_top_logprobs(m, b.hidden, s->rows, s->scale, w, b.logprobs, b.best, threads)) return -1;
+    const reading roots = {s->scale, s->spread, s->keys, s->base};
+    const reading beams = {b.scale, b.spread, b.keys, b.positions};
+    if (ada_top_logprobs(m, b.hidden, s->rows, &roots, w, b.logprobs, b.best, threads)) return -1;
     first_level(s, &b);
     batch level = *first;
     level.tokens = s->rows * w;
@@ -140,7 +150,7 @@ EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int thre
         if (s->keep && !s->keep(step)) return step;
         level_inputs(s, &b, step);
         if (ada_forward(m, &level, threads)) return -1;
-        if (ada_top_logprobs(m, b.hidden, s->rows * w, b.scale, w, b.logprobs, b.best, threads)) return -1;
+        if (ada_top_logprobs(m, b.hidden, s->rows * w, &beams, w, b.logprobs, b.best, threads)) return -1;
         next_level(s, &b, step);
     }
     return s->depth;

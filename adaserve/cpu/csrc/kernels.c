@@ -38,7 +38,7 @@ typedef struct {
     const float *hidden;
     int rows, width; /* width 0: logits only, -1: argmax */
     float *logits, *logprobs;
-    const float *scale;
+    const reading *read;
     int64_t *tokens;
 } head_pass;
 
@@ -52,10 +52,14 @@ static void head_share(team *t, void *data) {
     team_barrier(t);
     team_share(t, p->rows, &begin, &end);
     for (int i = begin; i < end; i++) {
-        const float *logits = p->logits + (size_t)i * vocab;
-        if (p->width < 0) p->tokens[i] = row_argmax(logits, vocab);
-        else row_top_logprobs(logits, vocab, p->scale[i], p->width, p->logprobs + (size_t)i * p->width,
-                              p->tokens + (size_t)i * p->width);
+        float *logits = p->logits + (size_t)i * vocab;
+        if (p->width < 0) {
+            p->tokens[i] = row_argmax(logits, vocab);
+            continue;
+        }
+        read_row(logits, vocab, p->read, i);
+        row_top_logprobs(logits, vocab, p->width, p->logprobs + (size_t)i * p->width,
+                         p->tokens + (size_t)i * p->width);
     }
 }
 
@@ -78,10 +82,30 @@ EXPORT int ada_argmax(model *m, const float *hidden, int rows, int64_t *tokens, 
     return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = -1, .tokens = tokens}, threads);
 }
 
-EXPORT int ada_top_logprobs(model *m, const float *hidden, int rows, const float *scale, int width, float *logprobs,
+EXPORT int ada_top_logprobs(model *m, const float *hidden, int rows, const reading *read, int width, float *logprobs,
                             int64_t *tokens, int threads) {
-    return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = width, .scale = scale,
+    return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = width, .read = read,
                                 .logprobs = logprobs, .tokens = tokens}, threads);
+}
+
+typedef struct {
+    const float *logits;
+    int rows, vocab;
+    const reading *read;
+    int64_t *tokens;
+} draw_pass;
+
+static void draw_share(team *t, void *data) {
+    const draw_pass *p = data;
+    int begin, end;
+    team_share(t, p->rows, &begin, &end);
+    for (int i = begin; i < end; i++) p->tokens[i] = row_draw(p->logits + (size_t)i * p->vocab, p->vocab, p->read, i);
+}
+
+/* The best token of every row as `read`: a draw of softmax(scale * logits) where spread is 1. */
+EXPORT void ada_draw(const float *logits, int rows, int vocab, const reading *read, int64_t *tokens, int threads) {
+    draw_pass p = {logits, rows, vocab, read, tokens};
+    team_run(draw_share, &p, rows * vocab < 16384 ? 1 : threads, NULL);
 }
 
 #include "beam.h"

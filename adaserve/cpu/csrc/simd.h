@@ -32,6 +32,7 @@
 /* aligned(4), may_alias: rows of a caller's tensor start anywhere. */
 typedef float vf __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 typedef uint8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
 
@@ -162,6 +163,27 @@ static ALWAYS_INLINE vf vexp_bounded(vf x) {
 
 /* exp for x <= 88, exactly 0 below -87, which includes minus infinity. */
 static ALWAYS_INLINE vf vexp(vf x) { return (vf)((vi)vexp_bounded(x) & (vi)(x >= -87.0f)); }
+
+/* log of positive normal numbers, with about one unit in the last place. */
+static ALWAYS_INLINE vf vlog(vf x) {
+    vi exponent = ((vi)x >> 23) - 126;
+    vf m = (vf)(((vi)x & 0x007fffff) | 0x3f000000); /* 0.5 to 1 */
+    const vi low = (vi)(m < 0.707106781f);
+    exponent += low;
+    m = m + (vf)((vi)m & low) - 1.0f;
+    const vf e = __builtin_convertvector(exponent, vf), square = m * m;
+    vf p = splat(7.0376836292e-2f);
+    p = p * m - 1.1514610310e-1f;
+    p = p * m + 1.1676998740e-1f;
+    p = p * m - 1.2420140846e-1f;
+    p = p * m + 1.4249322787e-1f;
+    p = p * m - 1.6668057665e-1f;
+    p = p * m + 2.0000714765e-1f;
+    p = p * m - 2.4999993993e-1f;
+    p = p * m + 3.3333331174e-1f;
+    p = p * m * square - e * 2.12194440e-4f - square * 0.5f;
+    return m + p + e * 0.693359375f;
+}
 
 /* Lanes in a fixed order, so that a row's sum never depends on its company. */
 static ALWAYS_INLINE float lane_sum(vf x) {
