@@ -8,7 +8,6 @@ request that serves all steps and the verification.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +15,13 @@ import torch
 from torch import Tensor
 
 from adaserve.cuda.attention import Extent
-from adaserve.cuda.forward import DeviceForward, Key
+from adaserve.cuda.forward import DeviceForward, Head, Key
 from adaserve.cuda.graphs import Tiers
 from adaserve.cuda.layout import MaskLayout, Ragged, gather_slots, to_device
 from adaserve.cuda.rows import DeviceRows
 from adaserve.cuda.selection import TreeGrid
 from adaserve.scheduler.interface import IterationPlan
+from adaserve.worker.drafter import ReadAt
 from adaserve.worker.tree import TreeShape, tree_shape
 
 FIRST = 2
@@ -75,7 +75,7 @@ def fit_shape(plan: IterationPlan, deepest: int, max_nodes: int) -> TreeShape | 
 
 
 class DeviceDrafter:
-    """``inv_temperature`` maps temperatures [a] to what the draft's logits are scaled by.
+    """``read`` maps temperatures [a] to how the draft's logits are read (``DraftSharpening.reading``).
 
     ``max_nodes``: KV slots that a window has for candidates. ``most_tokens``: largest forward.
     """
@@ -83,13 +83,13 @@ class DeviceDrafter:
     def __init__(
         self,
         forward: DeviceForward,
-        inv_temperature: Callable[[np.ndarray], np.ndarray],
+        read: ReadAt,
         max_nodes: int,
         tiers: Tiers,
         most_tokens: int,
     ) -> None:
         self.forward = forward
-        self._inv_temperature = inv_temperature
+        self._read = read
         self._max_nodes = max_nodes
         self._tiers = tiers
         self._most_tokens = most_tokens
@@ -102,8 +102,8 @@ class DeviceDrafter:
         if shape is None or not len(active):
             return None
         catch_up(self.forward, rows, active, self._tiers, self._most_tokens)
-        scale = self._inv_temperature(rows.running.temperature[active]).astype(np.float32)
-        search = _BeamSearch(self.forward, rows, active, shape, scale, self._tiers)
+        reading = self._read(rows.running.temperature[active])
+        search = _BeamSearch(self.forward, rows, active, shape, reading, self._tiers)
         search.first_step()
         for step in range(2, len(shape.beams) + 1):
             search.next_step(step)
@@ -119,7 +119,7 @@ class _BeamSearch:
         rows: DeviceRows,
         active: np.ndarray,
         shape: TreeShape,
-        scale: np.ndarray,
+        reading: tuple[np.ndarray, np.ndarray],
         tiers: Tiers,
     ) -> None:
         self.forward, self.shape, self.active = forward, shape, active
@@ -128,7 +128,11 @@ class _BeamSearch:
         self.captured = tiers.captured(self.padded)
         at = to_device(active, device)
         self.lens, self.roots, self.pool_rows = rows.lens[at], rows.roots[at], rows.pool_rows[at]
-        self.rows, self.scale = rows, to_device(scale, device)
+        self.rows = rows
+        scale, spread = (v.astype(np.float32) for v in reading)
+        self.noisy = bool((spread > 0).any())
+        self.scale, self.spread = to_device(scale, device), to_device(spread, device)
+        self.keys = to_device(rows.keys[active].view(np.int64), device)
         kv_lens = rows.seq_lens[active] + shape.width
         spare = self.padded - self.a
         self.kv_lens = np.concatenate([kv_lens, np.ones(spare, np.int64)])
@@ -190,7 +194,7 @@ class _BeamSearch:
         self.visible[:, inside, self.columns[nodes]] = True
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, head: str
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, head: Head
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities (float64) and ids of the best tokens, [a, beams (1 after the first step), K].
 
@@ -200,6 +204,9 @@ class _BeamSearch:
         padded = self.padded * q
         f.set_tokens(tokens.flatten(), positions.flatten(), slots.flatten(), padded)
         f.inputs.scale[: self.a * q].copy_(self.scale.repeat_interleave(q))
+        if self.noisy:
+            f.inputs.spread[: self.a * q].copy_(self.spread.repeat_interleave(q))
+            f.inputs.keys[: self.a * q].copy_(self.keys.repeat_interleave(q))
         first = self._layout is None or self._layout[0] != q
         if first:
             q_lens = np.full(self.padded, q, np.int64)
@@ -211,7 +218,7 @@ class _BeamSearch:
         _, layout, extent = self._layout
         visible = torch.nn.functional.pad(seen.flatten(0, 1), (0, 0, 0, (self.padded - self.a) * q))
         f.buffers.set_mask(layout, visible)
-        key = Key(padded, self.padded, "last-candidates" if head == "last-candidates" else "candidates")
+        key = Key(padded, self.padded, head, self.noisy)
         logprob, token = f.run(key, extent, self.captured, planned=not first)
         per_row = q if head == "candidates" else 1
         shape = (self.padded, per_row, -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.runtime_context import get_model
 from torch import Tensor
 
+from adaserve.cuda import noise
 from adaserve.cuda.attention import (
     INT_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
@@ -24,6 +25,7 @@ from adaserve.cuda.attention import (
     TreeAttentionBackend,
     TreeKernel,
 )
+from adaserve.cuda.clock import Mark, mark
 from adaserve.cuda.graphs import GraphTable
 from adaserve.cuda.layout import SCRATCH_SLOT
 
@@ -38,6 +40,7 @@ class Key:
     tokens: int
     rows: int
     head: Head
+    noisy: bool = False  # candidates are those of requests that sample: noise is added to the logits
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,18 @@ class Inputs:
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]
-    scale: Tensor  # float32 [T]: inverse temperature of the draft at each token
+    scale: Tensor  # float32 [T]: what the draft's logits are multiplied by at each token
+    spread: Tensor  # float32 [T]: and the noise of its request, in noisy forwards
+    keys: Tensor  # int64 [T]: of that noise
 
     @staticmethod
     def allocate(tokens: int, device: torch.device) -> Inputs:
-        tokens_, positions, slots = torch.zeros(3, tokens, dtype=torch.int64, device=device)
-        return Inputs(tokens_, positions, slots, torch.ones(tokens, device=device))
+        tokens_, positions, slots, keys = torch.zeros(4, tokens, dtype=torch.int64, device=device)
+        scale, spread = torch.ones(tokens, device=device), torch.zeros(tokens, device=device)
+        return Inputs(tokens_, positions, slots, scale, spread, keys)
 
     def front(self, tokens: int) -> Inputs:
-        return Inputs(self.tokens[:tokens], self.positions[:tokens], self.slots[:tokens], self.scale[:tokens])
+        return Inputs(*(getattr(self, f.name)[:tokens] for f in fields(self)))
 
 
 class ModelCall(Protocol):
@@ -125,6 +131,7 @@ class DeviceForward:
         self.last_position, self._last_token = last_position, vocabulary - 1
         self._call, self._make_kernel, self._candidates = call, make_kernel, candidates
         self._kernels: dict[tuple[int, int], TreeKernel] = {}
+        self._runs: list[tuple[Mark, Mark]] = []
 
     def set_tokens(self, tokens: Tensor, positions: Tensor, slots: Tensor, padded: int) -> None:
         """Fills the inputs; padding repeats token 0 at position 0 in the scratch slot."""
@@ -147,27 +154,38 @@ class DeviceForward:
 
         ``captured``: the key is one of the tiers'. ``planned``: the extent is that of the key's last run.
         """
-        if not captured:  # rare sizes are not kept: there is no end of them
+        if captured:
+            size = (key.tokens, key.rows)
+            if size not in self._kernels:
+                self._kernels[size] = self._make_kernel(self.buffers, key.rows)
+            kernel = self._kernels[size]
+            if not planned:
+                kernel.plan(extent)
+            forward = self.table.get(key, partial(self._forward, key, kernel)).replay
+        else:  # rare sizes are not kept: there is no end of them
             kernel = self._make_kernel(self.buffers, key.rows)
             kernel.plan(extent)
-            return self._forward(key, kernel)
-        size = (key.tokens, key.rows)
-        if size not in self._kernels:
-            self._kernels[size] = self._make_kernel(self.buffers, key.rows)
-        kernel = self._kernels[size]
-        if not planned:
-            kernel.plan(extent)
-        return self.table.get(key, partial(self._forward, key, kernel)).replay()
+            forward = partial(self._forward, key, kernel)
+        start = mark(self.device)
+        output = forward()
+        self._runs.append((start, mark(self.device)))
+        return output
+
+    def take_runs(self) -> list[tuple[Mark, Mark]]:
+        """Start and end of every forward since the last call; durations are known once they were reached."""
+        runs, self._runs = self._runs, []
+        return runs
 
     def _forward(self, key: Key, kernel: TreeKernel) -> Any:
         inputs = self.inputs.front(key.tokens)
         logits = self._call(inputs, key.rows, kernel)
         if key.head == "logits":
             return logits, logits.argmax(dim=-1)
-        scale = inputs.scale
+        i = inputs
+        columns = (i.scale, i.spread, i.keys, i.positions)
         if key.head == "last-candidates":
-            logits, scale = logits[1::2], scale[1::2]
-        scaled = logits.float() * scale[:, None]
+            logits, columns = logits[1::2], tuple(c[1::2] for c in columns)
+        scaled = noise.read(logits, *columns) if key.noisy else logits.float() * columns[0][:, None]
         best = scaled.topk(self._candidates, dim=-1)
         return best.values - scaled.logsumexp(dim=-1, keepdim=True), best.indices
 

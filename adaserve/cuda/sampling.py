@@ -1,4 +1,7 @@
-"""The target's draws at verified tokens on the device, with SGLang's sampling settings."""
+"""The target's draws at verified tokens on the device, with SGLang's sampling settings.
+
+The rules, and for the same requests the draws, are those of ``adaserve.worker.sampling``.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from sglang.srt.layers.sampler import (
 )
 from torch import Tensor
 
+from adaserve.cuda import noise
 from adaserve.cuda.layout import to_device
 from adaserve.cuda.verify import DeviceVerify
 from adaserve.worker import sampling
@@ -30,7 +34,7 @@ def draw(
         return best, None
     adjusted = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
     _adjust(adjusted, v, batch, states)
-    return _sample(adjusted, v, batch), adjusted
+    return _sample(adjusted, v, batch, states), adjusted
 
 
 def _adjust(logits: Tensor, v: DeviceVerify, batch: Any, states: list[RequestState]) -> None:
@@ -74,29 +78,47 @@ def _penalize(logits: Tensor, v: DeviceVerify, batch: Any, states: list[RequestS
     logits.copy_(host)
 
 
-def _sample(logits: Tensor, v: DeviceVerify, batch: Any) -> Tensor:
-    """One token per row of ``logits`` [T, vocab], int64 [T]. Which rule applies is read off the requests."""
+def _sample(logits: Tensor, v: DeviceVerify, batch: Any, states: list[RequestState]) -> Tensor:
+    """One token per row of ``logits`` [T, vocab], int64 [T]: the best after its request's noise.
+
+    Which rule applies to a request is read off its settings on the host.
+    """
     info = batch.sampling_info
-    greedy_draws = logits.argmax(dim=-1)
     if info.is_all_greedy:
-        return greedy_draws
-    settings = [r.sampling_params for r in batch.reqs]
+        return logits.argmax(dim=-1)
+    settings, vocabulary, device = [r.sampling_params for r in batch.reqs], logits.shape[1], logits.device
     greedy = np.array([p.top_k == 1 for p in settings])
-    vocabulary = logits.shape[1]
-    filtered = any(p.top_k != 1 and (p.top_k < vocabulary or p.top_p < 1 or p.min_p > 0) for p in settings)
-    probs = torch.softmax(logits / info.temperatures[v.row], dim=-1)
-    seed = None if info.sampling_seed is None else info.sampling_seed[v.row]
-    if filtered:
-        top_k, top_p, min_p = info.top_ks[v.row], info.top_ps[v.row], info.min_ps[v.row]
+    filtered = ~greedy & np.array(
+        [p.top_k < vocabulary or p.top_p < 1 or p.min_p > 0 for p in settings], np.bool_
+    )
+    is_greedy = to_device(greedy, device)[v.row]
+    if info.sampling_seed is not None:
         wants_min_p = any(p.min_p > 0 for p in settings)
-        drawn = top_k_top_p_min_p_sampling_from_probs_torch(
-            probs, top_k, top_p, min_p, wants_min_p, seed, v.positions
+        return torch.where(
+            is_greedy, logits.argmax(dim=-1), _seeded(logits, v, info, bool(filtered.any()), wants_min_p)
         )
-    elif seed is not None:
-        drawn = sampling_from_probs_torch(probs, seed, v.positions)
-    else:
-        drawn = sampling._inverse_cdf(probs)
-    if not greedy.any():
-        return drawn.long()
-    is_greedy = to_device(greedy, logits.device)[v.row]
-    return torch.where(is_greedy, greedy_draws, drawn.long())
+    temperature = info.temperatures[v.row]
+    if filtered.any():
+        with device:  # where the host's rule makes its tensors
+            allowed = sampling._allowed(
+                torch.softmax(logits / temperature, dim=-1),
+                info.top_ks[v.row],
+                info.top_ps[v.row],
+                info.min_ps[v.row],
+            )
+        logits = logits.masked_fill(~allowed & to_device(filtered, device)[v.row][:, None], -torch.inf)
+    keys = to_device(np.array([s.key for s in states], np.uint64).view(np.int64), device)[v.row]
+    scale = torch.where(is_greedy, 1.0, 1.0 / temperature[:, 0])
+    return noise.read(logits, scale, (~is_greedy).float(), keys, v.positions).argmax(dim=-1)
+
+
+def _seeded(logits: Tensor, v: DeviceVerify, info: Any, filtered: bool, wants_min_p: bool) -> Tensor:
+    """Draws that SGLang's deterministic inference would make: its own function of seed and position."""
+    probs = torch.softmax(logits / info.temperatures[v.row], dim=-1)
+    seed = info.sampling_seed[v.row]
+    if not filtered:
+        return sampling_from_probs_torch(probs, seed, v.positions).long()
+    top_k, top_p, min_p = info.top_ks[v.row], info.top_ps[v.row], info.min_ps[v.row]
+    return top_k_top_p_min_p_sampling_from_probs_torch(
+        probs, top_k, top_p, min_p, wants_min_p, seed, v.positions
+    ).long()

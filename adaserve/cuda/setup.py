@@ -82,11 +82,12 @@ class DeviceModels:
 
 
 def draft_keys(tiers: Tiers, width: int) -> Iterator[Key]:
-    """The first step, and steps of 1 to ``width`` beams, of every tier of rows."""
+    """The first step, and steps of 1 to ``width`` beams, of every tier of rows; with and without noise."""
     for rows in reversed(tiers.sizes):
-        yield Key(FIRST * rows, rows, "last-candidates")
-        for beams in range(width, 0, -1):
-            yield Key(beams * rows, rows, "candidates")
+        for noisy in (True, False):
+            yield Key(FIRST * rows, rows, "last-candidates", noisy)
+            for beams in range(width, 0, -1):
+                yield Key(beams * rows, rows, "candidates", noisy)
 
 
 def _warm(forward: DeviceForward, key: Key) -> None:

@@ -31,6 +31,7 @@ from adaserve.cuda.setup import device_models
 from adaserve.cuda.transfer import HostCopy
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, Policy, Selection
+from adaserve.scheduler.policies.base import BasePolicy
 from adaserve.worker.draft_input import RootTokens
 from adaserve.worker.rows import RequestState, running_batch
 from adaserve.worker.worker import AdaServeWorker, Publish
@@ -53,6 +54,7 @@ class InFlight:
     copy: HostCopy
     start_s: float
     marks: tuple[Mark, Mark, Mark, Mark]  # start, drafted, selected, committed
+    runs: tuple[list[tuple[Mark, Mark]], list[tuple[Mark, Mark]]]  # forwards of draft and target
 
     @property
     def n(self) -> int:
@@ -81,7 +83,7 @@ class DeviceWorker(AdaServeWorker):
         sharpening = load_sharpening(models.draft_folder)
         self._device_drafter = DeviceDrafter(
             models.draft,
-            lambda t: 1.0 / sharpening.tau(t),
+            sharpening.reading,
             self.config.max_candidates,
             models.row_tiers,
             models.most_tokens,
@@ -89,7 +91,16 @@ class DeviceWorker(AdaServeWorker):
         self._history = torch.zeros(
             self.req_to_token_pool.req_to_token.shape, dtype=torch.int32, device=models.device
         )
+        models.draft.take_runs()  # the measurements'
+        models.target.take_runs()
         logger.info("AdaServe: iterations on %s; %s", models.device, models.summary())
+
+    def build_policy(self, name: str) -> Policy:
+        """No policy is asked between draft steps here, so the planned depth must pay as it is."""
+        policy = super().build_policy(name)
+        if isinstance(policy, BasePolicy):
+            policy.config = replace(policy.config, early_stop=False)
+        return policy
 
     def report(self) -> dict[str, Any]:
         """Also what the graphs cost."""
@@ -150,7 +161,7 @@ class DeviceWorker(AdaServeWorker):
         self._in_flight = InFlight(
             plan, self.policy, states, rows.seq_lens, sizes > 0, sizes,
             np.zeros(0, np.int64) if draft is None else draft.shape.depth, choice, copy, start_s,
-            (start, drafted, selected, committed),
+            (start, drafted, selected, committed), (models.draft.take_runs(), models.target.take_runs()),
         )  # fmt: skip
         if self._settles_at_once:
             self._settle()
@@ -175,6 +186,7 @@ class DeviceWorker(AdaServeWorker):
             history=self._history,
             lag=seq_lens - np.array([s.draft_len for s in states]),
             running=running_batch(batch.reqs, states, seq_lens, self.config.max_depth),
+            keys=np.array([s.key for s in states], np.uint64),
         )
 
     def _result(
@@ -234,8 +246,8 @@ class DeviceWorker(AdaServeWorker):
             total_s=seconds,
             since_last_s=end_s - self._last_end_s if self._last_end_s else 0.0,
         )
-        self._target.busy_s += outcome.verify_s
-        self._draft.busy_s += outcome.draft_s
+        for model, runs in zip((self._draft, self._target), flight.runs, strict=True):
+            model.busy_s += sum(first.seconds_until(last) for first, last in runs)
         current, self.policy = self.policy, flight.policy
         self._observe(outcome)
         self.policy = current

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -15,24 +17,26 @@ TIERS = Tiers((1, 2, 4, 8))
 SHAPES = [(1, 1, None), (4, 1, None), (5, 3, None), (3, 2, None), (3, 1, (2, 1, 3)), (4, 1, (1, 1, 3, 1))]
 
 
-def inverse(temperature: np.ndarray) -> np.ndarray:
-    return 1.0 / (0.5 + temperature)
+def reading(temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Requests that sample share their noise, in part."""
+    return 1.0 / (0.5 + temperature), 0.9 * (temperature > 0)
 
 
 def both(
     requests: Requests, depth: int, width: int, branching: tuple[int, ...] | None = None,
     max_depth: list[int] | None = None, lag: list[int] | None = None, max_nodes: int = 48,
+    temperature: float = 0.3,
 ) -> tuple[Draft | None, DeviceDraft | None, TinyModel]:  # fmt: skip
     """The same draft by both drafters, each on its own copy of the cache; the device's model last."""
     lag = lag or [0] * len(requests.lengths)
-    running = requests.running(max_depth, temperature=0.3)
+    running = requests.running(max_depth, temperature)
     plan = iteration_plan(running, depth, width, branching)
     known = [length - behind for length, behind in zip(requests.lengths, lag, strict=True)]
     one, two = TinyModel(requests.slots), TinyModel(requests.slots)
     requests.prefill(one, known)
     requests.prefill(two, known)
-    host = Drafter(one, inverse, max_nodes).draft(plan, requests.host_rows(running, lag), None)
-    drafter = DeviceDrafter(device_forward(two), inverse, max_nodes, TIERS, most_tokens=16)
+    host = Drafter(one, reading, max_nodes).draft(plan, requests.host_rows(running, lag), None)
+    drafter = DeviceDrafter(device_forward(two), reading, max_nodes, TIERS, most_tokens=16)
     return host, drafter.draft(plan, requests.device_rows(running, lag)), two
 
 
@@ -49,10 +53,37 @@ def assert_same(host: Draft | None, device: DeviceDraft | None) -> None:
 
 
 @pytest.mark.parametrize(("depth", "width", "branching"), SHAPES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_same_trees(depth: int, width: int, branching: tuple[int, ...] | None, seed: int) -> None:
-    host, device, _ = both(Requests([5, 17, 1], seed), depth, width, branching)
+@pytest.mark.parametrize(("seed", "temperature"), [(0, 0.0), (0, 0.3), (1, 0.9)])
+def test_same_trees(
+    depth: int, width: int, branching: tuple[int, ...] | None, seed: int, temperature: float
+) -> None:
+    host, device, _ = both(Requests([5, 17, 1], seed), depth, width, branching, temperature=temperature)
     assert_same(host, device)
+
+
+def test_noise_makes_other_trees() -> None:
+    trees = [both(Requests([5, 17, 1]), 3, 2, temperature=t)[1] for t in (0.0, 0.3)]
+    assert trees[0] is not None and trees[1] is not None
+    assert not torch.equal(trees[0].tokens, trees[1].tokens)
+
+
+def test_greedy_beside_sampled() -> None:
+    """In one noisy forward a greedy request is drafted for as it is alone."""
+    requests = Requests([5, 17, 9])
+    model = TinyModel(requests.slots)
+    requests.prefill(model)
+    forward = device_forward(model)
+    drafts = []
+    for hot in (0.0, 0.8):
+        running = dataclasses.replace(requests.running(), temperature=np.array([0.0, hot, 0.0]))
+        rows = requests.device_rows(running, [0, 0, 0])
+        drafts.append(
+            DeviceDrafter(forward, reading, 48, TIERS, 64).draft(iteration_plan(running, 3, 2), rows)
+        )
+    one, two = drafts
+    assert one is not None and two is not None
+    assert torch.equal(one.tokens[[0, 2]], two.tokens[[0, 2]])
+    assert not torch.equal(one.tokens[1], two.tokens[1])
 
 
 def test_rows_without_a_tree() -> None:
@@ -105,7 +136,7 @@ def test_graphs_are_bounded_and_reused() -> None:
     model = TinyModel(requests.slots)
     requests.prefill(model)
     forward = device_forward(model)
-    drafter = DeviceDrafter(forward, inverse, 48, TIERS, most_tokens=64)
+    drafter = DeviceDrafter(forward, reading, 48, TIERS, most_tokens=64)
     running = requests.running()
     for depth, width in [(1, 1), (2, 2), (4, 3), (3, 3), (4, 2), (4, 3)]:
         drafter.draft(iteration_plan(running, depth, width), requests.device_rows(running, [0, 0, 0]))

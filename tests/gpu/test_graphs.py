@@ -51,7 +51,7 @@ def test_a_graph_runs_on_what_its_inputs_hold() -> None:
 def test_keys() -> None:
     tiers = Tiers((1, 4))
     keys = list(draft_keys(tiers, 3))
-    assert len(keys) == len(set(keys)) == 2 * 4
+    assert len(keys) == len(set(keys)) == 2 * 4 * 2, "a first step and three widths, with noise and without"
     assert keys[0].rows == 4, "the largest first, or the smaller ones cannot reuse its memory"
     assert verify_key(3, tiers, 64).tokens == 4 and verify_key(3, tiers, 64).rows == 5
     assert verify_key(4, tiers, 2).rows == 3, "the requests that can be there, and one for the padding"

@@ -61,6 +61,10 @@ def model_unwatched(model: TinyModel) -> Iterator[None]:
         model.__class__.__call__ = inner  # type: ignore[method-assign]
 
 
+def noisy(temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.ones_like(temperature), np.ones_like(temperature)
+
+
 @pytest.fixture
 def case() -> tuple[Requests, TinyModel]:
     requests = Requests([5, 17, 9])
@@ -86,7 +90,7 @@ def test_an_iteration(case: tuple[Requests, TinyModel], name: str, max_depth: li
     running = requests.running(max_depth)
     rows = requests.device_rows(running, [1, 0, 1])
     plan = iteration_plan(running, 4, 3)
-    drafter = DeviceDrafter(device_forward(model), np.ones_like, 48, TIERS, 64)
+    drafter = DeviceDrafter(device_forward(model), noisy, 48, TIERS, 64)
     policy = build_policy(name, PolicyConfig(latency=default_latency()))
     with model_unwatched(model), Watch() as watch:
         draft = drafter.draft(plan, rows)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from adaserve.cpu.gumbel import request_key
 from adaserve.cuda import sampling as device
 from adaserve.worker import sampling as host
 from tests.gpu.test_verify import Case
@@ -46,7 +48,14 @@ def logits_of(case: Case) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-STATES = [SimpleNamespace(generated=g) for g in ([1, 2, 2], [5], [7, 8, 9, 7])]
+STATES = [
+    SimpleNamespace(generated=g, key=request_key(i)) for i, g in enumerate(([1, 2, 2], [5], [7, 8, 9, 7]))
+]
+
+
+def other_requests(seed: int) -> list[Any]:
+    """Requests like those above with noise of their own."""
+    return [SimpleNamespace(generated=s.generated, key=request_key(seed, i)) for i, s in enumerate(STATES)]
 
 
 def test_adjusted_as_on_the_host(case: Case) -> None:
@@ -73,10 +82,10 @@ def test_plain_greedy_needs_no_logits(case: Case) -> None:
 def test_greedy_beside_sampled(case: Case) -> None:
     logits = logits_of(case)
     batch = batch_of([request(top_k=1), request(top_k=1), request()])
-    torch.manual_seed(0)
     seen: set[int] = set()
-    for _ in range(20):
-        draws, _ = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
+    for seed in range(20):
+        states = other_requests(seed)
+        draws, _ = device.draw(batch, case.device, logits, logits.argmax(-1), states)
         greedy = case.device.row < 2
         assert torch.equal(draws[greedy], logits.argmax(-1)[greedy])
         seen.add(int(draws[-1]))
@@ -100,13 +109,36 @@ def test_distribution(case: Case, settings: dict[str, Any]) -> None:
     right = torch.where(allowed, probs, 0.0)
     right /= right.sum()
     batch = batch_of([request(**settings)] * 3)
-    torch.manual_seed(1)
     counts = torch.zeros(131)
-    for _ in range(400):
-        draws, _ = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
+    for seed in range(400):
+        draws, _ = device.draw(batch, case.device, logits, logits.argmax(-1), other_requests(seed))
         counts += torch.bincount(draws, minlength=131)
     assert not counts[~allowed].any()
     assert (counts / counts.sum() - right).abs().max() < 0.02
+
+
+SETTINGS: list[list[dict[str, Any]]] = [
+    [{}, {}, {}],
+    [{"top_k": 1}, {}, {"top_p": 0.7}],
+    [{"top_k": 5}, {"top_k": 20, "top_p": 0.8}, {"min_p": 0.2}],
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("temperature", [0.4, 1.0])
+def test_draws_are_the_hosts(case: Case, settings: list[dict[str, Any]], temperature: float) -> None:
+    """The same requests draw the same tokens on a device and on the host, filtered ones too."""
+    batch = batch_of([request(**s) for s in settings], temperature)
+    logits = logits_of(case) * 3
+    drawn = set()
+    for seed in range(20):
+        states = other_requests(seed)
+        keys = np.array([s.key for s in states], np.uint64)
+        right = host.draw(logits.clone(), case.host, batch.sampling_info, keys)
+        got, _ = device.draw(batch, case.device, logits, logits.argmax(-1), states)
+        assert got.tolist() == right.tolist()
+        drawn.add(tuple(got.tolist()))
+    assert len(drawn) > 15, "the draws do not depend on the requests"
 
 
 def test_seeds_belong_to_their_requests(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from adaserve.scheduler.interface import CandidateTrees
 from adaserve.worker import verify as host
 from adaserve.worker.drafter import Drafter
 from adaserve.worker.iteration import Iteration, StepTimes
-from tests.gpu.factories import Requests, TinyModel, device_forward, iteration_plan
+from tests.gpu.factories import Requests, TinyModel, device_forward, iteration_plan, read_plainly
 from tests.unit.trees import random_selection
 
 TIERS = Tiers((1, 2, 4, 8, 16, 32, 64))
@@ -36,8 +36,8 @@ class Case:
         self.device_rows = requests.device_rows(running, [0] * n)
         self.plan = plan
         self.forward = device_forward(models[1])
-        self.host_draft = Drafter(models[0], np.ones_like, 48).draft(plan, self.host_rows, None)
-        self.draft = DeviceDrafter(self.forward, np.ones_like, 48, TIERS, 64).draft(plan, self.device_rows)
+        self.host_draft = Drafter(models[0], read_plainly, 48).draft(plan, self.host_rows, None)
+        self.draft = DeviceDrafter(self.forward, read_plainly, 48, TIERS, 64).draft(plan, self.device_rows)
         assert self.host_draft is not None and self.draft is not None
         self.selection = random_selection(self.host_draft, rng)
         if none:

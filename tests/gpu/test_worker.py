@@ -20,7 +20,7 @@ from adaserve.scheduler.interface import IterationOutcome
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from adaserve.worker.rows import RequestState
-from tests.gpu.factories import CPU, Requests, TinyModel, device_forward
+from tests.gpu.factories import CPU, Requests, TinyModel, device_forward, read_plainly
 
 LENGTHS = [5, 17, 1, 9]
 TOKENS = 24
@@ -54,7 +54,7 @@ class TinyWorker(DeviceWorker):
             token_tiers=tokens, most_rows=8, most_tokens=64, captures=False,
         )  # fmt: skip
         self._device_models = models  # type: ignore[assignment]
-        self._device_drafter = DeviceDrafter(models.draft, np.ones_like, DEPTH * WIDTH, rows, 64)
+        self._device_drafter = DeviceDrafter(models.draft, read_plainly, DEPTH * WIDTH, rows, 64)
         self._history = requests.history.clone()
         self._target = self._draft = SimpleNamespace(busy_s=0.0)  # type: ignore[assignment]
         self._target_worker = SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=Pool(target)))
