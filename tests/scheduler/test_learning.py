@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sched_factories import beam_trees, outcome, running, trees_from
 
-from adaserve.scheduler.acceptance import AcceptanceRates, find_tested
+from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested, tested_nodes
 from adaserve.scheduler.calibration import Calibrator, parents_flat, path_product, tree_steps
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.fit import fit_latency, fit_roofline
@@ -157,6 +158,25 @@ class TestAcceptance:
         tests = find_tested(out)
         assert len(tests.node) == tried
         assert (tests.tried[0], tests.passed[0]) == (tried, accepted)
+
+    @pytest.mark.parametrize("told", [False, True])
+    def test_iterations_learned_from_together_tell_what_each_tells(self, told):
+        """Nodes, rows and depths of trees of different shapes end up where they belong."""
+        policy, rng = build_policy("chain-4"), np.random.default_rng(1)
+        shapes, outcomes = ((3, 2), (1, 1), (4, 3), (2, 1)), []
+        for d, w in shapes:
+            trees = beam_trees(3, d, w, seed=d)
+            plan = policy.plan(running(3), 1.0)
+            selection = policy.select(plan, trees)
+            accepted = selection.keep & (rng.random(trees.n_nodes) < 0.5)
+            one = outcome(plan, trees, selection, accepted)
+            outcomes.append(replace(one, tested=selection.keep & (trees.depth == 1)) if told else one)
+        together, alone = tested_nodes(Verified.of(outcomes)), [find_tested(o) for o in outcomes]
+        offset = np.cumsum([0, *(o.trees.n_nodes for o in outcomes)])
+        assert together.node.tolist() == [i + k for t, k in zip(alone, offset, strict=False) for i in t.node]
+        assert together.row.tolist() == [r + 3 * i for i, t in enumerate(alone) for r in t.row]
+        for name in ("accepted", "tried", "passed"):
+            assert getattr(together, name).tolist() == [x for t in alone for x in getattr(t, name)]
 
     def test_rates_find_the_truth_where_accepted_over_proposed_is_biased(self):
         rng, rates = np.random.default_rng(0), AcceptanceRates()
