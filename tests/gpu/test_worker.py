@@ -20,6 +20,7 @@ from adaserve.scheduler.interface import IterationOutcome
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from adaserve.worker.rows import RequestState
+from adaserve.worker.worker import AdaServeWorker
 from tests.gpu.factories import CPU, Requests, TinyModel, device_forward, read_plainly
 
 LENGTHS = [5, 17, 1, 9]
@@ -163,6 +164,8 @@ class Run:
             assert (outcome.new_tokens - 1 == np.where(filled, per_row, 0)).all()
             assert outcome.selection.counts.sum() == outcome.selection.keep.sum()
             assert outcome.total_s >= outcome.verify_s > 0 and outcome.since_last_s >= 0
+        spent = sum(o.total_s for o in self.worker.outcomes)
+        assert 0 < self.worker._target.busy_s < spent, "models were timed with what is around them"
 
 
 POLICIES = ["adaserve", "priced", "chain-3", "equal-greedy", "fixed-tree", "none", "turbospec"]
@@ -177,6 +180,14 @@ def test_greedy(policy: str, overlap: bool) -> None:
     accepted = sum(int(o.accepted.sum()) for o in run.worker.outcomes)
     if policy not in ("none", "turbospec", "priced"):  # what these draft depends on measured times
         assert accepted > 10, "the draft agrees too rarely to test anything"
+
+
+def test_depth_is_planned_without_a_frontier() -> None:
+    """``priced`` may not count on being stopped between draft steps: here nobody asks it."""
+    worker = Run("priced", overlap=True).worker
+    worker.latency, worker.config.budget = default_latency(), None  # type: ignore[misc]
+    built, inherited = worker.build_policy("priced"), AdaServeWorker.build_policy(worker, "priced")
+    assert not built.config.early_stop and inherited.config.early_stop  # type: ignore[attr-defined]
 
 
 def test_a_copy_of_the_target_is_accepted_whole() -> None:
