@@ -1,7 +1,8 @@
-"""Makes the pictures of docs/img: ``python docs/screenshots.py [live] [report] [locust]``.
+"""Makes the pictures of docs/img: ``python docs/screenshots.py [live] [report] [locust] [runs=FOLDER]``.
 
 The live page and Locust's tab show made-up traffic, the report a real run of the embedded pair on this
-machine. Needs Chromium and its driver (Debian: chromium, chromium-driver)."""
+machine (``runs=FOLDER`` keeps its results there, and draws them again when they are there). Needs
+Chromium and its driver (Debian: chromium, chromium-driver)."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IMG = ROOT / "docs" / "img"
+POLICIES = ("priced", "none")
+SEEDS = ("0", "1")
 sys.path[:0] = [str(ROOT / "tests" / "live"), str(ROOT / "tests" / "loadgen")]
 
 from browser import browser  # noqa: E402
@@ -54,23 +57,29 @@ def shoot_live_page() -> None:
 
 
 def shoot_report(folder: Path) -> None:
-    """A real run: the embedded pair on this machine, with AdaServe and without (about five minutes)."""
+    """A real run: the embedded pair on this machine, with AdaServe and without (about five minutes). Runs
+    that lie in ``folder`` already are taken as they are."""
+    runs = [f"{policy}-seed{seed}" for policy in POLICIES for seed in SEEDS]
+    if not all((folder / run / "summary.json").exists() for run in runs):
+        _measure(folder)
+    report = [sys.executable, "-m", "adaserve.loadgen", "report", *runs, "--out", ".", "--no-png"]
+    subprocess.run(report, check=True, cwd=folder)
+    with browser(1180, 1330) as page:
+        page.open(f"file://{folder.resolve()}/report.html")
+        page.screenshot(IMG / "report.png", full=False)
+
+
+def _measure(folder: Path) -> None:
     from adaserve.server import Server, ServerSpec, free_port
 
     with Server(ServerSpec(port=free_port()), log=folder / "server.log") as server:
-        for policy in ("adaserve", "none"):
-            server.set_policy(policy)
-            for seed in ("0", "1"):
+        for seed in SEEDS:
+            for policy in POLICIES:
+                server.set_policy(policy)
                 args = ["--url", server.url, "--rps", "1.2", "--duration", "40", "--seed", seed]
                 args += ["--out", f"{policy}-seed{seed}"]
                 bench = [sys.executable, "-m", "adaserve.loadgen", "bench", "serve", *args]
                 subprocess.run(bench, check=False, cwd=folder)
-    runs = [f"{policy}-seed{seed}" for policy in ("adaserve", "none") for seed in (0, 1)]
-    report = [sys.executable, "-m", "adaserve.loadgen", "report", *runs, "--out", ".", "--no-png"]
-    subprocess.run(report, check=True, cwd=folder)
-    with browser(1180, 1330) as page:
-        page.open(f"file://{folder}/report.html")
-        page.screenshot(IMG / "report.png", full=False)
 
 
 def shoot_locust(folder: Path) -> None:
@@ -107,11 +116,12 @@ def _wait_for(url: str) -> None:
 def main() -> None:
     IMG.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        wanted = sys.argv[1:] or ["live", "report", "locust"]
+        kept = [Path(word.partition("=")[2]) for word in sys.argv[1:] if word.startswith("runs=")]
+        wanted = [word for word in sys.argv[1:] if "=" not in word] or ["live", "report", "locust"]
         if "live" in wanted:
             shoot_live_page()
         if "report" in wanted:
-            shoot_report(Path(folder))
+            shoot_report(kept[0] if kept else Path(folder))
         if "locust" in wanted:
             shoot_locust(Path(folder))
 

@@ -26,8 +26,15 @@ from rich.table import Table
 
 from adaserve.loadgen.config import BenchConfig, secret_headers
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.loadgen.preflight import preflight
-from adaserve.loadgen.results import COMMAND_VARIABLE, HEADERS_VARIABLE, command_line, write_summary
+from adaserve.loadgen.preflight import preflight, probe_classes_of
+from adaserve.loadgen.results import (
+    COMMAND_VARIABLE,
+    HEADERS_VARIABLE,
+    check_results_dir,
+    command_line,
+    make_results_dir,
+    write_summary,
+)
 from adaserve.loadgen.schedule import Schedule, build_schedule
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
@@ -46,23 +53,19 @@ def run_bench(
     Ctrl-C ends the run early: records so far are kept and the summary says that the run is not
     valid. ``checked``: the preflight was done. Raises LoadgenError for bad input."""
     console = console or Console(stderr=True)
-    if out.exists() and not out.is_dir():
-        raise LoadgenError(f"{out} is a file: give a folder for the results")
-    if out.exists() and any(out.iterdir()):
-        raise LoadgenError(f"{out} is not empty: give another folder, results are not overwritten")
+    check_results_dir(out)
     if not checked:
         # Bad input is reported before the server is bothered; the baseline does not matter for that.
         build_schedule(replace(config, baseline_ms=config.baseline_ms or 30.0))
         with console.status("asking the server for its model and its speed"):
             config = preflight(config)
     schedule = build_schedule(config)
+    if not checked:
+        probe_classes_of(schedule, config)
     if processes > (cores := os.cpu_count() or 1):
         console.print(f"[yellow]{processes} processes share {cores} cores: requests may leave late[/yellow]")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        config.save(out / "config.yaml")
-    except OSError as e:
-        raise LoadgenError(f"cannot write the results to {out}: {e.strerror}") from e
+    make_results_dir(out)
+    config.save(out / "config.yaml")
     try:
         code = _run_locust(out, schedule, processes, console, secret_headers(config.server))
     finally:

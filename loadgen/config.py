@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from adaserve.loadgen.arrivals import Arrivals
-from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.errors import LoadgenError, why_unreadable
 from adaserve.scheduler.slo import SLOClass, SLOConfig, SLOError
 
 APIS = ("completions", "chat", "generate")
@@ -321,7 +321,7 @@ def load_config(path: str | Path) -> BenchConfig:
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as e:
-        raise LoadgenError(f"cannot read the configuration {path}: {e}") from e
+        raise LoadgenError(f"cannot read the configuration {path}: {why_unreadable(e)}") from e
     except yaml.YAMLError as e:
         raise LoadgenError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
     try:

@@ -5,3 +5,10 @@ from __future__ import annotations
 
 class LoadgenError(ValueError):
     """Bad input or a server that cannot be used; the text says what to do. Exit code 2."""
+
+
+def why_unreadable(error: Exception) -> str:
+    """Why a text file could not be read, in words of a person."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is no text in UTF-8"
+    return str((isinstance(error, OSError) and error.strerror) or error)

@@ -113,6 +113,8 @@ class _Starter:
         except Exception:
             logger.exception("the run failed")
             self.environment.process_exit_code = 1
+        if self.run is not None:
+            self.run.abandon()
         if headless:
             # In a greenlet of its own: quitting kills the greenlets of the run, this one included.
             gevent.spawn(runner.quit)
@@ -180,12 +182,9 @@ def check_port(host: str, port: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((host, port))
-        except OSError as e:
-            fail(
-                LoadgenError(
-                    f"the web UI cannot listen on port {port} ({e.strerror}): give another --web-port"
-                )
-            )
+        except (OSError, OverflowError) as e:
+            why = getattr(e, "strerror", None) or "ports end at 65535"
+            fail(LoadgenError(f"the web UI cannot listen on port {port} ({why}): give another --web-port"))
 
 
 def fail(error: Exception) -> None:

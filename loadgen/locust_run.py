@@ -22,9 +22,17 @@ from locust.runners import MasterRunner, WorkerRunner
 from adaserve.loadgen.config import BenchConfig, Server
 from adaserve.loadgen.dispatch import Dispatcher, start_time
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.loadgen.preflight import preflight
+from adaserve.loadgen.preflight import preflight, probe_classes_of
 from adaserve.loadgen.recorder import Recorder
-from adaserve.loadgen.results import command_line, describe_host, shown_path, write_json, write_summary
+from adaserve.loadgen.results import (
+    check_results_dir,
+    command_line,
+    describe_host,
+    make_results_dir,
+    shown_path,
+    write_json,
+    write_summary,
+)
 from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts
 from adaserve.loadgen.server_metrics import Samples, scrape, server_side
 from adaserve.loadgen.stream import Target
@@ -85,10 +93,22 @@ class LocalRun:
         """The live table of the web UI."""
         return self.recorder.rows() if self.recorder is not None else []
 
+    def abandon(self) -> None:
+        """Nothing was sent and nothing will be: whoever stops this run need not wait for it."""
+        if not self._finished and self.recorder is not None:
+            self.recorder.close()
+        self._finished = True
+        self.done.set()
+
     def _prepare(self) -> Schedule:
         if not self._checked:
+            check_results_dir(self.out)
+            build_schedule(replace(self.config, baseline_ms=self.config.baseline_ms or 30.0))
             self.config = preflight(self.config)
         schedule = self._schedule = build_schedule(self.config)
+        if not self._checked:
+            probe_classes_of(schedule, self.config)
+        make_results_dir(self.out)
         self.recorder = Recorder(self.out, len(schedule))
         _without_paths(self.config).save(self.out / "config.yaml")
         write_json(self.out / "env.json", {"command": command_line(), **describe_host()})

@@ -18,7 +18,7 @@ from adaserve.loadgen import protocol
 from adaserve.loadgen.config import BenchConfig, Server
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import load_prompts
-from adaserve.loadgen.schedule import PlannedRequest
+from adaserve.loadgen.schedule import PlannedRequest, Schedule, class_counts
 
 _PROBE_TOKENS = 24
 _TIMEOUT_S = 60.0
@@ -125,6 +125,18 @@ def _probe_classes(config: BenchConfig) -> dict[str, float]:
     return ratios
 
 
+def probe_classes_of(schedule: Schedule, config: BenchConfig) -> None:
+    """One short request for each class that only the trace names: the server may refuse it, and would
+    refuse all of them. Raises LoadgenError then."""
+    for name in class_counts(schedule.requests):
+        if name not in config.classes:
+            first = next(r for r in schedule.requests if r.slo_class == name)
+            planned = replace(
+                _planned("Hello", 1), slo_class=name, tpot_ms=first.tpot_ms, ttft_ms=first.ttft_ms
+            )
+            _post(config.server, planned, protocol.slo_headers(config.server, planned))
+
+
 def _finite_ms(value_s: float) -> float | None:
     return None if value_s == float("inf") else value_s * 1e3
 
@@ -176,7 +188,7 @@ def _post(server: Server, planned: PlannedRequest, headers: Mapping[str, str]) -
             f"the server refuses a request of class {planned.slo_class!r} with {e.code}: {text[:300]}"
         ) from e
     except (OSError, ValueError) as e:
-        raise LoadgenError(f"a first request to {server.url} failed: {e}") from e
+        raise LoadgenError(f"a first request to {server.url} failed ({e}): see the server's log") from e
 
 
 def _usage(data: Any, key: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -17,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.errors import LoadgenError, why_unreadable
 
 CHARS_PER_TOKEN = 3.5
 """When neither a tokenizer nor a measurement is at hand. Large vocabularies: about 4."""
@@ -94,8 +95,8 @@ def load_prompts(
     try:
         raw = found.read_bytes()
         text = (gzip.decompress(raw) if found.suffix == ".gz" else raw).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as e:
-        raise LoadgenError(f"cannot read the prompts in {found}: {e}") from e
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
+        raise LoadgenError(f"cannot read the prompts in {found}: {why_unreadable(e)}") from e
     texts: dict[str, list[str]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():

@@ -21,6 +21,7 @@ class StreamEvent:
     output_tokens: int | None = None  # generated so far, where the event tells
     prompt_tokens: int | None = None
     accept_length: float | None = None  # tokens per verification forward
+    server_slo: dict[str, Any] | None = None  # the verdict of an AdaServe server
     error: str | None = None
 
 
@@ -79,7 +80,19 @@ def parse_event(api: str, data: Mapping[str, Any], seen: int) -> StreamEvent:
     if usage:
         event.output_tokens = usage.get("completion_tokens")
         event.prompt_tokens = usage.get("prompt_tokens")
+    event.server_slo = _verdict(data.get("metadata"))
     return event
+
+
+def _verdict(metadata: Any) -> dict[str, Any] | None:
+    """``slo`` of a response's metadata: times in ms or None, and whether the SLO was met."""
+    told = metadata.get("slo") if isinstance(metadata, Mapping) else None
+    if not isinstance(told, Mapping) or not isinstance(told.get("met"), bool):
+        return None
+    times = {k: told.get(k) for k in ("tpot_ms", "tpot_slo_ms", "ttft_ms", "ttft_slo_ms")}
+    if not all(v is None or isinstance(v, int | float) for v in times.values()):
+        return None
+    return {**times, "met": told["met"]}
 
 
 def _delta_text(delta: Mapping[str, Any] | None) -> str:
@@ -106,6 +119,7 @@ def _parse_generate(data: Mapping[str, Any], seen: int) -> StreamEvent:
         finish_reason=kind,
         output_tokens=tokens,
         prompt_tokens=meta.get("prompt_tokens"),
+        server_slo=_verdict(meta),
         # The first token comes from the prefill, not from a verification.
         accept_length=(tokens - 1) / verifications if tokens and verifications else None,
     )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from adaserve.loadgen.agreement import Verdicts, agreement_rows, compare, flip_rows
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.figures import Bars, Figure, Line, write_png
 from adaserve.loadgen.results import iter_records
@@ -39,6 +40,7 @@ class Run:
     command: str
     config: str
     env: Mapping[str, Any]
+    verdicts: Mapping[str, Verdicts]  # class -> what the server said about the same requests
 
 
 def read_run(folder: Path, label: str | None = None) -> Run:
@@ -59,9 +61,10 @@ def read_run(folder: Path, label: str | None = None) -> Run:
     reasons = list(dict.fromkeys([*summary["invalid_reasons"], *old["invalid_reasons"]]))
     summary |= kept | {"invalid_reasons": reasons, "valid": not reasons}
     counted = [r for r in records if r.judged and r.scheduled_s >= summary["warmup_s"]]
-    arrays = {}
+    arrays, verdicts = {}, {}
     for name in summary["by_class"]:
         rs = [r for r in counted if r.slo_class == name]
+        verdicts[name] = compare(rs)
         arrays[name] = {
             "scheduled": np.array([r.scheduled_s for r in rs], float),
             "attained": np.array([r.attained for r in rs], float),
@@ -77,8 +80,9 @@ def read_run(folder: Path, label: str | None = None) -> Run:
         summary=summary,
         arrays=arrays,
         command=str(env.get("command") or summary.get("command") or "unknown"),
-        config=config.read_text(encoding="utf-8") if config.is_file() else "not recorded",
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "not recorded",
         env={k: v for k, v in env.items() if k != "command"},
+        verdicts=verdicts,
     )
 
 
@@ -284,69 +288,35 @@ def _timeline(group: Group, names: Sequence[str], number: int, single: bool) -> 
 
 
 def write_report(runs: Sequence[Run], out: Path, png: bool = True) -> Path:
-    """Writes ``report.html`` and the PNGs into ``out``; returns the page's path."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
+    """Writes ``report.html`` and the PNGs into ``out``; returns the page's path. Raises LoadgenError when
+    that folder cannot be written."""
     groups = group_runs(runs)
     figures = build_figures(groups)
-    out.mkdir(parents=True, exist_ok=True)
-    if png:
-        for figure in figures:
-            write_png(figure, out)
+    page = _page(runs, groups, figures)
+    path = out / "report.html"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+        if png:
+            for figure in figures:
+                write_png(figure, out)
+    except OSError as e:
+        raise LoadgenError(f"cannot write the report to {out} ({e.strerror or e}): give another --out") from e
+    return path
+
+
+def _page(runs: Sequence[Run], groups: Sequence[Group], figures: Sequence[Figure]) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     loader = PackageLoader("adaserve.loadgen", "")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    page = environment.get_template("report.html.j2").render(
+    page: str = environment.get_template("report.html.j2").render(
         groups=groups,
         names=class_names(groups),
         figures=[{"f": f, "svg": figure_svg(f), "legend": legend(f)} for f in figures],
         runs=runs,
         agreement=[row for r in runs for row in agreement_rows(r)],
+        flips=[row for r in runs for row in flip_rows(r)],
         title=" against ".join(g.label for g in groups) if len(groups) <= 4 else f"{len(groups)} settings",
     )
-    path = out / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
-
-
-CLOSE = 0.05
-"""Client and server may see a request on different sides of its SLO when it is this close to it."""
-
-
-def agreement_rows(run: Run) -> list[dict[str, Any]]:
-    """Attainment as the client and as the server counted it, per class, and what sets them apart; none
-    without server counters."""
-    server = run.summary.get("server")
-    if not isinstance(server, Mapping):
-        return []
-    rows = []
-    for name, c in run.summary["by_class"].items():
-        theirs = server.get(name, {}).get("all")
-        if theirs and theirs.get("attainment") is not None and c["slo_attainment"] is not None:
-            rows.append(
-                {
-                    "run": run.label,
-                    "name": name,
-                    "client": c["slo_attainment"],
-                    "server": theirs["attainment"],
-                    "client_n": c["requests"],
-                    "server_n": theirs["requests"],
-                    "points": 100 * (c["slo_attainment"] - theirs["attainment"]),
-                    "why": "; ".join(_differences(run, name, theirs["requests"])),
-                }
-            )
-    return rows
-
-
-def _differences(run: Run, name: str, server_n: int) -> list[str]:
-    """What the records of a class hold that client and server may count differently."""
-    c, arrays = run.summary["by_class"][name], run.arrays[name]
-    close = np.abs(arrays["ratio"] - 1) <= CLOSE
-    if isinstance(c["slo_ttft_ms"], int | float):
-        close |= np.abs(arrays["ttft"] * 1e3 / c["slo_ttft_ms"] - 1) <= CLOSE
-    found = {
-        f"within {CLOSE:.0%} of their SLO": int(close.sum()),
-        "failed at the client": c["failed"],
-        "more at the server: warm-up, hung up late, or other clients": server_n - c["requests"],
-        "never reached the server's books: turned away or aborted": c["requests"] - server_n,
-    }
-    return [f"{n} {what}" for what, n in found.items() if n > 0]
+    return page

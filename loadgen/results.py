@@ -37,6 +37,25 @@ def new_results_dir(root: Path, tag: str) -> Path:
     return path
 
 
+def check_results_dir(out: Path) -> None:
+    """Raises LoadgenError when ``out`` cannot take a new run: results are not overwritten."""
+    try:
+        if out.exists() and not out.is_dir():
+            raise LoadgenError(f"{out} is a file: give a folder for the results")
+        if out.exists() and any(out.iterdir()):
+            raise LoadgenError(f"{out} is not empty: give another folder, results are not overwritten")
+    except OSError as e:
+        raise LoadgenError(f"cannot read the folder {out} ({e.strerror}): give another one") from e
+
+
+def make_results_dir(out: Path) -> None:
+    """Creates the folder of a run. Raises LoadgenError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise LoadgenError(f"cannot write the results to {out} ({e.strerror}): give another folder") from e
+
+
 def describe_host() -> dict[str, Any]:
     """Machine and versions, for ``env.json``. No names of machines or people."""
     versions = {}
@@ -133,9 +152,12 @@ def iter_records(folder: Path) -> Iterator[RequestRecord]:
     except FileNotFoundError:
         raise LoadgenError(f"{folder} holds no requests.jsonl: it is no results folder of a run") from None
     except (OSError, ValueError, TypeError, AttributeError) as e:
-        raise LoadgenError(f"{path} is damaged or no file of records: {e}") from e
+        raise LoadgenError(
+            f"{path} is damaged or no file of records ({e}): take those lines out, or run the load test again"
+        ) from e
 
 
+VERDICT = {"tpot_ms", "tpot_slo_ms", "ttft_ms", "ttft_slo_ms", "met"}
 _NUMBERS = ("scheduled_s", "sent_s", "output_tokens", "prompt_tokens", "first_chunk_tokens")
 _NUMBERS_OR_NONE = ("first_token_s", "last_token_s", "end_s", "slo_tpot_ms", "slo_ttft_ms", "accept_length")
 
@@ -145,6 +167,9 @@ def _check_types(record: RequestRecord) -> None:
         value = getattr(record, key)
         if not isinstance(value, int | float) and (value is not None or key in _NUMBERS):
             raise TypeError(f"request {record.id!r} has {key} {value!r}")
+    told = record.server_slo
+    if told is not None and not (isinstance(told, dict) and set(told) == VERDICT):
+        raise TypeError(f"request {record.id!r} has server_slo {record.server_slo!r}")
 
 
 def write_json(path: Path, data: Any) -> None:

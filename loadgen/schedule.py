@@ -137,8 +137,13 @@ def _plan(config: BenchConfig, trace: Trace, store: PromptStore) -> Schedule:
         c = config.classes.get(row.slo_class or "")
         keep_own = config.trace is not None and (config.trace.slo_from == "trace" or c is None)
         judged = row if keep_own else replace(row, slo_tpot_ms=None, slo_x_baseline=None, slo_ttft_ms=None)
-        # A class that only the trace knows is judged by the row's milliseconds.
+        # A class that only the trace knows is judged by the row's own SLO.
         known = c is not None or row.slo_class in slo_config.labels
+        if not known and row.slo_tpot_ms is None and row.slo_x_baseline is None and row.slo_ttft_ms is None:
+            raise LoadgenError(
+                f"{trace.source}: unknown class {row.slo_class!r} (known are {', '.join(config.classes)}): "
+                "name it under classes: in the configuration, or give its rows slo_tpot_ms or slo_ttft_ms"
+            )
         slo = (judged if known else replace(judged, slo_class=None)).slo(slo_config, config.baseline_s)
         request = _request(index, row, c, store, config)
         if row.session_id is not None:
@@ -194,7 +199,9 @@ def _tokenizer(name: str | None):  # type: ignore[no-untyped-def]
 
         return AutoTokenizer.from_pretrained(name)
     except (ImportError, OSError, ValueError) as e:
-        raise LoadgenError(f"cannot load the tokenizer {name!r}: {str(e).splitlines()[0]}") from e
+        raise LoadgenError(
+            f"cannot load the tokenizer {name!r} (give a model's folder or name): {str(e).splitlines()[0]}"
+        ) from e
 
 
 def class_counts(requests: Sequence[PlannedRequest]) -> Mapping[str, int]:

@@ -228,6 +228,7 @@ class _Reader:
             self._usage_tokens = event.output_tokens
         record.prompt_tokens = event.prompt_tokens or record.prompt_tokens
         record.accept_length = event.accept_length or record.accept_length
+        record.server_slo = event.server_slo or record.server_slo
         if self.disconnect_after is not None and record.n_chunks >= self.disconnect_after:
             record.error, self._done = "client_disconnect", True
 

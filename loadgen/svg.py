@@ -135,7 +135,8 @@ def _bar(figure: Figure, b: Bars, i: int, at: tuple[float, float], y: Scale) -> 
             f'M{center - 4:.1f} {low:.1f}h8"/>'
         )
     if width >= 30:
-        top = y(max(value + (error or 0), outline or 0)) - 5
+        # Above the filled bar, also inside an outline: it is the number of what is filled.
+        top = y(value + (error or 0)) - 5
         parts.append(
             f'<text class="value" x="{x + width / 2:.1f}" y="{top:.1f}" text-anchor="middle">{text}</text>'
         )

@@ -4,6 +4,10 @@ Why: SGLang's output carries fields of its own choice. The streamer class is its
 for more; ``/generate`` then shows them in ``meta_info``. The OpenAI routes drop ``meta_info``, so
 they get the same object as ``metadata.slo``: in the response, or in the final usage chunk of a stream
 that asked for one.
+
+A request's TTFT counts from its arrival at the HTTP process. That time stays there unless it is put into
+the state that travels to the scheduler, as SGLang's own comment at that place proposes; without it a
+request that waits for a busy scheduler to look into its mailbox would seem to have just arrived.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ def register() -> None:
     hook(manager, _remember, HookType.AFTER)
     openai = "sglang.srt.entrypoints.openai"
     completions = f"{openai}.serving_completions.OpenAIServingCompletion._generate_completion_stream"
+    times = "sglang.srt.observability.req_time_stats"
+    for sender in ("APIServerReqTimeStats", "DPControllerReqTimeStats"):
+        hook(f"{times}.{sender}.__getstate__", _arrival, HookType.AFTER)
     hook(completions, _stream, HookType.AROUND)
     hook(f"{openai}.serving_chat.OpenAIServingChat._generate_chat_stream", _stream, HookType.AROUND)
 
@@ -48,6 +55,10 @@ def _streamer_class(base: type, scheduler: Any) -> type | None:
             return {KEY: [[ledger.close(r)] if r.finished() else [] for r in reqs]}
 
     return SLOOutputStreamer
+
+
+def _arrival(state: dict[str, Any], stats: Any) -> dict[str, Any]:
+    return {**state, "created_time": stats.created_time}
 
 
 def _metadata(result: dict[str, Any], meta_info: dict[str, Any]) -> dict[str, Any]:

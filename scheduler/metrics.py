@@ -77,6 +77,8 @@ class RequestRecord:
     worker: int = 0
     accept_length: float | None = None  # tokens per verification, where the server tells it
     itl_ms: Sequence[float] = field(default_factory=list)  # gaps between chunks that carried text
+    # The server's own verdict, where it sends one: tpot_ms, tpot_slo_ms, ttft_ms, ttft_slo_ms, met.
+    server_slo: Mapping[str, Any] | None = None
 
     @property
     def ttft_s(self) -> float | None:

@@ -17,6 +17,7 @@ import hashlib
 import io
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -123,8 +124,11 @@ def read_trace(path: str | Path, fmt: str = "auto", sort: bool = False) -> Trace
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as e:
-        raise TraceError(f"cannot read the trace {path}: {e}") from e
+    except UnicodeDecodeError as e:
+        raise TraceError(f"cannot read the trace {path}: it is no text in UTF-8") from e
+    except (OSError, EOFError, zlib.error) as e:
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        raise TraceError(f"cannot read the trace {path}: {reason}") from e
     name = detect_format(text, str(path)) if fmt == "auto" else fmt
     if name not in FORMATS:
         raise TraceError(f"unknown trace format {name!r}: known are auto, {', '.join(FORMATS)}")
@@ -135,14 +139,17 @@ def read_trace(path: str | Path, fmt: str = "auto", sort: bool = False) -> Trace
             skipped += 1
         else:
             rows.append(_checked(row, where))
-            if not sort and len(rows) > 1 and row.arrival_s < rows[-2].arrival_s:
+            if not sort and len(rows) > 1 and (back_s := rows[-2].arrival_s - row.arrival_s) > 0:
                 raise TraceError(
-                    f"{where}: timestamps go back from {rows[-2].arrival_s:g} s to {row.arrival_s:g} s: "
-                    "sort the file, or ask for sorting"
+                    f"{where}: timestamps go back by {back_s:g} s: sort the file, or ask for sorting "
+                    "(sort: true under trace: in the configuration)"
                 )
     if not rows:
         raise TraceError(f"{path} holds no requests")
     rows.sort(key=lambda r: r.arrival_s)
+    if name in _CLOCKS:
+        first_s = rows[0].arrival_s
+        rows = [replace(r, arrival_s=r.arrival_s - first_s) for r in rows]
     return Trace(tuple(rows), str(path), skipped)
 
 
@@ -230,11 +237,18 @@ def _read_jsonl(text: str, path: str) -> Located:
                 slo_x_baseline=_optional(data, "slo_x_baseline", where),
                 slo_ttft_ms=_optional(data, "slo_ttft_ms", where),
                 session_id=None if session is None else str(session),
-                hash_ids=tuple(data.get("hash_ids") or ()),
+                hash_ids=_hash_ids(data, where),
                 text=data.get("text_input"),
                 prompt_id=data.get("prompt_id"),
             ),
         )
+
+
+def _hash_ids(data: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    ids = data.get("hash_ids") or []
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise TraceError(f"{where}: hash_ids must be a list of whole numbers, not {str(ids)[:40]!r}")
+    return tuple(ids)
 
 
 def _read_adaserve_jsonl(text: str, path: str) -> Located:
@@ -309,14 +323,11 @@ def _read_csv(text: str, path: str) -> Located:
 
 
 def _read_azure(text: str, path: str) -> Located:
-    first: float | None = None
     for where, data in _csv_rows(text, path):
-        at_s = _azure_time(data["timestamp"], where)
-        first = at_s if first is None else first
         yield (
             where,
             TraceRow(
-                arrival_s=at_s - first,
+                arrival_s=_azure_time(data["timestamp"], where),
                 prompt_tokens=_count(data, "contexttokens", where),
                 output_tokens=_count(data, "generatedtokens", where),
             ),
@@ -335,16 +346,13 @@ def _azure_time(text: str, where: str) -> float:
 
 
 def _read_burstgpt(text: str, path: str) -> Located:
-    first: float | None = None
     for where, data in _csv_rows(text, path):
-        at_s = _number(data, "timestamp", where)
-        first = at_s if first is None else first
         if _number(data, "response tokens", where) == 0:  # a request that failed there
             yield where, None
             continue
         session = data.get("session id")
         row = TraceRow(
-            arrival_s=at_s - first,
+            arrival_s=_number(data, "timestamp", where),
             prompt_tokens=_count(data, "request tokens", where),
             output_tokens=_count(data, "response tokens", where),
             session_id=session or None,
@@ -362,11 +370,17 @@ FORMATS: Mapping[str, Callable[[str, str], Located]] = {
     "adaserve-jsonl": _read_adaserve_jsonl,
 }
 
+_CLOCKS = ("azure", "burstgpt")
+"""Formats whose times come from a clock: they count from the first request kept."""
+
 
 def _number(data: Mapping[str, Any], key: str, where: str) -> float:
     value = data.get(key)
     if value is None or value == "":
-        raise TraceError(f"{where}: {key!r} is missing")
+        found = ", ".join(repr(k) for k in list(data)[:8])
+        raise TraceError(
+            f"{where}: {key!r} is missing: rename what stands for it (found: {found or 'nothing'})"
+        )
     try:
         number = math.nan if isinstance(value, bool | list | dict) else float(value)
     except (ValueError, OverflowError):

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from adaserve.loadgen.report import agreement_rows, read_run
+from adaserve.loadgen.agreement import agreement_rows
+from adaserve.loadgen.report import read_run
 from adaserve.server import Server
 
 MIX = """

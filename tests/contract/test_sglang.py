@@ -37,6 +37,8 @@ TARGETS = {
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
     "sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata": ["meta_info"],
+    "sglang.srt.observability.req_time_stats.APIServerReqTimeStats.__getstate__": ["self"],
+    "sglang.srt.observability.req_time_stats.DPControllerReqTimeStats.__getstate__": ["self"],
     f"{INTERNAL}._add_speculative": ["self", "state"],
     f"{INTERNAL}._update_handlers": ["self"],
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server": ["server_args", "tokenizer_manager"],

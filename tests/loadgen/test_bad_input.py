@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from fake_server import running_fake
 from typer.testing import CliRunner
 
 from adaserve.loadgen.cli import bench_app, report
@@ -48,6 +50,13 @@ TRACES = {
     "text for a number": (jsonl(0, "x"), "expected a finite number"),
     "list": ("[1, 2]\n", "expected a JSON object"),
     "odd class": (jsonl(0, slo_class=5), "slo_class must be text"),
+    "unknown class": (
+        jsonl(0, slo_class="vip"),
+        "unknown class 'vip' (known are coding, chat, summarization)",
+    ),
+    "odd hashes": (jsonl(0, hash_ids=5), "hash_ids must be a list of whole numbers"),
+    "cut off": (jsonl(0) + jsonl(1)[:20], "not a JSON object"),
+    "other key": ('{"ts": 0, "input_length": 5, "output_length": 5}\n', "(found: 'ts', 'input_length'"),
 }
 
 
@@ -57,6 +66,44 @@ def test_traces(case: str, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(text)
     line = refused("bench", "serve", "--plan-only", "--trace", str(tmp_path / "t.jsonl"))
     assert says in line and "t.jsonl" in line
+
+
+AZURE, BURSTGPT = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n",
+    "Timestamp,Model,Request tokens,Response tokens\n",
+)
+TABLES = {
+    "azure, wrong column": ("TIMESTAMP,ContextTokens,Out\n2023-11-16 18:15:46.68,9,5\n", "'out'"),
+    "azure, no header": ("2023-11-16 18:15:46.68,9,5\n", "this is no trace that is known here"),
+    "azure, empty": (AZURE, "holds no requests"),
+    "azure, no time": (AZURE + "today,9,5\n", "'today' is not a time such as"),
+    "azure, unsorted": (
+        AZURE + "2023-11-16 18:15:46.68,9,5\n2023-11-16 18:15:40.68,9,5\n",
+        "timestamps go back by 6 s: sort the file, or ask for sorting (sort: true under trace:",
+    ),
+    "burstgpt, wrong column": ("Timestamp,Model,Request tokens,Answer\n1,m,3,4\n", "'answer'"),
+    "burstgpt, negative": (BURSTGPT + "-5,m,3,4\n", "the timestamp is -5 s"),
+    "burstgpt, failures only": (BURSTGPT + "5,m,3,0\n", "holds no requests"),
+    "csv, short line": ("arrival_s,prompt_tokens,output_tokens\n0,5\n", "2 columns where the header has 3"),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_tables(case: str, tmp_path: Path) -> None:
+    text, says = TABLES[case]
+    (tmp_path / "t.csv").write_text(text)
+    line = refused("bench", "serve", "--plan-only", "--trace", str(tmp_path / "t.csv"))
+    assert says in line and "t.csv" in line
+
+
+@pytest.mark.parametrize("option", ["--trace", "--prompts", "--config"])
+def test_files_that_are_no_text(option: str, tmp_path: Path) -> None:
+    plain, packed = tmp_path / "x", tmp_path / "x.gz"
+    plain.write_bytes(b"\xff\xfe\x00\x01")
+    assert "it is no text in UTF-8" in refused("bench", "serve", "--plan-only", option, str(plain))
+    packed.write_bytes(gzip.compress(b'{"a": 1}\n' * 99)[:40])
+    refused("bench", "serve", "--plan-only", option, str(packed))
+    assert "No such file" in refused("bench", "serve", "--plan-only", option, str(tmp_path / "none"))
 
 
 CONFIGS = {
@@ -125,6 +172,10 @@ DAMAGED = {
     "cut in the middle": (GOOD[:40] + "\n" + GOOD + "\n", "is damaged"),
     "another file": ("[1]\n" + GOOD + "\n", "is damaged"),
     "missing keys": ('{"id": "3"}\n' + GOOD + "\n", "missing 5 required"),
+    "odd verdict": (
+        GOOD.replace('"server_slo": null', '"server_slo": 5') + "\n" + GOOD + "\n",
+        "has server_slo 5",
+    ),
     "text for a time": (GOOD.replace('"sent_s": 0.5', '"sent_s": "x"') + "\n", "has sent_s 'x'"),
 }
 
@@ -141,6 +192,16 @@ def test_no_results(tmp_path: Path) -> None:
     assert "is no folder of results" in refused("report", str(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("where", ["file", "file/below", "page"])
+def test_report_that_cannot_be_written(where: str, tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl").write_text(GOOD + "\n")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "page" / "report.html").mkdir(parents=True)
+    assert "give another --out" in refused(
+        "report", str(tmp_path), "--out", str(tmp_path / where), "--no-png"
+    )
+
+
 def test_all_warm_up(tmp_path: Path) -> None:
     (tmp_path / "requests.jsonl").write_text(GOOD + "\n")
     (tmp_path / "summary.json").write_text('{"warmup_s": 100}')
@@ -154,6 +215,46 @@ def test_a_run_that_was_cut_off_still_has_a_report(summary: str, tmp_path: Path)
     done = CliRunner().invoke(app, ["report", str(tmp_path), "--no-png"])
     assert done.exit_code == 0, done.output
     assert "<svg" in (tmp_path / "report.html").read_text()
+
+
+def locust_refuses(*args: str) -> str:
+    """What ``locust -f loadgen/locustfile.py`` writes before it ends with code 2, soon."""
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--only-summary", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=35, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_locust_ends_at_once_when_a_run_cannot_start(tmp_path: Path) -> None:
+    """The error is found after Locust's test has begun; nobody waits for streams that never were."""
+    (tmp_path / "t.jsonl").write_text(jsonl(10) + jsonl(5))
+    (tmp_path / "trace.yaml").write_text(f"trace: {{path: {tmp_path / 't.jsonl'}}}\n")
+    (tmp_path / "model.yaml").write_text("baseline_ms: 20\nserver: {model: nobody}\n")
+    (tmp_path / "file").write_text("x")
+    dead = ("--headless", "--host", "http://127.0.0.1:9", "--results", str(tmp_path / "out"))
+    assert "no OpenAI-compatible server answers" in locust_refuses(*dead)
+    assert "timestamps go back" in locust_refuses(*dead, "--bench-config", str(tmp_path / "trace.yaml"))
+    with running_fake() as fake:
+        to = ("--headless", "--host", fake.url, "--bench-config", str(tmp_path / "model.yaml"), "--results")
+        assert "the server has no model 'nobody'" in locust_refuses(*to, str(tmp_path / "out"))
+        assert "is a file" in locust_refuses(*to, str(tmp_path / "file"))
+        assert "results are not overwritten" in locust_refuses(*to, str(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_locust_refuses_options() -> None:
+    assert "must start with http://" in locust_refuses("--headless", "--host", "127.0.0.1:30000")
+    assert "No such file" in locust_refuses("--headless", "--bench-config", "nofile.yaml")
+    assert "ports end at 65535" in locust_refuses("--host", "http://h", "--web-port", "99999")
+
+
+def test_a_class_of_the_trace_that_the_server_refuses(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(jsonl(0, slo_class="vip", slo_tpot_ms=30))
+    with running_fake(known_classes=["coding", "chat", "summarization"]) as fake:
+        bench = ("bench", "serve", "--url", fake.url, "--baseline-ms", "20", "--out", str(tmp_path / "o"))
+        assert "unknown SLO class 'vip'" in refused(*bench, "--trace", str(tmp_path / "t.jsonl"))
 
 
 def test_port_of_the_web_ui_in_use() -> None:

@@ -17,7 +17,9 @@ import psutil
 import pytest
 from fake_server import Fake, running_fake
 
-from adaserve.loadgen.report import agreement_rows, default_label, read_run, write_report
+from adaserve.loadgen.agreement import agreement_rows, compare
+from adaserve.loadgen.protocol import parse_event
+from adaserve.loadgen.report import default_label, read_run, write_report
 from adaserve.loadgen.results import iter_records
 from adaserve.scheduler.metrics import RequestRecord
 
@@ -233,6 +235,84 @@ def test_client_and_server_are_compared(tmp_path: Path) -> None:
     )
     page = write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
     assert "Client and server" in page and "+16.7" in page and "1 within 5% of their SLO" in page
+
+
+def told(record: RequestRecord, tpot_ms: float, met: bool, **more: float) -> RequestRecord:
+    """The record with the server's verdict."""
+    verdict = {"tpot_ms": tpot_ms, "tpot_slo_ms": record.slo_tpot_ms, "ttft_ms": 400.0, "ttft_slo_ms": None}
+    record.server_slo = {**verdict, "met": met} | more
+    record.judge()
+    return record
+
+
+def test_requests_that_are_judged_differently_are_listed_with_the_reason() -> None:
+    tpot = 30.3 / 1e3  # the client's; the SLO is 30
+    records = [
+        told(record(id="late", last_token_s=1.0 + 10 * tpot), 29.8, True),
+        told(record(id="slo", last_token_s=1.0 + 10 * tpot), 30.2, True, tpot_slo_ms=40.0),
+        told(record(id="chunk", last_token_s=1.0 + 7 * tpot, first_chunk_tokens=4), 29.0, True),
+        told(record(id="lost", error="connection closed before the end of the answer"), 20.0, True),
+        told(record(id="ttft", slo_ttft_ms=450.0), 10.0, True, ttft_slo_ms=450.0),
+        told(record(id="agreed", last_token_s=1.0 + 10 * tpot), 30.2, False),
+        told(record(id="fast", last_token_s=1.1), 10.0, True),
+        record(id="no verdict"),
+    ]
+    verdicts = compare(records)
+    why = {f.id: f.why for f in verdicts.flips}
+    assert why == {
+        "late": "10 tokens were made in 298.0 ms and arrived in 303.0 ms",
+        "slo": "the server judged it by an SLO of 40 ms",
+        "chunk": "its first chunk held 4 tokens: the client measures the other 7 (212 ms), "
+        "the server all after the first (290 ms)",
+        "lost": "it failed on its way to the client: connection closed before the end of the answer",
+        "ttft": "+100.0 ms on the way to the scheduler and back",
+    }
+    flips = {f.id: f for f in verdicts.flips}
+    assert (flips["ttft"].objective, flips["ttft"].client_ms, flips["ttft"].server_ms) == (
+        "TTFT",
+        500.0,
+        400.0,
+    )
+    assert (flips["late"].client_ms, flips["late"].server_ms) == (pytest.approx(30.3), 29.8)
+    assert not flips["late"].client_met and flips["late"].server_met
+    assert (verdicts.told, verdicts.met, verdicts.attainment) == (7, 6, 6 / 7)
+    assert verdicts.gap is not None and verdicts.gap[2] > 0.015
+    assert verdicts.undecided >= 2  # "late" and "agreed" lie nearer to 30 ms than the clocks differ
+
+
+def test_the_report_lists_them(tmp_path: Path) -> None:
+    records = [told(record(id="late7", last_token_s=1.303), 29.8, True), told(record(id="1"), 10.0, True)]
+    (tmp_path / "requests.jsonl").write_text("\n".join(r.to_json() for r in records) + "\n")
+    server = {"chat": {"all": {"requests": 2, "attainment": 1.0}}}
+    (tmp_path / "summary.json").write_text(json.dumps({"server": server}))
+    (row,) = agreement_rows(read_run(tmp_path))
+    assert (row["points"], row["flips"], row["told"]) == (-50.0, 1, 2)
+    page = write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
+    assert "judged differently" in page and "<td>late7</td>" in page
+    assert "10 tokens were made in 298.0 ms and arrived in 303.0 ms" in page
+
+
+@pytest.mark.parametrize(
+    "odd", [None, 5, {"slo": 5}, {"slo": {"met": "yes"}}, {"slo": {"met": True, "tpot_ms": "x"}}]
+)
+def test_metadata_of_other_servers_is_no_verdict(odd: Any) -> None:
+    event = parse_event("completions", {"choices": [], "usage": {"completion_tokens": 3}, "metadata": odd}, 0)
+    assert event.server_slo is None and event.output_tokens == 3
+
+
+def test_verdict_of_the_server_is_read() -> None:
+    slo = {
+        "class": "chat",
+        "tpot_ms": 1.5,
+        "tpot_slo_ms": 2,
+        "ttft_ms": 9.0,
+        "ttft_slo_ms": None,
+        "met": True,
+    }
+    expected = {k: v for k, v in slo.items() if k != "class"}
+    stream = {"choices": [], "usage": {"completion_tokens": 3}, "metadata": {"slo": slo}}
+    assert parse_event("chat", stream, 0).server_slo == expected
+    assert parse_event("generate", {"text": "x", "meta_info": {"slo": slo}}, 0).server_slo == expected
 
 
 def record(**values: Any) -> RequestRecord:
