@@ -117,6 +117,7 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                 {"{{slo_class}}": attainment("5m")},
                 unit="percentunit",
                 steps=GOOD,
+                text="Share of requests that met all their SLOs, failures included. Green from 90%.",
             ),
             panel(
                 "Attainment against target",
@@ -159,6 +160,7 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                     for q in (50, 99)
                 },
                 unit="s",
+                text="From the arrival of a request to its first token, as SGLang counts it.",
             ),
             panel(
                 "Goodput and throughput",
@@ -167,7 +169,7 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                     "goodput {{slo_class}}": by_class("adaserve:goodput_tokens_total"),
                     "throughput, all classes": f"sum(rate(adaserve:output_tokens_total{{{ALL}}}{RATE}))",
                 },
-                unit="short",
+                unit="suffix: tok/s",
                 text="Tokens/s of requests that met their SLOs, against all tokens.",
             ),
         ],
@@ -183,6 +185,7 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                     "running": 'sum(sglang:num_running_reqs{instance=~"$instance"})',
                     "queued": 'sum(sglang:num_queue_reqs{instance=~"$instance"})',
                 },
+                text="Requests that decode, and requests that wait for their prefill.",
             ),
             panel(
                 "Requests by class",
@@ -190,6 +193,7 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                 {"{{slo_class}}": by_class("adaserve:slo_requests_total", ', objective="all"')},
                 unit="reqps",
                 stack=True,
+                text="Finished requests per second.",
             ),
             panel(
                 "KV cache in use",
@@ -197,6 +201,7 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                 {"{{instance}}": 'sglang:token_usage{instance=~"$instance"}'},
                 unit="percentunit",
                 high=1,
+                text="Share of the KV cache slots; near 1 requests are retracted or wait.",
             ),
         ],
     ),
@@ -208,6 +213,7 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                 "Accept length",
                 "timeseries",
                 {"tokens per request and iteration": ACCEPT},
+                text="Tokens per request and iteration, the bonus token included; 1 is plain decoding.",
             ),
             panel(
                 "Drafted, verified, emitted",
@@ -219,6 +225,7 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                 "Depth and width",
                 "timeseries",
                 {"depth d": mean("adaserve:tree_depth"), "width w": mean("adaserve:tree_width")},
+                text="Means of d and w of the candidate trees; d = 0 drafts nothing.",
             ),
             panel(
                 "Budget",
@@ -227,6 +234,7 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                     "budget B": mean("adaserve:token_budget"),
                     "tokens verified": mean("adaserve:verify_batch_tokens"),
                 },
+                text="Tokens that a verification may hold, and those that it held.",
             ),
         ],
     ),
@@ -240,6 +248,7 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                 {"{{phase}}": PHASES},
                 unit="s",
                 stack=True,
+                text="Seconds of a decode iteration by phase.",
             ),
             panel(
                 "Calibration error",

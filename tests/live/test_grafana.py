@@ -84,6 +84,65 @@ def test_dashboard_is_portable_and_current() -> None:
         assert not overlap and a["x"] + a["w"] <= 24
 
 
+CORE_PANELS = {"row", "stat", "timeseries"}  # ship with Grafana: no plugin to install
+UNITS = {"percentunit", "short", "s", "reqps"}  # ids of Grafana's formats; others show as a suffix
+OPTIONS = {
+    "stat": {
+        "reduceOptions",
+        "colorMode",
+        "graphMode",
+        "textMode",
+        "orientation",
+        "justifyMode",
+        "wideLayout",
+    },
+    "timeseries": {"legend", "tooltip"},
+}
+
+
+def test_dashboard_follows_grafanas_model() -> None:
+    """What Grafana would drop or ignore without a word: unknown panels, units, options, variables."""
+    data = json.loads(DASHBOARD.read_text())
+    assert data["schemaVersion"] >= 36 and re.fullmatch(r"[\w-]{1,40}", data["uid"])
+    variables = {v["name"]: v for v in data["templating"]["list"]}
+    assert (
+        variables["datasource"]["type"] == "datasource" and variables["datasource"]["query"] == "prometheus"
+    )
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    for name, variable in variables.items():
+        assert name == "datasource" or (variable["type"], variable["datasource"]) == ("query", source)
+    builtin = {"__rate_interval", "__all"}
+    for panel in data["panels"]:
+        assert panel["type"] in CORE_PANELS
+        if panel["type"] == "row":
+            assert panel["panels"] == [] and not panel["collapsed"]
+            continue
+        assert panel["datasource"] == source and panel["description"]
+        defaults = panel["fieldConfig"]["defaults"]
+        assert defaults["unit"] in UNITS or defaults["unit"].startswith("suffix:")
+        assert set(panel["options"]) <= OPTIONS[panel["type"]]
+        letters = [t["refId"] for t in panel["targets"]]
+        assert letters == sorted(set(letters)) and all(len(r) == 1 for r in letters)
+        for target in panel["targets"]:
+            used = set(re.findall(r"\$\{?(\w+)", target["expr"]))
+            assert used <= set(variables) | builtin, used
+            assert target["datasource"] == source
+            # A label that is asked for in the legend must survive the query's grouping.
+            for label in re.findall(r"\{\{\s*(\w+)\s*\}\}", target.get("legendFormat", "")):
+                assert label in target["expr"], (panel["title"], label)
+
+
+def test_provisioning_names_what_the_compose_file_mounts() -> None:
+    services = yaml.safe_load((GRAFANA / "compose.yaml").read_text())["services"]
+    mounts = [v.split(":")[1] for v in services["grafana"]["volumes"]]
+    (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/adaserve.yaml").read_text())["providers"]
+    assert provider["options"]["path"] in mounts and "/etc/grafana/provisioning" in mounts
+    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    assert source["isDefault"] and source["url"].split("/")[2].split(":")[0] in services
+
+
 def _overlap(a: dict[str, int], b: dict[str, int]) -> bool:
     return not (
         a["x"] + a["w"] <= b["x"]
