@@ -4,7 +4,7 @@ First ``policy.select`` alone, on beams of 8 levels of 3 (24 candidates a reques
 many single calls is what the code costs; the median shows what a busy machine makes of it.
 
 Then all that a policy does in an iteration of the embedded pair, with beams of up to 5 levels of up to 3.
-Some is learned now and then only, so this is a mean: the smallest of 64 iterations in a row.
+Some is learned now and then only, so this is a mean, of processor time: the smallest of 64 in a row.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def measure_iteration(policy: str, n: int, repeats: int) -> FloatArray:
     shapes = itertools.product(range(1, 6), range(1, 4), range(8))
     pool = {(d, w, seed): example_trees(n, d, w, seed) for d, w, seed in shapes}
     accepted = {key: _accepted(trees, seed=key[2]) for key, trees in pool.items()}
-    batch, now, clock = replace(example_batch(n, seed=2), max_depth=np.full(n, 5)), 2.0, time.perf_counter_ns
+    batch, now, clock = replace(example_batch(n, seed=2), max_depth=np.full(n, 5)), 2.0, time.thread_time_ns
     took: FloatArray = np.zeros((repeats, len(PARTS)))
     for i in range(repeats):
         batch = replace(batch, rids=tuple(batch.rids), decoded_tokens=20 + (batch.decoded_tokens - 17) % 40)
@@ -192,7 +192,11 @@ def main(
         f"{platform.machine()}, {os.cpu_count()} cores shared (load {load:.1f}), "
         f"Python {platform.python_version()}, numpy {numpy_version}.\n\n"
     )
-    text = head + table(repeats) + "\n\nWhole iterations, microseconds (smallest mean of 64 in a row):\n\n"
+    text = (
+        head
+        + table(repeats)
+        + "\n\nWhole iterations, processor microseconds (smallest mean of 64 in a row):\n\n"
+    )
     text += iteration_table(repeats) + "\n"
     print(text)
     if out:

@@ -108,6 +108,8 @@ class PricedPolicy(BasePolicy):
 
     def _weigh(self, running: RunningBatch, context: float, now_s: float) -> FloatArray:
         n = len(running)
+        if n == 1:  # nobody to be weighed against
+            return np.ones(1)
         period = self._period_s or self.latency.iteration_s(n, 2, 1, 3 * n, context)
         pace = self._potential.of(running.rids)[:, 0]
         if not all_true(pace > 0):
@@ -141,9 +143,14 @@ class PricedPolicy(BasePolicy):
         if self._iterations % c.width_probe_every == c.width_probe_every - 1:
             width = min(c.w_max, width + 1)
         step_price = rate * (first_s + row_s * (width - 1))
-        depth = 0
-        while depth < deepest and n * sum(surplus[depth][:width]) > step_price:
-            depth += 1
+        depth, gain = 0, -rate * self.latency.draft_start_s
+        while depth < deepest:
+            more = n * sum(surplus[depth][:width]) - (step_price if depth else rate * first_s)
+            if more <= 0:
+                break
+            depth, gain = depth + 1, gain + more
+        if gain <= 0:
+            depth = 0
         if self._iterations % c.depth_probe_every == c.depth_probe_every - 1:
             depth = min(deepest, depth + 1)
         regime.depth = depth
