@@ -182,10 +182,14 @@ class DeviceForward:
         if key.head == "logits":
             return logits, logits.argmax(dim=-1)
         i = inputs
-        columns = (i.scale, i.spread, i.keys, i.positions)
+        scale, spread, keys, positions = i.scale, i.spread, i.keys, i.positions
         if key.head == "last-candidates":
-            logits, columns = logits[1::2], tuple(c[1::2] for c in columns)
-        scaled = noise.read(logits, *columns) if key.noisy else logits.float() * columns[0][:, None]
+            logits = logits[1::2]
+            scale, spread, keys, positions = scale[1::2], spread[1::2], keys[1::2], positions[1::2]
+        if key.noisy:
+            scaled = noise.read(logits, scale, spread, keys, positions)
+        else:
+            scaled = logits.float() * scale[:, None]
         best = scaled.topk(self._candidates, dim=-1)
         return best.values - scaled.logsumexp(dim=-1, keepdim=True), best.indices
 
