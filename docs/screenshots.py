@@ -76,7 +76,7 @@ def _measure(folder: Path) -> None:
         for seed in SEEDS:
             for policy in POLICIES:
                 server.set_policy(policy)
-                args = ["--url", server.url, "--rps", "1.2", "--duration", "40", "--seed", seed]
+                args = ["--url", server.url, "--rps", "1.2", "--duration", "30", "--seed", seed]
                 args += ["--out", f"{policy}-seed{seed}"]
                 bench = [sys.executable, "-m", "adaserve.loadgen", "bench", "serve", *args]
                 subprocess.run(bench, check=False, cwd=folder)

@@ -103,7 +103,7 @@ def _why(record: RequestRecord, verdict: Mapping[str, Any], key: str) -> str:
         return f"the server judged it by {'no SLO' if theirs is None else f'an SLO of {theirs:g} ms'}"
     if key == "ttft":
         gap_ms = (record.ttft_s or 0.0) * 1e3 - (verdict["ttft_ms"] or 0.0)
-        return f"{gap_ms:+.1f} ms on the way to the scheduler and back"
+        return f"{gap_ms:+.1f} ms on the way to the server's HTTP process, and from its first token back"
     made_ms = (verdict["tpot_ms"] or 0.0) * (record.output_tokens - 1)
     came_ms = ((record.last_token_s or 0.0) - (record.first_token_s or 0.0)) * 1e3
     later, first = record.output_tokens - record.first_chunk_tokens, record.first_chunk_tokens
@@ -142,7 +142,28 @@ def agreement_rows(run: Run) -> list[dict[str, Any]]:
                     "flips": len(verdicts.flips),
                 }
             )
-    return rows
+    return [*rows, _together(rows)] if len(rows) > 1 else rows
+
+
+def _together(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The classes of a run as one row."""
+    client_n, server_n = sum(r["client_n"] for r in rows), sum(r["server_n"] for r in rows)
+    client = sum(r["client"] * r["client_n"] for r in rows) / client_n
+    server = sum(r["server"] * r["server_n"] for r in rows) / server_n
+    return {
+        "run": rows[0]["run"],
+        "name": "all",
+        "client": client,
+        "server": server,
+        "client_n": client_n,
+        "server_n": server_n,
+        "points": 100 * (client - server),
+        "why": "",
+        "told": sum(r["told"] for r in rows),
+        "gap": None,
+        "undecided": sum(r["undecided"] for r in rows),
+        "flips": sum(r["flips"] for r in rows),
+    }
 
 
 def flip_rows(run: Run) -> list[dict[str, Any]]:

@@ -31,9 +31,12 @@ def test_client_and_server_agree(server: Server, tmp_path: Path) -> None:
     assert done.returncode in (0, 1), done.stderr  # 1: a busy machine sent some requests late
     summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
     rows = {r["name"]: r for r in agreement_rows(read_run(tmp_path / "run"))}
-    assert set(rows) == {"coding", "chat", "summarization"}
+    assert set(rows) == {"coding", "chat", "summarization", "all"}
     for name, row in rows.items():
-        assert row["client_n"] == row["server_n"] == summary["by_class"][name]["requests"] > 5
+        of_class = summary["by_class"].get(name, summary)
+        # Every answer brought the server's verdict along.
+        assert row["client_n"] == row["server_n"] == row["told"] == of_class["requests"] > 5
+        assert row["flips"] == 0
         assert row["why"] == ""
         assert abs(row["points"]) <= 1, row
     assert [rows[n]["client"] for n in ("coding", "chat", "summarization")] == [0, 1, 1]

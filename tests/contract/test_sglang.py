@@ -231,3 +231,14 @@ def test_name_is_free() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     assert NAME not in SpeculativeAlgorithm.__members__
+
+
+def test_the_time_of_arrival_travels_to_the_scheduler() -> None:
+    from sglang.srt.observability.req_time_stats import APIServerReqTimeStats, SchedulerReqTimeStats
+
+    from adaserve.patches.slo_responses import _arrival
+
+    sent, received = APIServerReqTimeStats(), APIServerReqTimeStats()
+    sent.set_created_time(12.5)
+    received.__setstate__(_arrival(sent.__getstate__(), sent))
+    assert SchedulerReqTimeStats.new_from_obj(received).created_time == pytest.approx(12.5, abs=0.01)

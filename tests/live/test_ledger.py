@@ -92,6 +92,11 @@ def test_times_are_those_of_the_answer() -> None:
     assert counted(books) == {"requests": 1, "failed": 0, "met": 1, "tokens": 11}
 
 
+def test_ttft_counts_from_the_arrival_at_the_http_process() -> None:
+    """The scheduler looked into its mailbox at 0.9 s; the request had come at 0.4 s."""
+    assert ledger().close(Req(created_time=0.4))["ttft_ms"] == pytest.approx(600)
+
+
 def test_tokens_behind_the_stop_do_not_make_a_request_faster() -> None:
     report = ledger().close(Req(output_ids_through_stop=[1, 2, 3, 4, 5], output_ids=list(range(11))))
     assert report["tpot_ms"] == pytest.approx(50) and report["met"] is False

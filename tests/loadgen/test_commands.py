@@ -265,7 +265,7 @@ def test_requests_that_are_judged_differently_are_listed_with_the_reason() -> No
         "chunk": "its first chunk held 4 tokens: the client measures the other 7 (212 ms), "
         "the server all after the first (290 ms)",
         "lost": "it failed on its way to the client: connection closed before the end of the answer",
-        "ttft": "+100.0 ms on the way to the scheduler and back",
+        "ttft": "+100.0 ms on the way to the server's HTTP process, and from its first token back",
     }
     flips = {f.id: f for f in verdicts.flips}
     assert (flips["ttft"].objective, flips["ttft"].client_ms, flips["ttft"].server_ms) == (
@@ -282,11 +282,13 @@ def test_requests_that_are_judged_differently_are_listed_with_the_reason() -> No
 
 def test_the_report_lists_them(tmp_path: Path) -> None:
     records = [told(record(id="late7", last_token_s=1.303), 29.8, True), told(record(id="1"), 10.0, True)]
+    records += [told(record(id=f"c{k}", slo_class="coding"), 10.0, True) for k in range(2)]
     (tmp_path / "requests.jsonl").write_text("\n".join(r.to_json() for r in records) + "\n")
-    server = {"chat": {"all": {"requests": 2, "attainment": 1.0}}}
+    server = {name: {"all": {"requests": 2, "attainment": 1.0}} for name in ("chat", "coding")}
     (tmp_path / "summary.json").write_text(json.dumps({"server": server}))
-    (row,) = agreement_rows(read_run(tmp_path))
-    assert (row["points"], row["flips"], row["told"]) == (-50.0, 1, 2)
+    rows = {r["name"]: r for r in agreement_rows(read_run(tmp_path))}
+    told_of = {n: (r["points"], r["flips"], r["told"]) for n, r in rows.items()}
+    assert told_of == {"chat": (-50.0, 1, 2), "coding": (0.0, 0, 2), "all": (-25.0, 1, 4)}
     page = write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
     assert "judged differently" in page and "<td>late7</td>" in page
     assert "10 tokens were made in 298.0 ms and arrived in 303.0 ms" in page
