@@ -70,10 +70,10 @@ def _joined(trees: Sequence[CandidateTrees]) -> CandidateTrees:
 
 def find_tested(outcome: IterationOutcome) -> Tested:
     """What an iteration tested."""
-    return tested_nodes(Verified.of([outcome]))
+    return find_tested_in(Verified.of([outcome]))
 
 
-def tested_nodes(seen: Verified) -> Tested:
+def find_tested_in(seen: Verified) -> Tested:
     """What was tested."""
     trees = seen.trees
     if seen.tested is not None:

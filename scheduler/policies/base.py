@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve.scheduler.acceptance import AcceptanceRates, Verified, tested_nodes
+from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested_in
 from adaserve.scheduler.arrays import largest, smallest, total
 from adaserve.scheduler.calibration import Calibrator
 from adaserve.scheduler.config import PolicyConfig
@@ -44,8 +44,6 @@ class BasePolicy:
     """Fixed shape, everything drafted is verified; subclasses override ``shape`` and ``select``."""
 
     calibrate_every = 8  # iterations; policies that don't use the calibration only record the curves
-    lesson_rows = 32  # learned from at once: a smaller batch's iterations are collected first, ...
-    lesson_iterations = 32  # ... at most so many
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
         self.name = name
@@ -142,9 +140,12 @@ class BasePolicy:
         if self._unlearned and self._unlearned[0].plan.running.rids != running.rids:
             self.learn()
         self._unlearned.append(outcome)
-        iterations = len(self._unlearned)
-        if iterations >= self.lesson_iterations or iterations * len(running) >= self.lesson_rows:
+        if self.enough_to_learn(len(self._unlearned), len(running)):
             self.learn()
+
+    def enough_to_learn(self, iterations: int, n: int) -> bool:
+        """Whether to learn from that many iterations of a batch of n: few rows at a time would be dear."""
+        return iterations * n >= 32
 
     def learn(self) -> None:
         """Takes in what was observed; several iterations of a small batch at once."""
@@ -154,14 +155,14 @@ class BasePolicy:
         running = outcomes[0].plan.running
         rids, classes, n = running.rids, running.slo_class, len(running)
         seen = Verified.of(outcomes)
-        tests = tested_nodes(seen)
+        tests = find_tested_in(seen)
         self.rates.observe(rids, classes, _per_request(tests.tried, n), _per_request(tests.passed, n))
         told = [o for o in outcomes if o.plan.iteration % self.calibrate_every == 0]
         if not told:
             return
         if len(told) < len(outcomes):
             seen = Verified.of(told)
-            tests = tested_nodes(seen)
+            tests = find_tested_in(seen)
         claimed = self.calibrator.claimed(seen.trees, tests.node)
         self.calibrator.observe(claimed, tests.row % n, tests.accepted, rids, classes)
 

@@ -53,8 +53,6 @@ class PricedPolicy(BasePolicy):
     """
 
     calibrate_every = 1
-    lesson_rows = 64
-    lesson_iterations = 16  # a lone request may be done after thirty
     few_nodes = 80  # up to here plain numbers are faster than arrays: a numpy call costs as much as ten
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
@@ -143,14 +141,9 @@ class PricedPolicy(BasePolicy):
         if self._iterations % c.width_probe_every == c.width_probe_every - 1:
             width = min(c.w_max, width + 1)
         step_price = rate * (first_s + row_s * (width - 1))
-        depth, gain = 0, -rate * self.latency.draft_start_s
-        while depth < deepest:
-            more = n * sum(surplus[depth][:width]) - (step_price if depth else rate * first_s)
-            if more <= 0:
-                break
-            depth, gain = depth + 1, gain + more
-        if gain <= 0:
-            depth = 0
+        depth = 0
+        while depth < deepest and n * sum(surplus[depth][:width]) > step_price:
+            depth += 1
         if self._iterations % c.depth_probe_every == c.depth_probe_every - 1:
             depth = min(deepest, depth + 1)
         regime.depth = depth
@@ -337,6 +330,12 @@ class PricedPolicy(BasePolicy):
             self._period_s = period if self._period_s == 0 else 0.9 * self._period_s + 0.1 * period
         self._pace = 0.95 * self._pace + 0.05 * total(outcome.new_tokens) / len(outcome.new_tokens)
         self._first_level = 0.9 * self._first_level + 0.1 * self.rates.overall
+
+    def enough_to_learn(self, iterations: int, n: int) -> bool:
+        """Small batches collect more, but a lone request may be done after thirty iterations."""
+        if n >= SMALL:
+            return super().enough_to_learn(iterations, n)
+        return iterations * n >= 64 or iterations >= 16
 
     def forget(self, rid: str) -> None:
         """Also drops the request's pace."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sched_factories import beam_trees, outcome, running, trees_from
 
-from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested, tested_nodes
+from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested, find_tested_in
 from adaserve.scheduler.calibration import Calibrator, parents_flat, path_product, tree_steps
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.fit import fit_latency, fit_roofline
@@ -171,7 +171,7 @@ class TestAcceptance:
             accepted = selection.keep & (rng.random(trees.n_nodes) < 0.5)
             one = outcome(plan, trees, selection, accepted)
             outcomes.append(replace(one, tested=selection.keep & (trees.depth == 1)) if told else one)
-        together, alone = tested_nodes(Verified.of(outcomes)), [find_tested(o) for o in outcomes]
+        together, alone = find_tested_in(Verified.of(outcomes)), [find_tested(o) for o in outcomes]
         offset = np.cumsum([0, *(o.trees.n_nodes for o in outcomes)])
         assert together.node.tolist() == [i + k for t, k in zip(alone, offset, strict=False) for i in t.node]
         assert together.row.tolist() == [r + 3 * i for i, t in enumerate(alone) for r in t.row]
