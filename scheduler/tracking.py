@@ -14,15 +14,17 @@ from adaserve.scheduler.latency import LatencyModel
 class LineTracker:
     """Exponentially weighted fit ``measured = slope * predicted + offset``.
 
-    While the predictions hardly vary the slope can't be told from the offset, so a ridge pulls the
-    offset to zero: then the plain ratio remains, which is what a model that is k times wrong needs.
+    While the predictions hardly vary the slope can't be told from the offset. A ridge decides then: it pulls
+    the offset to zero, so that the plain ratio remains, which is what a model that is k times wrong needs; or
+    the slope to that of another line, ``like``, where what is missing is rather a fixed cost.
     """
 
     RIDGE = 0.02  # relative to the second moment of the predictions
     LIMITS = (0.1, 10.0)
 
-    def __init__(self, memory: float = 24.0) -> None:
+    def __init__(self, memory: float = 24.0, like: LineTracker | None = None) -> None:
         """``memory``: effective number of observations, after which old ones have faded."""
+        self._like = like
         self._decay = 1.0 - 1.0 / memory
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self.slope, self.offset = 1.0, 0.0
@@ -44,7 +46,8 @@ class LineTracker:
         mean = self._x / self._n
         ridge = self.RIDGE * self._xx
         variance = max(0.0, self._xx - self._x * mean)
-        slope = (self._xy - self._y * mean + ridge * ratio) / (variance + ridge)
+        usual = ratio if self._like is None else min(ratio, max(1.0, self._like.slope))
+        slope = (self._xy - self._y * mean + ridge * usual) / (variance + ridge)
         self.slope = min(max(slope, self.LIMITS[0] * ratio), 2.0 * ratio)
         self.offset = (self._y - self.slope * self._x) / self._n
         self.floor = self.LIMITS[0] * ratio
@@ -67,7 +70,8 @@ class LatencyTracker:
         self.model = model
         self.enabled = enabled
         self.verify = LineTracker()
-        self.draft = LineTracker()
+        # Around the steps stands the host's work for a draft as a whole; a slow host is slow in both models.
+        self.draft = LineTracker(like=self.verify)
         self._curves: dict[float, FloatArray] = {}
 
         def target_s(tokens: float, context: float) -> float:
@@ -108,14 +112,19 @@ class LatencyTracker:
         return np.maximum(self.verify.slope * raw + self.verify.offset, self.verify.floor * raw)
 
     def draft_s(self, n: int, depth: int, width: int, context: float = 0.0) -> float:
-        """Corrected seconds of ``depth`` draft forwards."""
+        """Corrected seconds of ``depth`` draft forwards and what is around them."""
         if depth <= 0:
             return 0.0
-        return self.draft.predict(self._draft_s(n, depth, width, context) / depth) * depth
+        return self.draft.predict(self._draft_s(n, depth, width, context))
+
+    @property
+    def draft_start_s(self) -> float:
+        """What drafting costs beyond its steps."""
+        return max(0.0, self.draft.offset)
 
     def draft_step_s(self, rows: float, context: float = 0.0) -> float:
-        """Corrected seconds of one draft forward."""
-        return self.draft.predict(self._draft_step_s(rows, context))
+        """Corrected seconds that one more draft forward takes."""
+        return self.draft.slope * self._draft_step_s(rows, context)
 
     def iteration_s(
         self, n: int, depth: int, width: int, verify_tokens: float, context: float = 0.0
@@ -132,4 +141,4 @@ class LatencyTracker:
     def observe_draft(self, n: int, depth: int, width: int, context: float, measured_s: float) -> None:
         """``depth`` measured draft forwards."""
         if self.enabled and depth > 0:
-            self.draft.observe(self._draft_s(n, depth, width, context) / depth, measured_s / depth)
+            self.draft.observe(self._draft_s(n, depth, width, context), measured_s)

@@ -6,8 +6,9 @@ and its ancestors. Re-parented beams therefore never move KV.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -25,6 +26,9 @@ from adaserve.worker.tree import TreeShape, tree_shape
 ReadAt = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Scale of the draft's logits and spread of the request's noise at each sampling temperature."""
 
+USUALLY_PENDING = 2
+"""Tokens that the draft has not seen after an iteration that drafted: the last accepted node, at most."""
+
 KeepDrafting = Callable[[IterationPlan, int, np.ndarray], bool]
 
 
@@ -38,6 +42,7 @@ class Draft:
     visible: np.ndarray  # bool [a, nodes, width]: window columns that each node sees, itself included
     window: np.ndarray  # int64 [a, width]: KV slots of the windows
     depth: int  # draft steps that were run
+    catch_up_s: float = 0.0  # seconds in which the draft took in tokens it had missed, before the steps
 
     @property
     def nodes_per_row(self) -> int:
@@ -66,15 +71,40 @@ class Drafter:
         if shape is None or not len(active):
             return None
         depth = len(shape.beams)
+        late_s = self._catch_up(rows, active)
         search = _BeamSearch(self._forward, rows, active, shape, self._reading(rows, active))
         if search.is_native:
-            return search.result(len(rows), search.run(plan, keep_drafting))
+            return replace(search.result(len(rows), search.run(plan, keep_drafting)), catch_up_s=late_s)
         search.first_step()
         for step in range(2, depth + 1):
             if keep_drafting is not None and not keep_drafting(plan, step - 1, search.frontier(len(rows))):
-                return search.result(len(rows), step - 1)
+                return replace(search.result(len(rows), step - 1), catch_up_s=late_s)
             search.next_step(step)
-        return search.result(len(rows), depth)
+        return replace(search.result(len(rows), depth), catch_up_s=late_s)
+
+    def _catch_up(self, rows: DecodeRows, active: np.ndarray) -> float:
+        """Feeds the draft what requests generated while nothing was drafted for them; seconds it took.
+
+        Apart from the first step, so that the policy does not take it for the price of drafting.
+        """
+        behind = active[[len(rows.states[r].pending) > USUALLY_PENDING for r in active]]
+        if not len(behind):
+            return 0.0
+        start_s = time.perf_counter()
+        states = [rows.states[r] for r in behind]
+        q_lens = np.array([len(s.pending) for s in states])
+        first, kv_lens = np.array([s.draft_len for s in states]), rows.seq_lens[behind]
+        pool_indices = rows.pool_indices[torch.from_numpy(behind)]
+        slots = gather_slots(rows.req_to_token, pool_indices, first, q_lens)
+        kv_slots = gather_slots(rows.req_to_token, pool_indices, np.zeros_like(kv_lens), kv_lens)
+        tokens = torch.tensor([t for s in states for t in s.pending])
+        positions = torch.from_numpy(
+            np.concatenate([np.arange(f, f + q) for f, q in zip(first, q_lens, strict=True)])
+        )
+        self._forward.hidden(tokens, positions, slots, causal_plan(kv_slots, q_lens, kv_lens))
+        for state, length in zip(states, kv_lens.tolist(), strict=True):
+            state.draft_len, state.pending = length, []
+        return time.perf_counter() - start_s
 
     def _shape(self, depth: int, plan: IterationPlan) -> TreeShape | None:
         """The planned shape, cut to the window: a fixed tree knows nothing of this server's limits."""

@@ -90,6 +90,7 @@ class Iteration:
     def outcome(self, end_s: float, last_end_s: float) -> IterationOutcome:
         """What the policy learns; ``last_end_s`` is 0 before the first iteration."""
         times, trees = self.times, self.trees
+        catch_up_s = 0.0 if self.draft is None else self.draft.catch_up_s
         accepted = np.zeros(trees.n_nodes, np.bool_)
         accepted[self.verified.node] = self.acceptance.accepted[~self.verified.is_root]
         return IterationOutcome(
@@ -99,7 +100,7 @@ class Iteration:
             accepted=accepted,
             new_tokens=self.acceptance.count + 1,
             end_s=end_s,
-            draft_s=times.drafted_s - times.start_s,
+            draft_s=times.drafted_s - times.start_s - catch_up_s,
             select_s=times.selected_s - times.drafted_s,
             verify_s=end_s - times.selected_s,
             total_s=end_s - times.start_s,
