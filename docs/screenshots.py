@@ -56,16 +56,16 @@ def shoot_live_page() -> None:
                 page.screenshot(IMG / f"{name}.png", full=name == "slo-light")
 
 
-def shoot_report(folder: Path) -> None:
+def shoot_report(folder: Path, scratch: Path) -> None:
     """A real run: the embedded pair on this machine, with AdaServe and without (about five minutes). Runs
-    that lie in ``folder`` already are taken as they are."""
-    runs = [f"{policy}-seed{seed}" for policy in POLICIES for seed in SEEDS]
-    if not all((folder / run / "summary.json").exists() for run in runs):
+    that lie in ``folder`` already, for example a demo's, are taken as they are."""
+    if not list(folder.glob("*/summary.json")):
         _measure(folder)
-    report = [sys.executable, "-m", "adaserve.loadgen", "report", *runs, "--out", ".", "--no-png"]
-    subprocess.run(report, check=True, cwd=folder)
+    runs = sorted((p.parent for p in folder.glob("*/summary.json")), key=lambda r: (r.name[:4] == "none", r))
+    report = [sys.executable, "-m", "adaserve.loadgen", "report", *map(str, runs), "--no-png"]
+    subprocess.run([*report, "--out", str(scratch)], check=True)
     with browser(1180, 1330) as page:
-        page.open(f"file://{folder.resolve()}/report.html")
+        page.open(f"file://{scratch}/report.html")
         page.screenshot(IMG / "report.png", full=False)
 
 
@@ -121,7 +121,7 @@ def main() -> None:
         if "live" in wanted:
             shoot_live_page()
         if "report" in wanted:
-            shoot_report(kept[0] if kept else Path(folder))
+            shoot_report(kept[0] if kept else Path(folder), Path(folder))
         if "locust" in wanted:
             shoot_locust(Path(folder))
 
