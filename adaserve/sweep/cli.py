@@ -57,7 +57,7 @@ def bench_sweep(
         float | None, _traffic("Prompts and outputs over those of paper or trace.", show_default="0.25")
     ] = None,
     temperature: Annotated[
-        float | None, _traffic("For every class.", show_default="0.7 for chat, else 0")
+        float | None, _traffic("For every class; 0 is greedy decoding.", show_default="0.7")
     ] = None,
     model: Annotated[Text, _server("Target.", show_default="the embedded model")] = None,
     draft: Annotated[Text, _server("Draft.", show_default="the embedded model")] = None,

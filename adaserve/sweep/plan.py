@@ -102,7 +102,7 @@ class SweepPlan:
     trace: str | None = None
     slo_config: str | None = None
     length_scale: float = 0.25
-    temperature: float | None = None  # None = 0.7 for chat, 0 for the rest
+    temperature: float = 0.7  # of every class; 0 is greedy
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.axes) - set(AXES)):

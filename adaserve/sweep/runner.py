@@ -167,7 +167,7 @@ class Sweep:
         if looping:
             self._say(
                 f"[yellow]most outputs of {', '.join(looping)} repeat themselves[/]: drafts guess that "
-                "easily, so whatever speculates looks better than it is; --temperature 0.7 helps"
+                "easily, so whatever speculates looks better than it is; a higher --temperature helps"
             )
 
     def _continue(
@@ -187,7 +187,7 @@ class Sweep:
             Ask(
                 r.text or "",
                 r.output_tokens,
-                self.workload.temperature_of(r.slo_class or ""),
+                self.workload.temperature,
                 r.slo_class,
                 slos[r.slo_class or ""],
             )
@@ -279,7 +279,7 @@ class Sweep:
             rows=rows,
             sha256=Trace(rows).sha256,
             slo_ms=self.workload.slo_ms(point, self.head["baseline_ms"]),
-            temperatures={n: self.workload.temperature_of(n) for n in self.workload.names},
+            temperatures=dict.fromkeys(self.workload.names, self.workload.temperature),
             seconds=seconds,
         )
 

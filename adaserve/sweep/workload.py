@@ -52,7 +52,7 @@ class Workload:
     slos: SLOConfig = field(default_factory=SLOConfig)
     trace: Trace | None = None
     length_scale: float = 0.25
-    temperature: float | None = None
+    temperature: float = 0.7
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,11 +82,6 @@ class Workload:
             tpot_s = (scaled if name == urgent else own).slo(baseline_ms / 1e3).tpot_s
             found[name] = tpot_s * 1e3 if math.isfinite(tpot_s) else None
         return found
-
-    def temperature_of(self, name: str) -> float:
-        if self.temperature is not None:
-            return self.temperature
-        return 0.7 if name == "chat" else 0.0
 
     def draw_lengths(self, name: str, n: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
         """Prompt and output tokens of n requests of a class, scaled and clipped to this host."""
