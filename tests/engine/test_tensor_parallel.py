@@ -1,0 +1,64 @@
+"""Two tensor-parallel ranks over gloo: the GPU's worker on a CPU, plans of rank 0, same text as alone.
+
+Every rank drafts, verifies and keeps books. Ranks that drew or selected differently would run forwards of
+other shapes, in which gloo's sums fail or wait for ever, so that a finished request says that they agreed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaserve.algorithm import DEVICE_WORKER_ENV
+from tests.engine.conftest import adaserve_server
+from tests.engine.harness import Server, Zygote, run_jobs, workload
+from tests.engine.test_greedy import assert_same
+
+CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+"""SGLang wants a memory node per rank, or to be told the cores."""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("ranks")
+    config = {"policy": "priced", "max_depth": 4, "max_width": 3}
+    arguments: dict[str, Any] = {"tp-size": 2, "max-running-requests": 16}
+    server, _ = adaserve_server(folder, pair, "noisy", config, overlap=True, **arguments)
+    del server.environment["ADASERVE_PROBE"]  # it knows one rank only
+    server.environment |= {DEVICE_WORKER_ENV: "1", **CORES}
+    with server.running(zygote):
+        yield server
+        server.assert_idle_and_clean()
+
+
+def set_policy(server: Server, name: str) -> None:
+    answer = server.post("/set_internal_state", {"server_args": {f"adaserve_policy={name}": 1}})
+    assert answer.json() == [True], answer.text
+
+
+@pytest.mark.slow
+def test_greedy_is_the_target_alone(two_ranks: Server, stock: Server, pair: Path) -> None:
+    for number, policy in enumerate(("priced", "adaserve", "chain-3", "turbospec", "none")):
+        set_policy(two_ranks, policy)
+        jobs = workload(12, seed=20 + number, max_new=24)
+        expected = [a["output_ids"] for a in run_jobs(stock, jobs, speed=4) if a is not None]
+        assert_same(pair, jobs, run_jobs(two_ranks, jobs, speed=4), expected)
+    log = two_ranks.log.read_text(errors="replace")
+    assert all(f"TP{rank}] AdaServe: iterations on cpu" in log for rank in range(2))
+
+
+@pytest.mark.slow
+def test_sampled_requests_draw_alike_on_both_ranks(two_ranks: Server) -> None:
+    """Noise belongs to the request, so ranks draw the same; drafts that share it are accepted."""
+    set_policy(two_ranks, "chain-3")
+    texts = set()
+    for params in ({"temperature": 0.9}, {"temperature": 0.9}, {"temperature": 0.7, "top_p": 0.8}):
+        answer = two_ranks.generate(
+            input_ids=[7, 8, 9], sampling_params={**params, "max_new_tokens": 24, "ignore_eos": True}
+        )
+        assert answer["meta_info"]["completion_tokens"] == 24
+        texts.add(tuple(answer["output_ids"]))
+    assert len(texts) == 3, "every request has noise of its own"
