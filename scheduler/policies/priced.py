@@ -35,6 +35,9 @@ SMALL, RELAXED = 16, 4
 """An iteration of a small batch is short: what moves slowly is worked out every RELAXED iterations only, the
 ones with probes among them (``depth_probe_every`` must be a multiple)."""
 
+RAREST_PROBE = 3
+"""While drafting does not pay it is tried every ``depth_probe_every`` << RAREST_PROBE iterations at least."""
+
 
 @dataclass(slots=True)
 class _Regime:
@@ -43,6 +46,7 @@ class _Regime:
     surplus: FloatArray  # [d_max, w_max], see ``_best_shape``
     rate: float = 0.0  # moving average of value per second of the iterations chosen
     depth: int = 1  # of the last plan
+    in_vain: int = 0  # probes in a row after which drafting still did not pay
 
 
 class PricedPolicy(BasePolicy):
@@ -141,10 +145,20 @@ class PricedPolicy(BasePolicy):
         if self._iterations % c.width_probe_every == c.width_probe_every - 1:
             width = min(c.w_max, width + 1)
         step_price = rate * (first_s + row_s * (width - 1))
-        depth = 0
-        while depth < deepest and n * sum(surplus[depth][:width]) > step_price:
-            depth += 1
-        if self._iterations % c.depth_probe_every == c.depth_probe_every - 1:
+        depth, gain = 0, -rate * self.latency.draft_start_s
+        while depth < deepest:
+            more = n * sum(surplus[depth][:width]) - (step_price if depth else rate * first_s)
+            if more <= 0:
+                break
+            depth, gain = depth + 1, gain + more
+        if gain <= 0:
+            depth = 0
+        if depth:
+            regime.in_vain = 0
+        turn, since = divmod(self._iterations, c.depth_probe_every)
+        # Where nothing is drafted a probe is dear: the draft has to catch up first. It gets rarer then.
+        if since == c.depth_probe_every - 1 and (depth or turn % (1 << regime.in_vain) == 0):
+            regime.in_vain = min(RAREST_PROBE, regime.in_vain + (depth == 0))
             depth = min(deepest, depth + 1)
         regime.depth = depth
         return depth, width
