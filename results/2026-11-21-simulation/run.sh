@@ -1,5 +1,5 @@
 #!/bin/sh
-# Regenerates this folder: run.sh [tuning|paper|limit|ablation|held_out|fleet|all] [seeds]; WORKLOADS holds the traces.
+# Regenerates this folder: run.sh [fresh|tuning|paper|limit|ablation|held_out|fleet|all] [seeds]; WORKLOADS holds the traces.
 # Finished cases in runs.jsonl are kept, so it may be interrupted and started again. 4 to 8 s of one core per case.
 set -e
 : "${WORKLOADS:=../shared/workloads}"
@@ -55,11 +55,19 @@ fleet() {
   simulator fleet --trace synthetic:1000000:300 --replicas 100 --baseline-ms 30 --out $HERE/fleet.json
   simulator capacity --trace synthetic:30000:40 --target 0.95 --baseline-ms 30 --out $HERE/capacity.json
 }
+# What was made with other code of `priced` goes; the baselines stay.
+fresh() {
+  for f in "$HERE"/*/runs.jsonl; do
+    grep -vE '"policy": "(priced[^"]*|true-probabilities|clairvoyant)"' "$f" > "$f.kept" || true
+    mv "$f.kept" "$f"
+  done
+}
 seeds=${2:-0,1,2}
 case ${1:-all} in
   all) tuning; for s in 0 0,1 0,1,2; do paper $s; limit $s; ablation $s; held_out $s; done; fleet ;;
   tuning) tuning ;;
   fleet) fleet ;;
+  fresh) fresh ;;
   small) for n in 1 4; do ${PYTHON:-python} $HERE/small_batches.py --requests $n --tokens 2500; done ;;
   *) "$1" "$seeds" ;;
 esac
