@@ -1,4 +1,4 @@
-"""Counting with several HTTP processes: each of them has its own copy of SGLang's app."""
+"""Counting with several HTTP processes, each with its own copy of SGLang's app, and with several ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from adaserve.loadgen.server_metrics import REQUESTS, parse_metrics
 from adaserve.server import Server, ServerSpec, free_port
 from tests.clients.conftest import MODEL
 
@@ -36,3 +37,25 @@ def test_every_worker_reads_slos_and_counts_once(workers: Server) -> None:
         counts = {c["name"]: c["total_requests"] for c in snapshot["classes"]}
         assert counts["chat"] == 12 and snapshot["ranks"] == 1
         assert httpx.get(workers.url + "/slo", timeout=60).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two data-parallel ranks; on a machine with one NUMA node SGLang wants to be told their cores."""
+    spec = ServerSpec(size="12M", port=free_port(), extra=("--dp-size", "2", "--max-total-tokens", "16384"))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+        with Server(spec, log=tmp_path_factory.mktemp("ranks") / "server.log") as running:
+            yield running
+
+
+def test_ranks_are_added_up(ranks: Server) -> None:
+    for _ in range(12):
+        assert complete(ranks.url, "chat").status_code == 200
+    snapshot = httpx.get(ranks.url + "/slo/snapshot.json", timeout=60).json()
+    counts = {c["name"]: c["total_requests"] for c in snapshot["classes"]}
+    assert counts["chat"] == 12 and snapshot["ranks"] == 2
+    samples = parse_metrics(httpx.get(ranks.url + "/metrics", timeout=60).text)
+    labels = {"slo_class": "chat", "objective": "all"}.items()
+    counted = [v for (name, at), v in samples.items() if name == REQUESTS and labels <= dict(at).items()]
+    assert sum(counted) == 12
