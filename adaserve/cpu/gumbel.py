@@ -12,12 +12,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 import torch
 
 from adaserve.cpu import build
+from adaserve.noise import gumbel
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +45,6 @@ class Reading:
         greedy = temperature <= 0
         scale = np.where(greedy, 1.0, 1.0 / np.where(greedy, 1.0, temperature))
         return cls(scale.astype(np.float32), (~greedy).astype(np.float32), keys, positions)
-
-
-def request_key(*parts: object) -> int:
-    """64 bits that stand for a request in its noise: the same parts give the same key, on every rank."""
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
-
-
-def gumbel(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
-    """The noise itself, float32 [rows, vocabulary]: `read_row` of csrc/sampling.h in numpy."""
-    seed = _mix64(
-        keys.astype(np.uint64) ^ _mix64(positions.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-    )
-    low, high = seed.astype(np.uint32)[:, None], (seed >> np.uint64(32)).astype(np.uint32)[:, None]
-    bits = _mix32(_mix32(np.arange(vocabulary, dtype=np.uint32) + low) ^ high)
-    u = ((bits >> np.uint32(1)).astype(np.float64) + 0.5) * 2.0**-31
-    noise: np.ndarray = -np.log(-np.log1p(-u))
-    return noise.astype(np.float32)
 
 
 def read(logits: torch.Tensor, reading: Reading) -> torch.Tensor:
@@ -110,15 +93,3 @@ class NativeReading:
 
 def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(like.device)[:, None]
-
-
-def _mix64(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _mix32(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
-    return x ^ (x >> np.uint32(16))

@@ -1,4 +1,4 @@
-"""Gumbel noise of requests on the device: the numbers of ``adaserve.cpu.gumbel`` from torch operators.
+"""Gumbel noise of requests on the device: the numbers of ``adaserve.noise`` from torch operators.
 
 Shapes depend on nothing but the padded size, so it can stand inside a CUDA graph; keys and positions are read
 from buffers. The hash is the same bit for bit: a request draws the same text on a CPU and on every rank.

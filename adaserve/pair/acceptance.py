@@ -4,7 +4,7 @@ The verify step accepts a child with the target's probability at the request's t
 distribution at T is a poor estimate of it, most of all for greedy requests, where the target gives its best
 token all the weight. Reading the draft's logits at tau(T) instead makes path probabilities right on average.
 
-Where draft and target share their noise g (adaserve/cpu/gumbel.py), the verify step accepts the best token of
+Where draft and target share their noise g (adaserve/noise.py), the verify step accepts the best token of
 ``logits / T + g``. The draft guesses it from ``(its logits + noise(T) g) / shared_tau(T)``, both measured.
 """
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as fn
 
-from adaserve.cpu.gumbel import request_key
+from adaserve.noise import request_key
 from adaserve.pair.acceptance import FILE_NAME
 from adaserve.pair.candidates import Trees, draft_trees
 from adaserve.pair.data import load_tokenizer, open_stream

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as fn
 
-from adaserve.cpu.gumbel import gumbel
+from adaserve.noise import gumbel
 from adaserve.pair.model import Block, TinyLlama, rope, rotate
 from adaserve.pair.vocabulary import BOS_ID, EOS_ID
 

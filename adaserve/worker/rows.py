@@ -28,7 +28,7 @@ class RequestState:
     generated: list[int] = field(default_factory=list)  # all output tokens, first one included
     draft_len: int = 0  # leading positions whose KV the draft has
     pending: list[int] = field(default_factory=list)  # tokens at draft_len .. L-1, unknown to the draft
-    key: int = 0  # of its noise when it samples (adaserve/cpu/gumbel.py)
+    key: int = 0  # of its noise when it samples (adaserve/noise.py)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """One draw per verified token from exactly the distribution that plain decoding would use.
 
-A sampled token is the best one after Gumbel noise of its request and position (adaserve/cpu/gumbel.py). Draft
+A sampled token is the best one after Gumbel noise of its request and position (adaserve/noise.py). Draft
 trees do not enter, so the text of a request is the same whatever was drafted.
 
 SGLang's own relaxed form applies a request's penalties as they stood at the root to the whole

@@ -19,10 +19,10 @@ from sglang.srt.runtime_context import get_observability
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from adaserve.config import AdaServeConfig
-from adaserve.cpu.gumbel import request_key
 from adaserve.ledger import SLOLedger
 from adaserve.live.prometheus import ServerMetrics
 from adaserve.live.stats import SLOStats
+from adaserve.noise import request_key
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.patches.slo_requests import slo_config
 from adaserve.plugin import ensure_registered

@@ -96,12 +96,13 @@ class PricedPolicy(BasePolicy):
         return self._context[1]
 
     def _regime(self, n: int) -> _Regime:
-        """What is known about batches of the size of ``n``, up to a factor of two."""
-        known = self._regimes.get(n.bit_length())
+        """What is known about batches of the size of ``n``, up to a factor of two; large ones are alike."""
+        size = min(n, SMALL).bit_length()
+        known = self._regimes.get(size)
         if known is None:
             levels = 0.7 ** np.arange(1, self.config.d_max + 1)[:, None]
             prior: FloatArray = levels * 0.3 ** np.arange(self.config.w_max)[None, :]
-            known = self._regimes[n.bit_length()] = _Regime(prior)
+            known = self._regimes[size] = _Regime(prior)
         return known
 
     def weights(self, running: RunningBatch, now_s: float, t_spec_s: float) -> FloatArray | None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from adaserve.cpu import LeanModel, build
-from adaserve.cpu.gumbel import Reading, draw, gumbel, read, request_key
+from adaserve.cpu.gumbel import Reading, draw, read
+from adaserve.noise import gumbel, request_key
 from tests.cpu.factories import hf_model, read_hf
 from tests.engine.chi_square import chi_square_p
 

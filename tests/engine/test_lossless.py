@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.cpu.gumbel import request_key
+from adaserve.noise import request_key
 from adaserve.worker import sampling, verify
 from tests.engine.chi_square import chi_square_p
 

@@ -87,10 +87,14 @@ def plan(rows: DecodeRows, depth: int, width: int, branching: tuple[int, ...] | 
     )
 
 
+def unread(temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.ones_like(temperature), np.zeros_like(temperature)
+
+
 def drafted(model: Any, behind: list[int], max_depth: list[int], **shape: Any) -> tuple[Draft, DecodeRows]:
     draft_model, target = DenseForward(model), DenseForward(model)
     rows = decode_rows([target, draft_model], behind, max_depth)
-    drafter = Drafter(draft_model, np.ones_like, MAX_NODES)
+    drafter = Drafter(draft_model, unread, MAX_NODES)
     draft = drafter.draft(plan(rows, **shape), rows, None)
     assert draft is not None
     return draft, rows
@@ -164,7 +168,7 @@ def test_the_flat_layout_equals_decoding_every_path(shape: dict[str, Any]) -> No
     target = DenseForward(model)
     draft_model = DenseForward(hf_model(seed=4))
     rows = decode_rows([target, draft_model], [0, 0, 0], [4, 0, 4])
-    draft = Drafter(draft_model, np.ones_like, MAX_NODES).draft(plan(rows, **shape), rows, None)
+    draft = Drafter(draft_model, unread, MAX_NODES).draft(plan(rows, **shape), rows, None)
     assert draft is not None
     keep = np.ones(draft.trees.n_nodes, np.bool_)
     keep[draft.trees.row_start[2] :] = draft.trees.depth[draft.trees.row_start[2] :] <= 2

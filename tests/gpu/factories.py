@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.cpu.gumbel import Reading, request_key
+from adaserve.cpu.gumbel import Reading
 from adaserve.cpu.plan import TreeAttentionPlan
 from adaserve.cpu.torch_forward import TorchBackend
 from adaserve.cuda.attention import AttentionBuffers, SdpaKernel, TreeKernel
 from adaserve.cuda.forward import DeviceForward, Inputs
 from adaserve.cuda.graphs import GraphTable
 from adaserve.cuda.rows import DeviceRows
+from adaserve.noise import request_key
 from adaserve.scheduler.interface import IterationPlan, RunningBatch
 from adaserve.worker.rows import DecodeRows, RequestState
 from tests.cpu.factories import hf_model, read_hf

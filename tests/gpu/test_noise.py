@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from adaserve.cpu import gumbel as host
+from adaserve import noise as host
+from adaserve.cpu.gumbel import Reading, read
 from adaserve.cuda import noise
 
 ROWS, VOCABULARY = noise.ROWS_AT_ONCE + 8, 5000
@@ -53,7 +54,7 @@ def test_reading() -> None:
     logits = torch.randn(ROWS, 131, generator=torch.Generator().manual_seed(0))
     scale, spread = np.linspace(0.5, 2, ROWS, dtype=np.float32), np.zeros(ROWS, np.float32)
     spread[::2] = 0.8
-    right = host.read(logits, host.Reading(scale, spread, keys, positions))
+    right = read(logits, Reading(scale, spread, keys, positions))
     columns = (torch.from_numpy(c) for c in (scale, spread))
     got = noise.read(logits.half().float(), *columns, on_device(keys), torch.from_numpy(positions))
     torch.testing.assert_close(got, right, rtol=1e-3, atol=4e-3)

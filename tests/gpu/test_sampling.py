@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.cpu.gumbel import request_key
 from adaserve.cuda import sampling as device
+from adaserve.noise import request_key
 from adaserve.worker import sampling as host
 from tests.gpu.test_verify import Case
 
