@@ -37,9 +37,9 @@ class AdaServeConfig:
     cpu_weights: str = "auto"  # storage of the weights on a CPU: auto | fp32 | fp16 | bf16 | off
     baseline_ms: float | None = None  # unloaded ms per token that x_baseline classes multiply
     prefill: str | None = None  # slack: chunks as the running requests bear them | exclusive: SGLang's way
-    # (all prefills first) | None: slack, but exclusive with policy none
+    # (all prefills first) | None: slack with policies that know SLOs, exclusive with the others
     prefill_interval: int = 4  # slack: most decode iterations between two chunks while a prompt waits
-    prefill_patience_ms: float = 1000.0  # slack: TTFT to aim at for requests that state no TTFT SLO
+    prefill_patience_ms: float = 3000.0  # slack: TTFT to aim at for requests that state no TTFT SLO
 
     def __post_init__(self) -> None:
         from adaserve.scheduler.policies import policy_names

@@ -25,10 +25,10 @@ _HELP = {
     "record": "record every iteration to this file, for replay",
     "cpu_weights": "storage of weights on CPU hosts: auto, fp32, fp16, bf16, off",
     "baseline_ms": "unloaded milliseconds per token, which classes given as x_baseline multiply",
-    "prefill": "slack (default): prefill chunks between decode iterations, as large as the running requests' "
-    "SLOs allow; exclusive (default of policy none): SGLang's way, all prefills first",
+    "prefill": "slack (default of policies that know SLOs): prefill chunks between decode iterations, as "
+    "large as the running requests' SLOs allow; exclusive (default of the others): all prefills first",
     "prefill_interval": "most decode iterations between two prefill chunks while a prompt waits (default 4)",
-    "prefill_patience_ms": "TTFT that slack prefills aim at for requests that state none (default 1000)",
+    "prefill_patience_ms": "TTFT that slack prefills aim at for requests that state none (default 3000)",
 }
 _INTEGERS = {"budget", "max_depth", "max_width", "prefill_interval"}
 _NUMBERS = {"baseline_ms", "prefill_patience_ms"}

@@ -28,7 +28,7 @@ class PrefillConfig:
     most_decodes: int = 4  # slack: decode iterations after which a waiting prompt gets its next chunk
     spend: float = 0.4  # slack: share of the tightest request's slack used between two decode iterations
     horizon_tokens: int = 32  # slack: how far ahead a request's pace is trusted
-    patience_s: float = 1.0  # slack: TTFT to aim at for requests that state no SLO
+    patience_s: float = 3.0  # slack: TTFT to aim at for requests that state no SLO
     late_share: float = 0.7  # slack: most of the time that waiting past one's aim can claim for prefills
 
     def __post_init__(self) -> None:

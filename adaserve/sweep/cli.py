@@ -65,6 +65,13 @@ def bench_sweep(
         Text, _server("Parameters that the embedded target is widened to.", show_default="100M")
     ] = None,
     cpu_weights: Annotated[Text, _server("How a CPU host stores weights.", show_default="auto")] = None,
+    prefill: Annotated[
+        Text,
+        _server(
+            "slack or exclusive, for every policy.",
+            show_default="slack for policies that know SLOs, exclusive as in SGLang for the others",
+        ),
+    ] = None,
     max_depth: Annotated[
         int | None, _server("Deepest candidate tree.", show_default="5, or that of the longest chain")
     ] = None,
@@ -123,6 +130,7 @@ def bench_sweep(
             server={"model": model, "draft": draft, "size": size},
             config={
                 "cpu_weights": cpu_weights,
+                "prefill": prefill,
                 "max_depth": max_depth,
                 "budget": budget,
             },

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from adaserve.config import AdaServeConfig
+from adaserve.scheduler.policies import SLO_AWARE
 
 AXES = ("load", "scale", "share", "peaks")
 PLAIN = "none"
@@ -21,8 +22,6 @@ SIDE_POLICIES = (PLAIN, "chain-4", "turbospec", "adaserve", "priced")
 QUICK_POLICIES = (PLAIN, "chain-4", "adaserve", "priced")
 PAPER_SHARE, PAPER_SCALE = 0.6, 1.2
 """Share of coding requests, and their SLO over the baseline latency."""
-SLO_AWARE = frozenset({"adaserve", "adaserve-v1", "priced"})
-"""Policies that look at SLOs; every other one is a baseline."""
 
 
 class SweepError(ValueError):

@@ -192,6 +192,9 @@ def _intro(results: Results) -> str:
         f"{plan.length_scale:g} of the paper's or the trace's, since this host decodes that much less per",
         f"second. {plan.seconds:g} s of arrivals per case, seeds {seeds}. Prompts are held-out text whose",
         f"plain continuation does not loop (share that passed: {loops}).",
+        "Prefills: "
+        + (server.get("prefill") or "by slack with policies that know SLOs, else SGLang's own")
+        + ".",
     )
     return " ".join(sentences)
 

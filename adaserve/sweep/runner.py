@@ -119,6 +119,7 @@ class Sweep:
                 "max_width": config.max_width,
                 "budget": config.budget,
                 "cpu_weights": config.cpu_weights,
+                "prefill": config.prefill,
             },
         }
 

@@ -17,6 +17,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.ledger import SLOLedger
 from adaserve.scheduler.interface import IterationOutcome
 from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.policies import SLO_AWARE
 from adaserve.scheduler.prefill import (
     PrefillConfig,
     PrefillPlan,
@@ -61,8 +62,9 @@ class PrefillPacer:
         self._aims: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
 
     def paces(self, policy: str) -> bool:
-        """Whether prefills are paced; plain decoding is left to SGLang unless asked otherwise."""
-        return self.mode == "slack" or (self.mode is None and policy != "none")
+        """Whether prefills are paced. Slack comes from SLOs, so a policy that knows none is left to SGLang's
+        own prefills unless asked otherwise."""
+        return self.mode == "slack" or (self.mode is None and policy in SLO_AWARE)
 
     # -- learning -----------------------------------------------------------------------------
 

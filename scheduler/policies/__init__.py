@@ -17,7 +17,10 @@ from adaserve.scheduler.policies.paper import (
 from adaserve.scheduler.policies.priced import PricedPolicy
 from adaserve.scheduler.policies.turbospec import TurboSpecPolicy
 
-__all__ = ["PolicyConfig", "build_policy", "policy_names"]
+__all__ = ["SLO_AWARE", "PolicyConfig", "build_policy", "policy_names"]
+
+SLO_AWARE = ("priced", "adaserve", "adaserve-v1")
+"""Policies that look at requests' SLOs. The others are baselines, and nothing around them may look either."""
 
 _BUILDERS: dict[str, Callable[[str, PolicyConfig], Policy]] = {
     "adaserve": AdaServePolicy,
