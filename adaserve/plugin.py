@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from adaserve.lifetime import die_with_parent
+
 
 @dataclass
 class _Registration:
@@ -25,6 +27,7 @@ def register() -> None:
     """
     if _registration.done:
         return
+    die_with_parent()
     try:
         # Used by SGLang only when it starts several HTTP workers, which load no plugins themselves.
         os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "adaserve.http_app:app")

@@ -19,6 +19,7 @@ import httpx
 import psutil
 
 from adaserve.config import AdaServeConfig
+from adaserve.lifetime import PARENT_ENV
 
 START_TIMEOUT_S = 600.0
 
@@ -145,7 +146,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=self._env,
+                env={**self._env, PARENT_ENV: str(os.getpid())},
                 start_new_session=True,
             )
         try:

@@ -1,0 +1,22 @@
+"""A server ends with the command that started it, also when that command is killed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PARENT_ENV = "ADASERVE_PARENT"
+"""Process id of the command that started a server."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Has Linux end this process when the command that started it is gone.
+
+    For the server's first process only: SGLang lets its own children follow it.
+    """
+    if sys.platform == "linux" and os.environ.get(PARENT_ENV) == str(os.getppid()):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

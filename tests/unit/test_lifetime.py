@@ -1,0 +1,43 @@
+"""What a killed command started does not outlive it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+
+from adaserve.lifetime import PARENT_ENV
+
+CHILD = (
+    "import adaserve.lifetime as l, sys, time; l.die_with_parent(); print('up', flush=True); time.sleep(60)"
+)
+PARENT = textwrap.dedent(
+    """
+    import os, subprocess, sys, time
+    env = {**os.environ, sys.argv[1]: sys.argv[2].format(pid=os.getpid())}
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[3]], env=env, stdout=subprocess.PIPE, text=True,
+                             start_new_session=True)
+    child.stdout.readline()
+    print(child.pid, flush=True)
+    time.sleep(60)
+    """
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+@pytest.mark.parametrize("started_by", ["{pid}", "1"])
+def test_a_server_ends_with_the_command_that_started_it(started_by: str) -> None:
+    command = [sys.executable, "-c", PARENT, PARENT_ENV, started_by, CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        os.kill(parent.pid, signal.SIGKILL)
+    ended = not psutil.wait_procs([child], timeout=10.0 if started_by == "{pid}" else 1.0)[1]
+    if not ended:
+        child.kill()
+    assert ended == (started_by == "{pid}")
