@@ -10,8 +10,8 @@ from adaserve.scheduler.interface import BoolArray, FloatArray, RunningBatch
 FEW, MANY = 8, 32
 """Requests up to which weights do harm on a real engine, and from which they have their full effect.
 
-Few requests hardly compete for verify tokens, so what one gets beyond its worth makes the iteration longer for
-all (results/LOG.md).
+Few requests hardly compete for verify tokens, so what one gets beyond its worth makes the iteration longer
+for all (results/LOG.md).
 """
 
 NO_SLO_S = 1e6

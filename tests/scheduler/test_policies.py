@@ -193,9 +193,11 @@ class TestPriced:
 
     def test_requests_in_the_balance_weigh_most(self):
         policy = build_policy("priced")
-        tight, safe = 0.02, 1.0
-        plan = policy.plan(running(2, tpot_slo_s=np.array([tight, safe]), decoded_tokens=50), 1.0)
-        assert plan.weight is not None and plan.weight[0] > 1.5 * plan.weight[1]
+        slo = np.resize([0.02, 1.0], 32)  # tight, safe, tight, ...
+        plan = policy.plan(running(32, tpot_slo_s=slo, decoded_tokens=50), 1.0)
+        assert plan.weight is not None and plan.weight[::2].min() > 1.5 * plan.weight[1::2].max()
+        few = policy.plan(running(2, tpot_slo_s=slo[:2], decoded_tokens=50), 1.0)
+        assert few.weight is not None and few.weight[0] == few.weight[1], "few hardly compete"
 
 
 @settings(max_examples=30, deadline=None)
