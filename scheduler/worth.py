@@ -7,7 +7,7 @@ import numpy as np
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import BoolArray, FloatArray, RunningBatch
 
-FEW, MANY = 8, 32
+FEW, MANY = 8, 16
 """Requests up to which weights do harm on a real engine, and from which they have their full effect.
 
 Few requests hardly compete for verify tokens, so what one gets beyond its worth makes the iteration longer
