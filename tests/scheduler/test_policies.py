@@ -193,7 +193,7 @@ class TestPriced:
 
     def test_requests_in_the_balance_weigh_most(self):
         policy = build_policy("priced")
-        slo = np.resize([0.02, 1.0], 32)  # tight, safe, tight, ...
+        slo = np.resize([0.03, 1.0], 32)  # tight, safe, tight, ...
         plan = policy.plan(running(32, tpot_slo_s=slo, decoded_tokens=50), 1.0)
         assert plan.weight is not None and plan.weight[::2].min() > 1.5 * plan.weight[1::2].max()
         few = policy.plan(running(2, tpot_slo_s=slo[:2], decoded_tokens=50), 1.0)
