@@ -8,10 +8,11 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import BoolArray, FloatArray, RunningBatch
 
 FEW, MANY = 8, 16
-"""Requests up to which weights do harm on a real engine, and from which they have their full effect.
+"""Requests up to which all weigh alike, and from which weights have their full effect.
 
 Few requests hardly compete for verify tokens, so what one gets beyond its worth makes the iteration longer
-for all (results/LOG.md).
+for all. Measured were three to five requests on the engine, which attained less with weights, and 30 to 100
+in the simulator, which attained more (results/LOG.md); what is between is a guess.
 """
 
 NO_SLO_S = 1e6

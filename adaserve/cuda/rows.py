@@ -22,7 +22,7 @@ class DeviceRows:
     history: Tensor  # int32 [pool, context + window]: cached tokens by position
     lag: np.ndarray  # int64 [n]: cached tokens, the latest ones, that the draft has not seen
     running: RunningBatch
-    keys: np.ndarray  # uint64 [n]: of the requests' noise (adaserve/cpu/gumbel.py)
+    keys: np.ndarray  # uint64 [n]: of the requests' noise (adaserve/noise.py)
 
     def __len__(self) -> int:
         return len(self.seq_lens)

@@ -70,17 +70,10 @@ class Drafter:
         shape = self._shape(depth, plan)
         if shape is None or not len(active):
             return None
-        depth = len(shape.beams)
-        late_s = self._catch_up(rows, active)
+        catch_up_s = self._catch_up(rows, active)
         search = _BeamSearch(self._forward, rows, active, shape, self._reading(rows, active))
-        if search.is_native:
-            return replace(search.result(len(rows), search.run(plan, keep_drafting)), catch_up_s=late_s)
-        search.first_step()
-        for step in range(2, depth + 1):
-            if keep_drafting is not None and not keep_drafting(plan, step - 1, search.frontier(len(rows))):
-                return replace(search.result(len(rows), step - 1), catch_up_s=late_s)
-            search.next_step(step)
-        return replace(search.result(len(rows), depth), catch_up_s=late_s)
+        steps = search.run(plan, keep_drafting) if search.is_native else search.walk(plan, keep_drafting)
+        return replace(search.result(len(rows), steps), catch_up_s=catch_up_s)
 
     def _catch_up(self, rows: DecodeRows, active: np.ndarray) -> float:
         """Feeds the draft what requests generated while nothing was drafted for them; seconds it took.
@@ -190,6 +183,15 @@ class _BeamSearch:
         steps = forward.beam_search(first, beams, None if keep_drafting is None else keep)
         self._saw_roots()
         return steps
+
+    def walk(self, plan: IterationPlan, keep_drafting: KeepDrafting | None) -> int:
+        """The same step by step."""
+        self.first_step()
+        for step in range(2, len(self.shape.beams) + 1):
+            if keep_drafting is not None and not keep_drafting(plan, step - 1, self.frontier(len(self.rows))):
+                return step - 1
+            self.next_step(step)
+        return len(self.shape.beams)
 
     def _saw_roots(self) -> None:
         for r, length in zip(self.active.tolist(), self.base.tolist(), strict=True):

@@ -194,14 +194,5 @@ def _probs(
     return torch.softmax(logits[which] / info.temperatures[row[which]], dim=-1)
 
 
-def _inverse_cdf(probs: torch.Tensor) -> torch.Tensor:
-    """One token per row of ``probs`` [k, vocab] by a uniform number, on the device."""
-    cumulative = probs.cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    # rand() is below 1, but its product with the total can round up to it.
-    point = torch.minimum(torch.rand_like(total) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
-
-
 def _seeded(probs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return sampling_from_probs_torch(probs, seed, positions).long()

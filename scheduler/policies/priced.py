@@ -29,7 +29,7 @@ from adaserve.scheduler.selection import (
 )
 from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.tracking import rounded_context
-from adaserve.scheduler.worth import attainment_weight
+from adaserve.scheduler.worth import FEW, attainment_weight
 
 SMALL, RELAXED = 16, 4
 """An iteration of a small batch is short: what moves slowly is worked out every RELAXED iterations only, the
@@ -37,6 +37,9 @@ ones with probes among them (``depth_probe_every`` must be a multiple)."""
 
 RAREST_PROBE = 3
 """While drafting does not pay it is tried every ``depth_probe_every`` << RAREST_PROBE iterations at least."""
+
+_Worth = tuple[FloatArray | list[float], FloatArray | list[float], float]
+"""f and weight x f of every node, and the price of a verify token."""
 
 
 @dataclass(slots=True)
@@ -67,8 +70,7 @@ class PricedPolicy(BasePolicy):
         self._chunk_share = 0.0  # of the recent iterations that had a prefill chunk with them, moving average
         self._first_level = 0.7  # acceptance of a level, moving average
         self._weight: FloatArray = np.ones(0)
-        # By iteration, until observed (two under overlap): f, weight x f, and the price of a verify token.
-        self._worth: dict[int, tuple[FloatArray | list[float], FloatArray | list[float], float]] = {}
+        self._worth: dict[int, _Worth] = {}  # by iteration, until observed (two under overlap)
         self._context: tuple[RunningBatch | None, float] = (None, 0.0)
         self._weighed: tuple[str, ...] = ()
         self._potential = RequestTable(1)  # moving average of 1 + sum f on the best chain; 0 = not known
@@ -111,8 +113,8 @@ class PricedPolicy(BasePolicy):
 
     def _weigh(self, running: RunningBatch, context: float, now_s: float) -> FloatArray:
         n = len(running)
-        if n == 1:  # nobody to be weighed against
-            return np.ones(1)
+        if n == 1 or (n <= FEW and self.config.triage_every == 1):  # weighed alike
+            return np.ones(n)
         period = self._period_s or self.latency.iteration_s(n, 2, 1, 3 * n, context)
         pace = self._potential.of(running.rids)[:, 0]
         if not all_true(pace > 0):
@@ -164,15 +166,9 @@ class PricedPolicy(BasePolicy):
         regime.depth = depth
         return depth, width
 
-    def _learn_surplus(
-        self,
-        plan: IterationPlan,
-        f: FloatArray | list[float],
-        value: FloatArray | list[float],
-        price: float,
-    ) -> None:
+    def _learn_surplus(self, plan: IterationPlan, worth_of_nodes: _Worth) -> None:
         """Moves the surplus table towards this iteration's trees; [n * d * w] nodes in beam order only."""
-        n, w = len(plan.running), plan.width
+        (f, value, price), n, w = worth_of_nodes, len(plan.running), plan.width
         if len(f) % (n * w):
             return
         f, worth = np.asarray(f), np.asarray(value) - price
@@ -254,7 +250,7 @@ class PricedPolicy(BasePolicy):
         price = best_rate * _slope(seconds, best, n)
         if best == most and 0 < most < len(value):
             price = max(price, float(falling[-1]))  # B binds: a place costs what the last one in is worth
-        self._note_worth(plan, f, value, price)
+        self._note_worth(plan, (f, value, price))
         self._note_rate(n, best_rate)
         if not best:
             return keep_nodes(trees, np.zeros(len(value), np.bool_), f, per_row)
@@ -284,7 +280,7 @@ class PricedPolicy(BasePolicy):
         price = best_rate * _slope(seconds, best, n)
         if best == most and 0 < most < m:
             price = max(price, value[order[most - 1]])  # B binds: a place costs what the last one in is worth
-        self._note_worth(plan, f, value, price)
+        self._note_worth(plan, (f, value, price))
         self._note_rate(n, best_rate)
         kept = [False] * m
         for node in order[:best]:
@@ -296,16 +292,10 @@ class PricedPolicy(BasePolicy):
             expected.append(1.0 + sum(mine))
         return Selection(np.array(kept), np.array(counts), np.zeros(n, np.int64), np.array(expected))
 
-    def _note_worth(
-        self,
-        plan: IterationPlan,
-        f: FloatArray | list[float],
-        value: FloatArray | list[float],
-        price: float,
-    ) -> None:
+    def _note_worth(self, plan: IterationPlan, worth: _Worth) -> None:
         while len(self._worth) > 1:
             del self._worth[next(iter(self._worth))]
-        self._worth[plan.iteration] = (f, value, price)
+        self._worth[plan.iteration] = worth
 
     def _note_rate(self, n: int, rate: float) -> None:
         regime = self._regime(n)
@@ -339,7 +329,7 @@ class PricedPolicy(BasePolicy):
         plan = outcome.plan
         worth = self._worth.pop(plan.iteration, None)
         if worth is not None and (len(plan.running) >= SMALL or plan.iteration % RELAXED == RELAXED - 1):
-            self._learn_surplus(plan, *worth)
+            self._learn_surplus(plan, worth)
         period = outcome.since_last_s or outcome.total_s
         if period > 0:
             self._period_s = period if self._period_s == 0 else 0.9 * self._period_s + 0.1 * period

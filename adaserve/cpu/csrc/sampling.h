@@ -5,7 +5,7 @@
 #include "gemm.h"
 
 /* How rows of logits are read: scale * logits + spread * noise, the noise Gumbel, a function of (key, position,
- * token) alone. Mirrored by a ctypes structure in native.py. */
+ * token) alone. Mirrored by a ctypes structure in gumbel.py. */
 typedef struct {
     const float *scale, *spread;
     const uint64_t *keys;
