@@ -2,7 +2,8 @@
 
 Locust's own clients are not used for the stream: ``FastHttpUser.client.iter_lines`` waits for full
 1024-byte blocks, which moves the first token by the time of several tokens. Here every ``recv``
-delivers what is there, and the clock is read at once.
+delivers what is there, with the time at which the kernel received it (Linux, without TLS), or else
+with the time at which this process got it: waking up takes Python up to a millisecond.
 
 The connection is opened, and the request made ready, before its time: what the server did not do
 must not count as its TTFT, and a request leaves by one ``sendall`` when it is due.
@@ -13,6 +14,9 @@ from __future__ import annotations
 import json
 import math
 import socket as std_socket
+import struct
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -155,21 +159,41 @@ def _leave(
     return now()
 
 
+_SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python has no name for it
+_TIMESPEC = struct.Struct("@qq")
+_OLDEST_S = 1.0  # an older time stamp means that the wall clock was set
+
+
 class _TimedSocket:
     """What geventhttpclient's response needs of a socket; remembers when it last received something."""
 
-    __slots__ = ("_now", "_sock", "at_s")
+    __slots__ = ("_now", "_sock", "_stamped", "at_s")
 
     def __init__(self, sock: socket.socket, now: Callable[[], float]) -> None:
         self._sock, self._now = sock, now
+        self._stamped = sys.platform == "linux" and not isinstance(sock, ssl.SSLSocket)
+        if self._stamped:
+            sock.setsockopt(std_socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         self.at_s = 0.0
 
     def send(self, data: bytes) -> None:
-        self._sock.sendall(data)
+        sent = self._sock.send(data)
+        if sent < len(data):
+            self._sock.sendall(data[sent:])
 
     def recv(self, size: int) -> bytes:
-        data: bytes = self._sock.recv(size)
-        self.at_s = self._now()  # before anything else: this is the measurement
+        data: bytes
+        if not self._stamped:
+            data = self._sock.recv(size)
+            self.at_s = self._now()  # before anything else: this is the measurement
+            return data
+        data, told, _, _ = self._sock.recvmsg(size, std_socket.CMSG_SPACE(_TIMESPEC.size))
+        self.at_s, wall_s = self._now(), time.time()
+        for level, kind, value in told:
+            if level == std_socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
+                seconds, nanoseconds = _TIMESPEC.unpack(value)
+                age_s = wall_s - seconds - nanoseconds * 1e-9
+                self.at_s -= age_s if 0 < age_s < _OLDEST_S else 0.0
         return data
 
     def close(self) -> None:

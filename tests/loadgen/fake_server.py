@@ -47,6 +47,16 @@ class Behaviour:
     known_classes: list[str] = field(default_factory=list)  # known classes; others get 400
 
 
+class TimedReader(asyncio.StreamReader):
+    """Remembers when its first bytes came: the task that reads them wakes up later."""
+
+    received = 0.0
+
+    def feed_data(self, data: bytes) -> None:
+        self.received = self.received or time.perf_counter()
+        super().feed_data(data)
+
+
 class FakeServer:
     def __init__(self, behaviour: Behaviour) -> None:
         self.b = behaviour
@@ -55,16 +65,15 @@ class FakeServer:
         self.max_open = 0
         self.disconnects = 0
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(self, reader: TimedReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            received = time.perf_counter()
             request_line, *lines = head.strip().split("\r\n")
             method, path, _ = request_line.split(" ")
             headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
             body = await reader.readexactly(int(headers.get("content-length", 0)))
-            await self.route(method, path, headers, body, received, writer)
+            await self.route(method, path, headers, body, reader.received, writer)
             await writer.drain()
         with contextlib.suppress(ConnectionError):
             writer.close()
@@ -210,7 +219,10 @@ async def serve(behaviour: Behaviour) -> None:
     # This process is a measuring instrument: no pauses for collections, nor for a growing file table.
     gc.disable()
     os.close(fcntl.fcntl(0, fcntl.F_DUPFD, 1000))
-    server = await asyncio.start_server(FakeServer(behaviour).handle, "127.0.0.1", 0, backlog=1024)
+    fake = FakeServer(behaviour)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: asyncio.StreamReaderProtocol(TimedReader(), fake.handle), "127.0.0.1", 0, backlog=1024
+    )
     print(server.sockets[0].getsockname()[1], flush=True)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
