@@ -1,15 +1,14 @@
-"""What must be known before a run: is the server there, which model, how fast when idle.
-
-Plain blocking HTTP from the standard library, so that it works with and without gevent."""
+"""What must be known before a run: is the server there, which model, how fast when idle."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import ssl
 import statistics
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,15 +16,12 @@ from typing import Any
 from adaserve.loadgen import protocol
 from adaserve.loadgen.config import BenchConfig, Server
 from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.plain_http import ERRORS, open_url
 from adaserve.loadgen.prompts import load_prompts
 from adaserve.loadgen.schedule import PlannedRequest, Schedule, class_counts
 
 _PROBE_TOKENS = 24
 _TIMEOUT_S = 60.0
-
-
-def base_url(server: Server) -> str:
-    return server.url.rstrip("/").removesuffix("/v1")
 
 
 def preflight(config: BenchConfig) -> BenchConfig:
@@ -43,26 +39,28 @@ def preflight(config: BenchConfig) -> BenchConfig:
 
 
 def get_json(server: Server, path: str) -> Any:
-    """GET and parse; raises urllib's errors."""
-    request = urllib.request.Request(base_url(server) + path, headers=dict(server.headers))
-    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+    """GET and parse. Raises ERRORS."""
+    with open_url(server, path, _TIMEOUT_S) as response:
         return json.load(response)
 
 
 def _model(server: Server) -> str | None:
     try:
-        listed = [m["id"] for m in get_json(server, "/v1/models")["data"]]
+        listed = [str(m["id"]) for m in get_json(server, "/v1/models")["data"]]
     except urllib.error.HTTPError as e:
         if e.code in (401, 403):
             raise LoadgenError(
                 f"{server.url} wants authentication ({e.code}): give the key, for example with --api-key"
             ) from e
         return server.model  # a server without a model list
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (*ERRORS, KeyError, TypeError) as e:
         reason = getattr(e, "reason", e)
+        remedy = "start it (for example `adaserve serve`) or give its address with --url"
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            reason = reason.verify_message
+            remedy = "accept its certificate with insecure: true under server: in the configuration"
         raise LoadgenError(
-            f"no OpenAI-compatible server answers at {server.url} ({reason}): start it (for example "
-            "`adaserve serve`) or give its address with --url"
+            f"no OpenAI-compatible server answers at {server.url} ({_one_line(reason)}): {remedy}"
         ) from e
     if server.model is None:
         return listed[0] if listed else None
@@ -75,9 +73,9 @@ def server_baseline_ms(server: Server) -> float | None:
     """The baseline latency that an AdaServe server measured; None from other servers."""
     try:
         value = get_json(server, "/slo/snapshot.json").get("baseline_ms")
-    except (OSError, ValueError, AttributeError):
+    except (*ERRORS, AttributeError):
         return None
-    return float(value) if isinstance(value, int | float) and value > 0 else None
+    return float(value) if isinstance(value, int | float) and 0 < value < math.inf else None
 
 
 def measured_baseline_ms(config: BenchConfig) -> float:
@@ -154,8 +152,8 @@ def _continuous_usage(config: BenchConfig) -> bool:
                     data = json.loads(line[6:])
                     if data.get("choices") and data.get("usage"):
                         return True
-    except (urllib.error.HTTPError, ValueError):
-        return False
+    except ERRORS:
+        return False  # what else it means shows with the next request
     return False
 
 
@@ -168,12 +166,8 @@ def _open(server: Server, planned: PlannedRequest, headers: Mapping[str, str], s
     if not stream:
         data["stream"] = False
         data.pop("stream_options", None)
-    request = urllib.request.Request(
-        base_url(server) + protocol.PATHS[server.api],
-        json.dumps(data).encode(),
-        {"Content-Type": "application/json", **server.headers, **headers},
-    )
-    return urllib.request.urlopen(request, timeout=server.timeout_s)
+    headers = {"Content-Type": "application/json", **headers}
+    return open_url(server, protocol.PATHS[server.api], server.timeout_s, json.dumps(data).encode(), headers)
 
 
 def _post(server: Server, planned: PlannedRequest, headers: Mapping[str, str]) -> Any:
@@ -187,11 +181,19 @@ def _post(server: Server, planned: PlannedRequest, headers: Mapping[str, str]) -
         raise LoadgenError(
             f"the server refuses a request of class {planned.slo_class!r} with {e.code}: {text[:300]}"
         ) from e
-    except (OSError, ValueError) as e:
-        raise LoadgenError(f"a first request to {server.url} failed ({e}): see the server's log") from e
+    except ERRORS as e:
+        raise LoadgenError(
+            f"a first request to {server.url} failed ({_one_line(e)}): see the server's log"
+        ) from e
 
 
 def _usage(data: Any, key: str) -> int:
     source = data[0] if isinstance(data, list) and data else data
-    usage = source.get("usage") or source.get("meta_info") or {} if isinstance(source, dict) else {}
-    return int(usage.get(key) or 0)
+    usage = source.get("usage") or source.get("meta_info") if isinstance(source, dict) else None
+    value = usage.get(key) if isinstance(usage, dict) else None
+    return value if isinstance(value, int) else 0
+
+
+def _one_line(reason: object) -> str:
+    """An error's text; some have none but their name, others several lines."""
+    return " ".join(str(reason).split())[:200] or type(reason).__name__

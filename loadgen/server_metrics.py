@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
 from adaserve.loadgen.config import Server
+from adaserve.loadgen.plain_http import open_url
 
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -28,10 +28,8 @@ def parse_metrics(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
 
 def scrape(server: Server) -> Samples:
     """The server's metrics now; empty when it has none."""
-    url = server.url.rstrip("/").removesuffix("/v1") + "/metrics"
     try:
-        request = urllib.request.Request(url, headers=dict(server.headers))
-        with urllib.request.urlopen(request, timeout=5) as response:
+        with open_url(server, "/metrics", 5) as response:
             return parse_metrics(response.read().decode("utf-8", "replace"))
     except (OSError, ValueError):
         return {}

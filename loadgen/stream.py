@@ -173,7 +173,10 @@ class _TimedSocket:
         self._sock, self._now = sock, now
         self._stamped = sys.platform == "linux" and not isinstance(sock, ssl.SSLSocket)
         if self._stamped:
-            sock.setsockopt(std_socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+            try:
+                sock.setsockopt(std_socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+            except OSError:  # a sandbox that imitates the kernel may lack it
+                self._stamped = False
         self.at_s = 0.0
 
     def send(self, data: bytes) -> None:

@@ -17,6 +17,7 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -45,6 +47,7 @@ class Behaviour:
     models: list[str] = field(default_factory=lambda: ["fake"])
     key: str = ""  # wants "Authorization: Bearer <key>"
     known_classes: list[str] = field(default_factory=list)  # known classes; others get 400
+    certificate: str = ""  # PEM file with key and certificate: speaks TLS
 
 
 class TimedReader(asyncio.StreamReader):
@@ -220,8 +223,16 @@ async def serve(behaviour: Behaviour) -> None:
     gc.disable()
     os.close(fcntl.fcntl(0, fcntl.F_DUPFD, 1000))
     fake = FakeServer(behaviour)
+    tls = None
+    if behaviour.certificate:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(behaviour.certificate)
     server = await asyncio.get_running_loop().create_server(
-        lambda: asyncio.StreamReaderProtocol(TimedReader(), fake.handle), "127.0.0.1", 0, backlog=1024
+        lambda: asyncio.StreamReaderProtocol(TimedReader(), fake.handle),
+        "127.0.0.1",
+        0,
+        backlog=1024,
+        ssl=tls,
     )
     print(server.sockets[0].getsockname()[1], flush=True)
     stop = asyncio.Event()
@@ -266,10 +277,22 @@ def running_fake(**behaviour: Any) -> Iterator[Fake]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield Fake(f"http://127.0.0.1:{int(process.stdout.readline())}")
+        scheme = "https" if behaviour.get("certificate") else "http"
+        yield Fake(f"{scheme}://127.0.0.1:{int(process.stdout.readline())}")
     finally:
         process.terminate()
         process.wait(10)
+
+
+def certificate(folder: Path) -> str:
+    """A PEM file with a key and a certificate that nobody signed."""
+    path = folder / "server.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=fake"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(path), "-out", "-"]
+    signed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(signed)
+    return str(path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+"""Plain blocking HTTP from the standard library, beside the load: it works with and without gevent."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from adaserve.loadgen.config import Server
+
+ERRORS = (OSError, ValueError, http.client.HTTPException)
+"""What a server that is not there, or is none, leads to; ValueError: its answer is no JSON."""
+
+
+def base_url(server: Server) -> str:
+    return server.url.rstrip("/").removesuffix("/v1")
+
+
+def tls_context(server: Server) -> ssl.SSLContext | None:
+    """How certificates are checked; None for a server without TLS."""
+    if not server.url.startswith("https:"):
+        return None
+    context = ssl.create_default_context()
+    if server.insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def open_url(
+    server: Server,
+    path: str,
+    timeout_s: float,
+    data: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Any:
+    """GET, or POST of ``data``, with the server's own headers. Raises ERRORS."""
+    request = urllib.request.Request(base_url(server) + path, data, {**server.headers, **(headers or {})})
+    return urllib.request.urlopen(request, timeout=timeout_s, context=tls_context(server))
