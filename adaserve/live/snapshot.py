@@ -246,7 +246,8 @@ def _class(
 def _history(
     buckets: Mapping[int, Mapping[str, Any]], names: Sequence[str], last_key: int, bucket_s: float
 ) -> History:
-    keys = list(range(min(buckets, default=last_key), last_key + 1))[-150:]
+    # At least one point: at first, and after a rest, the only bucket is the one that is still filling.
+    keys = list(range(min([*buckets, last_key]), last_key + 1))[-150:]
     at = [buckets.get(k) for k in keys]
 
     def mean(name: str, per: str | None = None) -> list[float | None]:

@@ -133,6 +133,19 @@ def test_history_matches_a_count_by_hand() -> None:
         assert got == (pytest.approx(sum(inside) / len(inside)) if inside else None)
 
 
+def test_the_first_bucket_is_still_filling() -> None:
+    """In the first two seconds, and when the first request comes after minutes of rest."""
+    s, clock = stats()
+    s.finish(request())
+    s.iteration(iteration())
+    for _ in range(2):
+        snap = build_snapshot([s.state()])
+        assert snap.classes[0].total_requests >= 1
+        assert len(snap.history.t) == len(snap.history.attainment["coding"]) == 1
+        clock.now += 1000.0
+        s.finish(request())
+
+
 def test_no_rank_has_reported() -> None:
     snap = build_snapshot([])
     assert snap.notes and snap.classes == []
