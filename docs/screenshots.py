@@ -1,8 +1,8 @@
-"""Makes the pictures of docs/img: ``python docs/screenshots.py [live] [report] [locust] [runs=FOLDER]``.
+"""Makes the pictures of docs/img: ``python docs/screenshots.py [server] [report] [runs=FOLDER]``.
 
-The live page and Locust's tab show made-up traffic, the report a real run of the embedded pair on this
-machine (``runs=FOLDER`` keeps its results there, and draws them again when they are there). Needs
-Chromium and its driver (Debian: chromium, chromium-driver)."""
+All show the embedded pair on this machine: ``server`` the live page and Locust's tab (five minutes),
+``report`` a run with AdaServe and one without (``runs=FOLDER`` keeps its results there, and draws them
+again when they are there). Needs Chromium and its driver (Debian: chromium, chromium-driver)."""
 
 from __future__ import annotations
 
@@ -11,49 +11,22 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IMG = ROOT / "docs" / "img"
 POLICIES = ("priced", "none")
 SEEDS = ("0", "1")
-sys.path[:0] = [str(ROOT / "tests" / "live"), str(ROOT / "tests" / "loadgen")]
+TRAFFIC = "duration_s: 270\narrivals: {kind: peak, rps: 0.8, to_rps: 2.4, at: 0.45, width: 0.15}\n"
+SHOT_AT_S = 225.0
+LIVE = (  # picture, width, height, dark
+    ("slo-light", 1200, 850, False),
+    ("slo-dark", 1200, 850, True),
+    ("slo-phone", 390, 844, False),
+)
+sys.path[:0] = [str(ROOT / "tests" / "live")]
 
 from browser import browser  # noqa: E402
-from fake_server import running_fake  # noqa: E402
-
-
-@contextmanager
-def live_page() -> Iterator[str]:
-    """A server process with the page and five minutes of made-up traffic."""
-    code = (
-        "import sys, socket, uvicorn; sys.path.insert(0, 'tests/live'); import test_page as t\n"
-        "sock = socket.create_server(('127.0.0.1', 0)); print(sock.getsockname()[1], flush=True)\n"
-        "app = t.Site([t.made_up().state()]).app\n"
-        "uvicorn.Server(uvicorn.Config(app, log_level='error')).run(sockets=[sock])"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}/slo"
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def shoot_live_page() -> None:
-    with live_page() as url:
-        for name, width, height, dark in (
-            ("slo-light", 1200, 850, False),
-            ("slo-dark", 1200, 850, True),
-            ("slo-phone", 390, 844, False),
-        ):
-            with browser(width, height, dark) as page:
-                page.open(url)
-                page.wait("return document.querySelectorAll('.u-over').length === 6", 60)
-                page.screenshot(IMG / f"{name}.png", full=name == "slo-light")
 
 
 def shoot_report(folder: Path, scratch: Path) -> None:
@@ -82,24 +55,32 @@ def _measure(folder: Path) -> None:
                 subprocess.run(bench, check=False, cwd=folder)
 
 
-def shoot_locust(folder: Path) -> None:
-    config = folder / "mix.yaml"
-    config.write_text("baseline_ms: 20\nduration_s: 300\narrivals: {rps: 4}\n")
-    with running_fake(token_ms=20, jitter=0.35) as fake:
+def shoot_server(folder: Path) -> None:
+    """The live page and Locust's tab, four minutes into one run that has its peak half-way."""
+    from adaserve.server import Server, ServerSpec, free_port
+
+    config, port = folder / "mix.yaml", free_port()
+    config.write_text(TRAFFIC)
+    with Server(ServerSpec(port=free_port()), log=folder / "server.log") as server:
         command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadgen" / "locustfile.py")]
-        command += ["--host", fake.url, "--bench-config", str(config), "--results", str(folder / "locust")]
-        command += ["--autostart", "--web-host", "127.0.0.1", "--web-port", "8976"]
+        command += ["--host", server.url, "--bench-config", str(config), "--results", str(folder / "locust")]
+        command += ["--autostart", "--web-host", "127.0.0.1", "--web-port", str(port)]
         process = subprocess.Popen(command)
         try:
-            _wait_for("http://127.0.0.1:8976/")
-            with browser(1200, 560, dark=False) as page:
-                page.open("http://127.0.0.1:8976/?tab=slo")
-                page.wait("return document.body.innerText.includes('summarization')", 300)
-                time.sleep(20)
+            _wait_for(f"http://127.0.0.1:{port}/")
+            time.sleep(SHOT_AT_S)
+            for name, width, height, dark in LIVE:
+                with browser(width, height, dark) as page:
+                    page.open(f"{server.url}/slo")
+                    page.wait("return document.querySelectorAll('.u-over').length === 6", 60)
+                    page.screenshot(IMG / f"{name}.png", full=name == "slo-light")
+            with browser(1200, 440, dark=False) as page:
+                page.open(f"http://127.0.0.1:{port}/?tab=slo")
+                page.wait("return document.body.innerText.includes('summarization')", 60)
                 page.screenshot(IMG / "locust.png", full=False)
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(60)
 
 
 def _wait_for(url: str) -> None:
@@ -117,13 +98,11 @@ def main() -> None:
     IMG.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         kept = [Path(word.partition("=")[2]) for word in sys.argv[1:] if word.startswith("runs=")]
-        wanted = [word for word in sys.argv[1:] if "=" not in word] or ["live", "report", "locust"]
-        if "live" in wanted:
-            shoot_live_page()
+        wanted = [word for word in sys.argv[1:] if "=" not in word] or ["server", "report"]
+        if "server" in wanted:
+            shoot_server(Path(folder))
         if "report" in wanted:
             shoot_report(kept[0] if kept else Path(folder), Path(folder))
-        if "locust" in wanted:
-            shoot_locust(Path(folder))
 
 
 if __name__ == "__main__":

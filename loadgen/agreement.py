@@ -22,6 +22,10 @@ SHOWN = 40
 """Requests that a report lists."""
 
 
+Gap = tuple[float, float, float]
+"""5th percentile, median, 95th."""
+
+
 @dataclass(frozen=True)
 class Flip:
     """A request that client and server judged differently. Times in ms."""
@@ -43,8 +47,9 @@ class Verdicts:
     told: int  # requests whose answer carried the server's verdict
     met: int  # of them, met at the server
     flips: tuple[Flip, ...]
-    gap: tuple[float, float, float] | None  # client's TPOT / server's - 1: 5th percentile, median, 95th
-    undecided: int  # requests whose SLO lies within that gap of the server's TPOT
+    gap: Gap | None  # client's TPOT / server's - 1
+    ttft_gap_ms: Gap | None  # client's TTFT - server's
+    undecided: int  # requests of which an SLO lies within that gap of the server's time
 
     @property
     def attainment(self) -> float | None:
@@ -58,15 +63,32 @@ def compare(records: Iterable[RequestRecord]) -> Verdicts:
     ratios = [
         r.tpot_s * 1e3 / s["tpot_ms"] - 1 for r, s in told if r.ok and r.tpot_s is not None and s["tpot_ms"]
     ]
-    gap = tuple(np.percentile(ratios, (5, 50, 95)).tolist()) if ratios else None
-    undecided = 0 if gap is None else sum(_lies_within(s, gap) for _, s in told)
-    return Verdicts(len(told), sum(bool(s["met"]) for _, s in told), flips, gap, undecided)
+    later = [r.ttft_s * 1e3 - s["ttft_ms"] for r, s in told if r.ok and r.ttft_s is not None and s["ttft_ms"]]
+    gap, ttft_gap_ms = _gap(ratios), _gap(later)
+    undecided = sum(_tpot_undecided(s, gap) or _ttft_undecided(s, ttft_gap_ms) for _, s in told)
+    return Verdicts(len(told), sum(bool(s["met"]) for _, s in told), flips, gap, ttft_gap_ms, undecided)
 
 
-def _lies_within(verdict: Mapping[str, Any], gap: Sequence[float]) -> bool:
+def _gap(values: Sequence[float]) -> Gap | None:
+    if not values:
+        return None
+    low, middle, high = np.percentile(values, (5, 50, 95)).tolist()
+    return low, middle, high
+
+
+def _tpot_undecided(verdict: Mapping[str, Any], gap: Gap | None) -> bool:
     """Whether the client may see the other side of the TPOT SLO, going by the usual gap."""
     tpot, slo = verdict["tpot_ms"], verdict["tpot_slo_ms"]
-    return bool(tpot and slo) and bool(tpot * (1 + min(gap[0], 0)) <= slo <= tpot * (1 + max(gap[2], 0)))
+    if not tpot or not slo or gap is None:
+        return False
+    return bool(tpot * (1 + min(gap[0], 0)) <= slo <= tpot * (1 + max(gap[2], 0)))
+
+
+def _ttft_undecided(verdict: Mapping[str, Any], gap_ms: Gap | None) -> bool:
+    ttft, slo = verdict["ttft_ms"], verdict["ttft_slo_ms"]
+    if not ttft or not slo or gap_ms is None:
+        return False
+    return bool(ttft + min(gap_ms[0], 0) <= slo <= ttft + max(gap_ms[2], 0))
 
 
 def _flip(record: RequestRecord, verdict: Mapping[str, Any]) -> Flip:
@@ -138,6 +160,7 @@ def agreement_rows(run: Run) -> list[dict[str, Any]]:
                     "why": "; ".join(_differences(run, name, theirs["requests"])),
                     "told": verdicts.told,
                     "gap": verdicts.gap,
+                    "ttft_gap_ms": verdicts.ttft_gap_ms,
                     "undecided": verdicts.undecided,
                     "flips": len(verdicts.flips),
                 }
@@ -161,6 +184,7 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "why": "",
         "told": sum(r["told"] for r in rows),
         "gap": None,
+        "ttft_gap_ms": None,
         "undecided": sum(r["undecided"] for r in rows),
         "flips": sum(r["flips"] for r in rows),
     }

@@ -42,10 +42,11 @@ class Arrivals:
             rate = getattr(self, name)
             if not _finite(rate) or rate < 0:
                 raise LoadgenError(f"arrivals: {name} must be a rate of 0 or more requests/s, not {rate!r}")
-        for name in ("cv", "width"):
-            if not _finite(getattr(self, name)) or getattr(self, name) <= 0:
-                raise LoadgenError(f"arrivals: {name} must be more than 0, not {getattr(self, name)!r}")
-        if not _finite(self.at):
+        if not _finite(self.cv) or not 0.01 <= self.cv <= 100:
+            raise LoadgenError(f"arrivals: cv (burstiness) must lie between 0.01 and 100, not {self.cv!r}")
+        if not _finite(self.width) or not 1e-3 <= self.width <= 1e3:
+            raise LoadgenError(f"arrivals: width must lie between 0.001 and 1000, not {self.width!r}")
+        if not _finite(self.at) or abs(self.at) > 1e3:
             raise LoadgenError(f"arrivals: at must be a share of the run (0 to 1), not {self.at!r}")
 
     def rate_at(self, share: FloatArray) -> FloatArray:
@@ -97,4 +98,4 @@ def _thinned(arrivals: Arrivals, duration_s: float, rng: np.random.Generator) ->
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15

@@ -193,7 +193,10 @@ def _with_load(
 def _with_classes(config: BenchConfig, mix: str | None, slos: list[str]) -> BenchConfig:
     classes = dict(config.classes)
     if mix is not None:
-        shares = dict(_assignment(part, "--mix") for part in mix.split(","))
+        given = [_assignment(part, "--mix") for part in mix.split(",")]
+        shares = dict(given)
+        if len(shares) < len(given):
+            raise LoadgenError(f"--mix: a class is named twice in {mix!r}")
         for name in shares:
             _known(classes, name, "--mix")
         classes = {n: replace(classes[n], share=_float(v, "--mix")) for n, v in shares.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -13,25 +13,49 @@ import yaml
 
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
-from adaserve.scheduler.slo import SLOClass, SLOConfig, SLOError
+from adaserve.scheduler.slo import TPOT_RANGE_MS, SLOClass, SLOConfig, SLOError
 
 APIS = ("completions", "chat", "generate")
 SLO_HEADERS = ("both", "ms", "class", "none")
 SLO_SOURCES = ("classes", "trace")
 
 
+_TOO_MUCH = 1e15  # whoever gives more has slipped, and squares of it are still finite
+
+
 def _number(where: str, value: Any, *, low: float = 0.0, strict: bool = False, whole: bool = False) -> None:
     """Refuses what is no finite number from ``low`` on (above ``low`` when ``strict``)."""
     kind = int if whole else (int, float)
-    good = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < low or (strict and value == low):
+    good = isinstance(value, kind) and not isinstance(value, bool) and low <= value < _TOO_MUCH
+    if not good or (strict and value == low):
         need = f"{'a whole number' if whole else 'a number'} {'above' if strict else 'of'} {low:g}"
-        raise LoadgenError(f"{where} must be {need}{'' if strict else ' or more'}, not {value!r}")
+        need += "" if strict else " or more"
+        if isinstance(value, int | float) and value >= _TOO_MUCH:
+            need = f"less than {_TOO_MUCH:g}"
+        raise LoadgenError(f"{where} must be {need}, not {_shown(value)}")
+
+
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, token
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; a number of hundreds of digits helps nobody."""
+    text = "a number of very many digits" if type(value) is int and abs(value) > 10**100 else repr(value)
+    return text if len(text) <= 200 else text[:200] + " ..."
 
 
 def _text(where: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise LoadgenError(f"{where} must be text, not {value!r}")
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise LoadgenError(f"{where} must be text in one line, not {value!r}")
+
+
+def _flag(where: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise LoadgenError(f"{where} must be true or false, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -48,8 +72,11 @@ class Length:
         whole = all(
             isinstance(v, int) and not isinstance(v, bool) for v in (self.median, self.low, self.high)
         )
-        if not whole or not 1 <= self.low <= self.high or self.median < 1 or not 0 <= self.sigma < math.inf:
-            raise LoadgenError(f"a length needs whole numbers 1 <= low <= high and sigma >= 0, not {self}")
+        good = whole and 1 <= self.low <= self.median <= self.high
+        if not good or not _is_number(self.sigma) or not 0 <= self.sigma <= 10:
+            raise LoadgenError(
+                f"a length needs whole numbers 1 <= low <= median <= high and sigma from 0 to 10, not {self}"
+            )
 
 
 @dataclass(frozen=True)
@@ -80,6 +107,8 @@ class ClassLoad:
                 f"class {self.name!r}: disconnect is a share from 0 to 1, not {self.disconnect}"
             )
         _number(f"class {self.name!r}: turns", self.turns, low=1, whole=True)
+        if self.category is not None:
+            _text(f"class {self.name!r}: category", self.category)
 
     def slo_class(self) -> SLOClass:
         try:
@@ -114,6 +143,8 @@ class TraceSpec:
 
     def __post_init__(self) -> None:
         _text("trace: path", self.path)
+        _text("trace: format", self.format)
+        _flag("trace: sort", self.sort)
         _number("trace: start_s", self.start_s)
         _number("trace: time_scale", self.time_scale, strict=True)
         if self.target_rps is not None:
@@ -149,18 +180,27 @@ class Server:
         try:
             parts = urlsplit(self.url)
             complete = bool(parts.hostname) and parts.port != 0
+            complete = complete and self.url.isascii() and self.url.isprintable() and " " not in self.url
         except ValueError:
             complete = False
         if not complete:
-            raise LoadgenError(f"the server's URL needs a host and a port up to 65535, not {self.url!r}")
+            raise LoadgenError(
+                f"the server's URL needs a host and a port up to 65535, without blanks, not {self.url!r}"
+            )
         _number("server: timeout_s", self.timeout_s, strict=True)
         if self.model is not None:
             _text("server: model", self.model)
+        for key in ("ignore_eos", "insecure"):
+            _flag(f"server: {key}", getattr(self, key))
+        if self.continuous_usage is not None:
+            _flag("server: continuous_usage", self.continuous_usage)
         if not isinstance(self.headers, Mapping):
             raise LoadgenError(f"server: headers must be names with values, not {self.headers!r}")
         for name, value in self.headers.items():
-            if not isinstance(name, str) or not isinstance(value, str) or {"\r", "\n"} & {*name, *value}:
-                raise LoadgenError(f"server: header {name!r} must be one line of text, not {value!r}")
+            good = isinstance(name, str) and isinstance(value, str) and _HEADER.fullmatch(name)
+            if not good or not (value.isascii() and value.isprintable()):
+                shown = "what was given" if _secret(str(name)) else repr(value)
+                raise LoadgenError(f"server: header {name!r} must be one line of text in ASCII, not {shown}")
 
 
 @dataclass(frozen=True)
@@ -197,6 +237,10 @@ class BenchConfig:
             _number("max_requests", self.max_requests, low=1, whole=True)
         if self.baseline_ms is not None:
             _number("baseline_ms", self.baseline_ms, strict=True)
+            if self.baseline_ms > TPOT_RANGE_MS[1]:
+                raise LoadgenError(
+                    f"baseline_ms must be at most {TPOT_RANGE_MS[1]:g}, not {self.baseline_ms:g}"
+                )
         if not isinstance(self.chars_per_token, Mapping):
             raise LoadgenError(
                 f"chars_per_token must be categories with numbers, not {self.chars_per_token!r}"
@@ -316,13 +360,28 @@ def _without_slo(base: ClassLoad | None, given: Any) -> ClassLoad | None:
     return replace(base, tpot_ms=None, x_baseline=None)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice: YAML would quietly take the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is given twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load_config(path: str | Path) -> BenchConfig:
     """Reads a YAML file. Raises LoadgenError that names the file."""
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as e:
         raise LoadgenError(f"cannot read the configuration {path}: {why_unreadable(e)}") from e
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise LoadgenError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
     try:
         return from_mapping(data or {})

@@ -107,7 +107,7 @@ def write_png(figure: Figure, folder: Path) -> Path:
     if figure.categories:
         ax.set_xticks(range(len(figure.categories)), figure.categories)
     ax.set(title=figure.title, xlabel=figure.x_label, ylabel=figure.y_label)
-    ax.set_ylim(0, figure.y_max)
+    ax.set_ylim(0, figure.y_max if figure.y_max is not None else ax.get_ylim()[1] or 1.0)
     if figure.x_max is not None:
         ax.set_xlim(0, figure.x_max)
     if figure.percent:

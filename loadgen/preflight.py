@@ -46,14 +46,14 @@ def get_json(server: Server, path: str) -> Any:
 
 def _model(server: Server) -> str | None:
     try:
-        listed = [str(m["id"]) for m in get_json(server, "/v1/models")["data"]]
+        listed = _listed(get_json(server, "/v1/models"))
     except urllib.error.HTTPError as e:
         if e.code in (401, 403):
             raise LoadgenError(
                 f"{server.url} wants authentication ({e.code}): give the key, for example with --api-key"
             ) from e
         return server.model  # a server without a model list
-    except (*ERRORS, KeyError, TypeError) as e:
+    except ERRORS as e:
         reason = getattr(e, "reason", e)
         remedy = "start it (for example `adaserve serve`) or give its address with --url"
         if isinstance(reason, ssl.SSLCertVerificationError):
@@ -67,6 +67,14 @@ def _model(server: Server) -> str | None:
     if listed and server.model not in listed and server.api != "generate":
         raise LoadgenError(f"the server has no model {server.model!r}: it serves {', '.join(listed)}")
     return server.model
+
+
+def _listed(data: Any) -> list[str]:
+    """The models' names out of a server's list. Raises ValueError when it is none."""
+    try:
+        return [str(m["id"]) for m in data["data"]]
+    except (KeyError, TypeError):
+        raise ValueError("its answer to /v1/models is no list of models") from None
 
 
 def server_baseline_ms(server: Server) -> float | None:
@@ -175,11 +183,12 @@ def _post(server: Server, planned: PlannedRequest, headers: Mapping[str, str]) -
         with _open(server, planned, headers, stream=False) as response:
             return json.load(response)
     except urllib.error.HTTPError as e:
-        text = e.read().decode("utf-8", "replace")
-        with contextlib.suppress(ValueError):
+        text = e.reason
+        with contextlib.suppress(*ERRORS):
+            text = e.read().decode("utf-8", "replace")
             text = protocol.error_text(json.loads(text))
         raise LoadgenError(
-            f"the server refuses a request of class {planned.slo_class!r} with {e.code}: {text[:300]}"
+            f"the server refuses a request of class {planned.slo_class!r} with {e.code}: {_one_line(text)}"
         ) from e
     except ERRORS as e:
         raise LoadgenError(
@@ -195,5 +204,7 @@ def _usage(data: Any, key: str) -> int:
 
 
 def _one_line(reason: object) -> str:
-    """An error's text; some have none but their name, others several lines."""
-    return " ".join(str(reason).split())[:200] or type(reason).__name__
+    """What went wrong, in one line; some errors have several, some none but their name."""
+    if isinstance(reason, json.JSONDecodeError):
+        return "its answer is no JSON"
+    return " ".join(str(reason).split())[:300] or type(reason).__name__

@@ -110,7 +110,7 @@ def load_prompts(
 def _parse(line: str, where: str) -> tuple[str, str]:
     try:
         data = json.loads(line)
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:
         raise LoadgenError(f"{where}: not a JSON object: {e}") from e
     if not isinstance(data, dict) or not isinstance(data.get("text"), str) or not data["text"].strip():
         raise LoadgenError(f'{where}: expected {{"category": "coding", "text": "..."}} with some text')

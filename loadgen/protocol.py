@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from adaserve.loadgen.config import Server
 from adaserve.loadgen.schedule import PlannedRequest
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
+NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+"""What an event of another form leads to."""
 
 
 @dataclass(slots=True)
@@ -65,11 +68,13 @@ def slo_headers(server: Server, request: PlannedRequest) -> dict[str, str]:
 
 
 def parse_event(api: str, data: Mapping[str, Any], seen: int) -> StreamEvent:
-    """Reads one event. ``seen``: characters of text so far (``generate`` repeats the whole text)."""
+    """Reads one event. ``seen``: characters of text so far (``generate`` repeats the whole text).
+
+    Raises NOT_UNDERSTOOD for an event of another form."""
     if data.get("error") or data.get("object") == "error":
         return StreamEvent(error=error_text(data))
     if api == "generate":
-        return _parse_generate(data, seen)
+        return _checked(_parse_generate(data, seen))
     event = StreamEvent()
     choices = data.get("choices") or ()
     if choices:
@@ -81,6 +86,16 @@ def parse_event(api: str, data: Mapping[str, Any], seen: int) -> StreamEvent:
         event.output_tokens = usage.get("completion_tokens")
         event.prompt_tokens = usage.get("prompt_tokens")
     event.server_slo = _verdict(data.get("metadata"))
+    return _checked(event)
+
+
+def _checked(event: StreamEvent) -> StreamEvent:
+    """Refuses values that would only be found out when the record is judged, or never."""
+    for value in (event.output_tokens, event.prompt_tokens):
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise ValueError(f"a number of tokens is {value!r}")
+    if not isinstance(event.text, str) or not isinstance(event.finish_reason, str | None):
+        raise TypeError("text or finish_reason is no text")
     return event
 
 
@@ -90,7 +105,7 @@ def _verdict(metadata: Any) -> dict[str, Any] | None:
     if not isinstance(told, Mapping) or not isinstance(told.get("met"), bool):
         return None
     times = {k: told.get(k) for k in ("tpot_ms", "tpot_slo_ms", "ttft_ms", "ttft_slo_ms")}
-    if not all(v is None or isinstance(v, int | float) for v in times.values()):
+    if not all(v is None or (isinstance(v, int | float) and math.isfinite(v)) for v in times.values()):
         return None
     return {**times, "met": told["met"]}
 

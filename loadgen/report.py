@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adaserve.loadgen.agreement import Verdicts, agreement_rows, compare, flip_rows
-from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.errors import LoadgenError, why_unreadable
 from adaserve.loadgen.figures import Bars, Figure, Line, write_png
 from adaserve.loadgen.results import iter_records
 from adaserve.loadgen.svg import figure_svg, legend
@@ -45,8 +45,11 @@ class Run:
 
 def read_run(folder: Path, label: str | None = None) -> Run:
     """Reads and summarizes a folder. Raises LoadgenError."""
-    if not folder.is_dir():
-        raise LoadgenError(f"{folder} is no folder of results")
+    try:
+        if not folder.is_dir():
+            raise LoadgenError(f"{folder} is no folder of results")
+    except (OSError, ValueError) as e:
+        raise LoadgenError(f"cannot read {str(folder)[:200]!r}: {why_unreadable(e)}") from e
     records = list(iter_records(folder))
     if not records:
         raise LoadgenError(f"{folder}: requests.jsonl holds no requests")
@@ -73,14 +76,13 @@ def read_run(folder: Path, label: str | None = None) -> Run:
             "ttft": np.array([_or_inf(r.ttft_s if r.ok else None) for r in rs], float),
         }
     env = _json(folder / "env.json")
-    config = folder / "config.yaml"
     return Run(
         folder=folder,
         label=label or default_label(folder),
         summary=summary,
         arrays=arrays,
         command=str(env.get("command") or summary.get("command") or "unknown"),
-        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "not recorded",
+        config=_config_of_the_run(folder),
         env={k: v for k, v in env.items() if k != "command"},
         verdicts=verdicts,
     )
@@ -90,12 +92,33 @@ def _summary_of_the_run(folder: Path) -> dict[str, Any]:
     """``summary.json`` as far as it can be used; everything else comes from the records."""
     old = _json(folder / "summary.json")
     warmup_s, reasons = old.get("warmup_s"), old.get("invalid_reasons")
-    old["warmup_s"] = float(warmup_s) if isinstance(warmup_s, int | float) else 0.0
+    old["warmup_s"] = float(warmup_s) if _is_amount(warmup_s) else 0.0
     old["invalid_reasons"] = [str(r) for r in reasons] if isinstance(reasons, list) else []
-    for key in ("class_targets", "server"):
-        if not isinstance(old.get(key), dict):
-            old.pop(key, None)
+    targets, server = old.pop("class_targets", None), old.pop("server", None)
+    if isinstance(targets, dict):
+        old["class_targets"] = {n: t for n, t in targets.items() if _is_amount(t) and t <= 1}
+    if isinstance(server, dict):
+        old["server"] = {n: c for n, c in server.items() if _is_count(c)}
     return old
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1e12
+
+
+def _is_count(of_class: Any) -> bool:
+    """Whether this is what the server counted of one class."""
+    counted = of_class.get("all") if isinstance(of_class, dict) else None
+    if not isinstance(counted, dict) or not _is_amount(counted.get("requests")):
+        return False
+    return counted.get("attainment") is None or _is_amount(counted["attainment"])
+
+
+def _config_of_the_run(folder: Path) -> str:
+    try:
+        return (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "not recorded"
 
 
 def default_label(folder: Path) -> str:
@@ -111,7 +134,7 @@ def _or_inf(value: float | None) -> float:
 def _json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -296,7 +319,7 @@ def write_report(runs: Sequence[Run], out: Path, png: bool = True) -> Path:
     path = out / "report.html"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8", errors="replace")
         if png:
             for figure in figures:
                 write_png(figure, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -151,25 +152,45 @@ def iter_records(folder: Path) -> Iterator[RequestRecord]:
                 yield record
     except FileNotFoundError:
         raise LoadgenError(f"{folder} holds no requests.jsonl: it is no results folder of a run") from None
-    except (OSError, ValueError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise LoadgenError(
             f"{path} is damaged or no file of records ({e}): take those lines out, or run the load test again"
         ) from e
 
 
 VERDICT = {"tpot_ms", "tpot_slo_ms", "ttft_ms", "ttft_slo_ms", "met"}
-_NUMBERS = ("scheduled_s", "sent_s", "output_tokens", "prompt_tokens", "first_chunk_tokens")
+_NUMBERS = ("scheduled_s", "sent_s", "output_tokens", "prompt_tokens", "first_chunk_tokens", "turn")
 _NUMBERS_OR_NONE = ("first_token_s", "last_token_s", "end_s", "slo_tpot_ms", "slo_ttft_ms", "accept_length")
+_FLAGS = ("met_ttft", "met_tpot")
+_TOO_MUCH = 1e12  # seconds, ms or tokens: no run has seen as much
 
 
 def _check_types(record: RequestRecord) -> None:
-    for key in (*_NUMBERS, *_NUMBERS_OR_NONE):
-        value = getattr(record, key)
-        if not isinstance(value, int | float) and (value is not None or key in _NUMBERS):
-            raise TypeError(f"request {record.id!r} has {key} {value!r}")
+    for key in _NUMBERS:
+        _check(record, key, _is_amount(getattr(record, key)))
+    for key in _NUMBERS_OR_NONE:
+        _check(record, key, getattr(record, key) is None or _is_amount(getattr(record, key)))
+    for key in _FLAGS:
+        _check(record, key, isinstance(getattr(record, key), bool))
+    _check(record, "slo_class", isinstance(record.slo_class, str) and record.slo_class.isprintable())
+    _check(record, "error", isinstance(record.error, str | None))
+    _check(record, "itl_ms", math.isfinite(sum(record.itl_ms)))
     told = record.server_slo
-    if told is not None and not (isinstance(told, dict) and set(told) == VERDICT):
-        raise TypeError(f"request {record.id!r} has server_slo {record.server_slo!r}")
+    _check(record, "server_slo", told is None or (isinstance(told, dict) and _is_verdict(told)))
+
+
+def _check(record: RequestRecord, key: str, good: bool) -> None:
+    if not good:
+        raise TypeError(f"request {str(record.id)[:40]!r} has {key} {str(getattr(record, key))[:80]!r}")
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < _TOO_MUCH
+
+
+def _is_verdict(told: Mapping[str, Any]) -> bool:
+    times = [v for k, v in told.items() if k != "met" and v is not None]
+    return set(told) == VERDICT and isinstance(told["met"], bool) and all(map(_is_amount, times))
 
 
 def write_json(path: Path, data: Any) -> None:

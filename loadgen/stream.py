@@ -218,6 +218,7 @@ class _Reader:
         self.text: list[str] = []
         self._gaps_ms: list[float] = []
         self._seen = 0
+        self._events = 0
         self._done = False
         self._usage_tokens: int | None = None
 
@@ -232,8 +233,12 @@ class _Reader:
             if not line:
                 break
             if line.startswith(b"data:"):
+                self._events += 1
                 self._event(line[5:].strip(), sock.at_s)
-        if not self._done and self.record.error is None and self.record.finish_reason is None:
+        kind = _short(response.get("content-type", "something else"))
+        if not self._events and not kind.startswith("text/event-stream"):
+            self.record.error = f"the answer is no stream of events, but {kind}"
+        elif not self._done and self.record.error is None and self.record.finish_reason is None:
             self.record.error = "the stream ended without a finish reason"
 
     def _event(self, payload: bytes, at_s: float) -> None:
@@ -242,7 +247,7 @@ class _Reader:
             return
         try:
             event = protocol.parse_event(self.api, json.loads(payload), self._seen)
-        except (ValueError, AttributeError, TypeError):
+        except protocol.NOT_UNDERSTOOD:
             event = protocol.StreamEvent(error=f"not understood: {_short(payload.decode(errors='replace'))}")
         record = self.record
         if event.error is not None:
@@ -296,6 +301,6 @@ def _short(text: str) -> str:
     try:
         event = protocol.parse_event("completions", json.loads(text), 0)
         text = event.error or json.loads(text).get("detail") or text
-    except (ValueError, AttributeError):
+    except protocol.NOT_UNDERSTOOD:
         pass
     return " ".join(str(text).split())[:300]

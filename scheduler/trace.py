@@ -216,7 +216,7 @@ def _jsonl_objects(text: str, path: str) -> Iterator[tuple[str, Mapping[str, Any
         where = f"{path}:{number}"
         try:
             data = json.loads(line)
-        except json.JSONDecodeError as e:
+        except (ValueError, RecursionError) as e:  # a number of 5000 digits, brackets without end
             raise TraceError(f"{where}: not a JSON object: {e}") from e
         if not isinstance(data, Mapping):
             raise TraceError(f"{where}: expected a JSON object, got {type(data).__name__}")
@@ -275,7 +275,7 @@ def _read_adaserve(text: str, path: str) -> Located:
     minus the TPOT in ms (its datasets: -50 chat, -150 summarization)."""
     try:
         items = json.loads(text)
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:
         raise TraceError(f"{path}: not valid JSON: {e}") from e
     for number, data in enumerate(items):
         where = f"{path}[{number}]"
@@ -301,13 +301,22 @@ def _read_adaserve(text: str, path: str) -> Located:
 def _csv_rows(text: str, path: str) -> Iterator[tuple[str, dict[str, str]]]:
     reader = csv.reader(io.StringIO(text))
     columns = [c.strip().lower() for c in next(reader)]
-    for values in reader:
+    if twice := sorted({c for c in columns if columns.count(c) > 1}):
+        raise TraceError(f"{path}: the header names {twice[0]!r} twice: leave one of the columns out")
+    for values in _lines(reader, path):
         if not any(v.strip() for v in values):
             continue
         where = f"{path}:{reader.line_num}"
         if len(values) != len(columns):
             raise TraceError(f"{where}: {len(values)} columns where the header has {len(columns)}")
         yield where, dict(zip(columns, (v.strip() for v in values), strict=True))
+
+
+def _lines(reader: Iterator[list[str]], path: str) -> Iterator[list[str]]:
+    try:
+        yield from reader
+    except csv.Error as e:
+        raise TraceError(f"{path}: not a table: {e}") from e
 
 
 def _read_csv(text: str, path: str) -> Located:

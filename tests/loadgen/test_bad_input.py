@@ -7,6 +7,10 @@ import json
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from fake_server import running_fake
 from typer.testing import CliRunner
 
 from adaserve.loadgen.cli import bench_app, report
+from adaserve.loadgen.results import iter_records
 from adaserve.scheduler.metrics import RequestRecord
 
 LOCUSTFILE = Path(__file__).parents[2] / "loadgen" / "locustfile.py"
@@ -56,6 +61,8 @@ TRACES = {
     ),
     "odd hashes": (jsonl(0, hash_ids=5), "hash_ids must be a list of whole numbers"),
     "cut off": (jsonl(0) + jsonl(1)[:20], "not a JSON object"),
+    "brackets": ("[" * 100_000 + "\n", "recursion"),
+    "digits": ('{"timestamp": 0, "input_length": 1' + "0" * 5000 + ', "output_length": 5}\n', "digits"),
     "other key": ('{"ts": 0, "input_length": 5, "output_length": 5}\n', "(found: 'ts', 'input_length'"),
 }
 
@@ -84,6 +91,14 @@ TABLES = {
     "burstgpt, wrong column": ("Timestamp,Model,Request tokens,Answer\n1,m,3,4\n", "'answer'"),
     "burstgpt, negative": (BURSTGPT + "-5,m,3,4\n", "the timestamp is -5 s"),
     "burstgpt, failures only": (BURSTGPT + "5,m,3,0\n", "holds no requests"),
+    "csv, a column twice": (
+        "arrival_s,prompt_tokens,prompt_tokens,output_tokens\n0,5,7,5\n",
+        "the header names 'prompt_tokens' twice",
+    ),
+    "csv, no end of a quote": (
+        'arrival_s,prompt_tokens,output_tokens\n0,"' + "5\n" * 99_999,
+        "not a table",
+    ),
     "csv, short line": ("arrival_s,prompt_tokens,output_tokens\n0,5\n", "2 columns where the header has 3"),
 }
 
@@ -117,12 +132,27 @@ CONFIGS = {
     "slo": ("classes: {a: {tpot_ms: fast}}\n", "accepted is a number from 0.1 to 60000 ms"),
     "seed": ("seed: abc\n", "seed must be a whole number of 0 or more"),
     "server": ("server: http://x\n", "expected keys and values"),
-    "headers": ("server: {headers: {a: 1}}\n", "header 'a' must be one line of text"),
-    "smuggled header": ('server: {headers: {a: "1\\r\\nb: 2"}}\n', "header 'a' must be one line of text"),
+    "headers": ("server: {headers: {a: 1}}\n", "header 'a' must be one line of text in ASCII"),
+    "smuggled header": (
+        'server: {headers: {a: "1\\r\\nb: 2"}}\n',
+        "header 'a' must be one line of text in ASCII",
+    ),
     "timeout": ("server: {timeout_s: x}\n", "timeout_s must be a number above 0"),
     "trace path": ("trace: {path: 5}\n", "path must be text"),
     "trace limit": ("trace: {path: x, max_prompt_tokens: x}\n", "max_prompt_tokens must be a whole number"),
     "tokenizer": ("tokenizer: 5\n", "tokenizer must be text"),
+    "key twice": ("duration_s: 3\nduration_s: 5\n", "the key 'duration_s' is given twice"),
+    "class twice": ("classes:\n  a: {tpot_ms: 3}\n  a: {tpot_ms: 5}\n", "the key 'a' is given twice"),
+    "deep": ("a: " + "[" * 3000 + "\n", "is not valid YAML"),
+    "header not Latin": ('server: {headers: {a: "\u043a"}}\n', "must be one line of text in ASCII"),
+    "header name": ('server: {headers: {"a b": c}}\n', "must be one line of text in ASCII"),
+    "text for a flag": ('server: {insecure: "false"}\n', "insecure must be true or false, not 'false'"),
+    "sort": ("trace: {path: x, sort: 5}\n", "sort must be true or false"),
+    "format": ("trace: {path: x, format: [5]}\n", "format must be text"),
+    "path with a zero": ('prompts: "a\\0"\n', "prompts must be text in one line"),
+    "category": ("classes: {a: {tpot_ms: 3, category: [x]}}\n", "category must be text"),
+    "digits": ("arrivals: {rps: 1" + "0" * 400 + "}\n", "rps must be a rate"),
+    "median above high": ("classes: {a: {tpot_ms: 3, output_tokens: 200000}}\n", "low <= median <= high"),
 }
 
 
@@ -142,6 +172,15 @@ OPTIONS = {
     "--baseline-ms=0": "baseline_ms must be a number above 0",
     "--duration=nan": "duration_s must be a number above 0",
     "--rps=1e9": "more than one run can plan",
+    "--burstiness=1e-300": "must lie between 0.01 and 100",
+    "--baseline-ms=1e300": "baseline_ms must be less than 1e+15",
+    "--baseline-ms=99999": "baseline_ms must be at most 60000",
+    "--temperature=1e308": "temperature must be less than 1e+15",
+    "--output-tokens=999999999": "low <= median <= high",
+    "--mix=coding=1,coding=2": "a class is named twice",
+    "--url=http://h/a b": "without blanks",
+    "--url=http://h\u00f6st": "needs a host",
+    "--api-key=\u043a": "header 'Authorization' must be one line of text in ASCII, not what was given",
     "--output-tokens=0": "a length needs whole numbers",
     "--temperature=nan": "temperature must be a number of 0 or more",
     "--processes=0": "--processes must be 1 or more",
@@ -174,8 +213,15 @@ DAMAGED = {
     "missing keys": ('{"id": "3"}\n' + GOOD + "\n", "missing 5 required"),
     "odd verdict": (
         GOOD.replace('"server_slo": null', '"server_slo": 5') + "\n" + GOOD + "\n",
-        "has server_slo 5",
+        "has server_slo '5'",
     ),
+    "negative tokens": (GOOD.replace('"output_tokens": 11', '"output_tokens": -7'), "has output_tokens '-7'"),
+    "no time": (GOOD.replace('"sent_s": 0.5', '"sent_s": NaN'), "has sent_s 'nan'"),
+    "before the start": (GOOD.replace('"scheduled_s": 0.5', '"scheduled_s": -5'), "has scheduled_s '-5'"),
+    "text for a verdict": (GOOD.replace('"met_tpot": false', '"met_tpot": "no"'), "has met_tpot 'no'"),
+    "class": (GOOD.replace('"slo_class": "chat"', '"slo_class": ["chat"]'), "has slo_class"),
+    "gaps": (GOOD.replace('"itl_ms": []', '"itl_ms": [NaN]'), "has itl_ms"),
+    "deep": ("[" * 100_000 + "\n" + GOOD, "is damaged"),
     "text for a time": (GOOD.replace('"sent_s": 0.5', '"sent_s": "x"') + "\n", "has sent_s 'x'"),
 }
 
@@ -190,6 +236,7 @@ def test_damaged_results(case: str, tmp_path: Path) -> None:
 def test_no_results(tmp_path: Path) -> None:
     assert "holds no requests.jsonl" in refused("report", str(tmp_path))
     assert "is no folder of results" in refused("report", str(tmp_path / "nowhere"))
+    assert "cannot read" in refused("report", "x" * 5000)
 
 
 @pytest.mark.parametrize("where", ["file", "file/below", "page"])
@@ -208,7 +255,16 @@ def test_all_warm_up(tmp_path: Path) -> None:
     assert "lie in the warm-up" in refused("report", str(tmp_path))
 
 
-@pytest.mark.parametrize("summary", ["{", '{"warmup_s": "x", "invalid_reasons": 5, "server": 3}'])
+SUMMARIES = [
+    "{",
+    "[" * 100_000,
+    '{"warmup_s": "x", "invalid_reasons": 5, "server": 3}',
+    '{"warmup_s": NaN, "class_targets": {"chat": "x"}, "server": {"chat": {"all": {"attainment": "x"}}}}',
+    '{"class_targets": {"chat": 1e400}, "server": {"chat": [5]}, "model": "\\ud800", "seed": [5]}',
+]
+
+
+@pytest.mark.parametrize("summary", SUMMARIES)
 def test_a_run_that_was_cut_off_still_has_a_report(summary: str, tmp_path: Path) -> None:
     (tmp_path / "requests.jsonl").write_text(GOOD + "\n" + GOOD[:50])
     (tmp_path / "summary.json").write_text(summary)
@@ -250,6 +306,41 @@ def test_locust_refuses_options() -> None:
     assert "ports end at 65535" in locust_refuses("--host", "http://h", "--web-port", "99999")
 
 
+@contextmanager
+def odd_server(answers: Mapping[str, str | None]) -> Iterator[str]:
+    """Answers paths as told (None: closes), streams with ``stream``, everything else as it should be."""
+    usual = {
+        "/v1/models": '{"data": [{"id": "m"}]}',
+        "/v1/completions": '{"choices": [{"text": "x"}], "usage": {"prompt_tokens": 5}}',
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(answers.get(self.path, usual.get(self.path)))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            streams = body.get("stream") and "stream" in answers
+            self.reply(answers["stream"] if streams else answers.get(self.path, usual.get(self.path)))
+
+        def reply(self, text: str | None) -> None:
+            if text is None:
+                return
+            if "raw" not in answers:
+                kind = "text/html" if text.startswith("<") else "text/event-stream"
+                self.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n\r\n".encode())
+            self.wfile.write(text.encode() + b"\r\n")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 def test_a_class_of_the_trace_that_the_server_refuses(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(jsonl(0, slo_class="vip", slo_tpot_ms=30))
     with running_fake(known_classes=["coding", "chat", "summarization"]) as fake:
@@ -265,3 +356,47 @@ def test_port_of_the_web_ui_in_use() -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "give another --web-port" in done.stderr and "Traceback" not in done.stderr
+
+
+ODD_SERVERS = {
+    "answers HTML": ({"/v1/models": "<html>"}, "its answer is no JSON"),
+    "lists no models": ({"/v1/models": "[1]"}, "its answer to /v1/models is no list of models"),
+    "says nothing": ({"/v1/models": None}, "Remote end closed connection"),
+    "speaks no HTTP": ({"/v1/models": "SSH-2.0-x", "raw": "1"}, "SSH-2.0-x"),
+    "closes later": ({"/v1/completions": None}, "a first request to"),
+    "answers requests with HTML": ({"/v1/completions": "<html>"}, "its answer is no JSON"),
+    "usage without sense": ({"/v1/completions": '{"usage": [5]}'}, "give it with --baseline-ms"),
+}
+
+
+@pytest.mark.parametrize("case", ODD_SERVERS)
+def test_what_answers_is_no_such_server(case: str, tmp_path: Path) -> None:
+    answers, says = ODD_SERVERS[case]
+    with odd_server(answers) as url:
+        assert says in refused("bench", "serve", "--url", url, "--out", str(tmp_path / "o"))
+
+
+STREAMS = {
+    '{"choices": [{"text": 5}]}': "not understood",
+    '{"choices": {"a": 1}}': "not understood",
+    '{"choices": [{"text": "a", "finish_reason": 5}]}': "not understood",
+    '{"choices": [{"text": "a"}], "usage": {"completion_tokens": "x"}}': "not understood",
+    '{"choices": [{"text": "a"}], "usage": {"completion_tokens": -7}}': "not understood",
+    '{"choices": [{"text": "a"}], "usage": {"completion_tokens": NaN}}': "not understood",
+    '{"choices": [{"text": "a"}], "usage": [3]}': "not understood",
+    "[" * 9000: "not understood",
+    "": "no stream of events, but text/html",
+}
+
+
+@pytest.mark.parametrize("event", STREAMS, ids=lambda e: e[:60] or "HTML")
+def test_a_stream_that_makes_no_sense_is_a_failed_request(event: str, tmp_path: Path) -> None:
+    """No record is lost: each says what was not understood."""
+    answers = {"stream": f"data: {event}\n\ndata: [DONE]\n\n" if event else "<html>"}
+    with odd_server(answers) as url:
+        bench = ["bench", "serve", "--url", url, "--baseline-ms", "20", "--out", str(tmp_path / "o")]
+        done = CliRunner().invoke(app, [*bench, "--duration", "1", "--rps", "4"])
+    assert done.exit_code in (0, 1), done.output
+    records = list(iter_records(tmp_path / "o"))
+    assert len(records) == json.loads((tmp_path / "o" / "summary.json").read_text())["failed"] > 0
+    assert all(r.error is not None and STREAMS[event] in r.error for r in records)

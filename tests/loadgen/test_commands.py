@@ -278,6 +278,9 @@ def test_requests_that_are_judged_differently_are_listed_with_the_reason() -> No
     assert (verdicts.told, verdicts.met, verdicts.attainment) == (7, 6, 6 / 7)
     assert verdicts.gap is not None and verdicts.gap[2] > 0.015
     assert verdicts.undecided >= 2  # "late" and "agreed" lie nearer to 30 ms than the clocks differ
+    assert verdicts.ttft_gap_ms is not None and verdicts.ttft_gap_ms[1] == pytest.approx(100.0)
+    near, far = (told(record(id="x", slo_ttft_ms=slo), 10.0, True, ttft_slo_ms=slo) for slo in (480.0, 550.0))
+    assert [compare([r]).undecided for r in (near, far)] == [1, 0]
 
 
 def test_the_report_lists_them(tmp_path: Path) -> None:
