@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -102,7 +102,7 @@ def _summary_of_the_run(folder: Path) -> dict[str, Any]:
     return old
 
 
-def _is_amount(value: Any) -> bool:
+def _is_amount(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and 0 <= value < 1e12
 
 
