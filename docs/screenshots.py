@@ -1,6 +1,6 @@
 """Makes the pictures of docs/img: ``python docs/screenshots.py [server] [report] [runs=FOLDER]``.
 
-All show the embedded pair on this machine: ``server`` the live page and Locust's tab (five minutes),
+All show the embedded pair on this machine: ``server`` the live page and Locust's tab (three minutes),
 ``report`` a run with AdaServe and one without (``runs=FOLDER`` keeps its results there, and draws them
 again when they are there). Needs Chromium and its driver (Debian: chromium, chromium-driver)."""
 
@@ -11,14 +11,15 @@ import sys
 import tempfile
 import time
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IMG = ROOT / "docs" / "img"
 POLICIES = ("priced", "none")
 SEEDS = ("0", "1")
-TRAFFIC = "duration_s: 270\narrivals: {kind: peak, rps: 0.8, to_rps: 2.4, at: 0.45, width: 0.15}\n"
-SHOT_AT_S = 225.0
+TRAFFIC = "duration_s: 150\narrivals: {kind: peak, rps: 0.8, to_rps: 1.8, at: 0.4, width: 0.15}\n"
+SHOT_AT_S = 110.0
 LIVE = (  # picture, width, height, dark
     ("slo-light", 1200, 850, False),
     ("slo-dark", 1200, 850, True),
@@ -61,7 +62,11 @@ def shoot_server(folder: Path) -> None:
 
     config, port = folder / "mix.yaml", free_port()
     config.write_text(TRAFFIC)
-    with Server(ServerSpec(port=free_port()), log=folder / "server.log") as server:
+    with ExitStack() as stack:
+        # Browsers first: beside a busy server they take long to start, and disturb what they show.
+        live = [stack.enter_context(browser(width, height, dark)) for _, width, height, dark in LIVE]
+        tab = stack.enter_context(browser(1200, 440, dark=False))
+        server = stack.enter_context(Server(ServerSpec(port=free_port()), log=folder / "server.log"))
         command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadgen" / "locustfile.py")]
         command += ["--host", server.url, "--bench-config", str(config), "--results", str(folder / "locust")]
         command += ["--autostart", "--web-host", "127.0.0.1", "--web-port", str(port)]
@@ -69,15 +74,14 @@ def shoot_server(folder: Path) -> None:
         try:
             _wait_for(f"http://127.0.0.1:{port}/")
             time.sleep(SHOT_AT_S)
-            for name, width, height, dark in LIVE:
-                with browser(width, height, dark) as page:
-                    page.open(f"{server.url}/slo")
-                    page.wait("return document.querySelectorAll('.u-over').length === 6", 60)
-                    page.screenshot(IMG / f"{name}.png", full=name == "slo-light")
-            with browser(1200, 440, dark=False) as page:
-                page.open(f"http://127.0.0.1:{port}/?tab=slo")
-                page.wait("return document.body.innerText.includes('summarization')", 60)
-                page.screenshot(IMG / "locust.png", full=False)
+            for page, (name, *_) in zip(live, LIVE, strict=True):
+                page.open(f"{server.url}/slo")
+                page.wait("return document.querySelectorAll('.u-over').length === 6", 60)
+                page.screenshot(IMG / f"{name}.png", full=name == "slo-light")
+                page.open("about:blank")
+            tab.open(f"http://127.0.0.1:{port}/?tab=slo")
+            tab.wait("return document.body.innerText.includes('summarization')", 60)
+            tab.screenshot(IMG / "locust.png", full=False)
         finally:
             process.terminate()
             process.wait(60)
