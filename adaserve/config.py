@@ -40,6 +40,8 @@ class AdaServeConfig:
     # (all prefills first) | None: slack with policies that know SLOs, exclusive with the others
     prefill_interval: int = 4  # slack: most decode iterations between two chunks while a prompt waits
     prefill_patience_ms: float = 3000.0  # slack: TTFT to aim at for requests that state no TTFT SLO
+    prefill_headroom: float = 1.1  # slack: prompts start while the tightest running SLO keeps this headroom,
+    # or when their TTFT aim comes near; 0 = at once
 
     def __post_init__(self) -> None:
         from adaserve.scheduler.policies import policy_names
@@ -64,6 +66,10 @@ class AdaServeConfig:
             raise ConfigError(
                 "prefill_patience_ms must be a positive number of milliseconds, "
                 f"not {self.prefill_patience_ms}"
+            )
+        if not 0 <= self.prefill_headroom < 100:
+            raise ConfigError(
+                f"prefill_headroom must be a factor such as 1.1, or 0 for none, not {self.prefill_headroom}"
             )
         if self.prefill is not None and self.prefill not in PREFILLS:
             raise ConfigError(f"prefill must be one of {', '.join(PREFILLS)}, not {self.prefill!r}")

@@ -29,9 +29,11 @@ _HELP = {
     "large as the running requests' SLOs allow; exclusive (default of the others): all prefills first",
     "prefill_interval": "most decode iterations between two prefill chunks while a prompt waits (default 4)",
     "prefill_patience_ms": "TTFT that slack prefills aim at for requests that state none (default 3000)",
+    "prefill_headroom": "slack: while one request more would leave the tightest running TPOT SLO less than "
+    "this factor of headroom, a prompt waits until its TTFT aim comes near (default 1.1; 0 = never wait)",
 }
 _INTEGERS = {"budget", "max_depth", "max_width", "prefill_interval"}
-_NUMBERS = {"baseline_ms", "prefill_patience_ms"}
+_NUMBERS = {"baseline_ms", "prefill_patience_ms", "prefill_headroom"}
 
 
 def register() -> None:

@@ -38,15 +38,15 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     plan = pacer.plan(running, self.chunked_req, self.waiting_queue, most_tokens, time.perf_counter())
     if plan.tokens == 0:
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
-    _reorder(self, plan.order.tolist())
-    if self.chunked_prefill_size is None:
-        return original(self, running_batch)
     usual, align = self.chunked_prefill_size, self.truncation_align_size or 1
-    self.chunked_prefill_size = min(usual, -(-plan.tokens // align) * align)
+    held = _line_up(self, plan.order.tolist())
+    if usual is not None:
+        self.chunked_prefill_size = min(usual, -(-plan.tokens // align) * align)
     try:
         return original(self, running_batch)
     finally:
         self.chunked_prefill_size = usual
+        self.waiting_queue = self.waiting_queue + held
 
 
 def _decoding(scheduler: Any, running_batch: Any) -> list[Any]:
@@ -78,16 +78,19 @@ def _short_of_memory(scheduler: Any, running_batch: Any) -> bool:
     return bool(free - running_batch.new_tokens_required_next_decode() <= left)
 
 
-def _reorder(scheduler: Any, order: list[int]) -> None:
-    """First tokens due first; first come first served as long as nobody states a TTFT SLO.
+def _line_up(scheduler: Any, order: list[int]) -> list[Any]:
+    """Leaves those in the queue that may start now, in this order; returns the others, to be put back.
 
-    Only where SGLang itself would serve in order of arrival.
+    First tokens due first; first come first served as long as nobody states a TTFT SLO. Where SGLang would
+    not serve in order of arrival, its own order stays.
     """
     from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 
-    if scheduler.enable_priority_scheduling or scheduler.policy.policy != CacheAgnosticPolicy.FCFS:
-        return
     before = int(scheduler.chunked_req is not None)
     queue = scheduler.waiting_queue
-    first = [queue[i - before] for i in order if i >= before]
-    scheduler.waiting_queue = first + queue[len(first) :]
+    places = [i - before for i in order if i >= before]
+    if scheduler.enable_priority_scheduling or scheduler.policy.policy != CacheAgnosticPolicy.FCFS:
+        places.sort()
+    may = set(places)
+    scheduler.waiting_queue = [queue[i] for i in places]
+    return [request for i, request in enumerate(queue) if i not in may]

@@ -15,12 +15,13 @@ Pacing = Literal["fixed", "slack"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Off by default: no gate, nobody is shed, first come first served, fixed chunks."""
+    """By default: no gate, nobody is shed, first come first served, fixed chunks."""
 
     chunk_tokens: int = 512  # most prefill tokens per iteration
     order: Order = "fcfs"
-    gate: float | None = None  # start prefills only while the tightest class keeps this headroom
-    gate_free: int = 4  # running requests below which the gate is open
+    gate: float | None = None  # start prompts only while the tightest running SLO keeps this headroom
+    gate_free: int = 2  # running requests below which the gate is open
+    gate_claim: float = 0.25  # a prompt starts anyway when its prefill needs this share of the time left
     shed: bool = False  # answer 429 to requests whose TTFT SLO is already lost; off by default
     shed_factor: float = 1.0  # lost = waited longer than this many TTFT SLOs
     pacing: Pacing = "fixed"  # slack: chunks are as large as the running requests can bear
@@ -45,6 +46,8 @@ class PrefillConfig:
             raise ValueError(f"spend must be in (0, 1], got {self.spend}")
         if not 0 <= self.late_share < 1:
             raise ValueError(f"late_share must be in [0, 1), got {self.late_share}")
+        if not 0 < self.gate_claim <= 1:
+            raise ValueError(f"gate_claim must be in (0, 1], got {self.gate_claim}")
         if not self.patience_s > 0:
             raise ValueError(f"patience_s must be > 0, got {self.patience_s}")
 
@@ -61,7 +64,7 @@ class WaitingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """What a chunk would cost those who decode; input of ``pacing="slack"``."""
+    """What prefills would cost those who decode; input of ``pacing="slack"`` and of the gate."""
 
     slack_s: FloatArray  # [n] as ``stall_slack`` gives it
     period_s: float  # seconds of a decode iteration, prefills not included
@@ -69,6 +72,7 @@ class Pressure:
     seconds: FloatArray  # [k] predicted seconds of a prefill of that many tokens, rising
     decodes: int = 0  # decode iterations since the last chunk
     spent_s: float = 0.0  # seconds of prefill since the last decode iteration
+    room: FloatArray | None = None  # as ``room_to_join`` gives it; None = not known, the gate is open
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +87,20 @@ class PrefillPlan:
     shed: BoolArray
 
 
-def headroom(tpot_slo_s: FloatArray, pace: FloatArray, period_s: float) -> float:
-    """G = min over running requests of SLO x tokens per iteration / time per iteration; inf when idle."""
-    if not len(tpot_slo_s) or period_s <= 0:
-        return float("inf")
-    return float(np.min(tpot_slo_s * pace)) / period_s
+def room_to_join(
+    tpot_slo_s: FloatArray, pace: FloatArray, period_s: float, growth_s: FloatArray, alone_s: float
+) -> FloatArray:
+    """Headroom G of the tightest SLO if 1, 2, ..., k more requests joined, [k]; inf if nothing is at stake.
+
+    G = SLO x tokens per iteration / time per iteration, least over running requests (``tpot_slo_s``, ``pace``
+    [n]). ``growth_s`` [k]: seconds by which an iteration gets longer. An SLO that a request could not meet
+    all alone (``alone_s``: seconds of such an iteration) keeps nobody out.
+    """
+    need_s = tpot_slo_s * pace
+    need_s = need_s[need_s > alone_s]
+    least_s = float(np.min(need_s, initial=np.inf))
+    room: FloatArray = least_s / np.maximum(period_s + growth_s, 1e-9)
+    return room
 
 
 def stall_slack(
@@ -170,18 +183,41 @@ def slack_tokens(
     return tokens
 
 
+def held_back(
+    config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
+) -> BoolArray:
+    """Prompts that don't start yet since one request more would cost a running one its SLO; [len(order)].
+
+    Iterations get longer with every request that joins, so past some number nobody meets a tight SLO, and
+    the same work done with fewer at a time loses nothing but TTFT. So a prompt waits while the tightest
+    running SLO has less than ``gate`` headroom, until its prefill and those before it would need
+    ``gate_claim`` of the time that is left until its aim (its TTFT SLO, or ``patience_s``).
+    """
+    held = np.zeros(len(order), np.bool_)
+    room = pressure.room
+    if config.gate is None or room is None or not len(order):
+        return held
+    token_s = float(pressure.seconds[-1] / pressure.sizes[-1])
+    # A few iterations pass between a decision and the first token.
+    left_s = aims_s(config, waiting)[order] - now_s - config.most_decodes * pressure.period_s
+    work_s = np.cumsum(waiting.prompt_left[order]) * token_s
+    free = ~waiting.started[order] & (work_s < config.gate_claim * left_s)
+    joining = int(np.count_nonzero(~free)) + np.cumsum(free)
+    held[free] = room[np.minimum(joining, len(room))[free] - 1] < config.gate
+    return held
+
+
 def plan_prefill(
     config: PrefillConfig,
     waiting: WaitingBatch,
     n_running: int,
-    headroom_now: float,
     now_s: float,
     pressure: Pressure | None = None,
 ) -> PrefillPlan:
     """Pure: the prefill share of one iteration.
 
-    Started prompts go first (their KV is taken already). A closed gate lets only those go on.
-    ``pressure`` is needed for ``pacing="slack"`` while requests decode.
+    Started prompts go first (their KV is taken already). ``pressure`` is needed for ``pacing="slack"`` and
+    for the gate while requests decode.
     """
     waited = now_s - waiting.arrival_s
     shed = np.zeros(len(waited), np.bool_)
@@ -195,12 +231,11 @@ def plan_prefill(
         rank = waiting.prompt_left.astype(np.float64)
     else:
         rank = waiting.arrival_s
-    eligible = ~shed
-    if config.gate is not None and n_running >= config.gate_free and headroom_now < config.gate:
-        eligible &= waiting.started
     order = np.lexsort((rank, ~waiting.started))
-    order = order[eligible[order]]
+    order = order[~shed[order]]
+    if pressure is not None and n_running >= config.gate_free:
+        order = order[~held_back(config, waiting, order, pressure, now_s)]
     tokens = config.chunk_tokens
     if config.pacing == "slack" and n_running and pressure is not None:
         tokens = slack_tokens(config, waiting, order, pressure, now_s)
-    return PrefillPlan(tokens, order, shed)
+    return PrefillPlan(tokens if len(order) else 0, order, shed)

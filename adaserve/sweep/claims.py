@@ -58,11 +58,19 @@ def table(results: Results, runs: Runs) -> str:
 
 
 def simulated(folder: Path) -> Runs:
-    """Cases of the newest simulation beside the file; none when there is none."""
+    """Cases of the newest simulation beside the file, with the policies of its ``limit`` that are not among
+    them; none when there is no simulation."""
     found = sorted(folder.glob("*-simulation/paper/runs.jsonl"))
     if not found:
         return []
-    return [json.loads(line) for line in found[-1].read_text(encoding="utf-8").splitlines() if line.strip()]
+    runs = _read(found[-1])
+    known = {r["policy"] for r in runs}
+    limit = found[-1].parents[1] / "limit" / "runs.jsonl"
+    return runs + [r for r in (_read(limit) if limit.is_file() else []) if r["policy"] not in known]
+
+
+def _read(path: Path) -> Runs:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 # -- the simulator's cells -------------------------------------------------------------------------

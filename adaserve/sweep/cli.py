@@ -53,8 +53,11 @@ def bench_sweep(
         Text, _traffic("Arrivals, lengths and classes from this file, at this host's rate.")
     ] = None,
     slo_config: Annotated[Text, _traffic("YAML with other classes and SLOs.")] = None,
-    length_scale: Annotated[
-        float | None, _traffic("Prompts and outputs over those of paper or trace.", show_default="0.25")
+    prompt_scale: Annotated[
+        float | None, _traffic("Prompt lengths over those of paper or trace.", show_default="0.11")
+    ] = None,
+    output_scale: Annotated[
+        float | None, _traffic("Output lengths over those of paper or trace.", show_default="1")
     ] = None,
     temperature: Annotated[
         float | None, _traffic("For every class; 0 is greedy decoding.", show_default="0.7")
@@ -123,7 +126,8 @@ def bench_sweep(
                 "check_plain": check_plain,
                 "trace": trace,
                 "slo_config": slo_config,
-                "length_scale": length_scale,
+                "prompt_scale": prompt_scale,
+                "output_scale": output_scale,
                 "temperature": temperature,
             },
             quick=quick,

@@ -79,7 +79,7 @@ def screened_pool(
         tried = []
         for start in range(0, len(candidates), 32):
             texts = candidates[start : start + 32]
-            answers = proceed(texts, workload.temperature, round(256 * workload.length_scale))
+            answers = proceed(texts, workload.temperature, min(256, round(256 * workload.output_scale)))
             tried += [
                 ClassPrompt(name, text, tokens, round(distinct_share(ids), 3))
                 for text, (tokens, ids) in zip(texts, answers, strict=True)

@@ -188,9 +188,9 @@ def _intro(results: Results) -> str:
         f"{server['model']}; trees up to {server['max_depth']} deep.",
         f"Baseline {head['baseline_ms']:.2f} ms per token: one request, plain decoding, seen by its client.",
         f"Load 1 is {head['capacity_rps']:.2f} requests/s: what plain decoding serves here when 16 requests",
-        f"run at any time. TPOT SLOs: {listed} (first point). {source}; prompt and output lengths are",
-        f"{plan.length_scale:g} of the paper's or the trace's, since this host decodes that much less per",
-        f"second. {plan.seconds:g} s of arrivals per case, seeds {seeds}. Prompts are held-out text whose",
+        f"run at any time. TPOT SLOs: {listed} (first point). {source}; prompts {plan.prompt_scale:g} and",
+        f"outputs {plan.output_scale:g} times as long as the paper's or the trace's.",
+        f"{plan.seconds:g} s of arrivals per case, seeds {seeds}. Prompts are held-out text whose",
         f"plain continuation does not loop (share that passed: {loops}).",
         "Prefills: "
         + (server.get("prefill") or "by slack with policies that know SLOs, else SGLang's own")

@@ -34,7 +34,7 @@ def load_workload(plan: SweepPlan) -> Workload:
     """Classes, SLOs and trace of a plan. Raises SLOError, TraceError."""
     slos = SLOConfig() if plan.slo_config is None else SLOConfig.load(plan.slo_config)
     trace = None if plan.trace is None else read_trace(plan.trace)
-    return Workload(slos, trace, plan.length_scale, plan.temperature)
+    return Workload(slos, trace, plan.prompt_scale, plan.output_scale, plan.temperature)
 
 
 @dataclass

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from adaserve.scheduler.slo import SLOClass, SLOConfig
 from adaserve.scheduler.trace import Trace, TraceRow, assign_classes
-from adaserve.sweep.plan import PAPER_SHARE, Point, SweepError
+from adaserve.sweep.plan import PAPER_SHARE, PROMPT_SCALE, Point, SweepError
 
 MAX_PROMPT_TOKENS = 768
 MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS = 8, 256
@@ -51,7 +51,8 @@ class Workload:
 
     slos: SLOConfig = field(default_factory=SLOConfig)
     trace: Trace | None = None
-    length_scale: float = 0.25
+    prompt_scale: float = PROMPT_SCALE
+    output_scale: float = 1.0
     temperature: float = 0.7
 
     @property
@@ -95,11 +96,10 @@ class Workload:
         return self.fit(prompts.tolist(), outputs.tolist())
 
     def fit(self, prompts: Sequence[float], outputs: Sequence[float]) -> tuple[list[int], list[int]]:
-        """Lengths times ``length_scale``, within what the embedded pair can hold."""
-        s = self.length_scale
+        """Lengths times their scales, within what the embedded pair can hold."""
         return (
-            [min(MAX_PROMPT_TOKENS, max(4, round(p * s))) for p in prompts],
-            [min(MAX_OUTPUT_TOKENS, max(MIN_OUTPUT_TOKENS, round(o * s))) for o in outputs],
+            [min(MAX_PROMPT_TOKENS, max(4, round(p * self.prompt_scale))) for p in prompts],
+            [min(MAX_OUTPUT_TOKENS, max(MIN_OUTPUT_TOKENS, round(o * self.output_scale))) for o in outputs],
         )
 
 

@@ -6,7 +6,6 @@ who decodes, who waits, how long an iteration and a chunk take.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +14,7 @@ import numpy as np
 
 from adaserve.config import AdaServeConfig
 from adaserve.ledger import SLOLedger
-from adaserve.scheduler.interface import IterationOutcome
+from adaserve.scheduler.interface import FloatArray, IterationOutcome
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import SLO_AWARE
 from adaserve.scheduler.prefill import (
@@ -25,6 +24,7 @@ from adaserve.scheduler.prefill import (
     WaitingBatch,
     least_chunk,
     plan_prefill,
+    room_to_join,
     stall_slack,
 )
 from adaserve.scheduler.tracking import LineTracker
@@ -50,12 +50,15 @@ class PrefillPacer:
         """``states``: the worker's, by request-pool slot."""
         self.mode = config.prefill
         self._interval, self._patience_s = config.prefill_interval, config.prefill_patience_ms / 1e3
+        self._gate = config.prefill_headroom or None
         self._latency, self._ledger, self._states = latency, ledger, states
         self._cost = LineTracker()
         self._rule: PrefillConfig | None = None
         self._sizes = np.zeros(0, np.int64)
         self._raw_s = np.zeros(0)
         self._period_s = 0.0  # moving average of decode iterations
+        self._cycle_s = 0.0  # the same with the prefills between them
+        self._verified = 0.0  # moving average of tokens per verification
         self._mean_pace = 1.0  # moving average of tokens per request and iteration
         self._pace: dict[str, float] = {}  # the same per request, of those that ran in the last iteration
         self._decodes, self._spent_s = 0, 0.0  # since the last chunk; since the last decode iteration
@@ -76,8 +79,10 @@ class PrefillPacer:
 
     def observe(self, outcome: IterationOutcome) -> None:
         """A decode iteration."""
-        self._decodes, self._spent_s = self._decodes + 1, 0.0
         self._period_s = _moved(self._period_s, outcome.total_s)
+        self._cycle_s = _moved(self._cycle_s, outcome.total_s + self._spent_s)
+        self._verified = _moved(self._verified, float(outcome.selection.verify_tokens))
+        self._decodes, self._spent_s = self._decodes + 1, 0.0
         self._mean_pace = _moved(self._mean_pace, float(outcome.new_tokens.mean()))
         known = self._pace
         self._pace = {
@@ -105,11 +110,13 @@ class PrefillPacer:
 
         ``running``: the requests that decode, never empty. ``started``: the request whose prompt is partly
         in the cache, row 0 of the plan if there is one. ``waiting``: the queue; its first MOST_WAITING
-        requests are the further rows. ``most_tokens``: SGLang's own chunk size.
+        requests are the further rows. ``most_tokens``: SGLang's own chunk size. Rows that the plan's order
+        leaves out have to wait.
         """
         rule = self._rule_for(most_tokens)
         queue = self._waiting(started, waiting[:MOST_WAITING])
-        return plan_prefill(rule, queue, len(running), math.inf, now_s, self._pressure(rule, running, now_s))
+        pressure = self._pressure(rule, running, len(queue.arrival_s), now_s)
+        return plan_prefill(rule, queue, len(running), now_s, pressure)
 
     def _rule_for(self, most_tokens: int) -> PrefillConfig:
         if self._rule is None or self._rule.chunk_tokens != most_tokens:
@@ -122,10 +129,13 @@ class PrefillPacer:
                 least_tokens=max(SMALLEST, least_chunk(self._sizes, self._raw_s)),
                 most_decodes=self._interval,
                 patience_s=self._patience_s,
+                gate=self._gate,
             )
         return self._rule
 
-    def _pressure(self, rule: PrefillConfig, running: Sequence[Any], now_s: float) -> Pressure:
+    def _pressure(
+        self, rule: PrefillConfig, running: Sequence[Any], n_waiting: int, now_s: float
+    ) -> Pressure:
         pairs = [(r, self._states.get(r.kv.req_pool_idx)) for r in running]
         known = [(r, s) for r, s in pairs if s is not None and s.rid == r.rid]
         states = [s for _, s in known]
@@ -134,7 +144,21 @@ class PrefillPacer:
         period_s = self._period_s or self._latency.iteration_s(len(running), 0, 1, len(running))
         slack = stall_slack(batch, now_s, pace, period_s, rule.horizon_tokens)
         seconds = np.maximum(self._cost.slope * self._raw_s + self._cost.offset, 1e-6)
-        return Pressure(slack, period_s, self._sizes, seconds, self._decodes, self._spent_s)
+        room = self._room(batch.tpot_slo_s, n_waiting, period_s)
+        return Pressure(slack, period_s, self._sizes, seconds, self._decodes, self._spent_s, room)
+
+    def _room(self, tpot_slo_s: FloatArray, n_waiting: int, period_s: float) -> FloatArray | None:
+        """Headroom if 1 to ``n_waiting`` requests joined, each with the verify tokens that others have."""
+        n = len(tpot_slo_s)
+        if self._gate is None or not n:
+            return None
+        verified = self._verified or float(n)
+        with_more = self._latency.verify_s(verified * (1.0 + np.arange(n_waiting + 1) / n))
+        growth_s = with_more[1:] - with_more[0]
+        alone_s = self._latency.iteration_s(1, 0, 1, 1)
+        return room_to_join(
+            tpot_slo_s, np.full(n, self._mean_pace), self._cycle_s or period_s, growth_s, alone_s
+        )
 
     def _waiting(self, started: Any | None, waiting: Sequence[Any]) -> WaitingBatch:
         reqs = list(waiting) if started is None else [started, *waiting]

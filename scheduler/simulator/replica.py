@@ -25,8 +25,8 @@ from adaserve.scheduler.prefill import (
     PrefillPlan,
     Pressure,
     WaitingBatch,
-    headroom,
     plan_prefill,
+    room_to_join,
     stall_slack,
 )
 from adaserve.scheduler.simulator.order import RowOrder, everyone
@@ -75,6 +75,7 @@ class Replica:
         self._late: IterationOutcome | None = None
         self._period_s = self._pace = 0.0
         self._iteration_s = 0.0  # moving average of decode iterations alone
+        self._verified = 0.0  # moving average of tokens per verification
         self._decodes, self._spent_s = 0, 0.0  # since the last chunk; since the last decode iteration
 
     LOG_FIELDS = (
@@ -174,10 +175,10 @@ class Replica:
             started=np.array([r.prefilled > 0 for r in queue]),
         )
         pace = np.full(len(self.rows), max(1.0, self._pace))
-        room = headroom(self.rows.slo, pace, self._period_s)
         config = self.config.prefill
-        pressure = self._pressure(pace) if config.pacing == "slack" and len(self.rows) else None
-        return plan_prefill(config, batch, len(self.rows), room, self.now_s, pressure)
+        wanted = config.pacing == "slack" or config.gate is not None
+        pressure = self._pressure(pace) if wanted and len(self.rows) else None
+        return plan_prefill(config, batch, len(self.rows), self.now_s, pressure)
 
     def _pressure(self, pace: FloatArray) -> Pressure:
         """What chunks would cost the running requests: alone, or riding in their verification (mixed)."""
@@ -191,7 +192,13 @@ class Replica:
         period_s = self._iteration_s or latency.iteration_s(n, 0, 1, n)
         running = self.rows.batch(None, self.config.lag, 0)
         slack = stall_slack(running, self.now_s, pace, period_s, config.horizon_tokens)
-        return Pressure(slack, period_s, sizes, seconds, self._decodes, self._spent_s)
+        room = None
+        if config.gate is not None:
+            load = (self._verified or float(n)) * (1.0 + np.arange(1, len(self.waiting) + 1) / n)
+            growth = latency.verify_s(load) - latency.verify_s(self._verified or float(n))
+            alone_s = latency.iteration_s(1, 0, 1, 1)
+            room = room_to_join(self.rows.slo, pace, self._period_s or period_s, growth, alone_s)
+        return Pressure(slack, period_s, sizes, seconds, self._decodes, self._spent_s, room)
 
     def _finish_prefill(self, chunk: list[tuple[SimRequest, int]]) -> None:
         ready = [r for r, _ in chunk if r.prefilled >= r.prompt_tokens]
@@ -277,6 +284,8 @@ class Replica:
         if not outcome.prefill_tokens:
             alone, known = outcome.total_s, self._iteration_s
             self._iteration_s = 0.9 * known + 0.1 * alone if known else alone
+        verified = outcome.selection.verify_tokens
+        self._verified = 0.9 * self._verified + 0.1 * verified if self._verified else float(verified)
         self._decodes = 0 if outcome.prefill_tokens else self._decodes + 1
         self._spent_s = 0.0
         self._period_s = (

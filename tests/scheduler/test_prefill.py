@@ -19,6 +19,7 @@ from adaserve.scheduler.prefill import (
     claimed_share,
     least_chunk,
     plan_prefill,
+    room_to_join,
     slack_tokens,
     stall_slack,
 )
@@ -172,24 +173,90 @@ def test_share_of_a_queue_is_that_of_its_tightest_prefix():
 
 def test_order_is_by_deadline_and_nobody_is_overtaken_for_ever():
     queue = waiting((50, 50, 50, 50), arrival=(0.0, 1.0, 1.2, 1.9), ttft=(math.inf, 0.5, math.inf, math.inf))
-    plan = plan_prefill(CONFIG, queue, 1, math.inf, 2.0, pressure(1.0))
+    plan = plan_prefill(CONFIG, queue, 1, 2.0, pressure(1.0))
     assert plan.order.tolist() == [1, 0, 2, 3]
     started = plan_prefill(
-        CONFIG, replace(queue, started=np.array([0, 0, 0, 1], bool)), 1, 1.0, 2.0, pressure(1.0)
+        CONFIG, replace(queue, started=np.array([0, 0, 0, 1], bool)), 1, 2.0, pressure(1.0)
     )
     assert started.order.tolist() == [3, 1, 0, 2]
 
 
 def test_idle_server_and_fixed_pacing_take_the_full_chunk():
-    assert plan_prefill(CONFIG, waiting(), 0, math.inf, 0.0).tokens == 256
+    assert plan_prefill(CONFIG, waiting(), 0, 0.0).tokens == 256
     fixed = replace(CONFIG, pacing="fixed")
-    assert plan_prefill(fixed, waiting(), 3, math.inf, 0.0, pressure(0.0)).tokens == 256
+    assert plan_prefill(fixed, waiting(), 3, 0.0, pressure(0.0)).tokens == 256
+
+
+# -- the gate -------------------------------------------------------------------------------
+
+GATED = replace(CONFIG, gate=1.2, most_decodes=4)
+
+
+def gated(room, queue, now_s=0.0, n_running=3, config=GATED):
+    """The order of the plan; slack is ample."""
+    state = replace(pressure(9.0), room=np.asarray(room, np.float64))
+    return plan_prefill(config, queue, n_running, now_s, state).order.tolist()
+
+
+def test_headroom_by_hand():
+    slo, pace = np.array([0.02, 0.03, 0.2]), np.array([2.0, 1.0, 1.0])
+    # 30 ms for a token of the second, 40 for two of the first; an iteration of 20 ms grows by 5 and 10 ms.
+    room = room_to_join(slo, pace, 0.020, np.array([0.005, 0.010]), alone_s=0.012)
+    assert room == pytest.approx([30 / 25, 30 / 30])
+    # Nobody can give the second what it asks for, and the first needs 35 ms alone.
+    assert room_to_join(slo, pace, 0.020, np.array([0.005]), alone_s=0.036) == pytest.approx([40 / 25])
+    assert room_to_join(slo[:0], pace[:0], 0.020, np.array([0.005]), 0.01).tolist() == [math.inf]
+
+
+def test_gate_admits_as_many_as_there_is_room_for():
+    queue = waiting((40, 40, 40))
+    assert gated([1.5, 1.3, 1.1], queue) == [0, 1]
+    assert gated([1.1, 1.0, 0.9], queue) == []
+    assert gated([1.1, 1.0, 0.9], queue, n_running=1) == [0, 1, 2], "two are hardly ever one too many"
+    assert gated([1.1, 1.0, 0.9], queue, config=replace(GATED, gate=None)) == [0, 1, 2]
+
+
+def test_nothing_is_prefilled_while_all_are_held():
+    state = replace(pressure(9.0), room=np.array([0.5]))
+    assert plan_prefill(GATED, waiting((40,)), 3, 0.0, state).tokens == 0
+
+
+def test_started_prompts_go_on_and_count():
+    assert gated([1.3, 1.1, 1.0], waiting((40, 40, 40), started=(2,))) == [2]
+    assert gated([1.5, 1.3, 1.1], waiting((40, 40, 40), started=(2,))) == [2, 0]
+
+
+def test_nobody_is_held_longer_than_the_aim_allows():
+    queue = waiting((40,))  # 42 ms of prefill: a quarter of 169 ms, four iterations of 20 ms before the aim
+    assert gated([0.5], queue, now_s=1.7) == []
+    assert gated([0.5], queue, now_s=1.8) == [0]
+    assert gated([0.5], waiting((40,), ttft=0.5), now_s=0.2) == []
+    assert gated([0.5], waiting((40,), ttft=0.5), now_s=0.3) == [0]
+
+
+@given(
+    st.lists(st.integers(1, 600), min_size=1, max_size=6),
+    st.lists(st.floats(0.1, 3), min_size=6, max_size=6),
+    st.floats(0, 4),
+    st.one_of(st.just(math.inf), st.floats(0.05, 5)),
+    st.integers(2, 40),
+)
+def test_gate_holds_only_whom_it_may(left, room, age, ttft, n_running):
+    queue, room = waiting(left, ttft=ttft), sorted(room, reverse=True)
+    got = gated(room, queue, now_s=age, n_running=n_running)
+    due = min(ttft, CONFIG.patience_s)
+    if age >= due:
+        assert sorted(got) == list(range(len(left))), "an aim that has passed holds nobody back"
+    if room[0] < 1.2 and got:
+        assert sum(left) * SECONDS[-1] / 256 >= 0.25 * (due - age - 4 * PERIOD_S), "no room and no hurry"
+    if room[len(left) - 1] >= 1.2:
+        assert len(got) == len(left)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"pacing": "fast"}, {"spend": 0.0}, {"least_tokens": 0}, {"most_decodes": 0}, {"late_share": 1.0},
-     {"patience_s": 0.0}, {"order": "last"}, {"horizon_tokens": 0}],
+     {"patience_s": 0.0}, {"gate_claim": 0.0}, {"order": "last"}, {"horizon_tokens": 0}],
 )  # fmt: skip
 def test_bad_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -209,6 +276,26 @@ def test_every_request_gets_its_tokens_when_paced(mode):
     result = simulate(requests, SimulationConfig(replica, "adaserve", PolicyConfig(latency=latency)))
     assert all(r.finished and r.prefilled == r.prompt_tokens for r in result.requests)
     assert not result.replicas[0].busy
+
+
+def test_gate_spares_running_requests_in_the_simulator():
+    """More than can be served in time: whoever has begun keeps its speed, the others wait a little."""
+    latency = hardware_latency("llama-3.1-70b", "a100", 4)
+    mix = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+
+    def run(gate, seed):
+        requests = make_requests(synthetic_trace(120, 4.5, seed, mix), SLOConfig(), 0.03, TextModel(), seed)
+        config = PrefillConfig(512, "deadline", gate=gate, pacing="slack", least_tokens=64, patience_s=3.0)
+        replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=config, exclusive_tokens=512)
+        done = simulate(requests, SimulationConfig(replica, "priced", PolicyConfig(latency=latency))).requests
+        assert all(r.finished for r in done)
+        tpot = [(r.last_token_s - r.first_token_s) / max(1, r.output_tokens - 1) for r in done]
+        waited = [r.first_token_s - r.arrival_s for r in done]
+        return np.mean([t <= r.tpot_slo_s for t, r in zip(tpot, done, strict=True)]), max(waited)
+
+    pairs = [(run(1.1, seed), run(None, seed)) for seed in (1, 2, 3)]
+    assert np.mean([held[0] - free[0] for held, free in pairs]) > 0.02, pairs
+    assert max(held[1] for held, _ in pairs) < 6.0, pairs
 
 
 def test_pacing_spares_running_requests_in_the_simulator():

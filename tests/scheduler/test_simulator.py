@@ -18,7 +18,7 @@ from adaserve.scheduler.interface import IterationPlan, Selection
 from adaserve.scheduler.latency import Profile
 from adaserve.scheduler.order import NeedOrder
 from adaserve.scheduler.policies import build_policy
-from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, headroom, plan_prefill
+from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, plan_prefill
 from adaserve.scheduler.replay import Recorder, ReplayError, read_recording, replay
 from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.cli import app
@@ -170,19 +170,12 @@ class TestPrefill:
         ("order", "want"), [("fcfs", [2, 0, 1]), ("slack", [2, 1, 0]), ("short", [2, 1, 0])]
     )
     def test_orders_started_prompts_first(self, order, want):
-        plan = plan_prefill(PrefillConfig(order=order), self.waiting(), 3, math.inf, 2.5)
+        plan = plan_prefill(PrefillConfig(order=order), self.waiting(), 3, 2.5)
         assert plan.order.tolist() == want and not plan.shed.any()
 
-    def test_gate_lets_only_started_prompts_on(self):
-        gated = PrefillConfig(gate=1.2)
-        assert plan_prefill(gated, self.waiting(), 8, 1.0, 2.5).order.tolist() == [2]
-        assert len(plan_prefill(gated, self.waiting(), 8, 1.3, 2.5).order) == 3
-        assert len(plan_prefill(gated, self.waiting(), 2, 1.0, 2.5).order) == 3
-        assert headroom(np.array([0.05, 0.2]), np.array([2.0, 1.0]), 0.08) == pytest.approx(1.25)
-
     def test_shedding_is_off_by_default_and_drops_the_lost(self):
-        assert not plan_prefill(PrefillConfig(), self.waiting(), 1, 1.0, 99.0).shed.any()
-        assert plan_prefill(PrefillConfig(shed=True), self.waiting(), 1, 1.0, 3.5).shed.tolist() == [
+        assert not plan_prefill(PrefillConfig(), self.waiting(), 1, 99.0).shed.any()
+        assert plan_prefill(PrefillConfig(shed=True), self.waiting(), 1, 3.5).shed.tolist() == [
             False,
             True,
             False,

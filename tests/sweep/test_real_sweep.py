@@ -45,7 +45,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(pair: Path, out: Path, **given: Any) -> Options:
     plan = {"axes": ("load",), "policies": ("none", "chain-2"), "loads": (0.3,), "seconds": 3.0}
     return Options(
-        given={**plan, "length_scale": 0.06, **given},
+        given={**plan, "prompt_scale": 0.06, "output_scale": 0.06, **given},
         server={
             "model": str(pair / "target"),
             "draft": str(pair / "noisy"),

@@ -106,9 +106,12 @@ def trace(n: int = 400, names: tuple[str | None, ...] = ("coding", "chat", "summ
     )
 
 
+QUARTER = {"prompt_scale": 0.25, "output_scale": 0.25}
+
+
 def test_a_trace_gives_arrivals_classes_and_lengths_at_the_rate_of_the_host() -> None:
     source = trace()
-    found = rows(Workload(trace=source))
+    found = rows(Workload(trace=source, **QUARTER))
     assert len(found) == 200 and found[-1].arrival_s < 50.0
     assert [r.slo_class for r in found] == [r.slo_class for r in source.rows[:200]]
     gaps = np.diff([r.arrival_s for r in found])
@@ -132,13 +135,13 @@ def test_a_longer_run_than_the_trace_goes_round() -> None:
 
 
 def test_classes_of_a_trace_can_be_shared_out_anew_with_lengths_of_their_own() -> None:
-    found = rows(Workload(trace=trace()), Point(0.5, urgent=0.9))
+    found = rows(Workload(trace=trace(), **QUARTER), Point(0.5, urgent=0.9))
     assert counts(found)["coding"] == 180
     assert {r.prompt_tokens for r in found if r.slo_class == "coding"} <= set(range(10, 56))
 
 
 def test_a_trace_without_classes_gets_the_papers() -> None:
-    found = rows(Workload(trace=trace(names=(None,))))
+    found = rows(Workload(trace=trace(names=(None,)), **QUARTER))
     assert counts(found) == {"coding": 120, "chat": 40, "summarization": 40}
     assert {r.output_tokens for r in found} == {64}
 

@@ -31,6 +31,8 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"prefill": "mixed"}, "prefill must be one of slack, exclusive"),
         ({"prefill_interval": 0}, "prefill_interval.*1 to 1000"),
         ({"prefill_patience_ms": 0.0}, "prefill_patience_ms.*positive"),
+        ({"prefill_headroom": -0.1}, "prefill_headroom.*factor"),
+        ({"prefill_headroom": float("nan")}, "prefill_headroom.*factor"),
         ({"baseline_ms": -1.0}, "baseline_ms.*positive"),
         ({"baseline_ms": float("nan")}, "baseline_ms.*positive"),
         ({"slo_config": "/nowhere.yaml"}, "slo_config: there is no file /nowhere.yaml"),

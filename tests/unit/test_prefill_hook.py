@@ -152,6 +152,43 @@ def test_stated_ttft_first_otherwise_in_order() -> None:
     assert sched.waiting_queue == queue
 
 
+TWO = SimpleNamespace(**{**vars(RUNNING), "reqs": [Request("r0"), Request("r1", slot=1)]})
+
+
+def full(slo_s: float, **config: Any) -> PrefillPacer:
+    """Two requests that could stand still for long, in iterations of 40 ms that yield one token each."""
+    paced = pacer(slo_s, AdaServeConfig(**config))
+    paced._states[1] = RequestState("r1", "coding", slo_s, NOW - 0.1, 50, generated=[1] * 51)  # type: ignore[index]
+    paced._states[0].decode_start_s = NOW - 0.1
+    paced._period_s = paced._cycle_s = 0.040
+    return paced
+
+
+def test_prompts_wait_while_one_more_would_be_too_many() -> None:
+    queue = [Request("old", age_s=2.9), Request("new", prompt=50), Request("newer", prompt=50)]
+    sched = scheduler(full(0.042), list(queue))
+    offered: list[list[str]] = []
+    _paced(lambda s, _: offered.append([r.rid for r in s.waiting_queue]), sched, TWO)
+    assert offered == [["old"]], "its TTFT aim comes near"
+    assert sched.waiting_queue == queue, "nobody was lost"
+    held = scheduler(full(0.042), [Request("new")])
+    assert step(held, TWO) is None and len(held.waiting_queue) == 1
+    assert step(scheduler(full(0.100), [Request("new")]), TWO) is not None, "there is room"
+    assert step(scheduler(full(0.042, prefill_headroom=0.0), [Request("new")]), TWO) is not None
+
+
+def test_a_held_queue_survives_an_error() -> None:
+    queue = [Request("old", age_s=2.9), Request("new")]
+    sched = scheduler(full(0.042), list(queue))
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        _paced(fails, sched, TWO)
+    assert sched.waiting_queue == queue
+
+
 def test_what_prefills_really_cost_is_learned() -> None:
     """Ten times slower than the profile says: chunks become smaller."""
     slow = pacer(0.030)
