@@ -35,7 +35,7 @@ class PolicyConfig:
     depth_probe_every: int = 16  # priced: iterations between drafts of one level more than pays
     width_probe_every: int = 16
     horizon_tokens: int = 96  # priced: tokens looked ahead at most when weighing a request
-    attain_weight: float = 1.5  # priced: weight = 1 + attain_weight * g
+    attain_weight: float = 3.0  # priced: weight = 1 + attain_weight * g
     triage_ratio: float = (
         2.5  # priced: hopeless when the pace needed exceeds this many times what is feasible
     )

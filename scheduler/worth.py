@@ -7,14 +7,6 @@ import numpy as np
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import BoolArray, FloatArray, RunningBatch
 
-FEW, MANY = 8, 16
-"""Requests up to which all weigh alike, and from which weights have their full effect.
-
-Few requests hardly compete for verify tokens, so what one gets beyond its worth makes the iteration longer
-for all. Measured were three to five requests on the engine, which attained less with weights, and 30 to 100
-in the simulator, which attained more (results/LOG.md); what is between is a guess.
-"""
-
 NO_SLO_S = 1e6
 """Seconds per token that nobody misses."""
 
@@ -27,8 +19,10 @@ def attainment_weight(
     With L tokens left (at most ``horizon_tokens``), D seconds until the SLO of the last of them, m = D /
     period iterations left and a = ``pace`` tokens per iteration, z is the surplus of tokens in standard
     deviations. The weight is 1 + attain_weight * g with g the sensitivity of the attainment to one more
-    token: small when safe, 1 when it hangs in the balance, falling off when lost. Below MANY requests the
-    weights come closer together, at FEW they are equal.
+    token: small when safe, 1 when it hangs in the balance, falling off when lost.
+
+    Without weights verify tokens go to the requests that are easiest to draft for, and those that are hard
+    fall behind their SLO.
     """
     left = np.minimum(running.remaining_tokens, config.horizon_tokens)
     elapsed = np.maximum(now_s - running.decode_start_s, 0.0)
@@ -45,5 +39,4 @@ def attainment_weight(
     hopeless: BoolArray = due <= 0
     if config.triage_every > 1:
         hopeless = (hopeless | (left > config.triage_ratio * pace * m)) & np.isfinite(running.tpot_slo_s)
-    strength = config.attain_weight * min(max((len(running) - FEW) / (MANY - FEW), 0.0), 1.0)
-    return 1.0 + strength * g, hopeless
+    return 1.0 + config.attain_weight * g, hopeless

@@ -35,9 +35,9 @@ def bench_sweep(
         Text, _what("Policies on the other axes.", show_default="five, or those of --policies")
     ] = None,
     loads: Annotated[
-        Text, _what("Request rates over this host's capacity.", show_default="0.15,0.3,0.45,0.6")
+        Text, _what("Request rates over this host's capacity.", show_default="0.3,0.45,0.6,0.75")
     ] = None,
-    at: Annotated[float | None, _what("Load of the other axes.", show_default="0.45")] = None,
+    at: Annotated[float | None, _what("Load of the other axes.", show_default="0.6")] = None,
     shares: Annotated[Text, _what("Shares of urgent requests.", show_default="0.3,0.6,0.9")] = None,
     scales: Annotated[
         Text, _what("SLOs of the urgent class over the baseline.", show_default="1.6,1.4,1.2,1,0.8,0.6")
@@ -57,10 +57,10 @@ def bench_sweep(
         float | None, _traffic("Prompt lengths over those of paper or trace.", show_default="0.11")
     ] = None,
     output_scale: Annotated[
-        float | None, _traffic("Output lengths over those of paper or trace.", show_default="1")
+        float | None, _traffic("Output lengths over those of paper or trace.", show_default="0.5")
     ] = None,
     temperature: Annotated[
-        float | None, _traffic("For every class; 0 is greedy decoding.", show_default="0.7")
+        float | None, _traffic("For every class; 0 is greedy decoding.", show_default="0.8")
     ] = None,
     model: Annotated[Text, _server("Target.", show_default="the embedded model")] = None,
     draft: Annotated[Text, _server("Draft.", show_default="the embedded model")] = None,

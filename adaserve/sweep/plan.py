@@ -95,8 +95,8 @@ class SweepPlan:
     axes: tuple[str, ...] = AXES
     policies: tuple[str, ...] = ALL_POLICIES  # on the load axis
     side_policies: tuple[str, ...] = SIDE_POLICIES  # on the others
-    loads: tuple[float, ...] = (0.15, 0.3, 0.45, 0.6)
-    at: float = 0.45  # load of the other axes
+    loads: tuple[float, ...] = (0.3, 0.45, 0.6, 0.75)
+    at: float = 0.6  # load of the other axes
     shares: tuple[float, ...] = (0.3, 0.6, 0.9)
     scales: tuple[float, ...] = (1.6, 1.4, 1.2, 1.0, 0.8, 0.6)
     seeds: tuple[int, ...] = (0,)
@@ -105,8 +105,8 @@ class SweepPlan:
     trace: str | None = None
     slo_config: str | None = None
     prompt_scale: float = PROMPT_SCALE
-    output_scale: float = 1.0
-    temperature: float = 0.7  # of every class; 0 is greedy
+    output_scale: float = 0.5
+    temperature: float = 0.8  # of every class; 0 is greedy
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.axes) - set(AXES)):

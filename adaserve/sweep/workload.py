@@ -52,8 +52,8 @@ class Workload:
     slos: SLOConfig = field(default_factory=SLOConfig)
     trace: Trace | None = None
     prompt_scale: float = PROMPT_SCALE
-    output_scale: float = 1.0
-    temperature: float = 0.7
+    output_scale: float = 0.5
+    temperature: float = 0.8
 
     @property
     def names(self) -> tuple[str, ...]:

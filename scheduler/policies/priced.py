@@ -29,7 +29,7 @@ from adaserve.scheduler.selection import (
 )
 from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.tracking import rounded_context
-from adaserve.scheduler.worth import FEW, attainment_weight
+from adaserve.scheduler.worth import attainment_weight
 
 SMALL, RELAXED = 16, 4
 """An iteration of a small batch is short: what moves slowly is worked out every RELAXED iterations only, the
@@ -113,7 +113,7 @@ class PricedPolicy(BasePolicy):
 
     def _weigh(self, running: RunningBatch, context: float, now_s: float) -> FloatArray:
         n = len(running)
-        if n == 1 or (n <= FEW and self.config.triage_every == 1):  # weighed alike
+        if n == 1:  # nobody to compare it with
             return np.ones(n)
         period = self._period_s or self.latency.iteration_s(n, 2, 1, 3 * n, context)
         pace = self._potential.of(running.rids)[:, 0]

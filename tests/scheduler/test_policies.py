@@ -197,7 +197,9 @@ class TestPriced:
         plan = policy.plan(running(32, tpot_slo_s=slo, decoded_tokens=50), 1.0)
         assert plan.weight is not None and plan.weight[::2].min() > 1.5 * plan.weight[1::2].max()
         few = policy.plan(running(2, tpot_slo_s=slo[:2], decoded_tokens=50), 1.0)
-        assert few.weight is not None and few.weight[0] == few.weight[1], "few hardly compete"
+        assert few.weight is not None and few.weight[0] > few.weight[1], "two are weighed as well"
+        alone = policy.plan(running(1, tpot_slo_s=slo[:1], decoded_tokens=50), 1.0)
+        assert alone.weight is not None and alone.weight.tolist() == [1.0]
 
 
 @settings(max_examples=30, deadline=None)
