@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from adaserve.loadgen.agreement import Verdicts, agreement_rows, compare, flip_rows
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
 from adaserve.loadgen.figures import Bars, Figure, Line, write_png
-from adaserve.loadgen.results import iter_records
+from adaserve.loadgen.results import is_amount, iter_records
 from adaserve.loadgen.svg import figure_svg, legend
 from adaserve.scheduler.metrics import attainment_stderr, summarize
 
@@ -92,26 +92,22 @@ def _summary_of_the_run(folder: Path) -> dict[str, Any]:
     """``summary.json`` as far as it can be used; everything else comes from the records."""
     old = _json(folder / "summary.json")
     warmup_s, reasons = old.get("warmup_s"), old.get("invalid_reasons")
-    old["warmup_s"] = float(warmup_s) if _is_amount(warmup_s) else 0.0
+    old["warmup_s"] = float(warmup_s) if is_amount(warmup_s) else 0.0
     old["invalid_reasons"] = [str(r) for r in reasons] if isinstance(reasons, list) else []
     targets, server = old.pop("class_targets", None), old.pop("server", None)
     if isinstance(targets, dict):
-        old["class_targets"] = {n: t for n, t in targets.items() if _is_amount(t) and t <= 1}
+        old["class_targets"] = {n: t for n, t in targets.items() if is_amount(t) and t <= 1}
     if isinstance(server, dict):
         old["server"] = {n: c for n, c in server.items() if _is_count(c)}
     return old
 
 
-def _is_amount(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and 0 <= value < 1e12
-
-
 def _is_count(of_class: Any) -> bool:
     """Whether this is what the server counted of one class."""
     counted = of_class.get("all") if isinstance(of_class, dict) else None
-    if not isinstance(counted, dict) or not _is_amount(counted.get("requests")):
+    if not isinstance(counted, dict) or not is_amount(counted.get("requests")):
         return False
-    return counted.get("attainment") is None or _is_amount(counted["attainment"])
+    return counted.get("attainment") is None or is_amount(counted["attainment"])
 
 
 def _config_of_the_run(folder: Path) -> str:

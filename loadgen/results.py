@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import psutil
 
@@ -167,9 +167,9 @@ _TOO_MUCH = 1e12  # seconds, ms or tokens: no run has seen as much
 
 def _check_types(record: RequestRecord) -> None:
     for key in _NUMBERS:
-        _check(record, key, _is_amount(getattr(record, key)))
+        _check(record, key, is_amount(getattr(record, key)))
     for key in _NUMBERS_OR_NONE:
-        _check(record, key, getattr(record, key) is None or _is_amount(getattr(record, key)))
+        _check(record, key, getattr(record, key) is None or is_amount(getattr(record, key)))
     for key in _FLAGS:
         _check(record, key, isinstance(getattr(record, key), bool))
     _check(record, "slo_class", isinstance(record.slo_class, str) and record.slo_class.isprintable())
@@ -184,13 +184,14 @@ def _check(record: RequestRecord, key: str, good: bool) -> None:
         raise TypeError(f"request {str(record.id)[:40]!r} has {key} {str(getattr(record, key))[:80]!r}")
 
 
-def _is_amount(value: Any) -> bool:
+def is_amount(value: Any) -> TypeGuard[float]:
+    """Whether this can be seconds, ms or a number of tokens."""
     return isinstance(value, int | float) and 0 <= value < _TOO_MUCH
 
 
 def _is_verdict(told: Mapping[str, Any]) -> bool:
     times = [v for k, v in told.items() if k != "met" and v is not None]
-    return set(told) == VERDICT and isinstance(told["met"], bool) and all(map(_is_amount, times))
+    return set(told) == VERDICT and isinstance(told["met"], bool) and all(map(is_amount, times))
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray, RunningBatch
+from adaserve.scheduler.latency import LatencyModel
 
 Order = Literal["fcfs", "slack", "short", "deadline"]
 Pacing = Literal["fixed", "slack"]
@@ -103,6 +104,23 @@ def room_to_join(
     return room
 
 
+def predicted_room(
+    latency: LatencyModel,
+    tpot_slo_s: FloatArray,
+    pace: FloatArray,
+    period_s: float,
+    verified: float,
+    joining: int,
+) -> FloatArray:
+    """``room_to_join`` for 1 to ``joining`` requests, each with as many verify tokens as the others have.
+
+    ``verified``: tokens of a verification now; 0 = not known, roots alone."""
+    n = len(tpot_slo_s)
+    load = (verified or float(n)) * (1.0 + np.arange(joining + 1) / n)
+    seconds = latency.verify_s(load)
+    return room_to_join(tpot_slo_s, pace, period_s, seconds[1:] - seconds[0], latency.iteration_s(1, 0, 1, 1))
+
+
 def stall_slack(
     running: RunningBatch, now_s: float, pace: FloatArray, period_s: float, horizon_tokens: int
 ) -> FloatArray:
@@ -195,7 +213,7 @@ def held_back(
     """
     held = np.zeros(len(order), np.bool_)
     room = pressure.room
-    if config.gate is None or room is None or not len(order):
+    if config.gate is None or room is None:
         return held
     token_s = float(pressure.seconds[-1] / pressure.sizes[-1])
     # A few iterations pass between a decision and the first token.

@@ -77,9 +77,10 @@ def screened_pool(
         n = round((PER_URGENT_CLASS if name == urgent else PER_CLASS) * min(1.0, size))
         candidates = _candidates(workload, name, max(LEAST, n))
         tried = []
+        _, (longest,) = workload.fit((), (256,))
         for start in range(0, len(candidates), 32):
             texts = candidates[start : start + 32]
-            answers = proceed(texts, workload.temperature, min(256, round(256 * workload.output_scale)))
+            answers = proceed(texts, workload.temperature, longest)
             tried += [
                 ClassPrompt(name, text, tokens, round(distinct_share(ids), 3))
                 for text, (tokens, ids) in zip(texts, answers, strict=True)

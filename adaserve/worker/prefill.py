@@ -14,7 +14,7 @@ import numpy as np
 
 from adaserve.config import AdaServeConfig
 from adaserve.ledger import SLOLedger
-from adaserve.scheduler.interface import FloatArray, IterationOutcome
+from adaserve.scheduler.interface import IterationOutcome
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import SLO_AWARE
 from adaserve.scheduler.prefill import (
@@ -24,7 +24,7 @@ from adaserve.scheduler.prefill import (
     WaitingBatch,
     least_chunk,
     plan_prefill,
-    room_to_join,
+    predicted_room,
     stall_slack,
 )
 from adaserve.scheduler.tracking import LineTracker
@@ -144,21 +144,12 @@ class PrefillPacer:
         period_s = self._period_s or self._latency.iteration_s(len(running), 0, 1, len(running))
         slack = stall_slack(batch, now_s, pace, period_s, rule.horizon_tokens)
         seconds = np.maximum(self._cost.slope * self._raw_s + self._cost.offset, 1e-6)
-        room = self._room(batch.tpot_slo_s, n_waiting, period_s)
+        room = None
+        if self._gate is not None and known:
+            usual, cycle_s = np.full(len(known), self._mean_pace), self._cycle_s or period_s
+            slos = batch.tpot_slo_s
+            room = predicted_room(self._latency, slos, usual, cycle_s, self._verified, n_waiting)
         return Pressure(slack, period_s, self._sizes, seconds, self._decodes, self._spent_s, room)
-
-    def _room(self, tpot_slo_s: FloatArray, n_waiting: int, period_s: float) -> FloatArray | None:
-        """Headroom if 1 to ``n_waiting`` requests joined, each with the verify tokens that others have."""
-        n = len(tpot_slo_s)
-        if self._gate is None or not n:
-            return None
-        verified = self._verified or float(n)
-        with_more = self._latency.verify_s(verified * (1.0 + np.arange(n_waiting + 1) / n))
-        growth_s = with_more[1:] - with_more[0]
-        alone_s = self._latency.iteration_s(1, 0, 1, 1)
-        return room_to_join(
-            tpot_slo_s, np.full(n, self._mean_pace), self._cycle_s or period_s, growth_s, alone_s
-        )
 
     def _waiting(self, started: Any | None, waiting: Sequence[Any]) -> WaitingBatch:
         reqs = list(waiting) if started is None else [started, *waiting]

@@ -26,7 +26,7 @@ from adaserve.scheduler.prefill import (
     Pressure,
     WaitingBatch,
     plan_prefill,
-    room_to_join,
+    predicted_room,
     stall_slack,
 )
 from adaserve.scheduler.simulator.order import RowOrder, everyone
@@ -194,10 +194,8 @@ class Replica:
         slack = stall_slack(running, self.now_s, pace, period_s, config.horizon_tokens)
         room = None
         if config.gate is not None:
-            load = (self._verified or float(n)) * (1.0 + np.arange(1, len(self.waiting) + 1) / n)
-            growth = latency.verify_s(load) - latency.verify_s(self._verified or float(n))
-            alone_s = latency.iteration_s(1, 0, 1, 1)
-            room = room_to_join(self.rows.slo, pace, self._period_s or period_s, growth, alone_s)
+            cycle_s = self._period_s or period_s
+            room = predicted_room(latency, self.rows.slo, pace, cycle_s, self._verified, len(self.waiting))
         return Pressure(slack, period_s, sizes, seconds, self._decodes, self._spent_s, room)
 
     def _finish_prefill(self, chunk: list[tuple[SimRequest, int]]) -> None:
