@@ -35,7 +35,7 @@ class LatencyPlan:
     batches: tuple[int, ...] = (1, 4, 8, 16, 32)
     temperatures: tuple[float, ...] = (0.0, 0.7)
     rounds: int = 5
-    tokens: int = 96
+    tokens: int = 64
     seed: int = 0
 
     @property

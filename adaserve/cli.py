@@ -196,7 +196,7 @@ def bench_latency(
     ] = "1,4,8,16,32",
     temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,0.7",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 96,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 64,
     cpu_weights: Weights = "auto",
     budget: Budget = None,
     out: Annotated[

@@ -146,7 +146,7 @@ class Calibrator:
         factors: FloatArray = sums[:, 0] / sums[:, 1]
         return factors
 
-    def _batch_factors(self, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
+    def batch_factors(self, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
         """k_bin x k_req, [n, N_BINS + 1]; kept until something was learned or the batch changes."""
         if self._batch is None or self._batch[0] != rids or self._batch[1] != classes:
             ids = self._ids(classes)
@@ -166,7 +166,7 @@ class Calibrator:
             grid += _row_offsets(trees.n_rows)
         else:
             cell += row_of(trees) * (N_BINS + 1)
-        p = self._batch_factors(rids, classes).take(cell)
+        p = self.batch_factors(rids, classes).take(cell)
         p *= steps.q
         np.minimum(p, CEILING, out=p)
         return path_product(p, steps.parent, int(largest(trees.depth)))
@@ -175,7 +175,7 @@ class Calibrator:
         self, trees: CandidateTrees, rids: Sequence[str], classes: Sequence[str]
     ) -> list[float]:
         """``path_values`` in plain numbers: faster below about 80 nodes, where array calls cost the most."""
-        factors = self._batch_factors(rids, classes)
+        factors = self.batch_factors(rids, classes)
         if self._plain[0] is not factors:
             self._plain = (factors, factors.tolist())
         logprob, parents = trees.logprob.tolist(), trees.parent.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from adaserve.scheduler.latency import LatencyModel, default_latency
+from adaserve.scheduler.pricing import Pricing
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class PolicyConfig:
     track_latency: bool = True  # correct the latency model online
     early_stop: bool = False  # priced: ask the frontier after every draft step (drivers that can stop)
 
+    pricing: Pricing | None = None  # priced: the host's own way to price nodes; None = plain Python
     price_prefill: bool = False  # priced: count a riding prefill chunk in the iteration's price (ablation)
     queue_price: float = (
         1.0  # priced: how much dearer verify tokens are while prefill chunks come without pause

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
 # Children (SGLang servers) inherit these: nothing is to be fetched, and progress bars only blur the logs.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Two threads on a busy two-core machine mostly wait for each other; the models here need no second one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run, so that a change is judged by what it changes. To look for new ones:
+# ``HYPOTHESIS_PROFILE=explore python -m pytest tests/scheduler --hypothesis-seed=random``.
+settings.register_profile("steady", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))

@@ -56,7 +56,7 @@ def _priced(policy: Any, plan: IterationPlan, trees: TreeGrid, nodes: int) -> Ke
     device = trees.size.device
     n, running = len(plan.running), plan.running
     if policy.config.calibrate:
-        factor = policy.calibrator._batch_factors(running.rids, running.slo_class)
+        factor = policy.calibrator.batch_factors(running.rids, running.slo_class)
         f = selection.calibrated_probability(trees, to_device(factor, device))
     else:
         f = selection.monotone(trees, selection.path_probability(trees))
@@ -64,7 +64,7 @@ def _priced(policy: Any, plan: IterationPlan, trees: TreeGrid, nodes: int) -> Ke
     most = max(0, min(plan.budget - n, nodes))
     depth = np.full(nodes, trees.deepest)
     same_depth = CandidateTrees(np.zeros(n + 1, np.int64), depth, depth, depth, np.zeros(nodes))
-    seconds = policy._seconds(plan, same_depth, most)
+    seconds = policy.seconds(plan, same_depth, most)
     cap = None if plan.cap is None else to_device(plan.cap, device)
     return selection.priced(trees, f, to_device(weight, device), to_device(seconds, device), most, cap)
 

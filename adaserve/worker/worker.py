@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_observability
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from adaserve.config import AdaServeConfig
+from adaserve.cpu.pricing import native_pricing
 from adaserve.ledger import SLOLedger
 from adaserve.live.prometheus import ServerMetrics
 from adaserve.live.stats import SLOStats
@@ -67,6 +68,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._decode_starts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._last_end_s = 0.0
         self._seed, self._started = server_args.random_seed, 0  # of the noise that sampled requests draw by
+        self._device = server_args.device
         self._models = (server_args.model_path, server_args.speculative_draft_model_path)
 
     def init_cuda_graphs(self) -> None:
@@ -88,6 +90,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._profile = calibration.save_full_profile(meta, lambda grid, tick: measure(grid, progress=tick))
         self.latency = calibration.load_or_measure(self.config, meta, lambda: measure(calibration.QUICK))
         self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
+        self._pricing = native_pricing() if self._device == "cpu" else None
         self.set_policy(self.config.policy)
         self._init_ledger()
         self.prefill = PrefillPacer(self.config, self.latency, self.ledger, self._states)
@@ -106,6 +109,7 @@ class AdaServeWorker(BaseSpecWorker):
             d_max=self.config.max_depth,
             w_max=self.config.max_width,
             early_stop=True,
+            pricing=self._pricing,
         )
         return build_policy(name, config)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve.scheduler.arrays import all_true, largest, row_size, total
+from adaserve.scheduler.arrays import all_true, largest, total
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     CandidateTrees,
@@ -19,14 +19,8 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.selection import (
-    best_nodes,
-    keep_nodes,
-    monotone,
-    path_probability,
-    row_of,
-    within_cap,
-)
+from adaserve.scheduler.pricing import FEW_NODES, price_nodes
+from adaserve.scheduler.selection import keep_nodes, monotone, path_probability, within_cap
 from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.tracking import rounded_context
 from adaserve.scheduler.worth import attainment_weight
@@ -60,7 +54,7 @@ class PricedPolicy(BasePolicy):
     """
 
     calibrate_every = 1
-    few_nodes = 80  # up to here plain numbers are faster than arrays: a numpy call costs as much as ten
+    few_nodes = FEW_NODES
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
         super().__init__(name, config)
@@ -210,87 +204,36 @@ class PricedPolicy(BasePolicy):
         gain = plan.weight[:, None] * np.exp(frontier_logprob) * self._first_level - token_price
         return bool(np.maximum(gain, 0.0).sum() > step_price)
 
-    def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
-        """f of every node that may be kept, calibrated if configured, never rising along a path; [m]."""
-        if self.config.calibrate:  # at most 0.985 a step, so it falls
-            f = self.calibrator.path_values(trees, plan.running.rids, plan.running.slo_class)
-        else:
-            f = monotone(trees, path_probability(trees))
-        return within_cap(trees, f, plan.cap)
+    def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray | list[float]:
+        """f of every node that may be kept, calibrated if configured, never rising along a path; [m].
+
+        Plain numbers where nodes are few."""
+        running = plan.running
+        if not self.config.calibrate:
+            return within_cap(trees, monotone(trees, path_probability(trees)), plan.cap)
+        if trees.n_nodes > self.few_nodes:  # at most 0.985 a step, so it falls
+            return within_cap(
+                trees, self.calibrator.path_values(trees, running.rids, running.slo_class), plan.cap
+            )
+        few = self.calibrator.few_path_values(trees, running.rids, running.slo_class)
+        return few if plan.cap is None else within_cap(trees, np.array(few), plan.cap).tolist()
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """The prefix of all nodes by falling weight x f that has the best value per second.
-
-        V(m) / T(m) is compared at every m, so a latency table with steps is handled as well as a line.
-        A row's part of any such prefix is a tree: weight x f never rises along a path.
-        """
-        n = len(plan.running)
+        """What ``scheduler/pricing.py`` buys of the calibrated candidates."""
+        running, n = plan.running, len(plan.running)
         weight = np.ones(n) if plan.weight is None else plan.weight
-        roots = total(weight)
         if not trees.n_nodes:
-            self._note_rate(n, roots / float(self._seconds(plan, trees, 0)[0]))
+            self._note_rate(n, total(weight) / float(self.seconds(plan, trees, 0)[0]))
             return keep_nodes(trees, np.zeros(0, np.bool_), np.zeros(0), 0)
-        if trees.n_nodes <= self.few_nodes and self.config.calibrate:
-            return self._select_few(plan, trees, weight)
-        f = self.values(plan, trees)
-        per_row = row_size(trees)
-        value = _times_weight(trees, f, weight, per_row)
-        most = max(0, min(plan.budget - n, len(value)))
-        falling = _largest(value, most)
-        worth = np.empty(most + 1)
-        worth[0] = roots
-        falling.cumsum(out=worth[1:])
-        worth[1:] += roots
-        seconds = self._seconds(plan, trees, most)
-        rate = worth / seconds
-        best = int(rate.argmax())
-        if best and falling[best - 1] <= 0:  # only where the latency falls with tokens
-            best = int(rate[: np.count_nonzero(falling) + 1].argmax())
-        best_rate = float(rate[best])
-        price = best_rate * _slope(seconds, best, n)
-        if best == most and 0 < most < len(value):
-            price = max(price, float(falling[-1]))  # B binds: a place costs what the last one in is worth
-        self._note_worth(plan, (f, value, price))
-        self._note_rate(n, best_rate)
-        if not best:
-            return keep_nodes(trees, np.zeros(len(value), np.bool_), f, per_row)
-        return keep_nodes(trees, best_nodes(value, falling[best - 1], best), f, per_row)
-
-    def _select_few(self, plan: IterationPlan, trees: CandidateTrees, weight: FloatArray) -> Selection:
-        """``select`` in plain numbers."""
-        n, m, starts = trees.n_rows, trees.n_nodes, trees.row_start.tolist()
-        f = self.calibrator.few_path_values(trees, plan.running.rids, plan.running.slo_class)
-        if plan.cap is not None:
-            f = within_cap(trees, np.array(f), plan.cap).tolist()
-        value: list[float] = []
-        for row, w in enumerate(weight.tolist()):
-            value += [w * x for x in f[starts[row] : starts[row + 1]]]
-        # Falling, of equals the first: Python's sort is stable in reverse, too.
-        order = sorted(range(m), key=value.__getitem__, reverse=True)
-        most = max(0, min(plan.budget - n, m))
-        seconds = self._seconds(plan, trees, most).tolist()
-        worth = sum(weight.tolist())
-        best, best_rate = 0, worth / seconds[0]
-        for count, node in enumerate(order[:most], 1):
-            if value[node] <= 0.0:
-                break
-            worth += value[node]
-            if worth / seconds[count] > best_rate:
-                best, best_rate = count, worth / seconds[count]
-        price = best_rate * _slope(seconds, best, n)
-        if best == most and 0 < most < m:
-            price = max(price, value[order[most - 1]])  # B binds: a place costs what the last one in is worth
-        self._note_worth(plan, (f, value, price))
-        self._note_rate(n, best_rate)
-        kept = [False] * m
-        for node in order[:best]:
-            kept[node] = True
-        counts, expected = [], []
-        for row in range(n):
-            mine = [f[i] for i in range(starts[row], starts[row + 1]) if kept[i]]
-            counts.append(len(mine))
-            expected.append(1.0 + sum(mine))
-        return Selection(np.array(kept), np.array(counts), np.zeros(n, np.int64), np.array(expected))
+        seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
+        if self.config.pricing is not None and self.config.calibrate:
+            factors = self.calibrator.batch_factors(running.rids, running.slo_class)
+            priced = self.config.pricing(trees, factors, weight, plan.cap, seconds)
+        else:
+            priced = price_nodes(trees, self.values(plan, trees), weight, seconds)
+        self._note_worth(plan, (priced.f, priced.value, priced.price))
+        self._note_rate(n, priced.rate)
+        return Selection(priced.keep, priced.counts, np.zeros(n, np.int64), priced.expected)
 
     def _note_worth(self, plan: IterationPlan, worth: _Worth) -> None:
         while len(self._worth) > 1:
@@ -301,7 +244,7 @@ class PricedPolicy(BasePolicy):
         regime = self._regime(n)
         regime.rate = rate if not regime.rate else 0.9 * regime.rate + 0.1 * rate
 
-    def _seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
+    def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
         """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1].
 
         A prefill chunk that rides along has to be paid whatever is drafted, so its time must not make more
@@ -346,26 +289,3 @@ class PricedPolicy(BasePolicy):
         """Also drops the request's pace."""
         super().forget(rid)
         self._potential.forget(rid)
-
-
-def _times_weight(trees: CandidateTrees, f: FloatArray, weight: FloatArray, per_row: int) -> FloatArray:
-    """weight of its row x ``f``, [m]."""
-    if per_row:
-        return (f.reshape(-1, per_row) * weight[:, None]).reshape(-1)
-    return f * weight[row_of(trees)]
-
-
-def _largest(value: FloatArray, count: int) -> FloatArray:
-    """The ``count`` largest, falling; [count]."""
-    value = value.copy()
-    if 2 * count < len(value):
-        value.partition(len(value) - count - 1)
-        value = value[len(value) - count :]
-    value.sort()
-    return value[::-1][:count]
-
-
-def _slope(seconds: FloatArray | list[float], at: int, reach: int) -> float:
-    """Seconds per verify token around ``at`` tokens: what one token more or less costs."""
-    low, high = max(0, at - reach), min(len(seconds) - 1, at + reach)
-    return float(seconds[high] - seconds[low]) / max(1, high - low)

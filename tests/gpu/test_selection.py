@@ -166,7 +166,7 @@ def test_calibrated_probabilities() -> None:
         trees, batch = random_beam(rng, n=4, d=5, w=3), running(4)
         calibrator = taught(rng, 4)
         right = calibrator.path_values(trees, batch.rids, batch.slo_class)
-        factor = calibrator._batch_factors(batch.rids, batch.slo_class)
+        factor = calibrator.batch_factors(batch.rids, batch.slo_class)
         got = device.calibrated_probability(to_device(trees), torch.from_numpy(factor))
         np.testing.assert_allclose(got.numpy()[places(trees)], right, rtol=1e-9)
         assert not np.allclose(right, host.path_probability(trees)), "the calibration changed nothing"

@@ -150,7 +150,7 @@ def test_more_budget_never_lowers_what_is_expected(name, rows, data):
         if isinstance(policy, PricedPolicy):
             assert plan.weight is not None
             value = float((plan.weight * selection.expected_tokens).sum())
-            expected = value / float(policy._seconds(plan, trees, int(selection.counts.sum()))[-1])
+            expected = value / float(policy.seconds(plan, trees, int(selection.counts.sum()))[-1])
         got.append(expected)
     assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(got))
 
