@@ -169,8 +169,11 @@ class PricedPolicy(BasePolicy):
         np.maximum(worth, 0.0, out=worth)
         mean = np.full(n, 1.0 / n) @ worth.reshape(n, -1)
         mean = mean.reshape(-1, w)
-        seen = self._regime(n).surplus[: len(mean), :w]
-        seen += self.config.surplus_rate * (mean - seen)
+        surplus, rate = self._regime(n).surplus, self.config.surplus_rate
+        seen = surplus[: len(mean), :w]
+        seen += rate * (mean - seen)
+        # Levels that were not drafted bring no beam anything: what they once did must not pay for its rows.
+        surplus[len(mean) :, 1:] *= 1.0 - rate
         beams = f.reshape(n, -1, w)
         best = beams[:, :, 0]
         for b in range(1, w):

@@ -191,6 +191,30 @@ class TestPriced:
         with_chunk = other.plan(running(6, prefill_tokens=512), 1.0)
         assert other.select(with_chunk, trees).keep.sum() == alone
 
+    def test_beams_that_bring_nothing_are_given_up(self):
+        """Although drafting stops before the deepest levels, where nothing was ever learned of them."""
+        latency = LatencyModel(ForwardCost(4e-4, per_token_s=2.5e-5), ForwardCost(0.01, per_token_s=1e-3))
+        policy = build_policy("priced", PolicyConfig(latency=latency, early_stop=True, track_latency=False))
+        widths = []
+        for i in range(160):
+            plan = policy.plan(running(8), 1.0 + i)
+            depth, width = min(2, plan.depth), plan.width
+            f = np.full((8, depth, width), 1e-3)
+            f[:, :, 0] = 0.9 ** np.arange(1, depth + 1)
+            parent = np.repeat((np.arange(depth) - 1) * width, width)
+            trees = CandidateTrees(
+                np.arange(9) * depth * width,
+                np.zeros(f.size, np.int64),
+                np.tile(np.maximum(parent, -1), 8),
+                np.tile(np.repeat(np.arange(1, depth + 1), width), 8),
+                np.log(f).ravel(),
+            )
+            selection = policy.select(plan, trees)
+            policy.observe(outcome(plan, trees, selection, selection.keep))
+            widths.append(width)
+        assert max(widths[:16]) > 1, "tried at first"
+        assert widths[-32:].count(1) >= 28, "and only probed in the end"
+
     def test_requests_in_the_balance_weigh_most(self):
         policy = build_policy("priced")
         slo = np.resize([0.03, 1.0], 32)  # tight, safe, tight, ...
