@@ -87,7 +87,18 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(
         box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="decode latency, interleaved with plain decoding"
     )
-    heads = ("T", "batch", "policy", "TPOT ms", "speed-up", "(range)", "tok/iter", "other", "distinct")
+    heads = (
+        "T",
+        "batch",
+        "policy",
+        "TPOT ms",
+        "speed-up",
+        "(range)",
+        "tok/iter",
+        "worker",
+        "other",
+        "distinct",
+    )
     for head in heads:
         table.add_column(head, justify="left" if head == "policy" else "right", no_wrap=True)
     for r in rows:
@@ -101,6 +112,11 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{low:.2f}-{high:.2f}",
             f"{r['accept_length']:.2f}",
             f"{r['python_share']:.0%}",
+            f"{r['other_share']:.0%}",
             f"{r['distinct_8grams']:.0%}",
         )
+    table.caption = (
+        "worker: share of AdaServe's iteration outside both models; other: of the time between two "
+        "verifications, SGLang's own work included; distinct: 8-grams of the output that occur once"
+    )
     return table
