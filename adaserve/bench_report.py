@@ -116,7 +116,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{r['distinct_8grams']:.0%}",
         )
     table.caption = (
-        "worker: share of AdaServe's iteration outside both models; other: of the time between two "
-        "verifications, SGLang's own work included; distinct: 8-grams of the output that occur once"
+        "worker: share of AdaServe's iteration outside both models; other: of the time from one "
+        "iteration to the next, SGLang's own work included; distinct: 8-grams of the output that occur once"
     )
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -209,6 +210,8 @@ def bench_latency(
 
     try:
         spec = _spec(model, draft, size, free_port(), cpu_weights=cpu_weights, budget=budget)
+        # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
+        spec = replace(spec, config=replace(spec.config, prefill="exclusive"))
         run_latency(spec, policies, batches, temperatures, rounds, tokens, out, console)
     except (ServerError, ValueError) as error:
         _fail(error)

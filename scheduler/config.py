@@ -33,6 +33,7 @@ class PolicyConfig:
     queue_price: float = (
         1.0  # priced: how much dearer verify tokens are while prefill chunks come without pause
     )
+    least_gain: float = 0.0  # priced: drafting has to promise this much more than the roots alone are worth
     surplus_rate: float = 0.08  # priced: step of the moving average of what levels and beams are worth
     depth_probe_every: int = 16  # priced: iterations between drafts of one level more than pays
     width_probe_every: int = 16

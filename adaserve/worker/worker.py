@@ -47,6 +47,9 @@ Publish = Callable[[torch.Tensor], None]
 KNEE = 1.5
 """Without a given budget B is what can be verified in this many times the time of one token."""
 
+LEAST_GAIN = 0.05
+"""`priced` drafts on a CPU only for that much more: trees are host work that no latency model has."""
+
 BASELINE_CONTEXT = 256
 """Cached tokens of the lone request whose plain decoding defines the baseline latency."""
 
@@ -62,6 +65,8 @@ class AdaServeWorker(BaseSpecWorker):
         self._draft_worker = DraftModel(server_args, gpu_id, nccl_port, target_worker)
         self.stride = self.config.max_depth + 1
         self._times = dict.fromkeys(("decode_s", "iterations", "prefill_s", "prefills"), 0.0)
+        self._times |= {"loop_s": 0.0, "loops": 0.0}  # decode iterations in a row, from end to end
+        self._prefilled = True  # since the last decode iteration
         self._states: dict[int, RequestState] = {}  # by request-pool slot
         self._policies: dict[str, Policy] = {}  # built so far, by name
         # Outlives a retraction, which gives the slot away, and dies with the request.
@@ -110,6 +115,7 @@ class AdaServeWorker(BaseSpecWorker):
             w_max=self.config.max_width,
             early_stop=True,
             pricing=self._pricing,
+            least_gain=LEAST_GAIN if self._device == "cpu" else 0.0,
         )
         return build_policy(name, config)
 
@@ -174,6 +180,7 @@ class AdaServeWorker(BaseSpecWorker):
         end_s = time.perf_counter()
         self._times["prefill_s"] += end_s - start_s
         self._times["prefills"] += 1
+        self._prefilled = True
         self.ledger.prefilled(batch.reqs, end_s - start_s)
         self.policy.observe_prefill(int(batch.extend_num_tokens), end_s - start_s, end_s)
         self.prefill.observe_prefill(int(batch.extend_num_tokens), end_s - start_s)
@@ -284,6 +291,10 @@ class AdaServeWorker(BaseSpecWorker):
         self._last_end_s = outcome.end_s
         self._times["decode_s"] += outcome.total_s
         self._times["iterations"] += 1
+        if not self._prefilled:
+            self._times["loop_s"] += outcome.since_last_s
+            self._times["loops"] += 1
+        self._prefilled = False
         self.policy.observe(outcome)
         self.prefill.observe(outcome)
         if self._recorder is not None:

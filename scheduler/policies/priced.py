@@ -29,6 +29,9 @@ SMALL, RELAXED = 16, 4
 """An iteration of a small batch is short: what moves slowly is worked out every RELAXED iterations only, the
 ones with probes among them (``depth_probe_every`` must be a multiple)."""
 
+LARGE = 32
+"""From here on batches are alike in what pays."""
+
 RAREST_PROBE = 3
 """While drafting does not pay it is tried every ``depth_probe_every`` << RAREST_PROBE iterations at least."""
 
@@ -93,7 +96,7 @@ class PricedPolicy(BasePolicy):
 
     def _regime(self, n: int) -> _Regime:
         """What is known about batches of the size of ``n``, up to a factor of two; large ones are alike."""
-        size = min(n, SMALL).bit_length()
+        size = min(n, LARGE).bit_length()
         known = self._regimes.get(size)
         if known is None:
             levels = 0.7 ** np.arange(1, self.config.d_max + 1)[:, None]
@@ -148,7 +151,7 @@ class PricedPolicy(BasePolicy):
             if more <= 0:
                 break
             depth, gain = depth + 1, gain + more
-        if gain <= 0:
+        if gain <= c.least_gain * total(self._weight):
             depth = 0
         if depth:
             regime.in_vain = 0
