@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run, so that a change is judged by what it changes. To look for new ones:
-# ``HYPOTHESIS_PROFILE=explore python -m pytest tests/scheduler --hypothesis-seed=random``.
+# ``HYPOTHESIS_PROFILE=explore python -m pytest tests/scheduler``.
 settings.register_profile("steady", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
