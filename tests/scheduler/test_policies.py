@@ -215,6 +215,20 @@ class TestPriced:
         assert max(widths[:16]) > 1, "tried at first"
         assert widths[-32:].count(1) >= 28, "and only probed in the end"
 
+    @pytest.mark.parametrize(("least_gain", "drafts"), [(0.0, True), (50.0, False)])
+    def test_little_gain_is_not_worth_a_tree(self, least_gain, drafts):
+        """But it is probed now and then, or it could never be learned that drafting pays again."""
+        latency = LatencyModel(ForwardCost(4e-4), ForwardCost(0.03, per_token_s=1e-5))
+        policy = build_policy("priced", PolicyConfig(latency=latency, least_gain=least_gain))
+        depths = []
+        for i in range(64):
+            plan = policy.plan(running(4), 1.0 + i)
+            trees = drafted(plan, i)
+            selection = policy.select(plan, trees)
+            policy.observe(outcome(plan, trees, selection, selection.keep & (trees.depth == 1)))
+            depths.append(plan.depth)
+        assert (depths.count(0) == 0) if drafts else (0 < 64 - depths.count(0) <= 4)
+
     def test_requests_in_the_balance_weigh_most(self):
         policy = build_policy("priced")
         slo = np.resize([0.03, 1.0], 32)  # tight, safe, tight, ...
