@@ -29,6 +29,7 @@ from adaserve.patches.slo_requests import slo_config
 from adaserve.plugin import ensure_registered
 from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, Policy
 from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
+from adaserve.scheduler.pricing import Pricing
 from adaserve.scheduler.replay import Recorder
 from adaserve.worker import calibration, sampling, verify
 from adaserve.worker.draft_input import RootTokens
@@ -56,6 +57,9 @@ BASELINE_CONTEXT = 256
 
 class AdaServeWorker(BaseSpecWorker):
     """Serves each request at its TPOT SLO. Constructed by SGLang's scheduler, one per rank."""
+
+    _pricing: Pricing | None = None  # the host's own way to price nodes
+    _least_gain = 0.0
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         super().__init__()
@@ -95,7 +99,8 @@ class AdaServeWorker(BaseSpecWorker):
         self._profile = calibration.save_full_profile(meta, lambda grid, tick: measure(grid, progress=tick))
         self.latency = calibration.load_or_measure(self.config, meta, lambda: measure(calibration.QUICK))
         self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
-        self._pricing = native_pricing() if self._device == "cpu" else None
+        if self._device == "cpu":
+            self._pricing, self._least_gain = native_pricing(), LEAST_GAIN
         self.set_policy(self.config.policy)
         self._init_ledger()
         self.prefill = PrefillPacer(self.config, self.latency, self.ledger, self._states)
@@ -115,7 +120,7 @@ class AdaServeWorker(BaseSpecWorker):
             w_max=self.config.max_width,
             early_stop=True,
             pricing=self._pricing,
-            least_gain=LEAST_GAIN if self._device == "cpu" else 0.0,
+            least_gain=self._least_gain,
         )
         return build_policy(name, config)
 

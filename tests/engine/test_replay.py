@@ -11,6 +11,7 @@ import pytest
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from adaserve.scheduler.replay import read_recording, replay
+from adaserve.worker.worker import LEAST_GAIN
 from tests.engine.conftest import adaserve_server
 from tests.engine.harness import Zygote, run_jobs, workload
 
@@ -41,8 +42,9 @@ def recorded(
         latency = LatencyModel.from_json(server.internal_state()["adaserve"]["latency"])
         server.assert_idle_and_clean()
     limits = {"budget": LIMITS["budget"], "d_max": LIMITS["max_depth"], "w_max": LIMITS["max_width"]}
-    # As the worker builds it, which stops drafting where the frontier says so.
-    return Recorded(name, path, PolicyConfig(latency=latency, early_stop=True, **limits))
+    # As the worker builds it, which stops drafting where the frontier says so; but priced in Python.
+    config = PolicyConfig(latency=latency, early_stop=True, least_gain=LEAST_GAIN, **limits)
+    return Recorded(name, path, config)
 
 
 def test_a_recording_replays_to_identical_plans_and_selections(recorded: Recorded) -> None:
