@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -209,9 +208,10 @@ def bench_latency(
     from adaserve.server import ServerError, free_port
 
     try:
-        spec = _spec(model, draft, size, free_port(), cpu_weights=cpu_weights, budget=budget)
         # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
-        spec = replace(spec, config=replace(spec.config, prefill="exclusive"))
+        spec = _spec(
+            model, draft, size, free_port(), cpu_weights=cpu_weights, budget=budget, prefill="exclusive"
+        )
         run_latency(spec, policies, batches, temperatures, rounds, tokens, out, console)
     except (ServerError, ValueError) as error:
         _fail(error)

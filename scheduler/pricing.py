@@ -16,9 +16,6 @@ from adaserve.scheduler.arrays import row_size, total
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray
 from adaserve.scheduler.selection import best_nodes, keep_nodes, row_of
 
-FEW_NODES = 80
-"""Up to here plain numbers are faster than arrays: a numpy call costs as much as ten of them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Priced:

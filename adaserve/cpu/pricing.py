@@ -1,4 +1,4 @@
-"""Marginal pricing in C: what ``scheduler/pricing.py`` says, in a third of its time behind a forward."""
+"""Marginal pricing in C: what ``scheduler/pricing.py`` says, behind a forward in less of its time."""
 
 from __future__ import annotations
 

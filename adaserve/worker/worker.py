@@ -77,7 +77,8 @@ class AdaServeWorker(BaseSpecWorker):
         self._decode_starts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._last_end_s = 0.0
         self._seed, self._started = server_args.random_seed, 0  # of the noise that sampled requests draw by
-        self._device = server_args.device
+        if server_args.device == "cpu":
+            self._pricing, self._least_gain = native_pricing(), LEAST_GAIN
         self._models = (server_args.model_path, server_args.speculative_draft_model_path)
 
     def init_cuda_graphs(self) -> None:
@@ -99,8 +100,6 @@ class AdaServeWorker(BaseSpecWorker):
         self._profile = calibration.save_full_profile(meta, lambda grid, tick: measure(grid, progress=tick))
         self.latency = calibration.load_or_measure(self.config, meta, lambda: measure(calibration.QUICK))
         self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
-        if self._device == "cpu":
-            self._pricing, self._least_gain = native_pricing(), LEAST_GAIN
         self.set_policy(self.config.policy)
         self._init_ledger()
         self.prefill = PrefillPacer(self.config, self.latency, self.ledger, self._states)
