@@ -50,6 +50,8 @@ def adaserve_server(
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+        # After a retraction SGLang admits cautiously for hundreds of iterations; here for a few.
+        "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1",
     }
     flags = {"speculative-algorithm": "ADASERVE", "speculative-draft-model-path": pair / draft, **arguments}
     return Server(folder, pair / "target", flags, environment), watch
@@ -69,7 +71,11 @@ def stock(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 TIGHT = {"max-total-tokens": 420, "max-running-requests": 24, "schedule-conservativeness": 0.1}
-"""A KV pool that holds a handful of requests, admitted with far too much optimism: retractions happen."""
+"""A KV pool that holds a handful of requests, admitted with far too much optimism.
+
+Whether it runs full depends on who meets whom, so tests that need retractions also ask the probe for
+some (``retract_every``).
+"""
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def served(
         pair,
         "noisy",
         {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
-        {"rotate": POLICIES, "hold_back": True},
+        {"rotate": POLICIES, "hold_back": True, "retract_every": 40},
         overlap=name == "overlap",
         **TIGHT,
     )

@@ -54,7 +54,7 @@ def test_staggered_requests_with_retractions_and_disconnects(
     assert_same(pair, jobs, answers, expected)
     finished = [a["meta_info"] for a in answers if a is not None]
     assert len(finished) == 200
-    assert sum(m["num_retractions"] for m in finished) > 0, "the pool was too large to force a retraction"
+    assert sum(m["num_retractions"] for m in finished) > 5, "too few retractions"
     assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
     stats = served.probe.read()
     per_iteration = 1 + stats["accepted"] / stats["rows"]

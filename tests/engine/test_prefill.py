@@ -188,6 +188,7 @@ def erratic(
             "hold_back": True,
             "trace": True,
             "prefill_sizes": SIZES,
+            "retract_every": 40,
         },
         overlap=request.param == "overlap",
         **TIGHT,
@@ -209,7 +210,7 @@ def test_any_pattern_of_chunks_leaves_the_output_alone(erratic: Served, stock: S
     assert_same(pair, jobs, answers, expected)
     finished = [a["meta_info"] for a in answers if a is not None]
     assert len(finished) == 200
-    assert sum(m["num_retractions"] for m in finished) > 0, "the pool was too large to force a retraction"
+    assert sum(m["num_retractions"] for m in finished) > 5, "too few retractions"
     assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
     sizes = [n for n in erratic.probe.read()["forwards"] if n > 0]
     assert sum(n == 1 for n in sizes) > 5 and sum(n == 5 for n in sizes) > 5, "the chunks were not cut up"

@@ -9,7 +9,8 @@ With ``rotate`` it hands each iteration to another real policy, and with ``hold_
 (max_depth 0) to changing requests, so that the draft has to catch up later. ``prefill_sizes`` lets one
 chunk size after the other take the place of what the pacing rule says (0 = decode first), ``slow_ms``
 stretches a prefill by that much per token, and ``trace`` writes down every forward: n > 0 is a prefill of
-n tokens, 0 a decode iteration.
+n tokens, 0 a decode iteration. ``retract_every`` switches on SGLang's own test of retraction: every so many
+forwards it takes one running request back, as if the KV pool were full, if there are several.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def probed(base: type) -> type:
             )
             self.stats["wrong_lengths"] = []
             self.stats["forwards"] = []
+            if options.get("retract_every"):
+                retract_every(options["retract_every"])
 
         def init_cuda_graphs(self) -> None:
             super().init_cuda_graphs()
@@ -151,6 +154,13 @@ def probed(base: type) -> type:
             path.with_suffix(".new").replace(path)
 
     return ProbedWorker
+
+
+def retract_every(forwards: int) -> None:
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT = True
+    scheduler.TEST_RETRACT_INTERVAL = forwards
 
 
 def policy_size(policy: Any) -> int:
