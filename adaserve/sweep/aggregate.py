@@ -234,6 +234,19 @@ class Results:
         rivals = [o for n, o in here.items() if is_baseline(n) and n != policy]
         return compare(here[policy], rivals) if policy in here else None
 
+    def idle(self, key: str) -> tuple[float, float, Interval] | None:
+        """``none``, SGLang without speculation, and the ratio of paired rounds, as medians over the rounds.
+
+        ``key``: ``tpot_ms`` of one request or ``saturated_rps``. None while that was not measured."""
+        rounds = self.head.get("idle_rounds")
+        if not rounds:
+            return None
+        ours, theirs = (np.array(rounds[name][key], float) for name in (PLAIN, STOCK))
+        ratios = ours / theirs
+        draws = np.random.default_rng(0).choice(ratios, (DRAWS, len(ratios)))
+        ratio = _interval(float(np.median(ratios)), np.median(draws, axis=1))
+        return float(np.median(ours)), float(np.median(theirs)), ratio
+
     def against(self, point: Point, policy: str, rival: str) -> Comparison | None:
         here = self.at(point)
         return compare(here[policy], [here[rival]]) if {policy, rival} <= set(here) else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adaserve.sweep.aggregate import Comparison, Outcome, Results
-from adaserve.sweep.plan import PLAIN, STOCK, Point, SweepError, is_baseline
+from adaserve.sweep.plan import PLAIN, Point, SweepError, is_baseline
 
 BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
 Runs = list[dict[str, Any]]
@@ -257,14 +257,12 @@ def _selection(results: Results) -> str:
 
 
 def _idle_plugin(results: Results) -> str:
-    check = results.head.get("check")
-    if not check:
-        return ""
-    ours, stock = check[PLAIN], check[STOCK]
-    return (
-        f"{ours['tpot_ms'] / stock['tpot_ms']:.2f}x the time per token of one request, "
-        f"{ours['saturated_rps'] / stock['saturated_rps']:.2f}x its throughput"
-    )
+    cells = []
+    for key, what in (("tpot_ms", "the time per token of one request"), ("saturated_rps", "its throughput")):
+        if idle := results.idle(key):
+            ratio = idle[2]
+            cells.append(f"{_times(ratio.value)} [{ratio.low:.2f}, {ratio.high:.2f}] {what}")
+    return ", ".join(cells)
 
 
 CLAIMS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +16,16 @@ from rich.console import Console
 
 from adaserve.bench_report import start_server
 from adaserve.server import Server, ServerError, ServerSpec, free_port
-from adaserve.sweep.plan import STOCK
+from adaserve.sweep.plan import PLAIN, STOCK
 
 BASELINE_REQUESTS, BASELINE_TOKENS = 7, 48
 CAPACITY_REQUESTS, CAPACITY_RUNNING = 64, 16
 WARM_REQUESTS, WARM_RUNNING = 16, 4
+IDLE_ROUNDS = 6
 _DRAIN_S = 60.0
+
+IdleRounds = Mapping[str, Mapping[str, Sequence[float]]]
+"""Server -> ``tpot_ms`` of one request and ``saturated_rps`` -> a value per round; rounds are paired."""
 
 
 class StockSpec(ServerSpec):
@@ -87,6 +91,10 @@ class Host:
         self._warm.clear()
         if opened is not None:
             opened.__exit__(None, None, None)
+
+    def beside(self) -> Host:
+        """A host for a second server of the same kind."""
+        return Host(self._spec, self._work / "beside", self._console)
 
     def serve(self, policy: str, warm_up: Iterable[Ask] = ()) -> Server:
         """A drained server that runs ``policy``, warmed up once per start. Raises ServerError, httpx
@@ -186,13 +194,10 @@ def streamed_tpot_ms(server: Server, ask: Ask) -> float:
     return (times[-1] - times[0]) / (tokens[-1] - tokens[0]) * 1e3
 
 
-def unloaded(server: Server, texts: Sequence[str], tick: Callable[[], None] = lambda: None) -> float:
+def unloaded(server: Server, texts: Sequence[str]) -> float:
     """ms per token of single requests, one after the other: the median of several."""
-    found = []
-    for k in range(BASELINE_REQUESTS):
-        found.append(streamed_tpot_ms(server, Ask(texts[k % len(texts)], BASELINE_TOKENS)))
-        tick()
-    return statistics.median(found)
+    asks = [Ask(texts[k % len(texts)], BASELINE_TOKENS) for k in range(BASELINE_REQUESTS)]
+    return statistics.median(streamed_tpot_ms(server, a) for a in asks)
 
 
 def saturated_rps(server: Server, asks: Sequence[Ask]) -> float:
@@ -200,10 +205,19 @@ def saturated_rps(server: Server, asks: Sequence[Ask]) -> float:
     return len(asks) / burst(server, asks, CAPACITY_RUNNING)
 
 
-def server_check(host: Host, policy: str, asks: Sequence[Ask]) -> Mapping[str, float]:
-    """Idle latency and throughput of ``policy``, or of SGLang without speculation (``sglang``)."""
-    server = host.serve(policy, asks[:WARM_REQUESTS])
-    single_ms = unloaded(server, [a.text for a in asks])
-    host.drain()
-    rate_rps = saturated_rps(server, [a.plain() for a in asks])
-    return {"tpot_ms": round(single_ms, 4), "saturated_rps": round(rate_rps, 4)}
+def idle_rounds(host: Host, asks: Sequence[Ask]) -> IdleRounds:
+    """`none` and SGLang without speculation in turns, idle and saturated. Both servers are up all the time:
+    one after the other, a slow minute of the machine would count against one of them."""
+    with host.beside() as other:
+        hosts = {PLAIN: host, STOCK: other}
+        servers = {name: h.serve(name, asks[:WARM_REQUESTS]) for name, h in hosts.items()}
+        found: dict[str, dict[str, list[float]]] = {n: {"tpot_ms": [], "saturated_rps": []} for n in servers}
+        for k in range(IDLE_ROUNDS):
+            for name in (PLAIN, STOCK) if k % 2 else (STOCK, PLAIN):
+                hosts[name].drain()
+                single_ms = unloaded(servers[name], [a.text for a in asks])
+                hosts[name].drain()
+                rate_rps = saturated_rps(servers[name], [a.plain() for a in asks])
+                found[name]["tpot_ms"].append(round(single_ms, 4))
+                found[name]["saturated_rps"].append(round(rate_rps, 4))
+    return found

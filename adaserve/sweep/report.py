@@ -229,11 +229,9 @@ def _published(results: Results) -> list[str]:
 def _stock(results: Results) -> list[str]:
     """What `none` costs beyond SGLang without speculation."""
     rows: list[tuple[str, ...]] = []
-    check = results.head.get("check")
     for key, label in (("tpot_ms", "one request, ms per token"), ("saturated_rps", "saturated, requests/s")):
-        if check:
-            x, y = check[PLAIN][key], check[STOCK][key]
-            rows.append((label, f"{x:.2f}", f"{y:.2f}", f"{x / y:.2f}x"))
+        if idle := results.idle(key):
+            rows.append((label, f"{idle[0]:.2f}", f"{idle[1]:.2f}", _times(idle[2])))
     for case in results.plan.check_cases():
         ours, stock = results.get(case.point, PLAIN), results.get(case.point, STOCK)
         if ours is not None and stock is not None:
@@ -245,7 +243,8 @@ def _stock(results: Results) -> list[str]:
         return []
     return [
         f"What the plugin costs when it does not speculate (`{PLAIN}` against SGLang without speculation on "
-        "the same platform; two servers, one after the other):",
+        "the same platform; idle and saturated: rounds in turns, medians; under load: two servers, one after "
+        "the other):",
         _md(("", PLAIN, "SGLang", "ratio"), rows),
     ]
 

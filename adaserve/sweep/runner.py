@@ -27,7 +27,8 @@ from adaserve.sweep.workload import Workload, build_rows
 
 SCHEMA_VERSION = 1
 _FAILURES_IN_A_ROW = 3
-_START_S, _OVERHEAD_S = 45.0, 9.0  # first guesses: a server's start, a case beyond its arrivals
+_OVERHEAD_S = 9.0  # first guesses: of a case, beyond its arrivals,
+_IDLE_S = 270.0  # and of two more servers, and what both do idle and saturated
 
 
 def load_workload(plan: SweepPlan) -> Workload:
@@ -231,7 +232,7 @@ class Sweep:
 
     def _check_s(self, case: Case) -> float:
         """What the comparison with SGLang will take, as far as it is missing."""
-        return _START_S + 3 * self.clock.expected_s(self.plan, case) if self._check_missing() else 0.0
+        return _IDLE_S + 2 * self.clock.expected_s(self.plan, case) if self._check_missing() else 0.0
 
     def _plan_ahead(self, case: Case, later: Sequence[Case]) -> None:
         self.clock.case_end_s = time.monotonic() + self.clock.expected_s(self.plan, case)
@@ -288,19 +289,19 @@ class Sweep:
 
     def _check_missing(self) -> bool:
         return bool(self._missing(self.plan.check_cases())) or (
-            bool(self.plan.check_cases()) and "check" not in self.head
+            bool(self.plan.check_cases()) and "idle_rounds" not in self.head
         )
 
     def _check(self) -> None:
         """What `none` costs beyond SGLang without speculation: both idle, saturated, and under two loads."""
         if not self._check_missing():
             return
-        if self.deadline_s is not None and time.monotonic() + _START_S > self.deadline_s:
+        if self.deadline_s is not None and time.monotonic() + _IDLE_S > self.deadline_s:
             return
         self.bar.update(self.task, description="comparing with SGLang without speculation")
+        self.clock.case_end_s = time.monotonic() + _IDLE_S
         asks = self._asks(hosts.CAPACITY_REQUESTS)
-        found = {name: hosts.server_check(self.host, name, asks) for name in (PLAIN, STOCK)}
-        self.head["check"] = found
+        self.head["idle_rounds"] = hosts.idle_rounds(self.host, asks)
         self.store.write_head(self.head)
         self._cases(self.plan.check_cases(), retry=False)
 

@@ -19,8 +19,11 @@ CASES: dict[str, dict[str, Any]] = {
     "min-p": {"temperature": 1.0, "min_p": 0.2},
     "all": {"temperature": 0.9, "top_p": 0.8, "top_k": 8, "min_p": 0.05},
 }
-SMALLEST_P = 1e-4
-"""Both modes and all cases make about 30 comparisons: a sound engine fails one of them with 0.3%."""
+SUSPICIOUS_P, SMALLEST_P = 1e-3, 1e-4
+"""A case with a suspicious comparison is made again on twice as many fresh samples, which must not be worse.
+
+Both modes and all cases make 50 comparisons: one run in twenty of a sound engine repeats a case, one in
+40,000 fails."""
 
 
 def sample(server: Server, params: dict[str, Any]) -> list[tuple[int, ...]]:
@@ -40,12 +43,21 @@ def without(stock: Server) -> dict[str, list[tuple[int, ...]]]:
     return {name: sample(stock, params) for name, params in CASES.items()}
 
 
+def comparisons(got: list[tuple[int, ...]], right: list[tuple[int, ...]]) -> dict[tuple[int, int], float]:
+    """Which tokens -> p-value that they have the same distribution."""
+    places = ((0, 2), (1, 3), (2, 3), (3, 5), (4, 5))
+    return {(a, b): two_sample_p([t[a:b] for t in got], [t[a:b] for t in right]) for a, b in places}
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_distribution(served: Served, without: dict[str, list[tuple[int, ...]]], case: str) -> None:
+def test_distribution(
+    served: Served, stock: Server, without: dict[str, list[tuple[int, ...]]], case: str
+) -> None:
     got, right = sample(served.server, CASES[case]), without[case]
-    for tokens in (slice(0, 2), slice(1, 3), slice(2, 3), slice(3, 5), slice(4, 5)):
-        p = two_sample_p([t[tokens] for t in got], [t[tokens] for t in right])
-        assert p > SMALLEST_P, (case, tokens, p)
+    if min(comparisons(got, right).values()) < SUSPICIOUS_P:
+        more, right = ([t for _ in range(2) for t in sample(s, CASES[case])] for s in (served.server, stock))
+        again = comparisons(more, right)
+        assert min(again.values()) > SMALLEST_P, (case, comparisons(got, without[case]), again)
     assert len({t[2] for t in right}) > 5, "nearly deterministic: the comparison says nothing"
 
 

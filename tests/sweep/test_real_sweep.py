@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from adaserve.sweep.commands import Options, sweep
+from adaserve.sweep.host import IDLE_ROUNDS
 from adaserve.sweep.plan import STOCK
 from adaserve.sweep.store import Store
 from tests.engine.pairs import save_pair
@@ -101,6 +102,8 @@ def test_a_sweep_outlives_its_server_and_is_compared_with_stock_sglang(pair: Pat
     assert len(lines) == 4 and sum('"status": "failed"' in line for line in lines) == 1
     cases = check_cases(store, ("none", "chain-2", STOCK))
     assert cases[STOCK]["server"] is None, "no AdaServe in there"
-    assert set(store.head()["check"]) == {"none", STOCK}
+    rounds = store.head()["idle_rounds"]
+    assert set(rounds) == {"none", STOCK}
+    assert all(len(v) == IDLE_ROUNDS and min(v) > 0 for r in rounds.values() for v in r.values())
     assert "without speculation" in (store.folder / "README.md").read_text()
-    assert len(list(store.work.glob("server-*.log"))) == 3, "one start, one after the death, one of SGLang"
+    assert len(list(store.work.rglob("server-*.log"))) == 4, "one start, one after the death, two of SGLang"

@@ -105,6 +105,24 @@ def test_only_seeds_that_both_have_are_compared(tmp_path: Path) -> None:
     assert c is not None and c.points.value > 0, "the bad seed has no counterpart"
 
 
+def test_what_the_plugin_costs_is_the_median_of_paired_rounds(tmp_path: Path) -> None:
+    store = finished_sweep(tmp_path / "s", PLAN, tpot_ms)
+    assert Results(store).idle("tpot_ms") is None
+    # The third round fell into a slow minute, which both servers had.
+    times = {"none": [10.0, 11.0, 30.0], "sglang": [10.0, 10.0, 24.0]}
+    rounds = {name: {"tpot_ms": v, "saturated_rps": v} for name, v in times.items()}
+    store.write_head({**store.head(), "idle_rounds": rounds})
+    idle = Results(store).idle("tpot_ms")
+    assert idle is not None
+    assert idle[:2] == (11.0, 10.0) and idle[2].value == pytest.approx(1.1)
+    assert idle[2].low == pytest.approx(1.0) and idle[2].high == pytest.approx(1.25)
+    write_all(store, None, Console(quiet=True))
+    assert (
+        "| one request, ms per token | 11.00 | 10.00 | 1.10x [1.00, 1.25] |"
+        in (store.folder / "README.md").read_text()
+    )
+
+
 def test_everything_is_written_again_from_the_records(store) -> None:  # type: ignore[no-untyped-def]
     written = write_all(store, None, Console(quiet=True))
     pictures = [w for w in written if w.endswith(".png")]

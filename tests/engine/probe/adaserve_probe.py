@@ -54,10 +54,16 @@ def probed(base: type) -> type:
                 0,
             )
             self.stats.update(
-                target_kv_error=0.0, draft_kv_error=0.0, draft_kv_unknown=0, forgotten=0, depths={}
+                target_kv_error=0.0,
+                draft_kv_error=0.0,
+                draft_audits=0,
+                draft_unknown=0,
+                forgotten=0,
+                depths={},
             )
             self.stats["wrong_lengths"] = []
             self.stats["forwards"] = []
+            self._prefill_ends: dict[str, int] = {}  # tokens of each request's last prefill
             if options.get("retract_every"):
                 retract_every(options["retract_every"])
 
@@ -78,6 +84,8 @@ def probed(base: type) -> type:
             """Inside of what the worker times as a prefill."""
             time.sleep(options.get("slow_ms", 0.0) / 1e3 * batch.extend_num_tokens)
             super()._start_requests(batch, first_tokens)
+            for req, length in zip(batch.reqs, batch.seq_lens.tolist(), strict=True):
+                self._prefill_ends[req.rid] = length
             self._trace(int(batch.extend_num_tokens))
 
         def _trace(self, tokens: int) -> None:
@@ -122,12 +130,14 @@ def probed(base: type) -> type:
             errors = kv_errors(self.target_worker, tokens, slots)
             stats["target_kv_error"] = max(stats["target_kv_error"], errors.max().item())
             known = kv_errors(self._draft_worker.draft_worker, tokens, slots)[: state.draft_len]
-            prompt = len(req.origin_input_ids)
-            # A cached prefix may hold tokens that the draft never saw: worse drafts, same output.
-            stats["draft_kv_unknown"] += int((known[:prompt] > 1e-3).sum())
-            stats["draft_kv_error"] = max(
-                stats["draft_kv_error"], known[prompt:].max().item() if len(known) > prompt else 0.0
-            )
+            # A cached prefix may hold tokens that the draft never saw, and after a retraction it can reach
+            # into what was generated. All that follows builds on them: worse drafts, same output.
+            start = self._prefill_ends[state.rid]
+            if (known[:start] > 1e-3).any():
+                stats["draft_unknown"] += 1
+            elif len(known) > start:
+                stats["draft_audits"] += 1
+                stats["draft_kv_error"] = max(stats["draft_kv_error"], known[start:].max().item())
 
         def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
             self.stats["forgotten"] += 1
