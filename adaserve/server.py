@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from adaserve.config import AdaServeConfig
 from adaserve.lifetime import PARENT_ENV
 
 START_TIMEOUT_S = 600.0
+_PORTS = range(20_000, 30_000)  # below those that Linux, macOS and Windows give to connections
+_BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
 
 class ServerError(RuntimeError):
@@ -106,10 +110,16 @@ def on_cpu() -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port of the loopback interface that nobody uses now. Raises ServerError.
+
+    Not one that the kernel hands out: a server binds its port half a minute after it was chosen, and opens
+    dozens of connections meanwhile, any of which may be given it."""
+    for _ in range(100):
+        port = secrets.choice(_PORTS)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"no port between {_PORTS.start} and {_PORTS.stop} is free: choose one with --port")
 
 
 class Server:
@@ -165,6 +175,12 @@ class Server:
         while (waited_s := time.monotonic() - start_s) < START_TIMEOUT_S:
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended while it started:\n{self.why()}\n(full log: {self.log})")
+            if _BIND_ERROR in self.log.read_text(errors="replace"):
+                # SGLang stays up without its HTTP server.
+                raise ServerError(
+                    f"port {self.spec.port} was taken while the server started: start it again, or choose "
+                    f"another with --port (full log: {self.log})"
+                )
             self._waiting(waited_s)
             try:
                 if httpx.get(self.url + "/health", timeout=2.0).status_code == 200:

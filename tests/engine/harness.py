@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from typing import Any
 
 import httpx
 import psutil
+
+from adaserve.server import free_port
 
 CONTEXT = 256
 START_TIMEOUT_S = 600.0
@@ -64,9 +65,7 @@ class Server:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "server.log"
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.flags = _flags(model, self.port, arguments)
         # SGLang has inductor compile a function at the first repetition penalty: half a minute of gcc.

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from adaserve.server import free_port
+
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
 DASHBOARD = GRAFANA / "dashboards" / "adaserve.json"
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
@@ -184,7 +186,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     jobs = [shipped[0] | {"static_configs": [{"targets": [target]}]}]
     config = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    port = _free_port()
+    port = free_port()
     flags = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     flags += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
     server = subprocess.Popen([PROMETHEUS, *flags])
@@ -196,14 +198,6 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for process in (server, exporter):
             process.terminate()
             process.wait(10)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _wait_for_samples(url: str) -> None:

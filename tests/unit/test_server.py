@@ -1,0 +1,50 @@
+"""The start of a server whose port somebody else takes meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from adaserve import server
+from adaserve.server import Server, ServerError, ServerSpec, free_port
+
+LINE = (
+    "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
+)
+
+
+class Robbed(ServerSpec):
+    """What SGLang does then: it says so, and stays up without its HTTP server."""
+
+    __slots__ = ()
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", f"import time; print({LINE!r}, flush=True); time.sleep(600)"]
+
+
+def test_a_port_taken_meanwhile_ends_the_start_at_once(tmp_path: Path) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(ServerError, match="was taken while the server started: start it again"):
+        Server(Robbed("model", "draft", port=free_port()), tmp_path / "server.log").__enter__()
+    assert time.monotonic() - start_s < 60, "it was waited for"
+    assert not [c for c in psutil.Process().children() if LINE in " ".join(c.cmdline())]
+
+
+def test_free_ports_are_none_that_connections_get() -> None:
+    ports = {free_port() for _ in range(50)}
+    assert len(ports) > 40, "two servers that are started together would get the same"
+    with socket.create_server(("127.0.0.1", 0)) as given:
+        assert max(ports) < given.getsockname()[1]
+
+
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as used:
+        port = used.getsockname()[1]
+        monkeypatch.setattr(server, "_PORTS", range(port, port + 1))
+        with pytest.raises(ServerError, match="choose one with --port"):
+            free_port()
