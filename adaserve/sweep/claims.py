@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adaserve.sweep.aggregate import Comparison, Outcome, Results
+from adaserve.sweep.aggregate import Comparison, Interval, Outcome, Results
 from adaserve.sweep.plan import PLAIN, Point, SweepError, is_baseline
 
 BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
@@ -162,6 +162,10 @@ def _times(value: float) -> str:
     return "no violations left" if math.isinf(value) else f"{value:.2f}x"
 
 
+def _between(value: Interval) -> str:
+    return f"{_times(value.value)} [{value.low:.2f}, {value.high:.2f}]"
+
+
 def _at_highest(key: str) -> Callable[[Results], str]:
     """Ratio to the best baseline at the highest load, for the default and for the published policy."""
 
@@ -174,7 +178,7 @@ def _at_highest(key: str) -> Callable[[Results], str]:
             c = results.against_baselines(points[-1], policy)
             if c is not None:
                 value = c.violations if key == "violations" else c.goodput
-                shown.append(f"`{policy}` {_times(value.value)} [{value.low:.2f}, {value.high:.2f}]")
+                shown.append(f"`{policy}` {_between(value)}")
         return ", ".join(shown) + (f" at load {points[-1].load:g}" if shown else "")
 
     return cell
@@ -260,8 +264,7 @@ def _idle_plugin(results: Results) -> str:
     cells = []
     for key, what in (("tpot_ms", "the time per token of one request"), ("saturated_rps", "its throughput")):
         if idle := results.idle(key):
-            ratio = idle[2]
-            cells.append(f"{_times(ratio.value)} [{ratio.low:.2f}, {ratio.high:.2f}] {what}")
+            cells.append(f"{_between(idle[2])} {what}")
     return ", ".join(cells)
 
 

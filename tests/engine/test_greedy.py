@@ -61,6 +61,7 @@ def test_staggered_requests_with_retractions_and_disconnects(
     assert 1.05 < per_iteration < 1 + 4, "the draft agrees too rarely or too often to test anything"
     assert stats["moved"] > 20, "compaction was not exercised"
     assert stats["catch_ups"] > 20, "no draft ever had to catch up"
+    assert stats["draft_audits"] > 50, "hardly any draft cache could be audited"
     assert len(stats["depths"]) >= 4, "the policies all drafted alike"
     served.server.assert_idle_and_clean()
 
