@@ -115,7 +115,7 @@ def register() -> None:
 
     @register_attention_backend(ATTENTION_BACKEND)
     def _cpu_backend(runner: Any) -> Any:
-        from adaserve.cpu.attention_backend import CpuAttentionBackend
+        from adaserve.engine.host.attention_backend import CpuAttentionBackend
 
         return CpuAttentionBackend(runner)
 
@@ -125,10 +125,10 @@ def register() -> None:
 
     @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=AdaServeAlgorithm)
     def _worker(server_args: ServerArgs) -> type:
-        from adaserve.worker import worker
+        from adaserve.engine import worker
 
         if on_device(server_args):
-            from adaserve.cuda.worker import DeviceWorker
+            from adaserve.engine.device.worker import DeviceWorker
 
             return DeviceWorker
         return worker.AdaServeWorker

@@ -137,7 +137,7 @@ def demo(
 
     Starts the server on the embedded pair, replays the same mixed traffic twice, prints a table.
     """
-    from adaserve.demo import run_demo
+    from adaserve.bench.demo import run_demo
     from adaserve.loadgen.errors import LoadgenError
     from adaserve.server import ServerError
 
@@ -163,7 +163,7 @@ def profile(
 
     Takes a minute or two on the embedded pair. `adaserve serve` uses the result from then on.
     """
-    from adaserve.profile import run_profile
+    from adaserve.bench.profile import run_profile
     from adaserve.server import ServerError, free_port
 
     try:
@@ -204,7 +204,7 @@ def bench_latency(
     ] = None,
 ) -> None:
     """TPOT against plain decoding at several batch sizes, interleaved in one run on one server."""
-    from adaserve.bench_report import run_latency
+    from adaserve.bench.report import run_latency
     from adaserve.server import ServerError, free_port
 
     try:
@@ -219,11 +219,11 @@ def bench_latency(
 
 def _mount() -> None:
     """Commands that live in other packages."""
-    from adaserve.gpu.cli import gpu_check
+    from adaserve.bench.gpu_check.cli import gpu_check
+    from adaserve.bench.sweep.cli import bench_sweep
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
     from adaserve.scheduler.simulator.cli import app as simulator
-    from adaserve.sweep.cli import bench_sweep
 
     bench.command("serve")(loadgen.bench_serve)
     bench.command("sweep")(bench_sweep)

@@ -17,7 +17,7 @@ from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRT
 from adaserve.host import ATTENTION_BACKEND
 
 if TYPE_CHECKING:
-    from adaserve.cpu.linear import Storage
+    from adaserve.engine.host.linear import Storage
 
 OVERLAP_ENV = "ADASERVE_CPU_OVERLAP"
 """Set to 1 to run SGLang's overlap schedule on a CPU host: slower, but it exercises the GPU's code path."""
@@ -59,14 +59,14 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
     def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
         if kind != "mha":
             return None
-        from adaserve.cpu.kv_pool import CpuMHATokenToKVPool
+        from adaserve.engine.host.kv_pool import CpuMHATokenToKVPool
 
         return CpuMHATokenToKVPool
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Puts our forward under the model, speculative or not, so that all policies gain alike."""
         from adaserve.config import AdaServeConfig
-        from adaserve.cpu.install import install
+        from adaserve.engine.host.install import install
 
         weights = AdaServeConfig.load().cpu_weights
         if weights != "off":

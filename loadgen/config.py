@@ -13,7 +13,7 @@ import yaml
 
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
-from adaserve.scheduler.slo import TPOT_RANGE_MS, SLOClass, SLOConfig, SLOError
+from adaserve.slo.classes import TPOT_RANGE_MS, SLOClass, SLOConfig, SLOError
 
 APIS = ("completions", "chat", "generate")
 SLO_HEADERS = ("both", "ms", "class", "none")

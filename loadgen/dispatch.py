@@ -16,7 +16,7 @@ from gevent.pool import Group
 
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.loadgen.stream import Target, run_clock, send
-from adaserve.scheduler.metrics import RequestRecord
+from adaserve.slo.metrics import RequestRecord
 
 CONNECT_S = 0.0873
 """A connection is opened this long before its request is due: not when another one is sent, at the

@@ -36,7 +36,7 @@ from adaserve.loadgen.results import (
 from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts
 from adaserve.loadgen.server_metrics import Samples, scrape, server_side
 from adaserve.loadgen.stream import Target
-from adaserve.scheduler.metrics import RequestRecord
+from adaserve.slo.metrics import RequestRecord
 
 logger = logging.getLogger("adaserve.loadgen")
 

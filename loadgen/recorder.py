@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaserve.scheduler.metrics import RequestRecord
+from adaserve.slo.metrics import RequestRecord
 
 _BINS_PER_DECADE = 100  # 2.3% per bin
 _LOWEST_MS = 0.01

@@ -21,7 +21,7 @@ from adaserve.loadgen.errors import LoadgenError, why_unreadable
 from adaserve.loadgen.figures import Bars, Figure, Line, write_png
 from adaserve.loadgen.results import is_amount, iter_records
 from adaserve.loadgen.svg import figure_svg, legend
-from adaserve.scheduler.metrics import attainment_stderr, summarize
+from adaserve.slo.metrics import attainment_stderr, summarize
 
 _STAMP = re.compile(r"^\d{8}T\d{6}Z-")
 _SEED = re.compile(r"[-_]?(seed|s)?\d+$")

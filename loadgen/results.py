@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 import psutil
 
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.scheduler.metrics import RequestRecord, read_records, summarize
+from adaserve.slo.metrics import RequestRecord, read_records, summarize
 
 COMMAND_VARIABLE = "ADASERVE_BENCH_COMMAND"
 """Set by a process that starts this one: the command that the user typed."""

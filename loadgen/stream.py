@@ -30,7 +30,7 @@ from adaserve.loadgen import protocol
 from adaserve.loadgen.config import Server
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.schedule import PlannedRequest
-from adaserve.scheduler.metrics import RequestRecord
+from adaserve.slo.metrics import RequestRecord
 
 
 class Target:

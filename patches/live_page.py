@@ -10,9 +10,9 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.live.page import PageMiddleware, add_snapshot_route
-from adaserve.live.snapshot import build_snapshot
 from adaserve.patches import hook
+from adaserve.slo.page import PageMiddleware, add_snapshot_route
+from adaserve.slo.snapshot import build_snapshot
 
 
 def register() -> None:

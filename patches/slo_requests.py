@@ -16,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.config import AdaServeConfig
 from adaserve.patches import hook
-from adaserve.scheduler.slo import SLOConfig, SLOError, resolve
+from adaserve.slo.classes import SLOConfig, SLOError, resolve
 
 
 def register() -> None:

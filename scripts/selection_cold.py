@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from adaserve.cpu.pricing import native_pricing
-from adaserve.scheduler.benchmark import PAIR, example_batch, example_trees
+from adaserve.bench.selection import PAIR, example_batch, example_trees
+from adaserve.engine.host.pricing import native_pricing
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import IterationOutcome
 from adaserve.scheduler.policies import build_policy

@@ -48,8 +48,8 @@ from adaserve.scheduler.simulator.study import (
 )
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
 from adaserve.scheduler.simulator.workload import TextModel, synthetic_trace
-from adaserve.scheduler.slo import SLOConfig, SLOError
-from adaserve.scheduler.trace import Trace, TraceError, assign_classes, read_trace
+from adaserve.slo.classes import SLOConfig, SLOError
+from adaserve.slo.trace import Trace, TraceError, assign_classes, read_trace
 
 app = typer.Typer(help="Simulate policies, loads and fleets without a GPU.", no_args_is_help=True)
 console = Console(stderr=True)

@@ -17,8 +17,8 @@ from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.run import SimulationConfig, build_replica
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
-from adaserve.scheduler.slo import SLOConfig
-from adaserve.scheduler.trace import Trace
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.trace import Trace
 
 N_LEVELS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96)
 PACE_MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}

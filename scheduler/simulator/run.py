@@ -12,7 +12,6 @@ from sortedcontainers import SortedKeyList
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Policy
 from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.metrics import RequestRecord
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT, ClairvoyantPolicy, RevealingSampler
 from adaserve.scheduler.simulator.order import ROW_ORDERS, build_order
@@ -20,6 +19,7 @@ from adaserve.scheduler.simulator.replica import Replica, ReplicaConfig
 from adaserve.scheduler.simulator.router import build_router
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren, TreeSampler
 from adaserve.scheduler.simulator.workload import SimRequest
+from adaserve.slo.metrics import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)

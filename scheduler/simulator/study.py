@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.scheduler.metrics import RequestRecord, summarize
 from adaserve.scheduler.simulator.replica import iteration_log
 from adaserve.scheduler.simulator.run import SimulationConfig, SimulationResult, simulate
 from adaserve.scheduler.simulator.workload import TextModel, make_requests
-from adaserve.scheduler.slo import SLOConfig
-from adaserve.scheduler.trace import Trace
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.metrics import RequestRecord, summarize
+from adaserve.slo.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

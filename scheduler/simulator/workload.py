@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from adaserve.scheduler.interface import FloatArray
-from adaserve.scheduler.slo import SLOConfig
-from adaserve.scheduler.trace import Trace
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.trace import Trace
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def _shift(p: float, logit: float) -> float:
 
 def synthetic_trace(n: int, rate_rps: float, seed: int, mix: dict[str, float], burst: float = 1.0) -> Trace:
     """Gamma arrivals (``burst`` = squared coefficient of variation, 1 = Poisson), log-normal lengths."""
-    from adaserve.scheduler.trace import TraceRow
+    from adaserve.slo.trace import TraceRow
 
     rng = np.random.default_rng([seed, 0x7ACE])
     gaps = rng.gamma(1 / burst, burst / rate_rps, n)

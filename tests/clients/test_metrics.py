@@ -10,8 +10,8 @@ import httpx
 import yaml
 
 from adaserve.loadgen.server_metrics import parse_metrics
-from adaserve.scheduler.slo import SLOConfig
 from adaserve.server import Server
+from adaserve.slo.classes import SLOConfig
 from tests.clients.conftest import MODEL, Counts
 
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"

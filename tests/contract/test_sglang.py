@@ -201,14 +201,14 @@ def test_algorithm_answers_what_the_in_tree_ones_do(name: str) -> None:
 def test_worker_overrides_exist_above() -> None:
     from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-    from adaserve.worker.worker import AdaServeWorker
+    from adaserve.engine.worker import AdaServeWorker
 
     called_by_sglang = {"alloc_memory_pool", "note_request_finished"}
     assert called_by_sglang <= set(methods(BaseSpecWorker)) & set(methods(AdaServeWorker))
 
 
 def test_draft_model_leaves_nothing_abstract() -> None:
-    from adaserve.worker.draft_model import DraftModel
+    from adaserve.engine.sources.draft_model import DraftModel
 
     assert not getattr(DraftModel, "__abstractmethods__", frozenset())
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.engine import sampling
+from adaserve.engine.trees import verify
 from adaserve.noise import request_key
-from adaserve.worker import sampling, verify
 from tests.engine.chi_square import chi_square_p
 
 VOCAB = 8

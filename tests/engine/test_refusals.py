@@ -13,7 +13,7 @@ import transformers
 
 from adaserve.algorithm import refuse_unsupported
 from adaserve.config import AdaServeConfig, ConfigError
-from adaserve.worker.draft_model import require_common_vocabulary
+from adaserve.engine.sources.draft_model import require_common_vocabulary
 from tests.engine.conftest import adaserve_server
 
 

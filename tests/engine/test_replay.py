@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from adaserve.engine.worker import LEAST_GAIN
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from adaserve.scheduler.replay import read_recording, replay
-from adaserve.worker.worker import LEAST_GAIN
 from tests.engine.conftest import adaserve_server
 from tests.engine.harness import Zygote, run_jobs, workload
 

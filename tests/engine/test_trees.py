@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.cpu.torch_forward import TorchBackend
+from adaserve.engine.host.torch_forward import TorchBackend
+from adaserve.engine.sources.beam import Draft, Drafter
+from adaserve.engine.state import DecodeRows, RequestState
+from adaserve.engine.trees import verify
 from adaserve.scheduler.interface import IterationPlan, RunningBatch, Selection
-from adaserve.worker import verify
-from adaserve.worker.drafter import Draft, Drafter
-from adaserve.worker.rows import DecodeRows, RequestState
-from tests.cpu.factories import Pool, hf_model, read_hf
+from tests.engine.host.factories import Pool, hf_model, read_hf
 
 MAX_NODES = 16
 PROMPTS = [[5, 9, 2], [7] * 11, [101, 3, 55, 20, 77, 8]]
@@ -72,7 +72,7 @@ def decode_rows(forwards: list[DenseForward], behind: list[int], max_depth: list
 
 
 def _prefill(forward: DenseForward, tokens: list[int], slots: torch.Tensor) -> None:
-    from adaserve.worker.attention import causal_plan
+    from adaserve.engine.trees.attention import causal_plan
 
     length = np.array([len(tokens)])
     if tokens:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from adaserve.loadgen.cli import bench_app, report
 from adaserve.loadgen.results import iter_records
-from adaserve.scheduler.metrics import RequestRecord
+from adaserve.slo.metrics import RequestRecord
 
 LOCUSTFILE = Path(__file__).parents[2] / "loadgen" / "locustfile.py"
 

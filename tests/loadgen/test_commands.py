@@ -21,7 +21,7 @@ from adaserve.loadgen.agreement import agreement_rows, compare
 from adaserve.loadgen.protocol import parse_event
 from adaserve.loadgen.report import default_label, read_run, write_report
 from adaserve.loadgen.results import iter_records
-from adaserve.scheduler.metrics import RequestRecord
+from adaserve.slo.metrics import RequestRecord
 
 
 def command(*args: str) -> list[str]:

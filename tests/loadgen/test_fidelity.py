@@ -14,7 +14,7 @@ from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, Server
 from adaserve.loadgen.results import iter_records
-from adaserve.scheduler.metrics import RequestRecord
+from adaserve.slo.metrics import RequestRecord
 
 
 def load(

@@ -15,7 +15,7 @@ from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec, f
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import load_prompts
 from adaserve.loadgen.schedule import build_schedule
-from adaserve.scheduler.trace import TraceRow, write_jsonl
+from adaserve.slo.trace import TraceRow, write_jsonl
 
 
 def rng(seed: int = 1) -> np.random.Generator:

@@ -27,7 +27,7 @@ from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
-from adaserve.scheduler.slo import SLOConfig
+from adaserve.slo.classes import SLOConfig
 
 CONFIG = PrefillConfig(256, "deadline", pacing="slack", spend=0.5, patience_s=2.0, late_share=0.5)
 PERIOD_S = 0.02

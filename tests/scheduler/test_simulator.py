@@ -29,7 +29,7 @@ from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, build_replica, simulate, violations
 from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
-from adaserve.scheduler.slo import SLOConfig
+from adaserve.slo.classes import SLOConfig
 
 LATENCY = hardware_latency("llama-3.1-70b", "a100", 4)
 MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}

@@ -29,7 +29,7 @@ ENV = "ADASERVE_PROBE"
 def register() -> None:
     if ENV not in os.environ:
         return
-    from adaserve.worker import worker as module
+    from adaserve.engine import worker as module
 
     module.AdaServeWorker = probed(module.AdaServeWorker)  # type: ignore[misc]
 
@@ -189,8 +189,8 @@ def kv_errors(worker: Any, tokens: list[int], slots: Any) -> Any:
     import numpy as np
     import torch
 
-    from adaserve.worker.attention import causal_plan
-    from adaserve.worker.forwards import LEAN_ATTRIBUTE
+    from adaserve.engine.forwards import LEAN_ATTRIBUTE
+    from adaserve.engine.trees.attention import causal_plan
 
     lean = getattr(worker.model_runner.model, LEAN_ATTRIBUTE)
     pool = worker.model_runner.token_to_kv_pool

@@ -1,0 +1,1 @@
+"""The laboratory: everything that measures or demonstrates, and nothing that serves."""

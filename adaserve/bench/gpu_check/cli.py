@@ -1,0 +1,150 @@
+"""The command ``adaserve gpu-check``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import httpx
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from adaserve.bench.gpu_check.check import CheckPlan
+
+
+def gpu_check(
+    *,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a small dry run of the same code.")] = "cuda",
+    model: Annotated[
+        str | None, typer.Option("--model-path", help="Target.", show_default="the embedded one, widened")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option("--draft-model-path", help="Draft.", show_default="the embedded one, widened"),
+    ] = None,
+    size: Annotated[str, typer.Option(help="Parameters of the widened target.", show_default="8B")] = "",
+    layers: Annotated[int, typer.Option(help="Layers of the widened target.")] = 32,
+    draft_size: Annotated[str, typer.Option(help="Parameters of the widened draft.", show_default="1B")] = "",
+    draft_layers: Annotated[int, typer.Option(help="Layers of the widened draft.")] = 16,
+    batches: Annotated[str, typer.Option(help="Concurrent requests.", show_default="1,8,32,64")] = "",
+    tokens: Annotated[int | None, typer.Option(help="Output tokens.", show_default="128")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Repetitions.", show_default="3")] = None,
+    mixed_seconds: Annotated[
+        float | None, typer.Option(help="Length of each mixed run; 0 = none.", show_default="60")
+    ] = None,
+    flags: Annotated[str, typer.Option(help="Further SGLang flags for every server, in one string.")] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-gpu-check")
+    ] = None,
+) -> None:
+    """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.
+
+    Writes gpu-check.json and figures. About 40 minutes on an 8B-like pair, which is made without downloads.
+    A run that was interrupted goes on where it was when it is given the same --out again.
+    """
+    from adaserve.bench.gpu_check.check import Check
+    from adaserve.bench.gpu_check.servers import Pair
+    from adaserve.bench.gpu_check.shapes import widened_pair
+    from adaserve.loadgen.errors import LoadgenError
+    from adaserve.loadgen.results import new_results_dir
+    from adaserve.pair.widen import PairError
+    from adaserve.server import ServerError, on_cpu
+
+    console = Console(stderr=True)
+    dry = device == "cpu"
+    try:
+        if device not in ("cuda", "cpu"):
+            raise ServerError(f"--device is cuda or cpu, not {device!r}")
+        if dry != on_cpu():
+            raise ServerError(
+                "this host has no GPU: use --device cpu"
+                if not dry
+                else "--device cpu needs a host without a GPU"
+            )
+        if (model is None) != (draft is None):
+            raise ServerError("give both --model-path and --draft-model-path, or neither")
+        if model is None or draft is None:
+            sizes = (
+                (size or "8M", 0, draft_size or None, 0)
+                if dry
+                else (size or "8B", layers, draft_size or "1B", draft_layers)
+            )
+            model, draft = map(str, widened_pair(*sizes))
+        plan = _plan(dry, batches, tokens, rounds, mixed_seconds)
+        common = ("--max-running-requests", str(max(64, *plan.batches)), *shlex.split(flags))
+        if "--context-length" not in common:
+            common += ("--context-length", "4096")
+        folder = out or new_results_dir(Path("results"), "gpu-check")
+        check = Check(Pair(model, draft, device, common), plan, folder, console)
+        report = check.run(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    except (ServerError, PairError, LoadgenError, httpx.HTTPError, ValueError) as error:
+        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    _show(report, Console())
+    for sentence in report["does_not_show"]:
+        console.print(f"not shown by a dry run: {sentence}", highlight=False, soft_wrap=True)
+    console.print(f"written to {folder}")
+    if any(t["met"] is False for t in report["targets"]) and not dry:
+        raise typer.Exit(1)
+
+
+def _plan(
+    dry: bool, batches: str, tokens: int | None, rounds: int | None, mixed_s: float | None
+) -> CheckPlan:
+    """The plan of a GPU, or a small one, with what was given."""
+    from adaserve.bench.gpu_check.check import CheckPlan
+
+    plan = CheckPlan()
+    if dry:
+        plan = CheckPlan(
+            batches=(1, 4), tokens=24, rounds=1, exact_prompts=6, mixed_s=6.0, loads=(0.4,), tie_margin=1e-3
+        )
+    if batches:
+        plan = replace(plan, batches=tuple(int(b) for b in batches.split(",")))
+    return replace(
+        plan,
+        tokens=plan.tokens if tokens is None else tokens,
+        rounds=plan.rounds if rounds is None else rounds,
+        mixed_s=plan.mixed_s if mixed_s is None else mixed_s,
+    )
+
+
+def _show(report: dict[str, Any], console: Console) -> None:
+    table = Table(box=SIMPLE_HEAD, title="ms per output token (greedy)")
+    table.add_column("server or policy")
+    sizes = sorted({int(b) for row in report["tpot_ms"].values() for b in row})
+    for batch in sizes:
+        table.add_column(f"batch {batch}", justify="right")
+    for name, row in report["tpot_ms"].items():
+        cells = {int(b): f"{v:.2f}" for b, v in row.items()}
+        table.add_row(name, *(cells.get(b, "-") for b in sizes))
+    console.print(table)
+    table = Table(box=SIMPLE_HEAD, title="outputs against SGLang without speculation")
+    for head in ("server or policy", "requests", "identical", "ties", "different"):
+        table.add_column(head)
+    for name, row in report["exact"].items():
+        table.add_row(
+            name, *(str(row[k]) for k in ("requests", "identical", "ties")), str(len(row["different"]))
+        )
+    console.print(table)
+    table = Table(box=SIMPLE_HEAD, title="targets")
+    for head in ("target", "value", "met"):
+        table.add_column(head)
+    for row in report["targets"]:
+        value = "-" if row["value"] is None else f"{row['value']:g}"
+        table.add_row(
+            row["target"],
+            value,
+            {True: "yes", False: "no", None: "not measured" if row["value"] is None else "no claim"}[
+                row["met"]
+            ],
+        )
+    console.print(table)
+    for name, reason in report["skipped"].items():
+        console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)

@@ -1,0 +1,181 @@
+"""The command ``adaserve bench sweep``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+Text = str | None
+
+
+def _what(text: str, **settings: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="What is measured", **settings)
+
+
+def _traffic(text: str, **settings: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Traffic", **settings)
+
+
+def _server(text: str, **settings: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Server", **settings)
+
+
+def _run(text: str, **settings: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Run", **settings)
+
+
+def bench_sweep(
+    *,
+    axes: Annotated[Text, _what("Of load, scale, share, peaks.", show_default="all")] = None,
+    policies: Annotated[Text, _what("Policies on the load axis.", show_default="all eleven")] = None,
+    side_policies: Annotated[
+        Text, _what("Policies on the other axes.", show_default="five, or those of --policies")
+    ] = None,
+    loads: Annotated[
+        Text, _what("Request rates over this host's capacity.", show_default="0.3,0.45,0.6,0.75")
+    ] = None,
+    at: Annotated[float | None, _what("Load of the other axes.", show_default="0.6")] = None,
+    shares: Annotated[Text, _what("Shares of urgent requests.", show_default="0.3,0.6,0.9")] = None,
+    scales: Annotated[
+        Text, _what("SLOs of the urgent class over the baseline.", show_default="1.6,1.4,1.2,1,0.8,0.6")
+    ] = None,
+    seeds: Annotated[Text, _what("Comma-separated, or a number of seeds as x3.", show_default="0")] = None,
+    seconds: Annotated[float | None, _what("Arrivals per case.", show_default="30")] = None,
+    quick: Annotated[bool, _what("Four policies, two loads and peaks: about seven minutes.")] = False,
+    check_plain: Annotated[
+        bool | None,
+        _what("Compare `none` with SGLang without speculation.", show_default="yes"),
+    ] = None,
+    trace: Annotated[
+        Text, _traffic("Arrivals, lengths and classes from this file, at this host's rate.")
+    ] = None,
+    slo_config: Annotated[Text, _traffic("YAML with other classes and SLOs.")] = None,
+    prompt_scale: Annotated[
+        float | None, _traffic("Prompt lengths over those of paper or trace.", show_default="0.11")
+    ] = None,
+    output_scale: Annotated[
+        float | None, _traffic("Output lengths over those of paper or trace.", show_default="0.5")
+    ] = None,
+    temperature: Annotated[
+        float | None, _traffic("For every class; 0 is greedy decoding.", show_default="0.8")
+    ] = None,
+    model: Annotated[Text, _server("Target.", show_default="the embedded model")] = None,
+    draft: Annotated[Text, _server("Draft.", show_default="the embedded model")] = None,
+    size: Annotated[
+        Text, _server("Parameters that the embedded target is widened to.", show_default="100M")
+    ] = None,
+    cpu_weights: Annotated[Text, _server("How a CPU host stores weights.", show_default="auto")] = None,
+    prefill: Annotated[
+        Text,
+        _server(
+            "slack or exclusive, for every policy.",
+            show_default="slack for policies that know SLOs, exclusive as in SGLang for the others",
+        ),
+    ] = None,
+    max_depth: Annotated[
+        int | None, _server("Deepest candidate tree.", show_default="5, or that of the longest chain")
+    ] = None,
+    budget: Annotated[int | None, _server("Tokens per verification.", show_default="measured")] = None,
+    baseline_ms: Annotated[float | None, _server("ms per token.", show_default="measured")] = None,
+    capacity: Annotated[
+        float | None, _server("Requests/s that load 1 means.", show_default="measured")
+    ] = None,
+    minutes: Annotated[float | None, _run("Start no case that would end later.")] = None,
+    out: Annotated[
+        Path | None,
+        _run("Results; a folder of an earlier call is continued.", show_default="results/<UTC>-sweep"),
+    ] = None,
+    plot_only: Annotated[
+        Path | None, _run("Draw figures and tables of this folder anew, nothing else.")
+    ] = None,
+    readme: Annotated[
+        Path | None, _run("Put this sweep's column into that file (results/README.md).")
+    ] = None,
+    plan_only: Annotated[bool, _run("Show what would run.")] = False,
+) -> None:
+    """Policies against request rate, urgent share, SLO scale and fluctuating traffic, as in the paper.
+
+    One server runs every policy in turn on the same requests; all of a point run one after another in
+    random order, since a host's speed drifts. Ctrl-C stops; the same --out continues."""
+    from adaserve.bench.sweep.commands import Options, redraw, show_plan, sweep
+    from adaserve.bench.sweep.plan import SweepError
+    from adaserve.loadgen.errors import LoadgenError
+    from adaserve.server import ServerError
+    from adaserve.slo.classes import SLOError
+    from adaserve.slo.trace import TraceError
+
+    console = Console(stderr=True)
+    try:
+        if plot_only is not None:
+            redraw(plot_only, readme, console)
+            return
+        options = Options(
+            given={
+                "axes": _words(axes),
+                "policies": _words(policies),
+                "side_policies": _words(side_policies),
+                "loads": _numbers("loads", loads),
+                "at": at,
+                "shares": _numbers("shares", shares),
+                "scales": _numbers("scales", scales),
+                "seeds": _seeds(seeds),
+                "seconds": seconds,
+                "check_plain": check_plain,
+                "trace": trace,
+                "slo_config": slo_config,
+                "prompt_scale": prompt_scale,
+                "output_scale": output_scale,
+                "temperature": temperature,
+            },
+            quick=quick,
+            server={"model": model, "draft": draft, "size": size},
+            config={
+                "cpu_weights": cpu_weights,
+                "prefill": prefill,
+                "max_depth": max_depth,
+                "budget": budget,
+            },
+            baseline_ms=baseline_ms,
+            capacity_rps=capacity,
+            minutes=minutes,
+            out=out,
+            readme=readme,
+        )
+        if plan_only:
+            show_plan(options, console)
+            return
+        done = sweep(options, console)
+    except (SweepError, ServerError, LoadgenError, SLOError, TraceError, ValueError) as error:
+        _fail(error, console)
+    raise typer.Exit(0 if done else 3)
+
+
+def _fail(error: Exception, console: Console) -> NoReturn:
+    console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def _words(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(dict.fromkeys(w.strip() for w in text.split(",") if w.strip()))
+
+
+def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
+    words = _words(text)
+    try:
+        return None if words is None else tuple(float(w) for w in words)
+    except ValueError:
+        raise ValueError(f"--{name} must be numbers with commas between them, not {text!r}") from None
+
+
+def _seeds(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        if text.startswith("x"):
+            return tuple(range(int(text[1:])))
+        return tuple(int(w) for w in _words(text) or ())
+    except ValueError:
+        raise ValueError(f"--seeds must be whole numbers such as 0,1,2, or x3, not {text!r}") from None

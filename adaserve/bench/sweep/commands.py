@@ -1,0 +1,149 @@
+"""What ``adaserve bench sweep`` does with its options."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from adaserve.bench.sweep.plan import QUICK_POLICIES, SweepPlan
+from adaserve.bench.sweep.report import write_all
+from adaserve.bench.sweep.runner import Clock, Sweep, load_workload, with_depth
+from adaserve.bench.sweep.store import Store, merged
+from adaserve.config import AdaServeConfig
+from adaserve.loadgen.results import new_results_dir
+from adaserve.server import ServerSpec
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line, parsed; None = not given."""
+
+    given: Mapping[str, Any]  # fields of SweepPlan
+    quick: bool = False
+    server: Mapping[str, Any] = field(default_factory=dict)  # model, draft, size, extra: SGLang's own flags
+    config: Mapping[str, Any] = field(default_factory=dict)  # fields of AdaServeConfig
+    baseline_ms: float | None = None
+    capacity_rps: float | None = None
+    minutes: float | None = None
+    out: Path | None = None
+    readme: Path | None = None
+
+
+def plan_of(options: Options, store: Store) -> SweepPlan:
+    """The plan that flags and folder give. Raises SweepError."""
+    given = {k: v for k, v in options.given.items() if v is not None}
+    if store.exists:
+        return merged(SweepPlan.from_json(store.head()["plan"]), given)
+    plan = SweepPlan()
+    if options.quick:
+        plan = replace(
+            plan,
+            axes=("load", "peaks"),
+            policies=QUICK_POLICIES,
+            side_policies=QUICK_POLICIES,
+            loads=(0.3, 0.6),
+            at=0.6,
+            seconds=12.0,
+        )
+    if "policies" in given:
+        given.setdefault("side_policies", given["policies"])
+    if "loads" in given and plan.at not in given["loads"]:
+        # The other axes share a point with the load axis, unless asked otherwise.
+        given.setdefault("at", sorted(given["loads"])[len(given["loads"]) // 2])
+    return replace(plan, **given)
+
+
+def server_settings(options: Options, store: Store) -> dict[str, dict[str, Any]]:
+    """What the server is started with: the flags, else those that the folder was begun with."""
+    stored = store.head().get("server_settings", {}) if store.exists else {}
+    given = {"server": options.server, "config": options.config}
+    return {
+        part: {**stored.get(part, {}), **{k: v for k, v in flags.items() if v is not None}}
+        for part, flags in given.items()
+    }
+
+
+def server_of(settings: Mapping[str, Mapping[str, Any]], plan: SweepPlan) -> ServerSpec:
+    """The server; refuses unknown policies before anything starts. Raises ConfigError, ServerError."""
+    for name in (*plan.policies, *plan.side_policies):
+        AdaServeConfig(policy=name)
+    config = AdaServeConfig(**settings["config"], slo_config=plan.slo_config)
+    server = {**settings["server"], "extra": tuple(settings["server"].get("extra", ()))}
+    return with_depth(ServerSpec(config=config, **server), (*plan.policies, *plan.side_policies))
+
+
+def sweep(options: Options, console: Console) -> bool:
+    """Runs, then draws; False when cases are left. Raises what ``Sweep.run`` raises."""
+    folder = options.out or new_results_dir(Path("results"), "sweep")
+    store = Store(folder)
+    plan, settings = plan_of(options, store), server_settings(options, store)
+    spec = server_of(settings, plan)
+    spec.models()  # widened now: that has a progress bar of its own
+    work = Sweep(
+        store,
+        plan,
+        spec,
+        console,
+        settings,
+        options.baseline_ms,
+        options.capacity_rps,
+        options.minutes,
+    )
+    left = len(set(c.id for c in plan.cases()) - set(store.finished()))
+    console.print(
+        f"{left} of {len(plan.cases())} cases to run (all take about {minutes_of(plan):.0f} minutes); "
+        f"results: {folder}",
+        soft_wrap=True,
+    )
+    done = False
+    try:
+        done = work.run()
+    except KeyboardInterrupt:
+        console.print("interrupted; what is finished is kept")
+        raise
+    finally:
+        if store.exists and store.finished():
+            _try_to_redraw(folder, options.readme, console)
+        if not done and store.exists:
+            console.print(f"to go on: adaserve bench sweep --out {shlex.quote(str(folder))}", highlight=False)
+    return done
+
+
+def _try_to_redraw(folder: Path, readme: Path | None, console: Console) -> None:
+    """Draws; an error here must hide neither the results nor what ended the sweep."""
+    try:
+        redraw(folder, readme, console)
+    except Exception as error:
+        console.print(
+            f"[red]the results are kept, but could not be drawn:[/] {error}; try again with "
+            f"adaserve bench sweep --plot-only {shlex.quote(str(folder))}"
+        )
+
+
+def minutes_of(plan: SweepPlan) -> float:
+    """A first guess of how long a sweep takes."""
+    clock = Clock()
+    cases = [*plan.cases(), *plan.check_cases()]
+    return (150.0 + sum(clock.expected_s(plan, c) for c in cases)) / 60
+
+
+def redraw(folder: Path, readme: Path | None, console: Console) -> None:
+    """Figures, tables and ``README.md`` of a folder from its records. Raises SweepError."""
+    written = write_all(Store(folder), readme, Console())
+    console.print(f"written: {', '.join(written)} in {folder}", highlight=False, soft_wrap=True)
+
+
+def show_plan(options: Options, console: Console) -> None:
+    """Prints the cases. Raises SweepError, SLOError, TraceError."""
+    store = Store(options.out or Path("results/none"))
+    plan = plan_of(options, store)
+    load_workload(plan)
+    server_of(server_settings(options, store), plan)
+    for case in plan.cases():
+        console.print(case.id, highlight=False)
+    console.print(f"{len(plan.cases())} cases, about {minutes_of(plan):.0f} minutes")

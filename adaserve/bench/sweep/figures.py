@@ -1,0 +1,285 @@
+"""Figures of a sweep, after the paper's: one PNG each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adaserve.bench.sweep.aggregate import Interval, Outcome, Results
+from adaserve.bench.sweep.plan import PLAIN, Point, slo_aware
+
+_COLORS = {
+    "none": "#8c8c8c", "chain-2": "#a6bddb", "chain-4": "#67a9cf", "chain-6": "#1c7fa0",
+    "fixed-tree": "#b8a25a", "equal-greedy": "#c9a0dc", "global-greedy": "#8a4fd0", "turbospec": "#d9730d",
+    "adaserve-v1": "#86c5a4", "adaserve": "#0d8f63", "priced": "#c0342b",
+}  # fmt: skip
+_SPARE = ("#2f6fde", "#5d7a12", "#b5316f", "#444444")
+_MARKERS = "osv^D<>pPXh"
+_PARTS = ("verify", "draft", "select", "prefill", "other")
+_PART_COLORS = ("#2f6fde", "#67a9cf", "#c0342b", "#b8a25a", "#8c8c8c")
+AXIS_LABELS = {
+    "load": "offered requests/s",
+    "share": "share of urgent requests",
+    "scale": "SLO of urgent requests / baseline latency",
+}
+
+
+def draw_all(results: Results, folder: Path) -> list[str]:
+    """Writes every figure that there are results for; returns their names."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    makers: list[tuple[str, Callable[[Results], Any]]] = [
+        ("attainment-load", lambda r: _against_x(r, "load")),
+        ("attainment-share", lambda r: _against_x(r, "share")),
+        ("attainment-scale", lambda r: _against_x(r, "scale")),
+        ("violations-load", _violations),
+        ("accepted-tokens", _accepted),
+        ("peaks", _peaks),
+        ("time-breakdown", _breakdown),
+        ("ablation", _ablation),
+    ]
+    written = []
+    for name, make in makers:
+        figure = make(results)
+        if figure is not None:
+            _save(figure, folder / f"{name}.png")
+            written.append(f"{name}.png")
+    return written
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    # Without a date or version inside, so that the same results give the same bytes.
+    figure.savefig(path, dpi=140, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _new(columns: int, width: float = 5.2, height: float = 3.9) -> tuple[Any, Any]:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, columns, figsize=(width * columns, height), squeeze=False, layout="constrained"
+    )
+    for ax in axes[0]:
+        ax.grid(True, alpha=0.25)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes[0]
+
+
+def color_of(policy: str, number: int = 0) -> str:
+    return _COLORS.get(policy, _SPARE[number % len(_SPARE)])
+
+
+def _line(ax: Any, policy: str, number: int, x: Sequence[float], y: Sequence[Interval]) -> None:
+    aware = slo_aware(policy)
+    values = np.array([v.value for v in y])
+    low = np.array([v.value - v.low if math.isfinite(v.low) else 0.0 for v in y]).clip(0)
+    high = np.array([v.high - v.value if math.isfinite(v.high) else 0.0 for v in y]).clip(0)
+    ax.errorbar(
+        x, values, yerr=[low, high], label=policy, color=color_of(policy, number),
+        marker=_MARKERS[number % len(_MARKERS)], markersize=5, capsize=2, elinewidth=0.8,
+        linewidth=2.2 if aware else 1.2, linestyle="-" if aware else "--", zorder=3 if aware else 2,
+    )  # fmt: skip
+
+
+def _curve(
+    results: Results, axis: str, policy: str, of: Callable[[Outcome], Interval]
+) -> tuple[list[float], list[Interval]]:
+    x, y = [], []
+    for value, point in sorted(results.plan.points(axis), key=lambda pair: pair[0]):
+        outcome = results.get(point, policy)
+        if outcome is not None:
+            x.append(_x(axis, value, outcome))
+            y.append(of(outcome))
+    return x, y
+
+
+def _x(axis: str, value: float, outcome: Outcome) -> float:
+    return (outcome.mean("offered_rps") or value) if axis == "load" else value
+
+
+def _against_x(results: Results, axis: str) -> Any:
+    """Attainment and goodput side by side."""
+    policies = results.policies(axis) if axis in results.plan.axes else []
+    if not policies:
+        return None
+    figure, (left, right) = _new(2)
+    for k, policy in enumerate(policies):
+        _line(left, policy, k, *_curve(results, axis, policy, Outcome.attainment))
+        _line(right, policy, k, *_curve(results, axis, policy, Outcome.goodput))
+    left.set(ylabel="SLO attainment", ylim=(0, 1.02), xlabel=AXIS_LABELS[axis])
+    right.set(ylabel="goodput (tokens/s of requests in time)", xlabel=AXIS_LABELS[axis])
+    right.set_ylim(bottom=0)
+    if axis == "scale":
+        for ax in (left, right):
+            ax.invert_xaxis()
+    _percent(left)
+    _legend(figure, left)
+    return figure
+
+
+def _percent(ax: Any) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def _legend(figure: Any, ax: Any) -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize=8, frameon=False
+    )
+
+
+def _violations(results: Results) -> Any:
+    """Violations per class against load."""
+    policies = results.policies("load") if "load" in results.plan.axes else []
+    names = sorted({n for o in results.outcomes.values() for n in o.class_attainment()})
+    if not policies or not names:
+        return None
+    figure, axes = _new(len(names), width=4.2)
+    for ax, name in zip(axes, names, strict=True):
+        for k, policy in enumerate(policies):
+
+            def missed(outcome: Outcome, name: str = name) -> Interval:
+                value = 1.0 - outcome.class_attainment().get(name, math.nan)
+                return Interval(value, math.nan, math.nan)
+
+            _line(ax, policy, k, *_curve(results, "load", policy, missed))
+        ax.set(title=name, xlabel=AXIS_LABELS["load"], ylim=(-0.02, 1.02))
+        _percent(ax)
+    axes[0].set_ylabel("SLO violations")
+    _legend(figure, axes[0])
+    return figure
+
+
+def _accepted(results: Results) -> Any:
+    """Tokens per request and verification, and nodes of the verified trees, against load."""
+    policies = [p for p in results.policies("load") if p != PLAIN] if "load" in results.plan.axes else []
+    if not any(results.get(p, n) and _server(results.get(p, n), "tokens_per_verification") is not None
+               for _, p in results.plan.points("load") for n in policies):  # fmt: skip
+        return None
+    figure, axes = _new(2)
+    for ax, key, label in zip(
+        axes,
+        ("tokens_per_verification", "tree_nodes"),
+        ("tokens per verification (bonus included)", "verified nodes per request (root left out)"),
+        strict=True,
+    ):
+        for k, policy in enumerate(policies):
+
+            def mean(outcome: Outcome, key: str = key) -> Interval:
+                return Interval(_server(outcome, key) or math.nan, math.nan, math.nan)
+
+            _line(ax, policy, k, *_curve(results, "load", policy, mean))
+        ax.set(xlabel=AXIS_LABELS["load"], ylabel=label)
+    _legend(figure, axes[0])
+    return figure
+
+
+def _server(outcome: Outcome | None, key: str) -> float | None:
+    return None if outcome is None else outcome.mean("server", key)
+
+
+def _peaks(results: Results) -> Any:
+    """Arrivals and attainment over time while the classes peak in turn: `none`, the best baseline, ours."""
+    if "peaks" not in results.plan.axes:
+        return None
+    point = results.plan.points("peaks")[0][1]
+    here = results.at(point)
+    if not here:
+        return None
+    rival = results.against_baselines(point, results.default)
+    shown = [n for n in dict.fromkeys((PLAIN, rival.rival if rival else PLAIN, results.default)) if n in here]
+    figure, axes = _new(1 + len(shown), width=4.4)
+    _timeline(results, point, shown[0], axes[0], arrivals=True)
+    axes[0].set(title="arrivals", ylabel="requests/s")
+    for ax, policy in zip(axes[1:], shown, strict=True):
+        _timeline(results, point, policy, ax, arrivals=False)
+        ax.set(title=f"{policy}: {here[policy].attainment().value:.0%} in time", ylim=(0, 1.02))
+        _percent(ax)
+    axes[1].set_ylabel("attainment, by arrival")
+    _legend(figure, axes[0])
+    return figure
+
+
+def _timeline(results: Results, point: Point, policy: str, ax: Any, arrivals: bool) -> None:
+    """Per class, over slices of the run."""
+    records = [r for case in results.at(point)[policy].cases for r in results.store.records(case["id"])]
+    seconds, runs = results.plan.seconds_of(point), len(results.at(point)[policy].cases)
+    slices = max(6, min(20, len(records) // 8))
+    edges = np.linspace(0, seconds, slices + 1)
+    middle = (edges[1:] + edges[:-1]) / 2
+    for k, name in enumerate(sorted({r.slo_class for r in records})):
+        at = np.array([r.scheduled_s for r in records if r.slo_class == name])
+        met = np.array([r.attained for r in records if r.slo_class == name], float)
+        count = np.histogram(at, edges)[0]
+        if arrivals:
+            y = count / (seconds / slices) / runs
+        else:
+            with np.errstate(invalid="ignore", divide="ignore"):
+                y = np.histogram(at, edges, weights=met)[0] / count
+        ax.plot(middle, y, label=name, color=_SPARE[k % len(_SPARE)], marker="." if not arrivals else None)
+    ax.set_xlabel("time (s)")
+
+
+def _busiest(results: Results) -> Point | None:
+    """The point of the highest load on the load axis that has results."""
+    found = (
+        [p for _, p in results.plan.points("load") if results.at(p)] if "load" in results.plan.axes else []
+    )
+    return max(found, key=lambda p: p.load, default=None)
+
+
+def _breakdown(results: Results) -> Any:
+    """Where the worker's time goes, per policy at the highest load."""
+    point = _busiest(results)
+    if point is None:
+        return None
+    spent = {n: s for n, o in results.at(point).items() if sum((s := o.seconds()).values()) > 0}
+    if not spent:
+        return None
+    figure, (ax,) = _new(1, width=7.2)
+    left = np.zeros(len(spent))
+    for part, color in zip(_PARTS, _PART_COLORS, strict=True):
+        share = np.array([s.get(part, 0.0) / sum(s.values()) for s in spent.values()])
+        ax.barh(list(spent), share, left=left, label=part, color=color)
+        left += share
+    ax.set(xlabel=f"share of the worker's busy time, load {point.load:g}", xlim=(0, 1))
+    ax.invert_yaxis()
+    ax.xaxis.set_major_formatter(_percent_formatter())
+    _legend(figure, ax)
+    return figure
+
+
+def _percent_formatter() -> Any:
+    from matplotlib.ticker import PercentFormatter
+
+    return PercentFormatter(1.0)
+
+
+def _ablation(results: Results) -> Any:
+    """Attainment of every policy at the highest load: what each part of the method is worth."""
+    point = _busiest(results)
+    if point is None:
+        return None
+    here = results.at(point)
+    figure, (ax,) = _new(1, width=7.6)
+    values = [o.attainment() for o in here.values()]
+    colors = [color_of(n, k) for k, n in enumerate(here)]
+    heights = [v.value for v in values]
+    error = np.array([[max(0.0, v.value - v.low), max(0.0, v.high - v.value)] for v in values]).T
+    ax.bar(list(here), heights, color=colors, yerr=np.nan_to_num(error), capsize=3)
+    for k, v in enumerate(values):
+        ax.annotate(f"{v.value:.0%}", (k, 0.01), ha="center", fontsize=8, color="white")
+    ax.set(ylabel="SLO attainment", title=f"load {point.load:g}", ylim=(0, 1.02))
+    ax.tick_params(axis="x", labelrotation=35)
+    _percent(ax)
+    return figure

@@ -1,0 +1,252 @@
+"""One case: the load test, and what client and server counted."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from adaserve.bench.sweep.host import report_of
+from adaserve.bench.sweep.plan import Case
+from adaserve.environment import git_sha
+from adaserve.loadgen.bench import run_bench
+from adaserve.loadgen.config import BenchConfig, ClassLoad, TraceSpec
+from adaserve.loadgen.config import Server as LoadServer
+from adaserve.loadgen.results import iter_records
+from adaserve.server import Server
+from adaserve.slo.metrics import RequestRecord, class_summary, run_duration_s
+from adaserve.slo.trace import TraceRow
+
+SILENCE_S = 45.0
+"""A stream that says nothing for so long has failed."""
+BUSY = 0.15
+"""Share of all cores that other programs may use before a case without being mentioned."""
+_KEPT = (
+    "requests", "completed", "failed", "attained", "slo_attainment", "request_goodput", "token_goodput",
+    "output_throughput", "request_throughput", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
+    "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "accept_length", "slo_tpot_ms", "total_input_tokens",
+    "total_output_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The requests of a point and seed, written to a trace file."""
+
+    path: Path
+    rows: tuple[TraceRow, ...]
+    sha256: str
+    slo_ms: Mapping[str, float | None]
+    temperatures: Mapping[str, float]
+    seconds: float
+
+    @property
+    def limit_s(self) -> float:
+        """A case that takes longer is ended; what is unanswered then counts as violated."""
+        return 3.0 * self.seconds + 45.0
+
+    def config(self, url: str, seed: int) -> BenchConfig:
+        classes = {
+            name: ClassLoad(name, tpot_ms=slo, temperature=self.temperatures[name])
+            for name, slo in self.slo_ms.items()
+        }
+        return BenchConfig(
+            server=LoadServer(
+                url=url, api="generate", ignore_eos=True, timeout_s=SILENCE_S, continuous_usage=False
+            ),
+            classes=classes,
+            trace=TraceSpec(str(self.path), format="jsonl"),
+            duration_s=self.seconds + 1.0,
+            seed=seed,
+        )
+
+
+def run_case(server: Server, case: Case, traffic: Traffic, work: Path, records: Path) -> dict[str, Any]:
+    """Runs the case on a drained server; returns its line of ``cases.jsonl``, writes its records.
+
+    Raises KeyboardInterrupt, LoadgenError, httpx errors when the server is gone."""
+    shutil.rmtree(work, ignore_errors=True)
+    busy = host_load()
+    before = report_of(server)
+    start_s = time.monotonic()
+    with time_limit(traffic.limit_s) as rang, open(os.devnull, "w") as nowhere:
+        config = traffic.config(server.url, case.seed)
+        summary = run_bench(config, work, console=Console(file=nowhere), checked=True)
+    wall_s = time.monotonic() - start_s
+    if "the run was interrupted" in summary["invalid_reasons"] and not rang:
+        raise KeyboardInterrupt
+    after = report_of(server)
+    answers = settled(list(iter_records(work)), traffic.rows, traffic.slo_ms)
+    records.parent.mkdir(parents=True, exist_ok=True)
+    write_records(records, answers)
+    shutil.rmtree(work, ignore_errors=True)
+    return {
+        "id": case.id,
+        "point": case.point.id,
+        "policy": case.policy,
+        "seed": case.seed,
+        "status": "timeout" if rang else "ok",
+        "error": f"ended after {traffic.limit_s:.0f} s" if rang else None,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "wall_s": round(wall_s, 2),
+        "git_sha": git_sha(),
+        "trace_sha256": traffic.sha256,
+        "offered_rps": round(len(traffic.rows) / traffic.seconds, 4),
+        "slo_ms": {k: None if v is None else round(v, 4) for k, v in traffic.slo_ms.items()},
+        "host": busy,
+        "lag_p99_ms": summary["sched_lag_ms"]["p99"],
+        **case_figures(answers),
+        "server": server_figures(before, after),
+    }
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[list[bool]]:
+    """Interrupts what runs inside, as Ctrl-C would; the list that it gives is then not empty."""
+    rang: list[bool] = []
+
+    def ring(*_: object) -> None:
+        rang.append(True)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield rang
+    except KeyboardInterrupt:
+        if not rang:
+            raise
+        raise TimeoutError(f"the load test did not end within {seconds:.0f} s") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def host_load() -> dict[str, float]:
+    """How busy the machine is while the server has nothing to do."""
+    return {
+        "busy": round(psutil.cpu_percent(interval=0.4) / 100, 3),  # share of all cores, by anyone
+        "load1": round(os.getloadavg()[0], 2),
+    }
+
+
+def settled(
+    answers: Sequence[RequestRecord], rows: Sequence[TraceRow], slo_ms: Mapping[str, float | None]
+) -> list[RequestRecord]:
+    """One record per planned request: what was cut off or never left has failed, by nobody's choice."""
+    found = {}
+    for r in answers:
+        late = replace(r, error="not answered in time", met_ttft=False, met_tpot=False)
+        found[r.id] = r if r.judged else late
+    for index, row in enumerate(rows):
+        name = row.slo_class or "default"
+        found.setdefault(
+            str(index),
+            RequestRecord(
+                id=str(index),
+                slo_class=name,
+                slo_ttft_ms=None,
+                slo_tpot_ms=slo_ms.get(name),
+                scheduled_s=row.arrival_s,
+                sent_s=row.arrival_s,
+                error="not answered in time",
+            ),
+        )
+    return sorted(found.values(), key=lambda r: int(r.id))
+
+
+def case_figures(answers: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Duration, figures of all requests and per class."""
+    duration_s = run_duration_s(answers)
+    names = sorted({r.slo_class for r in answers})
+    of = {name: [r for r in answers if r.slo_class == name] for name in names}
+    return {
+        "duration_s": round(duration_s, 4),
+        "all": _kept(class_summary(answers, duration_s)),
+        "classes": {name: _kept(class_summary(mine, duration_s)) for name, mine in of.items()},
+    }
+
+
+def _kept(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: summary[k] for k in _KEPT}
+
+
+def write_records(path: Path, answers: Sequence[RequestRecord]) -> None:
+    """Gzipped JSONL without gaps between chunks; equal records give equal bytes."""
+    lines = "".join(replace(r, itl_ms=[]).to_json() + "\n" for r in answers)
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as f:
+        f.write(lines.encode())
+    path.write_bytes(packed.getvalue())
+
+
+Report = Mapping[str, Any]
+
+
+def server_figures(before: Report | None, after: Report | None) -> dict[str, Any] | None:
+    """What the worker did between two reports: seconds per part, and means per iteration.
+
+    ``draft``, ``verify``: in the models' forwards of decode iterations; ``select``; ``other``: what else
+    these iterations took; ``prefill``: prefill forwards of both models. ``phases``: the same iterations cut
+    where one step hands over to the next. None without an AdaServe server."""
+    if before is None or after is None:
+        return None
+    times = {k: v - before["times"].get(k, 0.0) for k, v in after["times"].items()}
+    sums = _iteration_sums(before, after)
+    n, rows = sums.get("iterations", 0.0), sums.get("running", 0.0)
+    phases = {k: sums.get(f"{k}_s", 0.0) for k in ("draft", "select", "verify")}
+    parts = {
+        "draft": times.get("draft_s", phases["draft"]),
+        "select": phases["select"],
+        "verify": times.get("target_s", phases["verify"]),
+    }
+    seconds = {
+        **parts,
+        "other": max(0.0, sums.get("total_s", 0.0) - sum(parts.values())),
+        "prefill": times.get("prefill_s", 0.0),
+    }
+
+    def per(value: float, count: float) -> float | None:
+        return round(value / count, 5) if count else None
+
+    return {
+        "seconds": {k: round(v, 4) for k, v in seconds.items()},
+        "phases": {k: round(v, 4) for k, v in phases.items()},
+        "iterations": round(times.get("iterations", n)),
+        "counted_iterations": round(n),
+        "prefills": round(times.get("prefills", 0.0)),
+        "tokens_per_verification": per(sums.get("new_tokens", 0.0), rows),
+        "tree_nodes": per(sums.get("verify_tokens", 0.0) - rows, rows),
+        "drafted_nodes": per(sums.get("drafted_tokens", 0.0), rows),
+        "expected_tokens": per(sums.get("expected_tokens", 0.0), rows),
+        "depth": per(sums.get("depth", 0.0), n),
+        "width": per(sums.get("width", 0.0), n),
+        "running": per(rows, n),
+    }
+
+
+def _iteration_sums(before: Report, after: Report) -> dict[str, float]:
+    """Sums over the iterations between two reports, from the buckets that the server keeps."""
+    old = {b["key"]: b for b in before["stats"]["buckets"]}
+    first = int(before["stats"]["now"] // before["stats"]["bucket_s"])
+    total: dict[str, float] = {"iterations": 0.0}
+    for bucket in after["stats"]["buckets"]:
+        if bucket["key"] < first:
+            continue
+        was = old.get(bucket["key"], {"iterations": 0, "sums": {}})
+        total["iterations"] += bucket["iterations"] - was["iterations"]
+        for key, value in bucket["sums"].items():
+            total[key] = total.get(key, 0.0) + value - was["sums"].get(key, 0.0)
+    return total

@@ -1,0 +1,316 @@
+"""Tables of a sweep: ``summary.json``, ``README.md`` in its folder, a table for the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from adaserve.bench.sweep.aggregate import NOISE_POINTS, Comparison, Interval, Results
+from adaserve.bench.sweep.claims import fill_readme
+from adaserve.bench.sweep.figures import draw_all
+from adaserve.bench.sweep.measure import BUSY
+from adaserve.bench.sweep.plan import PLAIN, STOCK, Point, slo_aware
+from adaserve.bench.sweep.store import Store
+
+_TITLES = {
+    "attainment-load.png": "Attainment and goodput against request rate",
+    "attainment-share.png": "Against the share of urgent requests",
+    "attainment-scale.png": "Against the SLO of urgent requests",
+    "violations-load.png": "Violations per class",
+    "accepted-tokens.png": "Accepted tokens per verification",
+    "peaks.png": "Classes that peak in turn",
+    "time-breakdown.png": "Where the time goes",
+    "ablation.png": "All policies at the highest load",
+}
+
+
+def write_all(store: Store, readme: Path | None, console: Console) -> list[str]:
+    """Everything that follows from the records; returns what was written. Raises SweepError."""
+    results = Results(store)
+    (store.folder / "summary.json").write_text(
+        json.dumps(summary(results), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    figures = draw_all(results, store.folder)
+    (store.folder / "README.md").write_text(_page(results, figures), encoding="utf-8")
+    console.print(_verdict_table(results))
+    if readme is not None:
+        fill_readme(readme, results)
+    return ["README.md", "summary.json", *figures, *([str(readme)] if readme is not None else [])]
+
+
+def summary(results: Results) -> dict[str, Any]:
+    """One row per point and policy, comparisons, host; JSON values."""
+    rows = []
+    for point in results.points():
+        for name, o in results.at(point).items():
+            c = results.against_baselines(point, name)
+            rows.append(
+                {
+                    "point": point.id,
+                    "policy": name,
+                    "seeds": list(o.seeds),
+                    "requests": sum(case["all"]["requests"] for case in o.cases),
+                    "offered_rps": o.mean("offered_rps"),
+                    "attainment": o.attainment().to_json(),
+                    "violations": round(1 - o.attainment().value, 5),
+                    "attainment_by_class": {k: round(v, 5) for k, v in o.class_attainment().items()},
+                    "goodput": o.goodput().to_json(),
+                    **{
+                        k: o.mean("all", k)
+                        for k in (
+                            "output_throughput", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
+                            "mean_ttft_ms", "p99_ttft_ms",
+                        )
+                    },
+                    **{
+                        k: o.mean("server", k)
+                        for k in ("tokens_per_verification", "tree_nodes", "depth", "running")
+                    },
+                    "seconds": {k: round(v, 3) for k, v in o.seconds().items()},
+                    "timeouts": sum(case["status"] == "timeout" for case in o.cases),
+                    "host_busy": o.mean("host", "busy"),
+                    "against_best_baseline": None if c is None else _comparison(c),
+                }
+            )  # fmt: skip
+    return {"schema_version": 1, "default_policy": results.default, "rows": rows}
+
+
+def _comparison(c: Comparison) -> dict[str, Any]:
+    return {
+        "rival": c.rival,
+        "points": c.points.to_json(),
+        "violations_ratio": c.violations.to_json(),
+        "goodput_ratio": c.goodput.to_json(),
+        "verdict": c.verdict,
+    }
+
+
+def _verdict_table(results: Results) -> Table:
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title=f"{results.default} against the best baseline without SLOs",
+    )
+    for head in ("point", "in time", "rival", "points", "missed", "goodput", "verdict"):
+        table.add_column(head, justify="left" if head in ("point", "rival") else "right", no_wrap=True)
+    for point in results.points():
+        c = results.against_baselines(point, results.default)
+        o = results.get(point, results.default)
+        if c is not None and o is not None:
+            points = f"{c.points.value:+.1f}"
+            ratios = (
+                _ratio(1 / c.violations.value if c.violations.value else math.inf),
+                _ratio(c.goodput.value),
+            )
+            table.add_row(point.id, _share(o.attainment()), c.rival, points, *ratios, c.verdict)
+    return table
+
+
+def _ratio(value: float) -> str:
+    return "-" if math.isnan(value) or math.isinf(value) else f"{value:.2f}x"
+
+
+def _cells(c: Comparison) -> tuple[str, str, str, str]:
+    return _points(c.points), _times(c.violations), _times(c.goodput), c.verdict
+
+
+def _share(v: Interval) -> str:
+    return f"{100 * v.value:.1f}%"
+
+
+def _points(v: Interval) -> str:
+    return f"{v.value:+.1f} [{v.low:+.1f}, {v.high:+.1f}]"
+
+
+def _times(v: Interval) -> str:
+    def one(x: float) -> str:
+        return "all" if math.isinf(x) else "-" if math.isnan(x) else f"{x:.2f}"
+
+    return f"{one(v.value)}x [{one(v.low)}, {one(v.high)}]" if math.isfinite(v.value) else f"{one(v.value)}"
+
+
+def _page(results: Results, figures: Sequence[str]) -> str:
+    """``README.md`` of the folder: what was run, the verdicts, the numbers, the figures."""
+    head = results.head
+    finished, planned = (
+        len(results.store.finished()),
+        len(results.plan.cases()) + len(results.plan.check_cases()),
+    )
+    host = head["host"]
+    parts = [
+        "# Sweep of policies on a real server",
+        _intro(results),
+        "```\n" + "\n".join(head["commands"]) + "\n```",
+        f"Redrawn from the records by `adaserve bench sweep --plot-only FOLDER`. {finished} of {planned} "
+        f"cases are there. Host: {host['cpu']}, {host['cores']} cores, {host['memory_gib']} GiB; commit "
+        f"{', '.join(_commits(results)) or host['git_sha']}; begun {head['started']}.",
+        "## Verdict",
+        _verdict_text(results),
+        _md(
+            ("point", "attained", "best baseline", "points", "fewer violations", "goodput", "verdict"),
+            [
+                (p.id, _share(o.attainment()), c.rival, *_cells(c))
+                for p in results.points()
+                if (c := results.against_baselines(p, results.default)) is not None
+                and (o := results.get(p, results.default)) is not None
+            ],
+        ),
+        *_published(results),
+        *_stock(results),
+        "## Figures",
+        *(f"### {_TITLES[name]}\n\n![{_TITLES[name]}]({name})" for name in figures),
+        "## Numbers",
+        *(f"### {_point_title(results, p)}\n\n{_numbers(results, p)}" for p in results.points()),
+        *_troubles(results),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _commits(results: Results) -> list[str]:
+    return list(dict.fromkeys(str(c["git_sha"]) for c in results.store.finished().values()))
+
+
+def _intro(results: Results) -> str:
+    head, plan = results.head, results.plan
+    slos = next(iter(results.store.finished().values()))["slo_ms"]
+    listed = ", ".join(f"{n} {'none' if v is None else f'{v:.1f} ms'}" for n, v in slos.items())
+    loops = ", ".join(f"{n} {v:.0%}" for n, v in head["prompts_that_do_not_loop"].items())
+    source = f"Arrivals, lengths and classes of {plan.trace}" if plan.trace else "Poisson arrivals"
+    server, seeds = head["server"], ", ".join(map(str, plan.seeds))
+    sentences = (
+        f"{server['model']}; trees up to {server['max_depth']} deep.",
+        f"Baseline {head['baseline_ms']:.2f} ms per token: one request, plain decoding, seen by its client.",
+        f"Load 1 is {head['capacity_rps']:.2f} requests/s: what plain decoding serves here when 16 requests",
+        f"run at any time. TPOT SLOs: {listed} (first point). {source}; prompts {plan.prompt_scale:g} and",
+        f"outputs {plan.output_scale:g} times as long as the paper's or the trace's.",
+        f"{plan.seconds:g} s of arrivals per case, seeds {seeds}. Prompts are held-out text whose",
+        f"plain continuation does not loop (share that passed: {loops}).",
+        "Prefills: "
+        + (server.get("prefill") or "by slack with policies that know SLOs, else SGLang's own")
+        + ".",
+    )
+    return " ".join(sentences)
+
+
+def _verdict_text(results: Results) -> str:
+    found = [c for p in results.points() if (c := results.against_baselines(p, results.default)) is not None]
+    count = {v: sum(c.verdict == v for c in found) for v in ("better", "equal", "unclear", "below")}
+    sentences = (
+        f"`{results.default}` against the best of all baselines that know no SLO, chosen at each point by",
+        "what it attained (so its luck counts for it). Brackets: 90% of a bootstrap over tenths of each run,",
+        f"on the same requests. Of {len(found)} points: {count['better']} better, {count['equal']} equal",
+        f"within {NOISE_POINTS:g} points, {count['unclear']} unclear, {count['below']} below. `fewer",
+        "violations`: the baseline's over ours. `goodput`: ours over that of the baseline with the highest",
+        "goodput.",
+    )
+    return " ".join(sentences)
+
+
+def _published(results: Results) -> list[str]:
+    """Ours against the published rules."""
+    mine, theirs = results.default, "adaserve" if results.default != "adaserve" else "priced"
+    rows = [
+        (p.id, _points(c.points), _times(c.violations), _times(c.goodput))
+        for p in results.points()
+        if (c := results.against(p, mine, theirs)) is not None
+    ]
+    if not rows:
+        return []
+    return [f"`{mine}` against `{theirs}`:", _md(("point", "points", "fewer violations", "goodput"), rows)]
+
+
+def _stock(results: Results) -> list[str]:
+    """What `none` costs beyond SGLang without speculation."""
+    rows: list[tuple[str, ...]] = []
+    for key, label in (("tpot_ms", "one request, ms per token"), ("saturated_rps", "saturated, requests/s")):
+        if idle := results.idle(key):
+            rows.append((label, f"{idle[0]:.2f}", f"{idle[1]:.2f}", _times(idle[2])))
+    for case in results.plan.check_cases():
+        ours, stock = results.get(case.point, PLAIN), results.get(case.point, STOCK)
+        if ours is not None and stock is not None:
+            for key, label in (("mean_tpot_ms", "mean TPOT, ms"), ("mean_ttft_ms", "mean TTFT, ms")):
+                x, y = ours.mean("all", key), stock.mean("all", key)
+                if x and y:
+                    rows.append((f"{case.point.id}, {label}", f"{x:.1f}", f"{y:.1f}", f"{x / y:.2f}x"))
+    if not rows:
+        return []
+    return [
+        f"What the plugin costs when it does not speculate (`{PLAIN}` against SGLang without speculation on "
+        "the same platform; idle and saturated: rounds in turns, medians; under load: two servers, one after "
+        "the other):",
+        _md(("", PLAIN, "SGLang", "ratio"), rows),
+    ]
+
+
+def _point_title(results: Results, point: Point) -> str:
+    rates = [o.mean("offered_rps") or 0.0 for o in results.at(point).values()]
+    return f"{point.id} ({rates[0]:.2f} requests/s)"
+
+
+def _numbers(results: Results, point: Point) -> str:
+    here = results.at(point)
+    names = sorted({n for o in here.values() for n in o.class_attainment()})
+    rows = []
+    for policy, o in here.items():
+        by_class = o.class_attainment()
+        a, g = o.attainment(), o.goodput()
+        rows.append(
+            (
+                f"**{policy}**" if slo_aware(policy) else policy,
+                f"{100 * a.value:.1f} [{100 * a.low:.0f}, {100 * a.high:.0f}]",
+                *(f"{100 * by_class.get(n, math.nan):.0f}" for n in names),
+                f"{g.value:.0f}",
+                *(_number(o.mean("all", k), 1) for k in ("mean_tpot_ms", "p99_tpot_ms")),
+                *(_number(o.mean("all", k), 0) for k in ("mean_ttft_ms", "p99_ttft_ms")),
+                *(
+                    _number(o.mean("server", k), 2)
+                    for k in ("tokens_per_verification", "tree_nodes", "depth")
+                ),
+                _select_share(o.seconds()),
+            )
+        )
+    return _md(
+        (
+            "policy", "attained %", *names, "goodput", "TPOT ms", "p99", "TTFT ms", "p99", "tokens/verify",
+            "nodes", "depth", "selection",
+        ),
+        rows,
+    )  # fmt: skip
+
+
+def _select_share(seconds: dict[str, float]) -> str:
+    busy = sum(v for k, v in seconds.items() if k != "prefill")
+    return f"{seconds.get('select', 0.0) / busy:.2%}" if busy else "-"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _troubles(results: Results) -> list[str]:
+    """Cases that failed, were cut short or ran while something else used the machine."""
+    lines = []
+    for case in results.store.cases().values():
+        if case["status"] != "ok":
+            lines.append(f"- {case['id']}: {case['status']}: {case['error']}")
+            continue
+        busy, lag, failed = case["host"]["busy"], case["lag_p99_ms"], case["all"]["failed"]
+        if failed:
+            lines.append(f"- {case['id']}: {failed} of {case['all']['requests']} requests failed")
+        if busy > BUSY:
+            lines.append(f"- {case['id']}: other programs used {busy:.0%} of the machine just before")
+        if lag is not None and lag > 10:
+            lines.append(f"- {case['id']}: requests left up to {lag:.0f} ms late (p99)")
+    return ["## Troubles", "\n".join(lines)] if lines else []
+
+
+def _md(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])

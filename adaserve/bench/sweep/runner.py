@@ -1,0 +1,341 @@
+"""Runs the cases of a sweep, unattended: resumable, with a time limit, over server deaths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from adaserve.bench.sweep import host as hosts
+from adaserve.bench.sweep.host import Ask, Host
+from adaserve.bench.sweep.measure import BUSY, Traffic, host_load, run_case
+from adaserve.bench.sweep.plan import PLAIN, STOCK, Case, Point, SweepError, SweepPlan
+from adaserve.bench.sweep.prompts import PromptPool, screened_pool
+from adaserve.bench.sweep.store import Store
+from adaserve.bench.sweep.workload import Workload, build_rows
+from adaserve.environment import describe_host
+from adaserve.loadgen.results import command_line
+from adaserve.server import ServerSpec
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.trace import Trace, read_trace, write_jsonl
+
+SCHEMA_VERSION = 1
+_FAILURES_IN_A_ROW = 3
+_OVERHEAD_S = 9.0  # first guesses: of a case, beyond its arrivals,
+_IDLE_S = 270.0  # and of two more servers, and what both do idle and saturated
+
+
+def load_workload(plan: SweepPlan) -> Workload:
+    """Classes, SLOs and trace of a plan. Raises SLOError, TraceError."""
+    slos = SLOConfig() if plan.slo_config is None else SLOConfig.load(plan.slo_config)
+    trace = None if plan.trace is None else read_trace(plan.trace)
+    return Workload(slos, trace, plan.prompt_scale, plan.output_scale, plan.temperature)
+
+
+@dataclass
+class Clock:
+    """How long what is left will take."""
+
+    overhead_s: float = _OVERHEAD_S
+    seen: int = 0
+    case_end_s: float | None = None  # of the running case, as planned
+    later_s: float = 0.0  # of what comes behind it
+    note: str = ""
+
+    def learn(self, planned_s: float, took_s: float) -> None:
+        self.seen += 1
+        self.overhead_s += (max(0.0, took_s - planned_s) - self.overhead_s) / self.seen
+
+    def expected_s(self, plan: SweepPlan, case: Case) -> float:
+        return plan.seconds_of(case.point) + self.overhead_s
+
+    @property
+    def left_s(self) -> float:
+        running = 0.0 if self.case_end_s is None else max(0.0, self.case_end_s - time.monotonic())
+        return running + self.later_s
+
+
+@dataclass
+class Sweep:
+    """One call of ``adaserve bench sweep``."""
+
+    store: Store
+    plan: SweepPlan
+    spec: ServerSpec
+    console: Console
+    settings: Mapping[str, Any]  # flags that the server is started with, for continuing
+    baseline_ms: float | None = None  # given by the user
+    capacity_rps: float | None = None
+    minutes: float | None = None
+    head: dict[str, Any] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+
+    def run(self) -> bool:
+        """Measures what is missing; True when everything is there. Raises SweepError, ServerError,
+        LoadgenError, KeyboardInterrupt; finished cases are kept whatever happens."""
+        self.deadline_s = None if self.minutes is None else time.monotonic() + 60 * self.minutes
+        self.workload = load_workload(self.plan)
+        self.store.create()
+        self.head = self.store.head() if self.store.exists else self._new_head()
+        self.head["plan"] = self.plan.to_json()
+        self.head["server_settings"] = self.settings
+        self.head["commands"] = list(dict.fromkeys([*self.head["commands"], command_line()]))
+        self.store.write_head(self.head)  # from now on the folder can be continued
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} cases"),
+            TimeElapsedColumn(),
+            _LeftColumn(self.clock),
+        )
+        with (
+            Progress(*columns, console=self.console, refresh_per_second=1, transient=True) as bar,
+            Host(self.spec, self.store.work, Console(quiet=True)) as host,
+        ):
+            self.bar, self.host = bar, host
+            self.task = bar.add_task("starting", total=len(self.plan.cases()))
+            self._prepare()
+            self._cases(self.plan.cases(), retry=True)
+            self._check()
+        return not self._missing([*self.plan.cases(), *self.plan.check_cases()])
+
+    def _new_head(self) -> dict[str, Any]:
+        config = self.spec.config
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kind": "bench sweep",
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commands": [],
+            "host": describe_host(),
+            "server": {
+                "model": self.spec.model or f"embedded pair, {self.spec.size} parameters",
+                "draft": self.spec.draft or "embedded",
+                "max_depth": config.max_depth,
+                "max_width": config.max_width,
+                "budget": config.budget,
+                "cpu_weights": config.cpu_weights,
+                "prefill": config.prefill,
+            },
+        }
+
+    # -- what is measured once ------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Baseline, prompts and capacity, unless a previous call found them."""
+        head = self.head
+        if not head.get("capacity_rps") or not self.store.prompts.exists():
+            self._say("measuring the baseline, the prompts and the capacity of this host")
+            server = self.host.serve(PLAIN)
+            from adaserve.pair.prompts import load_prompts
+
+            texts = [p.text for p in load_prompts() if 20 <= p.tokens <= 80]
+            hosts.unloaded(server, texts[:2])  # first requests of a server are slow
+            head["host_before"] = host_load()
+            if head["host_before"]["busy"] > BUSY:
+                self._say(
+                    f"[yellow]other programs use {head['host_before']['busy']:.0%} of this machine[/]: SLOs "
+                    "follow the baseline measured now, so results will be off"
+                )
+            head["baseline_ms"] = self.baseline_ms or round(hosts.unloaded(server, texts), 4)
+            head["urgent"] = self.workload.urgent(head["baseline_ms"] / 1e3)
+            self.bar.update(self.task, description="looking for prompts whose output does not loop")
+            pool, head["prompts_that_do_not_loop"] = screened_pool(
+                self.workload, head["urgent"], self._continue, self.plan.seconds / 30.0
+            )
+            pool.save(self.store.prompts)
+            self._warn_of_loops(head["prompts_that_do_not_loop"])
+            self.bar.update(self.task, description="measuring the capacity")
+            self.pool = pool
+            self.host.drain()
+            asks = self._asks(hosts.CAPACITY_REQUESTS)
+            head["capacity_rps"] = self.capacity_rps or round(hosts.saturated_rps(server, asks), 4)
+            head["latency_model"] = (hosts.report_of(server) or {}).get("latency")
+        self.pool = PromptPool.load(self.store.prompts)
+        self.store.write_head(head)
+        slos = self.workload.slo_ms(Point(self.plan.at), head["baseline_ms"])
+        self._say(
+            f"baseline {head['baseline_ms']:.2f} ms per token, capacity {head['capacity_rps']:.2f} requests/s"
+            "; SLOs " + ", ".join(f"{n} {'none' if v is None else f'{v:.1f} ms'}" for n, v in slos.items())
+        )
+
+    def _warn_of_loops(self, shares: Mapping[str, float]) -> None:
+        looping = [n for n, share in shares.items() if share < 0.5]
+        if looping:
+            self._say(
+                f"[yellow]most outputs of {', '.join(looping)} repeat themselves[/]: drafts guess that "
+                "easily, so whatever speculates looks better than it is; a higher --temperature helps"
+            )
+
+    def _continue(
+        self, texts: Sequence[str], temperature: float, tokens: int
+    ) -> list[tuple[int, Sequence[int]]]:
+        server = self.host.serve(PLAIN)
+        answers = hosts.generate(server, [Ask(text, tokens, temperature) for text in texts])
+        return [(a["meta_info"]["prompt_tokens"], a["output_ids"]) for a in answers]
+
+    def _asks(self, n: int) -> list[Ask]:
+        """Requests as in the sweep, for measurements outside of load tests."""
+        slos = self.workload.slo_ms(Point(self.plan.at), self.head["baseline_ms"])
+        rows = build_rows(
+            self.workload, self.pool, Point(self.plan.at), n / 10.0, 10.0, 0x5EED, self.head["urgent"]
+        )
+        return [
+            Ask(
+                r.text or "",
+                r.output_tokens,
+                self.workload.temperature,
+                r.slo_class,
+                slos[r.slo_class or ""],
+            )
+            for r in rows
+        ]
+
+    # -- cases ----------------------------------------------------------------------------------
+
+    def _missing(self, cases: Sequence[Case]) -> list[Case]:
+        finished = self.store.finished()
+        return [c for c in cases if c.id not in finished]
+
+    def _cases(self, cases: Sequence[Case], retry: bool) -> None:
+        missing = self._missing(cases)
+        if len(missing) < len(cases):
+            self._say(f"{len(cases) - len(missing)} of {len(cases)} cases are there already")
+        in_a_row = 0
+        for k, case in enumerate(missing):
+            self.bar.update(self.task, completed=len(cases) - len(missing) + k, description=case.id)
+            if not self._in_time(case):
+                self._say(f"time is up: {len(missing) - k} cases are left for another call")
+                return
+            self._plan_ahead(case, missing[k + 1 :])
+            if self._one(case):
+                in_a_row = 0
+            elif (in_a_row := in_a_row + 1) == _FAILURES_IN_A_ROW:
+                raise SweepError(
+                    f"{in_a_row} cases in a row failed, the last one with: {self.last_error}. Logs of the "
+                    f"server are in {self.store.work}; the same command continues where this one stopped."
+                )
+        if retry and (failed := self._missing(cases)):
+            self._say(f"once more: {len(failed)} cases that failed")
+            self._cases(failed, retry=False)
+
+    def _in_time(self, case: Case) -> bool:
+        if self.deadline_s is None:
+            return True
+        later_s = 0.0 if case.policy == STOCK else self._check_s(case)
+        return time.monotonic() + self.clock.expected_s(self.plan, case) + later_s < self.deadline_s
+
+    def _check_s(self, case: Case) -> float:
+        """What the comparison with SGLang will take, as far as it is missing."""
+        return _IDLE_S + 2 * self.clock.expected_s(self.plan, case) if self._check_missing() else 0.0
+
+    def _plan_ahead(self, case: Case, later: Sequence[Case]) -> None:
+        self.clock.case_end_s = time.monotonic() + self.clock.expected_s(self.plan, case)
+        self.clock.later_s = sum(self.clock.expected_s(self.plan, c) for c in later)
+        if case.policy != STOCK:
+            self.clock.later_s += self._check_s(case)
+
+    def _one(self, case: Case) -> bool:
+        """Runs a case; a failure is recorded and the server started anew for the next one."""
+        start_s = time.monotonic()
+        try:
+            traffic = self._traffic(case)
+            server = self.host.serve(case.policy, self._asks(hosts.WARM_REQUESTS))
+            line = run_case(server, case, traffic, self.store.work / "case", self.store.records_path(case.id))
+        except Exception as error:
+            # Nobody watches: whatever it was is written down, and the other cases still run.
+            self.last_error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.store.add(
+                {
+                    "id": case.id,
+                    "point": case.point.id,
+                    "policy": case.policy,
+                    "seed": case.seed,
+                    "status": "failed",
+                    "error": self.last_error,
+                    "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                }
+            )
+            self._say(f"[red]{case.id} failed[/]: {self.last_error}")
+            self.host.stop()
+            return False
+        self.store.add(line)
+        self.clock.learn(self.plan.seconds_of(case.point), time.monotonic() - start_s)
+        self._say(_one_line(line, self.clock.left_s))
+        return True
+
+    def _traffic(self, case: Case) -> Traffic:
+        point, seconds = case.point, self.plan.seconds_of(case.point)
+        rate_rps = point.load * self.head["capacity_rps"]
+        rows = build_rows(self.workload, self.pool, point, rate_rps, seconds, case.seed, self.head["urgent"])
+        path = self.store.work / "schedules" / f"{point.id}.s{case.seed}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(rows, path)
+        return Traffic(
+            path=path,
+            rows=rows,
+            sha256=Trace(rows).sha256,
+            slo_ms=self.workload.slo_ms(point, self.head["baseline_ms"]),
+            temperatures=dict.fromkeys(self.workload.names, self.workload.temperature),
+            seconds=seconds,
+        )
+
+    # -- SGLang without speculation -----------------------------------------------------------------
+
+    def _check_missing(self) -> bool:
+        return bool(self._missing(self.plan.check_cases())) or (
+            bool(self.plan.check_cases()) and "idle_rounds" not in self.head
+        )
+
+    def _check(self) -> None:
+        """What `none` costs beyond SGLang without speculation: both idle, saturated, and under two loads."""
+        if not self._check_missing():
+            return
+        if self.deadline_s is not None and time.monotonic() + _IDLE_S > self.deadline_s:
+            return
+        self.bar.update(self.task, description="comparing with SGLang without speculation")
+        self.clock.case_end_s = time.monotonic() + _IDLE_S
+        asks = self._asks(hosts.CAPACITY_REQUESTS)
+        self.head["idle_rounds"] = hosts.idle_rounds(self.host, asks)
+        self.store.write_head(self.head)
+        self._cases(self.plan.check_cases(), retry=False)
+
+    def _say(self, text: str) -> None:
+        self.bar.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _one_line(line: dict[str, Any], left_s: float) -> str:
+    total = line["all"]
+    tpot = total["mean_tpot_ms"]
+    return (
+        f"{line['id']}: attained {total['slo_attainment'] or 0:.1%}, goodput "
+        f"{total['token_goodput'] or 0:.0f} tokens/s, TPOT {'-' if tpot is None else f'{tpot:.1f}'} ms"
+        + (f" ([yellow]{line['error']}[/])" if line["error"] else "")
+        + f"; about {left_s / 60:.0f} min left"
+    )
+
+
+class _LeftColumn(ProgressColumn):
+    """The clock's estimate, counting down while a case runs."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def render(self, task: Task) -> Text:
+        left_s = self._clock.left_s
+        return Text(
+            "" if not left_s else f"about {left_s / 60:.0f} min left" if left_s > 90 else "almost done"
+        )
+
+
+def with_depth(spec: ServerSpec, policies: Sequence[str]) -> ServerSpec:
+    """The server with trees as deep as the deepest chain among the policies."""
+    chains = [int(p.removeprefix("chain-")) for p in policies if p.startswith("chain-")]
+    depth = max([spec.config.max_depth, *chains])
+    return replace(spec, config=replace(spec.config, max_depth=depth))

@@ -1,0 +1,114 @@
+"""The folder of a sweep: what was asked for, what is finished, what can be thrown away.
+
+``sweep.json`` plan, host, baseline, capacity; ``cases.jsonl`` one line per finished case; ``records/`` the
+requests of each; ``prompts.jsonl``; ``work/`` logs and half-finished cases, never kept with results.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from adaserve.bench.sweep.plan import SweepError, SweepPlan
+from adaserve.slo.metrics import RequestRecord, read_records
+
+FINISHED = frozenset({"ok", "timeout"})
+_UNITED = ("axes", "policies", "side_policies", "loads", "shares", "scales", "seeds")
+_FREE = (*_UNITED, "check_plain")
+
+
+class Store:
+    """Reads and writes the folder. Everything written is whole even when the process is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.work = folder / "work"
+
+    @property
+    def exists(self) -> bool:
+        return (self.folder / "sweep.json").is_file()
+
+    def create(self) -> None:
+        """Makes the folder; refuses one with other content. Raises SweepError."""
+        if not self.exists and self.folder.exists() and any(self.folder.iterdir()):
+            raise SweepError(
+                f"{self.folder} holds something else than a sweep: give another folder with --out"
+            )
+        self.work.mkdir(parents=True, exist_ok=True)
+        (self.work / ".gitignore").write_text("*\n")
+
+    def head(self) -> dict[str, Any]:
+        """``sweep.json``. Raises SweepError."""
+        try:
+            data: dict[str, Any] = json.loads((self.folder / "sweep.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SweepError(f"{self.folder} is no folder of a sweep: {error}") from error
+        return data
+
+    def write_head(self, head: Mapping[str, Any]) -> None:
+        part = self.folder / "sweep.json.part"
+        part.write_text(json.dumps(head, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, self.folder / "sweep.json")
+
+    @property
+    def prompts(self) -> Path:
+        return self.folder / "prompts.jsonl"
+
+    def records_path(self, case_id: str) -> Path:
+        return self.folder / "records" / f"{case_id}.jsonl.gz"
+
+    def records(self, case_id: str) -> list[RequestRecord]:
+        with gzip.open(self.records_path(case_id), "rt", encoding="utf-8") as f:
+            return list(read_records(f))
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Appends a case."""
+        with open(self.folder / "cases.jsonl", "a+b") as f:
+            # A line that was cut off when the process was killed must not spoil this one.
+            if f.tell() and (f.seek(-1, os.SEEK_END), f.read(1))[1] != b"\n":
+                f.write(b"\n")
+            f.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            f.flush()
+            os.fsync(f.fileno())
+
+    def cases(self) -> dict[str, dict[str, Any]]:
+        """The last line of every case; a line that was cut off is left out."""
+        path = self.folder / "cases.jsonl"
+        found: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            for text in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    line = json.loads(text)
+                except json.JSONDecodeError:
+                    continue
+                found[line["id"]] = line
+        return found
+
+    def finished(self) -> dict[str, dict[str, Any]]:
+        """Cases that need not run again."""
+        return {k: c for k, c in self.cases().items() if c["status"] in FINISHED}
+
+
+def merged(stored: SweepPlan, given: Mapping[str, Any]) -> SweepPlan:
+    """The plan of a folder, continued with flags: values may be added, the traffic can't be changed.
+
+    Raises SweepError."""
+    changes: dict[str, Any] = {}
+    for name, value in given.items():
+        old = getattr(stored, name)
+        if name in _UNITED:
+            changes[name] = tuple(dict.fromkeys((*old, *value)))
+        elif name not in _FREE and value != old:
+            flag = name.replace("_", "-")
+            raise SweepError(
+                f"this sweep was begun with --{flag} {old}, not {value}: leave the flag away to continue it, "
+                "or give another folder with --out"
+            )
+        else:
+            changes[name] = value
+    return replace(stored, **changes)

@@ -1,0 +1,206 @@
+"""Traffic of a point: classes with their SLOs, arrivals, lengths, prompts. Pure and seeded.
+
+All policies of a point and seed get the same requests at the same times. Points with the same seed share
+their random draws, so that neighbours on an axis differ by what the axis changes and little else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from adaserve.bench.sweep.plan import PAPER_SHARE, PROMPT_SCALE, Point, SweepError
+from adaserve.slo.classes import SLOClass, SLOConfig
+from adaserve.slo.trace import Trace, TraceRow, assign_classes
+
+MAX_PROMPT_TOKENS = 768
+MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS = 8, 256
+PEAK_SHARE, PEAK_WIDTH = 0.65, 0.07
+"""Of a class's requests, how many come in its peak; the peak's standard deviation over the run."""
+
+_ARRIVALS, _CLASSES, _LENGTHS, _PROMPTS = 1, 2, 3, 4
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Log-normal prompt length and generation cap of the paper's artifact, before scaling."""
+
+    prompt: float  # median tokens
+    sigma: float
+    output: int = 256  # cap; its runs ended at 210 on average
+
+
+PAPER_LENGTHS = {
+    "coding": Lengths(119, 0.5),
+    "chat": Lengths(15, 0.55),
+    "summarization": Lengths(703, 0.5),
+}
+OTHER_LENGTHS = Lengths(119, 0.5)
+PAPER_MIX = {"coding": PAPER_SHARE, "chat": 0.2, "summarization": 0.2}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Classes, their SLOs as multiples or milliseconds, and where arrivals and lengths come from."""
+
+    slos: SLOConfig = field(default_factory=SLOConfig)
+    trace: Trace | None = None
+    prompt_scale: float = PROMPT_SCALE
+    output_scale: float = 0.5
+    temperature: float = 0.8
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.slos.classes)
+
+    def urgent(self, baseline_s: float) -> str:
+        """The class with the tightest TPOT SLO."""
+        return min(self.names, key=lambda n: self.slos.classes[n].slo(baseline_s).tpot_s)
+
+    def mix(self, urgent: str, share: float | None) -> dict[str, float]:
+        """Shares of the classes: the urgent one as given (the paper: 0.6), the others evenly as in the
+        paper's artifact."""
+        if share is None and set(self.names) == set(PAPER_MIX):
+            return PAPER_MIX
+        share = PAPER_SHARE if share is None else share
+        others = [n for n in self.names if n != urgent]
+        if not others:
+            return {urgent: 1.0}
+        return {urgent: share} | dict.fromkeys(others, (1.0 - share) / len(others))
+
+    def slo_ms(self, point: Point, baseline_ms: float) -> dict[str, float | None]:
+        """TPOT SLO of every class at a point, ms; None = no objective."""
+        urgent = self.urgent(baseline_ms / 1e3)
+        found: dict[str, float | None] = {}
+        for name, own in self.slos.classes.items():
+            scaled = SLOClass(name, x_baseline=point.scale) if point.scale is not None else own
+            tpot_s = (scaled if name == urgent else own).slo(baseline_ms / 1e3).tpot_s
+            found[name] = tpot_s * 1e3 if math.isfinite(tpot_s) else None
+        return found
+
+    def draw_lengths(self, name: str, n: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+        """Prompt and output tokens of n requests of a class, scaled and clipped to this host."""
+        rows = [r for r in self.trace.rows if r.slo_class in (name, None)] if self.trace else []
+        if rows:
+            picked = [rows[int(k)] for k in rng.integers(len(rows), size=n)]
+            return self.fit([r.prompt_tokens for r in picked], [r.output_tokens for r in picked])
+        spec = PAPER_LENGTHS.get(name, OTHER_LENGTHS)
+        prompts = spec.prompt * np.exp(spec.sigma * rng.standard_normal(n))
+        outputs = spec.output * rng.uniform(0.64, 1.0, n)
+        return self.fit(prompts.tolist(), outputs.tolist())
+
+    def fit(self, prompts: Sequence[float], outputs: Sequence[float]) -> tuple[list[int], list[int]]:
+        """Lengths times their scales, within what the embedded pair can hold."""
+        return (
+            [min(MAX_PROMPT_TOKENS, max(4, round(p * self.prompt_scale))) for p in prompts],
+            [min(MAX_OUTPUT_TOKENS, max(MIN_OUTPUT_TOKENS, round(o * self.output_scale))) for o in outputs],
+        )
+
+
+class Pool(Protocol):
+    """Prompts of a class."""
+
+    def pick(self, category: str, tokens: int, rng: np.random.Generator) -> tuple[str, int]: ...
+
+
+def build_rows(
+    workload: Workload, pool: Pool, point: Point, rate_rps: float, seconds: float, seed: int, urgent: str
+) -> tuple[TraceRow, ...]:
+    """The requests of a point: round(rate * seconds) of them, sorted by time. Raises SweepError."""
+    n = round(rate_rps * seconds)
+    if n < 1:
+        raise SweepError(
+            f"{rate_rps:.3g} requests/s for {seconds:g} s are no request: raise --seconds or the load"
+        )
+    rows = _sampled(workload, n, seed) if workload.trace else [TraceRow(0.0, 1, 1)] * n
+    given = any(r.slo_class for r in rows)
+    if not given or point.urgent is not None or not {r.slo_class for r in rows} <= set(workload.names):
+        rows = _classified(workload, rows, workload.mix(urgent, point.urgent), seed)
+    else:
+        rows = list(assign_classes(rows, workload.mix(urgent, None), seed))
+    if workload.trace is None:
+        rows = _with_lengths(workload, rows, seed)
+    times = _peaks(rows, workload.names, seconds, seed) if point.peaks else _times(workload, n, seconds, seed)
+    rng = np.random.default_rng([seed, _PROMPTS])
+    placed = sorted(zip(times.tolist(), rows, strict=True), key=lambda pair: pair[0])
+    done = []
+    for at, row in placed:
+        text, tokens = pool.pick(row.slo_class or "", row.prompt_tokens, rng)
+        done.append(replace(row, arrival_s=round(at, 6), text=text, prompt_tokens=tokens, prompt_id=None))
+    return tuple(done)
+
+
+def _window(workload: Workload, n: int, seed: int) -> npt.NDArray[np.int64]:
+    """Indices of n consecutive rows of the trace; every seed has other ones while they last."""
+    assert workload.trace is not None
+    total = len(workload.trace.rows)
+    return (seed * n + np.arange(n)) % total
+
+
+def _sampled(workload: Workload, n: int, seed: int) -> list[TraceRow]:
+    """Rows of the trace with lengths that fit; SLOs and sessions of the file are left out."""
+    assert workload.trace is not None
+    rows = [workload.trace.rows[int(k)] for k in _window(workload, n, seed)]
+    prompts, outputs = workload.fit([r.prompt_tokens for r in rows], [r.output_tokens for r in rows])
+    return [
+        TraceRow(0.0, p, o, slo_class=r.slo_class) for r, p, o in zip(rows, prompts, outputs, strict=True)
+    ]
+
+
+def _classified(
+    workload: Workload, rows: Sequence[TraceRow], mix: Mapping[str, float], seed: int
+) -> list[TraceRow]:
+    """The rows with exactly these shares of classes, in random order, with lengths of their new class."""
+    n = len(rows)
+    names = list(mix)
+    ends = np.round(np.cumsum([mix[k] for k in names]) / sum(mix.values()) * n).astype(int)
+    counts = np.diff(ends, prepend=0)
+    labels = np.repeat(np.array(names), counts)
+    np.random.default_rng([seed, _CLASSES]).shuffle(labels)
+    labelled = [replace(r, slo_class=str(name)) for r, name in zip(rows, labels, strict=True)]
+    return _with_lengths(workload, labelled, seed) if any(r.slo_class for r in rows) else labelled
+
+
+def _with_lengths(workload: Workload, rows: Sequence[TraceRow], seed: int) -> list[TraceRow]:
+    result = list(rows)
+    for k, name in enumerate(workload.names):
+        rng = np.random.default_rng([seed, _LENGTHS, k])
+        mine = [i for i, r in enumerate(rows) if r.slo_class == name]
+        lengths = workload.draw_lengths(name, len(mine), rng)
+        for i, p, o in zip(mine, *lengths, strict=True):
+            result[i] = replace(result[i], prompt_tokens=p, output_tokens=o)
+    return result
+
+
+def _times(workload: Workload, n: int, seconds: float, seed: int) -> FloatArray:
+    """Exactly n arrivals in [0, seconds): those of a Poisson process given their number, or the trace's
+    own gaps stretched evenly."""
+    if workload.trace is None:
+        gaps = np.random.default_rng([seed, _ARRIVALS]).exponential(size=n + 1)
+    else:
+        at = np.array([r.arrival_s for r in workload.trace.rows])
+        mean = float(at[-1] - at[0]) / max(1, len(at) - 1) or 1.0
+        # The gap before row 0 is unknown: a mean one closes the ring.
+        ring = np.concatenate([[mean], np.diff(at)])
+        gaps = np.append(ring[_window(workload, n, seed)], mean)
+    end = float(gaps.sum()) or 1.0
+    return np.cumsum(gaps[:-1]) / end * seconds
+
+
+def _peaks(rows: Sequence[TraceRow], names: Sequence[str], seconds: float, seed: int) -> FloatArray:
+    """Times at which class k of m peaks around (k + 0.5) / m of the run."""
+    times = np.empty(len(rows))
+    for k, name in enumerate(names):
+        mine = np.array([i for i, r in enumerate(rows) if r.slo_class == name], int)
+        rng = np.random.default_rng([seed, _ARRIVALS, k + 1])
+        n_peak = round(PEAK_SHARE * len(mine))
+        peak = (k + 0.5) / len(names) + PEAK_WIDTH * rng.standard_normal(n_peak)
+        at = np.concatenate([np.clip(peak, 0.0, 0.999), rng.uniform(0, 1, len(mine) - n_peak)])
+        times[rng.permutation(mine)] = at * seconds
+    return times

@@ -1,0 +1,263 @@
+"""Attention of tree forwards on a device: FlashInfer's kernels, or SDPA reading the very same arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
+from adaserve.engine.device.layout import MaskLayout, starts, unpack
+from adaserve.engine.host.torch_forward import attend
+from adaserve.engine.trees.plan import TreeAttentionPlan
+
+WORKSPACE_BYTES = 256 << 20
+INT_WORKSPACE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Host-known geometry of one forward, padding rows included."""
+
+    q_lens: np.ndarray  # int64 [R]
+    kv_lens: np.ndarray  # int64 [R]
+
+    @cached_property
+    def qo_starts(self) -> np.ndarray:
+        return starts(self.q_lens)
+
+    @cached_property
+    def kv_starts(self) -> np.ndarray:
+        return starts(self.kv_lens)
+
+    @cached_property
+    def byte_starts(self) -> np.ndarray:
+        """Where each request's mask starts, int64 [R + 1]."""
+        return starts((self.q_lens * self.kv_lens + 7) // 8)
+
+
+@dataclass(frozen=True)
+class AttentionBuffers:
+    """Static inputs that all forwards of one model share; each forward reads the front of them."""
+
+    kv_indices: Tensor  # int32 [capacity]
+    mask: Tensor  # uint8 [capacity]: packed bits, ``adaserve.engine.device.layout``
+
+    @staticmethod
+    def allocate(kv_entries: int, mask_bytes: int, device: torch.device) -> AttentionBuffers:
+        return AttentionBuffers(
+            torch.zeros(kv_entries, dtype=torch.int32, device=device),
+            torch.zeros(mask_bytes, dtype=torch.uint8, device=device),
+        )
+
+    def set_slots(self, slots: Tensor, padding: int) -> None:
+        """KV lists of all requests, then one scratch entry for each of ``padding`` requests."""
+        end = slots.shape[0]
+        if end + padding > self.kv_indices.shape[0]:
+            raise RuntimeError(
+                f"{end + padding} KV entries exceed the {self.kv_indices.shape[0]} that are reserved: "
+                "lower --max-running-requests or --context-length"
+            )
+        self.kv_indices[:end].copy_(slots)
+        self.kv_indices[end : end + padding].zero_()
+
+    def set_mask(self, layout: MaskLayout, visible: Tensor) -> None:
+        """``visible`` bool [T, width], as ``MaskLayout.write`` takes it."""
+        if layout.bytes > self.mask.shape[0]:
+            raise RuntimeError(
+                f"a tree mask of {layout.bytes} bytes exceeds the {self.mask.shape[0]} reserved: "
+                "lower --max-running-requests or --context-length"
+            )
+        layout.write(self.mask, visible)
+
+
+class TreeKernel(Protocol):
+    """Masked attention over the slots in ``AttentionBuffers``; one per padded size."""
+
+    def plan(self, extent: Extent) -> None:
+        """Prepares the next run; only host values, so it waits for nothing."""
+        ...
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """q [T, heads, D] over the pool's keys and values -> [T, heads * D]."""
+        ...
+
+
+class SdpaKernel:
+    """The reference, on any device: unpacks the mask and attends request by request."""
+
+    def __init__(self, buffers: AttentionBuffers) -> None:
+        self._buffers = buffers
+        self._extent: Extent | None = None
+
+    def plan(self, extent: Extent) -> None:
+        self._extent = extent
+
+    @property
+    def tree_plan(self) -> TreeAttentionPlan:
+        """What the buffers say now, in the CPU forward's terms."""
+        e = self._extent
+        assert e is not None
+        mask = [
+            unpack(self._buffers.mask, int(b), int(q), int(k)).flatten()
+            for b, q, k in zip(e.byte_starts[:-1], e.q_lens, e.kv_lens, strict=True)
+        ]
+        return TreeAttentionPlan(
+            torch.from_numpy(e.qo_starts.astype(np.int32)),
+            torch.from_numpy(e.kv_starts.astype(np.int32)),
+            self._buffers.kv_indices[: int(e.kv_starts[-1])],
+            torch.cat(mask),
+        )
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        scaled = q * (scaling * q.shape[-1] ** 0.5)
+        return attend(scaled.float(), keys, values, self.tree_plan).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Attention heads of one rank, and types."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @staticmethod
+    def of(runner: Any) -> HeadShape:
+        """From a ``ModelRunner``. Raises ValueError for attention that a plain mask does not describe."""
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        layers = [m for m in runner.model.modules() if isinstance(m, RadixAttention)]
+        shapes = {
+            (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling, a.logit_cap,
+             a.sliding_window_size) for a in layers
+        }  # fmt: skip
+        if len(shapes) != 1:
+            raise ValueError(f"layers with different attention are not supported: {sorted(shapes)}")
+        q_heads, kv_heads, dim, v_dim, scaling, cap, window = shapes.pop()
+        if v_dim != dim or cap or window > 0:
+            raise ValueError(
+                "attention with a soft cap, a sliding window or values of another width is not supported"
+            )
+        if getattr(runner.token_to_kv_pool, "use_hnd", False):
+            raise ValueError("a KV cache with heads before pages is not supported: use --page-size 1")
+        dtype = runner.token_to_kv_pool.dtype
+        if dtype.itemsize == 1:
+            raise ValueError("an 8-bit KV cache is not supported: remove --kv-cache-dtype")
+        return HeadShape(q_heads, kv_heads, dim, scaling, runner.dtype, dtype)
+
+
+class FlashInferKernel:
+    """FlashInfer's batch prefill over pages of one slot, with a custom mask, in CUDA graph mode.
+
+    Its planner is given host arrays only. Slots and mask are written into its buffers by us, and so are the
+    mask's offsets, which are bytes (the planner would count bits when it is given a packed mask).
+    """
+
+    def __init__(
+        self, buffers: AttentionBuffers, rows: int, heads: HeadShape, workspace: Tensor, integers: Tensor
+    ) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        device = buffers.kv_indices.device
+
+        def indptr() -> Tensor:
+            return torch.zeros(rows + 1, dtype=torch.int32, device=device)
+
+        self._heads = heads
+        self._byte_starts = indptr()
+        self._page_lens = torch.ones(rows, dtype=torch.int32)
+        self._no_slots = buffers.kv_indices[:0]
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=indptr(),
+            paged_kv_indptr_buf=indptr(),
+            paged_kv_indices_buf=buffers.kv_indices,
+            paged_kv_last_page_len_buf=torch.ones(rows, dtype=torch.int32, device=device),
+            custom_mask_buf=buffers.mask,
+            mask_indptr_buf=self._byte_starts,
+            backend="fa2",  # the only backend with custom masks
+        )
+        # Forwards run one after the other on one stream, so that all can work in the same memory.
+        self._wrapper.reset_workspace_buffer(workspace, integers)
+
+    def plan(self, extent: Extent) -> None:
+        h = self._heads
+        self._wrapper.plan(
+            torch.from_numpy(extent.qo_starts.astype(np.int32)),
+            torch.from_numpy(extent.kv_starts.astype(np.int32)),
+            self._no_slots,
+            self._page_lens,
+            h.q_heads,
+            h.kv_heads,
+            h.head_dim,
+            page_size=1,
+            sm_scale=h.scaling,
+            q_data_type=h.q_dtype,
+            kv_data_type=h.kv_dtype,
+            non_blocking=True,
+        )
+        host = torch.from_numpy(extent.byte_starts.astype(np.int32))
+        self._byte_starts.copy_(host.pin_memory() if torch.cuda.is_available() else host, non_blocking=True)
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        # A pool is [slots, heads, D]; a page of one slot is [slots, 1, heads, D].
+        return self._wrapper.run(q.contiguous(), (keys.unsqueeze(1), values.unsqueeze(1))).flatten(1)
+
+
+class TreeAttentionBackend(AttentionBackend):
+    """What the model's attention layers call while one of our forwards runs."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.kv_index_translator = getattr(runner, "kv_index_translator", None)
+        self.kernel: TreeKernel | None = None
+
+    @property
+    def plan(self) -> TreeAttentionPlan:
+        """For the lean CPU forward, which attends by itself."""
+        assert isinstance(self.kernel, SdpaKernel)
+        return self.kernel.tree_plan
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Planned before, by ``TreeKernel.plan``."""
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **_: Any,
+    ) -> Tensor:
+        assert self.kernel is not None
+        pool = self.token_to_kv_pool
+        if save_kv_cache:
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        return self.kernel.run(heads, keys, values, layer.scaling)
+
+    forward_decode = forward_extend
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def support_triton(self) -> bool:
+        return False

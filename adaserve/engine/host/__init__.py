@@ -1,0 +1,8 @@
+"""Fast CPU forwards of Llama-family models: what stands in for a GPU where there is none."""
+
+from adaserve.engine.host.extract import supports
+from adaserve.engine.host.forward import LeanModel
+from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.trees.plan import TreeAttentionPlan
+
+__all__ = ["LayerWeights", "LeanModel", "ModelConfig", "ModelWeights", "TreeAttentionPlan", "supports"]

@@ -1,0 +1,37 @@
+"""What a beam search in the C kernels reads and writes (adaserve/engine/host/csrc/beam.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+MAX_WIDTH = 16
+"""Beams that the kernel's stack buffers hold."""
+
+KeepGoing = Callable[[int], bool]
+"""Asked after that many steps whether another one is worth its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamArrays:
+    """Beams of ``a`` rows, ``width`` wide and ``depth`` deep, in step-major order; w = 1 + width * depth.
+
+    The arrays must be contiguous and of just these types: C takes their addresses.
+    """
+
+    width: int
+    depth: int
+    last: np.ndarray  # int32 [a]: the row's root among the tokens of the first forward
+    base: np.ndarray  # int64 [a]: cached tokens, which is the root's position
+    kv_indptr: np.ndarray  # int32 [a + 1]
+    kv_indices: np.ndarray  # int32 [sum]: per row the prefix, then the window of w slots
+    columns: np.ndarray  # int32 [width * depth]: window column of each node
+    scale: np.ndarray  # float32 [a]: of the rows' readings (gumbel.py)
+    spread: np.ndarray  # float32 [a]
+    keys: np.ndarray  # uint64 [a]
+    tokens: np.ndarray  # out, int64 [a, width * depth]
+    parents: np.ndarray  # out, int64, the parent's index in its row or -1 for the root
+    logprobs: np.ndarray  # out, float64, of whole paths
+    visible: np.ndarray  # out, bool [a, width * depth, w], False at first

@@ -1,0 +1,107 @@
+"""A lean forward of Llama-family models on the CPU, over SGLang's paged KV pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adaserve.engine.host import build, native
+from adaserve.engine.host.beam import BeamArrays, KeepGoing
+from adaserve.engine.host.extract import read_weights, supports
+from adaserve.engine.host.gumbel import Reading
+from adaserve.engine.host.linear import Storage
+from adaserve.engine.host.native import NativeBackend
+from adaserve.engine.host.params import ModelConfig, ModelWeights
+from adaserve.engine.host.torch_forward import TorchBackend
+from adaserve.engine.trees.plan import TreeAttentionPlan
+
+
+class LeanModel:
+    """Target or draft: prefill, decode, beam steps and tree verification are the same call.
+
+    Activations and sums are fp32 whatever the weights are stored in. Not safe for concurrent calls.
+    """
+
+    def __init__(self, weights: ModelWeights, config: ModelConfig, linear: Storage = "auto") -> None:
+        self.config = config
+        kernels = build.load_kernels() if native.covers(config) else None
+        self._backend: NativeBackend | TorchBackend
+        if kernels is None:
+            self._backend = TorchBackend(weights, config, linear)
+        else:
+            self._backend = NativeBackend(kernels, weights, config, linear)
+
+    @property
+    def backend(self) -> str:
+        """ "native" with the C kernels, "torch" without."""
+        return self._backend.name
+
+    @classmethod
+    def from_sglang(cls, model: Any, linear: Storage = "auto") -> LeanModel:
+        """From a model that SGLang loaded. Raises ValueError where `supports(model)` gives a reason."""
+        reason = supports(model)
+        if reason:
+            raise ValueError(f"the lean CPU forward does not cover this model: {reason}")
+        weights, config = read_weights(model)
+        return cls(weights, config, linear)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_slots: torch.Tensor,
+        k_buffers: list[torch.Tensor],
+        v_buffers: list[torch.Tensor],
+        plan: TreeAttentionPlan,
+    ) -> torch.Tensor:
+        """Hidden states after the final norm, fp32 [T, H], of T tokens (`input_ids`, `positions` int64 [T]).
+
+        Writes the tokens' keys and values into `out_slots` (int64 [T]) of the pools, per layer
+        [slots, kv_heads, head_dim], before attending.
+        """
+        return self._backend.forward(input_ids, positions, out_slots, k_buffers, v_buffers, plan)
+
+    @property
+    def searches_beams(self) -> bool:
+        """Whether `beam_search` is there: with the C kernels only."""
+        return isinstance(self._backend, NativeBackend)
+
+    def beam_search(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_slots: torch.Tensor,
+        k_buffers: list[torch.Tensor],
+        v_buffers: list[torch.Tensor],
+        plan: TreeAttentionPlan,
+        beams: BeamArrays,
+        keep: KeepGoing | None,
+    ) -> int:
+        """`forward` of tokens that end in the rows' roots, then up to `beams.depth` levels of candidates
+        below them, all in one call. Fills in the arrays of `beams`; returns the levels that were made."""
+        assert isinstance(self._backend, NativeBackend)
+        return self._backend.beam_search(
+            input_ids, positions, out_slots, k_buffers, v_buffers, plan, beams, keep
+        )
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [T, H] -> fp32 [T, vocab]."""
+        return self._backend.logits(hidden)
+
+    @torch.no_grad()
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The greedy token of each row, int64 [T]."""
+        return self._backend.argmax(hidden)
+
+    @torch.no_grad()
+    def topk_logprobs(
+        self, hidden: torch.Tensor, reading: Reading, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per row the `width` likeliest tokens of softmax(logits as `reading` says), best first.
+
+        Returns log-probabilities fp32 [T, width] and tokens int64 [T, width].
+        """
+        return self._backend.topk_logprobs(hidden, reading, width)

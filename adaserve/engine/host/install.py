@@ -1,0 +1,60 @@
+"""Puts the lean forward under a model that SGLang has loaded, so that every path uses it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from adaserve.engine.host.forward import LeanModel
+from adaserve.engine.host.linear import Storage
+
+logger = logging.getLogger(__name__)
+
+LEAN_ATTRIBUTE = "adaserve_lean"
+
+
+def install(model: Any, storage: Storage) -> bool:
+    """Replaces the decoder stack's forward; False, with a logged reason, where the model isn't covered."""
+    from adaserve.engine.host.forward import supports
+
+    reason = supports(model)
+    if reason is not None:
+        logger.warning("AdaServe: SGLang's own CPU forward is used, which is slower: %s", reason)
+        return False
+    _grow_rotary_table(model)
+    lean = LeanModel.from_sglang(model, storage)
+    object.__setattr__(model, LEAN_ATTRIBUTE, lean)
+
+    def forward(
+        input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+
+        pool = get_token_to_kv_pool()
+        plan = get_attn_backend().plan
+        return lean.forward(
+            input_ids, positions, forward_batch.out_cache_loc, pool.k_buffer, pool.v_buffer, plan
+        )
+
+    model.model.forward = forward
+    return True
+
+
+_TREE_HEADROOM = 64
+"""Positions beyond the context that a tree of a request near its end may touch; they are never kept."""
+
+
+def _grow_rotary_table(model: Any) -> None:
+    """Makes cos/sin reach every position that a forward may see: the kernels do not check bounds.
+
+    SGLang grows the table as well, but after this hook, when its address is already in our hands. A draft
+    with a shorter context of its own is asked for the target's positions too.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_server_args
+
+    needed = ModelConfig.from_server_args(get_server_args()).context_len + _TREE_HEADROOM
+    for layer in model.model.layers:
+        layer.self_attn.rotary_emb._ensure_cos_sin_cache_length(needed)

@@ -1,0 +1,299 @@
+"""The forward in the C kernels: one call per forward, plain pointers, no copies."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from adaserve.engine.host.beam import BeamArrays, KeepGoing
+from adaserve.engine.host.gumbel import NativeReading, Reading
+from adaserve.engine.host.linear import STORAGE_DTYPES, Storage, exact_storage
+from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.trees.plan import TreeAttentionPlan
+
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_MAX_HEAD_GROUP = 256  # query heads per kv head: size of a stack buffer in attention.h
+
+_Pointer = ctypes.c_void_p
+_Int = ctypes.c_int32
+
+
+class _MatrixSource(ctypes.Structure):
+    _fields_ = (
+        ("weight", _Pointer),
+        ("bias", _Pointer),
+        ("columns", _Int),
+        ("depth", _Int),
+        ("type", _Int),
+    )
+
+
+class _LayerSource(ctypes.Structure):
+    _fields_ = (
+        *((name, _MatrixSource) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _Pointer) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+    )
+
+
+class _ModelSource(ctypes.Structure):
+    _fields_ = (
+        *((name, _Int) for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary_dim")),
+        *((name, _Int) for name in ("vocab", "layers", "threads", "embed_type")),
+        ("norm_eps", ctypes.c_float),
+        ("qk_norm_eps", ctypes.c_float),
+        *((name, _Pointer) for name in ("embed", "cos_sin", "final_norm")),
+        ("layer", ctypes.POINTER(_LayerSource)),
+        ("lm_head", _MatrixSource),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        *((name, _Int) for name in ("tokens", "requests", "kv_type")),
+        *((name, _Pointer) for name in ("ids", "positions", "slots", "qo_indptr", "kv_indptr", "kv_indices")),
+        ("mask", _Pointer),
+        ("k_pools", _Pointer),
+        ("v_pools", _Pointer),
+        ("slot_stride", ctypes.c_int64),
+        ("hidden", _Pointer),
+    )
+
+
+class _Beam(ctypes.Structure):
+    _fields_ = (
+        *((name, _Int) for name in ("rows", "width", "depth", "window")),
+        *((name, _Pointer) for name in ("last", "base", "kv_indptr", "kv_indices", "columns")),
+        *((name, _Pointer) for name in ("scale", "spread", "keys")),
+        *((name, _Pointer) for name in ("tokens", "parents", "logprobs", "visible", "keep")),
+    )
+
+
+_Keep = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
+
+
+def covers(config: ModelConfig) -> bool:
+    """Whether the kernels' fixed buffers hold this shape."""
+    return config.num_heads // config.num_kv_heads <= _MAX_HEAD_GROUP
+
+
+class NativeBackend:
+    """Holds a packed copy of the matrices; norms, embedding and rotary table stay where they are."""
+
+    name = "native"
+
+    def __init__(
+        self, kernels: ctypes.CDLL, weights: ModelWeights, config: ModelConfig, storage: Storage
+    ) -> None:
+        self._kernels = _declare(kernels)
+        self._config = config
+        self._kept: list[torch.Tensor] = []  # what C reads for as long as the model lives
+        self._batch = _Batch()
+        self._batch_pointer = ctypes.addressof(self._batch)
+        self._pools = (_Pointer * (2 * len(weights.layers)))()
+        handle = self._load(weights, storage)
+        if not handle:
+            raise MemoryError("no memory for the packed weights; serve a smaller model")
+        self._model = _Pointer(handle)
+        weakref.finalize(self, kernels.ada_model_free, self._model)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_slots: torch.Tensor,
+        k_buffers: Sequence[torch.Tensor],
+        v_buffers: Sequence[torch.Tensor],
+        plan: TreeAttentionPlan,
+    ) -> torch.Tensor:
+        hidden = torch.empty(input_ids.numel(), self._config.hidden_size)
+        if input_ids.numel():
+            inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
+            self._describe(inputs, k_buffers, v_buffers, plan, hidden)
+            self._check(self._kernels.ada_forward(self._model, self._batch_pointer, torch.get_num_threads()))
+        return hidden
+
+    def beam_search(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_slots: torch.Tensor,
+        k_buffers: Sequence[torch.Tensor],
+        v_buffers: Sequence[torch.Tensor],
+        plan: TreeAttentionPlan,
+        beams: BeamArrays,
+        keep: KeepGoing | None,
+    ) -> int:
+        """As `LeanModel.beam_search` says."""
+        hidden = torch.empty(input_ids.numel(), self._config.hidden_size)
+        inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
+        self._describe(inputs, k_buffers, v_buffers, plan, hidden)
+        failures: list[BaseException] = []
+
+        def asked(step: int) -> int:
+            try:
+                return int(keep is not None and keep(step))
+            except BaseException as error:  # C cannot raise it
+                failures.append(error)
+                return 0
+
+        callback = _Keep(asked) if keep is not None else None
+        b = beams
+        arrays = (b.last, b.base, b.kv_indptr, b.kv_indices, b.columns, b.scale, b.spread, b.keys)
+        outputs = (b.tokens, b.parents, b.logprobs, b.visible)
+        search = _Beam(
+            len(b.last), b.width, b.depth, 1 + b.width * b.depth,
+            *(a.ctypes.data for a in (*arrays, *outputs)),
+            None if callback is None else ctypes.cast(callback, _Pointer),
+        )  # fmt: skip
+        pointers = (self._batch_pointer, ctypes.addressof(search))
+        steps: int = self._kernels.ada_beam_search(self._model, *pointers, torch.get_num_threads())
+        if failures:
+            raise failures[0]
+        self._check(int(steps < 0))
+        return steps
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = _fp32(hidden)
+        rows = hidden.shape[0]
+        out = torch.empty(rows, self._config.vocab_size)
+        if rows:
+            arguments = (hidden.data_ptr(), rows, out.data_ptr(), torch.get_num_threads())
+            self._check(self._kernels.ada_logits(self._model, *arguments))
+        return out
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = _fp32(hidden)
+        rows = hidden.shape[0]
+        out = torch.empty(rows, dtype=torch.int64)
+        if rows:
+            arguments = (hidden.data_ptr(), rows, out.data_ptr(), torch.get_num_threads())
+            self._check(self._kernels.ada_argmax(self._model, *arguments))
+        return out
+
+    def topk_logprobs(
+        self, hidden: torch.Tensor, reading: Reading, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, native = _fp32(hidden), NativeReading(reading)
+        rows = hidden.shape[0]
+        logprobs, tokens = torch.empty(rows, width), torch.empty(rows, width, dtype=torch.int64)
+        if rows:
+            arguments = (
+                hidden.data_ptr(),
+                rows,
+                native,
+                width,
+                logprobs.data_ptr(),
+                tokens.data_ptr(),
+            )
+            code = self._kernels.ada_top_logprobs(self._model, *arguments, torch.get_num_threads())
+            self._check(code)
+        return logprobs, tokens
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise MemoryError("no memory for this forward; make the prefill chunks smaller")
+
+    def _describe(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        k_buffers: Sequence[torch.Tensor],
+        v_buffers: Sequence[torch.Tensor],
+        plan: TreeAttentionPlan,
+        hidden: torch.Tensor,
+    ) -> None:
+        """Fills in the batch; the caller keeps the tensors alive while C reads them."""
+        b, mask = self._batch, plan.custom_mask
+        b.tokens, b.requests = hidden.shape[0], plan.num_requests
+        b.ids, b.positions, b.slots = (t.data_ptr() for t in inputs)
+        b.qo_indptr, b.kv_indptr = plan.qo_indptr.data_ptr(), plan.kv_indptr.data_ptr()
+        b.kv_indices = plan.kv_indices.data_ptr()
+        b.mask = None if mask is None else mask.data_ptr()
+        b.hidden = hidden.data_ptr()
+        self._set_pools(k_buffers, v_buffers)
+
+    def _set_pools(self, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor]) -> None:
+        first, head_dim = k_buffers[0], self._config.head_dim
+        if first.dtype not in _TYPES or first.stride()[1:] != (head_dim, 1):
+            raise ValueError(
+                f"a KV pool of {first.dtype} with strides {first.stride()} is not covered: serve with "
+                "--kv-cache-dtype auto or bf16 and the NHD layout"
+            )
+        b, count = self._batch, len(k_buffers)
+        # Addresses are read anew each time: SGLang may move its pools (memory saver, resizing).
+        for i, (k, v) in enumerate(zip(k_buffers, v_buffers, strict=True)):
+            self._pools[i], self._pools[count + i] = k.data_ptr(), v.data_ptr()
+        b.k_pools = ctypes.addressof(self._pools)
+        b.v_pools = b.k_pools + count * ctypes.sizeof(_Pointer)
+        b.kv_type, b.slot_stride = _TYPES[first.dtype], first.stride(0)
+
+    # ---- loading ----
+
+    def _load(self, weights: ModelWeights, storage: Storage) -> int | None:
+        c = self._config
+        packing: list[torch.Tensor] = []  # read while the model is created, dropped afterwards
+        layers = (_LayerSource * len(weights.layers))()
+        for target, layer in zip(layers, weights.layers, strict=True):
+            self._describe_layer(target, layer, storage, packing)
+        embed = weights.embed.detach().contiguous()
+        self._kept.append(embed)
+        source = _ModelSource(
+            c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim, c.rotary_dim,
+            c.vocab_size, len(weights.layers), torch.get_num_threads(), _TYPES[embed.dtype],
+            c.norm_eps, c.qk_norm_eps, embed.data_ptr(), self._keep(weights.cos_sin),
+            self._keep(weights.final_norm), layers, _matrix(weights.lm_head, None, storage, packing),
+        )  # fmt: skip
+        return self._kernels.ada_model_create(ctypes.addressof(source))
+
+    def _describe_layer(
+        self, target: _LayerSource, layer: LayerWeights, storage: Storage, packing: list[torch.Tensor]
+    ) -> None:
+        target.qkv = _matrix(layer.qkv, layer.qkv_bias, storage, packing)
+        target.o = _matrix(layer.o, layer.o_bias, storage, packing)
+        target.gate_up = _matrix(layer.gate_up, None, storage, packing)
+        target.down = _matrix(layer.down, None, storage, packing)
+        target.input_norm, target.post_norm = self._keep(layer.input_norm), self._keep(layer.post_norm)
+        target.q_norm, target.k_norm = self._keep(layer.q_norm), self._keep(layer.k_norm)
+
+    def _keep(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        kept = tensor.detach().float().contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+
+def _matrix(
+    weight: torch.Tensor, bias: torch.Tensor | None, storage: Storage, packing: list[torch.Tensor]
+) -> _MatrixSource:
+    dtype = STORAGE_DTYPES[exact_storage(weight) if storage == "auto" else storage]
+    stored = weight.detach().to(dtype).contiguous()
+    packing.append(stored)
+    bias_pointer = None
+    if bias is not None:
+        wide = bias.detach().float().contiguous()
+        packing.append(wide)
+        bias_pointer = wide.data_ptr()
+    return _MatrixSource(stored.data_ptr(), bias_pointer, *stored.shape, _TYPES[dtype])
+
+
+def _int64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.int64).contiguous()
+
+
+def _fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().contiguous()
+
+
+def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    kernels.ada_model_create.argtypes, kernels.ada_model_create.restype = [pointer], pointer
+    kernels.ada_model_free.argtypes, kernels.ada_model_free.restype = [pointer], None
+    kernels.ada_forward.argtypes = [pointer, pointer, number]
+    kernels.ada_beam_search.argtypes = [pointer, pointer, pointer, number]
+    kernels.ada_logits.argtypes = [pointer, pointer, number, pointer, number]
+    kernels.ada_argmax.argtypes = [pointer, pointer, number, pointer, number]
+    kernels.ada_top_logprobs.argtypes = [pointer, pointer, number, pointer, number, pointer, pointer, number]
+    return kernels

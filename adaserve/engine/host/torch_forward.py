@@ -1,0 +1,132 @@
+"""The forward in plain torch operators: the reference, and the way without a C compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from adaserve.engine.host.gumbel import Reading, read
+from adaserve.engine.host.linear import Linear, Storage, torch_linear
+from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.trees.plan import TreeAttentionPlan
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class TorchBackend:
+    """Computes in fp32 whatever the weights are stored in."""
+
+    name = "torch"
+
+    def __init__(self, weights: ModelWeights, config: ModelConfig, storage: Storage) -> None:
+        self._config = config
+        self._embed = weights.embed
+        self._layers = [_build_layer(layer, storage) for layer in weights.layers]
+        self._final_norm = weights.final_norm.float()
+        self._lm_head = torch_linear(weights.lm_head, None, storage)
+        self._cos_sin = weights.cos_sin.float()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_slots: torch.Tensor,
+        k_buffers: list[torch.Tensor],
+        v_buffers: list[torch.Tensor],
+        plan: TreeAttentionPlan,
+    ) -> torch.Tensor:
+        eps = self._config.norm_eps
+        cos, sin = self._cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, rotary_dim / 2]
+        residual = self._embed[input_ids].float()
+        if not input_ids.numel():  # not every operator below takes an empty batch
+            return residual
+        for layer, k_buffer, v_buffer in zip(self._layers, k_buffers, v_buffers, strict=True):
+            q, k, v = self._project(layer, _rms_norm(residual, layer.input_norm, eps), cos, sin)
+            k_buffer[out_slots] = k.to(k_buffer.dtype)
+            v_buffer[out_slots] = v.to(v_buffer.dtype)
+            residual = residual + layer.o(attend(q, k_buffer, v_buffer, plan))
+            gate, up = layer.gate_up(_rms_norm(residual, layer.post_norm, eps)).chunk(2, dim=-1)
+            residual = residual + layer.down(functional.silu(gate) * up)
+        return _rms_norm(residual, self._final_norm, eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._lm_head(hidden) if hidden.shape[0] else hidden.new_empty(0, self._config.vocab_size)
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.logits(hidden).argmax(dim=-1)
+
+    def topk_logprobs(
+        self, hidden: torch.Tensor, reading: Reading, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        as_read = read(self.logits(hidden), reading)
+        logprobs, tokens = as_read.log_softmax(dim=-1).topk(width, dim=-1)
+        return logprobs, tokens
+
+    def _project(
+        self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        c = self._config
+        heads = layer.qkv(x).view(x.shape[0], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = _rms_norm(q, layer.q_norm, c.qk_norm_eps)
+            k = _rms_norm(k, layer.k_norm, c.qk_norm_eps)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def _build_layer(w: LayerWeights, storage: Storage) -> _Layer:
+    return _Layer(
+        input_norm=w.input_norm.float(),
+        qkv=torch_linear(w.qkv, w.qkv_bias, storage),
+        q_norm=None if w.q_norm is None else w.q_norm.float(),
+        k_norm=None if w.k_norm is None else w.k_norm.float(),
+        o=torch_linear(w.o, w.o_bias, storage),
+        post_norm=w.post_norm.float(),
+        gate_up=torch_linear(w.gate_up, None, storage),
+        down=torch_linear(w.down, None, storage),
+    )
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def attend(
+    q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, plan: TreeAttentionPlan
+) -> torch.Tensor:
+    """q [T, heads, D] against each request's slots -> [T, heads * D]; a query that sees nothing gives 0."""
+    out = torch.zeros_like(q)
+    for (q0, q1, k0, k1), mask in zip(plan.spans, plan.masks, strict=True):
+        if q0 == q1 or k0 == k1:
+            continue
+        slots = plan.kv_indices[k0:k1]
+        keys = k_buffer[slots].float().transpose(0, 1).unsqueeze(0)
+        values = v_buffer[slots].float().transpose(0, 1).unsqueeze(0)
+        queries = q[q0:q1].transpose(0, 1).unsqueeze(0)
+        # One decoding query of a causal plan sees everything: a mask would only cost time.
+        seen = None if plan.custom_mask is None and q1 - q0 == 1 else mask
+        heads = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen, enable_gqa=True
+        )
+        out[q0:q1] = heads[0].transpose(0, 1)
+        if plan.custom_mask is not None:
+            out[q0:q1].masked_fill_(~mask.any(dim=-1)[:, None, None], 0.0)
+    return out.flatten(1)

@@ -1,0 +1,182 @@
+"""When prefills run beside decoding requests, and how large their chunks are: the engine's side.
+
+The rule is ``scheduler/prefill.py``, which the simulator calls too. Here it gets what the engine knows:
+who decodes, who waits, how long an iteration and a chunk take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from adaserve.config import AdaServeConfig
+from adaserve.engine.state import RequestState, running_batch
+from adaserve.scheduler.interface import IterationOutcome
+from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.policies import SLO_AWARE
+from adaserve.scheduler.prefill import (
+    PrefillConfig,
+    PrefillPlan,
+    Pressure,
+    WaitingBatch,
+    least_chunk,
+    plan_prefill,
+    predicted_room,
+    stall_slack,
+)
+from adaserve.scheduler.tracking import LineTracker
+from adaserve.slo.ledger import SLOLedger
+
+MOST_WAITING = 64
+"""Prompts of the queue that a decision looks at; the rest wait behind them anyway."""
+
+SMALLEST = 16
+"""Tokens of the smallest chunk, where small chunks cost no more per token than large ones."""
+
+
+class PrefillPacer:
+    """Answers ``plan`` before each scheduling step; learns from every prefill and iteration."""
+
+    def __init__(
+        self,
+        config: AdaServeConfig,
+        latency: LatencyModel,
+        ledger: SLOLedger,
+        states: Mapping[int, RequestState],
+    ) -> None:
+        """``states``: the worker's, by request-pool slot."""
+        self.mode = config.prefill
+        self._interval, self._patience_s = config.prefill_interval, config.prefill_patience_ms / 1e3
+        self._gate = config.prefill_headroom or None
+        self._latency, self._ledger, self._states = latency, ledger, states
+        self._cost = LineTracker()
+        self._rule: PrefillConfig | None = None
+        self._sizes = np.zeros(0, np.int64)
+        self._raw_s = np.zeros(0)
+        self._period_s = 0.0  # moving average of decode iterations
+        self._cycle_s = 0.0  # the same with the prefills between them
+        self._verified = 0.0  # moving average of tokens per verification
+        self._mean_pace = 1.0  # moving average of tokens per request and iteration
+        self._pace: dict[str, float] = {}  # the same per request, of those that ran in the last iteration
+        self._decodes, self._spent_s = 0, 0.0  # since the last chunk; since the last decode iteration
+        self._aims: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
+
+    def paces(self, policy: str) -> bool:
+        """Whether prefills are paced. Slack comes from SLOs, so a policy that knows none is left to SGLang's
+        own prefills unless asked otherwise."""
+        return self.mode == "slack" or (self.mode is None and policy in SLO_AWARE)
+
+    # -- learning -----------------------------------------------------------------------------
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """A prefill forward, target and draft."""
+        self._decodes, self._spent_s = 0, self._spent_s + seconds
+        if tokens > 0:
+            self._cost.observe(float(self._predicted_s(np.array([tokens]))[0]), seconds)
+
+    def observe(self, outcome: IterationOutcome) -> None:
+        """A decode iteration."""
+        self._period_s = _moved(self._period_s, outcome.total_s)
+        self._cycle_s = _moved(self._cycle_s, outcome.total_s + self._spent_s)
+        self._verified = _moved(self._verified, float(outcome.selection.verify_tokens))
+        self._decodes, self._spent_s = self._decodes + 1, 0.0
+        self._mean_pace = _moved(self._mean_pace, float(outcome.new_tokens.mean()))
+        known = self._pace
+        self._pace = {
+            rid: _moved(known.get(rid, self._mean_pace), float(new))
+            for rid, new in zip(outcome.plan.running.rids, outcome.new_tokens.tolist(), strict=True)
+        }
+
+    def _predicted_s(self, tokens: np.ndarray) -> np.ndarray:
+        """Uncorrected seconds of prefills of ``tokens`` [k], target and draft."""
+        tokens = tokens.astype(np.float64)
+        seconds: np.ndarray = self._latency.verify_s(tokens) + self._latency.draft.seconds(tokens, 0.0)
+        return seconds
+
+    # -- deciding -----------------------------------------------------------------------------
+
+    def plan(
+        self,
+        running: Sequence[Any],
+        started: Any | None,
+        waiting: Sequence[Any],
+        most_tokens: int,
+        now_s: float,
+    ) -> PrefillPlan:
+        """How many prompt tokens to prefill before the next decode iteration (0 = none), and in which order.
+
+        ``running``: the requests that decode, never empty. ``started``: the request whose prompt is partly
+        in the cache, row 0 of the plan if there is one. ``waiting``: the queue; its first MOST_WAITING
+        requests are the further rows. ``most_tokens``: SGLang's own chunk size. Rows that the plan's order
+        leaves out have to wait.
+        """
+        rule = self._rule_for(most_tokens)
+        queue = self._waiting(started, waiting[:MOST_WAITING])
+        pressure = self._pressure(rule, running, len(queue.arrival_s), now_s)
+        return plan_prefill(rule, queue, len(running), now_s, pressure)
+
+    def _rule_for(self, most_tokens: int) -> PrefillConfig:
+        if self._rule is None or self._rule.chunk_tokens != most_tokens:
+            self._sizes = np.unique(np.linspace(1, most_tokens, 128).astype(np.int64))
+            self._raw_s = np.maximum.accumulate(self._predicted_s(self._sizes))
+            self._rule = PrefillConfig(
+                chunk_tokens=most_tokens,
+                order="deadline",
+                pacing="slack",
+                least_tokens=max(SMALLEST, least_chunk(self._sizes, self._raw_s)),
+                most_decodes=self._interval,
+                patience_s=self._patience_s,
+                gate=self._gate,
+            )
+        return self._rule
+
+    def _pressure(
+        self, rule: PrefillConfig, running: Sequence[Any], n_waiting: int, now_s: float
+    ) -> Pressure:
+        pairs = [(r, self._states.get(r.kv.req_pool_idx)) for r in running]
+        known = [(r, s) for r, s in pairs if s is not None and s.rid == r.rid]
+        states = [s for _, s in known]
+        batch = running_batch([r for r, _ in known], states, np.zeros(len(known), np.int64), 0)
+        pace = np.array([self._pace.get(s.rid, self._mean_pace) for s in states])
+        period_s = self._period_s or self._latency.iteration_s(len(running), 0, 1, len(running))
+        slack = stall_slack(batch, now_s, pace, period_s, rule.horizon_tokens)
+        seconds = np.maximum(self._cost.slope * self._raw_s + self._cost.offset, 1e-6)
+        room = None
+        if self._gate is not None and known:
+            usual, cycle_s = np.full(len(known), self._mean_pace), self._cycle_s or period_s
+            slos = batch.tpot_slo_s
+            room = predicted_room(self._latency, slos, usual, cycle_s, self._verified, n_waiting)
+        return Pressure(slack, period_s, self._sizes, seconds, self._decodes, self._spent_s, room)
+
+    def _waiting(self, started: Any | None, waiting: Sequence[Any]) -> WaitingBatch:
+        reqs = list(waiting) if started is None else [started, *waiting]
+        aims = [self._aim(r) for r in reqs]
+        left = [_prompt_left(r, r is started) for r in reqs]
+        return WaitingBatch(
+            arrival_s=np.array([a for a, _ in aims]),
+            ttft_slo_s=np.array([t for _, t in aims]),
+            prompt_left=np.array(left, np.int64),
+            started=np.array([r is started for r in reqs]),
+        )
+
+    def _aim(self, req: Any) -> tuple[float, float]:
+        """Arrival and TTFT SLO, seconds."""
+        if (found := self._aims.get(req)) is None:
+            times = req.time_stats
+            arrival_s = times.created_time or times.scheduler_recv_time or times.wait_queue_entry_time
+            found = self._aims[req] = (arrival_s, self._ledger.slo(req)[2])
+        return found
+
+
+def _prompt_left(req: Any, started: bool) -> int:
+    if started:
+        return max(1, len(req.full_untruncated_fill_ids) - req.prefix_len)
+    tokens = len(req.origin_input_ids) + len(req.output_ids)
+    return max(1, tokens - req.num_matched_prefix_tokens)
+
+
+def _moved(mean: float, value: float) -> float:
+    return 0.9 * mean + 0.1 * value if mean else value

@@ -1,0 +1,1 @@
+"""Candidate trees: their shape, their attention layout, their verification."""

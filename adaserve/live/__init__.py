@@ -1,1 +1,0 @@
-"""The live view: what the server counts, the snapshot made of it, and the page that shows it."""

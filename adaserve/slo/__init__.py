@@ -1,0 +1,1 @@
+"""What a request asks for and what it got: classes, traces, metrics, books, the live page."""

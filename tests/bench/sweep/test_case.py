@@ -1,0 +1,86 @@
+"""One case with the real load generator, against a server with known timing: to its end, and cut off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adaserve.bench.sweep.measure import Traffic, run_case
+from adaserve.bench.sweep.plan import Case, Point
+from adaserve.bench.sweep.store import Store
+from adaserve.slo.trace import Trace, TraceRow, write_jsonl
+from tests.loadgen.fake_server import Fake, running_fake
+
+CASE = Case(Point(0.5), "none", 0)
+N = 8
+
+
+def server(fake: Fake) -> Any:
+    def report() -> dict[str, Any]:
+        raise KeyError("adaserve")  # as SGLang without AdaServe
+
+    return SimpleNamespace(url=fake.url, report=report)
+
+
+def traffic(folder: Path, seconds: float = 1.0) -> Traffic:
+    names = ("coding", "chat")
+    rows = tuple(
+        TraceRow(round(seconds * k / N, 6), 9, 21, slo_class=names[k % 2], text=f"prompt {k}")
+        for k in range(N)
+    )
+    path = folder / "schedule.jsonl"
+    write_jsonl(rows, path)
+    slos = {"coding": 100.0, "chat": 1.0}
+    return Traffic(path, rows, Trace(rows).sha256, slos, {"coding": 0.0, "chat": 0.7}, seconds)
+
+
+def test_a_case_is_what_its_clients_saw(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with running_fake(first_ms=50.0, token_ms=20.0) as fake:
+        line = run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work", store.records_path(CASE.id))
+        sent = fake.log()
+    assert line["status"] == "ok" and line["error"] is None and line["server"] is None
+    assert line["all"]["completed"] == N and line["all"]["total_output_tokens"] == 21 * N
+    assert line["classes"]["coding"]["slo_attainment"] == 1.0, "20 ms per token, 100 allowed"
+    assert line["classes"]["chat"]["slo_attainment"] == 0.0, "1 allowed"
+    assert line["all"]["mean_tpot_ms"] >= 19.5
+    assert {e["body"]["text"] for e in sent} == {f"prompt {k}" for k in range(N)}
+    by_class = {e["headers"]["x-slo-class"]: e for e in sent}
+    assert float(by_class["coding"]["headers"]["x-slo-tpot-ms"]) == 100.0
+    assert by_class["chat"]["body"]["sampling_params"]["temperature"] == 0.7
+    assert all(e["body"]["sampling_params"]["ignore_eos"] for e in sent)
+    assert len(store.records(CASE.id)) == N
+    assert not (tmp_path / "work").exists(), "what is condensed is not kept twice"
+
+
+def test_a_case_that_does_not_end_is_cut_off_and_its_requests_are_violations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Traffic, "limit_s", property(lambda _: 12.0))
+    start_s = time.monotonic()
+    with running_fake(first_ms=50.0, token_ms=5000.0) as fake:
+        line = run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work", tmp_path / "r.jsonl.gz")
+    assert time.monotonic() - start_s < 60
+    assert line["status"] == "timeout" and "12 s" in line["error"]
+    assert line["all"]["requests"] == N and line["all"]["attained"] == 0 == line["all"]["completed"]
+
+
+def test_ctrl_c_is_no_result(tmp_path: Path) -> None:
+    with running_fake(first_ms=50.0, token_ms=5000.0) as fake:
+
+        def press_when_it_runs() -> None:
+            while not fake.state()["log"]:
+                time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=press_when_it_runs, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work", tmp_path / "r.jsonl.gz")
+    assert not (tmp_path / "r.jsonl.gz").exists()

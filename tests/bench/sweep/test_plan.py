@@ -1,0 +1,178 @@
+"""Which cases a sweep has, in which order, and how it is continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from adaserve.bench.sweep.commands import Options, plan_of, server_of, server_settings
+from adaserve.bench.sweep.host import StockSpec
+from adaserve.bench.sweep.plan import (
+    ALL_POLICIES,
+    STOCK,
+    Case,
+    Point,
+    SweepError,
+    SweepPlan,
+    default_policy,
+    slo_aware,
+)
+from adaserve.bench.sweep.store import Store, merged
+from adaserve.server import ServerSpec
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        Point(0.45),
+        Point(1.0, urgent=0.3),
+        Point(0.6, scale=0.8),
+        Point(0.6, 0.9, 1.4, True),
+        Point(0.15, peaks=True),
+    ],
+)
+def test_a_points_name_says_all_of_it(point: Point) -> None:
+    assert Point.parse(point.id) == point
+
+
+def test_axes_share_the_point_that_they_have_in_common() -> None:
+    plan = SweepPlan()
+    base = Point(plan.at)
+    for axis, x in (("load", plan.at), ("share", 0.6), ("scale", 1.2)):
+        assert dict(plan.points(axis))[x] == base
+    cases = plan.cases()
+    assert len(cases) == len(set(cases)) == len({c.id for c in cases})
+
+
+def test_a_file_of_classes_decides_the_urgent_slo_so_no_value_is_taken_for_it() -> None:
+    plan = SweepPlan(slo_config="classes.yaml")
+    assert dict(plan.points("scale"))[1.2].scale == 1.2
+    assert dict(plan.points("share"))[0.6].urgent == 0.6
+
+
+def test_policies_of_a_point_run_one_after_another_in_an_order_of_their_own() -> None:
+    plan = SweepPlan(axes=("load",), seeds=(0, 1))
+    groups: list[tuple[Point, int]] = []
+    orders = []
+    for case in plan.cases():
+        key = (case.point, case.seed)
+        if not groups or groups[-1] != key:
+            groups.append(key)
+            orders.append([])
+        orders[-1].append(case.policy)
+    assert len(groups) == len(set(groups)) == 2 * len(plan.loads), "a point was left and taken up again"
+    assert all(sorted(o) == sorted(plan.policies) for o in orders)
+    assert len({tuple(o) for o in orders}) > 1
+    assert [seed for _, seed in groups] == [0] * len(plan.loads) + [1] * len(plan.loads)
+    assert groups[0][0].load == max(plan.loads), "the point that is judged comes first"
+
+
+def test_baselines_are_the_policies_that_know_no_slo() -> None:
+    aware = [p for p in ALL_POLICIES if slo_aware(p)]
+    assert aware == ["adaserve-v1", "adaserve", "priced"]
+    assert default_policy() in aware, "the default policy is judged against the others"
+
+
+def test_defaults_take_about_an_hour() -> None:
+    from adaserve.bench.sweep.commands import minutes_of
+
+    assert 40 < minutes_of(SweepPlan()) < 70
+
+
+def test_plain_sglang_is_compared_at_the_ends_of_the_load_axis() -> None:
+    plan = SweepPlan(loads=(0.2, 0.4, 0.6))
+    assert [(c.point.load, c.policy) for c in plan.check_cases()] == [(0.2, STOCK), (0.6, STOCK)]
+    assert SweepPlan(check_plain=False).check_cases() == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("axes", ("load", "depth")),
+        ("loads", (0.0,)),
+        ("shares", (1.2,)),
+        ("seeds", ()),
+        ("seconds", 0.0),
+        ("at", 0.0),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(field: str, value: object) -> None:
+    with pytest.raises(SweepError):
+        SweepPlan(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_plan_comes_back_from_its_file() -> None:
+    plan = SweepPlan(axes=("load", "peaks"), seeds=(3, 4), trace="a.jsonl", temperature=0.0)
+    assert SweepPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_sweep_may_grow_but_its_traffic_may_not_change() -> None:
+    old = SweepPlan(loads=(0.3, 0.6), seeds=(0,), policies=("none", "priced"))
+    new = merged(old, {"loads": (0.6, 0.9), "seeds": (1,), "policies": ("chain-4",)})
+    assert new.loads == (0.3, 0.6, 0.9) and new.seeds == (0, 1)
+    assert new.policies == ("none", "priced", "chain-4")
+    assert set(old.cases()) <= set(new.cases())
+    assert merged(old, {"seconds": old.seconds}) == old
+    for given in ({"seconds": 5.0}, {"trace": "x.jsonl"}, {"at": 0.9}):
+        with pytest.raises(SweepError, match="--out"):
+            merged(old, given)
+
+
+def test_flags_beat_quick_and_policies_hold_on_every_axis(tmp_path: Path) -> None:
+    store = Store(tmp_path / "new")
+    plan = plan_of(Options({"policies": ("none", "chain-2"), "seconds": 4.0}, quick=True), store)
+    assert plan.side_policies == ("none", "chain-2") and plan.seconds == 4.0 and "peaks" in plan.axes
+    assert plan_of(Options({"loads": (0.2, 0.5, 0.8)}), store).at == 0.5
+
+
+def test_the_server_drafts_as_deep_as_the_longest_chain() -> None:
+    plan = SweepPlan(policies=("none", "chain-7"), side_policies=("none",))
+    settings = {"server": {}, "config": {"max_depth": 3}}
+    assert server_of(settings, plan).config.max_depth == 7
+    with pytest.raises(ValueError, match="unknown policy"):
+        server_of(settings, SweepPlan(policies=("none", "chian-4")))
+
+
+def test_stock_sglang_is_the_same_server_less_speculation() -> None:
+    spec = ServerSpec(model="target", draft="draft", port=1234, extra=("--max-running-requests", "8"))
+    ours = spec.command()
+    stock = StockSpec(**{name: getattr(spec, name) for name in ServerSpec.__dataclass_fields__}).command()
+    gone = ["--speculative-draft-model-path", "draft", "--speculative-algorithm", "ADASERVE"]
+    assert sorted([*stock, *gone]) == sorted(ours) and "ADASERVE" not in stock
+
+
+def test_a_sweep_goes_on_with_the_server_that_it_was_begun_with(tmp_path: Path) -> None:
+    store = Store(tmp_path / "sweep")
+    begun = server_settings(Options({}, server={"size": "12M", "model": None}, config={"budget": 9}), store)
+    store.create()
+    store.write_head({"plan": SweepPlan().to_json(), "server_settings": begun})
+    again = server_settings(Options({}, server={"size": None, "model": None}, config={"budget": None}), store)
+    assert again == {"server": {"size": "12M"}, "config": {"budget": 9}}
+
+
+def test_finished_cases_are_not_run_again_and_failed_ones_are(tmp_path: Path) -> None:
+    store = Store(tmp_path / "sweep")
+    store.create()
+    cases = [Case(Point(0.3), "none", seed) for seed in range(4)]
+    for case, status in zip(cases, ("ok", "failed", "timeout", "failed"), strict=True):
+        store.add({"id": case.id, "status": status})
+    store.add({"id": cases[3].id, "status": "ok"})  # a second attempt
+    assert set(store.finished()) == {cases[0].id, cases[2].id, cases[3].id}
+
+
+def test_a_line_that_was_cut_off_costs_its_own_case_only(tmp_path: Path) -> None:
+    store = Store(tmp_path / "sweep")
+    store.create()
+    store.add({"id": "a", "status": "ok"})
+    with open(store.folder / "cases.jsonl", "a") as f:
+        f.write('{"id": "b", "sta')
+    store.add({"id": "c", "status": "ok"})
+    assert set(store.cases()) == {"a", "c"}
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("x")
+    with pytest.raises(SweepError, match="another folder"):
+        Store(tmp_path).create()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["precious.txt"]

@@ -1,0 +1,242 @@
+"""From records to figures: aggregation, comparisons, verdicts, tables, pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from adaserve.bench.sweep.aggregate import Comparison, Interval, Results
+from adaserve.bench.sweep.claims import BEGIN, END, fill_readme, simulated
+from adaserve.bench.sweep.measure import server_figures, settled
+from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
+from adaserve.bench.sweep.report import summary, write_all
+from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.trace import TraceRow
+from tests.bench.sweep.factories import SLO_MS, finished_sweep, request
+
+PLAN = SweepPlan(
+    policies=("none", "chain-4", "adaserve", "priced"), side_policies=("none", "priced"), loads=(0.3, 0.6),
+    at=0.6, seeds=(0, 1), seconds=20.0,
+)  # fmt: skip
+
+
+def tpot_ms(case: Case, i: int) -> float:
+    """priced misses every tenth request, adaserve every fifth, chain-4 half, the others all urgent ones."""
+    every = {"priced": 10, "adaserve": 5, "chain-4": 2}.get(case.policy, 1)
+    return 13.0 if i % every == 0 else 9.0
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    return finished_sweep(tmp_path_factory.mktemp("sweeps") / "sweep", PLAN, tpot_ms)
+
+
+def test_attainment_and_goodput_are_those_of_the_records(store) -> None:  # type: ignore[no-untyped-def]
+    outcome = Results(store).get(Point(0.6), "chain-4")
+    assert outcome is not None
+    records = [r for seed in (0, 1) for r in store.records(f"load0.60.chain-4.s{seed}")]
+    met = [r for r in records if r.attained]
+    assert outcome.attainment().value == pytest.approx(len(met) / len(records))
+    duration_s = sum(c["duration_s"] for c in outcome.cases)
+    assert outcome.goodput().value == pytest.approx(sum(r.output_tokens for r in met) / duration_s)
+    low, high = outcome.attainment().low, outcome.attainment().high
+    assert low < outcome.attainment().value < high
+
+
+def test_a_policy_is_compared_with_the_best_baseline_and_not_with_its_like(store) -> None:  # type: ignore[no-untyped-def]
+    results = Results(store)
+    c = results.against_baselines(Point(0.6), "priced")
+    assert c is not None and c.rival == "chain-4", "adaserve is better, but it knows SLOs"
+    mine, theirs = (results.get(Point(0.6), n) for n in ("priced", "chain-4"))
+    assert mine is not None and theirs is not None
+    a, b = mine.attainment().value, theirs.attainment().value
+    assert c.points.value == pytest.approx(100 * (a - b)) and c.points.low > 0
+    assert c.violations.value == pytest.approx((1 - b) / (1 - a))
+    assert c.goodput.value == pytest.approx(mine.goodput().value / theirs.goodput().value)
+    assert c.verdict == "better"
+    published = results.against(Point(0.6), "priced", "adaserve")
+    assert published is not None and published.violations.value > 1
+
+
+def test_equal_outcomes_differ_by_exactly_nothing(tmp_path: Path) -> None:
+    same = finished_sweep(tmp_path / "same", PLAN, lambda _, i: 13.0 if i % 3 else 9.0)
+    c = Results(same).against_baselines(Point(0.3), "priced")
+    assert c is not None and c.verdict == "equal"
+    assert (c.points.value, c.points.low, c.points.high) == (0, 0, 0)
+    assert c.violations.value == c.goodput.value == 1.0
+
+
+def test_no_violation_left_is_said_and_not_divided_by(tmp_path: Path) -> None:
+    perfect = finished_sweep(
+        tmp_path / "p", PLAN, lambda c, i: 9.0 if c.policy == "priced" else tpot_ms(c, i)
+    )
+    results = Results(perfect)
+    c = results.against_baselines(Point(0.3), "priced")
+    assert c is not None and math.isinf(c.violations.value)
+    json.loads(json.dumps(summary(results), allow_nan=False))
+
+
+@pytest.mark.parametrize(
+    ("points", "verdict"),
+    [((4, 1, 7), "better"), ((4, -1, 9), "unclear"), ((1, -2, 4), "equal"), ((-1.4, -4, 2), "equal"),
+     ((-3, -6, 0), "unclear"), ((-3, -5, -2), "below")],
+)  # fmt: skip
+def test_verdicts(points: tuple[float, float, float], verdict: str) -> None:
+    one = Interval(1, 1, 1)
+    assert Comparison("a", "b", Interval(*points), one, one).verdict == verdict
+
+
+def test_only_seeds_that_both_have_are_compared(tmp_path: Path) -> None:
+    store = finished_sweep(tmp_path / "s", replace(PLAN, seeds=(0,)), tpot_ms)
+    store.write_head({**store.head(), "plan": PLAN.to_json()})
+    extra = Case(Point(0.6), "priced", 1)
+    from adaserve.bench.sweep.measure import write_records
+    from tests.bench.sweep.factories import case_line
+
+    records = [request(i, i / 3, "coding", 99.0) for i in range(60)]
+    write_records(store.records_path(extra.id), records)
+    store.add(case_line(extra, records))
+    c = Results(store).against_baselines(Point(0.6), "priced")
+    assert c is not None and c.points.value > 0, "the bad seed has no counterpart"
+
+
+def test_what_the_plugin_costs_is_the_median_of_paired_rounds(tmp_path: Path) -> None:
+    store = finished_sweep(tmp_path / "s", PLAN, tpot_ms)
+    assert Results(store).idle("tpot_ms") is None
+    # The third round fell into a slow minute, which both servers had.
+    times = {"none": [10.0, 11.0, 30.0], "sglang": [10.0, 10.0, 24.0]}
+    rounds = {name: {"tpot_ms": v, "saturated_rps": v} for name, v in times.items()}
+    store.write_head({**store.head(), "idle_rounds": rounds})
+    idle = Results(store).idle("tpot_ms")
+    assert idle is not None
+    assert idle[:2] == (11.0, 10.0) and idle[2].value == pytest.approx(1.1)
+    assert idle[2].low == pytest.approx(1.0) and idle[2].high == pytest.approx(1.25)
+    write_all(store, None, Console(quiet=True))
+    assert (
+        "| one request, ms per token | 11.00 | 10.00 | 1.10x [1.00, 1.25] |"
+        in (store.folder / "README.md").read_text()
+    )
+
+
+def test_everything_is_written_again_from_the_records(store) -> None:  # type: ignore[no-untyped-def]
+    written = write_all(store, None, Console(quiet=True))
+    pictures = [w for w in written if w.endswith(".png")]
+    assert set(pictures) == {
+        "attainment-load.png", "attainment-share.png", "attainment-scale.png", "violations-load.png",
+        "accepted-tokens.png", "peaks.png", "time-breakdown.png", "ablation.png",
+    }  # fmt: skip
+    page = (store.folder / "README.md").read_text()
+    for name in pictures:
+        data = (store.folder / name).read_bytes()
+        assert data.startswith(b"\x89PNG") and len(data) > 5000
+        assert f"]({name})" in page
+    assert "adaserve bench sweep --seconds 20" in page, "the exact command"
+    assert "chain-4" in page and "better" in page
+    before = {p.name: p.read_bytes() for p in store.folder.iterdir() if p.is_file()}
+    write_all(store, None, Console(quiet=True))
+    assert before == {p.name: p.read_bytes() for p in store.folder.iterdir() if p.is_file()}
+
+
+def test_a_sweep_that_has_hardly_begun_can_be_drawn(tmp_path: Path) -> None:
+    plan = replace(PLAN, seeds=(0,), axes=("load",))
+    store = finished_sweep(tmp_path / "s", plan, tpot_ms)
+    lines = (store.folder / "cases.jsonl").read_text().splitlines()
+    (store.folder / "cases.jsonl").write_text(lines[0] + "\n")
+    assert "README.md" in write_all(store, None, Console(quiet=True))
+    assert "1 of " in (store.folder / "README.md").read_text()
+
+
+def test_the_table_of_claims_is_put_between_its_marks(store, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "README.md"
+    path.write_text(f"# before\n{BEGIN}\nstale\n{END}\nafter\n")
+    runs = tmp_path / "2026-01-01-simulation" / "paper"
+    runs.mkdir(parents=True)
+    cells = {"priced": 0.05, "adaserve": 0.1, "chain-4": 0.2, "none": 0.6, "clairvoyant": 0.01}
+    line = {"workload": "w", "token_goodput": 10.0, "accept_length": 2.0}
+    (runs / "runs.jsonl").write_text(
+        "".join(json.dumps({**line, "policy": p, "violations": v}) + "\n" for p, v in cells.items())
+    )
+    assert len(simulated(tmp_path)) == 5
+    fill_readme(path, Results(store))
+    text = path.read_text()
+    assert text.startswith("# before\n") and text.endswith("after\n") and "stale" not in text
+    rows = {
+        r.split("|")[1].strip(): [c.strip() for c in r.split("|")[2:5]]
+        for r in text.splitlines()
+        if r.startswith("|")
+    }
+    ours = rows["Fewer SLO violations than the best baseline, largest ratio"]
+    assert ours[0].startswith("up to 4.3x") and "4.00x" in ours[1] and ours[2].endswith(")")
+    assert rows["Our policy against the published rules: fewer violations"][1].startswith("2.00x")
+    assert rows["Violations at the limit"][1] == "`priced` 5.0%, told every outcome 1.0% (w)"
+    fill_readme(path, Results(store))
+    assert path.read_text() == text
+    (tmp_path / "bare.md").write_text("nothing")
+    with pytest.raises(SweepError, match="sweep: begin"):
+        fill_readme(tmp_path / "bare.md", Results(store))
+
+
+def test_requests_that_were_not_answered_are_violations() -> None:
+    rows = [TraceRow(float(k), 10, 41, slo_class="coding") for k in range(3)]
+    cut_off = request(1, 1.0, "coding", 5.0)
+    cut_off.error = "interrupted"
+    found = settled([request(0, 0.0, "coding", 5.0), cut_off], rows, SLO_MS)
+    assert [r.attained for r in found] == [True, False, False]
+    assert all(r.judged for r in found), "the client hung up, but because nobody answered"
+    assert [r.error is None for r in found] == [True, False, False]
+
+
+def report(iterations: int, buckets: list[tuple[int, int, float]], now_s: float) -> dict[str, object]:
+    return {
+        "times": {"decode_s": 0.7 * iterations, "prefill_s": 0.5 * iterations, "iterations": iterations,
+                  "target_s": 0.4 * iterations, "draft_s": 0.05 * iterations},
+        "stats": {
+            "now": now_s,
+            "bucket_s": 2.0,
+            "buckets": [
+                {
+                    "key": key,
+                    "iterations": n,
+                    "sums": {"running": 2.0 * n, "new_tokens": tokens, "verify_tokens": 8.0 * n,
+                             "depth": 3.0 * n, "draft_s": 0.1 * n, "select_s": 0.01 * n,
+                             "verify_s": 0.5 * n, "total_s": 0.7 * n},
+                }
+                for key, n, tokens in buckets
+            ],
+        },
+    }  # fmt: skip
+
+
+def test_the_servers_counters_are_taken_between_two_reports() -> None:
+    # Bucket 10 was half full when the case began; bucket 9 is older.
+    before = report(14, [(9, 10, 20.0), (10, 4, 8.0)], now_s=21.0)
+    after = report(44, [(9, 10, 20.0), (10, 14, 48.0), (11, 20, 80.0)], now_s=24.0)
+    found = server_figures(before, after)
+    assert found is not None
+    assert found["iterations"] == found["counted_iterations"] == 30
+    assert found["tokens_per_verification"] == pytest.approx(120 / 60)
+    assert found["tree_nodes"] == pytest.approx(3.0) and found["depth"] == pytest.approx(3.0)
+    seconds = found["seconds"]
+    assert seconds["draft"] == pytest.approx(1.5) and seconds["verify"] == pytest.approx(12.0)
+    assert seconds["select"] == pytest.approx(0.3) and seconds["other"] == pytest.approx(30 * 0.24)
+    assert found["phases"] == pytest.approx({"draft": 3.0, "select": 0.3, "verify": 15.0})
+    assert seconds["prefill"] == pytest.approx(15.0)
+    assert server_figures(None, after) is None
+
+
+def test_records_survive_being_packed(tmp_path: Path) -> None:
+    from adaserve.bench.sweep.measure import write_records
+    from adaserve.bench.sweep.store import Store
+
+    store = Store(tmp_path)
+    (tmp_path / "records").mkdir()
+    records = [replace(request(0, 0.5, "chat", 7.0), itl_ms=[1.0, 2.0]), request(1, 0.7, "coding", 14.0)]
+    write_records(store.records_path("x"), records)
+    back: list[RequestRecord] = store.records("x")
+    assert [r.attained for r in back] == [True, False] and len(back[0].itl_ms) == 0
+    assert back[0].tpot_s == pytest.approx(0.007)

@@ -1,0 +1,127 @@
+"""What the device path uses of SGLang and FlashInfer, whose kernels no test can run without a GPU."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+SGLANG = "sglang.srt"
+MEMBERS = [
+    f"{SGLANG}.distributed.parallel_state.graph_capture",
+    f"{SGLANG}.model_executor.runner_utils.pool.get_or_create_global_graph_memory_pool",
+    f"{SGLANG}.model_executor.runner_utils.pool.get_or_create_global_graph_capture_stream",
+    f"{SGLANG}.model_executor.runner_utils.capture_mode.model_capture_mode",
+    f"{SGLANG}.model_executor.forward_context.forward_context",
+    f"{SGLANG}.model_executor.forward_batch_info.ForwardMode.TARGET_VERIFY",
+    f"{SGLANG}.layers.attention.base_attn_backend.AttentionBackend.forward",
+    f"{SGLANG}.runtime_context.get_model",
+    f"{SGLANG}.runtime_context.get_parallel",
+    f"{SGLANG}.configs.model_config.ModelConfig.get_num_kv_heads",
+    "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer",
+    "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.run",
+]
+PARAMETERS = {
+    "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.__init__": {
+        "float_workspace_buffer", "kv_layout", "use_cuda_graph", "qo_indptr_buf", "paged_kv_indptr_buf",
+        "paged_kv_indices_buf", "paged_kv_last_page_len_buf", "custom_mask_buf", "mask_indptr_buf", "backend",
+    },
+    "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.plan": {
+        "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads",
+        "num_kv_heads", "head_dim_qk", "page_size", "sm_scale", "q_data_type", "kv_data_type", "non_blocking",
+    },
+    f"{SGLANG}.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": {"kvc"},
+    f"{SGLANG}.distributed.parallel_state.graph_capture": {"stream"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_member(name: str) -> None:
+    pkgutil.resolve_name(name)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters(name: str) -> None:
+    assert PARAMETERS[name] <= set(inspect.signature(pkgutil.resolve_name(name)).parameters)
+
+
+def test_the_planner_leaves_mask_and_slots_to_us() -> None:
+    """In graph mode, without a mask argument, ``plan`` keeps the buffers, and ``run`` uses the mask's."""
+    wrapper = pkgutil.resolve_name("flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper")
+    source = inspect.getsource(wrapper)
+    assert "if self._custom_mask_buf is not None or self._variant_owns_mask:" in source
+    assert (
+        "if custom_mask is not None or packed_custom_mask is not None:\n            mask_indptr =" in source
+    )
+
+
+def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaserve.algorithm import AdaServeAlgorithm
+    from adaserve.patches import kv_sizing
+
+    draft = SimpleNamespace(num_hidden_layers=16, head_dim=64, get_num_kv_heads=lambda tp, dcp: 8 // tp)
+    monkeypatch.setattr(kv_sizing, "_draft_config", lambda args: draft)
+    parallel = SimpleNamespace(attn_tp_size=2, attn_dcp_size=1)
+    monkeypatch.setattr(f"{SGLANG}.runtime_context.get_parallel", lambda: parallel)
+
+    def sized(**over: Any) -> Any:
+        algorithm = AdaServeAlgorithm.__new__(AdaServeAlgorithm)
+        values = {"is_draft_worker": False, "spec_algorithm": algorithm, "server_args": None,
+                  "kv_cache_dtype": torch.bfloat16, "device": "cuda"}  # fmt: skip
+        configurator = SimpleNamespace(_cell_size=1000, _fixed_overhead_bytes=5)
+        kv_sizing._count_draft(None, configurator, SimpleNamespace(**values | over))
+        return configurator
+
+    # Keys and values, 16 layers, 4 of 8 heads on this rank, 64 wide, 2 bytes.
+    assert sized()._cell_size == 1000 + 2 * 16 * 4 * 64 * 2
+    assert sized()._fixed_overhead_bytes == 5 + kv_sizing.DEVICE_RESERVE_BYTES
+    assert sized(device="cpu")._fixed_overhead_bytes == 5
+    assert sized(is_draft_worker=True)._cell_size == sized(spec_algorithm=object())._cell_size == 1000
+
+
+def test_sglang_leaves_decode_graphs_to_us() -> None:
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+    from adaserve.algorithm import leave_decode_graphs_to_us
+
+    given = CudaGraphConfig(decode=PhaseConfig(backend="full"), prefill=PhaseConfig(backend="disabled"))
+    args = SimpleNamespace(cuda_graph_config=given)
+    leave_decode_graphs_to_us(args)
+    assert args.cuda_graph_config.decode.backend == "disabled"
+    assert given.decode.backend == "full", "the user's own object must stay as it was"
+
+
+def test_which_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaserve.algorithm import DEVICE_WORKER_ENV, on_device
+
+    monkeypatch.delenv(DEVICE_WORKER_ENV, raising=False)
+    assert on_device(SimpleNamespace(device="cuda")) and not on_device(SimpleNamespace(device="cpu"))
+    monkeypatch.setenv(DEVICE_WORKER_ENV, "1")
+    assert on_device(SimpleNamespace(device="cpu"))
+
+
+def test_a_draft_may_pad_its_vocabulary_less() -> None:
+    from adaserve.engine.sources.draft_model import require_common_vocabulary
+
+    class Tokenizer:
+        def __len__(self) -> int:
+            return 150
+
+        def get_vocab(self) -> dict[str, int]:
+            return {f"t{i}": i for i in range(150)}
+
+    def worker(size: int, device: str = "cuda") -> Any:
+        config = SimpleNamespace(vocab_size=size)
+        runner = SimpleNamespace(model_config=config, device=device)
+        return SimpleNamespace(model_runner=runner, tokenizer=Tokenizer())
+
+    require_common_vocabulary(worker(256), worker(160))
+    for target, draft in [(worker(160), worker(256)), (worker(256), worker(149))]:
+        with pytest.raises(ValueError, match="choose a draft of the same family"):
+            require_common_vocabulary(target, draft)
+    with pytest.raises(ValueError, match="choose a draft of the same family"):
+        require_common_vocabulary(worker(256, "cpu"), worker(160, "cpu"))

@@ -1,0 +1,73 @@
+"""Padded sizes, graphs by key, and copies that arrive later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adaserve.engine.device.graphs import EagerGraph, GraphTable, Tiers
+from adaserve.engine.device.setup import draft_keys
+from adaserve.engine.device.transfer import HostCopy
+from adaserve.engine.device.verify import verify_key
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 16, 64, 100, 512])
+def test_tiers_waste_little(most: int) -> None:
+    tiers = Tiers.up_to(most)
+    assert tiers.sizes[-1] == most
+    for size in range(1, most + 1):
+        padded = tiers.fit(size)
+        assert size <= padded <= most and tiers.captured(padded)
+        assert padded <= max(2 * size, 1) if size < 16 else padded <= 1.5 * size
+    assert len(tiers.sizes) <= 6 + 8 * max(1, most.bit_length() - 3), "graphs cost memory and time at start"
+
+
+def test_beyond_the_tiers() -> None:
+    tiers = Tiers((1, 2, 4))
+    assert [tiers.fit(n) for n in (5, 8, 9)] == [8, 8, 12] and not tiers.captured(8)
+
+
+@pytest.mark.parametrize("sizes", [(), (2, 1), (0, 1), (1, 1)])
+def test_odd_tiers(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="positive and rising"):
+        Tiers(sizes)
+
+
+def test_a_graph_runs_on_what_its_inputs_hold() -> None:
+    static, table, made = torch.zeros(3), GraphTable(capture=False), []
+
+    def forward() -> torch.Tensor:
+        made.append(1)
+        return static * 2
+
+    for value in (1.0, 5.0):
+        static.fill_(value)
+        assert table.get("key", forward).replay().tolist() == [2 * value] * 3
+    assert len(table) == 1 and len(made) == 2
+    assert isinstance(table.get("key", forward), EagerGraph)
+    assert table.report.to_json() == {"graphs": 0, "seconds": 0.0, "bytes": 0}
+
+
+def test_keys() -> None:
+    tiers = Tiers((1, 4))
+    keys = list(draft_keys(tiers, 3))
+    assert len(keys) == len(set(keys)) == 2 * 4 * 2, "a first step and three widths, with noise and without"
+    assert keys[0].rows == 4, "the largest first, or the smaller ones cannot reuse its memory"
+    assert verify_key(3, tiers, 64).tokens == 4 and verify_key(3, tiers, 64).rows == 5
+    assert verify_key(4, tiers, 2).rows == 3, "the requests that can be there, and one for the padding"
+
+
+def test_copies() -> None:
+    tensors = {
+        "count": torch.tensor([3, -1]),
+        "logprob": torch.tensor([[0.25, -torch.inf], [float("nan"), -1e-300]], dtype=torch.float64),
+        "keep": torch.tensor([[True, False, True]]),
+        "none": torch.zeros(2, 0, dtype=torch.int64),
+    }
+    got = HostCopy(**tensors).read()
+    assert set(got) == set(tensors)
+    for name, tensor in tensors.items():
+        assert got[name].shape == tuple(tensor.shape) and got[name].dtype == tensor.numpy().dtype
+        torch.testing.assert_close(torch.from_numpy(got[name].copy()), tensor, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(TypeError, match="float32"):
+        HostCopy(x=torch.zeros(1))

@@ -1,0 +1,61 @@
+"""The device's noise is the host's: the same hash, bit for bit, and the same numbers but for rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from adaserve import noise as host
+from adaserve.engine.device import noise
+from adaserve.engine.host.gumbel import Reading, read
+
+ROWS, VOCABULARY = noise.ROWS_AT_ONCE + 8, 5000
+
+
+def rows() -> tuple[np.ndarray, np.ndarray]:
+    """Keys of all 64 bits, the extremes too, and positions from 0 on."""
+    rng = np.random.default_rng(0)
+    keys = rng.integers(0, 1 << 64, ROWS, dtype=np.uint64)
+    keys[:3] = 0, (1 << 64) - 1, 1 << 63
+    positions = rng.integers(0, 1 << 17, ROWS)
+    positions[:5] = 0, 0, 7, 7, 1 << 31
+    return keys, positions
+
+
+def on_device(keys: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(keys.view(np.int64))
+
+
+def test_the_hosts_numbers() -> None:
+    keys, positions = rows()
+    right = torch.from_numpy(host.gumbel(keys, positions, VOCABULARY))
+    got = noise.gumbel(on_device(keys), torch.from_numpy(positions), VOCABULARY)
+    assert got.dtype == torch.float32 and got.shape == right.shape
+    high = right > -2.0  # all that can decide a draw; below, fp32 has few numbers left to round to
+    assert high.float().mean() > 0.99
+    torch.testing.assert_close(got[high], right[high], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(got, right, rtol=0, atol=0.3)
+
+
+def test_it_is_gumbel_noise() -> None:
+    """Mean, variance and tail; and rows have nothing to do with each other."""
+    keys, positions = rows()
+    values = noise.gumbel(on_device(keys), torch.from_numpy(positions), VOCABULARY).double()
+    assert abs(float(values.mean()) - 0.5772) < 0.01 and abs(float(values.var()) - 1.6449) < 0.03
+    assert abs(float((values > 5).double().mean()) - 0.006715) < 0.001
+    off_diagonal = torch.corrcoef(values) - torch.eye(ROWS)
+    assert float(off_diagonal.abs().max()) < 0.08
+    one = torch.full((3,), 5), torch.arange(3)
+    assert float((torch.corrcoef(noise.gumbel(*one, VOCABULARY)) - torch.eye(3)).abs().max()) < 0.06
+
+
+def test_reading() -> None:
+    keys, positions = rows()
+    logits = torch.randn(ROWS, 131, generator=torch.Generator().manual_seed(0))
+    scale, spread = np.linspace(0.5, 2, ROWS, dtype=np.float32), np.zeros(ROWS, np.float32)
+    spread[::2] = 0.8
+    right = read(logits, Reading(scale, spread, keys, positions))
+    columns = (torch.from_numpy(c) for c in (scale, spread))
+    got = noise.read(logits.half().float(), *columns, on_device(keys), torch.from_numpy(positions))
+    torch.testing.assert_close(got, right, rtol=1e-3, atol=4e-3)
+    assert got.argmax(-1).tolist() == right.argmax(-1).tolist()

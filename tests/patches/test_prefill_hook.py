@@ -1,0 +1,200 @@
+"""What the prefill hook does to SGLang's scheduler, and what the pacer learns; no server."""
+
+from __future__ import annotations
+
+import math
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
+
+from adaserve.algorithm import NAME, AdaServeAlgorithm
+from adaserve.config import AdaServeConfig
+from adaserve.engine.prefill import PrefillPacer
+from adaserve.engine.state import RequestState
+from adaserve.patches.prefill_slack import _paced
+from adaserve.scheduler.latency import ForwardCost, LatencyModel
+
+NOW = 1000.0
+LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: NOW)
+
+
+class Request:
+    """The fields of SGLang's Req that are read."""
+
+    def __init__(self, rid: str, prompt: int = 200, age_s: float = 0.0, slot: int = 0) -> None:
+        self.rid, self.origin_input_ids, self.output_ids = rid, [1] * prompt, [1] * 50
+        self.num_matched_prefix_tokens = 0
+        self.time_stats = SimpleNamespace(created_time=NOW - age_s)
+        self.kv = SimpleNamespace(req_pool_idx=slot)
+        self.sampling_params = SimpleNamespace(max_new_tokens=200, top_k=1, temperature=1.0)
+        self.grammar = self.custom_logit_processor = self.to_finish = None
+        self.full_untruncated_fill_ids, self.prefix_len = [1] * prompt, 0
+
+    def finished(self) -> bool:
+        return False
+
+
+def pacer(
+    slo_s: float, config: AdaServeConfig | None = None, ttft: dict[str, float] | None = None
+) -> PrefillPacer:
+    """One request in slot 0 that decoded 50 tokens in 1.2 seconds, and is due ``slo_s`` per token."""
+    state = RequestState("r0", "coding", slo_s, NOW - 1.2, 50, generated=[1] * 51)
+    known = ttft or {}
+    ledger: Any = SimpleNamespace(slo=lambda req: ("c", math.inf, known.get(req.rid, math.inf)))
+    return PrefillPacer(config or AdaServeConfig(), LATENCY, ledger, {0: state})
+
+
+def scheduler(paced: PrefillPacer, waiting: list[Request], policy: str = "adaserve", **over: Any) -> Any:
+    fields: dict[str, Any] = {
+        "spec_algorithm": AdaServeAlgorithm(NAME, lambda _: object),
+        "draft_worker": SimpleNamespace(prefill=paced, policy=SimpleNamespace(name=policy)),
+        "chunked_req": None, "waiting_queue": waiting, "chunked_prefill_size": 256,
+        "max_prefill_tokens": 4096, "truncation_align_size": None, "enable_priority_scheduling": False,
+        "policy": SimpleNamespace(policy=CacheAgnosticPolicy.FCFS), "_reqs_finishing_inflight": lambda _: [],
+        "token_to_kv_pool_allocator": SimpleNamespace(available_size=lambda: 1000),
+        "tree_cache": SimpleNamespace(evictable_size=lambda: 0),
+    }  # fmt: skip
+    return SimpleNamespace(**{**fields, **over})
+
+
+RUNNING = SimpleNamespace(
+    reqs=[Request("r0")],
+    batch_is_full=False,
+    is_prefill_only=False,
+    new_tokens_required_next_decode=lambda: 20,
+)
+
+
+def step(sched: Any, running: Any = RUNNING) -> int | None:
+    """The chunk size that SGLang's own function sees; None when it is not called."""
+    seen: list[int] = []
+    plan = _paced(lambda s, _: seen.append(s.chunked_prefill_size), sched, running)
+    assert sched.chunked_prefill_size == 256, "the changed chunk size outlived the step"
+    assert bool(seen) == (plan is None)
+    return seen[0] if seen else None
+
+
+def test_tight_requests_defer_and_bound_the_chunk() -> None:
+    assert step(scheduler(pacer(0.018), [Request("w")])) is None  # no slack: decode first
+    some = step(scheduler(pacer(0.022), [Request("w")]))
+    assert some is not None and 16 <= some < 200
+    assert step(scheduler(pacer(1.0), [Request("w")])) == 256  # a second of slack and more
+
+
+def test_the_interval_bounds_the_wait() -> None:
+    tight = pacer(0.018, AdaServeConfig(prefill_interval=2))
+    sched = scheduler(tight, [Request("w")])
+    assert step(sched) is None
+    tight._decodes = 2
+    assert step(sched) is not None
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"spec_algorithm": SimpleNamespace()},
+        {"policy_name": "none"},
+        {"mode": "exclusive"},
+        {"waiting": []},
+        {"empty": True},
+        {"started": 990},  # of 1000 free slots, which decoding would take 20 of
+    ],
+)
+def test_left_to_sglang(over: dict[str, Any]) -> None:
+    """Other algorithms, plain decoding, the switch, an empty queue, nobody decoding, too little memory."""
+    paced = pacer(0.018, AdaServeConfig(prefill=over.get("mode")))
+    sched = scheduler(paced, over.get("waiting", [Request("w")]), over.get("policy_name", "adaserve"))
+    if "spec_algorithm" in over:
+        sched.spec_algorithm = over["spec_algorithm"]
+    if "started" in over:
+        sched.chunked_req = Request("c", over["started"])
+    running = SimpleNamespace(**{**vars(RUNNING), "reqs": []}) if over.get("empty") else RUNNING
+    assert step(sched, running) == 256
+
+
+def test_a_started_prompt_with_memory_to_spare_is_paced() -> None:
+    assert step(scheduler(pacer(0.018), [], chunked_req=Request("c", 900))) is None
+
+
+def test_none_is_paced_when_asked() -> None:
+    assert step(scheduler(pacer(0.018, AdaServeConfig(prefill="slack")), [Request("w")], "none")) is None
+
+
+def test_the_chunk_size_comes_back_after_an_error() -> None:
+    sched = scheduler(pacer(0.022), [Request("w")])
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        _paced(fails, sched, RUNNING)
+    assert sched.chunked_prefill_size == 256
+
+
+def test_stated_ttft_first_otherwise_in_order() -> None:
+    queue = [Request("old", age_s=0.4), Request("new", age_s=0.1), Request("urgent")]
+    sched = scheduler(pacer(1.0), list(queue))
+    step(sched)
+    assert sched.waiting_queue == queue
+    sched = scheduler(pacer(1.0, ttft={"urgent": 0.3}), list(queue))
+    step(sched)
+    assert [r.rid for r in sched.waiting_queue] == ["urgent", "old", "new"]
+    sched = scheduler(pacer(1.0, ttft={"urgent": 0.3}), list(queue), enable_priority_scheduling=True)
+    step(sched)
+    assert sched.waiting_queue == queue
+
+
+TWO = SimpleNamespace(**{**vars(RUNNING), "reqs": [Request("r0"), Request("r1", slot=1)]})
+
+
+def full(slo_s: float, **config: Any) -> PrefillPacer:
+    """Two requests that could stand still for long, in iterations of 40 ms that yield one token each."""
+    paced = pacer(slo_s, AdaServeConfig(**config))
+    paced._states[1] = RequestState("r1", "coding", slo_s, NOW - 0.1, 50, generated=[1] * 51)  # type: ignore[index]
+    paced._states[0].decode_start_s = NOW - 0.1
+    paced._period_s = paced._cycle_s = 0.040
+    return paced
+
+
+def test_prompts_wait_while_one_more_would_be_too_many() -> None:
+    queue = [Request("old", age_s=2.9), Request("new", prompt=50), Request("newer", prompt=50)]
+    sched = scheduler(full(0.042), list(queue))
+    offered: list[list[str]] = []
+    _paced(lambda s, _: offered.append([r.rid for r in s.waiting_queue]), sched, TWO)
+    assert offered == [["old"]], "its TTFT aim comes near"
+    assert sched.waiting_queue == queue, "nobody was lost"
+    held = scheduler(full(0.042), [Request("new")])
+    assert step(held, TWO) is None and len(held.waiting_queue) == 1
+    assert step(scheduler(full(0.100), [Request("new")]), TWO) is not None, "there is room"
+    assert step(scheduler(full(0.042, prefill_headroom=0.0), [Request("new")]), TWO) is not None
+
+
+def test_a_held_queue_survives_an_error() -> None:
+    queue = [Request("old", age_s=2.9), Request("new")]
+    sched = scheduler(full(0.042), list(queue))
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        _paced(fails, sched, TWO)
+    assert sched.waiting_queue == queue
+
+
+def test_what_prefills_really_cost_is_learned() -> None:
+    """Ten times slower than the profile says: chunks become smaller."""
+    slow = pacer(0.030)
+    before = step(scheduler(slow, [Request("w")]))
+    for tokens in (16, 64, 128) * 8:
+        slow.observe_prefill(tokens, 10 * (0.0105 + 0.001 * tokens))
+    slow._spent_s, slow._decodes = 0.0, slow._interval
+    after = step(scheduler(slow, [Request("w")]))
+    assert before is not None and after is not None and after < before

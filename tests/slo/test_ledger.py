@@ -1,0 +1,192 @@
+"""What the scheduler process settles when a request finishes: its times, its SLO, why it was slow."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adaserve.scheduler.interface import (
+    CandidateTrees,
+    IterationOutcome,
+    IterationPlan,
+    RunningBatch,
+    Selection,
+)
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.ledger import SLOLedger
+from adaserve.slo.stats import SLOStats
+
+BASELINE_S = 0.020
+
+
+class FINISH_ABORT:  # noqa: N801 (the ledger knows SGLang's class by its name)
+    def __init__(self, status_code: int | None = None) -> None:
+        self.status_code = status_code
+
+
+class Req:
+    """The part of SGLang's ``Req`` that the ledger reads; 11 tokens at 20 ms after a prefill at 1.0 s."""
+
+    def __init__(self, rid: str = "r", slo_class: str = "coding", **changes: Any) -> None:
+        self.rid = rid
+        self.sampling_params = SimpleNamespace(custom_params={"slo_class": slo_class})
+        self.output_ids_through_stop = list(range(11))
+        self.finished_reason: Any = None
+        self.spec_verify_ct = 4
+        self.retraction_count = 0
+        times = {
+            "created_time": 0.0,
+            "scheduler_recv_time": 0.9,
+            "wait_queue_entry_time": 0.91,
+            "prefill_finished_time": 1.0,
+            "last_prefill_finished_time": 1.0,
+            "last_decode_finish_time": 1.2,
+        }
+        times.update({k: changes.pop(k) for k in list(changes) if k in times})
+        self.time_stats = SimpleNamespace(**times)
+        for key, value in changes.items():
+            setattr(self, key, value)
+
+
+def ledger() -> SLOLedger:
+    return SLOLedger(SLOConfig(), BASELINE_S, SLOStats(SLOConfig()))
+
+
+def decode(books: SLOLedger, *reqs: Req) -> None:
+    """One iteration of plain decoding."""
+    n = len(reqs)
+    zeros, ones = np.zeros(n), np.ones(n, np.int64)
+    running = RunningBatch(
+        tuple(r.rid for r in reqs), ("coding",) * n, zeros, zeros, ones, ones, ones, ones, zeros
+    )
+    plan = IterationPlan(0, 0.0, running, zeros, 0, 0, n)
+    trees = CandidateTrees.empty(n)
+    selection = Selection(np.zeros(0, np.bool_), ones * 0, ones * 0, np.ones(n))
+    books.iteration(
+        IterationOutcome(plan, trees, selection, np.zeros(0, np.bool_), ones, 0.0, 0.0, 0.0, 0.02, 0.02)
+    )
+
+
+def counted(books: SLOLedger) -> dict[str, Any]:
+    """Sums of all buckets."""
+    total: dict[str, Any] = {"requests": 0, "failed": 0, "met": 0, "tokens": 0}
+    for bucket in books.stats.state()["buckets"]:
+        for c in bucket["classes"].values():
+            total = {k: v + c[k] for k, v in total.items()}
+    return total
+
+
+def reasons(books: SLOLedger) -> list[str]:
+    return [e["reason"] for e in books.stats.state()["slow"]]
+
+
+def test_times_are_those_of_the_answer() -> None:
+    books = ledger()
+    report = books.close(Req())
+    assert report["tpot_ms"] == pytest.approx(20) and report["ttft_ms"] == pytest.approx(100)
+    assert report["tpot_slo_ms"] == pytest.approx(24) and report["met"] is True
+    assert counted(books) == {"requests": 1, "failed": 0, "met": 1, "tokens": 11}
+
+
+def test_ttft_counts_from_the_arrival_at_the_http_process() -> None:
+    """The scheduler looked into its mailbox at 0.9 s; the request had come at 0.4 s."""
+    assert ledger().close(Req(created_time=0.4))["ttft_ms"] == pytest.approx(600)
+
+
+def test_tokens_behind_the_stop_do_not_make_a_request_faster() -> None:
+    report = ledger().close(Req(output_ids_through_stop=[1, 2, 3, 4, 5], output_ids=list(range(11))))
+    assert report["tpot_ms"] == pytest.approx(50) and report["met"] is False
+
+
+def test_a_request_that_ends_in_the_prefill_after_its_retraction() -> None:
+    """A retraction resets the decode times: the last token came with the second prefill."""
+    books = ledger()
+    late = Req(last_decode_finish_time=0.0, last_prefill_finished_time=3.0, retraction_count=1)
+    assert books.close(late)["tpot_ms"] == pytest.approx(200)
+    assert reasons(books) == ["retracted once: the KV cache was full"]
+
+
+@pytest.mark.parametrize(
+    ("status", "requests", "failed"), [(None, 0, 0), (400, 0, 0), (500, 1, 1), (503, 1, 1)]
+)
+def test_aborts(status: int | None, requests: int, failed: int) -> None:
+    """A client that leaves is nobody's miss; a request that the server gives up is one."""
+    books = ledger()
+    assert books.close(Req(finished_reason=FINISH_ABORT(status)))["met"] is False
+    assert (counted(books)["requests"], counted(books)["failed"]) == (requests, failed)
+    assert reasons(books) == ["it failed"] * failed
+
+
+def test_health_checks_are_not_traffic() -> None:
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    books = ledger()
+    books.close(Req(f"{HEALTH_CHECK_RID_PREFIX}_1700000000.5"))
+    assert counted(books)["requests"] == 0
+
+
+def test_prefills_of_others_are_named() -> None:
+    books = ledger()
+    slow, other = Req("slow", last_decode_finish_time=1.6), Req("other")
+    books.prefilled([slow], 0.2)  # its own: no stall
+    decode(books, slow)
+    books.prefilled([other], 0.3)
+    decode(books, slow, other)
+    books.prefilled([Req("late")], 5.0)  # after its last iteration: no stall of this request
+    books.close(slow)
+    assert reasons(books) == ["prefills of other requests took 300 ms of 600 ms"]
+
+
+def test_its_own_second_prefill_is_no_stall() -> None:
+    books = ledger()
+    back = Req("back", last_decode_finish_time=1.6)
+    books.prefilled([back], 0.2)
+    decode(books, back)
+    books.prefilled([back], 0.3)
+    decode(books, back)
+    books.close(back)
+    assert "prefills of other requests" not in reasons(books)[0]
+
+
+def test_a_chunked_prefill_counts_from_its_end() -> None:
+    books = ledger()
+    long = Req("long", last_decode_finish_time=1.6)
+    for _ in range(3):
+        books.prefilled([long], 0.5)
+    decode(books, long)
+    books.close(long)
+    assert "prefills of other requests" not in reasons(books)[0]
+
+
+def test_load_is_named() -> None:
+    books = ledger()
+    slow, others = Req("slow", last_decode_finish_time=1.6), [Req(f"o{k}") for k in range(7)]
+    books.prefilled([slow, *others], 0.2)
+    for _ in range(4):
+        decode(books, slow, *others)
+    books.close(slow)
+    assert reasons(books) == ["150 ms per iteration: needed 6.3 tokens in each, got 2.5, 8 running"]
+
+
+def test_queue_and_kv_use_reach_the_page() -> None:
+    books = ledger()
+    books.load(queue=3, kv_use=0.25)
+    decode(books, Req())
+    last = books.stats.state()["last"]
+    assert (last["queue"], last["kv_use"]) == (3, 0.25)
+
+
+def test_requests_that_nobody_closes_are_forgotten() -> None:
+    """SGLang drops a request that is aborted while it waits, for example after a retraction."""
+    books = ledger()
+    for k in range(50):
+        req = Req(f"r{k}")
+        books.prefilled([req], 0.01)
+        decode(books, req)
+    del req
+    gc.collect()
+    assert len(books._company) == len(books._by_rid) == 0

@@ -1,0 +1,212 @@
+"""What the scheduler process counts, and the snapshot made of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.prometheus import ServerMetrics
+from adaserve.slo.snapshot import build_snapshot
+from adaserve.slo.stats import FinishedRequest, IterationSample, SLOStats, bin_ratio, ratio_bin, slow_reason
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(**values: Any) -> FinishedRequest:
+    """40 tokens at 20 ms against an SLO of 30 ms, unless told otherwise."""
+    defaults: dict[str, Any] = {
+        "rid": "r",
+        "slo_class": "coding",
+        "tpot_slo_s": 0.030,
+        "ttft_slo_s": math.inf,
+        "ttft_s": 0.1,
+        "tpot_s": 0.020,
+        "output_tokens": 40,
+    }
+    return FinishedRequest(**(defaults | values))
+
+
+def iteration(**values: Any) -> IterationSample:
+    defaults: dict[str, Any] = {
+        "running": 4,
+        "queue": 1,
+        "depth": 3,
+        "width": 2,
+        "budget": 24,
+        "verify_tokens": 20,
+        "drafted_tokens": 24,
+        "new_tokens": 10,
+        "expected_tokens": 11.0,
+        "draft_s": 0.004,
+        "select_s": 0.001,
+        "verify_s": 0.020,
+        "total_s": 0.030,
+    }
+    return IterationSample(**(defaults | values))
+
+
+def stats(registry: CollectorRegistry | None = None) -> tuple[SLOStats, Clock]:
+    clock = Clock()
+    metrics = ServerMetrics(registry) if registry is not None else None
+    return SLOStats(SLOConfig(), metrics, clock), clock
+
+
+def test_snapshot_figures() -> None:
+    s, clock = stats()
+    s.finish(request())
+    s.finish(request(tpot_s=0.060))
+    s.finish(request(slo_class="chat", failed=True, tpot_s=None, output_tokens=0))
+    s.iteration(iteration())
+    s.iteration(iteration(new_tokens=6, depth=1))
+    clock.now += 4
+    snap = build_snapshot([json.loads(json.dumps(s.state()))], "m", "adaserve", 25.0)
+    coding, chat, _ = snap.classes
+    assert (coding.name, coding.requests, coding.attained, coding.attainment) == ("coding", 2, 1, 0.5)
+    assert coding.ratio_p50 == pytest.approx(2 / 3, rel=0.03)
+    assert coding.ratio_p99 == pytest.approx(2.0, rel=0.03)
+    assert (chat.failed, chat.attainment) == (1, 0.0)
+    assert snap.goodput_tps == pytest.approx(40 / 4) and snap.throughput_tps == pytest.approx(80 / 4)
+    assert snap.accept_length == pytest.approx(16 / 8)
+    assert snap.calibration_error == pytest.approx(22 / 16 - 1)
+    assert snap.iteration_ms == pytest.approx({"draft": 4, "select": 1, "verify": 20, "other": 5})
+    assert (snap.depth, snap.width, snap.budget, snap.running, snap.queue) == (1, 2, 24, 4, 1)
+    assert [e["slo_class"] for e in snap.slow] == ["coding", "chat"]
+    json.dumps(snap.to_json(), allow_nan=False)
+
+
+def test_figures_leave_the_window() -> None:
+    s, clock = stats()
+    s.finish(request(tpot_s=0.9))
+    clock.now += 100
+    s.finish(request())
+    clock.now += 4
+    snap = build_snapshot([s.state()])
+    assert snap.classes[0].attainment == 1.0
+    assert snap.classes[0].total_requests == 2
+    points = snap.history.attainment["coding"]
+    assert points[0] == 0.0 and points[-1] == 1.0 and None in points
+
+
+def test_idle_server_shows_no_running_requests() -> None:
+    s, clock = stats()
+    s.iteration(iteration())
+    clock.now += 10
+    assert build_snapshot([s.state()]).running == 0
+
+
+def test_ranks_are_added() -> None:
+    (a, clock), (b, _) = stats(), stats()
+    for s in (a, b):
+        s.finish(request())
+        s.iteration(iteration())
+    b.finish(request(tpot_s=0.1))
+    a._clock = b._clock = clock
+    clock.now += 4
+    snap = build_snapshot([a.state(), b.state()])
+    assert snap.ranks == 2 and snap.running == 8
+    assert snap.classes[0].requests == 3 and snap.classes[0].attainment == pytest.approx(2 / 3)
+    assert snap.accept_length == pytest.approx(2.5)
+
+
+def test_history_matches_a_count_by_hand() -> None:
+    s, clock = stats()
+    events: list[tuple[float, bool]] = []
+    for k in range(200):
+        met = (k * 7) % 3 > 0
+        s.finish(request(tpot_s=0.02 if met else 0.05))
+        events.append((clock.now, met))
+        clock.now += 1.1
+    history = build_snapshot([s.state()]).history
+    for t, got in zip(history.t, history.attainment["coding"], strict=True):
+        inside = [met for at, met in events if t - 60 <= at < t]
+        assert got == (pytest.approx(sum(inside) / len(inside)) if inside else None)
+
+
+def test_the_first_bucket_is_still_filling() -> None:
+    """In the first two seconds, and when the first request comes after minutes of rest."""
+    s, clock = stats()
+    s.finish(request())
+    s.iteration(iteration())
+    for _ in range(2):
+        snap = build_snapshot([s.state()])
+        assert snap.classes[0].total_requests >= 1
+        assert len(snap.history.t) == len(snap.history.attainment["coding"]) >= 1
+        clock.now += 1000.0
+        s.finish(request())
+
+
+def test_no_rank_has_reported() -> None:
+    snap = build_snapshot([])
+    assert snap.notes and snap.classes == []
+    json.dumps(snap.to_json(), allow_nan=False)
+
+
+def test_unknown_class_names_make_no_new_labels() -> None:
+    registry = CollectorRegistry()
+    s, _ = stats(registry)
+    s.finish(request(slo_class="evil{}"))
+    labels = {
+        sample.labels.get("slo_class")
+        for metric in registry.collect()
+        for sample in metric.samples
+        if "slo_class" in sample.labels
+    }
+    assert labels == set(SLOConfig().labels)
+
+
+def test_prometheus_counts() -> None:
+    registry = CollectorRegistry()
+    s, _ = stats(registry)
+    s.finish(request(ttft_slo_s=0.05))
+    s.finish(request())
+    s.finish(request(failed=True, tpot_s=None))
+    s.iteration(iteration())
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    def count(objective: str, outcome: str) -> float | None:
+        wanted = {"slo_class": "coding", "objective": objective, "outcome": outcome}
+        return value("adaserve:slo_requests_total", **wanted)
+
+    assert [count("all", o) for o in ("met", "missed", "failed")] == [1, 1, 1]
+    assert [count("tpot", o) for o in ("met", "missed", "failed")] == [2, None, 1]
+    assert [count("ttft", o) for o in ("met", "missed", "failed")] == [None, 1, None]
+    assert value("adaserve:goodput_tokens_total", slo_class="coding") == 40
+    assert value("adaserve:slo_tpot_ratio_bucket", slo_class="coding", le="0.5") == 0
+    assert value("adaserve:slo_tpot_ratio_bucket", slo_class="coding", le="0.75") == 2
+    assert value("adaserve:iteration_seconds_total", phase="other") == pytest.approx(0.005)
+    assert value("adaserve:slo_target", slo_class="coding") == 0.9
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"failed": True}, "failed"),
+        ({"ttft_slo_s": 0.05}, "first token came late"),
+        ({"tpot_s": 0.05, "retractions": 2}, "retracted 2 times"),
+        ({"tpot_s": 0.05, "stall_s": 0.7, "iterations": 20}, "prefills of other requests took 700 ms"),
+        (
+            {"tpot_s": 0.05, "iterations": 30, "mean_running": 9.0},
+            "needed 2.2 tokens in each, got 1.3, 9 running",
+        ),
+    ],
+)
+def test_reasons(values: dict[str, Any], says: str) -> None:
+    assert says in slow_reason(request(**values))
+
+
+def test_ratio_bins_are_narrow() -> None:
+    for ratio in (0.06, 0.5, 0.97, 1.0, 1.3, 17.0):
+        assert bin_ratio(ratio_bin(ratio)) == pytest.approx(ratio, rel=0.016)

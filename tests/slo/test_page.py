@@ -1,0 +1,196 @@
+"""The page at /slo in a real browser, with snapshots of a made-up server."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from browser import AVAILABLE, browser
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.page import mount, page_html
+from adaserve.slo.snapshot import build_snapshot
+from adaserve.slo.stats import FinishedRequest, IterationSample, SLOStats
+
+needs_browser = pytest.mark.skipif(not AVAILABLE, reason="Chromium and its driver are not installed")
+
+
+def made_up(seconds: float = 300.0, seed: int = 0) -> SLOStats:
+    """A server under a load that comes and goes: coding suffers at the peaks."""
+    rng = random.Random(seed)
+    end = time.time()
+    now = [end - seconds]
+    stats = SLOStats(SLOConfig(), None, lambda: now[0])
+    slos = {"coding": (0.0336, 0.80), "chat": (0.0467, 0.70), "summarization": (0.14, 0.40)}
+    while now[0] < end:
+        load = 6 + 5 * math.sin(9 * (end - now[0]) / seconds) + 2 * rng.random()
+        for name, (slo, ease) in slos.items():
+            if rng.random() < 0.006 * load:
+                tpot = slo * ease * (1 + 0.028 * load * rng.lognormvariate(0, 0.5))
+                tokens = 64 + rng.randrange(200)
+                iterations, stall = int(tokens / (2.5 - 0.08 * load)), 0.4 * rng.random()
+                rid = f"{rng.getrandbits(64):x}"
+                stats.finish(
+                    FinishedRequest(
+                        rid, name, slo, math.inf, 0.2, tpot, tokens, False, iterations, stall, 0, load
+                    )
+                )
+        running, depth = 1 + int(load), 3 if load < 9 else 2
+        emitted = round(running * (2.3 - 0.05 * load))
+        stats.iteration(
+            IterationSample(
+                running=running,
+                queue=max(0, int(load - 8)),
+                depth=depth,
+                width=2,
+                budget=16 + 8 * (load < 9),
+                verify_tokens=20,
+                drafted_tokens=18,
+                new_tokens=emitted,
+                expected_tokens=emitted * 1.05,
+                draft_s=0.004,
+                select_s=0.0003,
+                verify_s=0.021,
+                total_s=0.0275,
+                kv_use=0.2 + 0.05 * load,
+            )
+        )
+        now[0] += 0.22
+    return stats
+
+
+class Site:
+    """A FastAPI app with the page, as SGLang would carry it."""
+
+    def __init__(self, states: list[Any], key: str = "") -> None:
+        self.app = FastAPI()
+        self.states = states
+
+        async def snapshot() -> dict[str, Any]:
+            return build_snapshot(self.states, "adaserve-pair", "adaserve", 28.0).to_json()
+
+        if key:
+
+            @self.app.middleware("http")
+            async def authenticate(request: Request, call_next: Any) -> Any:
+                if request.headers.get("authorization") != f"Bearer {key}":
+                    return JSONResponse({"error": "Unauthorized"}, 401)
+                return await call_next(request)
+
+        mount(self.app, snapshot)
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    servers: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def start(site: Site) -> str:
+        sock = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(site.app, log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        servers.append((server, thread))
+        return f"http://127.0.0.1:{sock.getsockname()[1]}/slo"
+
+    yield start
+    for server, thread in servers:
+        server.should_exit = True
+        thread.join(10)
+
+
+DRAWN = "return document.querySelectorAll('.u-over').length === 6"
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desktop"])
+def test_page_shows_everything(width: int, dark: bool, serve: Any, tmp_path: Path) -> None:
+    state = made_up().state()
+    url = serve(Site([state]))
+    with browser(width, 850, dark) as page:
+        page.open(url)
+        page.wait(DRAWN)
+        text = page.run("return document.body.innerText")
+        background = page.run("return getComputedStyle(document.body).backgroundColor")
+        overflow = page.run("return document.documentElement.scrollWidth - innerWidth")
+        narrow = page.run(
+            "return [...document.querySelectorAll('.plot .u-over')].some(area => area.clientWidth < 200)"
+        )
+        page.screenshot(tmp_path / "page.png")
+        assert page.log() == []
+    for expected in ("coding", "chat", "summarization", "adaserve-pair", "policy adaserve", "live"):
+        assert expected in text
+    coding = build_snapshot([state]).classes[0]
+    assert coding.attainment is not None and f"{100 * coding.attainment:.1f}%" in text
+    assert "tokens in each, got" in text or "prefills of other requests" in text
+    assert sum(map(int, background[4:-1].split(","))) < 120 if dark else "246, 247, 249" in background
+    assert overflow <= 0 and not narrow
+    assert (tmp_path / "page.png").stat().st_size > 20_000
+
+
+@needs_browser
+def test_key_is_asked_for_and_used(serve: Any) -> None:
+    url = serve(Site([made_up(20).state()], key="s3cret"))
+    with browser(1000, 800) as page:
+        page.open(url)
+        page.wait("return !document.getElementById('message').hidden")
+        assert "wants its API key" in page.run("return document.body.innerText")
+        fill = "document.querySelector('input').value = arguments[0];"
+        fill += "document.querySelector('form button').click()"
+        page.run(fill, "wrong")
+        page.wait("return document.body.innerText.includes('refused')")
+        page.run(fill, "s3cret")
+        page.wait(DRAWN)
+        assert page.run("return document.getElementById('message').hidden")
+
+
+@needs_browser
+def test_an_idle_server_and_a_lost_one(serve: Any) -> None:
+    site = Site([])
+    url = serve(site)
+    with browser(1000, 800) as page:
+        page.open(url)
+        page.wait("return document.body.innerText.includes('No classes yet')")
+        fresh = SLOStats(SLOConfig())
+        site.states = [fresh.state()]
+        page.wait("return document.body.innerText.includes('no requests')")
+        site.states = [{}]
+        page.wait("return document.body.innerText.includes('showing the last figures')")
+
+
+@needs_browser
+def test_theme_button(serve: Any) -> None:
+    with browser(1000, 800, dark=False) as page:
+        page.open(serve(Site([made_up(20).state()])))
+        page.wait(DRAWN)
+        page.run("document.getElementById('theme').click()")
+        assert page.run("return document.documentElement.dataset.theme") == "dark"
+        page.wait(DRAWN)
+
+
+def test_page_is_one_file_without_outside_links() -> None:
+    html = page_html().decode()
+    assert "UPLOT_JS" not in html and "uPlot" in html
+    assert 'src="http' not in html and 'href="http' not in html
+    assert len(html) < 100_000
+
+
+def test_vendored_files_are_what_was_published() -> None:
+    import hashlib
+    from importlib import resources
+
+    static = resources.files("adaserve.slo") / "static"
+    for line in (static / "uPlot-SHA256SUMS").read_text().splitlines():
+        digest, name = line.split()
+        assert hashlib.sha256((static / name).read_bytes()).hexdigest() == digest

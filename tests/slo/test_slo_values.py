@@ -1,0 +1,176 @@
+"""SLO values, classes and precedence."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaserve.slo.classes import SLO, SLOClass, SLOConfig, SLOError, resolve
+
+CONFIG = SLOConfig()
+BASELINE_S = 0.030
+
+
+def ask(headers: Any = None, body: Any = None, config: SLOConfig = CONFIG, **more: Any) -> Any:
+    return resolve(headers or {}, body, config, BASELINE_S, **more)
+
+
+def test_nothing_asked_means_no_objective() -> None:
+    r = ask()
+    assert (r.slo_class, r.tpot_s, r.ttft_s, r.source) == ("default", math.inf, math.inf, "default")
+
+
+def test_precedence_is_body_header_class_default() -> None:
+    headers = {"X-SLO-TPOT-MS": "50", "x-slo-class": "coding"}
+    config = SLOConfig(CONFIG.classes, default_class="summarization")
+    assert ask(headers, {"slo_tpot_ms": 40}, config).tpot_s == pytest.approx(0.040)
+    assert ask(headers, None, config).tpot_s == pytest.approx(0.050)
+    assert ask({"x-slo-class": "coding"}, None, config).tpot_s == pytest.approx(0.036)
+    assert ask({}, None, config).tpot_s == pytest.approx(0.150)
+    assert ask({}, None, config).slo_class == "summarization"
+    sources = [ask(headers, {"slo_tpot_ms": 40}), ask(headers), ask({"x-slo-class": "coding"}), ask()]
+    assert [r.source for r in sources] == ["body", "header", "class", "default"]
+
+
+def test_ttft_and_tpot_are_resolved_separately() -> None:
+    config = SLOConfig({"a": SLOClass("a", tpot_ms=20, ttft_ms=500)})
+    r = ask({"x-slo-ttft-ms": "900"}, {"slo_class": "a"}, config)
+    assert (r.tpot_s, r.ttft_s) == (pytest.approx(0.020), pytest.approx(0.900))
+
+
+def test_body_class_beats_header_class() -> None:
+    assert ask({"x-slo-class": "chat"}, {"slo_class": "coding"}).slo_class == "coding"
+
+
+def test_milliseconds_without_class_are_custom() -> None:
+    assert ask({"x-llm-d-slo-tpot-ms": " 25.5 "}).slo_class == "custom"
+
+
+def test_dynamo_fields() -> None:
+    r = ask(nvext={"router": {"itl_target": 20, "ttft_target": 300}})
+    assert (r.tpot_s, r.ttft_s, r.source) == (pytest.approx(0.020), pytest.approx(0.3), "body")
+    assert ask(body={"nvext": {"router": {"itl_target": 20}}}).tpot_s == pytest.approx(0.020)
+
+
+BAD_HEADERS = [
+    "nan",
+    "inf",
+    "-inf",
+    "-5",
+    "0",
+    "",
+    "fast",
+    "50ms",
+    "5_0",
+    "0x10",
+    "50, 60",
+    "1e999",
+    "\u0665\u0660",
+    "61000",
+]
+
+
+@pytest.mark.parametrize("value", BAD_HEADERS)
+def test_bad_header_values(value: str) -> None:
+    with pytest.raises(SLOError, match=r"x-slo-tpot-ms.*from 0.1 to 60000 ms"):
+        ask({"x-slo-tpot-ms": value})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, -1, 0, True, "50", [50], {"a": 1}, 10**5000, 1e400],
+    ids=lambda v: str(type(v)),
+)
+def test_bad_body_values(value: Any) -> None:
+    with pytest.raises(SLOError, match=r"slo_tpot_ms.*from 0.1 to 60000 ms"):
+        ask(body={"slo_tpot_ms": value})
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "says"),
+    [
+        ({"x-slo-class": "codng"}, None, "known classes are coding, chat, summarization, default"),
+        ({"x-slo-class": ""}, None, "unknown SLO class"),
+        ({}, {"slo_class": 3}, "must be a class name"),
+        ({}, {"slo_tpot": 50}, "SLO keys are slo_class, slo_tpot_ms, slo_ttft_ms"),
+        ({}, [1], "must be an object"),
+        ({"x-slo-tpot-ms": "50", "x-llm-d-slo-tpot-ms": "60"}, None, "disagree"),
+        ([("x-slo-tpot-ms", "50"), ("X-Slo-Tpot-Ms", "51")], None, "disagree"),
+        ([("x-slo-class", "chat"), ("x-slo-class", "coding")], None, "sent twice"),
+        ({}, {"slo_tpot_ms": 50, "nvext": {"router": {"itl_target": 51}}}, "disagree"),
+        ({}, {"nvext": {"router": 5}}, "must be an object"),
+    ],
+)
+def test_refusals_say_what_is_accepted(headers: Any, body: Any, says: str) -> None:
+    with pytest.raises(SLOError, match=says):
+        ask(headers, body)
+
+
+def test_agreeing_duplicates_and_foreign_keys_are_fine() -> None:
+    r = ask([("x-slo-tpot-ms", "50"), ("x-llm-d-slo-tpot-ms", "50.0")], {"my_processor": 7})
+    assert r.tpot_s == pytest.approx(0.05)
+
+
+@given(
+    st.one_of(st.none(), st.sampled_from(["coding", "chat", "default", "custom"])),
+    st.one_of(st.none(), st.floats(0.1, 60_000)),
+    st.one_of(st.none(), st.floats(1, 3_600_000)),
+)
+def test_resolving_twice_changes_nothing(name: str | None, tpot: float | None, ttft: float | None) -> None:
+    body = {"slo_class": name, "slo_tpot_ms": tpot, "slo_ttft_ms": ttft}
+    once = ask(body=body)
+    twice = ask(body=once.to_params())
+    assert twice.slo_class == once.slo_class
+    assert twice.tpot_s == pytest.approx(once.tpot_s)
+    assert twice.ttft_s == pytest.approx(once.ttft_s)
+
+
+@given(st.dictionaries(st.text(max_size=12), st.one_of(st.text(), st.integers(), st.floats(), st.booleans())))
+def test_any_body_gives_a_result_or_an_slo_error(body: dict[str, Any]) -> None:
+    try:
+        assert ask(body=body).slo_class in CONFIG.labels
+    except SLOError:
+        assert any(key.startswith("slo_") or key == "nvext" for key in body)
+
+
+def test_baseline_is_only_needed_when_used() -> None:
+    with pytest.raises(SLOError, match="baseline latency, which is not known"):
+        resolve({"x-slo-class": "coding"}, None, CONFIG, None)
+    assert resolve({"x-slo-class": "coding"}, {"slo_tpot_ms": 9}, CONFIG, None).tpot_s == pytest.approx(0.009)
+
+
+def test_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "slo.yaml"
+    path.write_text("default_class: b\nclasses:\n  a: {x_baseline: 1.5, target: 0.99}\n  b: {tpot_ms: 70}\n")
+    config = SLOConfig.load(path)
+    assert config.get("a").slo(0.02) == SLO(0.03)
+    assert config.target("a") == 0.99
+    assert config.labels == ("a", "b", "default", "custom")
+    assert SLOConfig.from_mapping(config.to_mapping()) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("classes: {a: {tpot_ms: 5, x_baseline: 2}}", "not both"),
+        ("classes: {a: {tpot: 5}}", r"unknown keys \['tpot'\]"),
+        ("classes: {a: {tpot_ms: fast}}", "tpot_ms is 'fast'"),
+        ("classes: {a: {target: 1}}", "between 0 and 1"),
+        ("classes: {'1a': {}}", "not a class name"),
+        ("classes: {custom: {}}", "reserved"),
+        ("classes: {a: {}}\ndefault_class: z", "not one of"),
+        ("[1]", "expected a mapping"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_bad_config_files_are_named(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "slo.yaml"
+    path.write_text(text)
+    with pytest.raises(SLOError, match=says) as caught:
+        SLOConfig.load(path)
+    assert "slo.yaml" in str(caught.value)

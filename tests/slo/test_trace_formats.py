@@ -1,0 +1,132 @@
+"""Trace formats, fitting and errors."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.trace import (
+    Trace,
+    TraceError,
+    TraceRow,
+    assign_classes,
+    read_trace,
+    write_jsonl,
+)
+
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+    "2023-11-16 18:15:46.6805900,374,44\r\n"
+    "2023-11-16 18:15:50.9951690,396,109\r\n"
+)
+BURST = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,Conversation log\n"
+    "110.5,GPT-4,417,505,922,API log\n"
+)
+MOONCAKE = (
+    '{"timestamp": 0, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}\n'
+    '{"timestamp": 3000, "input_length": 10, "output_length": 5, "hash_ids": [46]}\n'
+)
+ARTIFACT = json.dumps(
+    [
+        {"emission_time_ms": t, "input_length": 8, "output_length": 256, "prompt": p, "slo_ratio": r}
+        for t, p, r in ((0.0, "a b", -50.0), (250.5, "c", 1.2), (900.0, "d", -70.0))
+    ]
+)
+
+
+def read(tmp_path: Path, text: str, sort: bool = False) -> Trace:
+    path = tmp_path / "trace"
+    path.write_bytes(text.encode())
+    return read_trace(path, sort=sort)
+
+
+def test_azure(tmp_path: Path) -> None:
+    rows = read(tmp_path, AZURE).rows
+    assert [(r.prompt_tokens, r.output_tokens) for r in rows] == [(374, 44), (396, 109)]
+    assert rows[1].arrival_s == pytest.approx(4.314579, abs=1e-6)
+
+
+def test_azure_without_fraction_and_with_zone(tmp_path: Path) -> None:
+    text = AZURE.replace(".6805900", "").replace("2023-11-16 18:15:50.9951690", "2023-11-16T18:15:50+00:00")
+    assert read(tmp_path, text).rows[1].arrival_s == pytest.approx(4.0)
+
+
+def test_burstgpt_leaves_out_failures_and_says_so(tmp_path: Path) -> None:
+    trace = read(tmp_path, BURST)
+    assert [r.arrival_s for r in trace.rows] == [0.0, 105.5]
+    assert trace.skipped == 1
+
+
+def test_mooncake(tmp_path: Path) -> None:
+    rows = read(tmp_path, MOONCAKE).rows
+    assert rows[0].hash_ids == (46, 47) and rows[1].arrival_s == 3.0
+
+
+def test_artifact(tmp_path: Path) -> None:
+    rows = read(tmp_path, ARTIFACT).rows
+    assert [r.slo_class for r in rows] == ["chat", "coding", "custom"]
+    assert rows[1].slo(SLOConfig(), 0.03).tpot_s == pytest.approx(0.036)
+    assert rows[2].slo(SLOConfig(), 0.03).tpot_s == pytest.approx(0.070)
+    assert rows[0].text == "a b"
+
+
+def test_round_trip_and_gzip(tmp_path: Path) -> None:
+    rows = (
+        TraceRow(0.0, 5, 7, "coding", slo_x_baseline=1.2, session_id="s", hash_ids=(1, 2), text="hé"),
+        TraceRow(1.5, 6, 8, "chat", slo_tpot_ms=50.0, slo_ttft_ms=900.0, prompt_id="p"),
+    )
+    path = tmp_path / "t.jsonl"
+    write_jsonl(rows, path)
+    packed = tmp_path / "t.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_trace(path).rows == read_trace(packed).rows == rows
+    assert read_trace(path).sha256 == read_trace(packed).sha256
+
+
+def test_fitting() -> None:
+    trace = Trace(tuple(TraceRow(float(t), 1, 1) for t in range(11)))
+    assert trace.rps == pytest.approx(1.0)
+    assert trace.at_rps(4.0).duration_s == pytest.approx(2.5)
+    window = trace.window(3.0, 4.0)
+    assert [r.arrival_s for r in window.rows] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_mix_is_seeded_and_keeps_given_classes() -> None:
+    rows = [TraceRow(float(t), 1, 1) for t in range(400)] + [TraceRow(500.0, 1, 1, "x")]
+    first = assign_classes(rows, {"a": 3, "b": 1}, 7)
+    assert first == assign_classes(rows, {"a": 3, "b": 1}, 7)
+    assert first != assign_classes(rows, {"a": 3, "b": 1}, 8)
+    assert 0.65 < sum(r.slo_class == "a" for r in first) / 400 < 0.85
+    assert first[-1].slo_class == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (MOONCAKE.replace("3000", "-5"), ":2: the timestamp is -0.005"),
+        (MOONCAKE.replace('"timestamp": 0', '"timestamp": 9000'), ":2: timestamps go back"),
+        (MOONCAKE.replace("6955", "0"), ":1: 'input_length' is 0"),
+        (MOONCAKE.replace("6955", '"many"'), "expected a finite number"),
+        (MOONCAKE.replace("3000", "NaN"), "expected a finite number"),
+        (MOONCAKE + "{oops\n", ":3: not a JSON object"),
+        (AZURE.replace("2023-11-16 18:15:50.9951690", "yesterday"), "'yesterday' is not a time"),
+        (AZURE.replace(",109", ""), "2 columns where the header has 3"),
+        ("hello\nworld\n", "no trace that is known here"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
+        (ARTIFACT.replace('"slo_ratio"', '"x"'), "'slo_ratio' is missing"),
+    ],
+)
+def test_errors_name_place_and_remedy(text: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=says):
+        read(tmp_path, text)
+
+
+def test_sorting_on_request(tmp_path: Path) -> None:
+    text = MOONCAKE.replace('"timestamp": 0', '"timestamp": 9000')
+    assert [r.arrival_s for r in read(tmp_path, text, sort=True).rows] == [3.0, 9.0]
