@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from adaserve.host import on_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.server_args import ServerArgs
 
 NAME = "ADASERVE"
-
-DEVICE_WORKER_ENV = "ADASERVE_DEVICE_WORKER"
-"""Set to 1 to run the GPU's worker on a CPU host: slower, but it exercises the GPU's code path."""
 
 
 class AdaServeAlgorithm(CustomSpecAlgo):
@@ -78,7 +76,7 @@ def refuse_unsupported(args: Any) -> None:
         ((args.page_size or 1) > 1, f"page size {args.page_size} is not supported: use --page-size 1"),
         (bool(args.enable_lora or args.lora_paths), "LoRA adapters are not supported: remove --lora-paths"),
         (
-            args.tp_size > 1 and not on_device(args),
+            args.tp_size > 1 and not on_device(args.device),
             "tensor parallelism is not supported on a CPU: use --tp-size 1",
         ),
         (args.pp_size > 1, "pipeline parallelism is not supported: use --pp-size 1"),
@@ -127,15 +125,4 @@ def register() -> None:
     def _worker(server_args: ServerArgs) -> type:
         from adaserve.engine import worker
 
-        if on_device(server_args):
-            from adaserve.engine.device.worker import DeviceWorker
-
-            return DeviceWorker
         return worker.AdaServeWorker
-
-
-def on_device(server_args: Any) -> bool:
-    """Whether iterations stay on the device: the one place where the worker is chosen."""
-    return (
-        str(getattr(server_args, "device", "")).startswith("cuda") or os.environ.get(DEVICE_WORKER_ENV) == "1"
-    )

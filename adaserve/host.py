@@ -22,3 +22,12 @@ def select() -> str | None:
     if torch.backends.mps.is_available() or hasattr(torch, "npu"):
         return None
     return "adaserve.platform.AdaServeCpuPlatform"
+
+
+DEVICE_PATH_ENV = "ADASERVE_DEVICE_PATH"
+"""Set to 1 to run a GPU's parts on a CPU host: slower, but it exercises the GPU's code path."""
+
+
+def on_device(device: object) -> bool:
+    """Whether iterations run on a GPU's parts: the one place where that is decided."""
+    return str(device).startswith("cuda") or os.environ.get(DEVICE_PATH_ENV) == "1"

@@ -5,104 +5,66 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from adaserve.engine.sources.beam import Draft
-from adaserve.engine.state import DecodeRows, RequestState
-from adaserve.engine.trees.verify import Acceptance, VerifyBatch
-from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, Selection
+from adaserve.engine.parts import HostCopy, Mark, Run
+from adaserve.engine.state import DecodeRows
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.engine.trees.verify import VerifyBatch
+from adaserve.scheduler.interface import IterationOutcome, IterationPlan, Policy, Selection
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
-    """``time.perf_counter`` at the ends of the steps."""
+class Marks:
+    """The ends of an iteration's steps in the device's queue."""
 
-    start_s: float
-    drafted_s: float
-    selected_s: float
+    start: Mark
+    drafted: Mark
+    selected: Mark
+    committed: Mark
+    caught_up: tuple[Run, ...]  # when sources took in what they had missed, inside of drafting
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What was planned, drafted, selected, verified and accepted for n requests."""
+    """What was planned, proposed, selected and verified for n requests; its outcome may be on its way."""
 
     rows: DecodeRows
+    policy: Policy  # that planned it
     plan: IterationPlan
-    draft: Draft | None  # None when nothing was drafted
+    proposal: Proposal
     selection: Selection
     verified: VerifyBatch
-    draws: np.ndarray  # int64 [T]: the target's draw at each verified token
-    acceptance: Acceptance
-    times: StepTimes
+    start_s: float
+    marks: Marks
+    copy: HostCopy  # count int64 [n], emitted int64 [n, stride], accepted bool [T]
 
-    @property
-    def trees(self) -> CandidateTrees:
-        return self.draft.trees if self.draft is not None else CandidateTrees.empty(len(self.rows))
+    def emitted(self) -> list[list[int]]:
+        """Accepted tokens and the bonus of each row."""
+        got = self.copy.read()
+        return [row[: count + 1] for row, count in zip(got["emitted"].tolist(), got["count"], strict=True)]
 
-    @property
-    def bonus(self) -> np.ndarray:
-        """int64 [n]: the draw at the deepest accepted token, root of the next tree."""
-        return self.draws[self.acceptance.last]
+    def accepted(self) -> np.ndarray:
+        """bool [T]: verified tokens on the accepted paths, roots included."""
+        return self.copy.read()["accepted"]
 
-    def emitted(self, stride: int) -> np.ndarray:
-        """int64 [n, stride]: accepted tokens and the bonus of each row, zeros behind."""
-        v, accepted = self.verified, self.acceptance.accepted & ~self.verified.is_root
-        out = np.zeros((len(self.rows), stride), np.int64)
-        out[v.row[accepted], v.depth[accepted] - 1] = v.tokens[accepted]
-        out[np.arange(len(self.rows)), self.acceptance.count] = self.bonus
-        return out
-
-    def moves(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(target, source) slots that make the accepted paths contiguous; None when they are already."""
-        v = self.verified
-        moved = np.flatnonzero(self.acceptance.accepted & (v.column != v.depth))
-        if not len(moved):
-            return None
-        row = self.rows.pool_indices[torch.from_numpy(v.row[moved])]
-        target = self.rows.req_to_token[row, torch.from_numpy(v.positions[moved])].long()
-        return target, v.slots[torch.from_numpy(moved)]
-
-    def path_index(self, stride: int) -> np.ndarray:
-        """int64 [n, stride]: verified token behind each emitted one; the root's index where there is none."""
-        v = self.verified
-        index = np.repeat(v.root[:, None], stride, axis=1)
-        path = np.flatnonzero(self.acceptance.accepted)
-        index[v.row[path], v.depth[path]] = path
-        return index
-
-    def advance(self, emitted: np.ndarray) -> None:
-        """Brings the requests' states up to date with the emitted tokens."""
-        for r, state in enumerate(self.rows.states):
-            self._advance(state, r, emitted[r, : self.acceptance.count[r] + 1].tolist())
-
-    def _advance(self, state: RequestState, r: int, new_tokens: list[int]) -> None:
-        before = int(self.rows.seq_lens[r])
-        cached = [int(self.rows.roots[r]), *new_tokens[:-1]]  # the root and the accepted nodes
-        if self.draft is None or self.rows.running.max_depth[r] == 0:
-            state.pending.extend(cached)
-        else:
-            # The draft has the KV of the root and of every node it expanded: all but the last level.
-            state.draft_len = before + min(len(cached), self.draft.depth)
-            state.pending = cached[state.draft_len - before :]
-        state.generated.extend(new_tokens)
-        state.decoded += len(new_tokens)
-
-    def outcome(self, end_s: float, last_end_s: float) -> IterationOutcome:
+    def outcome(self, last_end_s: float) -> IterationOutcome:
         """What the policy learns; ``last_end_s`` is 0 before the first iteration."""
-        times, trees = self.times, self.trees
-        catch_up_s = 0.0 if self.draft is None else self.draft.catch_up_s
+        marks, trees, verified = self.marks, self.proposal.trees, self.verified
+        catch_up_s = sum(start.seconds_until(end) for start, end in marks.caught_up)
+        total_s = marks.start.seconds_until(marks.committed)
+        end_s = self.start_s + total_s
         accepted = np.zeros(trees.n_nodes, np.bool_)
-        accepted[self.verified.node] = self.acceptance.accepted[~self.verified.is_root]
+        accepted[verified.node] = self.accepted()[~verified.is_root]
         return IterationOutcome(
             plan=self.plan,
             trees=trees,
             selection=self.selection,
             accepted=accepted,
-            new_tokens=self.acceptance.count + 1,
+            new_tokens=self.copy.read()["count"] + 1,
             end_s=end_s,
-            draft_s=times.drafted_s - times.start_s - catch_up_s,
-            select_s=times.selected_s - times.drafted_s,
-            verify_s=end_s - times.selected_s,
-            total_s=end_s - times.start_s,
+            draft_s=marks.start.seconds_until(marks.drafted) - catch_up_s,
+            select_s=marks.drafted.seconds_until(marks.selected),
+            verify_s=marks.selected.seconds_until(marks.committed),
+            total_s=total_s,
             since_last_s=end_s - last_end_s if last_end_s else 0.0,
         )

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import platform
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,9 @@ import numpy as np
 import torch
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine.forwards import TreeForward
-from adaserve.engine.host.gumbel import Reading
-from adaserve.engine.trees.attention import causal_plan
-from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.parts import Device
+from adaserve.engine.reading import Reading
+from adaserve.engine.trees.batch import TreeBatch
 from adaserve.environment import cpu_name
 from adaserve.scheduler.fit import fit_latency, fit_table
 from adaserve.scheduler.latency import LatencyModel, Profile, ProfileError, load_profile
@@ -71,80 +69,106 @@ FULL = Grid(
 
 
 def measure(
-    target: TreeForward,
-    draft: TreeForward,
+    device: Device,
+    req_to_token: torch.Tensor,
     slots: int,
     grid: Grid,
     width: int = 3,
     progress: Callable[[str], None] = lambda _: None,
     context_len: int = 1 << 30,
 ) -> Profile:
-    """Times both models' forwards with tree-like batches. ``slots``: size of the (empty) KV pool."""
+    """Times both models' forwards as they are served. ``slots``: size of the KV pool, which is empty."""
     # Longer contexts than the models have positions for would read past their rotary tables.
     short = tuple(c for c in grid.contexts if c < context_len) or (max(1, context_len // 2),)
     grid = dataclasses.replace(grid, contexts=short)
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         # Tensor-parallel ranks run the same forwards, so none may stop by its own clock.
         grid = dataclasses.replace(grid, stop_s=float("inf"))
-    verify = _sweep(_verify_step(target), grid.verify_tokens, slots, grid, lambda p: progress(f"verify {p}"))
-    drafts = _sweep(_draft_step(draft, width), grid.draft_rows, slots, grid, lambda p: progress(f"draft {p}"))
+    room = _Room(device, req_to_token, slots)
+    try:
+        verify = _sweep(room, _verify_step(device), grid.verify_tokens, 4, grid, progress, "verify")
+        drafts = _sweep(room, _draft_step(device, width), grid.draft_rows, width, grid, progress, "draft")
+    finally:
+        room.leave()
     return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)
 
 
-Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TreeAttentionPlan], Any]
+Step = Callable[[TreeBatch], Any]
 
 
-def _verify_step(target: TreeForward) -> Step:
-    return lambda tokens, positions, slots, plan: target.argmax(target.hidden(tokens, positions, slots, plan))
+def _verify_step(device: Device) -> Step:
+    return lambda batch: device.target.argmax(device.target.run(batch))
 
 
-def _draft_step(draft: TreeForward, width: int) -> Step:
-    def step(
-        tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
-    ) -> Any:
-        return draft.topk_logprobs(
-            draft.hidden(tokens, positions, slots, plan), Reading.plain(np.ones(len(tokens))), width
-        )
+def _draft_step(device: Device, width: int) -> Step:
+    return lambda batch: device.draft.candidates(batch, Reading.plain(np.ones(len(batch))), width)
 
-    return step
+
+@dataclass(frozen=True)
+class _Room:
+    """An empty pool, whose slots are lent to requests that are not there."""
+
+    device: Device
+    req_to_token: torch.Tensor
+    slots: int
+
+    def batch(self, rows: int, q_lens: np.ndarray, context: int) -> TreeBatch | None:
+        """``rows`` requests with ``context`` cached tokens; None where there is no room for them."""
+        kv_lens = q_lens + context
+        most_rows, most_tokens = self.req_to_token.shape
+        if rows > most_rows or int(kv_lens.max()) > most_tokens or int(kv_lens.sum()) >= self.slots:
+            return None
+        ends = np.cumsum(kv_lens)
+        for row, (end, length) in enumerate(zip(ends.tolist(), kv_lens.tolist(), strict=True)):
+            at = torch.arange(1 + end - length, 1 + end, dtype=self.req_to_token.dtype)
+            self.req_to_token[row, :length] = at.to(self.req_to_token.device)
+        starts, tokens = np.full(rows, context), np.ones(int(q_lens.sum()), np.int64)
+        return TreeBatch.causal(tokens, np.arange(rows), starts, q_lens)
+
+    def leave(self) -> None:
+        self.req_to_token.zero_()
 
 
 def _sweep(
-    step: Step, sizes: Iterable[int], slots: int, grid: Grid, progress: Callable[[str], None]
+    room: _Room,
+    step: Step,
+    sizes: Iterable[int],
+    per_row: int,
+    grid: Grid,
+    progress: Callable[[str], None],
+    what: str,
 ) -> np.ndarray:
+    """(tokens, cached tokens, seconds) of forwards over ``sizes`` tokens, ``per_row`` of each request where
+    that divides them: about as under load."""
     points = []
     for context in grid.contexts:
         for tokens in sizes:
-            # About four tokens a request, as in a verification under load.
-            rows = max(1, tokens // 4)
-            if rows * (context + tokens) >= slots:
+            rows = max(1, tokens // per_row)
+            q_lens = np.full(rows, tokens // rows, np.int64)
+            if what == "verify":
+                q_lens[: tokens % rows] += 1
+            batch = room.batch(rows, q_lens, context)
+            if batch is None:
                 continue
-            seconds = _time(step, tokens, rows, context, grid.repeats)
-            points.append((tokens, rows * context, seconds))
-            progress(f"{tokens} tokens, context {context}: {seconds * 1e3:.1f} ms")
+            seconds = _time(room.device, step, batch, grid.repeats)
+            points.append((len(batch), rows * context, seconds))
+            progress(f"{what} {len(batch)} tokens, context {context}: {seconds * 1e3:.1f} ms")
             if seconds > grid.stop_s:
                 break
     return np.array(points, np.float64)
 
 
-def _time(step: Step, tokens: int, rows: int, context: int, repeats: int) -> float:
-    """Least seconds of one forward over ``tokens`` tokens of ``rows`` requests: what others on the host take
-    of its time is for the online correction to find out."""
-    q_lens = np.full(rows, tokens // rows, np.int64)
-    q_lens[: tokens % rows] += 1
-    kv_lens = q_lens + context
-    ends = np.cumsum(kv_lens)
-    kv_slots = torch.arange(1, int(ends[-1]) + 1)
-    own = np.concatenate([np.arange(end - q, end) for end, q in zip(ends, q_lens, strict=True)])
-    positions = torch.from_numpy(np.concatenate([np.arange(context, context + q) for q in q_lens]))
-    plan = causal_plan(kv_slots, q_lens, kv_lens)
-    inputs = (torch.ones(tokens, dtype=torch.int64), positions, kv_slots[torch.from_numpy(own)], plan)
-    step(*inputs)
+def _time(device: Device, step: Step, batch: TreeBatch, repeats: int) -> float:
+    """Least seconds of one forward: what others on the host take of its time is for the online correction to
+    find out."""
+    step(batch)
     times = []
     for _ in range(repeats):
-        start_s = time.perf_counter()
-        step(*inputs)
-        times.append(time.perf_counter() - start_s)
+        start = device.mark()
+        step(batch)
+        end = device.mark()
+        device.synchronize()
+        times.append(start.seconds_until(end))
     return min(times)
 
 

@@ -46,9 +46,12 @@ class PrefillPacer:
         latency: LatencyModel,
         ledger: SLOLedger,
         states: Mapping[int, RequestState],
+        alone: bool = True,
     ) -> None:
-        """``states``: the worker's, by request-pool slot."""
-        self.mode = config.prefill
+        """``states``: the worker's, by request-pool row. ``alone``: no other rank shares the requests."""
+        self._alone = alone
+        self.mode: str | None = None
+        self.set_mode(config.prefill if alone else "exclusive")
         self._interval, self._patience_s = config.prefill_interval, config.prefill_patience_ms / 1e3
         self._gate = config.prefill_headroom or None
         self._latency, self._ledger, self._states = latency, ledger, states
@@ -68,6 +71,19 @@ class PrefillPacer:
         """Whether prefills are paced. Slack comes from SLOs, so a policy that knows none is left to SGLang's
         own prefills unless asked otherwise."""
         return self.mode == "slack" or (self.mode is None and policy in SLO_AWARE)
+
+    def set_mode(self, mode: str | None) -> None:
+        """``slack``, ``exclusive``, or None for what fits the policy. Raises ValueError.
+
+        When prefills run is decided by every tensor-parallel rank for itself, so there it must not depend on
+        the clock.
+        """
+        if not self._alone and mode != "exclusive":
+            raise ValueError(
+                "tensor-parallel ranks must prefill alike, so prefills can't be paced by the clock: only the "
+                "prefill mode 'exclusive' is possible"
+            )
+        self.mode = mode
 
     # -- learning -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What the worker knows about the requests of one decode iteration, and their KV windows."""
+"""What the worker knows about the requests of one decode iteration."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from adaserve.scheduler.interface import RunningBatch
 
 
 @dataclass(slots=True)
 class RequestState:
-    """Per-request memory between iterations, kept by request-pool slot.
+    """Per-request memory between iterations, kept by request-pool row.
 
     Under SGLang's overlap schedule ``Req`` lags one iteration behind, so what an iteration needs
     of the one before it stands here.
@@ -26,24 +25,32 @@ class RequestState:
     decode_start_s: float  # when the first output token was known
     decoded: int = 0  # tokens since decode_start_s
     generated: list[int] = field(default_factory=list)  # all output tokens, first one included
-    draft_len: int = 0  # leading positions whose KV the draft has
-    pending: list[int] = field(default_factory=list)  # tokens at draft_len .. L-1, unknown to the draft
     key: int = 0  # of its noise when it samples (adaserve/noise.py)
 
+    def advance(self, tokens: list[int]) -> None:
+        """Takes in what an iteration emitted."""
+        self.generated.extend(tokens)
+        self.decoded += len(tokens)
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class DecodeRows:
     """The n requests of one decode iteration. ``L`` (seq_lens) counts cached tokens without the root."""
 
     states: list[RequestState]
     seq_lens: np.ndarray  # int64 [n]
-    roots: np.ndarray  # int64 [n]: the token every tree hangs from (last iteration's bonus)
-    pool_indices: torch.Tensor  # int64 [n]
-    req_to_token: torch.Tensor  # [pool size, max context]
+    pool_rows: np.ndarray  # int64 [n]: rows of ``req_to_token``
     running: RunningBatch
+    noisy: bool = True
+    """Whether sampled requests draw by their own noise; not where SGLang's deterministic inference draws."""
 
     def __len__(self) -> int:
         return len(self.states)
+
+    @property
+    def roots(self) -> np.ndarray:
+        """int64 [n]: the token every tree hangs from, the last one that is known and not cached."""
+        return np.array([s.generated[-1] for s in self.states], np.int64)
 
     @property
     def keys(self) -> np.ndarray:
@@ -59,6 +66,7 @@ def max_tree_depth(req: Any, state: RequestState) -> int:
 
 
 def remaining_tokens(req: Any, state: RequestState) -> int:
+    """Tokens that the request may still generate; at least 1."""
     limit = req.sampling_params.max_new_tokens
     return max(1, limit - len(state.generated)) if limit is not None else 1 << 20
 

@@ -1,4 +1,4 @@
-"""The speculative worker: plan, draft, select, verify, commit, observe (docs/design.md)."""
+"""The speculative worker: plan, draft, select, verify, accept, commit, observe (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.runtime_context import get_observability
+from sglang.srt.runtime_context import get_observability, get_parallel, get_schedule
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine import measure as calibration
-from adaserve.engine import sampling
-from adaserve.engine.forwards import TimedForward, tree_forward
-from adaserve.engine.host.pricing import native_pricing
-from adaserve.engine.iteration import Iteration, StepTimes
+from adaserve.engine import measure, sampling
+from adaserve.engine.agree import Agreement
+from adaserve.engine.iteration import Iteration, Marks
+from adaserve.engine.parts import Device
+from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.roots import RootTokens
-from adaserve.engine.sources.beam import Drafter
+from adaserve.engine.sources.beam import BeamSource
+from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
+from adaserve.engine.sources.source import Drafting, TreeSource
 from adaserve.engine.state import DecodeRows, RequestState, running_batch
 from adaserve.engine.trees import verify
+from adaserve.engine.trees.proposal import merge
+from adaserve.host import on_device
 from adaserve.noise import request_key
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.patches.slo_requests import slo_config
 from adaserve.plugin import ensure_registered
-from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, Policy
-from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
-from adaserve.scheduler.pricing import Pricing
+from adaserve.scheduler.interface import IterationOutcome, IterationPlan, Policy
 from adaserve.scheduler.replay import Recorder
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
@@ -47,21 +50,16 @@ logger = logging.getLogger(__name__)
 Publish = Callable[[torch.Tensor], None]
 """SGLang's relay of new sequence lengths to its overlapped scheduler."""
 
-KNEE = 1.5
-"""Without a given budget B is what can be verified in this many times the time of one token."""
-
-LEAST_GAIN = 0.05
-"""`priced` drafts on a CPU only for that much more: trees are host work that no latency model has."""
-
 BASELINE_CONTEXT = 256
 """Cached tokens of the lone request whose plain decoding defines the baseline latency."""
 
 
 class AdaServeWorker(BaseSpecWorker):
-    """Serves each request at its TPOT SLO. Constructed by SGLang's scheduler, one per rank."""
+    """Serves each request at its TPOT SLO. Constructed by SGLang's scheduler, one per rank.
 
-    _pricing: Pricing | None = None  # the host's own way to price nodes
-    _least_gain = 0.0
+    Under the overlap schedule SGLang calls the next iteration before this one's outcome has been read: then
+    it is read where the next one needs it, and observed while that one drafts.
+    """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         super().__init__()
@@ -69,74 +67,75 @@ class AdaServeWorker(BaseSpecWorker):
         self.config = AdaServeConfig.load()
         self._target_worker = target_worker
         self._draft_worker = DraftModel(server_args, gpu_id, nccl_port, target_worker)
+        self._models = (server_args.model_path, server_args.speculative_draft_model_path)
+        self._seed = (server_args.random_seed, get_parallel().dp_rank or 0)  # of the requests' noise
+        self._init_state(overlaps=not get_schedule().disable_overlap_schedule)
+
+    def _init_state(self, overlaps: bool) -> None:
         self.stride = self.config.max_depth + 1
-        self._times = dict.fromkeys(("decode_s", "iterations", "prefill_s", "prefills"), 0.0)
+        self._overlaps = overlaps
+        self._times = dict.fromkeys(
+            ("decode_s", "iterations", "prefill_s", "prefills", "target_s", "draft_s"), 0.0
+        )
         self._times |= {"loop_s": 0.0, "loops": 0.0}  # decode iterations in a row, from end to end
         self._prefilled = True  # since the last decode iteration
-        self._states: dict[int, RequestState] = {}  # by request-pool slot
-        self._policies: dict[str, Policy] = {}  # built so far, by name
-        # Outlives a retraction, which gives the slot away, and dies with the request.
-        self._decode_starts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._last_end_s = 0.0
-        self._seed, self._started = server_args.random_seed, 0  # of the noise that sampled requests draw by
-        if server_args.device == "cpu":
-            self._pricing, self._least_gain = native_pricing(), LEAST_GAIN
-        self._models = (server_args.model_path, server_args.speculative_draft_model_path)
+        self._states: dict[int, RequestState] = {}  # by request-pool row
+        self._pool_row: dict[str, int] = {}  # by rid, of requests that have not finished
+        # What outlives a retraction, which gives the row away, and dies with the request.
+        self._decode_starts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        self._keys: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._started = 0  # requests
+        self._arriving: Iteration | None = None  # whose tokens requests and sources don't know yet
+        self._unobserved: Iteration | None = None  # whose outcome the policy doesn't know yet
+        self._leaving: list[str] = []  # finished requests that an unobserved iteration still knows
 
     def init_cuda_graphs(self) -> None:
         """Last step of SGLang's start: pools and backends are there, so the host can be measured."""
         super().init_cuda_graphs()
-        self._target = TimedForward(tree_forward(self.target_worker))
-        self._draft = draft = TimedForward(tree_forward(self._draft_worker.draft_worker))
-        sharpening = load_sharpening(Path(self._models[1]))
-        self._drafter = Drafter(draft, sharpening.reading, self.config.max_candidates)
-        runner = self.target_worker.model_runner
-        measure = partial(
-            calibration.measure,
-            self._target,
-            draft,
-            runner.token_to_kv_pool.size,
-            context_len=runner.model_config.context_len,
-        )
-        meta = calibration.fingerprint(*self._models, self.config)
-        self._profile = calibration.save_full_profile(meta, lambda grid, tick: measure(grid, progress=tick))
-        self.latency = calibration.load_or_measure(self.config, meta, lambda: measure(calibration.QUICK))
+        target, draft = self.target_worker.model_runner, self._draft_worker.draft_runner
+        self._kv_pools = (target.token_to_kv_pool, draft.token_to_kv_pool)
+        self._agreement = Agreement(get_tp_group())
+        self.device = open_device(target, draft, self.config)
+        self._sources: tuple[TreeSource, ...] = (self._beam_source(),)
+        self._measure(target)
         self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
+        self._policies = ServedPolicies(self.config, self.latency, self.device)
         self.set_policy(self.config.policy)
         self._init_ledger()
-        self.prefill = PrefillPacer(self.config, self.latency, self.ledger, self._states)
+        self.prefill = PrefillPacer(
+            self.config, self.latency, self.ledger, self._states, alone=self._agreement.alone
+        )
+
+    def _beam_source(self) -> BeamSource:
+        table = self.req_to_token_pool.req_to_token
+        cache = DraftCache(self.device.draft, table, self._kv_pools[1].k_buffer[0].shape[0])
+        sharpening = load_sharpening(Path(self._models[1]))
+        return BeamSource(self.device, cache, sharpening, self.config.max_candidates, self._draft_worker)
+
+    def _measure(self, target: Any) -> None:
+        """What forwards cost here: a saved profile, or a short measurement."""
+        run = partial(
+            measure.measure,
+            self.device,
+            self.req_to_token_pool.req_to_token,
+            target.token_to_kv_pool.size,
+            context_len=target.model_config.context_len,
+        )
+        meta = measure.fingerprint(*self._models, self.config)
+        self._profile = measure.save_full_profile(meta, lambda grid, tick: run(grid, progress=tick))
+        self.latency = measure.load_or_measure(self.config, meta, lambda: run(measure.QUICK))
+        for model in (self.device.target, self.device.draft):
+            model.take_runs()  # the measurements'
 
     @property
     def policy_names(self) -> tuple[str, ...]:
         """What ``set_policy`` accepts."""
-        named = tuple(n for n in policy_names() if n != "chain-K")
-        return named + tuple(f"chain-{k}" for k in range(1, self.config.max_depth + 1))
-
-    def build_policy(self, name: str) -> Policy:
-        """A fresh policy for this host. Raises ValueError for an unknown name."""
-        config = PolicyConfig(
-            latency=self.latency,
-            budget=self._budget(name),
-            d_max=self.config.max_depth,
-            w_max=self.config.max_width,
-            early_stop=True,
-            pricing=self._pricing,
-            least_gain=self._least_gain,
-        )
-        return build_policy(name, config)
-
-    def _budget(self, name: str) -> int | None:
-        """B. Fixed shapes know none; TurboSpec and `priced` weigh each token against the latency."""
-        unbounded = name.startswith(("chain-", "fixed-")) or name in ("turbospec", "priced", "none")
-        if self.config.budget is not None or unbounded:
-            return self.config.budget
-        return self.latency.knee_tokens(KNEE)
+        return self._policies.names
 
     def set_policy(self, name: str) -> None:
         """Takes effect at the next iteration. A policy that comes back knows what it had learned."""
-        if name not in self._policies:
-            self._policies[name] = self.build_policy(name)
-        self.policy = self._policies[name]
+        self.policy: Policy = self._policies.get(name)
         self._drafts = name != "none"
 
     def _init_ledger(self) -> None:
@@ -149,18 +148,20 @@ class AdaServeWorker(BaseSpecWorker):
             "AdaServe: policy %s, baseline %.1f ms per token, budget %s tokens",
             self.policy.name,
             baseline_s * 1e3,
-            self.config.budget or self.latency.knee_tokens(KNEE),
+            self._policies.budget_tokens,
         )
 
     def report(self) -> dict[str, Any]:
         """State for ``/server_info`` and the live page; JSON values."""
+        self._settle()
         return {
             "policy": self.policy.name,
             "profile": None if self._profile is None else str(self._profile),
             "baseline_ms": self.ledger.baseline_s * 1e3,
             "latency": self.latency.to_json(),
-            "times": {**self._times, "target_s": self._target.busy_s, "draft_s": self._draft.busy_s},
+            "times": dict(self._times),
             "stats": self.ledger.stats.state(),
+            "device": self.device.report(),
         }
 
     # -- prefill ------------------------------------------------------------------------------
@@ -173,14 +174,15 @@ class AdaServeWorker(BaseSpecWorker):
         return self._decode(batch, on_publish)
 
     def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+        self._settle()
         start_s = time.perf_counter()
         sampling.restore_penalties(batch.sampling_info, batch.reqs)
         result = self.target_worker.forward_batch_generation(batch)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
-        if self._drafts:
-            self._draft_worker.extend(batch)
+        for source in self._sources:
+            source.prefilled(batch, self._drafts)
         result.next_draft_input = RootTokens(result.next_token_ids.long())
         self._start_requests(batch, result.next_token_ids.tolist())
         end_s = time.perf_counter()
@@ -194,16 +196,13 @@ class AdaServeWorker(BaseSpecWorker):
 
     def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:
         now_s = time.perf_counter()
-        slots = batch.req_pool_indices.tolist()
-        lengths = batch.seq_lens.tolist()
-        for req, slot, length, token in zip(batch.reqs, slots, lengths, first_tokens, strict=True):
-            old = self._states.get(slot)
+        for req, row, token in zip(batch.reqs, _pool_rows(batch).tolist(), first_tokens, strict=True):
             slo_class, tpot_s, _ = self.ledger.slo(req)
-            self._started += 1
-            key = request_key(self._seed, self._started, req.rid)
-            state = RequestState(req.rid, slo_class, tpot_s, now_s, key=key)
-            if old is not None and old.rid != req.rid:
-                # Its request ended, perhaps aborted in the queue, of which nobody tells us.
+            state = RequestState(req.rid, slo_class, tpot_s, now_s, key=self._key(req))
+            old = self._states.get(row)
+            if old is not None and old.rid != req.rid and self._pool_row.get(old.rid) == row:
+                # Its request ended, perhaps aborted in the queue, of which nobody tells us, or waits.
+                del self._pool_row[old.rid]
                 self._forget(old.rid)
             state.generated = [*req.output_ids, token]
             if req.output_ids:
@@ -212,105 +211,195 @@ class AdaServeWorker(BaseSpecWorker):
                 state.decoded = len(state.generated) - 1
             else:
                 self._decode_starts[req] = now_s
-            if self._drafts:
-                state.draft_len = length
-            else:  # a policy that drafts may take over later
-                state.pending = [*req.origin_input_ids, *req.output_ids][:length]
-            self._states[slot] = state
+            self._states[row] = state
+            self._pool_row[req.rid] = row
+
+    def _key(self, req: Any) -> int:
+        """Of the request's noise: by its number in the order of first prefills, so that text at a fixed seed
+        depends neither on chunks nor on retractions."""
+        if req not in self._keys:
+            self._started += 1
+            self._keys[req] = request_key(*self._seed, self._started)
+        return self._keys[req]
 
     # -- decode -------------------------------------------------------------------------------
 
     def _decode(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
-        start_s = time.perf_counter()
+        """One iteration (docs/architecture.md). Everything is queued; what is read has been waited for."""
+        self._advance()  # by what the last iteration accepted, if that comes late (overlap)
+        start_s, start = time.perf_counter(), self.device.mark()
         rows = self._rows(batch)
-        plan = self.policy.plan(rows.running, start_s)
-        if self._recorder is not None:
-            self._recorder.planned(plan)
-        draft = self._drafter.draft(plan, rows, self.policy.keep_drafting) if plan.depth else None
-        drafted_s = time.perf_counter()
-        trees = draft.trees if draft is not None else CandidateTrees.empty(len(rows))
-        selection = self.policy.select(plan, trees)
-        times = StepTimes(start_s, drafted_s, time.perf_counter())
-        verified = verify.build(rows, draft, selection)
-        draws, logits = self._target_draws(batch, rows, verified)
-        acceptance = verify.accept(verified, draws)
-        iteration = Iteration(rows, plan, draft, selection, verified, draws, acceptance, times)
-        result = self._commit(batch, iteration, logits)
+        plan = self._agreement.plan(lambda: self.policy.plan(rows.running, start_s), rows.running)
+        drafts = self._draft(plan, rows)
+        drafted = self.device.mark()
+        self._observe()  # the last iteration, while the device drafts
+        proposal = merge([d.read() for d in drafts], len(rows))
+        selection = self._agreement.selection(lambda: self.policy.select(plan, proposal.trees))
+        selected = self.device.mark()
+        verified = verify.build(rows, proposal, selection)
+        tensors, draws, logits = self._verify(batch, rows, verified)
+        acceptance = verify.accept(tensors, draws, len(rows), verified.deepest, self.stride)
+        result = self._result(batch, acceptance, tensors, draws, logits)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        self._observe(iteration.outcome(time.perf_counter(), self._last_end_s))
+        self._compact(verified, tensors, acceptance)
+        caught_up = tuple(d.caught_up for d in drafts if d.caught_up is not None)
+        marks = Marks(start, drafted, selected, self.device.mark(), caught_up)
+        outcome = self.device.get(
+            count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
+        )
+        self._arriving = self._unobserved = Iteration(
+            rows, self.policy, plan, proposal, selection, verified, start_s, marks, outcome
+        )
+        if not self._overlaps:
+            self._settle()
         return result
 
     def _rows(self, batch: Any) -> DecodeRows:
-        slots = batch.req_pool_indices.tolist()
-        states = [self._states[slot] for slot in slots]
-        seq_lens = batch.seq_lens.numpy().astype(np.int64, copy=False)
-        return DecodeRows(
-            states=states,
-            seq_lens=seq_lens,
-            roots=batch.spec_info.bonus_tokens.numpy().astype(np.int64, copy=False),
-            pool_indices=batch.req_pool_indices,
-            req_to_token=self.req_to_token_pool.req_to_token,
-            running=running_batch(batch.reqs, states, seq_lens, self.config.max_depth),
-        )
+        pool_rows = _pool_rows(batch)
+        states = [self._states[row] for row in pool_rows.tolist()]
+        lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        seq_lens = lens.cpu().numpy().astype(np.int64, copy=False)
+        running = running_batch(batch.reqs, states, seq_lens, self.config.max_depth)
+        seeded = batch.sampling_info.sampling_seed is not None
+        return DecodeRows(states, seq_lens, pool_rows, running, noisy=not seeded)
 
-    def _target_draws(
+    def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
+        """What the sources have queued."""
+        if self._recorder is not None:
+            self._recorder.planned(plan)
+        if not plan.depth:
+            return []
+        keep = self.policy.keep_drafting if self.device.stops_early else None
+        proposed = [source.propose(plan, rows, keep) for source in self._sources]
+        return [drafting for drafting in proposed if drafting is not None]
+
+    def _verify(
         self, batch: Any, rows: DecodeRows, verified: verify.VerifyBatch
-    ) -> tuple[np.ndarray, torch.Tensor | None]:
-        tokens, positions = torch.from_numpy(verified.tokens), torch.from_numpy(verified.positions)
-        hidden = self._target.hidden(tokens, positions, verified.slots, verified.plan)
+    ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
+        """The verified tokens on the device, the target's draws int64 [T], and logits where there are any."""
+        target = self.device.target
+        tensors = self.device.put({**verified.arrays(), **target.arrays(verified.batch)})
+        states = target.run(verified.batch, tensors)
         info = batch.sampling_info
         # SGLang fills these in when it makes a ForwardBatch, which we do not.
         info.grammars = [r.grammar for r in batch.reqs] if batch.has_grammar else None
         if not batch.return_logprob and sampling.is_plain_greedy(info, batch.reqs):
-            return self._target.argmax(hidden).numpy(), None
-        logits = self._target.logits(hidden)
-        sampling.adjust_logits(logits, verified, info, batch.reqs, rows.states)
-        return sampling.draw(logits, verified, info, rows.keys), logits
+            return tensors, target.argmax(states), None
+        logits = target.logits(states)
+        step = sampling.Step(self.device, batch.reqs, rows.states, info, verified, tensors)
+        sampling.adjust_logits(logits, step)
+        return tensors, sampling.draw(logits, step), logits
 
-    def _commit(self, batch: Any, iteration: Iteration, logits: torch.Tensor | None) -> GenerationBatchResult:
-        """Keeps the accepted paths: compacts both KV caches, advances the states, builds the result."""
-        if (moves := iteration.moves()) is not None:
-            for runner in (self.target_worker.model_runner, self._draft_worker.draft_runner):
-                runner.token_to_kv_pool.move_kv_cache(*moves)
-        emitted = iteration.emitted(self.stride)
-        iteration.advance(emitted)
-        accept_lens = torch.from_numpy(iteration.acceptance.count + 1)
-        logits_output = LogitsProcessorOutput(next_token_logits=logits)
+    def _result(
+        self,
+        batch: Any,
+        acceptance: verify.Acceptance,
+        tensors: verify.Tensors,
+        draws: torch.Tensor,
+        logits: torch.Tensor | None,
+    ) -> GenerationBatchResult:
+        output = LogitsProcessorOutput(next_token_logits=logits)
         if batch.return_logprob:
-            index = torch.from_numpy(iteration.path_index(self.stride))
-            compute_spec_logprobs(batch, logits_output, torch.from_numpy(iteration.draws), accept_index=index)
+            index = verify.path_index(tensors, acceptance, self.stride)
+            compute_spec_logprobs(batch, output, draws, accept_index=index)
+        accept_lens = acceptance.count + 1
         return GenerationBatchResult(
-            logits_output=logits_output,
-            next_token_ids=torch.from_numpy(emitted.reshape(-1)),
+            logits_output=output,
+            next_token_ids=acceptance.emitted.flatten(),
             accept_lens=accept_lens.int(),
             new_seq_lens=batch.seq_lens + accept_lens,
-            next_draft_input=RootTokens(torch.from_numpy(iteration.bonus)),
+            next_draft_input=RootTokens(acceptance.bonus),
             speculative_num_draft_tokens=self.stride,
             speculative_output_stride=self.stride,
             can_run_cuda_graph=False,
         )
 
-    # -- bookkeeping --------------------------------------------------------------------------
+    def _compact(
+        self, verified: verify.VerifyBatch, tensors: verify.Tensors, acceptance: verify.Acceptance
+    ) -> None:
+        """Makes the accepted paths contiguous in both KV caches."""
+        if not (verified.column != verified.depth).any():
+            return  # whatever was accepted stands where it belongs
+        table = self.req_to_token_pool.req_to_token
+        n = len(verified.root)
+        target, source = verify.moves(tensors, acceptance, table, n, verified.deepest)
+        self.device.move(self._kv_pools, target, source)
 
-    def _observe(self, outcome: IterationOutcome) -> None:
+    # -- what follows -------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Takes in the outcome of the last iteration, if that is still to be done."""
+        self._advance()
+        self._observe()
+
+    def _advance(self) -> None:
+        """Brings requests and sources up to date with what the last iteration accepted."""
+        iteration, self._arriving = self._arriving, None
+        if iteration is None:
+            return
+        for state, tokens in zip(iteration.rows.states, iteration.emitted(), strict=True):
+            state.advance(tokens)
+        accepted = iteration.accepted()
+        for source in self._sources:
+            source.advanced(iteration.rows, iteration.verified, accepted)
+
+    def _observe(self) -> None:
+        """Policy, prefills and books learn what the last iteration did."""
+        iteration, self._unobserved = self._unobserved, None
+        if iteration is None:
+            return
+        outcome = iteration.outcome(self._last_end_s)
         self._last_end_s = outcome.end_s
-        self._times["decode_s"] += outcome.total_s
-        self._times["iterations"] += 1
-        if not self._prefilled:
-            self._times["loop_s"] += outcome.since_last_s
-            self._times["loops"] += 1
-        self._prefilled = False
-        self.policy.observe(outcome)
+        self._count(outcome)
+        iteration.policy.observe(outcome)
         self.prefill.observe(outcome)
         if self._recorder is not None:
             self._recorder.observed(outcome)
         self.ledger.iteration(outcome)
+        leaving, self._leaving = self._leaving, []
+        for rid in leaving:
+            self._forget(rid)
+
+    def _count(self, outcome: IterationOutcome) -> None:
+        times = self._times
+        times["decode_s"] += outcome.total_s
+        times["iterations"] += 1
+        if not self._prefilled:
+            times["loop_s"] += outcome.since_last_s
+            times["loops"] += 1
+        self._prefilled = False
+        for name, model in (("draft_s", self.device.draft), ("target_s", self.device.target)):
+            times[name] += sum(start.seconds_until(end) for start, end in model.take_runs())
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
-        self._forget(rid)
+        """Called before SGLang gives the request's slots to the radix cache."""
+        if (row := self._pool_row.pop(rid, None)) is not None:
+            for source in self._sources:
+                source.finished(row)
+        if self._unobserved is None:
+            self._forget(rid)
+        else:  # it rides an iteration whose outcome would bring it back; waiting for that would cost time
+            self._leaving.append(rid)
 
     def _forget(self, rid: str) -> None:
-        self.policy.forget(rid)
+        self._policies.forget(rid)
         if self._recorder is not None:
             self._recorder.forget(rid)
+
+
+def _pool_rows(batch: Any) -> np.ndarray:
+    """int64 [n]: every request's row of the request pool, from the host's own copy."""
+    rows = batch.req_pool_indices if batch.req_pool_indices_cpu is None else batch.req_pool_indices_cpu
+    return rows.cpu().numpy().astype(np.int64, copy=False)
+
+
+def open_device(target: Any, draft: Any, config: AdaServeConfig) -> Device:
+    """The parts for the device that holds both models (``ModelRunner``s)."""
+    if on_device(target.device):
+        from adaserve.engine.device.parts import GraphDevice
+
+        return GraphDevice.of(target, draft, config)
+    from adaserve.engine.host.parts import HostDevice
+
+    return HostDevice.of(target, draft)

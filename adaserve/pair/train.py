@@ -1,11 +1,10 @@
-"""Trains the embedded target. `python -m adaserve.pair.train --help` lists the whole chain of commands."""
+"""Trains the embedded target (`adaserve pair train`)."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,9 +170,3 @@ def train_target(run: Run, shape: Shape = TARGET) -> None:
     run = run.rates(MATRIX_LR, VECTOR_LR)
     Trainer(run, model, lambda window: next_token_loss(model, window)).fit("target")
     save_hf(model, run.out)
-
-
-if __name__ == "__main__":
-    from adaserve.pair.cli import app
-
-    app(["train", *sys.argv[1:]])

@@ -109,7 +109,6 @@ def served(
         assert stats["wrong_lengths"] == []
         assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
         assert stats["draft_kv_error"] < 1e-4, "the draft's cache holds something else than its tokens"
-        assert stats["draft_unknown"] <= 0.1 * stats["audits"], "many prefixes are unknown to the draft"
 
 
 @pytest.fixture(scope="session")

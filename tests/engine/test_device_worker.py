@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adaserve.algorithm import DEVICE_WORKER_ENV
+from adaserve.host import DEVICE_PATH_ENV
 from tests.engine.conftest import POLICIES, TIGHT, Served, adaserve_server
 from tests.engine.harness import Job, Server, Zygote, run_jobs, workload
 from tests.engine.test_greedy import assert_same
@@ -25,7 +25,7 @@ def device(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         overlap=True,
         **TIGHT,
     )
-    server.environment[DEVICE_WORKER_ENV] = "1"
+    server.environment[DEVICE_PATH_ENV] = "1"
     with server.running(zygote):
         yield Served("device", server, probe)
         server.assert_idle_and_clean()

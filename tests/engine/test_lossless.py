@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +12,20 @@ import pytest
 import torch
 
 from adaserve.engine import sampling
+from adaserve.engine.host.parts import HostDevice
+from adaserve.engine.state import RequestState
 from adaserve.engine.trees import verify
+from adaserve.engine.trees.batch import TreeBatch
 from adaserve.noise import request_key
 from tests.engine.chi_square import chi_square_p
+from tests.engine.trees.factories import (
+    VOCABULARY,
+    decode_rows,
+    drafted,
+    random_selection,
+    sampling_request,
+    tensors_of,
+)
 
 VOCAB = 8
 SAMPLES = 6000
@@ -27,27 +38,28 @@ def tree_batch(children: list[list[int]], repeat: int) -> verify.VerifyBatch:
     first = np.cumsum([0, 1, *(len(level) for level in children)])
     parent = np.array([0, *(first[d] for d, level in enumerate(children) for _ in level)])
     size = len(tokens)
-    base = np.repeat(np.arange(repeat) * size, size)
-    none: Any = None
+    rows, column = np.arange(repeat), np.arange(size)
+    batch = TreeBatch(
+        tokens=np.tile(tokens, repeat), positions=np.tile(depth, repeat), places=np.tile(column, repeat),
+        pool_rows=rows, q_lens=np.full(repeat, size), kv_lens=np.full(repeat, size),
+    )  # fmt: skip
     return verify.VerifyBatch(
-        tokens=np.tile(tokens, repeat), positions=np.tile(depth, repeat), slots=none, plan=none,
-        row=np.repeat(np.arange(repeat), size), depth=np.tile(depth, repeat),
-        parent=np.tile(parent, repeat) + base,
-        root=np.arange(repeat) * size, node=none, column=np.tile(depth, repeat),
+        batch=batch, row=np.repeat(rows, size), depth=np.tile(depth, repeat),
+        parent=np.tile(parent, repeat) + np.repeat(rows * size, size), root=rows * size,
+        node=np.arange(repeat * (size - 1)), column=np.tile(column, repeat),
     )  # fmt: skip
 
 
-def emitted(
-    batch: verify.VerifyBatch, acceptance: verify.Acceptance, draws: np.ndarray
-) -> list[tuple[int, ...]]:
+def accept(batch: verify.VerifyBatch, draws: torch.Tensor) -> verify.Acceptance:
+    tensors = tensors_of(batch.arrays())
+    return verify.accept(tensors, draws, len(batch.root), batch.deepest, batch.deepest + 1)
+
+
+def emitted(batch: verify.VerifyBatch, draws: torch.Tensor) -> list[tuple[int, ...]]:
     """Tokens that each row emits."""
-    path = acceptance.accepted & ~batch.is_root
-    out: list[list[int]] = [[] for _ in batch.root]
-    for row, token in zip(batch.row[path], batch.tokens[path], strict=True):
-        out[row].append(int(token))
-    for row, token in zip(out, draws[acceptance.last], strict=True):
-        row.append(int(token))
-    return [tuple(row) for row in out]
+    got = accept(batch, draws)
+    every = zip(got.emitted.tolist(), got.count.tolist(), strict=True)
+    return [tuple(row[: count + 1]) for row, count in every]
 
 
 def first_token_p(draws: Sequence[tuple[int, ...]], probs: torch.Tensor) -> float:
@@ -60,32 +72,43 @@ def target_logits() -> torch.Tensor:
     return torch.tensor([2.0, 1.5, 1.0, 0.2, 0.0, -0.5, -1.0, -3.0])
 
 
-def sampling_info(repeat: int, **values: Any) -> Any:
-    base = dict(temperature=1.0, top_k=1 << 30, top_p=1.0, min_p=0.0) | values
-    return SimpleNamespace(
-        is_all_greedy=False,
-        temperatures=torch.full((repeat, 1), base["temperature"]),
-        top_ks=torch.full((repeat,), base["top_k"], dtype=torch.int32),
-        top_ps=torch.full((repeat,), base["top_p"]),
-        min_ps=torch.full((repeat,), base["min_p"]),
-        sampling_seed=None,
-    )
+def make_step(
+    batch: verify.VerifyBatch, reqs: Sequence[Any], states: Sequence[RequestState], **over: Any
+) -> sampling.Step:
+    values: dict[str, Any] = {
+        "is_all_greedy": all(r.sampling_params.top_k == 1 for r in reqs), "sampling_seed": None,
+        "logit_bias": None, "grammars": None, "has_custom_logit_processor": False,
+    }  # fmt: skip
+    info: Any = SimpleNamespace(**values | over)
+    forward: Any = None  # draws need no model
+    return sampling.Step(HostDevice(forward, forward), reqs, states, info, batch, tensors_of(batch.arrays()))
 
 
-def keys(rows: int) -> np.ndarray:
-    return np.array([request_key("test", r) for r in range(rows)], np.uint64)
+def states_of(rows: int) -> list[RequestState]:
+    return [RequestState(f"r{r}", "default", np.inf, 0.0, key=request_key("test", r)) for r in range(rows)]
 
 
-def draw_rows(children: list[list[int]], **values: Any) -> tuple[list[tuple[int, ...]], verify.VerifyBatch]:
+def draw(batch: verify.VerifyBatch, seeds: torch.Tensor | None = None, **settings: Any) -> torch.Tensor:
+    """Draws of equal requests that differ in their keys; the target's logits are the same everywhere."""
+    n = len(batch.root)
+    step = make_step(batch, [sampling_request(**settings)] * n, states_of(n), sampling_seed=seeds)
+    return sampling.draw(target_logits().repeat(len(batch), 1), step)
+
+
+def draw_rows(children: list[list[int]], **settings: Any) -> list[tuple[int, ...]]:
     batch = tree_batch(children, SAMPLES)
-    logits = target_logits().repeat(len(batch.row), 1)
-    draws = sampling.draw(logits, batch, sampling_info(SAMPLES, **values), keys(SAMPLES))
-    return emitted(batch, verify.accept(batch, draws), draws), batch
+    return emitted(batch, draw(batch, **settings))
+
+
+def at_step(alone: verify.VerifyBatch, step: int) -> verify.VerifyBatch:
+    """Plain decoding of the token that follows ``step`` others."""
+    positions = np.full(len(alone), step)
+    return replace(alone, batch=replace(alone.batch, positions=positions))
 
 
 def test_tree_sampling_has_the_targets_distribution() -> None:
     for children in ([[0, 1, 3]], [[0, 1], [0, 2]], [[7]], [[0], [0], [0]]):
-        rows, _ = draw_rows(children)
+        rows = draw_rows(children)
         assert first_token_p(rows, target_logits().softmax(0)) > 1e-3
         # After the first child came the same distribution again: the nodes below must not bend it.
         below = [row[1:] for row in rows if row[0] == children[0][0] and len(row) > 1]
@@ -98,11 +121,11 @@ def test_filters_keep_their_distribution() -> None:
     top_k = torch.where(torch.arange(VOCAB) < 3, probs, 0.0)
     tempered = (target_logits() / 0.5).softmax(0)
     min_p = torch.where(tempered >= 0.3 * tempered[0], tempered, 0.0)
-    rows, _ = draw_rows([[0, 1, 3]], top_k=3)
+    rows = draw_rows([[0, 1, 3]], top_k=3)
     assert first_token_p(rows, top_k / top_k.sum()) > 1e-3
-    rows, _ = draw_rows([[0, 1, 3]], temperature=0.5, min_p=0.3)
+    rows = draw_rows([[0, 1, 3]], temperature=0.5, min_p=0.3)
     assert first_token_p(rows, min_p / min_p.sum()) > 1e-3
-    rows, _ = draw_rows([[0, 1, 3]], top_p=0.6)  # the nucleus is tokens 0 and 1
+    rows = draw_rows([[0, 1, 3]], top_p=0.6)  # the nucleus is tokens 0 and 1
     nucleus = torch.where(torch.arange(VOCAB) < 2, probs, 0.0)
     assert first_token_p(rows, nucleus / nucleus.sum()) > 1e-3
 
@@ -135,43 +158,157 @@ def test_the_statistic_detects_a_small_bend() -> None:
 def test_a_tree_emits_what_plain_decoding_emits() -> None:
     """Draws are a function of request and position: whatever was drafted, the text is the same."""
     rows = 60
-    info = sampling_info(rows, top_p=0.9)
     chain, alone = tree_batch([[0, 1, 2, 3], [0, 1, 2, 3]], rows), tree_batch([], rows)
-    draws = sampling.draw(target_logits().repeat(len(chain.row), 1), chain, info, keys(rows))
-    got = emitted(chain, verify.accept(chain, draws), draws)
+    got = emitted(chain, draw(chain, top_p=0.9))
     for step in range(3):
-        decoding = dataclasses.replace(alone, positions=np.full(rows, step))
-        plain = sampling.draw(target_logits().repeat(rows, 1), decoding, info, keys(rows))
+        plain = draw(at_step(alone, step), top_p=0.9)
         assert all(int(plain[r]) == row[step] for r, row in enumerate(got) if len(row) > step)
     assert {len(row) for row in got} == {1, 2, 3}
 
 
-def draw_by_seed(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def draw_by_seed(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Stands for SGLang's seeded kernel, which needs a GPU: a function of seed, position and distribution."""
-    rows = zip(probs.double().numpy(), seeds.tolist(), positions.tolist(), strict=True)
+    rows = zip(logprobs.double().exp().numpy(), seeds.tolist(), positions.tolist(), strict=True)
     draws = [np.random.default_rng([seed, at]).choice(len(p), p=p / p.sum()) for p, seed, at in rows]
-    return torch.tensor(draws)
+    return torch.tensor(draws)[:, None]
 
 
-def test_seeded_trees_emit_what_seeded_decoding_emits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.layers.sampler.multinomial_with_seed", draw_by_seed)
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}])
+def test_seeded_trees_emit_what_seeded_decoding_emits(settings: dict[str, Any]) -> None:
     """Every node is drawn with its own request's seed and its own position, as plain decoding would."""
-    monkeypatch.setattr(sampling, "sampling_from_probs_torch", draw_by_seed)
     seeds = torch.arange(40) * 7 + 1
-    info = sampling_info(len(seeds))
-    info.sampling_seed = seeds
     chain, alone = tree_batch([[0, 1, 2, 3], [0, 1, 2, 3]], len(seeds)), tree_batch([], len(seeds))
-    draws = sampling.draw(target_logits().repeat(len(chain.row), 1), chain, info, keys(len(seeds)))
-    rows = emitted(chain, verify.accept(chain, draws), draws)
+    rows = emitted(chain, draw(chain, seeds, **settings))
+    logprobs = target_logits().softmax(0).log().repeat(len(seeds), 1)
     for step in range(3):
-        decoding = dataclasses.replace(alone, positions=np.full(len(seeds), step))
-        plain = sampling.draw(target_logits().repeat(len(seeds), 1), decoding, info, keys(len(seeds)))
+        plain = draw(at_step(alone, step), seeds, **settings)
+        if not settings:
+            assert torch.equal(plain, draw_by_seed(logprobs, seeds, torch.full_like(seeds, step))[:, 0])
         assert all(int(plain[r]) == row[step] for r, row in enumerate(rows) if len(row) > step)
     assert {len(row) for row in rows} == {1, 2, 3}
 
 
+# -- neighbours ---------------------------------------------------------------------------------
+
+
+def first_rows_draws(mine: dict[str, Any], others: list[dict[str, Any]], n: int, seeded: bool) -> list[int]:
+    """What n requests that ask for ``mine`` draw, each beside requests that ask for ``others``."""
+    batch, drawn = tree_batch([[0, 1], [2, 3]], 1 + len(others)), []
+    reqs = [sampling_request(**settings) for settings in (mine, *others)]
+    size = int(batch.batch.q_lens[0])
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.cat([torch.randn(size, VOCAB, generator=generator) for _ in reqs])
+    for key in range(n):
+        states = states_of(len(reqs))
+        states[0].key = key
+        seeds = torch.tensor([key, *range(900, 900 + len(others))]) if seeded else None
+        draws = sampling.draw(logits, make_step(batch, reqs, states, sampling_seed=seeds))
+        drawn += draws[:size].tolist()
+    return drawn
+
+
+NEIGHBOURS: list[list[dict[str, Any]]] = [
+    [], [{}], [{"top_p": 0.5}], [{"top_k": 3}], [{"top_k": 1}], [{"temperature": 0.3, "top_p": 0.9}, {}],
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("with_seed", [False, True])
+@pytest.mark.parametrize("mine", [{}, {"top_p": 0.5}, {"temperature": 0.6, "top_k": 4}, {"top_k": 1}])
+def test_draws_do_not_depend_on_what_neighbours_ask_for(mine: dict[str, Any], with_seed: bool) -> None:
+    alone, *beside = (first_rows_draws(mine, others, 30, with_seed) for others in NEIGHBOURS)
+    assert all(other == alone for other in beside)
+    assert mine.get("top_k") == 1 or len({*zip(*[iter(alone)] * 5, strict=True)}) > 5, "nothing is random"
+
+
+@pytest.mark.parametrize("mine", [{}, {"top_p": 0.5}])
+def test_min_p_of_a_neighbour(mine: dict[str, Any]) -> None:
+    """Without seeds only: SGLang has no seeded min-p."""
+    assert first_rows_draws(mine, [{"min_p": 0.3}], 30, False) == first_rows_draws(mine, [], 30, False)
+
+
+# -- penalties ----------------------------------------------------------------------------------
+
+
+def penalized_by_hand(logits: torch.Tensor, text: list[int], req: Any) -> torch.Tensor:
+    """SGLang's formula (srt/sampling/penaltylib) after a request has generated ``text``."""
+    p, stops = req.sampling_params, set(req.sampling_params.stop_token_ids or ())
+    stops |= set(req.eos_token_ids or ()) | set(req.tokenizer.additional_stop_token_ids or ())
+    stops |= {req.tokenizer.eos_token_id} - {None}
+    out = logits.double().clone()
+    for token in range(len(out)):
+        times = text.count(token)
+        out[token] -= p.frequency_penalty * times
+        if times:
+            out[token] -= p.presence_penalty
+        if len(text) < p.min_new_tokens and token in stops:
+            out[token] = -torch.inf
+        if times:
+            out[token] *= p.repetition_penalty if out[token] < 0 else 1 / p.repetition_penalty
+    return out.float()
+
+
+def stopping_request(**over: Any) -> Any:
+    """All four places that SGLang knows stop tokens from."""
+    req = sampling_request(stop_token_ids={3}, **over)
+    req.eos_token_ids, req.tokenizer.additional_stop_token_ids, req.tokenizer.eos_token_id = {4}, {5}, 6
+    return req
+
+
+PENALIZED = [
+    stopping_request(frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=1.3, min_new_tokens=8),
+    sampling_request(),
+    sampling_request(repetition_penalty=1.5),
+    sampling_request(frequency_penalty=-0.7),
+    sampling_request(presence_penalty=0.9),
+    stopping_request(min_new_tokens=3),
+]
+BEFORE_THE_ROOT = [[2, 9, 2, 11, 4], [8, 8], [12, 6, 12], [1, 1], [7, 5], []]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_node_has_the_penalties_of_its_own_path(seed: int, biased: bool) -> None:
+    rows = decode_rows([5, 9, 3, 7, 4, 6])
+    for state, before in zip(rows.states, BEFORE_THE_ROOT, strict=True):
+        state.generated[:0] = before
+    proposal = drafted(rows, 4, 3)
+    batch = verify.build(rows, proposal, random_selection(proposal.trees, np.random.default_rng(seed), 0.8))
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(batch), VOCABULARY, generator=generator)
+    bias = torch.randn(len(rows), VOCABULARY, generator=generator) if biased else None
+    adjusted = logits.clone()
+    sampling.adjust_logits(adjusted, make_step(batch, PENALIZED, rows.states, logit_bias=bias))
+    told_apart = False
+    for i in range(len(batch)):
+        path, node, row = [], i, int(batch.row[i])
+        while batch.depth[node]:
+            path.append(int(batch.tokens[node]))
+            node = int(batch.parent[node])
+        generated = rows.states[row].generated
+        exact = penalized_by_hand(logits[i], [*generated, *reversed(path)], PENALIZED[row])
+        told_apart |= not torch.equal(exact, penalized_by_hand(logits[i], generated, PENALIZED[row]))
+        if bias is not None:
+            exact += bias[row]
+        elif row == 1:
+            assert torch.equal(adjusted[i], logits[i]), "a request without penalties was touched"
+        torch.testing.assert_close(adjusted[i], exact, rtol=1e-6, atol=1e-6)
+    assert told_apart, "the penalties at the roots would have done"
+
+
 def test_greedy_walk_takes_the_deepest_matching_path() -> None:
     batch = tree_batch([[3, 5], [2], [7]], 2)
-    draws = np.array([3, 2, 9, 7, 4, 5, 1, 6, 1, 1])  # row 0 accepts 3, 2, 7; row 1 accepts the childless 5
-    acceptance = verify.accept(batch, draws)
+    # Row 0 accepts 3, 2, 7; row 1 accepts the childless 5.
+    draws = torch.tensor([3, 2, 9, 7, 4, 5, 1, 6, 1, 1])
+    acceptance = accept(batch, draws)
     assert acceptance.count.tolist() == [3, 1]
-    assert emitted(batch, acceptance, draws) == [(3, 2, 7, 4), (5, 6)]
+    assert acceptance.bonus.tolist() == [4, 6]
+    assert np.flatnonzero(acceptance.accepted).tolist() == [0, 1, 3, 4, 5, 7]
+    assert acceptance.emitted.tolist() == [[3, 2, 7, 4], [5, 6, 0, 0]]
+    assert emitted(batch, draws) == [(3, 2, 7, 4), (5, 6)]

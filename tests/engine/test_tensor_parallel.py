@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from adaserve.algorithm import DEVICE_WORKER_ENV
+from adaserve.host import DEVICE_PATH_ENV
 from tests.engine.conftest import adaserve_server
 from tests.engine.harness import Server, Zygote, run_jobs, workload
 from tests.engine.test_greedy import assert_same
@@ -28,7 +28,7 @@ def two_ranks(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFacto
     arguments: dict[str, Any] = {"tp-size": 2, "max-running-requests": 16}
     server, _ = adaserve_server(folder, pair, "noisy", config, overlap=True, **arguments)
     del server.environment["ADASERVE_PROBE"]  # it knows one rank only
-    server.environment |= {DEVICE_WORKER_ENV: "1", **CORES}
+    server.environment |= {DEVICE_PATH_ENV: "1", **CORES}
     with server.running(zygote):
         yield server
         server.assert_idle_and_clean()

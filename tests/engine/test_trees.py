@@ -6,26 +6,44 @@ here they go through plain dense attention and every node must see exactly its o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from adaserve.engine.host.forwards import HostForward
+from adaserve.engine.host.parts import HostDevice
 from adaserve.engine.host.torch_forward import TorchBackend
-from adaserve.engine.sources.beam import Draft, Drafter
-from adaserve.engine.state import DecodeRows, RequestState
+from adaserve.engine.sources.beam import USUALLY_PENDING, BeamSource
+from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.trees import verify
-from adaserve.scheduler.interface import IterationPlan, RunningBatch, Selection
+from adaserve.engine.trees.attention import token_slots
+from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.host.factories import Pool, hf_model, read_hf
+from tests.engine.trees import factories
+from tests.engine.trees.factories import (
+    PLAIN,
+    iteration_plan,
+    paths,
+    random_selection,
+    running,
+    selection_of,
+    slot_table,
+    tensors_of,
+)
 
 MAX_NODES = 16
 PROMPTS = [[5, 9, 2], [7] * 11, [101, 3, 55, 20, 77, 8]]
 ROOTS = [40, 41, 42]
 
 
-class DenseForward:
-    """Plain dense attention over the plan's own lists; the forward of both models in these tests."""
+class DenseModel:
+    """Plain dense attention over the plan's own lists; both models of these tests."""
 
     def __init__(self, model: Any) -> None:
         weights, config = read_hf(model)
@@ -33,71 +51,82 @@ class DenseForward:
         self._backend = TorchBackend(weights, config, "fp32")
 
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: Any
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
     ) -> torch.Tensor:
         return self._backend.forward(tokens, positions, slots, self.pool.k, self.pool.v, plan)
+
+    def move_kv_cache(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        for buffer in (*self.pool.k, *self.pool.v):
+            buffer[target] = buffer[source]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
 
-def running(max_depth: list[int]) -> RunningBatch:
-    n = len(max_depth)
-    return RunningBatch(
-        rids=tuple(str(i) for i in range(n)), slo_class=("default",) * n, tpot_slo_s=np.full(n, np.inf),
-        decode_start_s=np.zeros(n), decoded_tokens=np.zeros(n, np.int64),
-        context_tokens=np.array([len(p) for p in PROMPTS]), remaining_tokens=np.full(n, 99),
-        max_depth=np.array(max_depth), temperature=np.ones(n),
-    )  # fmt: skip
+class Case:
+    """Requests whose prompts the target has cached, and a draft that has not seen the last ``behind[r]``."""
+
+    def __init__(self, draft: Any, target: Any, behind: list[int], max_depth: list[int]) -> None:
+        self.models = [DenseModel(target), DenseModel(draft)]
+        n = len(PROMPTS)
+        self.table = slot_table(n)
+        self.target, self.draft = (HostForward(model, self.table) for model in self.models)
+        self.cache = DraftCache(self.draft, self.table, self.models[0].pool.slots)
+        self.device = HostDevice(self.target, self.draft)
+        self.source = BeamSource(self.device, self.cache, PLAIN, MAX_NODES)
+        self.rows = factories.decode_rows([len(p) for p in PROMPTS])
+        self.may_go(max_depth)
+        for state, root in zip(self.rows.states, ROOTS, strict=True):
+            state.generated = [root]
+        for r in range(n):
+            self._prefill(int(self.rows.pool_rows[r]), PROMPTS[r], behind[r])
+
+    def may_go(self, max_depth: list[int]) -> None:
+        view = replace(running(len(PROMPTS), max_depth), temperature=np.ones(len(PROMPTS)))
+        self.rows = replace(self.rows, running=view)
+
+    def _prefill(self, pool_row: int, prompt: list[int], behind: int) -> None:
+        seen, slots = len(prompt) - behind, self.table[pool_row]
+        for forward, length in ((self.target, len(prompt)), (self.draft, seen)):
+            if length:
+                one = (np.array([pool_row]), np.array([0]), np.array([length]))
+                forward.run(TreeBatch.causal(np.array(prompt[:length]), *one))
+        if not seen:
+            self.cache.started(pool_row, prompt, slots[: len(prompt)], read=False)
+            return
+        self.cache.started(pool_row, prompt[:seen], slots[:seen], read=True)
+        if behind:
+            self.cache.advanced(pool_row, prompt[seen:], 0)
+
+    def text(self, row: int) -> list[int]:
+        return [*PROMPTS[row], *self.rows.states[row].generated]
+
+    def held(self, row: int) -> tuple[int, list[int]]:
+        """Cached tokens that the draft has the KV of, and those behind them."""
+        held = self.cache[int(self.rows.pool_rows[row])]
+        return held.length, held.pending
+
+    def propose(self, depth: int, width: int, branching: tuple[int, ...] | None = None) -> Proposal:
+        drafting = self.source.propose(iteration_plan(len(PROMPTS), depth, width, branching), self.rows, None)
+        assert drafting is not None
+        self.caught_up = drafting.caught_up is not None
+        return drafting.read()
+
+    def commit(self, verified: verify.VerifyBatch, draws: np.ndarray) -> list[int]:
+        """Accepts along ``draws``, as the worker does; accepted nodes of each row."""
+        n, deepest, tensors = len(PROMPTS), verified.deepest, tensors_of(verified.arrays())
+        got = verify.accept(tensors, torch.from_numpy(draws), n, deepest, deepest + 1)
+        self.device.move(self.models, *verify.moves(tensors, got, self.table, n, deepest))
+        for r, state in enumerate(self.rows.states):
+            state.advance(got.emitted[r, : int(got.count[r]) + 1].tolist())
+        self.source.advanced(self.rows, verified, got.accepted.numpy())
+        self.rows = replace(self.rows, seq_lens=self.rows.seq_lens + got.count.numpy() + 1)
+        return got.count.tolist()
 
 
-def decode_rows(forwards: list[DenseForward], behind: list[int], max_depth: list[int]) -> DecodeRows:
-    """Prefilled requests; the draft (the last forward) has not seen the last ``behind[r]`` prompt tokens."""
-    width = max(len(p) for p in PROMPTS) + 1 + MAX_NODES
-    table = torch.tensor([forwards[0].pool.take(width) for _ in PROMPTS], dtype=torch.int32)
-    states = []
-    for r, prompt in enumerate(PROMPTS):
-        seen = len(prompt) - behind[r]
-        for forward, length in zip(forwards, [len(prompt)] * (len(forwards) - 1) + [seen], strict=True):
-            _prefill(forward, prompt[:length], table[r, :length].long())
-        states.append(RequestState(str(r), "default", np.inf, 0.0, draft_len=seen, pending=prompt[seen:]))
-    return DecodeRows(
-        states=states,
-        seq_lens=np.array([len(p) for p in PROMPTS]),
-        roots=np.array(ROOTS),
-        pool_indices=torch.arange(len(PROMPTS)),
-        req_to_token=table,
-        running=running(max_depth),
-    )
-
-
-def _prefill(forward: DenseForward, tokens: list[int], slots: torch.Tensor) -> None:
-    from adaserve.engine.trees.attention import causal_plan
-
-    length = np.array([len(tokens)])
-    if tokens:
-        forward.hidden(
-            torch.tensor(tokens), torch.arange(len(tokens)), slots, causal_plan(slots, length, length)
-        )
-
-
-def plan(rows: DecodeRows, depth: int, width: int, branching: tuple[int, ...] | None = None) -> IterationPlan:
-    return IterationPlan(
-        0, 0.0, rows.running, np.ones(len(rows)), depth, width, budget=1 << 20, branching=branching
-    )
-
-
-def unread(temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return np.ones_like(temperature), np.zeros_like(temperature)
-
-
-def drafted(model: Any, behind: list[int], max_depth: list[int], **shape: Any) -> tuple[Draft, DecodeRows]:
-    draft_model, target = DenseForward(model), DenseForward(model)
-    rows = decode_rows([target, draft_model], behind, max_depth)
-    drafter = Drafter(draft_model, unread, MAX_NODES)
-    draft = drafter.draft(plan(rows, **shape), rows, None)
-    assert draft is not None
-    return draft, rows
+def alike(behind: list[int], max_depth: list[int]) -> Case:
+    model = hf_model()
+    return Case(model, model, behind, max_depth)
 
 
 def path_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
@@ -120,81 +149,127 @@ def beam_search(model: Any, prefix: list[int], depth: int, width: int) -> list[s
     return levels
 
 
-def paths(draft: Draft, row: int) -> list[tuple[int, ...]]:
-    """Token path of every node of a row, in node order."""
-    trees = draft.trees
-    nodes = range(trees.row_start[row], trees.row_start[row + 1])
-    out: list[tuple[int, ...]] = []
-    for node in nodes:
-        parent = int(trees.parent[node])
-        out.append(((*out[parent],) if parent >= 0 else ()) + (int(trees.token[node]),))
-    return out
+def check_proposal(trees: CandidateTrees, row: int, text: list[int], depth: int, width: int) -> None:
+    """Paths and log-probabilities of a row's tree, against the search from scratch behind ``text``."""
+    model, found = hf_model(), paths(trees, row)
+    by_level = [{p for p in found if len(p) == d} for d in range(1, depth + 1)]
+    assert len(set(found)) == len(found) and by_level == beam_search(model, text, depth, width)
+    start, end = trees.row_start[row : row + 2]
+    for path, logprob in zip(found, trees.logprob[start:end], strict=True):
+        tokens = [*text, *path]
+        exact = sum(float(path_logprobs(model, tokens[: i + len(text)])[t]) for i, t in enumerate(path))
+        assert abs(exact - logprob) < 1e-3
 
 
 @pytest.mark.parametrize("behind", [[0, 0, 0], [1, 0, 4], [3, 11, 2]])
 def test_drafts_are_the_beam_search_of_a_fresh_prefill(behind: list[int]) -> None:
     """Also when the draft was kept from drafting for a while and has to catch up on some requests."""
-    model = hf_model()
-    draft, rows = drafted(model, behind, [4, 4, 4], depth=3, width=3)
+    case = alike(behind, [4, 4, 4])
+    trees = case.propose(depth=3, width=3).trees
     for r, prompt in enumerate(PROMPTS):
-        found = paths(draft, r)
-        by_level = [{p for p in found if len(p) == d} for d in (1, 2, 3)]
-        assert by_level == beam_search(model, [*prompt, ROOTS[r]], 3, 3)
-        for path, logprob in zip(found, draft.trees.logprob[draft.trees.row_start[r] :], strict=False):
-            tokens = [*prompt, ROOTS[r], *path]
-            exact = sum(
-                float(path_logprobs(model, tokens[: i + len(prompt) + 1])[t]) for i, t in enumerate(path)
-            )
-            assert abs(exact - logprob) < 1e-3
-        assert rows.states[r].draft_len == len(prompt) + 1 and not rows.states[r].pending
+        check_proposal(trees, r, [*prompt, ROOTS[r]], 3, 3)
+        assert case.held(r) == (len(prompt), [])
+    assert case.caught_up == (max(behind) > USUALLY_PENDING)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_stay_right_from_iteration_to_iteration(seed: int) -> None:
+    """Whatever is kept and accepted, and when nothing is drafted for some or all of the requests."""
+    rng, case, n = np.random.default_rng(seed), alike([0, 1, 0], [4, 4, 4]), len(PROMPTS)
+    counts: list[int] = []
+    for iteration in range(10):
+        case.may_go([0 if iteration and rng.random() < 0.3 else 4 for _ in range(n)])
+        proposal = Proposal.nothing(n)
+        if iteration not in (2, 3) and case.rows.running.max_depth.any():
+            proposal = case.propose(depth=3, width=2)
+            for r in np.flatnonzero(case.rows.running.max_depth):
+                check_proposal(proposal.trees, r, case.text(r), 3, 2)
+        selection = random_selection(proposal.trees, rng, 0.8)
+        verified = verify.build(case.rows, proposal, selection)
+        case.target.run(verified.batch)
+        counts += case.commit(verified, lucky_draws(verified, rng))
+        for r in range(n):
+            length, pending = case.held(r)
+            assert length + len(pending) == case.rows.seq_lens[r]
+            assert pending == case.text(r)[length:-1]
+        _check_caches(case)
+    assert set(counts) == {0, 1, 2, 3}
+
+
+def lucky_draws(verified: verify.VerifyBatch, rng: np.random.Generator) -> np.ndarray:
+    """Mostly a kept child, or every walk would end at once."""
+    draws = rng.integers(0, 131, len(verified))
+    for i in np.flatnonzero(~verified.is_root & (rng.random(len(verified)) < 0.8)):
+        draws[verified.parent[i]] = verified.tokens[i]
+    return draws
+
+
+def _check_caches(case: Case) -> None:
+    """Every committed token's KV, of the draft as far as it says to have it, is that of a fresh prefill."""
+    fresh = DenseModel(hf_model())
+    for r, pool_row in enumerate(case.rows.pool_rows.tolist()):
+        text, slots = case.text(r)[:-1], case.table[pool_row]
+        one = (np.array([pool_row]), np.array([0]), np.array([len(text)]))
+        HostForward(fresh, case.table).run(TreeBatch.causal(np.array(text), *one))
+        for model, length in zip(case.models, (len(text), case.held(r)[0]), strict=True):
+            at = slots[:length].long()
+            for name in ("k", "v"):
+                for got, right in zip(getattr(model.pool, name), getattr(fresh.pool, name), strict=True):
+                    torch.testing.assert_close(got[at], right[at], rtol=1e-4, atol=1e-4)
 
 
 def test_only_rows_that_may_have_trees_are_drafted_for() -> None:
-    draft, rows = drafted(hf_model(), [0, 0, 1], [2, 0, 3], depth=3, width=2)
-    assert draft.rows.tolist() == [0, 2]
-    assert np.diff(draft.trees.row_start).tolist() == [6, 0, 6]
-    assert rows.states[1].draft_len == len(PROMPTS[1])
+    case = alike([0, 0, 1], [2, 0, 3])
+    trees = case.propose(depth=3, width=2).trees
+    assert np.diff(trees.row_start).tolist() == [6, 0, 6]
+    for r in (0, 2):
+        check_proposal(trees, r, [*PROMPTS[r], ROOTS[r]], 3, 2)
+    assert case.held(1) == (len(PROMPTS[1]), [])
 
 
 def test_a_shape_larger_than_the_window_is_cut() -> None:
-    draft, _ = drafted(hf_model(), [0, 0, 0], [8, 8, 8], depth=8, width=3, branching=(1, 1, 3, 1, 1, 1, 1, 1))
-    assert draft.depth == 6 and draft.nodes_per_row == 14 <= MAX_NODES
+    case = alike([0, 0, 0], [8, 8, 8])
+    proposal = case.propose(depth=8, width=3, branching=(1, 1, 3, 1, 1, 1, 1, 1))
+    assert proposal.trees.depth.max() == 6 and proposal.width == 15
+    assert np.diff(proposal.trees.row_start).tolist() == [14] * 3 and MAX_NODES >= 14
 
 
 @pytest.mark.parametrize("shape", [dict(depth=3, width=3), dict(depth=4, width=2, branching=(2, 1, 2, 1))])
 def test_the_flat_layout_equals_decoding_every_path(shape: dict[str, Any]) -> None:
     """Rows with trees of unequal size, one without any, nodes at scattered slots."""
     model = hf_model()
-    target = DenseForward(model)
-    draft_model = DenseForward(hf_model(seed=4))
-    rows = decode_rows([target, draft_model], [0, 0, 0], [4, 0, 4])
-    draft = Drafter(draft_model, unread, MAX_NODES).draft(plan(rows, **shape), rows, None)
-    assert draft is not None
-    keep = np.ones(draft.trees.n_nodes, np.bool_)
-    keep[draft.trees.row_start[2] :] = draft.trees.depth[draft.trees.row_start[2] :] <= 2
-    counts = np.add.reduceat(np.append(keep, False), draft.trees.row_start[:-1]) * (
-        np.diff(draft.trees.row_start) > 0
-    )
-    batch = verify.build(rows, draft, Selection(keep, counts, counts, counts + 1.0))
-    tokens, positions = torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)
-    logits = target.logits(target.hidden(tokens, positions, batch.slots, batch.plan))
-    for i in range(len(batch.tokens)):
+    case = Case(hf_model(seed=4), model, [0, 0, 0], [4, 0, 4])
+    proposal = case.propose(**shape)
+    trees = proposal.trees
+    keep = np.ones(trees.n_nodes, np.bool_)
+    keep[trees.row_start[2] :] = trees.depth[trees.row_start[2] :] <= 2
+    selection = selection_of(trees, keep)
+    assert selection.counts[0] > selection.counts[2] > selection.counts[1] == 0
+    verified = verify.build(case.rows, proposal, selection)
+    logits = case.target.logits(case.target.run(verified.batch))
+    assert len(logits) == len(verified) == 3 + keep.sum()
+    for i in range(len(verified)):
         path, at = [], i
-        while at != batch.parent[at]:
-            path.append(int(batch.tokens[at]))
-            at = int(batch.parent[at])
-        row = int(batch.row[i])
-        assert batch.tokens[at] == ROOTS[row]
+        while at != verified.parent[at]:
+            path.append(int(verified.tokens[at]))
+            at = int(verified.parent[at])
+        row = int(verified.row[i])
+        assert verified.tokens[at] == ROOTS[row]
         exact = path_logprobs(model, [*PROMPTS[row], ROOTS[row], *reversed(path)])
         assert torch.allclose(logits[i].double().log_softmax(-1), exact, atol=1e-4)
 
 
 def test_windows_of_one_row_never_share_a_slot() -> None:
-    draft, rows = drafted(hf_model(), [0, 0, 0], [4, 4, 4], depth=4, width=3)
-    every = np.concatenate(
-        [draft.window.ravel(), rows.req_to_token[:, : min(map(len, PROMPTS))].numpy().ravel()]
-    )
+    case = alike([0, 0, 0], [4, 4, 4])
+    proposal = case.propose(depth=4, width=3)
+    trees, rows = proposal.trees, case.rows
+    verified = verify.build(rows, proposal, selection_of(trees, np.ones(trees.n_nodes, np.bool_)))
+    cached = [case.table[p, : len(PROMPTS[r])].numpy() for r, p in enumerate(rows.pool_rows.tolist())]
+    every = np.concatenate([token_slots(case.table, verified.batch).numpy(), *cached])
+    assert len(every) == 3 * (1 + 12) + sum(map(len, PROMPTS))
     assert len(np.unique(every)) == len(every)
     # The best beam of each level stands where an accepted path belongs, so it needs no move.
-    first_of_level = [draft.shape.start[s] for s in range(draft.depth)]
-    assert draft.shape.columns[first_of_level].tolist() == [1, 2, 3, 4]
+    for start, end in zip(trees.row_start[:-1], trees.row_start[1:], strict=True):
+        for level in range(1, 5):
+            nodes = start + np.flatnonzero(trees.depth[start:end] == level)
+            assert proposal.column[nodes[np.argmax(trees.logprob[nodes])]] == level

@@ -57,6 +57,6 @@ def serving(pair: Pair, kind: str, log: Path, console: Console) -> Iterator[Serv
         pair.target, pair.draft, port=free_port(), config=pair.config, extra=(*cpu, *pair.flags), kind=kind
     )
     # On a CPU the GPU's worker is asked for, so that a dry run goes through its code.
-    env = {"ADASERVE_DEVICE_WORKER": "1"} if pair.device == "cpu" else {}
+    env = {"ADASERVE_DEVICE_PATH": "1"} if pair.device == "cpu" else {}
     with start_server(spec, log, console, env) as server:
         yield server

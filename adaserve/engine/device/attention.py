@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from adaserve.engine.device.layout import MaskLayout, starts, unpack
+from adaserve.engine.device.layout import Extent, unpack, write_mask
 from adaserve.engine.host.torch_forward import attend
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
@@ -21,32 +20,11 @@ INT_WORKSPACE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Extent:
-    """Host-known geometry of one forward, padding rows included."""
-
-    q_lens: np.ndarray  # int64 [R]
-    kv_lens: np.ndarray  # int64 [R]
-
-    @cached_property
-    def qo_starts(self) -> np.ndarray:
-        return starts(self.q_lens)
-
-    @cached_property
-    def kv_starts(self) -> np.ndarray:
-        return starts(self.kv_lens)
-
-    @cached_property
-    def byte_starts(self) -> np.ndarray:
-        """Where each request's mask starts, int64 [R + 1]."""
-        return starts((self.q_lens * self.kv_lens + 7) // 8)
-
-
-@dataclass(frozen=True)
 class AttentionBuffers:
     """Static inputs that all forwards of one model share; each forward reads the front of them."""
 
     kv_indices: Tensor  # int32 [capacity]
-    mask: Tensor  # uint8 [capacity]: packed bits, ``adaserve.engine.device.layout``
+    mask: Tensor  # uint8 [capacity]: packed bits, ``layout``
 
     @staticmethod
     def allocate(kv_entries: int, mask_bytes: int, device: torch.device) -> AttentionBuffers:
@@ -66,14 +44,14 @@ class AttentionBuffers:
         self.kv_indices[:end].copy_(slots)
         self.kv_indices[end : end + padding].zero_()
 
-    def set_mask(self, layout: MaskLayout, visible: Tensor) -> None:
-        """``visible`` bool [T, width], as ``MaskLayout.write`` takes it."""
-        if layout.bytes > self.mask.shape[0]:
+    def set_mask(self, used: int, byte: Tensor, clear: Tensor, seen: Tensor) -> None:
+        """As ``write_mask`` says."""
+        if used > self.mask.shape[0]:
             raise RuntimeError(
-                f"a tree mask of {layout.bytes} bytes exceeds the {self.mask.shape[0]} reserved: "
+                f"a tree mask of {used} bytes exceeds the {self.mask.shape[0]} reserved: "
                 "lower --max-running-requests or --context-length"
             )
-        layout.write(self.mask, visible)
+        write_mask(self.mask, used, byte, clear, seen)
 
 
 class TreeKernel(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,36 +20,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UPS = 2
 """Runs before a capture: kernels are compiled and chosen outside the graph."""
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """Rising sizes that forwards are padded to; larger ones are rounded up to a multiple of the last."""
-
-    sizes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
-            raise ValueError(f"tiers must be positive and rising, not {self.sizes}")
-
-    def fit(self, size: int) -> int:
-        """The smallest padded size for ``size``."""
-        place = bisect_left(self.sizes, size)
-        if place < len(self.sizes):
-            return self.sizes[place]
-        return -(-size // self.sizes[-1]) * self.sizes[-1]
-
-    def captured(self, size: int) -> bool:
-        """Whether this padded size gets a graph."""
-        return size <= self.sizes[-1]
-
-    @staticmethod
-    def up_to(most: int) -> Tiers:
-        """1, 2, 4, 8, then steps that waste a quarter at most, ending at ``most``."""
-        sizes = [1, 2, 4, 8, 12, 16]
-        while sizes[-1] < most:
-            sizes.append(sizes[-1] + max(8, 1 << (sizes[-1].bit_length() - 2)))
-        return Tiers((*(s for s in sizes if s < most), most))
 
 
 class Graph(Protocol):

@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from adaserve.engine.host.torch_forward import attend
+from adaserve.engine.trees.attention import causal_plan, gather_slots
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 
@@ -39,12 +40,9 @@ class CpuAttentionBackend(AttentionBackend):
     def _causal_plan(
         self, pool_indices: torch.Tensor, q_lens: np.ndarray, kv_lens: np.ndarray
     ) -> TreeAttentionPlan:
-        from adaserve.engine.trees.attention import causal_plan, gather_slots
-
-        slots = gather_slots(
-            self.req_to_token_pool.req_to_token, pool_indices, np.zeros_like(kv_lens), kv_lens
-        )
-        return causal_plan(slots, q_lens, kv_lens)
+        table = self.req_to_token_pool.req_to_token
+        slots = gather_slots(table, pool_indices.numpy(), kv_lens.astype(np.int64))
+        return causal_plan(torch.from_numpy(slots), q_lens.astype(np.int64), kv_lens.astype(np.int64))
 
     def _verify_plan(self, forward_batch: Any) -> TreeAttentionPlan:
         lens = forward_batch.seq_lens

@@ -9,11 +9,11 @@ import torch
 from adaserve.engine.host import build, native
 from adaserve.engine.host.beam import BeamArrays, KeepGoing
 from adaserve.engine.host.extract import read_weights, supports
-from adaserve.engine.host.gumbel import Reading
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.native import NativeBackend
 from adaserve.engine.host.params import ModelConfig, ModelWeights
 from adaserve.engine.host.torch_forward import TorchBackend
+from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 

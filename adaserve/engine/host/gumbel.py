@@ -11,40 +11,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from adaserve.engine.host import build
+from adaserve.engine.reading import Reading
 from adaserve.noise import gumbel
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How rows of logits are read: ``scale * logits + spread * g``; arrays of one entry per row."""
-
-    scale: np.ndarray  # float32
-    spread: np.ndarray  # float32; 0 reads without noise
-    keys: np.ndarray  # uint64, of the requests
-    positions: np.ndarray  # int64, of the tokens whose logits these are
-
-    def __len__(self) -> int:
-        return len(self.scale)
-
-    @classmethod
-    def plain(cls, scale: np.ndarray) -> Reading:
-        """Without noise."""
-        rows = len(scale)
-        zeros = np.zeros(rows, np.float32)
-        return cls(scale.astype(np.float32), zeros, np.zeros(rows, np.uint64), np.zeros(rows, np.int64))
-
-    @classmethod
-    def draws(cls, temperature: np.ndarray, keys: np.ndarray, positions: np.ndarray) -> Reading:
-        """Whose best token is a draw at ``temperature``; at 0 it is the likeliest."""
-        greedy = temperature <= 0
-        scale = np.where(greedy, 1.0, 1.0 / np.where(greedy, 1.0, temperature))
-        return cls(scale.astype(np.float32), (~greedy).astype(np.float32), keys, positions)
 
 
 def read(logits: torch.Tensor, reading: Reading) -> torch.Tensor:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from adaserve.engine.host.beam import BeamArrays, KeepGoing
-from adaserve.engine.host.gumbel import NativeReading, Reading
+from adaserve.engine.host.gumbel import NativeReading
 from adaserve.engine.host.linear import STORAGE_DTYPES, Storage, exact_storage
 from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

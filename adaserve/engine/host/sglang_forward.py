@@ -13,7 +13,8 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
-from adaserve.engine.host.gumbel import Reading, read
+from adaserve.engine.host.gumbel import read
+from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 

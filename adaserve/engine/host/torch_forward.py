@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from adaserve.engine.host.gumbel import Reading, read
+from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.linear import Linear, Storage, torch_linear
 from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 

@@ -1,123 +1,181 @@
 """Lossless verification of candidate trees of different size in one target forward.
 
-Every kept node and the root get one draw from the target's own distribution (argmax when greedy);
-the walk goes down while a kept child equals the draw, and the first draw that no child equals is
-the bonus token. The trees are deterministic, so this is exact (SpecInfer's argument with a point
-mass as proposal); the ratio rule with soft draft probabilities would be wrong here.
+Every kept node and the root get one draw from the target's own distribution (argmax when greedy). The walk
+goes down while a kept child equals the draw, and the first draw that no child equals is the bonus token. The
+trees are deterministic, so this is exact (SpecInfer's argument with a point mass as proposal); the ratio
+rule with soft draft probabilities would be wrong here.
+
+What is verified is built on the host, where the trees were selected. The walk runs on the device of the
+draws, without waiting for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from adaserve.engine.sources.beam import Draft
 from adaserve.engine.state import DecodeRows
-from adaserve.engine.trees.attention import causal_plan, gather_slots, tree_plan
-from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.interface import Selection
+
+SCRATCH_SLOT = 0
+"""SGLang's KV pools keep slot 0 free for what padded tokens write."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyBatch:
-    """Input of the target forward: each row's root, then its kept nodes, parents first."""
+    """Each row's root, then its kept nodes, parents first: T tokens of n rows, in host arrays."""
 
-    tokens: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T]
-    slots: torch.Tensor  # int64 [T]
-    plan: TreeAttentionPlan
+    batch: TreeBatch
     row: np.ndarray  # int64 [T]: row of each token
     depth: np.ndarray  # int64 [T]: 0 for roots
     parent: np.ndarray  # int64 [T]: index of the parent in this batch; roots point at themselves
     root: np.ndarray  # int64 [n]: index of each row's root
     node: np.ndarray  # int64 [T - n]: candidate that stands at each non-root token, in token order
-    column: np.ndarray  # int64 [T]: window column of each token
+    column: np.ndarray  # int64 [T]: window column of each token, 0 for roots
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.batch.tokens
+
+    @property
+    def positions(self) -> np.ndarray:
+        return self.batch.positions
+
+    @property
+    def deepest(self) -> int:
+        return int(self.depth.max())
 
     @property
     def is_root(self) -> np.ndarray:
         return self.depth == 0
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What the walk needs on the device."""
+        b = self.batch
+        return {
+            "tokens": b.tokens,
+            "positions": b.positions,
+            "places": b.places,
+            "pool_row": b.pool_rows[self.row],
+            "row": self.row,
+            "depth": self.depth,
+            "parent": self.parent,
+            "root": self.root,
+        }
 
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """What a verification accepted."""
 
-    accepted: np.ndarray  # bool [T]: roots and the nodes on the accepted path
-    count: np.ndarray  # int64 [n]: accepted nodes, root not counted
-    last: np.ndarray  # int64 [n]: index in the batch of the deepest accepted token; its draw is the bonus
-
-
-def build(rows: DecodeRows, draft: Draft | None, selection: Selection) -> VerifyBatch:
-    if draft is None or not selection.keep.any():
-        return _roots_only(rows)
-    n, keep = len(rows), selection.keep
-    node = np.flatnonzero(keep)
-    counts = selection.counts
-    q_lens = counts + 1
-    root = np.concatenate([[0], np.cumsum(q_lens)[:-1]])
+def build(rows: DecodeRows, proposal: Proposal, selection: Selection) -> VerifyBatch:
+    """What ``selection`` keeps of ``proposal``, with the roots."""
+    trees, n = proposal.trees, len(rows)
+    node = np.flatnonzero(selection.keep)
+    q_lens = selection.counts + 1
+    root = np.cumsum(q_lens) - q_lens
     row = np.repeat(np.arange(n), q_lens)
     is_node = np.ones(len(row), np.bool_)
     is_node[root] = False
 
-    shape_node = node % draft.nodes_per_row  # position inside its row
-    drafted = np.searchsorted(draft.rows, row[is_node])  # index of the row among those drafted for
-    tokens = np.empty(len(row), np.int64)
-    tokens[root], tokens[is_node] = rows.roots, draft.trees.token[node]
-    depth = np.zeros(len(row), np.int64)
-    depth[is_node] = draft.trees.depth[node]
-    column = np.zeros(len(row), np.int64)
-    column[is_node] = draft.shape.columns[shape_node]
+    def spread(at_root: np.ndarray | int, at_node: np.ndarray) -> np.ndarray:
+        out = np.empty(len(row), np.int64)
+        out[root], out[is_node] = at_root, at_node
+        return out
 
-    place = np.full(draft.trees.n_nodes, -1, np.int64)  # where a candidate stands in this batch
-    place[node] = np.flatnonzero(is_node)
-    parent = np.arange(len(row))
-    parent_node = draft.trees.parent[node]
-    base = node - shape_node
-    parent[is_node] = np.where(parent_node < 0, root[row[is_node]], place[base + np.maximum(parent_node, 0)])
-
-    kv_lens = rows.seq_lens + draft.shape.width
-    kv_slots = gather_slots(rows.req_to_token, rows.pool_indices, np.zeros(n, np.int64), kv_lens)
-    seen = np.zeros((len(row), draft.shape.width), np.bool_)
-    seen[root, 0] = True
-    seen[is_node] = draft.visible[drafted, shape_node]
-    ends = np.cumsum(kv_lens)
-    window_start = (ends - draft.shape.width)[row]
-    slots = kv_slots[torch.from_numpy(window_start + column)]
-    return VerifyBatch(
-        tokens=tokens,
-        positions=rows.seq_lens[row] + depth,
-        slots=slots,
-        plan=tree_plan(kv_slots, q_lens, kv_lens, seen),
-        row=row,
-        depth=depth,
-        parent=parent,
-        root=root,
-        node=node,
-        column=column,
+    depth = spread(0, trees.depth[node])
+    column = spread(0, proposal.column[node])
+    stands_at = np.zeros(trees.n_nodes, np.int64)  # where a candidate stands in this batch
+    stands_at[node] = np.flatnonzero(is_node)
+    above, of = trees.parent[node], row[is_node]
+    parent = spread(
+        root, np.where(above < 0, root[of], stands_at[trees.row_start[of] + np.maximum(above, 0)])
     )
+    width = proposal.width if len(node) else 1
+    limit = rows.seq_lens[row]
+    batch = TreeBatch(
+        tokens=spread(rows.roots, trees.token[node]),
+        positions=limit + depth,
+        places=limit + column,
+        pool_rows=rows.pool_rows,
+        q_lens=q_lens,
+        kv_lens=rows.seq_lens + width,
+        seen=_lineage(depth, parent, column, width) if len(node) else None,
+    )
+    return VerifyBatch(batch, row, depth, parent, root, node, column)
 
 
-def _roots_only(rows: DecodeRows) -> VerifyBatch:
-    n = len(rows)
-    every = np.arange(n)
-    zeros = np.zeros(n, np.int64)
-    kv_lens = rows.seq_lens + 1
-    kv_slots = gather_slots(rows.req_to_token, rows.pool_indices, zeros, kv_lens)
-    slots = kv_slots[torch.from_numpy(np.cumsum(kv_lens) - 1)]
-    plan = causal_plan(kv_slots, np.ones(n, np.int64), kv_lens)
-    return VerifyBatch(rows.roots, rows.seq_lens, slots, plan, every, zeros, every, every, zeros[:0], zeros)
+def _lineage(depth: np.ndarray, parent: np.ndarray, column: np.ndarray, width: int) -> np.ndarray:
+    """bool [T, width]: each token sees the root's column, those of its ancestors, and its own."""
+    seen = np.zeros((len(depth), width), np.bool_)
+    seen[:, 0] = True
+    for level in range(1, int(depth.max()) + 1):
+        at = np.flatnonzero(depth == level)
+        seen[at] = seen[parent[at]]
+        seen[at, column[at]] = True
+    return seen
 
 
-def accept(batch: VerifyBatch, draws: np.ndarray) -> Acceptance:
-    """Walks every tree along the target's draws (int64 [T])."""
-    accepted = batch.is_root
-    hit = batch.tokens == draws[batch.parent]
-    for depth in range(1, int(batch.depth.max()) + 1):
-        level = np.flatnonzero(batch.depth == depth)
-        accepted[level] = hit[level] & accepted[batch.parent[level]]
-    count = np.bincount(batch.row[accepted], minlength=len(batch.root)) - 1
-    # Accepted tokens of a row stand in depth order, so the deepest is the last of its row.
-    last = np.flatnonzero(accepted)[np.cumsum(count + 1) - 1]
-    return Acceptance(accepted, count, last)
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What a verification accepted, on the device of the draws."""
+
+    accepted: Tensor  # bool [T]: roots and the nodes on the accepted path
+    count: Tensor  # int64 [n]: accepted nodes, root not counted
+    bonus: Tensor  # int64 [n]: the draw at the deepest accepted token, root of the next tree
+    emitted: Tensor  # int64 [n, stride]: accepted tokens and the bonus, zeros behind
+
+
+Tensors = Mapping[str, Tensor]
+"""``VerifyBatch.arrays`` on the device."""
+
+
+def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acceptance:
+    """Walks every tree down along the target's draws (int64 [T]), no deeper than ``deepest``."""
+    depth, parent, row, tokens = t["depth"], t["parent"], t["row"], t["tokens"]
+    accepted = depth == 0
+    if deepest:
+        hit = tokens == draws[parent]
+        for level in range(1, deepest + 1):
+            accepted = accepted | ((depth == level) & hit & accepted[parent])
+    count = torch.zeros(n, dtype=torch.int64, device=draws.device).index_add_(0, row, accepted.long()) - 1
+    # Accepted tokens of a row stand in depth order, so the deepest is as far behind the root as it is deep
+    # among the accepted: the largest index of them.
+    index = torch.where(accepted, torch.arange(len(tokens), device=draws.device), -1)
+    last = torch.full((n,), -1, device=draws.device).scatter_reduce(0, row, index, "amax")
+    bonus = draws[last]
+    # One column more takes what is not emitted.
+    emitted = torch.zeros(n, stride + 1, dtype=torch.int64, device=draws.device)
+    emitted[row, torch.where(accepted & (depth > 0), depth - 1, stride)] = tokens
+    emitted = emitted[:, :stride].contiguous().scatter_(1, count[:, None], bonus[:, None])
+    return Acceptance(accepted, count, bonus, emitted)
+
+
+def moves(
+    t: Tensors, acceptance: Acceptance, req_to_token: Tensor, n: int, deepest: int
+) -> tuple[Tensor, Tensor]:
+    """(target, source) slots, int64 [n * deepest]: accepted nodes go where committed tokens belong.
+
+    Entries of the list that no node takes move the scratch slot onto itself.
+    """
+    depth, row = t["depth"], t["row"]
+    taken = torch.where(acceptance.accepted & (depth > 0), depth - 1, deepest)
+    both = []
+    for place in (t["positions"], t["places"]):
+        slots = torch.full((n, deepest + 1), SCRATCH_SLOT, dtype=torch.int64, device=depth.device)
+        slots[row, taken] = req_to_token[t["pool_row"], place].long()
+        both.append(slots[:, :deepest].flatten())
+    return both[0], both[1]
+
+
+def path_index(t: Tensors, acceptance: Acceptance, stride: int) -> Tensor:
+    """int64 [n, stride]: verified token behind each emitted one; the root's index where there is none."""
+    index = t["root"][:, None].repeat(1, stride + 1)
+    column = torch.where(acceptance.accepted, t["depth"], stride)
+    index[t["row"], column] = torch.arange(len(column), device=column.device)
+    return index[:, :stride].contiguous()

@@ -1,4 +1,4 @@
-"""A tiny model with a paged pool, seen by the numpy worker and by the device worker alike."""
+"""A tiny model with a paged pool, seen by a host's parts and by a device's alike."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from torch import Tensor
 from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel, TreeKernel
 from adaserve.engine.device.forward import DeviceForward, Inputs
 from adaserve.engine.device.graphs import GraphTable
-from adaserve.engine.device.rows import DeviceRows
-from adaserve.engine.host.gumbel import Reading
+from adaserve.engine.device.parts import GraphDevice
+from adaserve.engine.device.sizes import Key, Sizes, Tiers
+from adaserve.engine.host.forwards import HostForward
+from adaserve.engine.host.parts import HostDevice
 from adaserve.engine.host.torch_forward import TorchBackend
+from adaserve.engine.parts import Device
+from adaserve.engine.reading import Reading
+from adaserve.engine.sources.beam import BeamSource
+from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.noise import request_key
+from adaserve.pair.acceptance import DraftSharpening
 from adaserve.scheduler.interface import IterationPlan, RunningBatch
 from tests.engine.host.factories import hf_model, read_hf
 
 CONTEXT = 96
 VOCABULARY = 131
 CPU = torch.device("cpu")
-
-
-def read_plainly(temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The draft's logits as they are, without noise."""
-    return np.ones_like(temperature), np.zeros_like(temperature)
+PLAIN = DraftSharpening((0.0,), (1.0,), shared=((0.0,), (1.0,), (0.0,)))
+"""The draft's logits as they are, without noise."""
+NOISY = DraftSharpening((0.0, 1.0), (0.5, 1.5), shared=((0.0, 1.0), (0.5, 1.5), (0.0, 0.9)))
+"""Requests that sample share their noise, in part."""
 
 
 class TinyModel:
-    """Both a ``TreeForward`` (numpy worker) and a ``ModelCall`` (device worker) over one pool."""
+    """Both a ``HostModel`` and a ``ModelCall`` of the device's forwards, over one pool."""
 
     def __init__(self, slots: int, seed: int = 0) -> None:
         weights, config = read_hf(hf_model(seed=seed))
@@ -61,6 +67,17 @@ class TinyModel:
         return self.backend.logits(hidden)
 
 
+class Pool:
+    """What the worker asks of SGLang's KV pools."""
+
+    def __init__(self, model: TinyModel) -> None:
+        self.k_buffer, self.v_buffer = model.k, model.v
+
+    def move_kv_cache(self, target: Tensor, source: Tensor) -> None:
+        for buffer in (*self.k_buffer, *self.v_buffer):
+            buffer[target] = buffer[source].clone()
+
+
 @dataclass
 class Requests:
     """n requests with cached tokens in shuffled slots of a pool; slot 0 belongs to nobody."""
@@ -73,26 +90,25 @@ class Requests:
         n = len(self.lengths)
         slots = torch.randperm((n + 1) * CONTEXT, generator=generator) + 1
         self.req_to_token = slots.view(n + 1, CONTEXT).int()
-        self.history = torch.randint(0, VOCABULARY, (n + 1, CONTEXT), generator=generator).int()
-        self.pool_rows = torch.arange(1, n + 1).flip(0)  # rows of the pool are not rows of the batch
-        self.roots = torch.randint(0, VOCABULARY, (n,), generator=generator)
+        self._texts = torch.randint(0, VOCABULARY, (n, CONTEXT), generator=generator).tolist()
+        self.pool_rows = np.arange(1, n + 1)[::-1].copy()  # rows of the pool are not rows of the batch
+        self.roots: list[int] = torch.randint(0, VOCABULARY, (n,), generator=generator).tolist()
         self.slots = int(slots.max()) + 1
+
+    def text(self, r: int) -> list[int]:
+        """The cached tokens of a request."""
+        tokens: list[int] = self._texts[r][: self.lengths[r]]
+        return tokens
 
     def prefill(self, model: TinyModel, upto: list[int] | None = None) -> None:
         """Writes the KV of the first ``upto`` (default: all cached) tokens of every request."""
         for r, length in enumerate(upto or self.lengths):
-            if not length:
-                continue
-            at = self.req_to_token[self.pool_rows[r], :length]
-            ends = torch.tensor([0, length], dtype=torch.int32)
-            tokens = self.history[self.pool_rows[r], :length].long()
-            model.hidden(tokens, torch.arange(length), at.long(), TreeAttentionPlan(ends, ends, at))
+            if length:
+                at = self.req_to_token[self.pool_rows[r], :length]
+                ends = torch.tensor([0, length], dtype=torch.int32)
+                tokens = torch.tensor(self.text(r)[:length])
+                model.hidden(tokens, torch.arange(length), at.long(), TreeAttentionPlan(ends, ends, at))
         model.written.clear()
-
-    @property
-    def keys(self) -> np.ndarray:
-        """Of the requests' noise: all 64 bits in use."""
-        return np.array([request_key(self.seed, r) for r in range(len(self.lengths))], np.uint64)
 
     def running(self, max_depth: list[int] | None = None, temperature: float = 0.0) -> RunningBatch:
         ones = np.ones(len(self.lengths), np.int64)
@@ -102,45 +118,57 @@ class Requests:
             50 * ones if max_depth is None else np.array(max_depth), temperature * ones,
         )  # fmt: skip
 
-    def host_rows(self, running: RunningBatch, lag: list[int]) -> DecodeRows:
-        states = []
-        for r, length in enumerate(self.lengths):
-            pending = self.history[self.pool_rows[r], length - lag[r] : length].tolist()
-            states.append(
-                RequestState(
-                    f"r{r}", "default", math.inf, 0.0, draft_len=length - lag[r], pending=pending,
-                    key=int(self.keys[r]),
-                )
-            )  # fmt: skip
-        return DecodeRows(
-            states,
-            np.array(self.lengths),
-            self.roots.numpy(),
-            self.pool_rows,
-            self.req_to_token.long(),
-            running,
-        )
+    def rows(self, running: RunningBatch) -> DecodeRows:
+        """With noise keys that use all 64 bits."""
+        states = [
+            RequestState(f"r{r}", "default", math.inf, 0.0, generated=[root], key=request_key(self.seed, r))
+            for r, root in enumerate(self.roots)
+        ]
+        return DecodeRows(states, np.array(self.lengths), self.pool_rows, running)
 
-    def device_rows(self, running: RunningBatch, lag: list[int]) -> DeviceRows:
-        lengths = np.array(self.lengths)
-        return DeviceRows(
-            lengths, torch.from_numpy(lengths), self.roots, self.pool_rows, self.req_to_token, self.history,
-            np.array(lag), running, self.keys,
-        )  # fmt: skip
+    def source(
+        self, device: Device, lag: list[int], sharpening: DraftSharpening = PLAIN, max_nodes: int = 48
+    ) -> BeamSource:
+        """A beam search on a draft that has not seen the last ``lag`` tokens of each request."""
+        cache = DraftCache(device.draft, self.req_to_token, self.slots)
+        for r, (row, behind) in enumerate(zip(self.pool_rows.tolist(), lag, strict=True)):
+            text, slots = self.text(r), self.req_to_token[row, :0]
+            known = text[: len(text) - behind]
+            cache.started(row, known or text, slots, read=bool(known))
+            if known and behind:
+                cache.advanced(row, text[len(known) :], 0)
+        return BeamSource(device, cache, sharpening, max_nodes)
 
 
-def device_forward(model: TinyModel, candidates: int = 4, tokens: int = 512) -> DeviceForward:
+def host_device(requests: Requests, target: TinyModel, draft: TinyModel) -> HostDevice:
+    return HostDevice(*(HostForward(m, requests.req_to_token) for m in (target, draft)))
+
+
+ROWS, TOKENS = Tiers((1, 2, 4, 8)), Tiers((1, 2, 4, 8, 16, 32, 64))
+
+
+def graph_device(requests: Requests, target: TinyModel, draft: TinyModel) -> GraphDevice:
+    """The GPU's parts on a CPU: SDPA over the packed arrays, functions in place of graphs."""
+    sizes = Sizes(ROWS, TOKENS, most_rows=8, most_tokens=64)
+    served = frozenset(sizes.verifications()), frozenset(sizes.drafts(4))
+    return GraphDevice(
+        device_forward(requests, target, served[0]), device_forward(requests, draft, served[1])
+    )
+
+
+def device_forward(requests: Requests, model: TinyModel, captured: frozenset[Key]) -> DeviceForward:
     buffers = AttentionBuffers.allocate(1 << 14, 1 << 18, CPU)
     buffers.kv_indices.fill_(7)  # what is left of an earlier forward must not matter
     buffers.mask.fill_(255)
-    inputs = Inputs.allocate(tokens, CPU)
     return DeviceForward(
         model,
         lambda b, rows: SdpaKernel(b),
         GraphTable(capture=False),
-        inputs,
+        Inputs.allocate(512, CPU),
         buffers,
-        candidates,
+        Sizes(ROWS, TOKENS, most_rows=8, most_tokens=64, captured=captured),
+        requests.req_to_token,
+        4,
         CONTEXT - 1,
         VOCABULARY,
     )

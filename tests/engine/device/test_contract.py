@@ -95,13 +95,13 @@ def test_sglang_leaves_decode_graphs_to_us() -> None:
     assert given.decode.backend == "full", "the user's own object must stay as it was"
 
 
-def test_which_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adaserve.algorithm import DEVICE_WORKER_ENV, on_device
+def test_which_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaserve.host import DEVICE_PATH_ENV, on_device
 
-    monkeypatch.delenv(DEVICE_WORKER_ENV, raising=False)
-    assert on_device(SimpleNamespace(device="cuda")) and not on_device(SimpleNamespace(device="cpu"))
-    monkeypatch.setenv(DEVICE_WORKER_ENV, "1")
-    assert on_device(SimpleNamespace(device="cpu"))
+    monkeypatch.delenv(DEVICE_PATH_ENV, raising=False)
+    assert on_device("cuda:0") and not on_device("cpu")
+    monkeypatch.setenv(DEVICE_PATH_ENV, "1")
+    assert on_device("cpu")
 
 
 def test_a_draft_may_pad_its_vocabulary_less() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.device.graphs import EagerGraph, GraphTable, Tiers
-from adaserve.engine.device.setup import draft_keys
-from adaserve.engine.device.transfer import HostCopy
-from adaserve.engine.device.verify import verify_key
+from adaserve.engine.device.graphs import EagerGraph, GraphTable
+from adaserve.engine.device.sizes import Sizes, Tiers
+from adaserve.engine.device.transfer import QueuedCopy, put
+from tests.engine.device.factories import CPU
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 64, 100, 512])
@@ -49,12 +50,33 @@ def test_a_graph_runs_on_what_its_inputs_hold() -> None:
 
 
 def test_keys() -> None:
-    tiers = Tiers((1, 4))
-    keys = list(draft_keys(tiers, 3))
+    sizes = Sizes(Tiers((1, 4)), Tiers((1, 4)), most_rows=64, most_tokens=64)
+    keys = list(sizes.drafts(3))
     assert len(keys) == len(set(keys)) == 2 * 4 * 2, "a first step and three widths, with noise and without"
     assert keys[0].rows == 4, "the largest first, or the smaller ones cannot reuse its memory"
-    assert verify_key(3, tiers, 64).tokens == 4 and verify_key(3, tiers, 64).rows == 5
-    assert verify_key(4, tiers, 2).rows == 3, "the requests that can be there, and one for the padding"
+    assert sizes.verification(3).tokens == 4 and sizes.verification(3).rows == 5
+    few = Sizes(Tiers((1, 4)), Tiers((1, 4)), most_rows=2, most_tokens=64)
+    assert few.verification(4).rows == 3, "the requests that can be there, and one for the padding"
+    assert few.verification(4, rows=6).rows == 7
+    assert [k.tokens for k in few.verifications()] == [4, 1]
+
+
+def test_packed_uploads() -> None:
+    arrays = {
+        "tokens": np.array([3, -1, 1 << 40]),
+        "seen": np.array([[True, False, True]]),
+        "scale": np.array([0.5, -2.0], np.float32),
+        "keys": np.array([(1 << 64) - 1], np.uint64),
+        "none": np.zeros((2, 0), np.int64),
+        "clear": np.array([255, 128, 7], np.uint8),
+        "columns": np.arange(6).reshape(2, 3)[:, ::2],
+    }
+    there = put(arrays, CPU)
+    for name, values in arrays.items():
+        assert there[name].shape == values.shape
+        assert np.array_equal(there[name].numpy().astype(values.dtype), values), name
+    assert there["seen"].dtype == torch.bool and there["scale"].dtype == torch.float32
+    assert there["keys"].tolist() == [-1], "the bits of an unsigned number"
 
 
 def test_copies() -> None:
@@ -64,10 +86,11 @@ def test_copies() -> None:
         "keep": torch.tensor([[True, False, True]]),
         "none": torch.zeros(2, 0, dtype=torch.int64),
     }
-    got = HostCopy(**tensors).read()
-    assert set(got) == set(tensors)
+    copy = QueuedCopy(tensors)
+    got = copy.read()
+    assert set(got) == set(tensors) and copy.read() is got
     for name, tensor in tensors.items():
         assert got[name].shape == tuple(tensor.shape) and got[name].dtype == tensor.numpy().dtype
         torch.testing.assert_close(torch.from_numpy(got[name].copy()), tensor, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(TypeError, match="float32"):
-        HostCopy(x=torch.zeros(1))
+        QueuedCopy({"x": torch.zeros(1)})

@@ -6,42 +6,44 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.device.attention import AttentionBuffers, Extent, SdpaKernel
-from adaserve.engine.device.layout import MaskLayout, Ragged, gather_slots, unpack
+from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel
+from adaserve.engine.device.layout import Extent, gather_slots, seen_by, unpack, window_bits, write_mask
+from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.device.factories import CPU
 
 
-def random_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-    """q_lens, kv_lens, limits per token and the masks that they and random windows mean."""
+def random_case(seed: int) -> tuple[Extent, np.ndarray, list[np.ndarray]]:
+    """A forward's geometry, what its tokens see of their windows, and the masks that this means."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 6))
     q_lens, prefix = rng.integers(0, 5, n), rng.integers(0, 20, n)
     q_lens[0] += 1
     width = int(rng.integers(1, 7))
-    visible = rng.random((int(q_lens.sum()), width)) < 0.5
+    seen = rng.random((int(q_lens.sum()), width)) < 0.5
     masks, token = [], 0
     for r in range(n):
         mask = np.zeros((q_lens[r], prefix[r] + width), np.bool_)
         mask[:, : prefix[r]] = True
-        mask[:, prefix[r] :] = visible[token : token + q_lens[r]]
+        mask[:, prefix[r] :] = seen[token : token + q_lens[r]]
         token += q_lens[r]
         masks.append(mask)
-    return q_lens, prefix, visible, masks
+    return Extent(q_lens, prefix + width), seen, masks
+
+
+def write(mask: torch.Tensor, extent: Extent, seen: np.ndarray) -> None:
+    byte, clear = (torch.from_numpy(a) for a in window_bits(extent, seen.shape[1]))
+    write_mask(mask, int(extent.byte_starts[-1]), byte, clear, torch.from_numpy(seen))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_packed_as_flashinfer_reads_it(seed: int) -> None:
     """FlashInfer: byte ``indptr[r] + (q * kv + k) // 8``, bit ``(q * kv + k) % 8`` of request r."""
-    q_lens, prefix, visible, masks = random_case(seed)
-    kv_lens = prefix + visible.shape[1]
-    start = torch.from_numpy(np.repeat(prefix, q_lens))
-    layout = MaskLayout(q_lens, kv_lens, start, visible.shape[1])
+    extent, seen, masks = random_case(seed)
     packed = torch.full((4096,), 77, dtype=torch.uint8)
     for _ in range(2):  # what was there before must not matter
-        layout.write(packed, torch.from_numpy(visible))
+        write(packed, extent, seen)
     ends = np.cumsum([0, *((m.size + 7) // 8 for m in masks)])
-    assert layout.bytes == ends[-1] and packed[layout.bytes :].eq(77).all()
-    assert Extent(q_lens, kv_lens).byte_starts.tolist() == ends.tolist()
+    assert extent.byte_starts.tolist() == ends.tolist() and packed[ends[-1] :].eq(77).all()
     for r, mask in enumerate(masks):
         piece = packed[ends[r] : ends[r + 1]].numpy()
         bits = np.unpackbits(piece, bitorder="little")[: mask.size].reshape(mask.shape)
@@ -49,34 +51,29 @@ def test_packed_as_flashinfer_reads_it(seed: int) -> None:
         assert np.array_equal(unpack(packed, int(ends[r]), *mask.shape).numpy(), mask)
 
 
-def test_windows_end_with_their_request() -> None:
-    """Causal masks of unequal requests: columns beyond a request's keys belong to nobody."""
-    q_lens, kv_lens = np.array([3, 1]), np.array([5, 4])
-    start = torch.tensor([2, 2, 2, 3])
-    visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
-    packed = torch.zeros(16, dtype=torch.uint8)
-    MaskLayout(q_lens, kv_lens, start, 3).write(packed, visible)
-    assert torch.equal(unpack(packed, 0, 3, 5), torch.ones(3, 5).tril(2).bool())
-    assert unpack(packed, 2, 1, 4).all()
+def test_causal_batches_of_unequal_requests() -> None:
+    """Also where a request has fewer keys than the window is wide: those columns belong to nobody."""
+    q_lens, starts = np.array([3, 1, 2]), np.array([2, 3, 0])
+    batch = TreeBatch.causal(np.arange(6), np.arange(3), starts, q_lens)
+    assert batch.positions.tolist() == [2, 3, 4, 3, 0, 1]
+    extent, packed = Extent(q_lens, batch.kv_lens), torch.zeros(16, dtype=torch.uint8)
+    write(packed, extent, seen_by(batch))
+    for r, (q, kv) in enumerate(zip(q_lens.tolist(), batch.kv_lens.tolist(), strict=True)):
+        right = torch.ones(q, kv).tril(kv - q).bool()
+        assert torch.equal(unpack(packed, int(extent.byte_starts[r]), q, kv), right)
 
 
 def test_gathered_slots() -> None:
     table = torch.arange(40).view(4, 10)
-    slots = gather_slots(table, torch.tensor([2, 0, 3]), np.array([3, 0, 2]))
+    slots = gather_slots(table, torch.tensor([2, 0, 3]), torch.tensor([3, 3, 5]), 5)
     assert slots.tolist() == [20, 21, 22, 30, 31] and slots.dtype == torch.int32
-
-
-def test_ragged() -> None:
-    pieces = Ragged(np.array([2, 0, 3]), CPU)
-    assert pieces.row.tolist() == [0, 0, 2, 2, 2] and pieces.column.tolist() == [0, 1, 0, 1, 2]
-    assert pieces.total == 5
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_sdpa_over_flat_arrays_is_masked_attention(seed: int) -> None:
     """The kernel against attention written out per request, on slots in a shuffled pool."""
-    q_lens, prefix, visible, masks = random_case(seed)
-    kv_lens = prefix + visible.shape[1]
+    extent, seen, masks = random_case(seed)
+    kv_lens, q_lens = extent.kv_lens, extent.q_lens
     generator = torch.Generator().manual_seed(seed)
     pool = int(kv_lens.sum()) + 20
     slots = torch.randperm(pool, generator=generator)[: int(kv_lens.sum())].int()
@@ -84,10 +81,9 @@ def test_sdpa_over_flat_arrays_is_masked_attention(seed: int) -> None:
     q = torch.randn(int(q_lens.sum()), 4, 8, generator=generator)
     buffers = AttentionBuffers.allocate(256, 512, CPU)
     buffers.set_slots(slots, 3)
-    start = torch.from_numpy(np.repeat(prefix, q_lens))
-    buffers.set_mask(MaskLayout(q_lens, kv_lens, start, visible.shape[1]), torch.from_numpy(visible))
+    write(buffers.mask, extent, seen)
     kernel = SdpaKernel(buffers)
-    kernel.plan(Extent(q_lens, kv_lens))
+    kernel.plan(extent)
     got = kernel.run(q, keys, values, 0.3).view_as(q)
     token = first = 0
     for r, mask in enumerate(masks):
@@ -109,6 +105,6 @@ def test_too_much_is_refused_with_the_remedy() -> None:
     buffers = AttentionBuffers.allocate(4, 2, CPU)
     with pytest.raises(RuntimeError, match="max-running-requests"):
         buffers.set_slots(torch.zeros(4, dtype=torch.int32), 1)
+    none = torch.zeros(0, 6)
     with pytest.raises(RuntimeError, match="mask of 3 bytes"):
-        layout = MaskLayout(np.array([4]), np.array([6]), torch.zeros(4, dtype=torch.int64), 6)
-        buffers.set_mask(layout, torch.ones(4, 6, dtype=torch.bool))
+        buffers.set_mask(3, none.long(), none.byte(), none.bool())

@@ -7,7 +7,8 @@ import torch
 
 from adaserve import noise as host
 from adaserve.engine.device import noise
-from adaserve.engine.host.gumbel import Reading, read
+from adaserve.engine.host.gumbel import read
+from adaserve.engine.reading import Reading
 
 ROWS, VOCABULARY = noise.ROWS_AT_ONCE + 8, 5000
 

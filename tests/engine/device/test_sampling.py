@@ -1,4 +1,4 @@
-"""Draws on the device against the numpy worker's: adjusted logits equal, distributions as asked."""
+"""Draws on a device against a host's, and both against what the settings mean."""
 
 from __future__ import annotations
 
@@ -9,33 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine import sampling as host
-from adaserve.engine.device import sampling as device
+from adaserve.engine import sampling
+from adaserve.engine.parts import Device
+from adaserve.engine.state import RequestState
 from adaserve.noise import request_key
+from tests.engine.device.factories import VOCABULARY
 from tests.engine.device.test_verify import Case
+from tests.engine.trees.factories import sampling_request
 
-
-def request(**over: Any) -> Any:
-    values = {"top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
-              "repetition_penalty": 1.0, "min_new_tokens": 0, "stop_token_ids": [3]} | over  # fmt: skip
-    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)
-    return SimpleNamespace(
-        sampling_params=SimpleNamespace(**values), grammar=None, eos_token_ids=[2], tokenizer=tokenizer
-    )
-
-
-def batch_of(requests: list[Any], temperature: float = 1.0, **over: Any) -> Any:
-    def column(name: str) -> torch.Tensor:
-        return torch.tensor([getattr(r.sampling_params, name) for r in requests])
-
-    info = SimpleNamespace(
-        is_all_greedy=all(r.sampling_params.top_k == 1 for r in requests), logit_bias=None, grammars=None,
-        has_custom_logit_processor=False, sampling_seed=None, top_ks=column("top_k"), top_ps=column("top_p"),
-        min_ps=column("min_p"), temperatures=torch.full((len(requests), 1), temperature),
-    )  # fmt: skip
-    for name, value in over.items():
-        setattr(info, name, value)
-    return SimpleNamespace(sampling_info=info, reqs=requests, return_logprob=False, has_grammar=False)
+GENERATED = ([1, 2, 2], [5], [7, 8, 9, 7])
 
 
 @pytest.fixture(scope="module")
@@ -43,50 +25,54 @@ def case() -> Case:
     return Case([5, 17, 9], 0)
 
 
+def states(seed: int = 0) -> list[RequestState]:
+    """Requests with noise of their own."""
+    return [
+        RequestState("r", "default", np.inf, 0.0, generated=list(g), key=request_key(seed, i))
+        for i, g in enumerate(GENERATED)
+    ]
+
+
+def step_of(device: Device, case: Case, requests: list[Any], seed: int = 0, **info: Any) -> sampling.Step:
+    greedy = all(r.sampling_params.top_k == 1 for r in requests)
+    values = {
+        "is_all_greedy": greedy, "logit_bias": None, "grammars": None, "has_custom_logit_processor": False,
+        "sampling_seed": None,
+    } | info  # fmt: skip
+    v = case.verified
+    tensors = device.put({**v.arrays(), **device.target.arrays(v.batch)})
+    return sampling.Step(device, requests, states(seed), SimpleNamespace(**values), v, tensors)  # type: ignore[arg-type]
+
+
 def logits_of(case: Case) -> torch.Tensor:
-    shape = (len(case.host.tokens), 131)
+    shape = (len(case.verified), VOCABULARY)
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
-STATES = [
-    SimpleNamespace(generated=g, key=request_key(i)) for i, g in enumerate(([1, 2, 2], [5], [7, 8, 9, 7]))
-]
-
-
-def other_requests(seed: int) -> list[Any]:
-    """Requests like those above with noise of their own."""
-    return [SimpleNamespace(generated=s.generated, key=request_key(seed, i)) for i, s in enumerate(STATES)]
 
 
 def test_adjusted_as_on_the_host(case: Case) -> None:
     requests = [
-        request(frequency_penalty=0.5, min_new_tokens=6), request(), request(repetition_penalty=1.3),
-    ]  # fmt: skip
-    bias = torch.randn(3, 131, generator=torch.Generator().manual_seed(2))
-    batch = batch_of(requests, logit_bias=bias)
-    right = logits_of(case)
-    host.adjust_logits(right, case.host, batch.sampling_info, requests, STATES)  # type: ignore[arg-type]
-    _, got = device.draw(batch, case.device, logits_of(case), logits_of(case).argmax(-1), STATES)  # type: ignore[arg-type]
-    assert got is not None
-    torch.testing.assert_close(got, right)
-    assert not torch.equal(right, logits_of(case))
+        sampling_request(frequency_penalty=0.5, min_new_tokens=6, stop_token_ids=[3]),
+        sampling_request(),
+        sampling_request(repetition_penalty=1.3),
+    ]
+    bias = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    adjusted = []
+    for device in (case.host, case.device):
+        logits = logits_of(case)
+        sampling.adjust_logits(logits, step_of(device, case, requests, logit_bias=bias))
+        adjusted.append(logits)
+    torch.testing.assert_close(*adjusted)
+    assert not torch.equal(adjusted[0], logits_of(case))
 
 
-def test_plain_greedy_needs_no_logits(case: Case) -> None:
+@pytest.mark.parametrize("name", ["host", "device"])
+def test_greedy_beside_sampled(case: Case, name: str) -> None:
     logits = logits_of(case)
-    batch = batch_of([request(top_k=1)] * 3)
-    draws, adjusted = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
-    assert adjusted is None and torch.equal(draws, logits.argmax(-1))
-
-
-def test_greedy_beside_sampled(case: Case) -> None:
-    logits = logits_of(case)
-    batch = batch_of([request(top_k=1), request(top_k=1), request()])
+    requests = [sampling_request(top_k=1), sampling_request(top_k=1), sampling_request()]
     seen: set[int] = set()
     for seed in range(20):
-        states = other_requests(seed)
-        draws, _ = device.draw(batch, case.device, logits, logits.argmax(-1), states)
-        greedy = case.device.row < 2
+        draws = sampling.draw(logits, step_of(getattr(case, name), case, requests, seed))
+        greedy = torch.from_numpy(case.verified.row < 2)
         assert torch.equal(draws[greedy], logits.argmax(-1)[greedy])
         seen.add(int(draws[-1]))
     assert len(seen) > 5
@@ -95,10 +81,10 @@ def test_greedy_beside_sampled(case: Case) -> None:
 @pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {}])
 def test_distribution(case: Case, settings: dict[str, Any]) -> None:
     """Frequencies of many draws against the probabilities that the settings mean."""
-    logits = logits_of(case)[:1].repeat(len(case.host.tokens), 1) * 2
+    logits = logits_of(case)[:1].repeat(len(case.verified), 1) * 2
     probs = torch.softmax(logits[0], -1)
     order = probs.argsort(descending=True)
-    allowed = torch.ones(131, dtype=torch.bool)
+    allowed = torch.ones(VOCABULARY, dtype=torch.bool)
     if "top_k" in settings:
         allowed[order[3:]] = False
     if "top_p" in settings:
@@ -108,11 +94,11 @@ def test_distribution(case: Case, settings: dict[str, Any]) -> None:
         allowed = probs >= settings["min_p"] * probs.max()
     right = torch.where(allowed, probs, 0.0)
     right /= right.sum()
-    batch = batch_of([request(**settings)] * 3)
-    counts = torch.zeros(131)
+    counts = torch.zeros(VOCABULARY)
     for seed in range(400):
-        draws, _ = device.draw(batch, case.device, logits, logits.argmax(-1), other_requests(seed))
-        counts += torch.bincount(draws, minlength=131)
+        requests = [sampling_request(**settings) for _ in GENERATED]
+        draws = sampling.draw(logits, step_of(case.device, case, requests, seed))
+        counts += torch.bincount(draws, minlength=VOCABULARY)
     assert not counts[~allowed].any()
     assert (counts / counts.sum() - right).abs().max() < 0.02
 
@@ -128,17 +114,43 @@ SETTINGS: list[list[dict[str, Any]]] = [
 @pytest.mark.parametrize("temperature", [0.4, 1.0])
 def test_draws_are_the_hosts(case: Case, settings: list[dict[str, Any]], temperature: float) -> None:
     """The same requests draw the same tokens on a device and on the host, filtered ones too."""
-    batch = batch_of([request(**s) for s in settings], temperature)
-    logits = logits_of(case) * 3
-    drawn = set()
+    requests = [sampling_request(temperature=temperature, **s) for s in settings]
+    logits, drawn = logits_of(case) * 3, set()
     for seed in range(20):
-        states = other_requests(seed)
-        keys = np.array([s.key for s in states], np.uint64)
-        right = host.draw(logits.clone(), case.host, batch.sampling_info, keys)
-        got, _ = device.draw(batch, case.device, logits, logits.argmax(-1), states)
-        assert got.tolist() == right.tolist()
-        drawn.add(tuple(got.tolist()))
-    assert len(drawn) > 15, "the draws do not depend on the requests"
+        right, got = (
+            sampling.draw(logits, step_of(device, case, requests, seed)).tolist()
+            for device in (case.host, case.device)
+        )
+        assert got == right
+        drawn.add(tuple(got))
+    assert len(drawn) > 4, "the draws do not depend on the requests"
+
+
+@pytest.mark.parametrize("name", ["host", "device"])
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_draw_does_not_depend_on_what_neighbours_ask_for(
+    case: Case, name: str, seeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Least of all on their filters, which once sent the whole batch another way."""
+
+    def plain(probs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return (
+            probs * (1 + (seed[:, None] * 7 + positions[:, None] * 3 + torch.arange(VOCABULARY)) % 11)
+        ).argmax(-1)
+
+    def filtered(probs: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return probs.argmin(-1)
+
+    monkeypatch.setattr(sampling, "sampling_from_probs_torch", plain)
+    monkeypatch.setattr(sampling, "top_k_top_p_min_p_sampling_from_probs_torch", filtered)
+    device, logits = getattr(case, name), logits_of(case) * 2
+    info = {"sampling_seed": torch.tensor([11, 12, 13])} if seeded else {}
+    first = case.verified.row == 0
+    alone = sampling.draw(logits, step_of(device, case, [sampling_request()] * 3, **info)).numpy()[first]
+    for beside in ({"top_p": 0.3}, {"top_k": 1}, {"min_p": 0.4, "temperature": 0.2}):
+        requests = [sampling_request(), sampling_request(**beside), sampling_request(**beside)]
+        draws = sampling.draw(logits, step_of(device, case, requests, **info)).numpy()
+        assert np.array_equal(draws[first], alone)
 
 
 def test_seeds_belong_to_their_requests(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +161,8 @@ def test_seeds_belong_to_their_requests(case: Case, monkeypatch: pytest.MonkeyPa
         asked.append((seed.tolist(), positions.tolist()))
         return probs.argmax(-1).int()
 
-    monkeypatch.setattr(device, "sampling_from_probs_torch", draw)
-    logits, seeds = logits_of(case), torch.tensor([11, 12, 13])
-    batch = batch_of([request()] * 3, sampling_seed=seeds)
-    draws, _ = device.draw(batch, case.device, logits, logits.argmax(-1), STATES)  # type: ignore[arg-type]
-    assert asked == [(seeds[case.device.row].tolist(), case.device.positions.tolist())]
-    assert draws.dtype == torch.int64
+    monkeypatch.setattr(sampling, "sampling_from_probs_torch", draw)
+    seeds, v = torch.tensor([11, 12, 13]), case.verified
+    step = step_of(case.device, case, [sampling_request()] * 3, sampling_seed=seeds)
+    draws = sampling.draw(logits_of(case), step)
+    assert asked == [(seeds[v.row].tolist(), v.positions.tolist())] and draws.dtype == torch.int64

@@ -1,4 +1,5 @@
-"""The device worker's iterations on a tiny model: output is the target's own greedy text, token for token."""
+"""The worker's iterations on a tiny model, over a host's parts and over a device's: what comes out is the
+target's own greedy text, token for token."""
 
 from __future__ import annotations
 
@@ -11,65 +12,49 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.device.agree import Agreement
-from adaserve.engine.device.drafter import DeviceDrafter
-from adaserve.engine.device.graphs import Tiers
-from adaserve.engine.device.worker import DeviceWorker
+from adaserve.engine.agree import Agreement
+from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.engine.worker import AdaServeWorker
 from adaserve.scheduler.interface import IterationOutcome
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
-from tests.engine.device.factories import CPU, Requests, TinyModel, device_forward, read_plainly
+from tests.engine.device.factories import Pool, Requests, TinyModel, graph_device, host_device
 
 LENGTHS = [5, 17, 1, 9]
 TOKENS = 24
 DEPTH, WIDTH = 4, 3
+DEVICES = {"host": host_device, "graphs": graph_device}
+CONFIG: Any = SimpleNamespace(max_depth=DEPTH, max_width=WIDTH, max_candidates=DEPTH * WIDTH, budget=None)
 
 
-class Pool:
-    """What the worker asks of SGLang's KV pools."""
-
-    def __init__(self, model: TinyModel) -> None:
-        self._buffers = model.k + model.v
-
-    def move_kv_cache(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        for buffer in self._buffers:
-            buffer[target] = buffer[source].clone()
-
-
-class TinyWorker(DeviceWorker):
+class TinyWorker(AdaServeWorker):
     """The worker without SGLang around it: its iterations only, hence no parent's constructor."""
 
-    def __init__(self, requests: Requests, target: TinyModel, draft: TinyModel, policy: str, overlap: bool):
-        self.config = SimpleNamespace(max_depth=DEPTH, max_width=WIDTH, max_candidates=DEPTH * WIDTH)  # type: ignore[assignment]
-        self.stride = DEPTH + 1
-        self._states, self._in_flight, self._leaving, self._recorder = {}, None, [], None
-        self._last_end_s, self._overlap = 0.0, overlap
+    def __init__(
+        self, requests: Requests, target: TinyModel, draft: TinyModel, device: str, policy: str, overlap: bool
+    ) -> None:
+        self.config = CONFIG
+        self._init_state(overlap)
         self._agreement = Agreement(SimpleNamespace(world_size=1, rank_in_group=0))  # type: ignore[arg-type]
+        self.device = DEVICES[device](requests, target, draft)  # type: ignore[operator]
+        self._kv_pools = (Pool(target), Pool(draft))
+        self._recorder = None
         self.policy = build_policy(policy, policy_config())
-        rows, tokens = Tiers((1, 2, 4, 8)), Tiers((1, 2, 4, 8, 16, 32, 64))
-        models = SimpleNamespace(
-            device=CPU, target=device_forward(target), draft=device_forward(draft), row_tiers=rows,
-            token_tiers=tokens, most_rows=8, most_tokens=64, captures=False,
-        )  # fmt: skip
-        self._device_models = models  # type: ignore[assignment]
-        self._device_drafter = DeviceDrafter(models.draft, read_plainly, DEPTH * WIDTH, rows, 64)
-        self._history = requests.history.clone()
-        self._target = self._draft = SimpleNamespace(busy_s=0.0)  # type: ignore[assignment]
-        self._target_worker = SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=Pool(target)))
-        self._draft_worker = SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=Pool(draft)))  # type: ignore[assignment]
+        self.forgotten: list[str] = []
+        self._policies = SimpleNamespace(forget=self.forgotten.append)  # type: ignore[assignment]
+        self.prefill = self.ledger = SimpleNamespace(observe=len_of, iteration=len_of)  # type: ignore[assignment]
         self.req_to_token_pool = SimpleNamespace(req_to_token=requests.req_to_token)
         self.outcomes: list[IterationOutcome] = []
 
-    @property
-    def _settles_at_once(self) -> bool:
-        return not self._overlap
-
-    def _observe(self, outcome: IterationOutcome) -> None:
+    def _count(self, outcome: IterationOutcome) -> None:
+        super()._count(outcome)
         self.outcomes.append(outcome)
-        self.policy.observe(outcome)
+
+
+def len_of(outcome: IterationOutcome) -> int:
+    return len(outcome.new_tokens)
 
 
 def policy_config() -> PolicyConfig:
@@ -97,53 +82,62 @@ def noisy(model: TinyModel) -> TinyModel:
 class Run:
     """Some requests from their first token to the end."""
 
-    def __init__(self, policy: str, overlap: bool, copied: bool = False, draft_knows_prompts: bool = True):
+    def __init__(
+        self,
+        policy: str,
+        overlap: bool,
+        device: str = "graphs",
+        copied: bool = False,
+        draft_knows_prompts: bool = True,
+    ) -> None:
         self.requests = requests = Requests(LENGTHS, 1)
         self.target = TinyModel(requests.slots)
         self.draft = TinyModel(requests.slots) if copied else noisy(TinyModel(requests.slots))
         requests.prefill(self.target)
         if draft_knows_prompts:
             requests.prefill(self.draft)
-        self.worker = TinyWorker(requests, self.target, self.draft, policy, overlap)
-        history = [
-            requests.history[row, :length] for row, length in zip(requests.pool_rows, LENGTHS, strict=True)
-        ]
-        self.expected = [greedy(h.tolist(), TOKENS) for h in history]
+        self.worker = TinyWorker(requests, self.target, self.draft, device, policy, overlap)
+        lag = [0] * len(LENGTHS) if draft_knows_prompts else LENGTHS
+        self.source = requests.source(self.worker.device, lag, max_nodes=DEPTH * WIDTH)
+        self.worker._sources = (self.source,)
+        self.expected = [greedy(requests.text(r), TOKENS) for r in range(len(LENGTHS))]
         self.got = [e[:1] for e in self.expected]
-        self.reqs = [self._request(r, draft_knows_prompts) for r in range(len(LENGTHS))]
-        self.lens, self.roots = torch.tensor(LENGTHS), torch.tensor([e[0] for e in self.expected])
-        self.iterations = 0
+        self.reqs = [self._request(r) for r in range(len(LENGTHS))]
+        self.lens, self.iterations = torch.tensor(LENGTHS), 0
 
-    def _request(self, r: int, known: bool) -> Any:
+    def _request(self, r: int) -> Any:
         row = int(self.requests.pool_rows[r])
         params = SimpleNamespace(
             max_new_tokens=TOKENS, top_k=1, temperature=1.0, frequency_penalty=0.0, presence_penalty=0.0,
             repetition_penalty=1.0, min_new_tokens=0,
         )  # fmt: skip
         state = RequestState(f"r{r}", "default", 0.02, time.perf_counter(), generated=self.expected[r][:1])
-        state.draft_len = LENGTHS[r] if known else 0
-        self.worker._states[row] = state
+        self.worker._states[row], self.worker._pool_row[f"r{r}"] = state, row
         return SimpleNamespace(
             rid=f"r{r}", req_pool_idx=row, sampling_params=params, grammar=None, custom_logit_processor=None,
             to_finish=None,
         )  # fmt: skip
 
-    def step(self) -> Any:
+    def batch(self) -> Any:
+        """What SGLang's scheduler hands to the worker."""
         info = SimpleNamespace(
-            is_all_greedy=True, logit_bias=None, grammars=None, has_custom_logit_processor=False
-        )
-        rows = self.requests.pool_rows
-        batch = SimpleNamespace(
+            is_all_greedy=True, logit_bias=None, grammars=None, has_custom_logit_processor=False,
+            sampling_seed=None,
+        )  # fmt: skip
+        rows = torch.from_numpy(self.requests.pool_rows)
+        return SimpleNamespace(
             reqs=self.reqs, seq_lens=self.lens, seq_lens_cpu=self.lens.clone(), sampling_info=info,
             req_pool_indices=rows, req_pool_indices_cpu=rows, return_logprob=False, has_grammar=False,
-            spec_info=SimpleNamespace(bonus_tokens=self.roots),
         )  # fmt: skip
-        result = self.worker._decode(batch, None)
+
+    def step(self) -> Any:
+        result = self.worker._decode(self.batch(), None)
         ids = result.next_token_ids.view(len(LENGTHS), -1)
         for r, count in enumerate(result.accept_lens.tolist()):
             self.got[r] += ids[r, :count].tolist()
-        self.lens, self.roots = result.new_seq_lens, result.next_draft_input.bonus_tokens
-        self.iterations += 1
+        roots = [got[-1] for got in self.got]
+        assert result.next_draft_input.bonus_tokens.tolist() == roots
+        self.lens, self.iterations = result.new_seq_lens, self.iterations + 1
         return result
 
     def finish(self) -> Run:
@@ -165,16 +159,17 @@ class Run:
             assert outcome.selection.counts.sum() == outcome.selection.keep.sum()
             assert outcome.total_s >= outcome.verify_s > 0 and outcome.since_last_s >= 0
         spent = sum(o.total_s for o in self.worker.outcomes)
-        assert 0 < self.worker._target.busy_s < spent, "models were timed with what is around them"
+        assert 0 < self.worker._times["target_s"] < spent, "models were timed with what is around them"
 
 
 POLICIES = ["adaserve", "priced", "chain-3", "equal-greedy", "fixed-tree", "none", "turbospec"]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_greedy(policy: str, overlap: bool) -> None:
-    run = Run(policy, overlap).finish()
+def test_greedy(policy: str, overlap: bool, device: str) -> None:
+    run = Run(policy, overlap, device).finish()
     run.check()
     assert len(run.worker.outcomes) == run.iterations
     accepted = sum(int(o.accepted.sum()) for o in run.worker.outcomes)
@@ -182,22 +177,25 @@ def test_greedy(policy: str, overlap: bool) -> None:
         assert accepted > 10, "the draft agrees too rarely to test anything"
 
 
-def test_depth_is_planned_without_a_frontier() -> None:
-    """``priced`` may not count on being stopped between draft steps: here nobody asks it."""
-    worker = Run("priced", overlap=True).worker
-    worker.latency, worker.config.budget = default_latency(), None  # type: ignore[misc]
-    built, inherited = worker.build_policy("priced"), AdaServeWorker.build_policy(worker, "priced")
-    assert not built.config.early_stop and inherited.config.early_stop  # type: ignore[attr-defined]
+def test_depth_is_planned_without_a_frontier_where_nobody_asks() -> None:
+    """``priced`` may not count on being stopped between draft steps of a device."""
+    for device, asks in (("host", True), ("graphs", False)):
+        worker = Run("none", overlap=True, device=device).worker
+        policies = ServedPolicies(CONFIG, default_latency(), worker.device)
+        assert policies.get("priced").config.early_stop is asks  # type: ignore[attr-defined]
+        assert policies.get("priced") is policies.get("priced")
 
 
-def test_a_copy_of_the_target_is_accepted_whole() -> None:
-    run = Run("chain-3", overlap=True, copied=True).finish()
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_copy_of_the_target_is_accepted_whole(device: str) -> None:
+    run = Run("chain-3", overlap=True, device=device, copied=True).finish()
     run.check()
     assert run.iterations == -(-(TOKENS - 1) // 4)
 
 
-def test_the_outcome_arrives_one_iteration_late_under_overlap() -> None:
-    late, prompt = Run("adaserve", overlap=True), Run("adaserve", overlap=False)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_outcome_is_observed_one_iteration_late_under_overlap(device: str) -> None:
+    late, prompt = (Run("adaserve", overlap=o, device=device) for o in (True, False))
     for run, seen in ((late, 0), (prompt, 1)):
         run.step()
         assert len(run.worker.outcomes) == seen
@@ -205,10 +203,32 @@ def test_the_outcome_arrives_one_iteration_late_under_overlap() -> None:
     assert len(late.worker.outcomes) == 1
 
 
+def test_under_overlap_the_policy_learns_while_the_next_draft_is_on_its_way() -> None:
+    """The states advance before planning; the policy is told after the draft was queued."""
+    run, events = Run("adaserve", overlap=True), []
+
+    def told(name: str, inner: Any) -> Any:
+        def call(*args: Any) -> Any:
+            events.append(name)
+            return inner(*args)
+
+        return call
+
+    policy, source = run.worker.policy, run.source
+    watched = {policy: ("plan", "observe", "select"), source: ("propose", "advanced")}
+    for owner, names in watched.items():
+        for name in names:
+            setattr(owner, name, told(name, getattr(owner, name)))
+    run.step()
+    run.step()
+    assert events == ["plan", "propose", "select", "advanced", "plan", "propose", "observe", "select"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("first", ["none", "adaserve"])
-def test_policies_change_while_requests_run(first: str) -> None:
+def test_policies_change_while_requests_run(first: str, device: str) -> None:
     """A policy that drafts takes over from one that does not: the draft reads up on what it missed."""
-    run = Run(first, overlap=True, copied=True, draft_knows_prompts=first != "none")
+    run = Run(first, overlap=True, device=device, copied=True, draft_knows_prompts=first != "none")
     names = itertools.cycle([first, first, "chain-3", "none", "priced"])
     built = {n: build_policy(n, policy_config()) for n in ("none", "adaserve", "chain-3", "priced")}
     while min(map(len, run.got)) < TOKENS:
@@ -222,29 +242,73 @@ def test_policies_change_while_requests_run(first: str) -> None:
     )
 
 
-def test_the_draft_cache_holds_what_it_should() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_catching_up_is_no_price_of_drafting(device: str) -> None:
+    """Reading what the draft had missed takes 50 ms here; the draft's steps take none of them."""
+    run = Run("chain-3", overlap=False, device=device, draft_knows_prompts=False)
+    inner = run.draft.hidden
+
+    def slow(tokens: torch.Tensor, *args: Any) -> torch.Tensor:
+        time.sleep(0.05 if len(tokens) > 12 else 0.0)
+        return inner(tokens, *args)
+
+    run.draft.hidden = slow  # type: ignore[method-assign]
+    run.step()
+    first = run.worker.outcomes[0]
+    assert first.trees.n_nodes and first.total_s - first.draft_s - first.select_s - first.verify_s >= 0.05
+    assert first.draft_s < 0.05
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_draft_cache_holds_what_it_should(device: str) -> None:
     """After all those moves, a fresh prefill of the same tokens gives the same keys and values."""
-    run = Run("adaserve", overlap=True).finish()
+    run = Run("adaserve", overlap=True, device=device).finish()
     fresh = noisy(TinyModel(run.requests.slots))
     for r, req in enumerate(run.reqs):
-        # The newest cached token may be unknown to the draft: its first step feeds that one again.
-        length = run.worker._states[req.req_pool_idx].draft_len
-        prompt = run.requests.history[run.requests.pool_rows[r], : LENGTHS[r]].tolist()
-        tokens = torch.tensor([*prompt, *run.got[r]])[:length]
-        slots = run.requests.req_to_token[req.req_pool_idx, :length]
-        ends = torch.tensor([0, length], dtype=torch.int32)
-        fresh.hidden(tokens, torch.arange(length), slots.long(), TreeAttentionPlan(ends, ends, slots))
+        held = run.source.cache[req.req_pool_idx]
+        cached = [*run.requests.text(r), *run.got[r]][:-1]
+        assert held.length + len(held.pending) == len(cached) and held.last == cached[-1]
+        assert held.pending == cached[held.length :]
+        tokens, slots = cached[: held.length], run.requests.req_to_token[req.req_pool_idx, : held.length]
+        ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
+        at = torch.arange(len(tokens))
+        fresh.hidden(torch.tensor(tokens), at, slots.long(), TreeAttentionPlan(ends, ends, slots))
         for a, b in zip(fresh.k + fresh.v, run.draft.k + run.draft.v, strict=True):
             torch.testing.assert_close(a[slots.long()], b[slots.long()], rtol=1e-3, atol=1e-4)
-        assert run.worker._history[req.req_pool_idx, :length].tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["none", "chain-3"])
+def test_the_next_turn_drafts_on_a_whole_cache(device: str, policy: str) -> None:
+    """An answer becomes the prefix of the next prompt: what the draft never saw of it is read then."""
+    run = Run(policy, overlap=False, device=device, copied=True).finish()
+    cache, table = run.source.cache, run.requests.req_to_token
+    texts = [[*run.requests.text(r), *got][:-1] for r, got in enumerate(run.got)]
+    prefixes = [len(t) for t in texts]
+    rows = run.requests.pool_rows.tolist()
+    for r in range(len(rows)):
+        run.worker.note_request_finished(rid=f"r{r}", natural_stop=True)
+    run.draft.written.clear()
+    cache.fill_holes(rows, prefixes, texts)
+    read = sum(map(len, run.draft.written))
+    assert (read > 0) if policy == "chain-3" else (read >= len(rows) * (TOKENS - 1))
+    fresh = TinyModel(run.requests.slots)
+    for row, text in zip(rows, texts, strict=True):
+        slots = table[row, : len(text)]
+        ends = torch.tensor([0, len(text)], dtype=torch.int32)
+        at = torch.arange(len(text))
+        fresh.hidden(torch.tensor(text), at, slots.long(), TreeAttentionPlan(ends, ends, slots))
+        for a, b in zip(fresh.k + fresh.v, run.draft.k + run.draft.v, strict=True):
+            torch.testing.assert_close(a[slots.long()], b[slots.long()], rtol=1e-3, atol=1e-4)
+    run.draft.written.clear()
+    cache.fill_holes(rows, prefixes, texts)
+    assert not run.draft.written, "holes are filled once"
 
 
 def test_a_finished_request_is_forgotten_after_its_last_iteration() -> None:
     run = Run("priced", overlap=True)
     run.step()
     run.worker.note_request_finished(rid="r0", natural_stop=True)
-    forgotten: list[str] = []
-    run.worker.policy.forget = forgotten.append  # type: ignore[method-assign]
-    assert run.worker._leaving == ["r0"]
-    run.step()
-    assert forgotten == ["r0"] and not run.worker._leaving
+    assert run.worker._leaving == ["r0"] and not run.worker.forgotten
+    run.worker._settle()
+    assert run.worker.forgotten == ["r0"] and not run.worker._leaving

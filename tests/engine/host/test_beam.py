@@ -1,9 +1,9 @@
-"""The beam search in one C call builds the same trees as the search that goes step by step."""
+"""The beam search in one C call builds the trees of the search that goes step by step, and of brute force."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,108 +11,239 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.forwards import LeanForward
 from adaserve.engine.host import LeanModel
-from adaserve.engine.sources.beam import Draft, Drafter
+from adaserve.engine.host.beam import MAX_WIDTH, BeamArrays
+from adaserve.engine.host.forwards import HostForward, LeanForward
+from adaserve.engine.host.gumbel import read
+from adaserve.engine.host.parts import HostDevice
+from adaserve.engine.parts import Beams, KeepGoing, Ready, Search
+from adaserve.engine.reading import Reading
+from adaserve.engine.sources.beam import USUALLY_PENDING, BeamSource
+from adaserve.engine.sources.draft_cache import DraftCache, Held
+from adaserve.engine.sources.source import KeepDrafting
 from adaserve.engine.state import DecodeRows, RequestState
+from adaserve.engine.trees import verify
+from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.pair.acceptance import DraftSharpening
 from adaserve.scheduler.interface import IterationPlan
 from tests.engine.host.factories import Chunk, Pool, hf_model, read_hf, run
-from tests.engine.trees.factories import running
+from tests.engine.trees.factories import iteration_plan, paths, running, selection_of
 
 LENGTHS = [5, 40, 17]
+ROOTS = [3, 5, 9]
 TEMPERATURES = np.array([0.0, 0.7, 1.0])
-WINDOW = 48
+WINDOW = 64
+SHARPENING = DraftSharpening(
+    (0.0, 1.0), (0.5, 1.0), shared=((0.0, 0.7, 1.0), (0.5, 0.7, 1.0), (0.0, 0.56, 0.8))
+)
+SHAPES = [(1, 1), (5, 1), (1, 4), (4, 3), (2, 16)]
 
 
-@dataclass
+class NativeForward(HostForward):
+    """All levels in one call, or a failure."""
+
+    def _walk(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Beams:
+        raise AssertionError("the kernels do not compile here")
+
+
+class WalkingForward(HostForward):
+    """Level by level, though the kernels could do it in one call."""
+
+    def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
+        beams = self._walk(first, search, keep)
+        return lambda: beams
+
+
 class Setting:
-    """Three requests whose prefixes are cached, except for what the draft has missed."""
+    """Three requests with cached prefixes, of which the draft has not seen the last ``behind`` tokens."""
 
-    lean: LeanModel
-    pool: Pool
-    rows: DecodeRows
+    def __init__(
+        self,
+        forward: Callable[[LeanForward, torch.Tensor], HostForward],
+        behind: int = 0,
+        max_depth: list[int] | None = None,
+        *,
+        noisy: bool = True,
+    ) -> None:
+        self.hf = hf_model()
+        weights, config = read_hf(self.hf)
+        self.lean, self.pool = LeanModel(weights, config, "fp32"), Pool(config, len(weights.layers))
+        rng, n = np.random.default_rng(1), len(LENGTHS)
+        self.texts = [rng.integers(0, config.vocab_size, length).tolist() for length in LENGTHS]
+        self.table = torch.zeros(n, 128, dtype=torch.int32)
+        pools = SimpleNamespace(k_buffer=self.pool.k, v_buffer=self.pool.v)
+        self.forward = forward(LeanForward(self.lean, pools), self.table)
+        self.cache = DraftCache(self.forward, self.table, self.pool.slots)
+        device = HostDevice(self.forward, self.forward)
+        self.source = BeamSource(device, self.cache, SHARPENING, WINDOW - 1)
+        states = [RequestState(f"r{r}", "chat", 1.0, 0.0, generated=[ROOTS[r]], key=r + 1) for r in range(n)]
+        view = replace(running(n, max_depth), temperature=TEMPERATURES)
+        self.rows = DecodeRows(states, np.array(LENGTHS), np.array([2, 0, 1]), view, noisy)
+        for row, text in zip(self.rows.pool_rows.tolist(), self.texts, strict=True):
+            self._prefill(row, text, behind)
 
-    def draft(self, plan: IterationPlan, keep: Callable[..., bool] | None, *, native: bool) -> Draft:
-        pool = SimpleNamespace(k_buffer=self.pool.k, v_buffer=self.pool.v)
-        forward: Any = LeanForward(self.lean, SimpleNamespace(token_to_kv_pool=pool))
-        assert forward.searches_beams, "the kernels do not compile here"
-        forward.searches_beams = native
-        draft = Drafter(forward, read_at, WINDOW - 1).draft(plan, self.rows, keep)
-        assert draft is not None
-        return draft
+    def _prefill(self, pool_row: int, text: list[int], behind: int) -> None:
+        taken, seen = self.pool.take(len(text) + WINDOW), len(text) - behind
+        self.table[pool_row, : len(taken)] = torch.tensor(taken, dtype=torch.int32)
+        run(self.lean, self.pool, [Chunk(text[:seen], list(range(seen)), taken[:seen], [])])
+        self.cache.started(pool_row, text[:seen], self.table[pool_row, :seen], read=True)
+        if behind:
+            self.cache.advanced(pool_row, text[seen:], 0)
+
+    def propose(self, depth: int, width: int, keep: KeepDrafting | None = None) -> Proposal:
+        drafting = self.source.propose(iteration_plan(len(LENGTHS), depth, width), self.rows, keep)
+        assert drafting is not None
+        self.caught_up = drafting.caught_up is not None
+        return drafting.read()
+
+    def held(self) -> list[Held]:
+        return [self.cache[row] for row in self.rows.pool_rows.tolist()]
+
+    def seen(self, proposal: Proposal) -> np.ndarray:
+        """bool [T, width]: what the roots and all candidates see of their windows."""
+        every = selection_of(proposal.trees, np.ones(proposal.trees.n_nodes, np.bool_))
+        seen = verify.build(self.rows, proposal, every).batch.seen
+        assert seen is not None
+        return seen
 
 
-def read_at(temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return 1 / np.maximum(temperature, 0.5), np.where(temperature > 0, 0.8, 0.0)
-
-
-def make(behind: int, max_depth: list[int] | None = None) -> Setting:
-    weights, config = read_hf(hf_model())
-    lean = LeanModel(weights, config, "fp32")
-    pool = Pool(config, len(weights.layers))
-    rng = np.random.default_rng(1)
-    slots = torch.zeros(len(LENGTHS), 128, dtype=torch.int64)
-    states = []
-    for r, length in enumerate(LENGTHS):
-        taken = pool.take(length + WINDOW)
-        slots[r, : len(taken)] = torch.tensor(taken)
-        text = rng.integers(0, config.vocab_size, length).tolist()
-        seen = length - behind
-        run(lean, pool, [Chunk(text[:seen], list(range(seen)), taken[:seen], [])])
-        states.append(RequestState(f"r{r}", "chat", 1.0, 0.0, draft_len=seen, pending=text[seen:], key=r + 1))
-    view = running(len(LENGTHS), max_depth)
-    object.__setattr__(view, "temperature", TEMPERATURES)
-    rows = DecodeRows(states, np.array(LENGTHS), np.array([3, 5, 9]), torch.arange(len(LENGTHS)), slots, view)
-    return Setting(lean, pool, rows)
-
-
-def plan_of(depth: int, width: int) -> IterationPlan:
-    n = len(LENGTHS)
-    return IterationPlan(0, 0.0, running(n), np.ones(n), depth, width, 1000, None)
-
-
-def same(one: Draft, other: Draft) -> None:
-    assert one.depth == other.depth
-    assert np.array_equal(one.rows, other.rows)
-    assert np.array_equal(one.window, other.window)
-    assert np.array_equal(one.visible, other.visible)
+def same(one: Setting, by_one: Proposal, other: Setting, by_other: Proposal) -> None:
+    assert by_one.width == by_other.width
+    assert np.array_equal(by_one.column, by_other.column)
     for name in ("row_start", "token", "parent", "depth"):
-        assert np.array_equal(getattr(one.trees, name), getattr(other.trees, name)), name
-    assert np.allclose(one.trees.logprob, other.trees.logprob, atol=1e-5)
-
-
-@pytest.mark.parametrize("behind", [0, 3])
-@pytest.mark.parametrize(("depth", "width"), [(1, 1), (5, 1), (1, 4), (4, 3), (2, 16)])
-def test_the_same_trees(depth: int, width: int, behind: int) -> None:
-    plan = plan_of(depth, width)
-    one, other = make(behind), make(behind)
-    same(one.draft(plan, None, native=True), other.draft(plan, None, native=False))
+        assert np.array_equal(getattr(by_one.trees, name), getattr(by_other.trees, name)), name
+    assert np.allclose(by_one.trees.logprob, by_other.trees.logprob, atol=1e-5)
+    assert np.array_equal(one.seen(by_one), other.seen(by_other))
     for a, b in zip(one.pool.k + one.pool.v, other.pool.k + other.pool.v, strict=True):
         assert torch.allclose(a, b, atol=1e-5), "the draft's KV differs"
-    for a, b in zip(one.rows.states, other.rows.states, strict=True):
-        assert (a.draft_len, a.pending) == (b.draft_len, b.pending)
+    assert one.held() == other.held()
+    assert one.caught_up == other.caught_up
+
+
+@pytest.mark.parametrize("behind", [0, 1, 3])
+@pytest.mark.parametrize(("depth", "width"), SHAPES)
+def test_the_same_trees(depth: int, width: int, behind: int) -> None:
+    one, other = Setting(NativeForward, behind), Setting(WalkingForward, behind)
+    same(one, one.propose(depth, width), other, other.propose(depth, width))
+    assert one.held() == [Held(length, [], text[-1]) for length, text in zip(LENGTHS, one.texts, strict=True)]
+    assert one.caught_up == (behind > USUALLY_PENDING)
+
+
+def logprobs_of(case: Setting, row: int, path: tuple[int, ...]) -> torch.Tensor:
+    """float64 [vocab]: of what may follow ``path``, as the draft's logits are read, computed from scratch."""
+    with torch.no_grad():
+        logits = case.hf(torch.tensor([[*case.texts[row], ROOTS[row], *path]])).logits[0, -1:]
+    reading = SHARPENING.reading if case.rows.noisy else SHARPENING.alone
+    scale, spread = reading(TEMPERATURES[row : row + 1])
+    position = np.array([LENGTHS[row] + len(path)])
+    key = np.array([row + 1], np.uint64)
+    as_read = read(logits, Reading(scale.astype(np.float32), spread.astype(np.float32), key, position))
+    return as_read[0].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+@pytest.mark.parametrize("forward", [NativeForward, WalkingForward])
+@pytest.mark.parametrize(("depth", "width", "behind"), [(4, 3, 0), (3, 2, 3), (2, 16, 1)])
+def test_the_best_of_all_extensions(
+    forward: type[HostForward], depth: int, width: int, behind: int, noisy: bool
+) -> None:
+    """Every beam expanded by the whole vocabulary, in a fresh forward of its whole text."""
+    case = Setting(forward, behind, noisy=noisy)
+    trees = case.propose(depth, width).trees
+    for row in range(len(LENGTHS)):
+        found, start = paths(trees, row), int(trees.row_start[row])
+        assert len(found) == depth * width
+        beams: dict[tuple[int, ...], float] = {(): 0.0}
+        for level in range(depth):
+            grown = {
+                (*path, token): score + logprob
+                for path, score in beams.items()
+                for token, logprob in enumerate(logprobs_of(case, row, path).tolist())
+            }
+            beams = dict(sorted(grown.items(), key=lambda item: -item[1])[:width])
+            nodes = slice(start + level * width, start + (level + 1) * width)
+            assert found[level * width : (level + 1) * width] == list(beams), "best first"
+            assert np.allclose(trees.logprob[nodes], list(beams.values()), atol=1e-3)
+
+
+def test_what_beams_saw_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The windows' columns that C let every beam see are those of its ancestors and its own."""
+    case, searched = Setting(NativeForward), list[BeamArrays]()
+    search = case.lean.beam_search
+
+    def spy(*args: Any) -> int:
+        searched.append(args[-2])
+        return search(*args)
+
+    monkeypatch.setattr(case.lean, "beam_search", spy)
+    proposal = case.propose(4, 3)
+    seen = case.seen(proposal).reshape(len(LENGTHS), 1 + 12, proposal.width)
+    assert np.array_equal(searched[0].visible, seen[:, 1:])
+
+
+def test_what_the_kernels_leave_to_the_walk() -> None:
+    """Fixed branching, and more beams than the kernels' buffers hold."""
+    case = Setting(NativeForward)
+    with pytest.raises(AssertionError, match="do not compile"):
+        case.propose(2, MAX_WIDTH + 1)
+    plain, walking = Setting(HostForward), Setting(WalkingForward)
+    same(plain, plain.propose(2, MAX_WIDTH + 1), walking, walking.propose(2, MAX_WIDTH + 1))
 
 
 def test_rows_without_a_tree() -> None:
-    plan = plan_of(3, 2)
-    one, other = make(0, [4, 0, 2]), make(0, [4, 0, 2])
-    same(one.draft(plan, None, native=True), other.draft(plan, None, native=False))
+    one, other = Setting(NativeForward, 0, [4, 0, 2]), Setting(WalkingForward, 0, [4, 0, 2])
+    by_one = one.propose(3, 2)
+    same(one, by_one, other, other.propose(3, 2))
+    assert np.diff(by_one.trees.row_start).tolist() == [6, 0, 6]
 
 
 def test_stopping_early() -> None:
-    plan, asked = plan_of(5, 2), []
+    asked: list[tuple[int, np.ndarray]] = []
 
-    def keep(_: IterationPlan, step: int, frontier: np.ndarray) -> bool:
+    def keep(plan: IterationPlan, step: int, frontier: np.ndarray) -> bool:
+        assert plan.depth == 5
         asked.append((step, frontier.copy()))
         return step < 3
 
-    draft = make(0).draft(plan, keep, native=True)
-    assert [step for step, _ in asked] == [1, 2, 3]
-    assert draft.depth == 3
+    max_depth = [5, 0, 5]
+    one, other = Setting(NativeForward, 0, max_depth), Setting(WalkingForward, 0, max_depth)
+    by_one = one.propose(5, 2, keep)
     by_native, asked = asked, []
-    same(draft, make(0).draft(plan, keep, native=False))
+    assert [step for step, _ in by_native] == [1, 2, 3]
+    assert by_one.trees.depth.max() == 3 and np.diff(by_one.trees.row_start).tolist() == [6, 0, 6]
+    # What the policy was told of a level are its path probabilities.
+    for step, frontier in by_native:
+        assert np.isneginf(frontier[1]).all()
+        told = frontier[[0, 2]].ravel()
+        assert np.array_equal(told, by_one.trees.logprob[by_one.trees.depth == step])
+    same(one, by_one, other, other.propose(5, 2, keep))
+    assert [step for step, _ in asked] == [1, 2, 3]
     for (_, a), (_, b) in zip(by_native, asked, strict=True):
         assert np.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("forward", [NativeForward, WalkingForward])
+def test_a_draft_that_stopped_early_knows_what_it_has_seen(forward: type[HostForward]) -> None:
+    """Of the accepted path it has the KV of all but the last level that it made."""
+    case = Setting(forward)
+    proposal = case.propose(5, 2, lambda _plan, step, _frontier: step < 3)
+    trees = proposal.trees
+    best = np.isin(proposal.column, [1, 2, 3])  # the likeliest beam of each level
+    chains = [r for r in range(len(LENGTHS)) if _is_chain(trees.parent[trees.row_start[r] :][:6])]
+    assert chains, "no row's best beams follow one another"
+    keep = best & np.isin(np.repeat(np.arange(len(LENGTHS)), 6), chains)
+    verified = verify.build(case.rows, proposal, selection_of(trees, keep))
+    case.source.advanced(case.rows, verified, np.ones(len(verified), np.bool_))
+    for r, held in enumerate(case.held()):
+        path = [ROOTS[r], *trees.token[trees.row_start[r] :][:6:2].tolist()] if r in chains else [ROOTS[r]]
+        known = min(len(path), 3)
+        assert held == Held(LENGTHS[r] + known, path[known:], path[-1])
+
+
+def _is_chain(parent: np.ndarray) -> bool:
+    """Whether the first of two beams is the parent of the next level's first."""
+    return parent[::2].tolist() == [-1, 0, 2]
 
 
 def test_an_error_of_the_policy_is_raised() -> None:
@@ -120,4 +251,4 @@ def test_an_error_of_the_policy_is_raised() -> None:
         raise ValueError("a policy's fault")
 
     with pytest.raises(ValueError, match="a policy's fault"):
-        make(0).draft(plan_of(3, 2), keep, native=True)
+        Setting(NativeForward).propose(3, 2, keep)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from adaserve.engine.host import LeanModel, build
-from adaserve.engine.host.gumbel import Reading
 from adaserve.engine.host.native import NativeBackend
+from adaserve.engine.reading import Reading
 from tests.engine.host.factories import Chunk, Pool, hf_model, read_hf, run
 
 BUILD_IN_CHILD = (

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from adaserve.engine.host import LeanModel, build
-from adaserve.engine.host.gumbel import Reading, draw, read
+from adaserve.engine.host.gumbel import draw, read
+from adaserve.engine.reading import Reading
 from adaserve.noise import gumbel, request_key
 from tests.engine.chi_square import chi_square_p
 from tests.engine.host.factories import hf_model, read_hf

@@ -57,13 +57,13 @@ def probed(base: type) -> type:
                 target_kv_error=0.0,
                 draft_kv_error=0.0,
                 draft_audits=0,
-                draft_unknown=0,
                 forgotten=0,
                 depths={},
             )
             self.stats["wrong_lengths"] = []
             self.stats["forwards"] = []
-            self._prefill_ends: dict[str, int] = {}  # tokens of each request's last prefill
+            self._reqs: dict[str, Any] = {}
+            self._audits = 0
             if options.get("retract_every"):
                 retract_every(options["retract_every"])
 
@@ -84,8 +84,7 @@ def probed(base: type) -> type:
             """Inside of what the worker times as a prefill."""
             time.sleep(options.get("slow_ms", 0.0) / 1e3 * batch.extend_num_tokens)
             super()._start_requests(batch, first_tokens)
-            for req, length in zip(batch.reqs, batch.seq_lens.tolist(), strict=True):
-                self._prefill_ends[req.rid] = length
+            self._reqs.update((req.rid, req) for req in batch.reqs)
             self._trace(int(batch.extend_num_tokens))
 
         def _trace(self, tokens: int) -> None:
@@ -96,7 +95,7 @@ def probed(base: type) -> type:
         def set_policy(self, name: str) -> None:
             super().set_policy(name)
             if options.get("rotate"):
-                self.policy = Rotation(self.policy, [self.build_policy(n) for n in options["rotate"]])
+                self.policy = Rotation(self.policy, [self._policies.build(n) for n in options["rotate"]])
 
         def _rows(self, batch: Any) -> Any:
             rows = super()._rows(batch)
@@ -104,47 +103,49 @@ def probed(base: type) -> type:
                 for r, state in enumerate(rows.states):
                     if (len(state.generated) // 7 + len(state.rid)) % 3 == 0:
                         rows.running.max_depth[r] = 0
-            self.stats["catch_ups"] += sum(bool(s.pending) for s in rows.states)
+            held = [self._sources[0].cache[row] for row in rows.pool_rows.tolist()]
+            self.stats["catch_ups"] += sum(bool(h.pending) for h in held)
             return rows
 
-        def _commit(self, batch: Any, iteration: Any, logits: Any) -> Any:
-            accepted, verified = iteration.acceptance.accepted, iteration.verified
+        def _advance(self) -> None:
+            iteration = self._arriving
+            super()._advance()
+            if iteration is None:
+                return
+            accepted, verified = iteration.accepted(), iteration.verified
             self.stats["moved"] += int((accepted & (verified.column != verified.depth)).sum())
-            result = super()._commit(batch, iteration, logits)
-            if self.stats["iterations"] % options.get("audit_every", 1 << 30) == 0:
-                for r in range(len(iteration.rows)):
-                    self._audit(batch, iteration.rows, r, int(result.new_seq_lens[r]))
-            return result
+            self._audits += 1
+            if self._audits % options.get("audit_every", 1 << 30) == 0:
+                lengths = iteration.rows.seq_lens + [len(tokens) for tokens in iteration.emitted()]
+                for r, state in enumerate(iteration.rows.states):
+                    if state.rid in self._pool_row:  # under overlap it may have finished since
+                        self._audit(iteration.rows, r, int(lengths[r]))
 
-        def _audit(self, batch: Any, rows: Any, r: int, length: int) -> None:
-            state, req = rows.states[r], batch.reqs[r]
-            tokens = [*req.origin_input_ids, *state.generated][:-1]
+        def _audit(self, rows: Any, r: int, length: int) -> None:
+            state, pool_row = rows.states[r], int(rows.pool_rows[r])
+            held = self._sources[0].cache[pool_row]
+            tokens = [*self._reqs[state.rid].origin_input_ids, *state.generated][:-1]
             stats = self.stats
             stats["audits"] += 1
-            if len(tokens) != length or state.draft_len + len(state.pending) != length:
+            if len(tokens) != length or held.length + len(held.pending) != length:
                 stats["wrong_lengths"].append(
-                    [state.rid, len(tokens), length, state.draft_len, len(state.pending)]
+                    [state.rid, len(tokens), length, held.length, len(held.pending)]
                 )
                 return
-            slots = rows.req_to_token[rows.pool_indices[r], :length].long()
+            slots = self.req_to_token_pool.req_to_token[pool_row, :length].long()
             errors = kv_errors(self.target_worker, tokens, slots)
             stats["target_kv_error"] = max(stats["target_kv_error"], errors.max().item())
-            known = kv_errors(self._draft_worker.draft_worker, tokens, slots)[: state.draft_len]
-            # A cached prefix may hold tokens that the draft never saw, and after a retraction it can reach
-            # into what was generated. All that follows builds on them: worse drafts, same output.
-            start = self._prefill_ends[state.rid]
-            if (known[:start] > 1e-3).any():
-                stats["draft_unknown"] += 1
-            elif len(known) > start:
+            known = kv_errors(self._draft_worker.draft_worker, tokens, slots)[: held.length]
+            if len(known):
                 stats["draft_audits"] += 1
-                stats["draft_kv_error"] = max(stats["draft_kv_error"], known[start:].max().item())
+                stats["draft_kv_error"] = max(stats["draft_kv_error"], known.max().item())
 
         def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
             self.stats["forgotten"] += 1
             super().note_request_finished(rid=rid, natural_stop=natural_stop)
 
-        def _observe(self, outcome: Any) -> None:
-            super()._observe(outcome)
+        def _count(self, outcome: Any) -> None:
+            super()._count(outcome)
             stats = self.stats
             stats["iterations"] += 1
             stats["rows"] += len(outcome.new_tokens)
@@ -153,10 +154,21 @@ def probed(base: type) -> type:
             stats["verify_tokens"] += outcome.selection.verify_tokens
             depth = str(outcome.plan.depth)
             stats["depths"][depth] = stats["depths"].get(depth, 0) + 1
-            stats["states"] = len(self._states)
-            stats["policy_states"] = policy_size(self.policy)
             self._trace(0)
-            self._write()
+
+        def _observe(self) -> None:
+            known = self._unobserved is None
+            super()._observe()
+            if not known:
+                self.stats["states"] = len(self._states)
+                self.stats["policy_states"] = policy_size(self.policy)
+                self._write()
+
+        def _forget(self, rid: str) -> None:
+            super()._forget(rid)
+            self._reqs.pop(rid, None)
+            if isinstance(self.policy, Rotation):
+                self.policy.forget(rid)
 
         def _write(self) -> None:
             path = Path(options["out"])
@@ -189,7 +201,7 @@ def kv_errors(worker: Any, tokens: list[int], slots: Any) -> Any:
     import numpy as np
     import torch
 
-    from adaserve.engine.forwards import LEAN_ATTRIBUTE
+    from adaserve.engine.host.install import LEAN_ATTRIBUTE
     from adaserve.engine.trees.attention import causal_plan
 
     lean = getattr(worker.model_runner.model, LEAN_ATTRIBUTE)
@@ -207,19 +219,29 @@ def kv_errors(worker: Any, tokens: list[int], slots: Any) -> Any:
 
 
 class Rotation:
-    """Iteration i is planned and selected by real policy number i modulo their count."""
+    """Iteration i is planned, selected and observed by real policy number i modulo their count."""
 
     def __init__(self, first: Any, policies: list[Any]) -> None:
         self.name = first.name
         self.policies = policies
         self._turn = 0
+        self._planned: dict[int, Any] = {}  # by plan: under overlap the next one is planned before observing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policies[self._turn], name)
 
     def plan(self, running: Any, now_s: float) -> Any:
         self._turn = (self._turn + 1) % len(self.policies)
-        return self.policies[self._turn].plan(running, now_s)
+        policy = self.policies[self._turn]
+        plan = policy.plan(running, now_s)
+        self._planned[id(plan)] = policy
+        return plan
+
+    def select(self, plan: Any, trees: Any) -> Any:
+        return self._planned[id(plan)].select(plan, trees)
+
+    def observe(self, outcome: Any) -> None:
+        self._planned.pop(id(outcome.plan)).observe(outcome)
 
     def forget(self, rid: str) -> None:
         for policy in self.policies:

@@ -1,21 +1,32 @@
-"""Fake requests, forwards and random trees for the worker's tests."""
+"""Fake requests, models and random trees for the tests of sources and verification."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
-from adaserve.engine.host.gumbel import Reading, read
-from adaserve.engine.sources.beam import Draft, Drafter
+from adaserve.engine.host.forwards import HostForward
+from adaserve.engine.host.gumbel import read
+from adaserve.engine.host.parts import HostDevice
+from adaserve.engine.reading import Reading
+from adaserve.engine.sources.beam import BeamSource
+from adaserve.engine.sources.draft_cache import DraftCache
+from adaserve.engine.sources.source import KeepDrafting
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.plan import TreeAttentionPlan
-from adaserve.scheduler.interface import IterationPlan, RunningBatch, Selection
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.pair.acceptance import DraftSharpening
+from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch, Selection
 
 VOCABULARY = 23
 CONTEXT = 64
+PLAIN = DraftSharpening((0.0,), (1.0,), shared=((0.0,), (1.0,), (0.0,)))
+"""The draft's logits as they are, without noise."""
 
 
 def running(n: int, max_depth: list[int] | None = None) -> RunningBatch:
@@ -34,25 +45,18 @@ def running(n: int, max_depth: list[int] | None = None) -> RunningBatch:
     )
 
 
-def decode_rows(lengths: list[int], max_depth: list[int] | None = None, behind: int = 0) -> DecodeRows:
-    """Requests with ``lengths`` cached tokens; their slots in the pool are shuffled.
-
-    ``behind``: tokens that the draft has not seen yet, besides the root.
-    """
+def decode_rows(lengths: list[int], max_depth: list[int] | None = None) -> DecodeRows:
+    """Requests with ``lengths`` cached tokens and the roots 1, 2, 3, ..."""
     n = len(lengths)
-    slots = torch.randperm(n * CONTEXT, generator=torch.Generator().manual_seed(1)).view(n, CONTEXT)
-    states = [
-        RequestState(f"r{i}", "default", math.inf, 0.0, draft_len=length - behind, pending=[7] * behind)
-        for i, length in enumerate(lengths)
-    ]
-    return DecodeRows(
-        states=states,
-        seq_lens=np.array(lengths, np.int64),
-        roots=np.arange(1, n + 1),
-        pool_indices=torch.arange(n).flip(0),  # rows of the pool are not rows of the batch
-        req_to_token=slots,
-        running=running(n, max_depth),
-    )
+    states = [RequestState(f"r{i}", "default", math.inf, 0.0, generated=[i + 1]) for i in range(n)]
+    pool_rows = np.arange(n)[::-1].copy()  # rows of the pool are not rows of the batch
+    return DecodeRows(states, np.array(lengths, np.int64), pool_rows, running(n, max_depth))
+
+
+def slot_table(n: int) -> torch.Tensor:
+    """``req_to_token``: shuffled slots, so that places are not slots; slot 0 belongs to nobody."""
+    generator = torch.Generator().manual_seed(1)
+    return (1 + torch.randperm(n * CONTEXT, generator=generator)).view(n, CONTEXT).int()
 
 
 def iteration_plan(n: int, depth: int, width: int, branching: tuple[int, ...] | None = None) -> IterationPlan:
@@ -60,7 +64,7 @@ def iteration_plan(n: int, depth: int, width: int, branching: tuple[int, ...] | 
 
 
 @dataclass
-class FakeForward:
+class FakeModel:
     """Logits that depend on the token alone, so that every path probability can be computed by hand.
 
     It remembers which slots were written, and by which tokens.
@@ -94,24 +98,80 @@ class FakeForward:
         return best.values, best.indices
 
 
-def drafter(forward: FakeForward | None = None, max_nodes: int = 48) -> Drafter:
-    return Drafter(forward or FakeForward(), lambda t: (np.ones_like(t), np.zeros_like(t)), max_nodes)
+@dataclass
+class Drafted:
+    """A beam source over a model, the requests it drafts for, and their slots."""
+
+    rows: DecodeRows
+    model: Any = field(default_factory=FakeModel)
+    behind: int = 0  # tokens that the draft has not seen yet, besides the root
+    max_nodes: int = 48
+
+    def __post_init__(self) -> None:
+        self.table = slot_table(len(self.rows))
+        self.forward = HostForward(self.model, self.table)
+        self.device = HostDevice(self.forward, self.forward)
+        self.cache = DraftCache(self.forward, self.table, int(self.table.max()) + 1)
+        self.source = BeamSource(self.device, self.cache, PLAIN, self.max_nodes)
+        for length, row in zip(self.rows.seq_lens.tolist(), self.rows.pool_rows.tolist(), strict=True):
+            self.cache.started(row, [7] * (length - self.behind), self.table[row, :0], read=True)
+            if self.behind:
+                self.cache.advanced(row, [7] * self.behind, 0)
+
+    def propose(
+        self,
+        depth: int,
+        width: int,
+        branching: tuple[int, ...] | None = None,
+        keep: KeepDrafting | None = None,
+    ) -> Proposal | None:
+        plan = iteration_plan(len(self.rows), depth, width, branching)
+        drafting = self.source.propose(plan, self.rows, keep)
+        self.caught_up = drafting is not None and drafting.caught_up is not None
+        return None if drafting is None else drafting.read()
 
 
-def drafted(rows: DecodeRows, plan: IterationPlan, forward: FakeForward | None = None) -> Draft:
-    draft = drafter(forward).draft(plan, rows, None)
-    assert draft is not None
-    return draft
+def drafted(rows: DecodeRows, depth: int, width: int, branching: tuple[int, ...] | None = None) -> Proposal:
+    proposal = Drafted(rows).propose(depth, width, branching)
+    assert proposal is not None
+    return proposal
 
 
-def random_selection(draft: Draft, rng: np.random.Generator) -> Selection:
+def paths(trees: CandidateTrees, row: int) -> list[tuple[int, ...]]:
+    """Tokens from the root's child down to every node of a row."""
+    out: list[tuple[int, ...]] = []
+    for node in range(trees.row_start[row], trees.row_start[row + 1]):
+        above = out[trees.parent[node]] if trees.parent[node] >= 0 else ()
+        out.append((*above, int(trees.token[node])))
+    return out
+
+
+def random_selection(trees: CandidateTrees, rng: np.random.Generator, share: float = 0.6) -> Selection:
     """Keeps some nodes, and only those whose parents are kept."""
-    trees = draft.trees
     start = np.repeat(trees.row_start[:-1], np.diff(trees.row_start))
-    keep = rng.random(trees.n_nodes) < 0.6
+    keep = rng.random(trees.n_nodes) < share
     for node in range(trees.n_nodes):
         if trees.parent[node] >= 0:
             keep[node] &= keep[start[node] + trees.parent[node]]
+    return selection_of(trees, keep)
+
+
+def selection_of(trees: CandidateTrees, keep: np.ndarray) -> Selection:
     bounds = np.concatenate([[0], np.cumsum(keep)])
     counts = bounds[trees.row_start[1:]] - bounds[trees.row_start[:-1]]
     return Selection(keep, counts, np.zeros_like(counts), np.ones(len(counts)))
+
+
+def tensors_of(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(a) for name, a in arrays.items()}
+
+
+def sampling_request(**over: Any) -> Any:
+    """What draws read of SGLang's requests."""
+    values = {
+        "temperature": 1.0, "top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0,
+        "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0, "stop_token_ids": None,
+    }  # fmt: skip
+    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=None)
+    params = SimpleNamespace(**values | over)
+    return SimpleNamespace(sampling_params=params, output_ids=[], eos_token_ids=None, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""Tree shapes, the beam search's bookkeeping, and verification, each against brute force."""
+"""Tree shapes, the beam search's bookkeeping, merging and verification, each against brute force."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.sources.beam import USUALLY_PENDING, Draft
-from adaserve.engine.state import DecodeRows
+from adaserve.engine.sources.beam import USUALLY_PENDING
 from adaserve.engine.trees import verify
+from adaserve.engine.trees.attention import attention_plan, token_slots
+from adaserve.engine.trees.proposal import Proposal, merge
 from adaserve.engine.trees.shape import tree_shape
+from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.trees.factories import (
     VOCABULARY,
-    FakeForward,
+    Drafted,
+    FakeModel,
     decode_rows,
     drafted,
-    drafter,
-    iteration_plan,
+    paths,
     random_selection,
+    selection_of,
+    slot_table,
+    tensors_of,
 )
 
 SHAPES = [(1, 1, None), (1, 4, None), (4, 1, None), (5, 3, None), (3, 1, (2, 1, 3)), (4, 1, (1, 1, 3, 1))]
@@ -38,91 +43,74 @@ def test_shape(depth: int, width: int, branching: tuple[int, ...] | None) -> Non
     assert list(shape.depth) == [s + 1 for s, count in enumerate(beams) for _ in range(count)]
 
 
-def paths(draft: Draft, row: int) -> list[list[int]]:
-    """Tokens from the root's child down to every node of a row."""
-    trees = draft.trees
-    nodes = range(trees.row_start[row], trees.row_start[row + 1])
-    out: list[list[int]] = []
-    for node in nodes:
-        above = out[trees.parent[node]] if trees.parent[node] >= 0 else []
-        out.append([*above, int(trees.token[node])])
-    return out
-
-
-def path_logprob(table: torch.Tensor, root: int, path: list[int]) -> float:
+def path_logprob(table: torch.Tensor, root: int, path: tuple[int, ...]) -> float:
     logprobs = torch.log_softmax(table.double(), -1)
     return float(sum(logprobs[a, b] for a, b in itertools.pairwise([root, *path])))
 
 
 @pytest.mark.parametrize(("depth", "width", "branching"), SHAPES)
-def test_draft_says_what_it_means(depth: int, width: int, branching: tuple[int, ...] | None) -> None:
-    rows, forward = decode_rows([5, 9, 3]), FakeForward()
-    draft = drafted(rows, iteration_plan(3, depth, width, branching), forward)
+def test_a_proposal_says_what_it_means(depth: int, width: int, branching: tuple[int, ...] | None) -> None:
+    rows, model = decode_rows([5, 9, 3]), FakeModel()
+    proposal = drafted(rows, depth, width, branching)
+    trees = proposal.trees
     for row, root in enumerate(rows.roots):
-        found = paths(draft, row)
-        assert len({tuple(p) for p in found}) == len(found), "a path is there twice"
-        start = draft.trees.row_start[row]
+        found, start = paths(trees, row), trees.row_start[row]
+        assert len(set(found)) == len(found), "a path is there twice"
+        columns = proposal.column[start : start + len(found)]
+        assert len(set(columns)) == len(columns) and columns.min() > 0 and columns.max() < proposal.width
         for j, path in enumerate(found):
-            assert draft.trees.depth[start + j] == len(path)
-            assert draft.trees.logprob[start + j] == pytest.approx(
-                path_logprob(forward.table, root, path), abs=1e-4
-            )
+            assert trees.depth[start + j] == len(path)
+            assert trees.logprob[start + j] == pytest.approx(path_logprob(model.table, root, path), abs=1e-4)
 
 
 def test_beam_search_is_the_best_of_all_extensions() -> None:
     depth, width = 4, 3
-    rows, forward = decode_rows([5]), FakeForward()
-    draft = drafted(rows, iteration_plan(1, depth, width), forward)
-    beams: list[list[int]] = [[]]
-    found = paths(draft, 0)
+    table = FakeModel().table
+    found = paths(drafted(decode_rows([5]), depth, width).trees, 0)
+    beams: list[tuple[int, ...]] = [()]
     for step in range(depth):
         # Only the best `width` children of a beam can be among the best `width` of all.
-        every = [[*b, t] for b in beams for t in range(VOCABULARY)]
-        beams = sorted(every, key=lambda p: -path_logprob(forward.table, 1, p))[:width]
+        every = [(*b, t) for b in beams for t in range(VOCABULARY)]
+        beams = sorted(every, key=lambda p: -path_logprob(table, 1, p))[:width]
         assert sorted(found[step * width : (step + 1) * width]) == sorted(beams)
 
 
-def test_nodes_see_their_ancestors_and_nothing_else() -> None:
-    draft = drafted(decode_rows([5, 9]), iteration_plan(2, 4, 3))
-    trees, columns = draft.trees, draft.shape.columns
-    for row, j in itertools.product(range(2), range(draft.nodes_per_row)):
-        expected, node = {0}, j
-        while node >= 0:
-            expected.add(int(columns[node]))
-            node = int(trees.parent[trees.row_start[row] + node])
-        assert set(np.flatnonzero(draft.visible[row, j])) == expected
-
-
 @pytest.mark.parametrize("behind", [0, 1, 3])
-def test_draft_catches_up_and_writes_into_its_window(behind: int) -> None:
-    rows, forward = decode_rows([5, 9], behind=behind), FakeForward()
-    draft = drafted(rows, iteration_plan(2, 3, 2), forward)
+def test_the_draft_catches_up_and_writes_into_its_window(behind: int) -> None:
+    rows = decode_rows([5, 9])
+    case = Drafted(rows, behind=behind)
+    proposal = case.propose(3, 2)
+    assert proposal is not None
     late = behind > USUALLY_PENDING  # then in a forward of its own, whose time is not that of drafting
-    assert (draft.catch_up_s > 0) == late
+    assert case.caught_up == late
     expected = [*range(5 - behind, 5), *range(9 - behind, 9)]
     fed: dict[int, list[int]] = {7: [], 1: [], 2: []}
-    for tokens, positions, slots, _ in forward.calls[: 1 + late]:
+    calls = case.model.calls
+    for tokens, positions, slots, _ in calls[: 1 + late]:
         for token, position in zip(tokens.tolist(), positions.tolist(), strict=True):
             fed[token].append(position)
-        pool_rows = rows.pool_indices[(positions > 5).long()]
-        assert torch.equal(slots, rows.req_to_token[pool_rows, positions])
+        pool_rows = rows.pool_rows[(positions > 5).long()]
+        assert torch.equal(slots, case.table[pool_rows, positions].long())
     assert fed == {7: expected, 1: [5], 2: [9]}
-    assert [s.draft_len for s in rows.states] == [6, 10] and not any(s.pending for s in rows.states)
-    later = torch.cat([call[2] for call in forward.calls[1 + late :]]).tolist()
+    held = [case.cache[row] for row in rows.pool_rows.tolist()]
+    assert [h.length for h in held] == [5, 9] and not any(h.pending for h in held)
+    later = torch.cat([call[2] for call in calls[1 + late :]]).tolist()
     assert len(set(later)) == len(later), "two nodes share a KV slot"
-    assert set(later) <= set(draft.window.flatten().tolist())
+    windows = [case.table[p, n : n + proposal.width] for p, n in zip(rows.pool_rows, (5, 9), strict=True)]
+    assert set(later) <= set(torch.cat(windows).tolist())
 
 
 def test_rows_without_a_tree() -> None:
-    rows = decode_rows([5, 9, 3], max_depth=[4, 0, 2])
-    draft = drafted(rows, iteration_plan(3, 6, 2))
-    assert draft.rows.tolist() == [0, 2] and draft.depth == 4  # as deep as the deepest row may go
-    assert np.diff(draft.trees.row_start).tolist() == [8, 0, 8]
-    assert rows.states[1].draft_len == 9, "a row without a tree must not be fed"
+    case = Drafted(decode_rows([5, 9, 3], max_depth=[4, 0, 2]), behind=1)
+    proposal = case.propose(6, 2)
+    assert proposal is not None  # as deep as the deepest row may go
+    assert np.diff(proposal.trees.row_start).tolist() == [8, 0, 8]
+    held = case.cache[int(case.rows.pool_rows[1])]
+    assert (held.length, len(held.pending)) == (8, 1), "a row without a tree must not be fed"
 
 
 def test_nothing_to_draft() -> None:
-    assert drafter().draft(iteration_plan(2, 3, 2), decode_rows([5, 9], max_depth=[0, 0]), None) is None
+    assert Drafted(decode_rows([5, 9], max_depth=[0, 0])).propose(3, 2) is None
 
 
 def test_early_stop_keeps_whole_levels() -> None:
@@ -133,23 +121,91 @@ def test_early_stop_keeps_whole_levels() -> None:
         assert frontier.shape == (3, 2) and np.isneginf(frontier[1]).all()
         return step < 2
 
-    rows = decode_rows([5, 9, 3], max_depth=[5, 0, 5])
-    draft = drafter().draft(iteration_plan(3, 5, 2), rows, keep)
-    assert draft is not None and draft.depth == 2 and asked == [1, 2]
-    assert draft.nodes_per_row == 4 and np.diff(draft.trees.row_start).tolist() == [4, 0, 4]
+    proposal = Drafted(decode_rows([5, 9, 3], max_depth=[5, 0, 5])).propose(5, 2, keep=keep)
+    assert proposal is not None and asked == [1, 2]
+    assert np.diff(proposal.trees.row_start).tolist() == [4, 0, 4] and proposal.trees.depth.max() == 2
 
 
 @pytest.mark.parametrize(("max_nodes", "depth"), [(12, 4), (11, 3), (3, 1), (2, 0)])
 def test_a_tree_is_cut_to_its_window(max_nodes: int, depth: int) -> None:
-    draft = drafter(max_nodes=max_nodes).draft(iteration_plan(1, 4, 3), decode_rows([5]), None)
-    assert (draft.depth if draft is not None else 0) == depth
+    proposal = Drafted(decode_rows([5]), max_nodes=max_nodes).propose(4, 3)
+    assert (int(proposal.trees.depth.max()) if proposal is not None else 0) == depth
+
+
+# -- merging ------------------------------------------------------------------------------------
+
+
+def by_path(proposal: Proposal, row: int) -> dict[tuple[int, ...], tuple[float, int]]:
+    """Log-probability and column of every path of a row."""
+    trees, start = proposal.trees, proposal.trees.row_start[row]
+    found = paths(trees, row)
+    assert len(set(found)) == len(found)
+    return {
+        p: (float(trees.logprob[start + i]), int(proposal.column[start + i])) for i, p in enumerate(found)
+    }
+
+
+def random_proposal(rng: np.random.Generator, n: int, depth: int) -> Proposal:
+    """Few tokens, so that proposals share paths."""
+    trees, columns = [], []
+    for _ in range(n):
+        nodes: list[tuple[int, int, int, float]] = []
+        seen = set()
+        for _ in range(int(rng.integers(0, 9))):
+            parents = [-1, *(i for i, node in enumerate(nodes) if node[2] < depth)]
+            parent, token = int(rng.choice(parents)), int(rng.integers(0, 3))
+            if (parent, token) in seen:
+                continue
+            seen.add((parent, token))
+            above = nodes[parent] if parent >= 0 else (0, 0, 0, 0.0)
+            nodes.append((token, parent, above[2] + 1, above[3] - float(rng.random())))
+        order = sorted(range(len(nodes)), key=lambda i: nodes[i][2])
+        place = {old: new for new, old in enumerate(order)} | {-1: -1}
+        trees.append([(nodes[i][0], place[nodes[i][1]], *nodes[i][2:]) for i in order])
+        columns.append(1 + rng.permutation(len(nodes)))
+    flat = [node for row in trees for node in row]
+    width = 1 + max(map(len, trees))
+    values = [np.array(c) for c in zip(*flat, strict=True)] or [np.zeros(0, np.int64)] * 3 + [np.zeros(0)]
+    starts = np.cumsum([0, *map(len, trees)])
+    return Proposal(CandidateTrees(starts, *values), np.concatenate(columns).astype(np.int64), width)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_merged_proposals_are_one_tree_by_path(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    proposals = [random_proposal(rng, 3, 4) for _ in range(3)]
+    merged = merge(proposals, 3)
+    for row in range(3):
+        each = [by_path(p, row) for p in proposals]
+        got = by_path(merged, row)
+        assert got.keys() == set().union(*each)
+        columns = [column for _, column in got.values()]
+        assert len(set(columns)) == len(columns) and all(0 < c < merged.width for c in columns)
+        for path, (logprob, column) in got.items():
+            assert logprob == max(e[path][0] for e in each if path in e)
+            if path in each[0]:
+                assert column == each[0][path][1], "the first source's KV lies at its own columns"
+            else:
+                assert column >= proposals[0].width
+        start, end = merged.trees.row_start[row : row + 2]
+        depth, parent = merged.trees.depth[start:end], merged.trees.parent[start:end]
+        assert (np.diff(depth) >= 0).all() and (parent < np.arange(end - start)).all()
+
+
+def test_a_single_proposal_is_left_alone() -> None:
+    proposal = drafted(decode_rows([5, 9]), 2, 2)
+    assert merge([Proposal.nothing(2), proposal], 2) is proposal
+    assert merge([], 2).trees.n_nodes == 0
+
+
+# -- verification -------------------------------------------------------------------------------
 
 
 def accepted_by_hand(batch: verify.VerifyBatch, draws: np.ndarray, row: int) -> list[int]:
     """The walk, one step at a time: root, then the child that equals the draw, as long as there is one."""
     path = [int(batch.root[row])]
     while True:
-        children = [i for i in range(len(batch.tokens)) if batch.parent[i] == path[-1] and batch.depth[i] > 0]
+        children = [i for i in range(len(batch)) if batch.parent[i] == path[-1] and batch.depth[i] > 0]
         hits = [c for c in children if batch.tokens[c] == draws[path[-1]]]
         assert len(hits) <= 1
         if not hits:
@@ -157,59 +213,76 @@ def accepted_by_hand(batch: verify.VerifyBatch, draws: np.ndarray, row: int) -> 
         path.append(hits[0])
 
 
-def verified(rows: DecodeRows, draft: Draft, rng: np.random.Generator) -> verify.VerifyBatch:
-    return verify.build(rows, draft, random_selection(draft, rng))
+def random_draws(batch: verify.VerifyBatch, rng: np.random.Generator) -> np.ndarray:
+    """Mostly one of the node's own children, or the walks would end at once."""
+    draws = rng.integers(0, VOCABULARY, len(batch))
+    for i in range(len(draws)):
+        children = np.flatnonzero((batch.parent == i) & (batch.depth > 0))
+        if len(children) and rng.random() < 0.8:
+            draws[i] = batch.tokens[rng.choice(children)]
+    return draws
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_accept_walks_the_tree(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = decode_rows([5, 9, 3, 7], max_depth=[5, 0, 9, 9])
-    draft = drafted(rows, iteration_plan(4, 4, 3))
-    batch = verified(rows, draft, rng)
-    draws = rng.integers(0, VOCABULARY, len(batch.tokens))
-    for i in range(len(draws)):  # mostly one of the node's own children, or the walks would end at once
-        children = np.flatnonzero((batch.parent == i) & (batch.depth > 0))
-        if len(children) and rng.random() < 0.8:
-            draws[i] = batch.tokens[rng.choice(children)]
-    acceptance = verify.accept(batch, draws)
+    proposal = drafted(rows, 4, 3)
+    batch = verify.build(rows, proposal, random_selection(proposal.trees, rng))
+    draws, stride = random_draws(batch, rng), 5
+    tensors, table = tensors_of(batch.arrays()), slot_table(4)
+    got = verify.accept(tensors, torch.from_numpy(draws), 4, batch.deepest, stride)
+    targets, sources = (
+        (m.view(4, -1) for m in verify.moves(tensors, got, table, 4, batch.deepest))
+        if batch.deepest
+        else (torch.zeros(4, 0), torch.zeros(4, 0))
+    )
+    index = verify.path_index(tensors, got, stride)
     for row in range(4):
         path = accepted_by_hand(batch, draws, row)
-        assert np.flatnonzero(acceptance.accepted & (batch.row == row)).tolist() == path
-        assert acceptance.count[row] == len(path) - 1 and acceptance.last[row] == path[-1]
+        assert np.flatnonzero(got.accepted.numpy() & (batch.row == row)).tolist() == path
+        assert got.count[row] == len(path) - 1 and got.bonus[row] == draws[path[-1]]
+        tokens = [*batch.tokens[path[1:]], draws[path[-1]]]
+        assert got.emitted[row].tolist() == tokens + [0] * (stride - len(tokens))
+        assert index[row].tolist() == path + [path[0]] * (stride - len(path))
+        slots, length = table[rows.pool_rows[row]], int(rows.seq_lens[row])
+        for step in range(batch.deepest):
+            if step + 1 < len(path):
+                assert targets[row, step] == slots[length + step + 1]
+                assert sources[row, step] == slots[length + batch.column[path[step + 1]]]
+            else:
+                assert targets[row, step] == sources[row, step] == verify.SCRATCH_SLOT
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_built_batch(seed: int) -> None:
     """Slots, positions and the mask of every token, against the tree followed by hand."""
-    rows = decode_rows([5, 9, 3], max_depth=[5, 0, 9])
-    draft = drafted(rows, iteration_plan(3, 3, 3))
-    batch = verified(rows, draft, np.random.default_rng(seed))
-    mask, offset = batch.plan.custom_mask, 0
-    for i in range(len(batch.tokens)):
-        row = int(batch.row[i])
-        length, pool_row = int(rows.seq_lens[row]), rows.req_to_token[rows.pool_indices[row]]
-        assert batch.positions[i] == length + batch.depth[i]
-        assert batch.slots[i] == pool_row[length + batch.column[i]]
-        kv_len = int(batch.plan.kv_indptr[row + 1] - batch.plan.kv_indptr[row])
-        kv = batch.plan.kv_indices[batch.plan.kv_indptr[row] : batch.plan.kv_indptr[row + 1]]
+    rows, table = decode_rows([5, 9, 3], max_depth=[5, 0, 9]), slot_table(3)
+    proposal = drafted(rows, 3, 3)
+    built = verify.build(rows, proposal, random_selection(proposal.trees, np.random.default_rng(seed)))
+    plan, slots, offset = attention_plan(table, built.batch), token_slots(table, built.batch), 0
+    for i in range(len(built)):
+        row = int(built.row[i])
+        length, pool_row = int(rows.seq_lens[row]), table[rows.pool_rows[row]]
+        assert built.positions[i] == length + built.depth[i]
+        assert slots[i] == pool_row[length + built.column[i]]
+        kv = plan.kv_indices[plan.kv_indptr[row] : plan.kv_indptr[row + 1]]
         lineage, node = [i], i
-        while batch.depth[node]:
-            node = int(batch.parent[node])
+        while built.depth[node]:
+            node = int(built.parent[node])
             lineage.append(node)
-        expected = {*pool_row[:length].tolist(), *(int(batch.slots[j]) for j in lineage)}
-        assert mask is not None
-        seen = mask[offset : offset + kv_len]
+        expected = {*pool_row[:length].tolist(), *(int(slots[j]) for j in lineage)}
+        assert plan.custom_mask is not None
+        seen = plan.custom_mask[offset : offset + len(kv)]
         assert set(kv[seen].tolist()) == expected
-        offset += kv_len
+        offset += len(kv)
 
 
 def test_roots_only() -> None:
     rows = decode_rows([5, 9])
-    draft = drafted(rows, iteration_plan(2, 2, 2))
-    nothing = random_selection(draft, np.random.default_rng(0))
-    nothing.keep[:] = False
-    batch = verify.build(rows, draft, nothing)
-    assert batch.tokens.tolist() == [1, 2] and batch.positions.tolist() == [5, 9]
-    acceptance = verify.accept(batch, np.array([4, 4]))
-    assert acceptance.count.tolist() == [0, 0] and acceptance.last.tolist() == [0, 1]
+    proposal = drafted(rows, 2, 2)
+    nothing = selection_of(proposal.trees, np.zeros(proposal.trees.n_nodes, np.bool_))
+    built = verify.build(rows, proposal, nothing)
+    assert built.tokens.tolist() == [1, 2] and built.positions.tolist() == [5, 9] and built.batch.seen is None
+    got = verify.accept(tensors_of(built.arrays()), torch.tensor([4, 4]), 2, 0, 3)
+    assert got.count.tolist() == [0, 0] and got.emitted.tolist() == [[4, 0, 0], [4, 0, 0]]

@@ -1,21 +1,16 @@
 """What tensor-parallel ranks must decide alike: the first rank decides, the others follow.
 
-Every rank drafts and verifies the same tokens, so that all ranks' forwards fit together. Logits are the same
-on all ranks, and so is what follows from them and from the plan alone; plans follow from measured times.
+Every rank drafts and verifies the same tokens, so that all ranks' forwards fit together. Plans and selections
+follow from measured times, which differ from rank to rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Protocol
 
-import numpy as np
-import torch
-
-from adaserve.engine.device.choose import Choice
-from adaserve.engine.device.selection import Kept
-from adaserve.scheduler.interface import IterationPlan, RunningBatch
+from adaserve.scheduler.interface import IterationPlan, RunningBatch, Selection
 
 
 class Group(Protocol):
@@ -25,8 +20,6 @@ class Group(Protocol):
     rank_in_group: int
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any: ...
-
-    def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor: ...
 
 
 class Agreement:
@@ -54,15 +47,9 @@ class Agreement:
             values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name != "running"}
         return IterationPlan(running=running, **self._group.broadcast_object(values, src=0))
 
-    def choice(self, make: Callable[[], Choice], empty: Callable[[], Kept]) -> Choice:
-        """Rank 0's selection; ``empty`` gives tensors of its shapes to the other ranks."""
+    def selection(self, make: Callable[[], Selection]) -> Selection:
+        """Rank 0's selection; the other ranks' policies are not asked."""
         if self.alone:
             return make()
-        choice = make() if self.decides else Choice(empty(), np.zeros(0, np.int64))
-        kept = choice.kept
-        packed = torch.cat([kept.keep.long(), kept.slo_counts[:, None]], dim=1)
-        packed = self._group.broadcast(packed.contiguous(), src=0)
-        expected = self._group.broadcast(kept.expected.contiguous(), src=0)
-        keep = packed[:, :-1].bool()
-        kept = Kept(keep, keep.sum(dim=1), packed[:, -1], expected)
-        return replace(choice, kept=kept, counts=kept.counts.cpu().numpy())
+        selection: Selection = self._group.broadcast_object(make() if self.decides else None, src=0)
+        return selection

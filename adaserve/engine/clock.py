@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import torch
 
-
-class Mark(Protocol):
-    """A point in the device's queue."""
-
-    def seconds_until(self, later: Mark) -> float:
-        """Time between two marks; both must have been reached."""
-        ...
+from adaserve.engine.parts import Mark
 
 
 class HostMark:

@@ -1,0 +1,142 @@
+"""The parts of an iteration on a GPU: padded forwards in CUDA graphs, and copies that nobody waits for.
+
+On a CPU they run the same code on SDPA and without graphs, for tests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaserve.config import AdaServeConfig
+from adaserve.engine.clock import mark
+from adaserve.engine.device import noise
+from adaserve.engine.device.attention import AttentionBuffers
+from adaserve.engine.device.forward import DeviceForward, Inputs, SGLangCall, kernel_maker
+from adaserve.engine.device.graphs import GraphTable, capture_all
+from adaserve.engine.device.sizes import FIRST, Sizes, Tiers
+from adaserve.engine.device.transfer import QueuedCopy, put
+from adaserve.engine.parts import Mark
+from adaserve.engine.reading import Reading
+
+logger = logging.getLogger(__name__)
+
+MOST_CAPTURED_ROWS = 64
+MOST_CAPTURED_TOKENS = 512
+"""Largest padded sizes with a graph; larger batches run eagerly, where launches no longer matter."""
+
+MEASURED_KEYS = 1 << 20
+"""Cached tokens of the largest forward that is measured at start (128 requests of 4 tokens at 4096)."""
+
+CATCH_UP_TOKENS = 512
+"""Cached tokens that a draft is fed in one forward, at least, when it has to catch up."""
+
+
+class GraphDevice:
+    """``Device`` on a GPU."""
+
+    stops_early = False
+    least_gain = 0.0
+
+    def __init__(self, target: DeviceForward, draft: DeviceForward) -> None:
+        self.target, self.draft = target, draft
+        self.device = target.device
+
+    @classmethod
+    def of(cls, target: Any, draft: Any, config: AdaServeConfig) -> GraphDevice:
+        """For two ``ModelRunner``s: static buffers of the sizes that will be served, and their graphs."""
+        device = torch.device(target.device)
+        table = target.req_to_token_pool.req_to_token
+        most_rows, widest = int(target.max_running_requests), 1 + config.max_candidates
+        needed = most_rows * max(widest, FIRST * config.max_width)
+        most_tokens = max(CATCH_UP_TOKENS, needed)
+        context = int(table.shape[1])
+        sizes = Sizes(
+            rows=Tiers.up_to(min(most_rows, MOST_CAPTURED_ROWS)),
+            tokens=Tiers.up_to(min(needed, MOST_CAPTURED_TOKENS)),
+            most_rows=most_rows,
+            most_tokens=most_tokens,
+        )
+        kv_entries = max((most_rows + 1) * (context + widest), MEASURED_KEYS)
+        # All tokens of the largest forward against the longest list there can be, every request on a byte.
+        mask_bytes = most_tokens * (context + widest) // 8 + most_rows + 1
+        buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device)
+        inputs = Inputs.allocate(sizes.tokens.fit(most_tokens), device)
+        capture = device.type == "cuda" and not bool(target.server_args.disable_cuda_graph)
+
+        def forward(runner: Any, sizes: Sizes, candidates: int) -> DeviceForward:
+            return DeviceForward(
+                SGLangCall(runner),
+                kernel_maker(runner, device),
+                GraphTable(capture),
+                inputs,
+                buffers,
+                sizes,
+                table,
+                candidates,
+                int(target.model_config.context_len) - 1,
+                int(runner.model_config.vocab_size),
+            )
+
+        drafts, verifications = list(sizes.drafts(config.max_width)), list(sizes.verifications())
+        parts = cls(
+            forward(target, replace(sizes, captured=frozenset(verifications)), 1),
+            forward(draft, replace(sizes, captured=frozenset(drafts)), max(config.max_width, 3)),
+        )
+        if capture:
+            # Before the first request; the largest first, so that the smaller ones reuse its memory.
+            capture_all("draft", drafts, parts.draft.capture, parts.draft.table)
+            capture_all("verification", verifications, parts.target.capture, parts.target.table)
+            parts.draft.take_runs(), parts.target.take_runs()
+        logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
+        return parts
+
+    def mark(self) -> Mark:
+        return mark(self.device)
+
+    def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        return put(arrays, self.device)
+
+    def get(self, **tensors: Tensor) -> QueuedCopy:
+        return QueuedCopy(tensors)
+
+    def draw(self, logits: Tensor, reading: Reading) -> Tensor:
+        names = ("scale", "spread", "keys", "positions")
+        there = self.put({name: getattr(reading, name) for name in names})
+        return noise.read(logits, *there.values()).argmax(dim=-1)
+
+    def move(self, pools: Sequence[Any], target: Tensor, source: Tensor) -> None:
+        for pool in pools:
+            pool.move_kv_cache(target, source)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def report(self) -> dict[str, Any]:
+        """Also what the graphs cost."""
+        sizes = self.target.sizes
+        return {
+            "device": str(self.device),
+            "captured": self.target.table.capture,
+            "row_tiers": list(sizes.rows.sizes),
+            "token_tiers": list(sizes.tokens.sizes),
+            "draft_graphs": self.draft.table.report.to_json(),
+            "verification_graphs": self.target.table.report.to_json(),
+        }
+
+    def summary(self) -> str:
+        """One line for the log."""
+        if not self.target.table.capture:
+            return "without CUDA graphs"
+        total = [t.report for t in (self.draft.table, self.target.table)]
+        return (
+            f"{sum(r.graphs for r in total)} CUDA graphs in {sum(r.seconds for r in total):.1f} s, "
+            f"{sum(r.bytes for r in total) / 1e6:.0f} MB"
+        )

@@ -1,0 +1,204 @@
+"""A model's forwards on a CPU host: our own kernels, or SGLang's forward for models that they lack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaserve.engine.clock import HostMark
+from adaserve.engine.host.beam import MAX_WIDTH, BeamArrays
+from adaserve.engine.host.forward import LeanModel
+from adaserve.engine.host.install import LEAN_ATTRIBUTE
+from adaserve.engine.host.sglang_forward import SGLangForward
+from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search
+from adaserve.engine.reading import Reading
+from adaserve.engine.search import Levels
+from adaserve.engine.trees.attention import attention_plan, gather_slots, indptr, token_slots
+from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.plan import TreeAttentionPlan
+
+CPU = torch.device("cpu")
+
+
+class HostModel(Protocol):
+    """A model over its KV pool, told slots and attention layout."""
+
+    def hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, plan: TreeAttentionPlan) -> Tensor:
+        """Opaque states [T, ...] of ``tokens`` (int64 [T]) at ``positions``; their KV goes to ``slots``."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [rows, vocab] of some rows of ``hidden``."""
+        ...
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Greedy token of each row, int64 [rows]."""
+        ...
+
+    def topk_logprobs(self, hidden: Tensor, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
+        """Best ``width`` tokens of softmax(logits as ``reading`` says): fp32 log-probabilities, int64 ids."""
+        ...
+
+
+class LeanForward:
+    """Our own forward straight on the KV pool, without SGLang's bookkeeping."""
+
+    def __init__(self, model: LeanModel, pool: Any) -> None:
+        self.model, self.pool = model, pool
+        self.logits, self.argmax, self.topk_logprobs = model.logits, model.argmax, model.topk_logprobs
+
+    def hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, plan: TreeAttentionPlan) -> Tensor:
+        return self.model.forward(tokens, positions, slots, self.pool.k_buffer, self.pool.v_buffer, plan)
+
+
+class HostForward:
+    """``ModelForward`` on a CPU: what is asked for has happened when a call returns."""
+
+    most_tokens = 1 << 30
+    first_tokens = None
+
+    def __init__(self, model: HostModel, req_to_token: Tensor) -> None:
+        self.model = model
+        self._req_to_token = req_to_token
+        self._runs: list[Run] = []
+
+    def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
+        return {}
+
+    def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+        return self._hidden(batch, attention_plan(self._req_to_token, batch))
+
+    def _hidden(self, batch: TreeBatch, plan: TreeAttentionPlan) -> Tensor:
+        slots = token_slots(self._req_to_token, batch)
+        inputs = (torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), slots, plan)
+        start = HostMark()
+        hidden = self.model.hidden(*inputs)
+        self._runs.append((start, HostMark()))
+        return hidden
+
+    def logits(self, states: Tensor) -> Tensor:
+        start = HostMark()
+        logits = self.model.logits(states)
+        self._runs.append((start, HostMark()))
+        return logits
+
+    def argmax(self, states: Tensor) -> Tensor:
+        start = HostMark()
+        best = self.model.argmax(states)
+        self._runs.append((start, HostMark()))
+        return best
+
+    def candidates(self, batch: TreeBatch, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
+        return self._best(self.run(batch), reading, width)
+
+    def _best(self, states: Tensor, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
+        start = HostMark()
+        best = self.model.topk_logprobs(states, reading, width)
+        self._runs.append((start, HostMark()))
+        return best
+
+    def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
+        """All levels in one call of our kernels where they can, else level by level."""
+        shape, model = search.shape, self.model
+        fits = not shape.is_branching and shape.beams[0] <= MAX_WIDTH
+        if fits and isinstance(model, LeanForward) and model.model.searches_beams:
+            beams = self._native(model, first, search, keep)
+        else:
+            beams = self._walk(first, search, keep)
+        return lambda: beams
+
+    def _native(
+        self, forward: LeanForward, first: TreeBatch, search: Search, keep: KeepGoing | None
+    ) -> Beams:
+        shape, a = search.shape, len(search.base)
+        kv_lens = search.base + shape.width
+        kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens)
+        # One list of slots serves the first forward too, where its keys are the same.
+        shared = kv_slots if first.seen is not None else None
+        plan = attention_plan(self._req_to_token, first, shared)
+        nodes, width = shape.nodes, shape.beams[0]
+        tokens, parents = np.zeros((a, nodes), np.int64), np.full((a, nodes), -1, np.int64)
+        logprobs = np.zeros((a, nodes))
+        arrays = BeamArrays(
+            width=width,
+            depth=len(shape.beams),
+            last=(np.cumsum(first.q_lens) - 1).astype(np.int32),
+            base=search.base,
+            kv_indptr=indptr(kv_lens).astype(np.int32),
+            kv_indices=kv_slots,
+            columns=shape.columns.astype(np.int32),
+            scale=search.scale,
+            spread=search.spread,
+            keys=search.keys,
+            tokens=tokens,
+            parents=parents,
+            logprobs=logprobs,
+            visible=np.zeros((a, nodes, shape.width), np.bool_),
+        )
+
+        def go_on(step: int) -> bool:
+            assert keep is not None
+            return keep(step, logprobs[:, (step - 1) * width : step * width])
+
+        slots = token_slots(self._req_to_token, first)
+        inputs = (torch.from_numpy(first.tokens), torch.from_numpy(first.positions), slots)
+        pool = forward.pool
+        start = HostMark()
+        steps = forward.model.beam_search(
+            *inputs, pool.k_buffer, pool.v_buffer, plan, arrays, None if keep is None else go_on
+        )
+        self._runs.append((start, HostMark()))
+        return Beams(tokens, parents, logprobs, steps)
+
+    def _walk(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Beams:
+        shape, a = search.shape, len(search.base)
+        levels = Levels(shape, a, CPU)
+        roots = torch.from_numpy(np.cumsum(first.q_lens) - 1)
+        logprob, token = self._best(self.run(first)[roots], search.reading(1, 1), shape.beams[0])
+        levels.start(logprob.double(), token)
+        kv_lens = search.base + shape.width
+        kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens)
+        for step in range(2, len(shape.beams) + 1):
+            if keep is not None and not keep(step - 1, levels.frontier(step - 1)):
+                return self._found(levels, step - 1)
+            batch = level_batch(levels, search, step, kv_lens)
+            hidden = self._hidden(batch, attention_plan(self._req_to_token, batch, kv_slots))
+            m = len(batch) // a
+            best = self._best(hidden, search.reading(m, step), levels.children(step))
+            logprob, token = (v.view(a, m, -1) for v in best)
+            levels.grow(step, logprob.double(), token)
+        return self._found(levels, len(shape.beams))
+
+    @staticmethod
+    def _found(levels: Levels, steps: int) -> Beams:
+        return Beams(levels.tokens.numpy(), levels.parents.numpy(), levels.logprobs.numpy(), steps)
+
+    def take_runs(self) -> list[Run]:
+        runs, self._runs = self._runs, []
+        return runs
+
+
+def level_batch(levels: Levels, search: Search, step: int, kv_lens: np.ndarray) -> TreeBatch:
+    """The beams of depth ``step`` - 1, whose children are wanted."""
+    before = levels.level(step - 1)
+    a, m = len(search.base), before.stop - before.start
+    return TreeBatch(
+        tokens=levels.tokens[:, before].flatten().numpy(),
+        positions=np.repeat(search.base + step - 1, m),
+        places=(search.base[:, None] + levels.shape.columns[before]).ravel(),
+        pool_rows=search.pool_rows,
+        q_lens=np.full(a, m),
+        kv_lens=kv_lens,
+        seen=levels.visible[:, before].flatten(0, 1).numpy(),
+    )
+
+
+def host_forward(runner: Any) -> HostForward:
+    """The forward of the model that a ``ModelRunner`` holds."""
+    lean = getattr(runner.model, LEAN_ATTRIBUTE, None)
+    model = SGLangForward(runner) if lean is None else LeanForward(lean, runner.token_to_kv_pool)
+    return HostForward(model, runner.req_to_token_pool.req_to_token)

@@ -1,0 +1,68 @@
+"""The parts of an iteration on a CPU host, where everything has happened when a call returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaserve.engine.clock import HostMark
+from adaserve.engine.host import gumbel
+from adaserve.engine.host.forwards import HostForward, host_forward
+from adaserve.engine.reading import Reading
+
+LEAST_GAIN = 0.05
+"""Trees are host work, which competes with the models for the same cores."""
+
+
+class HostValues:
+    """What ``Device.get`` gives where nothing has to be copied."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self) -> dict[str, np.ndarray]:
+        return {name: t.numpy() for name, t in self._tensors.items()}
+
+
+class HostDevice:
+    """``Device`` on a CPU."""
+
+    stops_early = True
+    least_gain = LEAST_GAIN
+
+    def __init__(self, target: HostForward, draft: HostForward) -> None:
+        self.target, self.draft = target, draft
+
+    @classmethod
+    def of(cls, target: Any, draft: Any) -> HostDevice:
+        """For two ``ModelRunner``s."""
+        return cls(host_forward(target), host_forward(draft))
+
+    def mark(self) -> HostMark:
+        return HostMark()
+
+    def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(a) for name, a in arrays.items()}
+
+    def get(self, **tensors: Tensor) -> HostValues:
+        return HostValues(tensors)
+
+    def draw(self, logits: Tensor, reading: Reading) -> Tensor:
+        return gumbel.draw(logits, reading)
+
+    def move(self, pools: Sequence[Any], target: Tensor, source: Tensor) -> None:
+        moved = target != source
+        if not moved.any():  # mostly, since the likeliest path stands where it belongs
+            return
+        for pool in pools:
+            pool.move_kv_cache(target[moved], source[moved])
+
+    def synchronize(self) -> None:
+        pass
+
+    def report(self) -> dict[str, Any]:
+        return {"device": "cpu"}

@@ -1,0 +1,164 @@
+"""What differs by device, and nothing else: a model's forwards, draws, copies, clocks.
+
+The worker's iteration is written once over these. ``host`` has them for CPUs, ``device`` for GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from adaserve.engine.reading import Reading
+from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.shape import TreeShape
+
+
+class Mark(Protocol):
+    """A point in the device's queue."""
+
+    def seconds_until(self, later: Mark) -> float:
+        """Time between two marks; both must have been reached."""
+        ...
+
+
+Run = tuple[Mark, Mark]
+"""Start and end of one forward."""
+
+
+class HostCopy(Protocol):
+    """Device values on their way to the host."""
+
+    def read(self) -> dict[str, np.ndarray]:
+        """The values; waits until they have arrived."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """One beam search over a rows, ``shape.beams`` wide (AdaServe, Algorithm 2 lines 2-5)."""
+
+    shape: TreeShape
+    base: np.ndarray  # int64 [a]: cached tokens, which is the root's position
+    pool_rows: np.ndarray  # int64 [a]: rows of ``req_to_token``
+    scale: np.ndarray  # float32 [a]: what the draft's logits are multiplied by
+    spread: np.ndarray  # float32 [a]: how much of its request's noise is added; 0 = greedy
+    keys: np.ndarray  # uint64 [a]: of that noise
+
+    def reading(self, beams: int, step: int) -> Reading:
+        """How the logits of ``beams`` nodes of depth ``step`` - 1 per row are read."""
+        columns = (self.scale, self.spread, self.keys, self.base + step - 1)
+        return Reading(*(np.repeat(c, beams) for c in columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """The candidates of a beam search; node j of a row stands at place j of the shape."""
+
+    tokens: np.ndarray  # int64 [a, nodes]
+    parents: np.ndarray  # int64 [a, nodes]: -1 = child of the root
+    logprobs: np.ndarray  # float64 [a, nodes]: of whole paths
+    steps: int  # draft steps that were run
+
+
+KeepGoing = Callable[[int, np.ndarray], bool]
+"""(step, path log-probabilities [a, beams] of its level) -> whether another step is worth its time."""
+
+Ready = Callable[[], Beams]
+"""Gives what was queued; waits for the device if it must."""
+
+
+class ModelForward(Protocol):
+    """One model's forwards over tree batches. Not safe for concurrent calls."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest forward."""
+        ...
+
+    @property
+    def first_tokens(self) -> int | None:
+        """Tokens per request that the first step of a search must have; None = as many as are new."""
+        ...
+
+    def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
+        """What a forward of ``batch`` needs on the device besides the tokens; for one common upload."""
+        ...
+
+    def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> Any:
+        """Opaque states of the T tokens, whose KV is written. ``tensors``: their arrays, if uploaded."""
+        ...
+
+    def logits(self, states: Any) -> Tensor:
+        """fp32 [T, vocab], which the caller may change."""
+        ...
+
+    def argmax(self, states: Any) -> Tensor:
+        """Greedy token of each, int64 [T]."""
+        ...
+
+    def candidates(self, batch: TreeBatch, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
+        """One draft step: log-probabilities and ids [T, width] of each token's best successors."""
+        ...
+
+    def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
+        """Queues a whole beam search. ``first`` ends, per row, in the root.
+
+        ``keep`` is asked between steps by devices that can stop early.
+        """
+        ...
+
+    def take_runs(self) -> list[Run]:
+        """Start and end of every forward since the last call; durations are known once they were reached."""
+        ...
+
+
+class Device(Protocol):
+    """The parts that an iteration is made of."""
+
+    @property
+    def target(self) -> ModelForward: ...
+
+    @property
+    def draft(self) -> ModelForward: ...
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether a draft can be stopped between its steps, since the host sees each."""
+        ...
+
+    @property
+    def least_gain(self) -> float:
+        """`priced` drafts only for that much more: what trees cost that no latency model has."""
+        ...
+
+    def mark(self) -> Mark:
+        """The end of all that was queued so far."""
+        ...
+
+    def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        """Host arrays on the device, in one upload that nobody waits for."""
+        ...
+
+    def get(self, **tensors: Tensor) -> HostCopy:
+        """Queues a copy of int64, float64 or bool tensors to the host."""
+        ...
+
+    def draw(self, logits: Tensor, reading: Reading) -> Tensor:
+        """The best token of every row of fp32 ``logits`` [rows, vocab] as read, int64 [rows]."""
+        ...
+
+    def move(self, pools: Sequence[Any], target: Tensor, source: Tensor) -> None:
+        """Moves KV between slots of SGLang's pools; entries that move onto themselves do nothing."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for the device, so that what is timed has happened."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """For ``/server_info``; JSON values."""
+        ...

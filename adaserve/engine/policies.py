@@ -1,0 +1,62 @@
+"""The policies that a server can switch between while it runs."""
+
+from __future__ import annotations
+
+from adaserve.config import AdaServeConfig
+from adaserve.engine.parts import Device
+from adaserve.scheduler.interface import Policy
+from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
+
+KNEE = 1.5
+"""Without a given budget B is what can be verified in this many times the time of one token."""
+
+
+class ServedPolicies:
+    """Builds each policy once, for this host; one that comes back knows what it had learned."""
+
+    def __init__(self, config: AdaServeConfig, latency: LatencyModel, device: Device) -> None:
+        self._config, self._latency, self._device = config, latency, device
+        self._built: dict[str, Policy] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What ``get`` accepts."""
+        named = tuple(n for n in policy_names() if n != "chain-K")
+        return named + tuple(f"chain-{k}" for k in range(1, self._config.max_depth + 1))
+
+    def get(self, name: str) -> Policy:
+        """Raises ValueError for an unknown name."""
+        if name not in self._built:
+            self._built[name] = self.build(name)
+        return self._built[name]
+
+    def build(self, name: str) -> Policy:
+        """A fresh policy."""
+        return build_policy(
+            name,
+            PolicyConfig(
+                latency=self._latency,
+                budget=self._budget(name),
+                d_max=self._config.max_depth,
+                w_max=self._config.max_width,
+                # Where nobody asks between draft steps, the planned depth must pay as it is.
+                early_stop=self._device.stops_early,
+                least_gain=self._device.least_gain,
+            ),
+        )
+
+    @property
+    def budget_tokens(self) -> int:
+        """B of the policies that have a fixed one, roots included."""
+        return self._config.budget or self._latency.knee_tokens(KNEE)
+
+    def _budget(self, name: str) -> int | None:
+        """B. Fixed shapes know none; TurboSpec and `priced` weigh each token against the latency."""
+        unbounded = name.startswith(("chain-", "fixed-")) or name in ("turbospec", "priced", "none")
+        return self._config.budget if unbounded else self.budget_tokens
+
+    def forget(self, rid: str) -> None:
+        """A request may have been served under several policies."""
+        for policy in self._built.values():
+            policy.forget(rid)

@@ -1,0 +1,71 @@
+"""The levels of a beam search, in torch on any device: nothing here waits for the device.
+
+Candidates are chosen by path probability (AdaServe, Algorithm 2 lines 2-5), or every beam keeps the same
+number of children where a shape says so (SpecInfer's fixed branching).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaserve.engine.trees.shape import TreeShape
+
+
+class Levels:
+    """Candidates of a rows, filled in level by level; nodes stand in the shape's order."""
+
+    def __init__(self, shape: TreeShape, a: int, device: torch.device) -> None:
+        self.shape = shape
+        nodes = shape.nodes
+        self.columns = torch.from_numpy(shape.columns).to(device)
+        self.visible = torch.zeros(a, nodes, shape.width, dtype=torch.bool, device=device)
+        """[a, nodes, width]: window columns that a node sees, itself included."""
+        self.tokens = torch.zeros(a, nodes, dtype=torch.int64, device=device)
+        self.parents = torch.full((a, nodes), -1, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(a, nodes, dtype=torch.float64, device=device)
+
+    def level(self, step: int) -> slice:
+        """Nodes that step ``step`` (1-based) makes."""
+        return slice(self.shape.start[step - 1], self.shape.start[step])
+
+    def start(self, logprob: Tensor, token: Tensor) -> None:
+        """The roots' best children: [a, K] each, best first."""
+        beams = self.shape.beams[0]
+        self.logprobs[:, :beams] = logprob[:, :beams]
+        self.tokens[:, :beams] = token[:, :beams]
+        self.visible[:, :beams, 0] = True
+        self._see_themselves(slice(0, beams))
+
+    def children(self, step: int) -> int:
+        """Candidates that each beam before ``step`` offers."""
+        shape, before = self.shape, self.level(step - 1)
+        if shape.is_branching:
+            return shape.beams[step - 1] // (before.stop - before.start)
+        return min(shape.beams[step - 1], shape.beams[0])
+
+    def grow(self, step: int, logprob: Tensor, token: Tensor) -> None:
+        """Keeps the best of what the beams of depth ``step`` - 1 offer: [a, beams, K] each, best first."""
+        before, now, children = self.level(step - 1), self.level(step), self.children(step)
+        beams = now.stop - now.start
+        paths = (self.logprobs[:, before, None] + logprob[..., :children]).flatten(1)
+        if self.shape.is_branching:
+            best = torch.arange(beams, device=paths.device).expand(len(paths), -1)
+        else:
+            paths, best = paths.topk(beams, dim=1)
+        parent = torch.div(best, children, rounding_mode="floor") + before.start
+        self.logprobs[:, now] = paths
+        self.tokens[:, now] = token[..., :children].flatten(1).gather(1, best)
+        self.parents[:, now] = parent
+        width = self.visible.shape[2]
+        self.visible[:, now] = self.visible.gather(1, parent[:, :, None].expand(-1, -1, width))
+        self._see_themselves(now)
+
+    def _see_themselves(self, nodes: slice) -> None:
+        inside = torch.arange(nodes.start, nodes.stop, device=self.columns.device)
+        self.visible[:, inside, self.columns[nodes]] = True
+
+    def frontier(self, step: int) -> np.ndarray:
+        """Path log-probabilities of a level, float64 [a, beams]; on a CPU only."""
+        return self.logprobs[:, self.level(step)].numpy()

@@ -1,0 +1,154 @@
+"""Which cached tokens a draft model has the KV of.
+
+The draft shares the target's slots but not its forwards: it has not seen what was generated while nothing was
+drafted, nor the last token of a path that was accepted whole. Such tokens are pending until it catches up.
+A request may end before that, and its answer may become the prefix of another prompt, with holes in the
+draft's KV. So each slot is known to be held or not, and a prompt's holes are filled before it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaserve.engine.parts import ModelForward
+from adaserve.engine.trees.batch import TreeBatch
+
+
+@dataclass(slots=True)
+class Held:
+    """What the draft has of one request."""
+
+    length: int  # leading cached tokens whose KV the draft has
+    pending: list[int]  # the cached tokens behind them
+    last: int  # the last cached token
+
+
+class DraftCache:
+    """``slots``: size of the KV pool. All tensors stand on the device of ``req_to_token``."""
+
+    def __init__(self, forward: ModelForward, req_to_token: Tensor, slots: int) -> None:
+        self._forward, self._req_to_token = forward, req_to_token
+        self._is_held = torch.zeros(slots, dtype=torch.bool, device=req_to_token.device)
+        self._held: dict[int, Held] = {}
+
+    def __getitem__(self, pool_row: int) -> Held:
+        return self._held[pool_row]
+
+    def fill_holes(
+        self, pool_rows: Sequence[int], prefix_lens: Sequence[int], texts: Sequence[Sequence[int]]
+    ) -> None:
+        """Feeds what is missing of the prefixes that prompts have in the radix cache."""
+        late = []
+        for row, prefix, text in zip(pool_rows, prefix_lens, texts, strict=True):
+            held = self._is_held[self._req_to_token[row, :prefix].long()].cpu().numpy()
+            if prefix and not held.all():
+                start = int(held.argmin())  # what follows a hole was read without it
+                late.append((row, start, list(text[start:prefix])))
+        if late:
+            self._feed([row for row, _, _ in late], [s for _, s, _ in late], [t for _, _, t in late])
+
+    def started(self, pool_row: int, text: Sequence[int], slots: Tensor, read: bool) -> None:
+        """A prompt, or all of it so far (``text``), is cached; its new tokens at ``slots`` were ``read`` by
+        the draft or were not."""
+        self._is_held[slots.long()] = read
+        self._held[pool_row] = Held(len(text) if read else 0, [] if read else list(text), text[-1])
+
+    def catch_up(self, pool_rows: np.ndarray, most_pending: int) -> bool:
+        """Feeds requests with more than ``most_pending`` missed tokens all of these; whether there were any.
+
+        Rare: after iterations without a draft, and for prompts that were prefilled without one.
+        """
+        late = [row for row in pool_rows.tolist() if len(self._held[row].pending) > most_pending]
+        if not late:
+            return False
+        held = [self._held[row] for row in late]
+        # A forward that begins with the last cached token will write that one's KV itself.
+        keep = 1 if self._forward.first_tokens is not None else 0
+        tokens = [h.pending[: len(h.pending) - keep] for h in held]
+        self._feed(late, [h.length for h in held], tokens)
+        for h, fed in zip(held, tokens, strict=True):
+            h.length += len(fed)
+            del h.pending[: len(fed)]
+        return True
+
+    def _feed(self, pool_rows: Sequence[int], starts: Sequence[int], tokens: Sequence[list[int]]) -> None:
+        """Causal forwards over cached tokens, as large as the model takes them."""
+        for row, start, text in zip(pool_rows, starts, tokens, strict=True):
+            slots = self._req_to_token[row, start : start + len(text)].long()
+            self._is_held[slots] = True
+        most = self._forward.most_tokens
+        group: list[tuple[int, int, list[int]]] = []
+        room = most
+        for row, start, text in zip(pool_rows, starts, tokens, strict=True):
+            at = 0
+            while at < len(text):
+                part = text[at : at + room]
+                group.append((row, start + at, part))
+                at, room = at + len(part), room - len(part)
+                if room == 0:
+                    self._run(group)
+                    group, room = [], most
+        if group:
+            self._run(group)
+
+    def _run(self, group: Sequence[tuple[int, int, list[int]]]) -> None:
+        rows, starts, texts = zip(*group, strict=True)
+        self._forward.run(
+            TreeBatch.causal(
+                np.array([t for text in texts for t in text], np.int64),
+                np.array(rows, np.int64),
+                np.array(starts, np.int64),
+                np.array([len(text) for text in texts], np.int64),
+            )
+        )
+
+    def first_batch(self, pool_rows: np.ndarray, roots: np.ndarray, width: int) -> TreeBatch:
+        """The first step of a search: what the draft has not seen of each request, and the root.
+
+        ``width``: columns of the window, which the whole search has in its list of keys.
+        """
+        held = [self._held[row] for row in pool_rows.tolist()]
+        base = np.array([h.length + len(h.pending) for h in held], np.int64)
+        if self._forward.first_tokens is None:
+            texts = [[*h.pending, root] for h, root in zip(held, roots.tolist(), strict=True)]
+        else:  # writing the last cached token's KV again changes nothing
+            texts = [[h.last, root] for h, root in zip(held, roots.tolist(), strict=True)]
+        q_lens = np.array([len(t) for t in texts], np.int64)
+        tokens = np.array([t for text in texts for t in text], np.int64)
+        batch = TreeBatch.causal(tokens, pool_rows, base + 1 - q_lens, q_lens)
+        if int(q_lens.max()) > 1:
+            return batch
+        seen = np.zeros((len(tokens), width), np.bool_)
+        seen[:, 0] = True
+        return TreeBatch(tokens, base, base, pool_rows, q_lens, base + width, seen)
+
+    def drafted(self, pool_rows: np.ndarray) -> None:
+        """A search has fed the draft all that was pending. The root's KV is there, but not committed yet."""
+        for row in pool_rows.tolist():
+            held = self._held[row]
+            held.length, held.pending = held.length + len(held.pending), []
+
+    def advanced(self, pool_row: int, tokens: list[int], known: int) -> None:
+        """``tokens`` were committed, the root first; the draft has the KV of the first ``known``."""
+        held = self._held.get(pool_row)
+        if held is None:  # finished while this iteration was on its way (overlap)
+            return
+        if held.pending:
+            held.pending += tokens
+        else:
+            held.length, held.pending = held.length + known, tokens[known:]
+        held.last = tokens[-1]
+
+    def finished(self, pool_row: int) -> None:
+        """Remembers, for those who may share the request's slots, which of them hold KV of the draft."""
+        held = self._held.pop(pool_row, None)
+        if held is None:
+            return
+        slots = self._req_to_token[pool_row].long()
+        self._is_held[slots[: held.length]] = True
+        self._is_held[slots[held.length : held.length + len(held.pending)]] = False

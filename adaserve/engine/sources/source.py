@@ -1,0 +1,55 @@
+"""Who proposes candidates: the contract between the worker and its sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from adaserve.engine.parts import Run
+from adaserve.engine.state import DecodeRows
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.engine.trees.verify import VerifyBatch
+from adaserve.scheduler.interface import IterationPlan
+
+KeepDrafting = Callable[[IterationPlan, int, np.ndarray], bool]
+"""``Policy.keep_drafting``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A proposal that was queued."""
+
+    read: Callable[[], Proposal]  # waits for the device if it must
+    caught_up: Run | None = None
+    """When the source took in tokens that it had missed, which is no price of drafting."""
+
+
+class TreeSource(Protocol):
+    """Proposes candidate trees, and keeps what it needs for that: KV, an automaton, hidden states.
+
+    The worker merges what several sources propose by path. The policy sees path probabilities and costs,
+    never a source's kind.
+    """
+
+    def prefilled(self, batch: Any, drafts: bool) -> None:
+        """The target has just prefilled SGLang's ``batch``, whole prompts or chunks, behind what the radix
+        cache had of them. ``drafts``: whether the policy will want drafts; if not, reading may wait."""
+        ...
+
+    def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
+        """Queues candidates for a plan with a depth; None when there will be none.
+
+        ``keep`` is asked between steps by sources that can stop early.
+        """
+        ...
+
+    def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:
+        """An iteration committed the accepted tokens (bool [T], roots included) of every row."""
+        ...
+
+    def finished(self, pool_row: int) -> None:
+        """A request ended; SGLang is about to give its slots to the radix cache or away."""
+        ...
