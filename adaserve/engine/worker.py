@@ -19,10 +19,8 @@ from sglang.srt.runtime_context import get_observability
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine import measure as calibration
-from adaserve.engine import sampling
+from adaserve.engine import measure, sampling
 from adaserve.engine.forwards import TimedForward, tree_forward
-from adaserve.engine.host.pricing import native_pricing
 from adaserve.engine.iteration import Iteration, StepTimes
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.roots import RootTokens
@@ -36,7 +34,6 @@ from adaserve.patches.slo_requests import slo_config
 from adaserve.plugin import ensure_registered
 from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, Policy
 from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
-from adaserve.scheduler.pricing import Pricing
 from adaserve.scheduler.replay import Recorder
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
@@ -60,7 +57,6 @@ BASELINE_CONTEXT = 256
 class AdaServeWorker(BaseSpecWorker):
     """Serves each request at its TPOT SLO. Constructed by SGLang's scheduler, one per rank."""
 
-    _pricing: Pricing | None = None  # the host's own way to price nodes
     _least_gain = 0.0
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
@@ -80,7 +76,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._last_end_s = 0.0
         self._seed, self._started = server_args.random_seed, 0  # of the noise that sampled requests draw by
         if server_args.device == "cpu":
-            self._pricing, self._least_gain = native_pricing(), LEAST_GAIN
+            self._least_gain = LEAST_GAIN
         self._models = (server_args.model_path, server_args.speculative_draft_model_path)
 
     def init_cuda_graphs(self) -> None:
@@ -91,16 +87,16 @@ class AdaServeWorker(BaseSpecWorker):
         sharpening = load_sharpening(Path(self._models[1]))
         self._drafter = Drafter(draft, sharpening.reading, self.config.max_candidates)
         runner = self.target_worker.model_runner
-        measure = partial(
-            calibration.measure,
+        measure_now = partial(
+            measure.measure,
             self._target,
             draft,
             runner.token_to_kv_pool.size,
             context_len=runner.model_config.context_len,
         )
-        meta = calibration.fingerprint(*self._models, self.config)
-        self._profile = calibration.save_full_profile(meta, lambda grid, tick: measure(grid, progress=tick))
-        self.latency = calibration.load_or_measure(self.config, meta, lambda: measure(calibration.QUICK))
+        meta = measure.fingerprint(*self._models, self.config)
+        self._profile = measure.save_full_profile(meta, lambda grid, tick: measure_now(grid, progress=tick))
+        self.latency = measure.load_or_measure(self.config, meta, lambda: measure_now(measure.QUICK))
         self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
         self.set_policy(self.config.policy)
         self._init_ledger()
@@ -120,7 +116,6 @@ class AdaServeWorker(BaseSpecWorker):
             d_max=self.config.max_depth,
             w_max=self.config.max_width,
             early_stop=True,
-            pricing=self._pricing,
             least_gain=self._least_gain,
         )
         return build_policy(name, config)

@@ -234,7 +234,7 @@ def test_priced_with_ties() -> None:
     for _ in range(50):
         trees = random_beam(rng, 3, 4, 2)
         values = rng.choice([0.5, 0.25, 0.125, 0.0], trees.n_nodes)
-        f = host.monotone(trees, values)
+        f = host.never_rising(trees, values)
         most = int(rng.integers(0, trees.n_nodes + 1))
         seconds = 1.0 + 0.05 * np.arange(most + 1)
         worth = 3.0 + np.concatenate([[0.0], np.sort(f)[::-1][:most].cumsum()])
