@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve.scheduler.arrays import rows_of_nodes
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray, IterationOutcome
+from adaserve.scheduler.selection import and_root, parents_flat, row_of
 from adaserve.scheduler.tables import ClassNumbers, RequestTable
 
 
@@ -75,17 +75,12 @@ def find_tested(outcome: IterationOutcome) -> Tested:
 
 def find_tested_in(seen: Verified) -> Tested:
     """What was tested."""
-    trees = seen.trees
-    if seen.tested is not None:
-        node = np.flatnonzero(seen.tested)
-        row = rows_of_nodes(trees, node)
-    else:
-        kept = np.flatnonzero(seen.keep)
-        row, parent = rows_of_nodes(trees, kept), trees.parent.take(kept)
-        # The root's children read some other node here, which the second term overrules.
-        tested = seen.accepted.take(parent + trees.row_start.take(row), mode="wrap")
-        tested |= parent < 0
-        node, row = kept[tested], row[tested]
+    trees, rows = seen.trees, row_of(seen.trees)
+    tested = seen.tested
+    if tested is None:
+        tested = seen.keep & and_root(seen.accepted, True).take(parents_flat(trees, rows))
+    node = np.flatnonzero(tested)
+    row = rows[node]
     accepted, depth = seen.accepted.take(node), trees.depth.take(node)
     tried, passed = np.zeros((2, trees.n_rows), np.int64)
     # A row's nodes are ordered by depth, and the last assignment stays: the deepest one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from adaserve.scheduler.latency import LatencyModel, default_latency
-from adaserve.scheduler.pricing import Pricing
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +21,11 @@ class PolicyConfig:
     B2: int | None = None  # draft tokens per step in the EuroSys width rule; None = 3 B / 4
     c1: float = 0.0
     c2: int = 0
-    baseline_s: float | None = None  # unloaded seconds per token; None = from the latency model
 
     calibrate: bool = True  # correct path probabilities online (priced, turbospec)
     track_latency: bool = True  # correct the latency model online
     early_stop: bool = False  # priced: ask the frontier after every draft step (drivers that can stop)
 
-    pricing: Pricing | None = None  # priced: the host's own way to price nodes; None = plain Python
     price_prefill: bool = False  # priced: count a riding prefill chunk in the iteration's price (ablation)
     queue_price: float = (
         1.0  # priced: how much dearer verify tokens are while prefill chunks come without pause

@@ -116,7 +116,11 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class IterationOutcome:
-    """What one iteration did. Times are seconds of wall clock, measured by the driver."""
+    """What one iteration did. Times are seconds of wall clock, measured by the driver.
+
+    A draft that must first take in tokens it had missed (after iterations that drafted nothing) catches
+    up. That is not what a draft step costs, so the driver keeps it out of ``draft_s``, on every device.
+    """
 
     plan: IterationPlan
     trees: CandidateTrees
@@ -124,10 +128,10 @@ class IterationOutcome:
     accepted: BoolArray  # [m]: node was kept, tested and accepted
     new_tokens: IntArray  # [n]: tokens emitted, bonus included
     end_s: float  # when the outcome was known
-    draft_s: float
+    draft_s: float  # plan and draft steps, catching up not included
     select_s: float
     verify_s: float
-    total_s: float  # plan to commit, prefill not included
+    total_s: float  # plan to commit, catching up included, prefill not
     since_last_s: float = 0.0  # time since the previous decode iteration ended (prefill included)
     tested: BoolArray | None = field(default=None)
     """[m]: kept nodes whose parent was accepted (censoring: all others were never tried).

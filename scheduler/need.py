@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from adaserve.scheduler.arrays import smallest
 from adaserve.scheduler.interface import FloatArray, IntArray, RunningBatch
 
 
@@ -19,7 +18,7 @@ def check_batch(running: RunningBatch) -> None:
         twice = sorted({rid for rid in running.rids if running.rids.count(rid) > 1})
         raise ValueError(f"duplicate request ids in one batch: {twice[:4]}; every row needs its own rid")
     # A minimum is NaN as soon as one entry is.
-    if math.isnan(smallest(running.tpot_slo_s)) or math.isnan(smallest(running.decode_start_s)):
+    if math.isnan(running.tpot_slo_s.min()) or math.isnan(running.decode_start_s.min()):
         raise ValueError("tpot_slo_s and decode_start_s must not be NaN; use inf for a request without SLO")
 
 
@@ -33,17 +32,13 @@ def need_tokens(running: RunningBatch, now_s: float, t_spec_s: float) -> FloatAr
     elapsed = np.maximum(now_s - running.decode_start_s, 0.0)
     elapsed += t_spec_s
     slo = running.tpot_slo_s
-    need: FloatArray
-    if smallest(slo) > 0:
-        need = elapsed / slo
-    else:
-        need = np.full(len(running), np.inf)
-        np.divide(elapsed, slo, out=need, where=slo > 0)
+    need: FloatArray = np.full(len(running), np.inf)
+    np.divide(elapsed, slo, out=need, where=slo > 0)
     need -= running.decoded_tokens
     return need
 
 
 def depth_cap(running: RunningBatch) -> IntArray:
     """Deepest node worth keeping per row, [n]: a path of k nodes emits up to k + 1 tokens."""
-    cap: IntArray = np.minimum(running.max_depth, running.remaining_tokens - 1)
-    return cap if smallest(cap) >= 0 else np.maximum(cap, 0)
+    cap: IntArray = np.maximum(np.minimum(running.max_depth, running.remaining_tokens - 1), 0)
+    return cap

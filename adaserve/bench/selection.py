@@ -24,7 +24,6 @@ import typer
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IterationOutcome, RunningBatch
 from adaserve.scheduler.latency import LatencyModel, TableCost
-from adaserve.scheduler.order import NeedOrder, token_deadline
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.selection import parent_kept
 
@@ -89,23 +88,6 @@ def measure(policy: str, n: int, B: int, repeats: int) -> tuple[float, float]:
     return best_us(lambda: chosen.select(plan, next(trees)), repeats)
 
 
-def measure_order(n: int, repeats: int, moved: int) -> tuple[float, float]:
-    """Microseconds to keep the need order of n requests up to date when ``moved`` produced tokens."""
-    batch, order = example_batch(n, seed=3), NeedOrder()
-    deadline = token_deadline(batch)
-    order.refresh(batch.rids, deadline)
-    step = np.zeros(n)
-    step[np.random.default_rng(0).permutation(n)[:moved]] = 0.05
-
-    def once() -> None:
-        nonlocal deadline
-        deadline = deadline + step
-        order.refresh(batch.rids, deadline)
-        order.behind(2.0)
-
-    return best_us(once, repeats)
-
-
 def _accepted(trees: CandidateTrees, seed: int) -> BoolArray:
     """What a target would accept of the trees if all were verified: at most one child of every node."""
     draws = np.random.default_rng(seed).random(trees.n_nodes)
@@ -118,8 +100,13 @@ def _accepted(trees: CandidateTrees, seed: int) -> BoolArray:
     return keep
 
 
-def measure_iteration(policy: str, n: int, repeats: int) -> FloatArray:
-    """Microseconds of the ``PARTS`` of iterations of n requests, [repeats, 4]; it may stop drafting early."""
+def measure_iteration(
+    policy: str, n: int, repeats: int, before: Callable[[], object] = lambda: None
+) -> FloatArray:
+    """Microseconds of the ``PARTS`` of iterations of n requests, [repeats, 4]; it may stop drafting early.
+
+    ``before`` is called before each part, untimed.
+    """
     budget = None if policy == "priced" else 4 * n
     chosen = build_policy(policy, PolicyConfig(latency=PAIR, d_max=5, early_stop=True, budget=budget))
     shapes = itertools.product(range(1, 6), range(1, 4), range(8))
@@ -129,18 +116,23 @@ def measure_iteration(policy: str, n: int, repeats: int) -> FloatArray:
     took: FloatArray = np.zeros((repeats, len(PARTS)))
     for i in range(repeats):
         batch = replace(batch, rids=tuple(batch.rids), decoded_tokens=20 + (batch.decoded_tokens - 17) % 40)
+        before()
         start = clock()
         plan = chosen.plan(batch, now)
         took[i, 0] = clock() - start
         depth, trees, right = plan.depth, CandidateTrees.empty(n), np.zeros(0, np.bool_)
         if depth:
             levels = pool[depth, plan.width, i % 8].logprob.reshape(n, depth, plan.width)
-            start = clock()
-            depth = next(
-                (s for s in range(1, depth) if not chosen.keep_drafting(plan, s, levels[:, s - 1])), depth
-            )
-            took[i, 1] = clock() - start
+            for step in range(1, depth):
+                before()
+                start = clock()
+                further = chosen.keep_drafting(plan, step, levels[:, step - 1])
+                took[i, 1] += clock() - start
+                if not further:
+                    depth = step
+                    break
             trees, right = replace(pool[depth, plan.width, i % 8]), accepted[depth, plan.width, i % 8]
+        before()
         start = clock()
         selection = chosen.select(plan, trees)
         took[i, 2] = clock() - start
@@ -150,6 +142,7 @@ def measure_iteration(policy: str, n: int, repeats: int) -> FloatArray:
         now += draft + verify
         times = (now, draft, 0.0, verify, draft + verify, draft + verify)
         outcome = IterationOutcome(plan, trees, selection, right, new, *times)
+        before()
         start = clock()
         chosen.observe(outcome)
         took[i, 3] = clock() - start
@@ -171,12 +164,11 @@ def iteration_table(repeats: int) -> str:
 def table(repeats: int) -> str:
     """Cost of selections as a Markdown table."""
     lines = [
-        "| n x candidates | B | adaserve, us (min / median) | priced | need order, 1 moved | all moved |",
-        "|---|---|---|---|---|---|",
+        "| n x candidates | B | adaserve, us (min / median) | priced |",
+        "|---|---|---|---|",
     ]
     for n, B in SIZES:
         cells = [measure("adaserve", n, B, repeats), measure("priced", n, B, repeats)]
-        cells += [measure_order(n, repeats, 1), measure_order(n, repeats, n)]
         lines.append(f"| {n} x 24 | {B} | " + " | ".join(f"{a:.0f} / {b:.0f}" for a, b in cells) + " |")
     return "\n".join(lines)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.state import RequestState, running_batch
+from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.interface import IterationOutcome
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import SLO_AWARE
@@ -32,6 +33,9 @@ from adaserve.slo.ledger import SLOLedger
 
 MOST_WAITING = 64
 """Prompts of the queue that a decision looks at; the rest wait behind them anyway."""
+
+NEWEST = 0.1
+"""Weight of the newest iteration in the moving averages."""
 
 SMALLEST = 16
 """Tokens of the smallest chunk, where small chunks cost no more per token than large ones."""
@@ -59,10 +63,10 @@ class PrefillPacer:
         self._rule: PrefillConfig | None = None
         self._sizes = np.zeros(0, np.int64)
         self._raw_s = np.zeros(0)
-        self._period_s = 0.0  # moving average of decode iterations
-        self._cycle_s = 0.0  # the same with the prefills between them
-        self._verified = 0.0  # moving average of tokens per verification
-        self._mean_pace = 1.0  # moving average of tokens per request and iteration
+        self._period_s = MovingAverage(NEWEST)  # of decode iterations
+        self._cycle_s = MovingAverage(NEWEST)  # the same with the prefills between them
+        self._verified = MovingAverage(NEWEST)  # tokens per verification
+        self._mean_pace = MovingAverage(NEWEST, start=1.0)  # tokens per request and iteration
         self._pace: dict[str, float] = {}  # the same per request, of those that ran in the last iteration
         self._decodes, self._spent_s = 0, 0.0  # since the last chunk; since the last decode iteration
         self._aims: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
@@ -95,14 +99,14 @@ class PrefillPacer:
 
     def observe(self, outcome: IterationOutcome) -> None:
         """A decode iteration."""
-        self._period_s = _moved(self._period_s, outcome.total_s)
-        self._cycle_s = _moved(self._cycle_s, outcome.total_s + self._spent_s)
-        self._verified = _moved(self._verified, float(outcome.selection.verify_tokens))
+        self._period_s.add(outcome.total_s)
+        self._cycle_s.add(outcome.total_s + self._spent_s)
+        self._verified.add(float(outcome.selection.verify_tokens))
         self._decodes, self._spent_s = self._decodes + 1, 0.0
-        self._mean_pace = _moved(self._mean_pace, float(outcome.new_tokens.mean()))
-        known = self._pace
+        self._mean_pace.add(float(outcome.new_tokens.mean()))
+        known, usual = self._pace, self._mean_pace.value
         self._pace = {
-            rid: _moved(known.get(rid, self._mean_pace), float(new))
+            rid: blend(known.get(rid, usual), float(new), NEWEST)
             for rid, new in zip(outcome.plan.running.rids, outcome.new_tokens.tolist(), strict=True)
         }
 
@@ -156,15 +160,15 @@ class PrefillPacer:
         known = [(r, s) for r, s in pairs if s is not None and s.rid == r.rid]
         states = [s for _, s in known]
         batch = running_batch([r for r, _ in known], states, np.zeros(len(known), np.int64), 0)
-        pace = np.array([self._pace.get(s.rid, self._mean_pace) for s in states])
-        period_s = self._period_s or self._latency.iteration_s(len(running), 0, 1, len(running))
+        pace = np.array([self._pace.get(s.rid, self._mean_pace.value) for s in states])
+        period_s = self._period_s.value or self._latency.iteration_s(len(running), 0, 1, len(running))
         slack = stall_slack(batch, now_s, pace, period_s, rule.horizon_tokens)
         seconds = np.maximum(self._cost.slope * self._raw_s + self._cost.offset, 1e-6)
         room = None
         if self._gate is not None and known:
-            usual, cycle_s = np.full(len(known), self._mean_pace), self._cycle_s or period_s
-            slos = batch.tpot_slo_s
-            room = predicted_room(self._latency, slos, usual, cycle_s, self._verified, n_waiting)
+            usual, cycle_s = np.full(len(known), self._mean_pace.value), self._cycle_s.value or period_s
+            slos, verified = batch.tpot_slo_s, self._verified.value
+            room = predicted_room(self._latency, slos, usual, cycle_s, verified, n_waiting)
         return Pressure(slack, period_s, self._sizes, seconds, self._decodes, self._spent_s, room)
 
     def _waiting(self, started: Any | None, waiting: Sequence[Any]) -> WaitingBatch:
@@ -192,7 +196,3 @@ def _prompt_left(req: Any, started: bool) -> int:
         return max(1, len(req.full_untruncated_fill_ids) - req.prefix_len)
     tokens = len(req.origin_input_ids) + len(req.output_ids)
     return max(1, tokens - req.num_matched_prefix_tokens)
-
-
-def _moved(mean: float, value: float) -> float:
-    return 0.9 * mean + 0.1 * value if mean else value

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested_in
-from adaserve.scheduler.arrays import largest, smallest, total
-from adaserve.scheduler.calibration import Calibrator
+from adaserve.scheduler.calibration import Calibrator, claimed_probability
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     CandidateTrees,
@@ -22,8 +21,7 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.need import check_batch, depth_cap, need_tokens
-from adaserve.scheduler.order import NeedOrder, token_deadline
-from adaserve.scheduler.selection import path_probability, rank, take_prefix, two_phase
+from adaserve.scheduler.selection import path_probability, two_phase
 from adaserve.scheduler.tracking import LatencyTracker
 
 NO_BUDGET = 1 << 30
@@ -51,8 +49,6 @@ class BasePolicy:
         self.latency = LatencyTracker(config.latency, config.track_latency)
         self.rates = AcceptanceRates()
         self.calibrator = Calibrator()
-        self._order = NeedOrder()
-        self._unordered: RunningBatch | None = None  # the last plan's batch, until ``order`` is asked for
         self._iterations = 0
         self._unlearned: list[IterationOutcome] = []  # of one batch, with trees
         self._budget = config.budget_tokens()
@@ -71,7 +67,7 @@ class BasePolicy:
         n = len(running)
         cap = depth_cap(running)
         shape = self.shape(running, cap, now_s)
-        depth = min(shape.depth, int(largest(cap)))
+        depth = min(shape.depth, int(cap.max()))
         budget = min(shape.budget, n * (1 + _most_nodes(depth, shape)))
         if shape.budget <= n or depth <= 0:  # only the roots fit: a draft step would be wasted
             depth, budget = 0, n
@@ -89,27 +85,14 @@ class BasePolicy:
             n_max=shape.n_max,
             weight=self.weights(running, now_s, t_spec) if depth else None,
             t_spec_s=t_spec,
-            cap=cap if depth and smallest(cap) < depth else None,
+            cap=cap if depth and cap.min() < depth else None,
         )
         self._iterations += 1
-        self._unordered = running
         return plan
-
-    @property
-    def order(self) -> NeedOrder:
-        """Running requests, the neediest first, as of the last plan; brought up to date when asked for."""
-        if self._unordered is not None:
-            self._order.refresh(self._unordered.rids, token_deadline(self._unordered))
-            self._unordered = None
-        return self._order
-
-    def behind(self, plan: IterationPlan) -> list[str]:
-        """Requests that fall behind schedule in this iteration without accepted drafts: A(r) > 1."""
-        return self.order.behind(plan.now_s + plan.t_spec_s)
 
     def context(self, running: RunningBatch) -> float:
         """N_context of the batch, as the latency model is asked: cached tokens, all requests together."""
-        return total(running.context_tokens)
+        return float(running.context_tokens.sum())
 
     def _t_spec(self, running: RunningBatch, depth: int, width: int, budget: int) -> float:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
@@ -133,7 +116,7 @@ class BasePolicy:
         context = self.context(running)
         tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
         self.latency.observe_verify(tokens, context, outcome.verify_s)
-        depth = int(largest(trees.depth)) if trees.n_nodes else 0
+        depth = int(trees.depth.max(initial=0))
         self.latency.observe_draft(len(running), depth, outcome.plan.width, context, outcome.draft_s)
         if not trees.n_nodes:
             return
@@ -163,7 +146,7 @@ class BasePolicy:
         if len(told) < len(outcomes):
             seen = Verified.of(told)
             tests = find_tested_in(seen)
-        claimed = self.calibrator.claimed(seen.trees, tests.node)
+        claimed = claimed_probability(seen.trees)[tests.node]
         self.calibrator.observe(claimed, tests.row % n, tests.accepted, rids, classes)
 
     def observe_prefill(self, tokens: int, duration_s: float, now_s: float) -> None:
@@ -172,7 +155,6 @@ class BasePolicy:
     def forget(self, rid: str) -> None:
         """Drops the request's acceptance and calibration state."""
         self.learn()  # a request must not come back from an old lesson
-        self.order.discard(rid)
         self.rates.forget(rid)
         self.calibrator.forget(rid)
 
@@ -188,9 +170,3 @@ def _most_nodes(depth: int, shape: Shape) -> int:
     if shape.branching is None:
         return depth * shape.width
     return sum(itertools.accumulate(shape.branching[:depth], operator.mul))
-
-
-def keep_roots(trees: CandidateTrees) -> Selection:
-    """A selection that verifies roots only."""
-    zero = np.zeros(trees.n_rows, np.int64)
-    return take_prefix(rank(trees, np.zeros(trees.n_nodes)), zero, zero, trees.n_nodes)

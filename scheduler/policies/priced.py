@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from adaserve.scheduler.arrays import all_true, largest, total
+from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     CandidateTrees,
@@ -19,8 +18,8 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.pricing import price_nodes
-from adaserve.scheduler.selection import keep_nodes, monotone, path_probability, within_cap
+from adaserve.scheduler.pricing import Priced, price_nodes
+from adaserve.scheduler.selection import never_rising, path_probability, within_cap
 from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.tracking import rounded_context
 from adaserve.scheduler.worth import attainment_weight
@@ -35,8 +34,8 @@ LARGE = 32
 RAREST_PROBE = 3
 """While drafting does not pay it is tried every ``depth_probe_every`` << RAREST_PROBE iterations at least."""
 
-_Worth = tuple[FloatArray | list[float], FloatArray | list[float], float]
-"""f and weight x f of every node, and the price of a verify token."""
+REACH_WEIGHT = 0.1
+"""Of the newest iteration in a request's moving average of tokens on its best chain."""
 
 
 @dataclass(slots=True)
@@ -44,7 +43,7 @@ class _Regime:
     """What was learned at batches of about one size: what pays at one request does not at thirty."""
 
     surplus: FloatArray  # [d_max, w_max], see ``_best_shape``
-    rate: float = 0.0  # moving average of value per second of the iterations chosen
+    rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))  # value per second
     depth: int = 1  # of the last plan
     in_vain: int = 0  # probes in a row after which drafting still did not pay
 
@@ -57,17 +56,16 @@ class PricedPolicy(BasePolicy):
     """
 
     calibrate_every = 1
-    few_nodes = 80  # up to here plain numbers are faster than arrays: a numpy call costs as much as ten
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
         super().__init__(name, config)
-        self._period_s = 0.0  # moving average of the time between verifications, prefill included
-        self._pace = 2.0  # moving average of tokens per request and iteration
+        self._period_s = MovingAverage(0.1)  # time between verifications, prefill included
+        self._pace = MovingAverage(0.05, start=2.0)  # tokens per request and iteration
+        self._chunk_share = MovingAverage(0.2, start=0.0)  # of iterations that had a prefill chunk with them
+        self._level_acceptance = MovingAverage(0.1, start=0.7)
         self._regimes: dict[int, _Regime] = {}  # by the bits of the batch size
-        self._chunk_share = 0.0  # of the recent iterations that had a prefill chunk with them, moving average
-        self._first_level = 0.7  # acceptance of a level, moving average
         self._weight: FloatArray = np.ones(0)
-        self._worth: dict[int, _Worth] = {}  # by iteration, until observed (two under overlap)
+        self._bought: dict[int, tuple[FloatArray, Priced]] = {}  # f, by iteration, until observed
         self._context: tuple[RunningBatch | None, float] = (None, 0.0)
         self._weighed: tuple[str, ...] = ()
         self._potential = RequestTable(1)  # moving average of 1 + sum f on the best chain; 0 = not known
@@ -75,10 +73,10 @@ class PricedPolicy(BasePolicy):
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The depth with the best expected value per second, given learned acceptance."""
         context = self.context(running)
-        self._chunk_share = 0.8 * self._chunk_share + 0.2 * (running.prefill_tokens > 0)
+        self._chunk_share.add(float(running.prefill_tokens > 0))
         if len(running) >= SMALL or self._iterations % RELAXED == 0 or running.rids != self._weighed:
             self._weight, self._weighed = self._weigh(running, context, now_s), running.rids
-        deepest = min(self.config.d_max, int(largest(cap)))
+        deepest = min(self.config.d_max, int(cap.max()))
         depth, width = self._best_shape(len(running), context, deepest)
         if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
             depth = min(deepest, depth + 2)
@@ -91,7 +89,7 @@ class PricedPolicy(BasePolicy):
     def context(self, running: RunningBatch) -> float:
         """Rounded: otherwise the latency model would have to be asked anew in every iteration."""
         if self._context[0] is not running:
-            self._context = (running, rounded_context(total(running.context_tokens)))
+            self._context = (running, rounded_context(super().context(running)))
         return self._context[1]
 
     def _regime(self, n: int) -> _Regime:
@@ -112,11 +110,11 @@ class PricedPolicy(BasePolicy):
         n = len(running)
         if n == 1:  # nobody to compare it with
             return np.ones(n)
-        period = self._period_s or self.latency.iteration_s(n, 2, 1, 3 * n, context)
+        period = self._period_s.value or self.latency.iteration_s(n, 2, 1, 3 * n, context)
         pace = self._potential.of(running.rids)[:, 0]
-        if not all_true(pace > 0):
+        if not pace.all():
             acc = self.rates.of_rows(running.rids, running.slo_class)
-            usual = 1.0 + (self._pace - 1.0) * acc / max(float(acc.mean()), 0.05)
+            usual = 1.0 + (self._pace.value - 1.0) * acc / max(float(acc.mean()), 0.05)
             pace = np.where(pace > 0, pace, usual)
         weight, hopeless = attainment_weight(running, now_s, period, pace, self.config)
         if self.config.triage_every > 1 and self._iterations % self.config.triage_every:
@@ -130,11 +128,11 @@ class PricedPolicy(BasePolicy):
         its verify token. Now and then one level or beam more is drafted, or it could never be learned.
         """
         c, regime = self.config, self._regime(n)
-        rate = regime.rate
         if deepest <= 0:
             return 0, 1
-        if rate <= 0:  # before the first selection: as if nothing were drafted
-            rate = regime.rate = total(self._weight) / self.latency.iteration_s(n, 0, 1, n, context)
+        if not regime.rate.value:  # before the first selection: as if nothing were drafted
+            regime.rate.add(self._weight.sum() / self.latency.iteration_s(n, 0, 1, n, context))
+        rate = regime.rate.value
         first_s = self.latency.draft_step_s(n, context)
         row_s = max(0.0, self.latency.draft_step_s(2 * n, context) - first_s)
         surplus = regime.surplus.tolist()  # small: plain numbers are faster
@@ -151,7 +149,7 @@ class PricedPolicy(BasePolicy):
             if more <= 0:
                 break
             depth, gain = depth + 1, gain + more
-        if gain <= c.least_gain * total(self._weight):
+        if gain <= c.least_gain * self._weight.sum():
             depth = 0
         if depth:
             regime.in_vain = 0
@@ -163,28 +161,22 @@ class PricedPolicy(BasePolicy):
         regime.depth = depth
         return depth, width
 
-    def _learn_surplus(self, plan: IterationPlan, worth_of_nodes: _Worth) -> None:
+    def _learn_surplus(self, plan: IterationPlan, f: FloatArray, priced: Priced) -> None:
         """Moves the surplus table towards this iteration's trees; [n * d * w] nodes in beam order only."""
-        (f, value, price), n, w = worth_of_nodes, len(plan.running), plan.width
+        n, w = len(plan.running), plan.width
         if len(f) % (n * w):
             return
-        f, worth = np.asarray(f), np.asarray(value) - price
-        np.maximum(worth, 0.0, out=worth)
-        mean = np.full(n, 1.0 / n) @ worth.reshape(n, -1)
-        mean = mean.reshape(-1, w)
+        worth = np.maximum(priced.value - priced.price, 0.0)
+        mean = worth.reshape(n, -1, w).mean(axis=0)
         surplus, rate = self._regime(n).surplus, self.config.surplus_rate
         seen = surplus[: len(mean), :w]
-        seen += rate * (mean - seen)
+        seen[:] = blend(seen, mean, rate)
         # Levels that were not drafted bring no beam anything: what they once did must not pay for its rows.
         surplus[len(mean) :, 1:] *= 1.0 - rate
-        beams = f.reshape(n, -1, w)
-        best = beams[:, :, 0]
-        for b in range(1, w):
-            best = np.maximum(best, beams[:, :, b])
-        reach = 1.0 + best @ np.ones(best.shape[1])
+        reach = 1.0 + f.reshape(n, -1, w).max(axis=2).sum(axis=1)
         rows = self._potential.rows(plan.running.rids)
         known = self._potential.values[rows, 0]
-        self._potential.values[rows, 0] = np.where(known > 0, 0.9 * known + 0.1 * reach, reach)
+        self._potential.values[rows, 0] = np.where(known > 0, blend(known, reach, REACH_WEIGHT), reach)
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Another step only while the frontier's expected value beats what its time is worth.
@@ -193,7 +185,7 @@ class PricedPolicy(BasePolicy):
         the slope of the verify latency.
         """
         running, n = plan.running, len(plan.running)
-        rate = self._regime(n).rate
+        rate = self._regime(n).rate.value
         if not self.config.early_stop or rate <= 0 or plan.weight is None:
             return True
         context = self.context(running)
@@ -201,54 +193,30 @@ class PricedPolicy(BasePolicy):
         slope = self.latency.verify_s(tokens + n, context) - self.latency.verify_s(tokens, context)
         token_price = rate * slope / n
         step_price = rate * self.latency.draft_step_s(n * frontier_logprob.shape[1], context)
-        if frontier_logprob.size <= self.few_nodes:
-            surplus = 0.0
-            for weight, row in zip(plan.weight.tolist(), frontier_logprob.tolist(), strict=True):
-                for logprob in row:
-                    surplus += max(0.0, weight * math.exp(logprob) * self._first_level - token_price)
-            return surplus > step_price
-        gain = plan.weight[:, None] * np.exp(frontier_logprob) * self._first_level - token_price
+        gain = plan.weight[:, None] * np.exp(frontier_logprob) * self._level_acceptance.value - token_price
         return bool(np.maximum(gain, 0.0).sum() > step_price)
 
-    def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray | list[float]:
-        """f of every node that may be kept, calibrated if configured, never rising along a path; [m].
-
-        Plain numbers where nodes are few."""
-        running = plan.running
+    def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
+        """f of every node that may be kept, calibrated if configured, never rising along a path; [m]."""
         if not self.config.calibrate:
-            return within_cap(trees, monotone(trees, path_probability(trees)), plan.cap)
-        if trees.n_nodes > self.few_nodes:  # at most 0.985 a step, so it falls
-            return within_cap(
-                trees, self.calibrator.path_values(trees, running.rids, running.slo_class), plan.cap
-            )
-        few = self.calibrator.few_path_values(trees, running.rids, running.slo_class)
-        return few if plan.cap is None else within_cap(trees, np.array(few), plan.cap).tolist()
+            return within_cap(trees, never_rising(trees, path_probability(trees)), plan.cap)
+        running = plan.running  # calibrated steps are below 1, so f falls
+        f = self.calibrator.path_values(trees, running.rids, running.slo_class)
+        return within_cap(trees, f, plan.cap)
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """What ``scheduler/pricing.py`` buys of the calibrated candidates."""
-        running, n = plan.running, len(plan.running)
+        n = len(plan.running)
         weight = np.ones(n) if plan.weight is None else plan.weight
-        if not trees.n_nodes:
-            self._note_rate(n, total(weight) / float(self.seconds(plan, trees, 0)[0]))
-            return keep_nodes(trees, np.zeros(0, np.bool_), np.zeros(0), 0)
         seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
-        if self.config.pricing is not None and self.config.calibrate:
-            factors = self.calibrator.batch_factors(running.rids, running.slo_class)
-            priced = self.config.pricing(trees, factors, weight, plan.cap, seconds)
-        else:
-            priced = price_nodes(trees, self.values(plan, trees), weight, seconds)
-        self._note_worth(plan, (priced.f, priced.value, priced.price))
-        self._note_rate(n, priced.rate)
-        return Selection(priced.keep, priced.counts, np.zeros(n, np.int64), priced.expected)
-
-    def _note_worth(self, plan: IterationPlan, worth: _Worth) -> None:
-        while len(self._worth) > 1:
-            del self._worth[next(iter(self._worth))]
-        self._worth[plan.iteration] = worth
-
-    def _note_rate(self, n: int, rate: float) -> None:
-        regime = self._regime(n)
-        regime.rate = rate if not regime.rate else 0.9 * regime.rate + 0.1 * rate
+        f = self.values(plan, trees)
+        priced = price_nodes(trees, f, weight, seconds)
+        if trees.n_nodes:
+            while len(self._bought) > 1:  # under overlap two iterations are not observed yet
+                del self._bought[next(iter(self._bought))]
+            self._bought[plan.iteration] = f, priced
+        self._regime(n).rate.add(priced.rate)
+        return priced.selection
 
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
         """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1].
@@ -259,14 +227,14 @@ class PricedPolicy(BasePolicy):
         """
         running, n = plan.running, len(plan.running)
         context = self.context(running)
-        depth = int(largest(trees.depth)) if trees.n_nodes else 0
+        depth = int(trees.depth.max(initial=0))
         constant = self.latency.draft_s(n, depth, plan.width, context) + self.config.latency.overhead_s
         chunk = running.prefill_tokens
         verify = self.latency.verify_curve(n + chunk, most + 1, context)
         if chunk and not self.config.price_prefill:
             constant -= self.latency.verify_s(n + chunk, context) - self.latency.verify_s(n, context)
             # Chunk after chunk means that prompts queue: they wait for every second spent here.
-            queue = self.config.queue_price * max(0.0, 2.0 * self._chunk_share - 1.0)
+            queue = self.config.queue_price * max(0.0, 2.0 * self._chunk_share.value - 1.0)
             if queue > 0:
                 verify += queue * (verify - verify[0])
         verify += constant
@@ -276,14 +244,13 @@ class PricedPolicy(BasePolicy):
         """Also learns the rhythm: period, tokens per request, kept nodes per level."""
         super().observe(outcome)
         plan = outcome.plan
-        worth = self._worth.pop(plan.iteration, None)
-        if worth is not None and (len(plan.running) >= SMALL or plan.iteration % RELAXED == RELAXED - 1):
-            self._learn_surplus(plan, worth)
-        period = outcome.since_last_s or outcome.total_s
-        if period > 0:
-            self._period_s = period if self._period_s == 0 else 0.9 * self._period_s + 0.1 * period
-        self._pace = 0.95 * self._pace + 0.05 * total(outcome.new_tokens) / len(outcome.new_tokens)
-        self._first_level = 0.9 * self._first_level + 0.1 * self.rates.overall
+        bought = self._bought.pop(plan.iteration, None)
+        if bought is not None and (len(plan.running) >= SMALL or plan.iteration % RELAXED == RELAXED - 1):
+            self._learn_surplus(plan, *bought)
+        if (period := outcome.since_last_s or outcome.total_s) > 0:
+            self._period_s.add(period)
+        self._pace.add(float(outcome.new_tokens.mean()))
+        self._level_acceptance.add(self.rates.overall)
 
     def enough_to_learn(self, iterations: int, n: int) -> bool:
         """Small batches collect more, but a lone request may be done after thirty iterations."""

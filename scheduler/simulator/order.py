@@ -8,7 +8,6 @@ import numpy as np
 
 from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.order import NeedOrder
 from adaserve.scheduler.simulator.rows import Rows
 
 RowOrder = Callable[[Rows, float], IntArray | None]
@@ -38,14 +37,10 @@ def stta(latency: LatencyModel) -> RowOrder:
     ends before the earliest such deadline. At least one request always runs; late ones don't shrink it.
     """
 
-    need = NeedOrder()
-
     def choose(rows: Rows, now_s: float) -> IntArray | None:
-        n = len(rows)
-        need.refresh(rows.rids, next_token_deadline(rows), rows.rids)
-        at = {rid: i for i, rid in enumerate(rows.rids)}
-        order = [at[rid] for rid in need]
-        deadline = next_token_deadline(rows)[order]
+        n, deadline = len(rows), next_token_deadline(rows)
+        order = np.argsort(deadline, kind="stable")
+        deadline = deadline[order]
         ahead = deadline[deadline > now_s + latency.verify_s(1.0)]
         if not len(ahead):
             return None
@@ -53,7 +48,7 @@ def stta(latency: LatencyModel) -> RowOrder:
             np.arange(1, n + 1, dtype=np.float64), float((rows.prompt + rows.decoded).sum())
         )
         fits = int(np.count_nonzero(now_s + cost <= ahead[0]))
-        return np.sort(np.asarray(order[: max(1, fits)]))
+        return np.sort(order[: max(1, fits)])
 
     return choose
 

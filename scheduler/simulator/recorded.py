@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from adaserve.scheduler.acceptance import find_tested
-from adaserve.scheduler.calibration import Calibrator, bin_of, tree_steps
+from adaserve.scheduler.calibration import MIDDLE, Calibrator, bin_of, claimed_probability
 from adaserve.scheduler.interface import FloatArray
 from adaserve.scheduler.replay import read_recording
 
@@ -45,9 +45,8 @@ def load_children(path: Path) -> RecordedChildren:
         if not trees.n_nodes or item.outcome is None:
             continue
         tests, classes = find_tested(item.outcome), ("all",) * len(running)
-        claimed = calibrator.claimed(trees, tests.node)
-        calibrator.observe(claimed, tests.row, tests.accepted, running.rids, classes)
-        q = tree_steps(trees).q
+        q = claimed_probability(trees)
+        calibrator.observe(q[tests.node], tests.row, tests.accepted, running.rids, classes)
         for r in range(trees.n_rows):
             own = slice(int(trees.row_start[r]), int(trees.row_start[r + 1]))
             first = np.sort(q[own][trees.depth[own] == 1])[::-1]
@@ -57,7 +56,6 @@ def load_children(path: Path) -> RecordedChildren:
                 second.append(float(first[1] / (1 - first[0])))
     if not best:
         raise ValueError(f"{path} holds no iteration with candidates; record while speculation is on")
-    middle = (np.arange(20) + 0.5) / 20
-    accept = np.clip(calibrator.factors()[0] * middle, 0.0, 0.999)
+    accept = np.clip(calibrator.factors()[0] * MIDDLE, 0.0, 0.999)
     share = float(np.clip(np.mean(second), 0.05, 0.95)) if second else 0.5
     return RecordedChildren(np.sort(np.array(best)), share, accept)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
@@ -73,9 +74,10 @@ class Replica:
         self._reserved = 0  # KV tokens promised to started and running requests
         self._last_end_s = 0.0
         self._late: IterationOutcome | None = None
-        self._period_s = self._pace = 0.0
-        self._iteration_s = 0.0  # moving average of decode iterations alone
-        self._verified = 0.0  # moving average of tokens per verification
+        self._period_s = MovingAverage(0.1)  # of iterations with the prefills between them
+        self._pace = MovingAverage(0.1)  # tokens per request and iteration
+        self._iteration_s = MovingAverage(0.1)  # decode iterations alone
+        self._verified = MovingAverage(0.1)  # tokens per verification
         self._decodes, self._spent_s = 0, 0.0  # since the last chunk; since the last decode iteration
 
     LOG_FIELDS = (
@@ -106,7 +108,7 @@ class Replica:
     @property
     def seconds_per_token(self) -> float:
         """Recent seconds per output token of a running request; 0 while nothing ran."""
-        return self._period_s / self._pace if self._pace else 0.0
+        return self._period_s.value / self._pace.value if self._pace.value else 0.0
 
     def submit(self, request: SimRequest) -> None:
         """Queues a request that has just arrived. One that can never fit the cache is shed."""
@@ -174,7 +176,7 @@ class Replica:
             prompt_left=np.array([r.prompt_tokens - r.prefilled for r in queue]),
             started=np.array([r.prefilled > 0 for r in queue]),
         )
-        pace = np.full(len(self.rows), max(1.0, self._pace))
+        pace = np.full(len(self.rows), max(1.0, self._pace.value))
         config = self.config.prefill
         wanted = config.pacing == "slack" or config.gate is not None
         pressure = self._pressure(pace) if wanted and len(self.rows) else None
@@ -189,13 +191,13 @@ class Replica:
             seconds = latency.verify_s(sizes.astype(np.float64)) + draft
         else:
             seconds = latency.verify_s(n + sizes.astype(np.float64)) - latency.verify_s(float(n)) + draft
-        period_s = self._iteration_s or latency.iteration_s(n, 0, 1, n)
+        period_s = self._iteration_s.value or latency.iteration_s(n, 0, 1, n)
         running = self.rows.batch(None, self.config.lag, 0)
         slack = stall_slack(running, self.now_s, pace, period_s, config.horizon_tokens)
         room = None
         if config.gate is not None:
-            cycle_s = self._period_s or period_s
-            room = predicted_room(latency, self.rows.slo, pace, cycle_s, self._verified, len(self.waiting))
+            cycle_s, verified = self._period_s.value or period_s, self._verified.value
+            room = predicted_room(latency, self.rows.slo, pace, cycle_s, verified, len(self.waiting))
         return Pressure(slack, period_s, sizes, seconds, self._decodes, self._spent_s, room)
 
     def _finish_prefill(self, chunk: list[tuple[SimRequest, int]]) -> None:
@@ -278,18 +280,13 @@ class Replica:
             arrived, self._late = self._late, outcome  # type: ignore[assignment]
         if arrived is not None:
             self.policy.observe(arrived)
-        mean = float(outcome.new_tokens.mean())
         if not outcome.prefill_tokens:
-            alone, known = outcome.total_s, self._iteration_s
-            self._iteration_s = 0.9 * known + 0.1 * alone if known else alone
-        verified = outcome.selection.verify_tokens
-        self._verified = 0.9 * self._verified + 0.1 * verified if self._verified else float(verified)
+            self._iteration_s.add(outcome.total_s)
+        self._verified.add(float(outcome.selection.verify_tokens))
+        self._period_s.add(outcome.since_last_s)
+        self._pace.add(float(outcome.new_tokens.mean()))
         self._decodes = 0 if outcome.prefill_tokens else self._decodes + 1
         self._spent_s = 0.0
-        self._period_s = (
-            outcome.since_last_s if not self._period_s else 0.9 * self._period_s + 0.1 * outcome.since_last_s
-        )
-        self._pace = mean if not self._pace else 0.9 * self._pace + 0.1 * mean
 
     def _commit(self, pick: slice | IntArray, new: IntArray, outcome: IterationOutcome) -> None:
         rows = self.rows

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sched_factories import beam_trees, outcome, running, trees_from
 
 from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested, find_tested_in
-from adaserve.scheduler.calibration import Calibrator, parents_flat, path_product, tree_steps
+from adaserve.scheduler.averages import MovingAverage
+from adaserve.scheduler.calibration import Calibrator, claimed_probability, path_product
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.fit import fit_latency, fit_roofline
 from adaserve.scheduler.latency import (
@@ -26,6 +27,7 @@ from adaserve.scheduler.latency import (
     validate_profile,
 )
 from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.selection import parents_flat, row_of
 from adaserve.scheduler.tracking import LatencyTracker, LineTracker
 
 TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512], np.float64)
@@ -96,6 +98,16 @@ class TestLatency:
     def test_knee_doubles_the_unloaded_cost(self):
         model = LatencyModel(ForwardCost(0.001), ForwardCost(0.03, per_token_s=3e-4))
         assert model.knee_tokens() == pytest.approx(102, abs=2)
+
+
+def test_a_moving_average_starts_where_its_stream_does_and_forgets():
+    cold, warm = MovingAverage(0.1), MovingAverage(0.1, start=0.0)
+    for average in (cold, warm):
+        average.add(8.0)
+    assert cold.value == 8.0 and warm.value == pytest.approx(0.8)
+    for _ in range(200):
+        cold.add(2.0)
+    assert cold.value == pytest.approx(2.0)
 
 
 class TestTracking:
@@ -203,7 +215,7 @@ class TestCalibration:
     def test_path_product_equals_the_loop(self):
         trees = beam_trees(5, 8, 3, seed=4)
         p = np.random.default_rng(0).random(trees.n_nodes)
-        parent = parents_flat(trees, 24)
+        parent = parents_flat(trees, row_of(trees))
         want = p.copy()
         for i in range(len(p)):
             if parent[i] < len(p):
@@ -212,7 +224,7 @@ class TestCalibration:
 
     def test_step_probability_inverts_the_path(self):
         trees = trees_from([[(-1, 0.5), (0, 0.25), (1, 1.0)]])
-        assert tree_steps(trees).q == pytest.approx([0.5, 0.25, 1.0])
+        assert claimed_probability(trees) == pytest.approx([0.5, 0.25, 1.0])
 
     def test_an_overconfident_draft_is_corrected(self):
         rng, calibrator = np.random.default_rng(0), Calibrator()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sched_factories import outcome, running
+from sched_factories import outcome, running, trees_from
 
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan
@@ -17,6 +17,7 @@ from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.paper import eurosys_shape, v1_shape
 from adaserve.scheduler.policies.turbospec import TurboSpecPolicy, chain_length
+from adaserve.scheduler.pricing import price_nodes
 from adaserve.scheduler.selection import parent_kept
 from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
 
@@ -181,6 +182,13 @@ class TestPriced:
         total = plan.weight.sum() + np.concatenate([[0.0], np.cumsum(value)])
         rate = total / (draft + latency.verify_s(6.0 + np.arange(len(total)), c))
         assert selection.keep.sum() == int(np.argmax(rate))
+
+    def test_of_equals_the_first_are_bought(self):
+        """A chain of certain tokens: a child is worth as much as its parent, and must not come before it."""
+        trees = trees_from([[(i - 1, 1.0) for i in range(5)]])
+        for most in range(6):
+            bought = price_nodes(trees, np.ones(5), np.ones(1), 1.0 + np.arange(most + 1) * 1e-6)
+            assert bought.selection.keep.tolist() == [i < most for i in range(5)]
 
     def test_a_riding_prefill_does_not_buy_more_speculation(self):
         policy = build_policy("priced", PolicyConfig(calibrate=False, track_latency=False))

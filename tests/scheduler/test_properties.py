@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from sched_factories import beam_trees, kept_sets, outcome, running, tree_rows, trees_from
 
 from adaserve.scheduler import reference
+from adaserve.scheduler.calibration import CEILING, N_BINS
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch
 from adaserve.scheduler.latency import ForwardCost, LatencyModel, TableCost
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.base import BasePolicy
 from adaserve.scheduler.policies.priced import PricedPolicy
-from adaserve.scheduler.selection import parent_kept, path_probability, rank, take_prefix, two_phase
+from adaserve.scheduler.selection import parent_kept, path_probability, rank, row_of, take_prefix, two_phase
 
-ARRAYS = "priced, arrays"  # ``priced`` as it selects from many nodes
-NAMES = [*(n if n != "chain-K" else "chain-3" for n in policy_names()), ARRAYS]
+NAMES = [n if n != "chain-K" else "chain-3" for n in policy_names()]
 STEPS = LatencyModel(
     TableCost((1.0, 8.0, 32.0), (6e-4, 8e-4, 1.5e-3)),
     TableCost((1.0, 4.0, 8.0, 13.0, 16.0, 32.0), (9.7e-3, 13.7e-3, 13.7e-3, 16.7e-3, 21e-3, 41e-3)),
@@ -52,11 +52,8 @@ def batches(draw: st.DrawFn, n: int) -> RunningBatch:
 
 def build(name: str, config: PolicyConfig) -> BasePolicy:
     """A policy of ``NAMES``."""
-    policy = build_policy("priced" if name == ARRAYS else name, config)
+    policy = build_policy(name, config)
     assert isinstance(policy, BasePolicy)
-    if name == ARRAYS:
-        assert isinstance(policy, PricedPolicy)
-        policy.few_nodes = 0
     return policy
 
 
@@ -173,7 +170,7 @@ def test_slo_phase_is_minimal_for_every_request(n, depth, width, data):
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.data())
 def test_even_rows_are_selected_as_any_others(n, depth, width, data):
-    """The short way for rows of one size equals the general one (Algorithm 2 by ranked rows)."""
+    """Beams, as a drafter makes them, with ties: Algorithm 2 by ranked rows."""
     trees = beam_trees(n, depth, width, data.draw(st.integers(0, 50)))
     if data.draw(st.booleans()):
         trees.logprob[:] = np.round(trees.logprob * 2) / 2  # many ties
@@ -192,29 +189,50 @@ def test_even_rows_are_selected_as_any_others(n, depth, width, data):
     assert np.array_equal(prefix.keep, even.keep), "a row's kept nodes are the best of its ranking"
 
 
-@settings(max_examples=60, deadline=None)
+def literal_values(trees: CandidateTrees, factors: np.ndarray) -> list[float]:
+    """f of every node, one after the other: the product of min(.985, q x factor) along its path."""
+    values: list[float] = []
+    for row, (start, end) in enumerate(itertools.pairwise(trees.row_start.tolist())):
+        for node in range(start, end):
+            step, above, parent = trees.logprob[node], 1.0, int(trees.parent[node])
+            if parent >= 0:
+                step, above = step - trees.logprob[start + parent], values[start + parent]
+            q = 0.0 if math.isnan(step) else min(1.0, math.exp(min(step, 0.0)))
+            values.append(above * min(CEILING, q * factors[row, int(q * N_BINS)]))
+    return values
+
+
+@settings(max_examples=150, deadline=None)
 @given(tree_rows(max_rows=6), st.data())
-def test_few_nodes_are_selected_as_many_are(rows, data):
-    """Plain numbers and arrays: the same kept nodes, the same answers to the drafter, while both learn."""
+def test_priced_buys_the_best_prefix_of_calibrated_values(rows, data):
+    """Node by node in plain numbers: the same f, the same nodes, while the policy learns."""
     trees, n = trees_from(rows), len(rows)
     batch = data.draw(batches(n))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     if data.draw(st.booleans()):
         trees.logprob[rng.random(trees.n_nodes) < 0.1] = data.draw(st.sampled_from([math.nan, -math.inf]))
-    both = [build(name, PolicyConfig(latency=STEPS, early_stop=True)) for name in ("priced", ARRAYS)]
+    policy = build_policy("priced", PolicyConfig(latency=STEPS, early_stop=True))
+    assert isinstance(policy, PricedPolicy)
     for _ in range(data.draw(st.integers(1, 12))):
-        planned = [policy.plan(batch, 1.0) for policy in both]
-        plans = [replace(p, depth=int(trees.depth.max(initial=0)), budget=n + trees.n_nodes) for p in planned]
-        assert planned[0].depth == planned[1].depth and planned[0].width == planned[1].width
-        few, many = (policy.select(plan, trees) for policy, plan in zip(both, plans, strict=True))
-        assert np.array_equal(few.keep, many.keep) and np.array_equal(few.counts, many.counts)
-        assert few.expected_tokens == pytest.approx(many.expected_tokens)
-        frontier = np.log(rng.random((n, 3)))
-        one, two = (p.keep_drafting(plan, 1, frontier) for p, plan in zip(both, plans, strict=True))
-        assert one == two
-        accepted = few.keep & (trees.depth == 1) & (rng.random(trees.n_nodes) < 0.6)
-        for policy, plan in zip(both, plans, strict=True):
-            policy.observe(outcome(plan, trees, few, accepted))
+        plan = policy.plan(batch, 1.0)
+        plan = replace(plan, depth=int(trees.depth.max(initial=0)), budget=n + trees.n_nodes, cap=None)
+        factors = policy.calibrator.batch_factors(batch.rids, batch.slo_class)
+        f = literal_values(trees, factors)
+        assert policy.values(plan, trees) == pytest.approx(f)
+        weight = np.ones(n) if plan.weight is None else plan.weight
+        seconds = policy.seconds(plan, trees, trees.n_nodes)
+        value = [float(weight[row] * f[i]) for i, row in enumerate(row_of(trees))]
+        order = sorted(range(len(f)), key=value.__getitem__, reverse=True)
+        worth = [float(weight.sum())]
+        worth += [worth[0] + sum(value[i] for i in order[: k + 1]) for k in range(len(order))]
+        possible = 1 + sum(v > 0 for v in value)
+        rate = [w / s for w, s in zip(worth, seconds, strict=True)][:possible]
+        kept = policy.select(plan, trees)
+        assert rate[int(kept.counts.sum())] == pytest.approx(max(rate))
+        least = min((value[i] for i in np.flatnonzero(kept.keep)), default=math.inf)
+        assert all(v <= least for v, keep in zip(value, kept.keep, strict=True) if not keep)
+        accepted = kept.keep & (trees.depth == 1) & (rng.random(trees.n_nodes) < 0.6)
+        policy.observe(outcome(plan, trees, kept, accepted))
 
 
 @pytest.mark.parametrize("name", NAMES)

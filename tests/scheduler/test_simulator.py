@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sched_factories import running
 from typer.testing import CliRunner
@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import IterationPlan, Selection
 from adaserve.scheduler.latency import Profile
-from adaserve.scheduler.order import NeedOrder
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, plan_prefill
 from adaserve.scheduler.replay import Recorder, ReplayError, read_recording, replay
@@ -135,30 +134,6 @@ def test_routers_spread_the_load():
         assert sum(done) == 60 and min(done) >= 5
     with pytest.raises(ValueError, match=r"unknown router 'x'.*least-work"):
         simulate(requests(2), config(router="x"))
-
-
-class TestNeedOrder:
-    @settings(max_examples=50)
-    @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 100)), max_size=60), st.integers(0, 100))
-    def test_equals_a_full_sort(self, moves, until):
-        order, truth = NeedOrder(), {}
-        for number, deadline in moves:
-            truth[f"r{number}"] = deadline
-            order.refresh([f"r{number}"], np.array([deadline]))
-        assert len(order) == len(truth)
-        assert [truth[r] for r in order] == sorted(truth.values())
-        assert sorted(order.behind(until)) == sorted(r for r, d in truth.items() if d < until)
-
-    def test_single_moves_and_rebuilds_agree(self):
-        rids = [f"r{i}" for i in range(50)]
-        deadline = np.random.default_rng(0).random(50)
-        order = NeedOrder()
-        order.refresh(rids, deadline)
-        deadline[7] = 2.0  # one moved: in place
-        order.refresh(rids, deadline)
-        assert list(order)[-1] == "r7"
-        order.refresh(rids[:10], deadline[:10], keep=rids[:10])
-        assert list(order) == [rids[i] for i in np.argsort(deadline[:10])]
 
 
 class TestPrefill:

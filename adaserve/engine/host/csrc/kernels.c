@@ -1,6 +1,5 @@
 /* Forward of Llama-family models over a paged KV pool: what Python calls. See the headers for the parts. */
 #include "forward.h"
-#include "pricing.h"
 #include "sampling.h"
 
 #define WORK_PER_THREAD 4000000 /* weights x (rows + 8): some 80 us */
@@ -111,7 +110,6 @@ EXPORT void ada_draw(const float *logits, int rows, int vocab, const reading *re
 
 #include "beam.h"
 
-EXPORT void ada_price(pricing *p) { price_nodes(p); }
 
 /* Lanes of the vectors this library was compiled for. */
 EXPORT int ada_vector_lanes(void) { return VL; }
