@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from adaserve.config import AdaServeConfig
+from adaserve.host import ATTENTION_BACKEND
+from adaserve.identity import NAME, ensure_registered
+
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.server_args import ServerArgs
 
-NAME = "ADASERVE"
+    from adaserve.patches.served_worker import ServedWorker
 
 DEVICE_WORKER_ENV = "ADASERVE_DEVICE_WORKER"
 """Set to 1 to run the GPU's worker on a CPU host: slower, but it exercises the GPU's code path."""
@@ -46,9 +50,6 @@ class AdaServeAlgorithm(CustomSpecAlgo):
 
     def handle_server_args(self, server_args: ServerArgs) -> None:
         """Refuses what cannot be served and sizes SGLang's speculative reserve. Raises ValueError."""
-        from adaserve.config import AdaServeConfig
-        from adaserve.plugin import ensure_registered
-
         ensure_registered()
         config = AdaServeConfig.load()
         refuse_unsupported(server_args)
@@ -111,8 +112,6 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from adaserve.host import ATTENTION_BACKEND
-
     @register_attention_backend(ATTENTION_BACKEND)
     def _cpu_backend(runner: Any) -> Any:
         from adaserve.engine.host.attention_backend import CpuAttentionBackend
@@ -124,7 +123,7 @@ def register() -> None:
             choices.append(ATTENTION_BACKEND)
 
     @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=AdaServeAlgorithm)
-    def _worker(server_args: ServerArgs) -> type:
+    def _worker(server_args: ServerArgs) -> type[ServedWorker]:
         from adaserve.engine import worker
 
         if on_device(server_args):

@@ -12,6 +12,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.config import PREFILLS
 from adaserve.patches import hook
+from adaserve.patches.served_worker import worker_of
 
 POLICY_KEY = "adaserve_policy="
 PREFILL_KEY = "adaserve_prefill="
@@ -24,11 +25,8 @@ def register() -> None:
 
 
 def _add_adaserve(_: None, self: Any, state: dict[str, Any]) -> None:
-    from adaserve.algorithm import AdaServeAlgorithm
-
-    scheduler = self.scheduler
-    if isinstance(scheduler.spec_algorithm, AdaServeAlgorithm):
-        state["adaserve"] = scheduler.draft_worker.report()
+    if (worker := worker_of(self.scheduler)) is not None:
+        state["adaserve"] = worker.report()
 
 
 def _handlers(handlers: dict[str, Any], self: Any) -> dict[str, Any] | None:
@@ -39,12 +37,9 @@ def _handlers(handlers: dict[str, Any], self: Any) -> dict[str, Any] | None:
     """
     from sglang.srt.managers.scheduler_components.internal_state import _UpdateHandler
 
-    from adaserve.algorithm import AdaServeAlgorithm
-
-    scheduler = self.scheduler
-    if not isinstance(scheduler.spec_algorithm, AdaServeAlgorithm):
+    worker = worker_of(self.scheduler)
+    if worker is None:
         return None
-    worker = scheduler.draft_worker
 
     def change(key: str, _: Any) -> None:
         worker.set_policy(key.removeprefix(POLICY_KEY))

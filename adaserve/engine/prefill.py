@@ -167,7 +167,7 @@ class PrefillPacer:
         if (found := self._aims.get(req)) is None:
             times = req.time_stats
             arrival_s = times.created_time or times.scheduler_recv_time or times.wait_queue_entry_time
-            found = self._aims[req] = (arrival_s, self._ledger.slo(req)[2])
+            found = self._aims[req] = (arrival_s, self._ledger.slo(req).ttft_s)
         return found
 
 

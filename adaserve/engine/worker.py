@@ -18,22 +18,21 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_observability
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from adaserve.config import AdaServeConfig
+from adaserve.config import AdaServeConfig, slo_classes
 from adaserve.engine import measure as calibration
 from adaserve.engine import sampling
 from adaserve.engine.forwards import TimedForward, tree_forward
 from adaserve.engine.host.pricing import native_pricing
-from adaserve.engine.iteration import Iteration, StepTimes
+from adaserve.engine.iteration import Iteration, StepTimes, sample_of
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.sources.beam import Drafter
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.state import DecodeRows, RequestState, running_batch
 from adaserve.engine.trees import verify
+from adaserve.identity import ensure_registered
 from adaserve.noise import request_key
 from adaserve.pair.acceptance import load_sharpening
-from adaserve.patches.slo_requests import slo_config
-from adaserve.plugin import ensure_registered
 from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, Policy
 from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
 from adaserve.scheduler.pricing import Pricing
@@ -144,7 +143,7 @@ class AdaServeWorker(BaseSpecWorker):
         measured_s = self.latency.verify_s(1.0, BASELINE_CONTEXT) + self.latency.overhead_s
         baseline_s = measured_s if baseline_ms is None else baseline_ms / 1e3
         metrics = ServerMetrics() if get_observability().enable_metrics else None
-        self.ledger = SLOLedger(slo_config(), baseline_s, SLOStats(slo_config(), metrics))
+        self.ledger = SLOLedger(baseline_s, SLOStats(slo_classes(), metrics))
         logger.info(
             "AdaServe: policy %s, baseline %.1f ms per token, budget %s tokens",
             self.policy.name,
@@ -198,10 +197,10 @@ class AdaServeWorker(BaseSpecWorker):
         lengths = batch.seq_lens.tolist()
         for req, slot, length, token in zip(batch.reqs, slots, lengths, first_tokens, strict=True):
             old = self._states.get(slot)
-            slo_class, tpot_s, _ = self.ledger.slo(req)
+            slo = self.ledger.slo(req)
             self._started += 1
             key = request_key(self._seed, self._started, req.rid)
-            state = RequestState(req.rid, slo_class, tpot_s, now_s, key=key)
+            state = RequestState(req.rid, slo.slo_class, slo.tpot_s, now_s, key=key)
             if old is not None and old.rid != req.rid:
                 # Its request ended, perhaps aborted in the queue, of which nobody tells us.
                 self._forget(old.rid)
@@ -305,7 +304,7 @@ class AdaServeWorker(BaseSpecWorker):
         self.prefill.observe(outcome)
         if self._recorder is not None:
             self._recorder.observed(outcome)
-        self.ledger.iteration(outcome)
+        self.ledger.iteration(outcome.plan.running.rids, sample_of(outcome))
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         self._forget(rid)

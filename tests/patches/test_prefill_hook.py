@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 
-from adaserve.algorithm import NAME, AdaServeAlgorithm
+from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.config import AdaServeConfig
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.state import RequestState
+from adaserve.identity import NAME
 from adaserve.patches.prefill_slack import _paced
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from adaserve.slo.classes import SLO
 
 NOW = 1000.0
 LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001)
@@ -48,7 +50,7 @@ def pacer(
     """One request in slot 0 that decoded 50 tokens in 1.2 seconds, and is due ``slo_s`` per token."""
     state = RequestState("r0", "coding", slo_s, NOW - 1.2, 50, generated=[1] * 51)
     known = ttft or {}
-    ledger: Any = SimpleNamespace(slo=lambda req: ("c", math.inf, known.get(req.rid, math.inf)))
+    ledger: Any = SimpleNamespace(slo=lambda req: SLO("c", ttft_s=known.get(req.rid, math.inf)))
     return PrefillPacer(config or AdaServeConfig(), LATENCY, ledger, {0: state})
 
 
