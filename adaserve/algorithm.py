@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from adaserve.host import on_device
+from adaserve.config import AdaServeConfig
+from adaserve.host import ATTENTION_BACKEND, on_device
+from adaserve.identity import NAME, ensure_registered
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.server_args import ServerArgs
 
-NAME = "ADASERVE"
+    from adaserve.patches.served_worker import ServedWorker
 
 
 class AdaServeAlgorithm(CustomSpecAlgo):
@@ -44,9 +46,6 @@ class AdaServeAlgorithm(CustomSpecAlgo):
 
     def handle_server_args(self, server_args: ServerArgs) -> None:
         """Refuses what cannot be served and sizes SGLang's speculative reserve. Raises ValueError."""
-        from adaserve.config import AdaServeConfig
-        from adaserve.plugin import ensure_registered
-
         ensure_registered()
         config = AdaServeConfig.load()
         refuse_unsupported(server_args)
@@ -109,8 +108,6 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from adaserve.host import ATTENTION_BACKEND
-
     @register_attention_backend(ATTENTION_BACKEND)
     def _cpu_backend(runner: Any) -> Any:
         from adaserve.engine.host.attention_backend import CpuAttentionBackend
@@ -122,7 +119,7 @@ def register() -> None:
             choices.append(ATTENTION_BACKEND)
 
     @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=AdaServeAlgorithm)
-    def _worker(server_args: ServerArgs) -> type:
+    def _worker(server_args: ServerArgs) -> type[ServedWorker]:
         from adaserve.engine import worker
 
         return worker.AdaServeWorker

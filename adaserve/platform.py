@@ -7,7 +7,7 @@ imports what this module needs.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -15,9 +15,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
 from adaserve.host import ATTENTION_BACKEND
-
-if TYPE_CHECKING:
-    from adaserve.engine.host.linear import Storage
+from adaserve.identity import NAME
 
 OVERLAP_ENV = "ADASERVE_CPU_OVERLAP"
 """Set to 1 to run SGLang's overlap schedule on a CPU host: slower, but it exercises the GPU's code path."""
@@ -38,7 +36,7 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
         return ATTENTION_BACKEND
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm == "ADASERVE"
+        return algorithm == NAME
 
     def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
         return backend == ATTENTION_BACKEND
@@ -70,7 +68,7 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
 
         weights = AdaServeConfig.load().cpu_weights
         if weights != "off":
-            install(model, cast("Storage", weights))
+            install(model, weights)
 
     def get_dispatch_key_name(self) -> str:
         return "native"

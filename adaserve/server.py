@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import shlex
@@ -95,7 +94,7 @@ class ServerSpec:
         if self.embedded and config.cpu_weights == "auto":
             # The embedded target stands in for a memory-bound one: the more bytes a weight has, the more
             # tokens a CPU verifies while it waits for memory (docs/embedded-pair.md).
-            config = dataclasses.replace(config, cpu_weights="fp32")
+            config = config.changed(cpu_weights="fp32")
         env = {**os.environ, "ADASERVE_CONFIG": config.to_json()}
         env.setdefault("OMP_NUM_THREADS", str(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
         env.setdefault("PYTHONWARNINGS", "ignore")

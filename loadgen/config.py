@@ -112,9 +112,15 @@ class ClassLoad:
 
     def slo_class(self) -> SLOClass:
         try:
-            return SLOClass(self.name, self.tpot_ms, self.x_baseline, self.ttft_ms, self.target)
+            return SLOClass(
+                name=self.name,
+                tpot_ms=self.tpot_ms,
+                x_baseline=self.x_baseline,
+                ttft_ms=self.ttft_ms,
+                target=self.target,
+            )
         except SLOError as e:
-            raise LoadgenError(str(e)) from e
+            raise LoadgenError(f"class {self.name!r}: {e}") from e
 
 
 def default_classes() -> dict[str, ClassLoad]:
@@ -254,7 +260,7 @@ class BenchConfig:
 
     def slo_config(self) -> SLOConfig:
         try:
-            return SLOConfig({n: c.slo_class() for n, c in self.classes.items()})
+            return SLOConfig(classes={n: c.slo_class() for n, c in self.classes.items()})
         except SLOError as e:
             raise LoadgenError(str(e)) from e
 

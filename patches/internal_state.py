@@ -12,6 +12,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.config import PREFILLS
 from adaserve.patches import hook
+from adaserve.patches.served_worker import worker_of
 
 POLICY_KEY = "adaserve_policy="
 PREFILL_KEY = "adaserve_prefill="
@@ -24,11 +25,8 @@ def register() -> None:
 
 
 def _add_adaserve(_: None, self: Any, state: dict[str, Any]) -> None:
-    from adaserve.algorithm import AdaServeAlgorithm
-
-    scheduler = self.scheduler
-    if isinstance(scheduler.spec_algorithm, AdaServeAlgorithm):
-        state["adaserve"] = scheduler.draft_worker.report()
+    if (worker := worker_of(self.scheduler)) is not None:
+        state["adaserve"] = worker.report()
 
 
 def _handlers(handlers: dict[str, Any], self: Any) -> dict[str, Any] | None:
@@ -37,22 +35,29 @@ def _handlers(handlers: dict[str, Any], self: Any) -> dict[str, Any] | None:
     Likewise ``adaserve_prefill=slack``, ``=exclusive`` or ``=default`` (by the policy). The name stands in
     the key because SGLang accepts numbers only as values.
     """
-    from sglang.srt.managers.scheduler_components.internal_state import _UpdateHandler
+    from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
 
-    from adaserve.algorithm import AdaServeAlgorithm
-
-    scheduler = self.scheduler
-    if not isinstance(scheduler.spec_algorithm, AdaServeAlgorithm):
+    worker = worker_of(self.scheduler)
+    if worker is None:
         return None
-    worker = scheduler.draft_worker
 
     def change(key: str, _: Any) -> None:
         worker.set_policy(key.removeprefix(POLICY_KEY))
 
+    def check_mode(key: str, _: Any) -> None:
+        try:
+            worker.prefill.check_mode(_mode(key))
+        except ValueError as error:
+            raise UpdateRejected(str(error)) from error
+
     def pace(key: str, _: Any) -> None:
-        mode = key.removeprefix(PREFILL_KEY)
-        worker.prefill.mode = mode if mode in PREFILLS else None
+        worker.prefill.set_mode(_mode(key))
 
     ours = {POLICY_KEY + name: _UpdateHandler(lambda *_: None, change) for name in worker.policy_names}
-    modes = {PREFILL_KEY + m: _UpdateHandler(lambda *_: None, pace) for m in (*PREFILLS, "default")}
+    modes = {PREFILL_KEY + m: _UpdateHandler(check_mode, pace) for m in (*PREFILLS, "default")}
     return {**handlers, **ours, **modes}
+
+
+def _mode(key: str) -> str | None:
+    mode = key.removeprefix(PREFILL_KEY)
+    return mode if mode in PREFILLS else None

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.identity import is_ours
 from adaserve.patches import hook
 
 
@@ -27,10 +28,8 @@ def _window() -> int | None:
     """Slots for one iteration, None when another speculative algorithm runs."""
     from sglang.srt.runtime_context import get_schedule, get_spec
 
-    from adaserve.algorithm import NAME
-
     spec = get_spec()
-    if spec.speculative_algorithm != NAME:
+    if not is_ours(spec.speculative_algorithm):
         return None
     lag = 0 if get_schedule().disable_overlap_schedule else spec.speculative_num_steps + 1
     return int(spec.speculative_num_draft_tokens + lag)

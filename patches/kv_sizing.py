@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.identity import is_ours
 from adaserve.patches import hook
 
 DEVICE_RESERVE_BYTES = 1 << 30
@@ -24,9 +25,7 @@ def register() -> None:
 
 
 def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
-    from adaserve.algorithm import AdaServeAlgorithm
-
-    if kvc.is_draft_worker or not isinstance(kvc.spec_algorithm, AdaServeAlgorithm):
+    if kvc.is_draft_worker or not is_ours(kvc.spec_algorithm):
         return
     configurator._cell_size += draft_bytes_per_token(_draft_config(kvc.server_args), kvc.kv_cache_dtype)
     if str(kvc.device).startswith("cuda"):

@@ -19,6 +19,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
+from adaserve.patches.served_worker import worker_of
 
 
 def register() -> None:
@@ -30,12 +31,16 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     """One decision per scheduling step: no prefill now, or one of at most so many tokens."""
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
+    worker = worker_of(self)
+    if worker is None or not worker.prefill.paces(worker.policy.name):
+        return original(self, running_batch)
     running = _decoding(self, running_batch)
     if not running or not _something_waits(self, running_batch) or _short_of_memory(self, running_batch):
         return original(self, running_batch)
-    pacer = self.draft_worker.prefill
     most_tokens = self.chunked_prefill_size or self.max_prefill_tokens
-    plan = pacer.plan(running, self.chunked_req, self.waiting_queue, most_tokens, time.perf_counter())
+    plan = worker.prefill.plan(
+        running, self.chunked_req, self.waiting_queue, most_tokens, time.perf_counter()
+    )
     if plan.tokens == 0:
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
     usual, align = self.chunked_prefill_size, self.truncation_align_size or 1
@@ -50,13 +55,8 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
 
 
 def _decoding(scheduler: Any, running_batch: Any) -> list[Any]:
-    """Requests that a prefill would hold up; none when prefills are not paced."""
-    from adaserve.algorithm import AdaServeAlgorithm
-
-    if not isinstance(scheduler.spec_algorithm, AdaServeAlgorithm) or running_batch.is_prefill_only:
-        return []
-    worker = scheduler.draft_worker
-    if not worker.prefill.paces(worker.policy.name):
+    """Requests that a prefill would hold up."""
+    if running_batch.is_prefill_only:
         return []
     finishing = scheduler._reqs_finishing_inflight(running_batch)
     return [r for r in running_batch.reqs if not r.finished() and r not in finishing]

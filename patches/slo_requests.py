@@ -1,22 +1,22 @@
-"""Per-request SLOs at the HTTP boundary: headers, body and class become ``custom_params``.
+"""Per-request SLOs at the HTTP boundary: headers, body and class become one entry of ``custom_params``.
 
 Why: SGLang knows no SLOs. ``custom_params`` is the one body field that travels to the scheduler
 unchanged. Requests are checked before anything is queued or streamed, because an error raised
-inside a stream would come after status 200.
+inside a stream would come after status 200. Every request passes ``TokenizerManager.generate_request``;
+the two routes above it answer with the status themselves, and know the body's ``nvext``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable, Iterable
-from functools import lru_cache
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.config import AdaServeConfig
+from adaserve.config import slo_classes
 from adaserve.patches import hook
-from adaserve.slo.classes import SLOConfig, SLOError, resolve
+from adaserve.slo.classes import SLOError
+from adaserve.slo.resolve import resolve
 
 
 def register() -> None:
@@ -27,48 +27,16 @@ def register() -> None:
     hook(manager, _any_request, HookType.BEFORE)
 
 
-@lru_cache(maxsize=1)
-def slo_config() -> SLOConfig:
-    """The classes of this server."""
-    path = AdaServeConfig.load().slo_config
-    return SLOConfig() if path is None else SLOConfig.load(path)
-
-
-def slo_params(
-    headers: Iterable[tuple[str, str]], params: dict[str, Any] | None, nvext: dict[str, Any] | None = None
-) -> dict[str, Any] | None:
-    """``custom_params`` with the request's SLO in them. Raises SLOError.
-
-    A class given as a multiple of the baseline stays a name: only the scheduler knows the baseline.
-    """
-    # Validation does not depend on the baseline's value, so any will do here.
-    slo = resolve(headers, params, slo_config(), baseline_s=1.0, nvext=nvext)
-    if slo.source in ("body", "header"):
-        wanted = slo.to_params()
-    elif slo.slo_class == "default" and not math.isfinite(slo.ttft_s):
-        return params
-    else:
-        wanted = {k: v for k, v in slo.to_params().items() if k != "slo_tpot_ms"}
-    return {**(params or {}), **wanted}
-
-
-def _header_pairs(request: Any) -> list[tuple[str, str]]:
-    if request is None:
-        return []
-    return [(k.decode("latin-1"), v.decode("latin-1")) for k, v in request.headers.raw]
-
-
 async def _openai_request(
     original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any
 ) -> Any:
     if "custom_params" in type(request).model_fields:
         try:
-            body = await raw_request.json()
-            request.custom_params = slo_params(
-                _header_pairs(raw_request), request.custom_params, body.get("nvext")
-            )
+            nvext = (await raw_request.json()).get("nvext")
+            request.custom_params = _with_slo(request.custom_params, raw_request, nvext)
         except SLOError as error:
             return self.create_error_response(message=str(error), err_type="BadRequest", status_code=400)
+        raw_request.state.adaserve_resolved = True
     return await original(self, request, raw_request)
 
 
@@ -76,28 +44,37 @@ async def _native_request(original: Callable[..., Awaitable[Any]], obj: Any, req
     from fastapi.responses import ORJSONResponse
 
     try:
-        _attach(obj, _header_pairs(request))
+        _attach(obj, request, (await request.json()).get("nvext"))
     except SLOError as error:
         return ORJSONResponse(status_code=400, content={"error": {"message": str(error)}})
+    request.state.adaserve_resolved = True
     return await original(obj, request)
 
 
 def _any_request(self: Any, obj: Any, request: Any = None) -> None:
     """Also for ``sgl.Engine``: raises SLOError, a ValueError, before the request is queued."""
-    if hasattr(obj, "sampling_params"):
-        _attach(obj, _header_pairs(request))
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    resolved = request is not None and getattr(request.state, "adaserve_resolved", False)
+    if isinstance(obj, GenerateReqInput) and not resolved:
+        _attach(obj, request)
 
 
-def _attach(obj: Any, headers: list[tuple[str, str]]) -> None:
+def _attach(obj: Any, request: Any, nvext: Any = None) -> None:
+    """``obj``: a GenerateReqInput, with the sampling parameters of one request or of a batch."""
+
+    def resolved(params: Any) -> Any:
+        if params is not None and not isinstance(params, dict):
+            return params  # SGLang says what is wrong with it
+        params = params or {}
+        return {**params, "custom_params": _with_slo(params.get("custom_params"), request, nvext)}
+
     given = obj.sampling_params
-    if isinstance(given, list):
-        obj.sampling_params = [_with_slo(p, headers) for p in given]
-    else:
-        obj.sampling_params = _with_slo(given, headers)
+    obj.sampling_params = [resolved(p) for p in given] if isinstance(given, list) else resolved(given)
 
 
-def _with_slo(params: Any, headers: list[tuple[str, str]]) -> Any:
-    if params is not None and not isinstance(params, dict):
-        return params  # SGLang says what is wrong with it
-    custom = slo_params(headers, (params or {}).get("custom_params"))
-    return params if custom is None else {**(params or {}), "custom_params": custom}
+def _with_slo(custom_params: Any, request: Any, nvext: Any = None) -> dict[str, Any]:
+    """``custom_params`` with the request's SLO in them. Raises SLOError."""
+    raw = [] if request is None else request.headers.raw
+    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]
+    return resolve(headers, custom_params, slo_classes(), nvext).in_params(custom_params)

@@ -19,6 +19,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
+from adaserve.patches.served_worker import worker_of
 
 KEY = "slo"
 
@@ -38,9 +39,7 @@ def register() -> None:
 
 
 def _streamer_class(base: type, scheduler: Any) -> type | None:
-    from adaserve.algorithm import AdaServeAlgorithm
-
-    if not isinstance(scheduler.spec_algorithm, AdaServeAlgorithm):
+    if worker_of(scheduler) is None:
         return None
 
     class SLOOutputStreamer(base):  # type: ignore[misc]
@@ -49,7 +48,9 @@ def _streamer_class(base: type, scheduler: Any) -> type | None:
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
-            ledger = scheduler.draft_worker.ledger
+            worker = worker_of(scheduler)
+            assert worker is not None
+            ledger = worker.ledger
             pool = scheduler.pool_stats_observer.get_pool_stats()
             ledger.load(len(scheduler.waiting_queue), pool.get_max_pool_usage())
             return {KEY: [[ledger.close(r)] if r.finished() else [] for r in reqs]}

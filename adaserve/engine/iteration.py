@@ -11,6 +11,7 @@ from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.scheduler.interface import IterationOutcome, IterationPlan, Policy, Selection
+from adaserve.slo.stats import IterationSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +69,22 @@ class Iteration:
             total_s=total_s,
             since_last_s=end_s - last_end_s if last_end_s else 0.0,
         )
+
+
+def sample_of(outcome: IterationOutcome) -> IterationSample:
+    """What the books keep of an iteration."""
+    plan, selection = outcome.plan, outcome.selection
+    return IterationSample(
+        running=len(plan.running),
+        depth=plan.depth,
+        width=plan.width if plan.depth else 0,
+        budget=plan.budget,
+        verify_tokens=selection.verify_tokens,
+        drafted_tokens=outcome.trees.n_nodes,
+        new_tokens=int(outcome.new_tokens.sum()),
+        expected_tokens=float(selection.expected_tokens.sum()),
+        draft_s=outcome.draft_s,
+        select_s=outcome.select_s,
+        verify_s=outcome.verify_s,
+        total_s=outcome.total_s,
+    )

@@ -76,7 +76,7 @@ class PrefillPacer:
         own prefills unless asked otherwise."""
         return self.mode == "slack" or (self.mode is None and policy in SLO_AWARE)
 
-    def set_mode(self, mode: str | None) -> None:
+    def check_mode(self, mode: str | None) -> None:
         """``slack``, ``exclusive``, or None for what fits the policy. Raises ValueError.
 
         When prefills run is decided by every tensor-parallel rank for itself, so there it must not depend on
@@ -87,6 +87,10 @@ class PrefillPacer:
                 "tensor-parallel ranks must prefill alike, so prefills can't be paced by the clock: only the "
                 "prefill mode 'exclusive' is possible"
             )
+
+    def set_mode(self, mode: str | None) -> None:
+        """From the next prefill on. Raises ValueError, see ``check_mode``."""
+        self.check_mode(mode)
         self.mode = mode
 
     # -- learning -----------------------------------------------------------------------------
@@ -187,7 +191,7 @@ class PrefillPacer:
         if (found := self._aims.get(req)) is None:
             times = req.time_stats
             arrival_s = times.created_time or times.scheduler_recv_time or times.wait_queue_entry_time
-            found = self._aims[req] = (arrival_s, self._ledger.slo(req)[2])
+            found = self._aims[req] = (arrival_s, self._ledger.slo(req).ttft_s)
         return found
 
 

@@ -19,10 +19,10 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_observability, get_parallel, get_schedule
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from adaserve.config import AdaServeConfig
+from adaserve.config import AdaServeConfig, slo_classes
 from adaserve.engine import measure, sampling
 from adaserve.engine.agree import Agreement
-from adaserve.engine.iteration import Iteration, Marks
+from adaserve.engine.iteration import Iteration, Marks, sample_of
 from adaserve.engine.parts import Device
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
@@ -35,10 +35,9 @@ from adaserve.engine.state import DecodeRows, RequestState, running_batch
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.proposal import merge
 from adaserve.host import on_device
+from adaserve.identity import ensure_registered
 from adaserve.noise import request_key
 from adaserve.pair.acceptance import load_sharpening
-from adaserve.patches.slo_requests import slo_config
-from adaserve.plugin import ensure_registered
 from adaserve.scheduler.interface import IterationOutcome, IterationPlan, Policy
 from adaserve.scheduler.replay import Recorder
 from adaserve.slo.ledger import SLOLedger
@@ -143,7 +142,7 @@ class AdaServeWorker(BaseSpecWorker):
         measured_s = self.latency.verify_s(1.0, BASELINE_CONTEXT) + self.latency.overhead_s
         baseline_s = measured_s if baseline_ms is None else baseline_ms / 1e3
         metrics = ServerMetrics() if get_observability().enable_metrics else None
-        self.ledger = SLOLedger(slo_config(), baseline_s, SLOStats(slo_config(), metrics))
+        self.ledger = SLOLedger(baseline_s, SLOStats(slo_classes(), metrics))
         logger.info(
             "AdaServe: policy %s, baseline %.1f ms per token, budget %s tokens",
             self.policy.name,
@@ -197,8 +196,8 @@ class AdaServeWorker(BaseSpecWorker):
     def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:
         now_s = time.perf_counter()
         for req, row, token in zip(batch.reqs, _pool_rows(batch).tolist(), first_tokens, strict=True):
-            slo_class, tpot_s, _ = self.ledger.slo(req)
-            state = RequestState(req.rid, slo_class, tpot_s, now_s, key=self._key(req))
+            slo = self.ledger.slo(req)
+            state = RequestState(req.rid, slo.slo_class, slo.tpot_s, now_s, key=self._key(req))
             old = self._states.get(row)
             if old is not None and old.rid != req.rid and self._pool_row.get(old.rid) == row:
                 # Its request ended, perhaps aborted in the queue, of which nobody tells us, or waits.
@@ -356,7 +355,7 @@ class AdaServeWorker(BaseSpecWorker):
         self.prefill.observe(outcome)
         if self._recorder is not None:
             self._recorder.observed(outcome)
-        self.ledger.iteration(outcome)
+        self.ledger.iteration(outcome.plan.running.rids, sample_of(outcome))
         leaving, self._leaving = self._leaving, []
         for rid in leaving:
             self._forget(rid)

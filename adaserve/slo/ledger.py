@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from adaserve.scheduler.interface import IterationOutcome
-from adaserve.slo.classes import SLOConfig, SLOError, resolve
-from adaserve.slo.metrics import within
+from adaserve.slo.classes import SLO
+from adaserve.slo.resolve import RequestSLO
 from adaserve.slo.stats import FinishedRequest, IterationSample, SLOStats
 
 SERVER_FAULT = 500
@@ -31,27 +30,29 @@ class _Company:
 
 
 class SLOLedger:
-    """Resolves SLOs against the measured baseline, and settles requests when they finish."""
+    """Knows each request's SLO, and settles requests when they finish."""
 
-    def __init__(self, config: SLOConfig, baseline_s: float, stats: SLOStats) -> None:
-        self._config = config
+    def __init__(self, baseline_s: float, stats: SLOStats) -> None:
         self.baseline_s = baseline_s
         self.stats = stats
         self._prefills_s = 0.0
-        # Nobody tells of a request that is aborted while it waits: its entry dies with it.
+        # Nobody tells of a request that is aborted while it waits: its entries die with it.
+        self._slos: WeakKeyDictionary[Any, SLO] = WeakKeyDictionary()
         self._company: WeakKeyDictionary[Any, _Company] = WeakKeyDictionary()
         self._by_rid: WeakValueDictionary[str, _Company] = WeakValueDictionary()
         self._queue = 0
         self._kv_use = 0.0
 
-    def slo(self, req: Any) -> tuple[str, float, float]:
-        """Class, TPOT and TTFT SLO in seconds (inf = none) of a request."""
-        try:
-            slo = resolve({}, req.sampling_params.custom_params, self._config, self.baseline_s)
-        except SLOError:
-            # The boundary has refused bad values; what is left was meant for somebody else.
-            return "default", math.inf, math.inf
-        return slo.slo_class, slo.tpot_s, slo.ttft_s
+    def set_baseline(self, baseline_s: float) -> None:
+        """Seconds per token of the unloaded server. Requests that were seen already keep their SLO."""
+        self.baseline_s = baseline_s
+
+    def slo(self, req: Any) -> SLO:
+        """The request's SLO, settled when it is first asked for."""
+        if (known := self._slos.get(req)) is None:
+            asked = RequestSLO.from_params(req.sampling_params.custom_params)
+            known = self._slos[req] = asked.at(self.baseline_s)
+        return known
 
     def load(self, queue: int, kv_use: float) -> None:
         """What the scheduler knows besides: requests that wait, share of the KV pool in use (0 to 1)."""
@@ -68,77 +69,56 @@ class SLOLedger:
             else:
                 self._company[req] = self._by_rid[req.rid] = _Company(self._prefills_s)
 
+    def iteration(self, rids: Sequence[str], sample: IterationSample) -> None:
+        """Counts a decode iteration of the requests ``rids``."""
+        for rid in rids:
+            company = self._by_rid.get(rid)
+            if company is not None:
+                company.iterations += 1
+                company.running += len(rids)
+                company.stall_s = self._prefills_s - company.prefills_before_s
+        sample.queue, sample.kv_use = self._queue, self._kv_use
+        self.stats.iteration(sample)
+
     def close(self, req: Any) -> dict[str, Any]:
         """The report of a finished request; counted once.
 
         Not counted is what its client aborted, what was refused for its own contents, and health
         checks; a request that the server gave up is counted as failed."""
+        aborted = type(req.finished_reason).__name__ == "FINISH_ABORT"
+        failed = aborted and int(req.finished_reason.status_code or 0) >= SERVER_FAULT
+        request = self._finished(req, failed)
+        if (failed or not aborted) and not req.rid.startswith(HEALTH_CHECK):
+            self.stats.finish(request)
+        slo = request.slo
+        return {
+            "class": slo.slo_class,
+            "tpot_ms": _ms(request.tpot_s),
+            "tpot_slo_ms": _ms(slo.tpot_s),
+            "ttft_ms": _ms(request.ttft_s),
+            "ttft_slo_ms": _ms(slo.ttft_s),
+            "met": not aborted and request.met_tpot and request.met_ttft,
+        }
+
+    def _finished(self, req: Any, failed: bool) -> FinishedRequest:
         times = req.time_stats
-        slo_class, tpot_slo_s, ttft_slo_s = self.slo(req)
         # A verification can accept tokens behind the stop; they are not sent.
         tokens = len(req.output_ids_through_stop)
         first_s = times.prefill_finished_time
         # A retraction resets both; a request may end in the prefill that follows.
         last_s = max(times.last_decode_finish_time, times.last_prefill_finished_time)
         started_s = times.created_time or times.scheduler_recv_time or times.wait_queue_entry_time
-        ttft_s = first_s - started_s if first_s and started_s else None
-        tpot_s = (last_s - first_s) / (tokens - 1) if tokens > 1 and first_s else None
-        aborted = type(req.finished_reason).__name__ == "FINISH_ABORT"
-        failed = aborted and int(req.finished_reason.status_code or 0) >= SERVER_FAULT
-        met_ttft = ttft_slo_s == math.inf or (ttft_s is not None and within(ttft_s, ttft_slo_s))
         company = self._company.pop(req, None) or _Company(self._prefills_s)
-        if (failed or not aborted) and not req.rid.startswith(HEALTH_CHECK):
-            self.stats.finish(
-                FinishedRequest(
-                    rid=req.rid,
-                    slo_class=slo_class,
-                    tpot_slo_s=tpot_slo_s,
-                    ttft_slo_s=ttft_slo_s,
-                    ttft_s=ttft_s,
-                    tpot_s=tpot_s,
-                    output_tokens=tokens,
-                    failed=failed,
-                    iterations=req.spec_verify_ct,
-                    stall_s=company.stall_s,
-                    retractions=req.retraction_count,
-                    mean_running=company.running / company.iterations if company.iterations else 0.0,
-                )
-            )
-        return {
-            "class": slo_class,
-            "tpot_ms": _ms(tpot_s),
-            "tpot_slo_ms": _ms(tpot_slo_s),
-            "ttft_ms": _ms(ttft_s),
-            "ttft_slo_ms": _ms(ttft_slo_s),
-            "met": not aborted and within(tpot_s, tpot_slo_s) and met_ttft,
-        }
-
-    def iteration(self, outcome: IterationOutcome) -> None:
-        """Counts a decode iteration."""
-        plan, selection = outcome.plan, outcome.selection
-        for rid in plan.running.rids:
-            company = self._by_rid.get(rid)
-            if company is not None:
-                company.iterations += 1
-                company.running += len(plan.running)
-                company.stall_s = self._prefills_s - company.prefills_before_s
-        self.stats.iteration(
-            IterationSample(
-                running=len(plan.running),
-                queue=self._queue,
-                depth=plan.depth,
-                width=plan.width if plan.depth else 0,
-                budget=plan.budget,
-                verify_tokens=selection.verify_tokens,
-                drafted_tokens=outcome.trees.n_nodes,
-                new_tokens=int(outcome.new_tokens.sum()),
-                expected_tokens=float(selection.expected_tokens.sum()),
-                draft_s=outcome.draft_s,
-                select_s=outcome.select_s,
-                verify_s=outcome.verify_s,
-                total_s=outcome.total_s,
-                kv_use=self._kv_use,
-            )
+        return FinishedRequest(
+            slo=self.slo(req),
+            ttft_s=first_s - started_s if first_s and started_s else None,
+            tpot_s=(last_s - first_s) / (tokens - 1) if tokens > 1 and first_s else None,
+            output_tokens=tokens,
+            failed=failed,
+            iterations=req.spec_verify_ct,
+            stall_s=company.stall_s,
+            retractions=req.retraction_count,
+            mean_running=company.running / company.iterations if company.iterations else 0.0,
         )
 
 

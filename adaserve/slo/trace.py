@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.slo.classes import CUSTOM_CLASS, ResolvedSLO, SLOConfig, resolve
+from adaserve.slo.classes import CUSTOM_CLASS, SLO, SLOConfig
+from adaserve.slo.resolve import resolve
 
 MAX_TOKENS = 10_000_000
 
@@ -51,7 +52,7 @@ class TraceRow:
     text: str | None = None
     prompt_id: str | None = None  # the same id = the same prompt text
 
-    def slo(self, config: SLOConfig, baseline_s: float | None) -> ResolvedSLO:
+    def slo(self, config: SLOConfig, baseline_s: float | None) -> SLO:
         """The row's objectives: its own milliseconds, its own multiple, then its class.
 
         Raises SLOError for an unknown class or when a needed baseline is unknown."""
@@ -62,7 +63,7 @@ class TraceRow:
         }
         if self.slo_tpot_ms is None and self.slo_x_baseline is not None and baseline_s is not None:
             params["slo_tpot_ms"] = self.slo_x_baseline * baseline_s * 1e3
-        return resolve({}, params, config, baseline_s)
+        return resolve({}, params, config).at(baseline_s)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from adaserve import patches
-from adaserve.algorithm import NAME, AdaServeAlgorithm
+from adaserve.algorithm import AdaServeAlgorithm
+from adaserve.identity import NAME
 
 MANAGERS = "sglang.srt.managers"
 OPENAI = "sglang.srt.entrypoints.openai"

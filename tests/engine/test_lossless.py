@@ -197,40 +197,44 @@ def test_seeded_trees_emit_what_seeded_decoding_emits(settings: dict[str, Any]) 
 # -- neighbours ---------------------------------------------------------------------------------
 
 
-def first_rows_draws(mine: dict[str, Any], others: list[dict[str, Any]], n: int, seeded: bool) -> list[int]:
-    """What n requests that ask for ``mine`` draw, each beside requests that ask for ``others``."""
-    batch, drawn = tree_batch([[0, 1], [2, 3]], 1 + len(others)), []
-    reqs = [sampling_request(**settings) for settings in (mine, *others)]
-    size = int(batch.batch.q_lens[0])
+Settings = list[dict[str, Any]]
+
+
+def draws_beside(
+    before: Settings, mine: dict[str, Any], behind: Settings, *, with_seed: bool
+) -> list[tuple[int, ...]]:
+    """What 30 requests that ask for ``mine`` draw at the nodes of a tree, each between such neighbours."""
+    reqs = [sampling_request(**settings) for settings in (*before, mine, *behind)]
+    batch, at = tree_batch([[0, 1], [2, 3]], len(reqs)), len(before)
     generator = torch.Generator().manual_seed(1)
-    logits = torch.cat([torch.randn(size, VOCAB, generator=generator) for _ in reqs])
-    for key in range(n):
-        states = states_of(len(reqs))
-        states[0].key = key
-        seeds = torch.tensor([key, *range(900, 900 + len(others))]) if seeded else None
-        draws = sampling.draw(logits, make_step(batch, reqs, states, sampling_seed=seeds))
-        drawn += draws[:size].tolist()
+    own, *others = (torch.randn(len(batch) // len(reqs), VOCAB, generator=generator) for _ in reqs)
+    logits = torch.cat([*others[:at], own, *others[at:]])
+    drawn = []
+    for key in range(30):
+        states, seeds = states_of(len(reqs)), torch.arange(900, 900 + len(reqs))
+        states[at].key = key
+        seeds[at] = key
+        step = make_step(batch, reqs, states, sampling_seed=seeds if with_seed else None)
+        drawn.append(tuple(sampling.draw(logits, step)[batch.row == at].tolist()))
     return drawn
 
 
-NEIGHBOURS: list[list[dict[str, Any]]] = [
-    [], [{}], [{"top_p": 0.5}], [{"top_k": 3}], [{"top_k": 1}], [{"temperature": 0.3, "top_p": 0.9}, {}],
+NEIGHBOURS: list[Settings] = [
+    [{}], [{"top_p": 0.5}], [{"top_k": 3}], [{"top_k": 1}], [{"temperature": 0.3, "top_p": 0.9}, {}],
 ]  # fmt: skip
+MINE: Settings = [{}, {"top_p": 0.5}, {"temperature": 0.6, "top_k": 4}, {"top_k": 1}]
 
 
 @pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize("with_seed", [False, True])
-@pytest.mark.parametrize("mine", [{}, {"top_p": 0.5}, {"temperature": 0.6, "top_k": 4}, {"top_k": 1}])
+@pytest.mark.parametrize("mine", MINE)
 def test_draws_do_not_depend_on_what_neighbours_ask_for(mine: dict[str, Any], with_seed: bool) -> None:
-    alone, *beside = (first_rows_draws(mine, others, 30, with_seed) for others in NEIGHBOURS)
-    assert all(other == alone for other in beside)
-    assert mine.get("top_k") == 1 or len({*zip(*[iter(alone)] * 5, strict=True)}) > 5, "nothing is random"
-
-
-@pytest.mark.parametrize("mine", [{}, {"top_p": 0.5}])
-def test_min_p_of_a_neighbour(mine: dict[str, Any]) -> None:
-    """Without seeds only: SGLang has no seeded min-p."""
-    assert first_rows_draws(mine, [{"min_p": 0.3}], 30, False) == first_rows_draws(mine, [], 30, False)
+    alone = draws_beside([], mine, [], with_seed=with_seed)
+    # SGLang has no seeded min-p.
+    for others in NEIGHBOURS if with_seed else [*NEIGHBOURS, [{"min_p": 0.3}]]:
+        assert draws_beside([], mine, others, with_seed=with_seed) == alone
+        assert draws_beside(others, mine, [], with_seed=with_seed) == alone
+    assert mine == {"top_k": 1} or len(set(alone)) > 5, "nothing is random"
 
 
 # -- penalties ----------------------------------------------------------------------------------

@@ -16,12 +16,13 @@ def test_commands_load_no_model_libraries_and_no_gevent() -> None:
     assert done.stdout.split() == []
 
 
-def test_shared_modules_need_only_numpy_and_yaml() -> None:
+def test_shared_modules_need_only_numpy_yaml_and_pydantic() -> None:
     code = (
         "import sys, importlib; before = set(sys.modules)\n"
-        "for m in ('slo', 'trace', 'metrics'): importlib.import_module('adaserve.scheduler.' + m)\n"
+        "for m in ('resolve', 'trace', 'metrics'): importlib.import_module('adaserve.slo.' + m)\n"
         "top = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
         "print(*sorted(m for m in top if not m.startswith('_')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) <= {"adaserve", "numpy", "yaml", "cython_runtime", "sortedcontainers"}
+    pydantic = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}
+    assert set(done.stdout.split()) <= {"adaserve", "numpy", "yaml", "cython_runtime"} | pydantic

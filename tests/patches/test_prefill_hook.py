@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 
-from adaserve.algorithm import NAME, AdaServeAlgorithm
+from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.config import AdaServeConfig
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.state import RequestState
+from adaserve.identity import NAME
 from adaserve.patches.prefill_slack import _paced
+from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from adaserve.slo.classes import SLO
 
 NOW = 1000.0
 LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001)
@@ -48,7 +51,7 @@ def pacer(
     """One request in slot 0 that decoded 50 tokens in 1.2 seconds, and is due ``slo_s`` per token."""
     state = RequestState("r0", "coding", slo_s, NOW - 1.2, 50, generated=[1] * 51)
     known = ttft or {}
-    ledger: Any = SimpleNamespace(slo=lambda req: ("c", math.inf, known.get(req.rid, math.inf)))
+    ledger: Any = SimpleNamespace(slo=lambda req: SLO("c", ttft_s=known.get(req.rid, math.inf)))
     return PrefillPacer(config or AdaServeConfig(), LATENCY, ledger, {0: state})
 
 
@@ -160,7 +163,7 @@ def full(slo_s: float, **config: Any) -> PrefillPacer:
     paced = pacer(slo_s, AdaServeConfig(**config))
     paced._states[1] = RequestState("r1", "coding", slo_s, NOW - 0.1, 50, generated=[1] * 51)  # type: ignore[index]
     paced._states[0].decode_start_s = NOW - 0.1
-    paced._period_s = paced._cycle_s = 0.040
+    paced._period_s = paced._cycle_s = MovingAverage(1.0, start=0.040)
     return paced
 
 

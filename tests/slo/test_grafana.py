@@ -29,7 +29,7 @@ import random, sys, time
 from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.stats import FinishedRequest, IterationSample, SLOStats
-from adaserve.slo.classes import SLOConfig
+from adaserve.slo.classes import SLO, SLOConfig
 registry = CollectorRegistry()
 stats = SLOStats(SLOConfig(), ServerMetrics(registry))
 for name in ("num_running_reqs", "num_queue_reqs", "token_usage"):
@@ -43,8 +43,8 @@ while time.time() < end:
     for name, slo in (("coding", 0.036), ("chat", 0.05), ("summarization", 0.15)):
         ttft.observe(0.2)
         failed = rng.random() < 0.05
-        stats.finish(FinishedRequest("r", name, slo, 9.0, 0.2, slo * rng.uniform(0.5, 1.3), 40, failed))
-    stats.iteration(IterationSample(8, 1, 3, 2, 24, 20, 18, 14, 15.0, 0.004, 0.0002, 0.02, 0.03, 0.4))
+        stats.finish(FinishedRequest(SLO(name, slo, 9.0), 0.2, slo * rng.uniform(0.5, 1.3), 40, failed))
+    stats.iteration(IterationSample(8, 3, 2, 24, 20, 18, 14, 15.0, 0.004, 0.0002, 0.02, 0.03, 1, 0.4))
     time.sleep(0.05)
 """
 

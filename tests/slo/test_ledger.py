@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import gc
+import math
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from adaserve.scheduler.interface import (
-    CandidateTrees,
-    IterationOutcome,
-    IterationPlan,
-    RunningBatch,
-    Selection,
-)
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.ledger import SLOLedger
-from adaserve.slo.stats import SLOStats
+from adaserve.slo.resolve import resolve
+from adaserve.slo.stats import IterationSample, SLOStats
 
 BASELINE_S = 0.020
 
@@ -33,7 +27,8 @@ class Req:
 
     def __init__(self, rid: str = "r", slo_class: str = "coding", **changes: Any) -> None:
         self.rid = rid
-        self.sampling_params = SimpleNamespace(custom_params={"slo_class": slo_class})
+        slo = resolve({"x-slo-class": slo_class}, None, SLOConfig())
+        self.sampling_params = SimpleNamespace(custom_params=slo.in_params(None))
         self.output_ids_through_stop = list(range(11))
         self.finished_reason: Any = None
         self.spec_verify_ct = 4
@@ -53,22 +48,17 @@ class Req:
 
 
 def ledger() -> SLOLedger:
-    return SLOLedger(SLOConfig(), BASELINE_S, SLOStats(SLOConfig()))
+    return SLOLedger(BASELINE_S, SLOStats(SLOConfig()))
 
 
 def decode(books: SLOLedger, *reqs: Req) -> None:
     """One iteration of plain decoding."""
     n = len(reqs)
-    zeros, ones = np.zeros(n), np.ones(n, np.int64)
-    running = RunningBatch(
-        tuple(r.rid for r in reqs), ("coding",) * n, zeros, zeros, ones, ones, ones, ones, zeros
-    )
-    plan = IterationPlan(0, 0.0, running, zeros, 0, 0, n)
-    trees = CandidateTrees.empty(n)
-    selection = Selection(np.zeros(0, np.bool_), ones * 0, ones * 0, np.ones(n))
-    books.iteration(
-        IterationOutcome(plan, trees, selection, np.zeros(0, np.bool_), ones, 0.0, 0.0, 0.0, 0.02, 0.02)
-    )
+    sample = IterationSample(
+        running=n, depth=0, width=0, budget=n, verify_tokens=n, drafted_tokens=0, new_tokens=n,
+        expected_tokens=n, draft_s=0.0, select_s=0.0, verify_s=0.02, total_s=0.02,
+    )  # fmt: skip
+    books.iteration([r.rid for r in reqs], sample)
 
 
 def counted(books: SLOLedger) -> dict[str, Any]:
@@ -189,4 +179,20 @@ def test_requests_that_nobody_closes_are_forgotten() -> None:
         decode(books, req)
     del req
     gc.collect()
-    assert len(books._company) == len(books._by_rid) == 0
+    assert len(books._company) == len(books._by_rid) == len(books._slos) == 0
+
+
+def test_an_slo_is_settled_once() -> None:
+    """The baseline may be learned anew while a request runs: it is judged by what it started with."""
+    books = ledger()
+    req, later = Req(), Req("later")
+    assert books.slo(req).tpot_s == pytest.approx(0.024)
+    books.set_baseline(0.040)
+    assert books.slo(req).tpot_s == pytest.approx(0.024) and books.close(req)["tpot_slo_ms"] == 24
+    assert books.slo(later).tpot_s == pytest.approx(0.048)
+
+
+def test_a_request_without_an_slo() -> None:
+    plain = Req(sampling_params=SimpleNamespace(custom_params=None))
+    slo = ledger().slo(plain)
+    assert (slo.slo_class, slo.tpot_s, slo.ttft_s) == ("default", math.inf, math.inf)

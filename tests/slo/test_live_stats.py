@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from adaserve.slo.classes import SLOConfig
+from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.snapshot import build_snapshot
 from adaserve.slo.stats import FinishedRequest, IterationSample, SLOStats, bin_ratio, ratio_bin, slow_reason
@@ -25,15 +25,8 @@ class Clock:
 
 def request(**values: Any) -> FinishedRequest:
     """40 tokens at 20 ms against an SLO of 30 ms, unless told otherwise."""
-    defaults: dict[str, Any] = {
-        "rid": "r",
-        "slo_class": "coding",
-        "tpot_slo_s": 0.030,
-        "ttft_slo_s": math.inf,
-        "ttft_s": 0.1,
-        "tpot_s": 0.020,
-        "output_tokens": 40,
-    }
+    slo = SLO(values.pop("slo_class", "coding"), 0.030, values.pop("ttft_slo_s", math.inf))
+    defaults: dict[str, Any] = {"slo": slo, "ttft_s": 0.1, "tpot_s": 0.020, "output_tokens": 40}
     return FinishedRequest(**(defaults | values))
 
 
@@ -81,7 +74,7 @@ def test_snapshot_figures() -> None:
     assert snap.calibration_error == pytest.approx(22 / 16 - 1)
     assert snap.iteration_ms == pytest.approx({"draft": 4, "select": 1, "verify": 20, "other": 5})
     assert (snap.depth, snap.width, snap.budget, snap.running, snap.queue) == (1, 2, 24, 4, 1)
-    assert [e["slo_class"] for e in snap.slow] == ["coding", "chat"]
+    assert [e.slo_class for e in snap.slow] == ["coding", "chat"]
     json.dumps(snap.to_json(), allow_nan=False)
 
 

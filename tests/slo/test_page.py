@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from adaserve.slo.classes import SLOConfig
+from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.page import mount, page_html
 from adaserve.slo.snapshot import build_snapshot
 from adaserve.slo.stats import FinishedRequest, IterationSample, SLOStats
@@ -40,12 +40,8 @@ def made_up(seconds: float = 300.0, seed: int = 0) -> SLOStats:
                 tpot = slo * ease * (1 + 0.028 * load * rng.lognormvariate(0, 0.5))
                 tokens = 64 + rng.randrange(200)
                 iterations, stall = int(tokens / (2.5 - 0.08 * load)), 0.4 * rng.random()
-                rid = f"{rng.getrandbits(64):x}"
-                stats.finish(
-                    FinishedRequest(
-                        rid, name, slo, math.inf, 0.2, tpot, tokens, False, iterations, stall, 0, load
-                    )
-                )
+                asked = SLO(name, slo)
+                stats.finish(FinishedRequest(asked, 0.2, tpot, tokens, False, iterations, stall, 0, load))
         running, depth = 1 + int(load), 3 if load < 9 else 2
         emitted = round(running * (2.3 - 0.05 * load))
         stats.iteration(

@@ -338,4 +338,4 @@ def with_depth(spec: ServerSpec, policies: Sequence[str]) -> ServerSpec:
     """The server with trees as deep as the deepest chain among the policies."""
     chains = [int(p.removeprefix("chain-")) for p in policies if p.startswith("chain-")]
     depth = max([spec.config.max_depth, *chains])
-    return replace(spec, config=replace(spec.config, max_depth=depth))
+    return replace(spec, config=spec.config.changed(max_depth=depth))

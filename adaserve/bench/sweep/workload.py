@@ -79,7 +79,7 @@ class Workload:
         urgent = self.urgent(baseline_ms / 1e3)
         found: dict[str, float | None] = {}
         for name, own in self.slos.classes.items():
-            scaled = SLOClass(name, x_baseline=point.scale) if point.scale is not None else own
+            scaled = SLOClass(name=name, x_baseline=point.scale) if point.scale is not None else own
             tpot_s = (scaled if name == urgent else own).slo(baseline_ms / 1e3).tpot_s
             found[name] = tpot_s * 1e3 if math.isfinite(tpot_s) else None
         return found

@@ -80,7 +80,11 @@ def test_only_the_urgent_slo_is_scaled() -> None:
 
 def test_other_classes_and_slos() -> None:
     slos = SLOConfig(
-        {"slow": SLOClass("slow", tpot_ms=90), "fast": SLOClass("fast", tpot_ms=9), "any": SLOClass("any")}
+        classes={
+            "slow": SLOClass(name="slow", tpot_ms=90),
+            "fast": SLOClass(name="fast", tpot_ms=9),
+            "any": SLOClass(name="any"),
+        }
     )
     workload = Workload(slos)
     assert workload.urgent(0.010) == "fast"

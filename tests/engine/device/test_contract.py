@@ -61,6 +61,7 @@ def test_the_planner_leaves_mask_and_slots_to_us() -> None:
 
 def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from adaserve.algorithm import AdaServeAlgorithm
+    from adaserve.identity import NAME
     from adaserve.patches import kv_sizing
 
     draft = SimpleNamespace(num_hidden_layers=16, head_dim=64, get_num_kv_heads=lambda tp, dcp: 8 // tp)
@@ -69,7 +70,7 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(f"{SGLANG}.runtime_context.get_parallel", lambda: parallel)
 
     def sized(**over: Any) -> Any:
-        algorithm = AdaServeAlgorithm.__new__(AdaServeAlgorithm)
+        algorithm = AdaServeAlgorithm(NAME, lambda _: object)
         values = {"is_draft_worker": False, "spec_algorithm": algorithm, "server_args": None,
                   "kv_cache_dtype": torch.bfloat16, "device": "cuda"}  # fmt: skip
         configurator = SimpleNamespace(_cell_size=1000, _fixed_overhead_bytes=5)

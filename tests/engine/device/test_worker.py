@@ -44,7 +44,8 @@ class TinyWorker(AdaServeWorker):
         self.policy = build_policy(policy, policy_config())
         self.forgotten: list[str] = []
         self._policies = SimpleNamespace(forget=self.forgotten.append)  # type: ignore[assignment]
-        self.prefill = self.ledger = SimpleNamespace(observe=len_of, iteration=len_of)  # type: ignore[assignment]
+        self.prefill = SimpleNamespace(observe=len_of)  # type: ignore[assignment]
+        self.ledger = SimpleNamespace(iteration=lambda rids, sample: None)  # type: ignore[assignment]
         self.req_to_token_pool = SimpleNamespace(req_to_token=requests.req_to_token)
         self.outcomes: list[IterationOutcome] = []
 

@@ -1,0 +1,41 @@
+"""Values that people write by hand: checked by pydantic, refused in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class Checked(BaseModel):
+    """A frozen record whose fields are checked; unknown ones are refused.
+
+    Raises ``refusal`` with the first problem: which field, its value, and what is accepted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    refusal: ClassVar[type[ValueError]] = ValueError
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise self.refusal(_sentence(error, list(type(self).model_fields))) from None
+
+
+def _sentence(error: ValidationError, known: list[str]) -> str:
+    problem = error.errors(include_url=False)[0]
+    where = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        return f"unknown setting {where!r}: known are {', '.join(known)}"
+    if problem["type"] == "value_error":  # raised by a validator of ours, which says what is accepted
+        return ": ".join(filter(None, (where, str(problem["ctx"]["error"]))))
+    return f"{where} is {shown(problem['input'])}: {problem['msg'].replace('Input', 'it', 1)}"
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, at most 60 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int with thousands of digits cannot be printed
+        text = "a huge number"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,39 @@
+"""Who we are to SGLang: the algorithm's name, and whether this process could register it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+NAME = "ADASERVE"
+
+
+def is_ours(algorithm: Any) -> bool:
+    """Whether a speculative algorithm of SGLang's (the object, or its name) is ours."""
+    return getattr(algorithm, "name", algorithm) == NAME
+
+
+@dataclass
+class Registration:
+    """Whether this process has registered, and what went wrong."""
+
+    done: bool = False
+    failure: BaseException | None = None
+
+
+registration = Registration()
+
+
+def ensure_registered() -> None:
+    """Raises RuntimeError with what went wrong in ``adaserve.plugin.register``.
+
+    SGLang only logs a plugin's failure and would serve without it."""
+    if registration.failure is not None:
+        raise RuntimeError(
+            "AdaServe could not be registered with SGLang; see the cause above"
+        ) from registration.failure
+    if not registration.done:
+        raise RuntimeError(
+            "AdaServe's SGLang plugin was not loaded: "
+            "if SGLANG_PLUGINS or SGLANG_PLATFORM is set, add adaserve to it"
+        )

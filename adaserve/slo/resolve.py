@@ -1,0 +1,178 @@
+"""The SLO of a request: where it may be stated, and who wins.
+
+The first place that speaks wins, for TPOT and TTFT separately::
+
+    body     custom_params {slo_tpot_ms, slo_ttft_ms}, or nvext.router {itl_target, ttft_target}
+    header   x-slo-tpot-ms, x-slo-ttft-ms (also spelled x-llm-d-slo-...)
+    class    custom_params {slo_class} or header x-slo-class
+    default  the server's default class, else no SLO
+
+The server answers a bad value with 400 and the text of the SLOError, so each message names the value
+and the remedy. The HTTP process calls :func:`resolve`, once; what it found travels to the scheduler
+(:meth:`RequestSLO.in_params`), which alone knows the baseline that classes multiply.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from adaserve.checked import shown
+from adaserve.slo.classes import (
+    CUSTOM_CLASS,
+    DEFAULT_CLASS,
+    SLO,
+    TPOT_RANGE_MS,
+    TTFT_RANGE_MS,
+    SLOConfig,
+    SLOError,
+    seconds,
+    times_baseline,
+)
+
+HEADER_CLASS = "x-slo-class"
+HEADER_TPOT = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
+HEADER_TTFT = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+BODY_KEYS = ("slo_class", "slo_tpot_ms", "slo_ttft_ms")
+WIRE_KEY = "adaserve_slo"
+"""Where the resolved SLO stands in ``custom_params`` on its way to the scheduler."""
+
+Headers = Mapping[str, str] | Iterable[tuple[str, str]]
+T = TypeVar("T")
+_NUMBER = re.compile(r"\+?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSLO:
+    """What a request is served for, while the baseline is not known. Seconds; inf = none."""
+
+    slo_class: str  # one of SLOConfig.labels
+    tpot_s: float = math.inf
+    ttft_s: float = math.inf
+    x_baseline: float | None = None  # in place of tpot_s: a multiple of the baseline
+
+    def at(self, baseline_s: float | None) -> SLO:
+        """The objectives in seconds. Raises SLOError when they need a baseline that is unknown."""
+        tpot_s = self.tpot_s
+        if self.x_baseline is not None:
+            tpot_s = times_baseline(self.x_baseline, baseline_s, self.slo_class)
+        return SLO(self.slo_class, tpot_s, self.ttft_s)
+
+    def in_params(self, custom_params: Mapping[str, Any] | None) -> dict[str, Any]:
+        """SGLang's ``custom_params`` with this SLO in place of what the client wrote about SLOs."""
+        kept = {k: v for k, v in (custom_params or {}).items() if k not in (*BODY_KEYS, "nvext")}
+        return kept | {WIRE_KEY: asdict(self)}
+
+    @classmethod
+    def from_params(cls, custom_params: Mapping[str, Any] | None) -> RequestSLO:
+        """What ``in_params`` put there; no objectives where nothing did."""
+        wire = (custom_params or {}).get(WIRE_KEY)
+        return cls(DEFAULT_CLASS) if wire is None else cls(**wire)
+
+
+def resolve(
+    headers: Headers,
+    custom_params: Mapping[str, Any] | None,
+    config: SLOConfig,
+    nvext: Mapping[str, Any] | None = None,
+) -> RequestSLO:
+    """Finds the objectives of a request.
+
+    ``headers``: a mapping or pairs (pairs show a header that was sent twice), names in any case.
+    ``custom_params``: SGLang's body field; keys that do not start with ``slo_`` are left alone.
+    ``nvext``: Dynamo's body field, taken from ``custom_params["nvext"]`` when not given.
+    Raises SLOError for every value that is not understood: nothing is ignored silently.
+    """
+    body, header = _in_body(custom_params, nvext), _in_headers(headers)
+    name = _first(body.slo_class, header.slo_class)
+    tpot_ms, ttft_ms = _first(body.tpot_ms, header.tpot_ms), _first(body.ttft_ms, header.ttft_ms)
+    cls = config.get(DEFAULT_CLASS if name is None else name)
+    unnamed = name is None and (tpot_ms is not None or ttft_ms is not None)
+    return RequestSLO(
+        slo_class=CUSTOM_CLASS if unnamed else cls.name,
+        tpot_s=seconds(_first(tpot_ms, cls.tpot_ms)),
+        ttft_s=seconds(_first(ttft_ms, cls.ttft_ms)),
+        x_baseline=cls.x_baseline if tpot_ms is None else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What one place asks for."""
+
+    slo_class: str | None
+    tpot_ms: float | None
+    ttft_ms: float | None
+
+
+def _in_body(params: Mapping[str, Any] | None, nvext: Mapping[str, Any] | None) -> _Wish:
+    if params is not None and not isinstance(params, Mapping):
+        raise SLOError(f"custom_params must be an object, not {shown(params)}")
+    params = params or {}
+    for key in map(str, params):
+        if key == WIRE_KEY or (key.startswith("slo_") and key not in BODY_KEYS):
+            raise SLOError(f"custom_params has no {key!r}: SLO keys are {', '.join(BODY_KEYS)}")
+    router = _router(nvext if nvext is not None else params.get("nvext"))
+    name = params.get("slo_class")
+    if name is not None and not isinstance(name, str):
+        raise SLOError(f"custom_params.slo_class must be a class name, not {shown(name)}")
+    tpot = [
+        ("custom_params.slo_tpot_ms", params.get("slo_tpot_ms")),
+        ("nvext.router.itl_target", router.get("itl_target")),
+    ]
+    ttft = [
+        ("custom_params.slo_ttft_ms", params.get("slo_ttft_ms")),
+        ("nvext.router.ttft_target", router.get("ttft_target")),
+    ]
+    return _Wish(name, _one(tpot, TPOT_RANGE_MS), _one(ttft, TTFT_RANGE_MS))
+
+
+def _router(nvext: Any) -> Mapping[str, Any]:
+    router = nvext.get("router") if isinstance(nvext, Mapping) else nvext
+    if router is None:
+        return {}
+    if not isinstance(router, Mapping):
+        raise SLOError(f"nvext.router must be an object like {{'itl_target': 50}}, not {shown(router)}")
+    return router
+
+
+def _in_headers(headers: Headers) -> _Wish:
+    sent: dict[str, list[str]] = {}
+    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+        sent.setdefault(name.lower(), []).append(value.strip())
+    names = list(dict.fromkeys(sent.get(HEADER_CLASS, [])))
+    if len(names) > 1:
+        raise SLOError(f"header {HEADER_CLASS} was sent twice with different names: {', '.join(names)}")
+
+    def ms(spellings: tuple[str, ...], limits: tuple[float, float]) -> float | None:
+        texts = [(f"header {name}", text) for name in spellings for text in sent.get(name, [])]
+        return _one([(n, float(t) if _NUMBER.fullmatch(t) else t) for n, t in texts], limits)
+
+    return _Wish(names[0] if names else None, ms(HEADER_TPOT, TPOT_RANGE_MS), ms(HEADER_TTFT, TTFT_RANGE_MS))
+
+
+def _one(values: list[tuple[str, Any]], limits: tuple[float, float]) -> float | None:
+    """The one number of milliseconds, inside ``limits``, that several spellings agree on."""
+    given = [(name, _checked(value, limits, name)) for name, value in values if value is not None]
+    for name, value in given[1:]:
+        if value != given[0][1]:
+            raise SLOError(
+                f"{given[0][0]} = {given[0][1]:g} and {name} = {value:g} disagree: send one of them"
+            )
+    return given[0][1] if given else None
+
+
+def _checked(value: Any, limits: tuple[float, float], where: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not limits[0] <= value <= limits[1]:  # NaN fails both comparisons
+        raise SLOError(
+            f"{where} is {shown(value)}: accepted is a number from {limits[0]:g} to {limits[1]:.0f} ms"
+        )
+    return float(value)
+
+
+def _first(one: T | None, other: T | None) -> T | None:
+    return other if one is None else one
