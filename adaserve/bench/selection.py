@@ -5,13 +5,15 @@ many single calls is what the code costs; the median shows what a busy machine m
 
 Then all that a policy does in an iteration of the embedded pair, with beams of up to 5 levels of up to 3.
 Some is learned now and then only, so this is a mean, of processor time: the smallest of 64 in a row.
+
+Last (``--cold``) selections of ``priced`` in Python and in C, in a loop and behind a forward that has emptied
+the caches: before each cold call 48 MB are written.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,14 +23,17 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from adaserve.host import describe_host
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IterationOutcome, RunningBatch
 from adaserve.scheduler.latency import LatencyModel, TableCost
 from adaserve.scheduler.order import NeedOrder, token_deadline
 from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.pricing import Pricing
 from adaserve.scheduler.selection import parent_kept
 
 SIZES = ((8, 64), (16, 128), (32, 256), (64, 512), (128, 1024), (256, 2048), (512, 4096))
+COLD_SHAPES = ((1, 4, 2), (4, 4, 2), (8, 3, 1), (8, 4, 3), (16, 4, 2), (32, 2, 1))
 BATCHES = (1, 2, 4, 8, 24, 32)
 PAIR = LatencyModel(
     draft=TableCost((1.0, 8.0, 16.0, 32.0, 64.0), (6e-4, 7e-4, 8e-4, 1e-3, 1.5e-3)),
@@ -168,6 +173,43 @@ def iteration_table(repeats: int) -> str:
     return "\n".join(lines)
 
 
+def cold_us(shape: tuple[int, int, int], pricing: Pricing | None, cold: bool, repeats: int) -> float:
+    """Median microseconds of ``select`` on trees of (requests, depth, width), learning in between."""
+    n, depth, width = shape
+    policy = build_policy("priced", PolicyConfig(latency=PAIR, d_max=5, pricing=pricing))
+    plan = replace(
+        policy.plan(example_batch(n, 2), 2.0), depth=depth, width=width, budget=n * (1 + depth * width)
+    )
+    pool, caches = [example_trees(n, depth, width, seed) for seed in range(8)], np.zeros(6 << 20)
+    took = []
+    for i in range(repeats):
+        trees, now = replace(pool[i % 8]), replace(plan, iteration=i)
+        if cold:
+            np.add(caches, 1.0, out=caches)
+        start = time.perf_counter_ns()
+        selection = policy.select(now, trees)
+        took.append(time.perf_counter_ns() - start)
+        nothing, one = np.zeros(trees.n_nodes, np.bool_), np.ones(n, np.int64)
+        times = (2.0, 2e-3, 0.0, 2e-2, 2.2e-2, 2.2e-2)
+        policy.observe(IterationOutcome(now, trees, selection, nothing, one, *times))
+    return float(np.median(took)) / 1e3
+
+
+def cold_table(repeats: int) -> str:
+    """Selections in Python and in C, warm and cold, as a Markdown table."""
+    from adaserve.engine.host.pricing import native_pricing  # the engine, for this table only
+
+    kinds = {"Python": None, "C": native_pricing()}
+    heads = [f"{kind}, {caches}" for caches in ("warm", "cold") for kind in kinds]
+    lines = [f"| requests x depth x width | {' | '.join(heads)} |", "|---|---|---|---|---|"]
+    for shape in COLD_SHAPES:
+        cells = [
+            cold_us(shape, pricing, cold, repeats) for cold in (False, True) for pricing in kinds.values()
+        ]
+        lines.append(f"| {' x '.join(map(str, shape))} | " + " | ".join(f"{us:.0f}" for us in cells) + " |")
+    return "\n".join(lines)
+
+
 def table(repeats: int) -> str:
     """Cost of selections as a Markdown table."""
     lines = [
@@ -182,22 +224,23 @@ def table(repeats: int) -> str:
 
 
 def main(
-    out: Annotated[Path | None, typer.Option(help="Markdown file to write")] = None, repeats: int = 1000
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write")] = None,
+    repeats: int = 1000,
+    cold: Annotated[bool, typer.Option(help="with empty caches too, in Python and in C")] = False,
 ) -> None:
-    """Prints the table and writes it to --out."""
-    numpy_version, load = np.__version__, os.getloadavg()[0]
-    head = (
-        "# Cost of one selection\n\n`python -m adaserve.bench.selection --repeats "
-        f"{repeats}`, single calls of `select`, one thread.\n"
-        f"{platform.machine()}, {os.cpu_count()} cores shared (load {load:.1f}), "
-        f"Python {platform.python_version()}, numpy {numpy_version}.\n\n"
-    )
-    text = (
-        head
-        + table(repeats)
-        + "\n\nWhole iterations, processor microseconds (smallest mean of 64 in a row):\n\n"
-    )
-    text += iteration_table(repeats) + "\n"
+    """Prints the tables and writes them to --out."""
+    host = describe_host()
+    parts = [
+        f"# Cost of one selection\n\n`python -m adaserve.bench.selection --repeats {repeats}`, single calls "
+        f"of `select`, one thread.\n{host['cpu']}, {host['cores']} cores shared (load "
+        f"{os.getloadavg()[0]:.1f}), Python {host['python']}, numpy {host['packages']['numpy']}.",
+        table(repeats),
+        "Whole iterations, processor microseconds (smallest mean of 64 in a row):",
+        iteration_table(repeats),
+    ]
+    if cold:
+        parts += ["`priced`, median microseconds per selection:", cold_table(repeats)]
+    text = "\n\n".join(parts) + "\n"
     print(text)
     if out:
         out.write_text(text, encoding="utf-8")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from sortedcontainers import SortedKeyList
 
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Policy
-from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT, ClairvoyantPolicy, RevealingSampler
 from adaserve.scheduler.simulator.order import ROW_ORDERS, build_order
@@ -126,17 +125,7 @@ def _ms(seconds: float) -> float | None:
     return None if math.isinf(seconds) else seconds * 1e3
 
 
-def with_seed(config: SimulationConfig, seed: int) -> SimulationConfig:
-    """The same simulation with another seed."""
-    return replace(config, seed=seed)
-
-
 def violations(records: Iterable[RequestRecord]) -> float:
     """1 - attainment."""
     met = [r.attained for r in records]
     return 1.0 - sum(met) / max(1, len(met))
-
-
-def default_replica(latency: LatencyModel) -> ReplicaConfig:
-    """A replica of that latency."""
-    return ReplicaConfig(latency)

@@ -19,7 +19,7 @@ def test_commands_load_no_model_libraries_and_no_gevent() -> None:
 def test_shared_modules_need_only_numpy_and_yaml() -> None:
     code = (
         "import sys, importlib; before = set(sys.modules)\n"
-        "for m in ('slo', 'trace', 'metrics'): importlib.import_module('adaserve.scheduler.' + m)\n"
+        "for m in ('classes', 'trace', 'metrics'): importlib.import_module('adaserve.slo.' + m)\n"
         "top = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
         "print(*sorted(m for m in top if not m.startswith('_')))"
     )
