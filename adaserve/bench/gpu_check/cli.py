@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import httpx
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+
+from adaserve.bench.options import counts
+from adaserve.bench.terminal import table
 
 if TYPE_CHECKING:
     from adaserve.bench.gpu_check.check import CheckPlan
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def gpu_check(
     *,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a small dry run of the same code.")] = "cuda",
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option(help="cpu: a small dry run of the same code.")
+    ] = "cuda",
     model: Annotated[
         str | None, typer.Option("--model-path", help="Target.", show_default="the embedded one, widened")
     ] = None,
@@ -32,7 +34,9 @@ def gpu_check(
     layers: Annotated[int, typer.Option(help="Layers of the widened target.")] = 32,
     draft_size: Annotated[str, typer.Option(help="Parameters of the widened draft.", show_default="1B")] = "",
     draft_layers: Annotated[int, typer.Option(help="Layers of the widened draft.")] = 16,
-    batches: Annotated[str, typer.Option(help="Concurrent requests.", show_default="1,8,32,64")] = "",
+    batches: Annotated[
+        Any, typer.Option(parser=counts, help="Concurrent requests.", show_default="1,8,32,64")
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="Output tokens.", show_default="128")] = None,
     rounds: Annotated[int | None, typer.Option(help="Repetitions.", show_default="3")] = None,
     mixed_seconds: Annotated[
@@ -59,8 +63,6 @@ def gpu_check(
     console = Console(stderr=True)
     dry = device == "cpu"
     try:
-        if device not in ("cuda", "cpu"):
-            raise ServerError(f"--device is cuda or cpu, not {device!r}")
         if dry != on_cpu():
             raise ServerError(
                 "this host has no GPU: use --device cpu"
@@ -76,13 +78,13 @@ def gpu_check(
                 else (size or "8B", layers, draft_size or "1B", draft_layers)
             )
             model, draft = map(str, widened_pair(*sizes))
-        plan = _plan(dry, batches, tokens, rounds, mixed_seconds)
+        plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, mixed_s=mixed_seconds)
         common = ("--max-running-requests", str(max(64, *plan.batches)), *shlex.split(flags))
         if "--context-length" not in common:
             common += ("--context-length", "4096")
         folder = out or new_results_dir(Path("results"), "gpu-check")
         check = Check(Pair(model, draft, device, common), plan, folder, console)
-        report = check.run(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+        report = check.run()
     except (ServerError, PairError, LoadgenError, httpx.HTTPError, ValueError) as error:
         console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
@@ -94,9 +96,7 @@ def gpu_check(
         raise typer.Exit(1)
 
 
-def _plan(
-    dry: bool, batches: str, tokens: int | None, rounds: int | None, mixed_s: float | None
-) -> CheckPlan:
+def _plan(dry: bool, **given: Any) -> CheckPlan:
     """The plan of a GPU, or a small one, with what was given."""
     from adaserve.bench.gpu_check.check import CheckPlan
 
@@ -105,46 +105,26 @@ def _plan(
         plan = CheckPlan(
             batches=(1, 4), tokens=24, rounds=1, exact_prompts=6, mixed_s=6.0, loads=(0.4,), tie_margin=1e-3
         )
-    if batches:
-        plan = replace(plan, batches=tuple(int(b) for b in batches.split(",")))
-    return replace(
-        plan,
-        tokens=plan.tokens if tokens is None else tokens,
-        rounds=plan.rounds if rounds is None else rounds,
-        mixed_s=plan.mixed_s if mixed_s is None else mixed_s,
-    )
+    return replace(plan, **{name: value for name, value in given.items() if value is not None})
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
-    table = Table(box=SIMPLE_HEAD, title="ms per output token (greedy)")
-    table.add_column("server or policy")
+    who = "server or policy"
     sizes = sorted({int(b) for row in report["tpot_ms"].values() for b in row})
-    for batch in sizes:
-        table.add_column(f"batch {batch}", justify="right")
+    speed = table("ms per output token (greedy)", (who, *(f"batch {b}" for b in sizes)), left=(who,))
     for name, row in report["tpot_ms"].items():
         cells = {int(b): f"{v:.2f}" for b, v in row.items()}
-        table.add_row(name, *(cells.get(b, "-") for b in sizes))
-    console.print(table)
-    table = Table(box=SIMPLE_HEAD, title="outputs against SGLang without speculation")
-    for head in ("server or policy", "requests", "identical", "ties", "different"):
-        table.add_column(head)
+        speed.add_row(name, *(cells.get(b, "-") for b in sizes))
+    heads = (who, "requests", "identical", "ties", "different")
+    exact = table("outputs against SGLang without speculation", heads, left=(who,))
     for name, row in report["exact"].items():
-        table.add_row(
-            name, *(str(row[k]) for k in ("requests", "identical", "ties")), str(len(row["different"]))
-        )
-    console.print(table)
-    table = Table(box=SIMPLE_HEAD, title="targets")
-    for head in ("target", "value", "met"):
-        table.add_column(head)
+        exact.add_row(name, *(str(row[k]) for k in heads[1:4]), str(len(row["different"])))
+    met = table("targets", ("target", "value", "met"), left=("target", "met"))
     for row in report["targets"]:
+        unjudged = "not measured" if row["value"] is None else "no claim"
         value = "-" if row["value"] is None else f"{row['value']:g}"
-        table.add_row(
-            row["target"],
-            value,
-            {True: "yes", False: "no", None: "not measured" if row["value"] is None else "no claim"}[
-                row["met"]
-            ],
-        )
-    console.print(table)
+        met.add_row(row["target"], value, {True: "yes", False: "no", None: unjudged}[row["met"]])
+    for made in (speed, exact, met):
+        console.print(made)
     for name, reason in report["skipped"].items():
         console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
