@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+
+from adaserve.bench.options import counts, floats, words
 
 app = typer.Typer(
     name="adaserve",
@@ -18,6 +22,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+EXTRA = ("locust", "matplotlib", "jinja2")
+"""Libraries of the extra ``adaserve[bench]``, and the commands that need them."""
+MEASURING = ("bench", "demo", "gpu-check", "report", "simulate")
 bench = typer.Typer(help="Measure: load tests and latency.", no_args_is_help=True)
 console = Console(stderr=True)
 
@@ -42,8 +49,16 @@ Budget = Annotated[int | None, typer.Option(min=1, help="Tokens per verification
 Weights = Annotated[str, typer.Option(help="How a CPU host stores weights: auto, fp32, fp16, bf16.")]
 
 
+@app.callback()
+def _require(context: typer.Context) -> None:
+    """Ends a command that measures with one sentence when a library of its extra is not installed."""
+    needed = EXTRA if context.invoked_subcommand in MEASURING else ()
+    for name in (n for n in needed if find_spec(n) is None):
+        _fail(f"adaserve {context.invoked_subcommand} needs {name}: pip install 'adaserve[bench]'")
+
+
 def _fail(error: Exception | str) -> NoReturn:
-    console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+    console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
     raise typer.Exit(2)
 
 
@@ -51,9 +66,9 @@ def _spec(
     model: str | None,
     draft: str | None,
     size: str,
-    port: int,
     extra: tuple[str, ...] = (),
     host: str = "127.0.0.1",
+    port: int = 30000,
     **settings: Any,
 ) -> Any:
     from adaserve.config import AdaServeConfig, ConfigError
@@ -105,7 +120,7 @@ def serve(
     -d '{"model": "m", "prompt": "def main(", "max_tokens": 64}'
     """
     spec = _spec(
-        model, draft, size, port, tuple(context.args), host,
+        model, draft, size, tuple(context.args), host, port,
         policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
     )  # fmt: skip
@@ -164,10 +179,10 @@ def profile(
     Takes a minute or two on the embedded pair. `adaserve serve` uses the result from then on.
     """
     from adaserve.bench.profile import run_profile
-    from adaserve.server import ServerError, free_port
+    from adaserve.server import ServerError
 
     try:
-        run_profile(_spec(model, draft, size, free_port(), cpu_weights=cpu_weights), out, console)
+        run_profile(_spec(model, draft, size, cpu_weights=cpu_weights), out, console)
     except ServerError as error:
         _fail(error)
 
@@ -189,12 +204,12 @@ def bench_latency(
     draft: Draft = None,
     size: Size = "100M",
     policies: Annotated[
-        str, typer.Option(help="Comma-separated; `none` is always measured beside them.")
+        Any, typer.Option(parser=words, help="Comma-separated; `none` is always measured beside them.")
     ] = "priced",
     batches: Annotated[
-        str, typer.Option(help="Comma-separated numbers of concurrent requests.")
+        Any, typer.Option(parser=counts, help="Comma-separated numbers of concurrent requests.")
     ] = "1,4,8,16,32",
-    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,0.7",
+    temperatures: Annotated[Any, typer.Option(parser=floats, help="Comma-separated.")] = "0,0.7",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 64,
     cpu_weights: Weights = "auto",
@@ -204,26 +219,26 @@ def bench_latency(
     ] = None,
 ) -> None:
     """TPOT against plain decoding at several batch sizes, interleaved in one run on one server."""
-    from adaserve.bench.report import run_latency
-    from adaserve.server import ServerError, free_port
+    from adaserve.bench.latency import BASE, LatencyPlan, run_latency
+    from adaserve.server import ServerError
 
+    others = tuple(p for p in policies if p != BASE)
+    plan = LatencyPlan(others, batches, temperatures, rounds, tokens)
+    # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
+    spec = _spec(model, draft, size, cpu_weights=cpu_weights, budget=budget, prefill="exclusive")
     try:
-        # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
-        spec = _spec(
-            model, draft, size, free_port(), cpu_weights=cpu_weights, budget=budget, prefill="exclusive"
-        )
-        run_latency(spec, policies, batches, temperatures, rounds, tokens, out, console)
-    except (ServerError, ValueError) as error:
+        run_latency(spec, plan, out, console)
+    except ServerError as error:
         _fail(error)
 
 
 def _mount() -> None:
     """Commands that live in other packages."""
     from adaserve.bench.gpu_check.cli import gpu_check
+    from adaserve.bench.simulate import app as simulator
     from adaserve.bench.sweep.cli import bench_sweep
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
-    from adaserve.scheduler.simulator.cli import app as simulator
 
     bench.command("serve")(loadgen.bench_serve)
     bench.command("sweep")(bench_sweep)

@@ -226,7 +226,7 @@ def check_pair() -> list[Finding]:
 
 def check_profile(folder: Path | None = None) -> list[Finding]:
     """Profiles kept by `adaserve profile`, and whether they were measured with these versions."""
-    from adaserve.environment import cpu_name
+    from adaserve.host import cpu_name
 
     files = sorted((folder or cache_folder() / "profiles").glob("*.json"))
     if not files:

@@ -1,12 +1,22 @@
-"""Which hosts AdaServe's CPU platform serves on. Imports nothing of SGLang."""
+"""This host: whether AdaServe's CPU platform serves on it, and how it is described beside every figure.
+
+Imports nothing of SGLang, and PyTorch only where it is asked for the platform: the load generator and the
+commands describe hosts too, and must start at once.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
-import torch
+import psutil
 
 ATTENTION_BACKEND = "adaserve_cpu"
+_PACKAGES = ("adaserve", "sglang", "torch", "numpy", "locust")
 
 
 def select() -> str | None:
@@ -15,6 +25,8 @@ def select() -> str | None:
     None where an accelerator is there or another CPU platform was asked for, so that a GPU host is
     never touched.
     """
+    import torch
+
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None  # SGLang's own CPU build was asked for
     if torch.cuda.is_available() or torch.xpu.is_available():
@@ -31,3 +43,46 @@ DEVICE_PATH_ENV = "ADASERVE_DEVICE_PATH"
 def on_device(device: object) -> bool:
     """Whether iterations run on a GPU's parts: the one place where that is decided."""
     return str(device).startswith("cuda") or os.environ.get(DEVICE_PATH_ENV) == "1"
+
+
+def describe_host() -> dict[str, Any]:
+    """Hardware, versions and commit; JSON values. No names of machines or people."""
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "git_sha": git_sha(),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's own name for itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def git_sha() -> str | None:
+    """Commit of the working tree that this code runs from, with ``-dirty`` when it differs."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
+    try:
+        out = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return out.stdout.strip() or None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -23,6 +23,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.lifetime import PARENT_ENV
 
 START_TIMEOUT_S = 600.0
+_DRAIN_S = 60.0
 _PORTS = range(20_000, 30_000)  # below those that Linux, macOS and Windows give to connections
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
@@ -42,6 +43,7 @@ class ServerSpec:
     port: int = 30000
     config: AdaServeConfig = field(default_factory=AdaServeConfig)
     extra: tuple[str, ...] = ()  # SGLang's own flags, passed through
+    algorithm: str | None = "ADASERVE"  # of SGLang's speculation; None = SGLang without any
 
     def __post_init__(self) -> None:
         if (self.model is None) != (self.draft is None):
@@ -61,13 +63,9 @@ class ServerSpec:
     def command(self) -> list[str]:
         """The command line of ``sglang.launch_server``; widens the embedded target if need be."""
         model, draft = self.models()
-        flags = {
-            "--model-path": model,
-            "--speculative-draft-model-path": draft,
-            "--speculative-algorithm": "ADASERVE",
-            "--host": self.host,
-            "--port": str(self.port),
-        }
+        flags = {"--model-path": model, "--host": self.host, "--port": str(self.port)}
+        if self.algorithm is not None:
+            flags |= {"--speculative-draft-model-path": draft, "--speculative-algorithm": self.algorithm}
         if on_cpu():
             # Weights are packed by our own forward; SGLang's tensors stay in fp32.
             flags |= {"--device": "cpu", "--dtype": "float32", "--chunked-prefill-size": "256"}
@@ -121,12 +119,12 @@ def free_port() -> int:
     raise ServerError(f"no port between {_PORTS.start} and {_PORTS.stop} is free: choose one with --port")
 
 
-class Server:
+class ServerProcess:
     """A server in a process group of its own; stopped, with all its children, on exit.
 
     ::
 
-        with Server(ServerSpec(port=free_port()), log=Path("server.log")) as server:
+        with ServerProcess(ServerSpec(port=free_port()), log=Path("server.log")) as server:
             httpx.post(server.url + "/generate", ...)
     """
 
@@ -135,15 +133,21 @@ class Server:
         spec: ServerSpec,
         log: Path,
         env: Mapping[str, str] | None = None,
-        waiting: Callable[[float], None] | None = None,
     ) -> None:
         self.spec, self.log = spec, log
         self.url = spec.url
         self._env = {**spec.environment(), **(env or {})}
-        self._waiting = waiting or (lambda _: None)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, waiting: Callable[[float], None] = lambda _: None) -> None:
+        """Returns when the server answers; ``waiting`` is told the seconds so far. Raises ServerError."""
         if _port_taken(self.spec.host, self.spec.port):
             raise ServerError(f"port {self.spec.port} is in use: choose another with --port")
         command = self.spec.command()
@@ -159,16 +163,12 @@ class Server:
                 start_new_session=True,
             )
         try:
-            self._await_health()
+            self._await_health(waiting)
         except BaseException:
             self.stop()
             raise
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _await_health(self) -> None:
+    def _await_health(self, waiting: Callable[[float], None]) -> None:
         assert self._process is not None
         start_s = time.monotonic()
         while (waited_s := time.monotonic() - start_s) < START_TIMEOUT_S:
@@ -180,7 +180,7 @@ class Server:
                     f"port {self.spec.port} was taken while the server started: start it again, or choose "
                     f"another with --port (full log: {self.log})"
                 )
-            self._waiting(waited_s)
+            waiting(waited_s)
             try:
                 if httpx.get(self.url + "/health", timeout=2.0).status_code == 200:
                     return
@@ -223,10 +223,28 @@ class Server:
 
     def set_policy(self, name: str) -> None:
         """Changes the policy of the running server. Raises ServerError."""
-        body = {"server_args": {f"adaserve_policy={name}": 1}}
+        self._set("policy", name)
+
+    def set_prefill(self, mode: str) -> None:
+        """Changes when the running server prefills: slack or exclusive. Raises ServerError."""
+        self._set("prefill", mode)
+
+    def _set(self, setting: str, value: str) -> None:
+        body = {"server_args": {f"adaserve_{setting}={value}": 1}}
         answer = httpx.post(self.url + "/set_internal_state", json=body, timeout=30.0)
         if answer.status_code != 200 or answer.json() != [True]:
-            raise ServerError(f"the server refused the policy {name!r}: {answer.text}")
+            raise ServerError(f"the server refused the {setting} {value!r}: {answer.text}")
+
+    def drain(self) -> None:
+        """Waits until nothing runs, and empties the prefix cache; what takes too long is aborted.
+
+        Raises ServerError when the server does not become idle."""
+        end_s = time.monotonic() + _DRAIN_S
+        while httpx.post(self.url + "/flush_cache", timeout=30.0).status_code != 200:
+            if time.monotonic() > end_s:
+                raise ServerError(f"the server did not become idle within {_DRAIN_S:.0f} s")
+            httpx.post(self.url + "/abort_request", json={"rid": "", "abort_all": True}, timeout=30.0)
+            time.sleep(0.5)
 
 
 def _process(pid: int) -> psutil.Process | None:

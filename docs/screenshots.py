@@ -25,7 +25,7 @@ LIVE = (  # picture, width, height, dark
     ("slo-dark", 1200, 850, True),
     ("slo-phone", 390, 844, False),
 )
-sys.path[:0] = [str(ROOT / "tests" / "live")]
+sys.path[:0] = [str(ROOT / "tests" / "slo")]
 
 from browser import browser  # noqa: E402
 
@@ -44,9 +44,9 @@ def shoot_report(folder: Path, scratch: Path) -> None:
 
 
 def _measure(folder: Path) -> None:
-    from adaserve.server import Server, ServerSpec, free_port
+    from adaserve.server import ServerProcess, ServerSpec, free_port
 
-    with Server(ServerSpec(port=free_port()), log=folder / "server.log") as server:
+    with ServerProcess(ServerSpec(port=free_port()), log=folder / "server.log") as server:
         for seed in SEEDS:
             for policy in POLICIES:
                 server.set_policy(policy)
@@ -58,7 +58,7 @@ def _measure(folder: Path) -> None:
 
 def shoot_server(folder: Path) -> None:
     """The live page and Locust's tab, four minutes into one run that has its peak half-way."""
-    from adaserve.server import Server, ServerSpec, free_port
+    from adaserve.server import ServerProcess, ServerSpec, free_port
 
     config, port = folder / "mix.yaml", free_port()
     config.write_text(TRAFFIC)
@@ -66,7 +66,7 @@ def shoot_server(folder: Path) -> None:
         # Browsers first: beside a busy server they take long to start, and disturb what they show.
         live = [stack.enter_context(browser(width, height, dark)) for _, width, height, dark in LIVE]
         tab = stack.enter_context(browser(1200, 440, dark=False))
-        server = stack.enter_context(Server(ServerSpec(port=free_port()), log=folder / "server.log"))
+        server = stack.enter_context(ServerProcess(ServerSpec(port=free_port()), log=folder / "server.log"))
         command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadgen" / "locustfile.py")]
         command += ["--host", server.url, "--bench-config", str(config), "--results", str(folder / "locust")]
         command += ["--autostart", "--web-host", "127.0.0.1", "--web-port", str(port)]

@@ -163,7 +163,7 @@ class TraceSpec:
 
 
 @dataclass(frozen=True)
-class Server:
+class Endpoint:
     """Where requests go, in what form."""
 
     url: str = "http://127.0.0.1:30000"
@@ -213,7 +213,7 @@ class Server:
 class BenchConfig:
     """Everything that decides what a run sends. Written to ``config.yaml`` of the results."""
 
-    server: Server = Server()
+    server: Endpoint = Endpoint()
     classes: Mapping[str, ClassLoad] = field(default_factory=default_classes)
     arrivals: Arrivals = field(default_factory=Arrivals)
     trace: TraceSpec | None = None
@@ -284,7 +284,7 @@ def _secret(header: str) -> bool:
     return header.lower() in ("authorization", "proxy-authorization", "cookie") or "key" in header.lower()
 
 
-def secret_headers(server: Server) -> dict[str, str]:
+def secret_headers(server: Endpoint) -> dict[str, str]:
     """The headers that are never written to a file."""
     return {k: v for k, v in server.headers.items() if _secret(k)}
 
@@ -342,7 +342,7 @@ def from_mapping(data: Any) -> BenchConfig:
         raise LoadgenError("expected keys such as server, classes, arrivals, duration_s")
     data = dict(data)
     if "server" in data:
-        data["server"] = _build(Server, data["server"], "server")
+        data["server"] = _build(Endpoint, data["server"], "server")
     if "classes" in data:
         given, defaults = data["classes"], default_classes()
         if not isinstance(given, Mapping):

@@ -1,124 +1,83 @@
-"""The figures of a report as plain data, drawn as SVG in the page and as PNG beside it."""
+"""How every figure of AdaServe is drawn: matplotlib without pyplot, one look, equal data give equal bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+COLORS = ("#2f6fde", "#d9730d", "#0d8f83", "#8a4fd0", "#b5316f", "#5d7a12", "#8c8c8c")
+STYLES = ("-", "--", ":", "-.")
+LIMIT = "#c0342b"
+"""Colour of a line that should not be crossed."""
+_INK = "#667085"  # can be read on white and on black: a page shows its figures on both
+_LOOK = {
+    "font.size": 9.0,
+    "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _INK, "axes.titlecolor": _INK,
+    "xtick.color": _INK, "ytick.color": _INK,
+    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.25,
+    "legend.frameon": False, "legend.fontsize": 8.0,
+    "svg.fonttype": "none", "svg.hashsalt": "adaserve",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Line:
-    """One curve. ``color``: index into the palette; ``dash``: 0 solid, then ever shorter dashes."""
+def panels(columns: int = 1, width: float = 5.2, height: float = 3.9, rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure and its panels, row by row; sizes of one panel in inches. Rows share their x axis."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
 
-    label: str
-    x: Sequence[float]
-    y: Sequence[float | None]
-    color: int = 0
-    dash: int = 0
-    step: bool = False
+    rcParams.update(_LOOK)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=rows > 1).flat)
 
 
-@dataclass(frozen=True)
-class Bars:
-    """One bar per category. ``error``: half the height of the error bar; ``outline``: a taller,
-    empty bar behind (goodput within throughput)."""
-
-    label: str
-    values: Sequence[float | None]
-    error: Sequence[float | None] = ()
-    outline: Sequence[float | None] = ()
-    color: int = 0
+def color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A chart: lines over x, or bars over categories."""
-
-    name: str  # of the PNG file
-    title: str
-    x_label: str
-    y_label: str
-    lines: Sequence[Line] = ()
-    bars: Sequence[Bars] = ()
-    categories: Sequence[str] = ()
-    y_max: float | None = None
-    x_max: float | None = None
-    percent: bool = False  # y values are shares
-    marks_x: Sequence[float] = ()  # vertical rules
-    marks_y: Sequence[float | None] = ()  # per category (bars): a target
-    note: str = ""
-    legend: bool = field(default=True)
-
-
-DASHES = ("", "7 4", "2 3", "10 3 2 3")
-
-
-def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from ``low`` to ``high``."""
-    if high <= low:
-        high = low + 1.0
-    raw = (high - low) / count
-    size = 10.0 ** _floor_log10(raw)
-    step = next(s * size for s in (1, 2, 2.5, 5, 10) if s * size >= raw * 0.999)
-    first = int(-(-low // step))
-    return [round(k * step, 12) for k in range(first, int(high / step + 1e-9) + 1)]
-
-
-def _floor_log10(value: float) -> int:
-    exponent = 0
-    while value >= 10:
-        value, exponent = value / 10, exponent + 1
-    while value < 1:
-        value, exponent = value * 10, exponent - 1
-    return exponent
-
-
-def write_png(figure: Figure, folder: Path) -> Path:
-    """Draws with matplotlib (only imported here). Light background, for documents."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+def percent(axis: Any) -> None:
+    """Has an axis (``ax.yaxis``) show shares as percentages."""
     from matplotlib.ticker import PercentFormatter
 
-    colors = ("#2f6fde", "#d9730d", "#0d8f83", "#8a4fd0", "#b5316f", "#5d7a12")
-    fig, ax = plt.subplots(figsize=(7.2, 4.0), dpi=150)
-    width = 0.8 / max(1, len(figure.bars))
-    for k, b in enumerate(figure.bars):
-        at = [i + (k - (len(figure.bars) - 1) / 2) * width for i in range(len(b.values))]
-        color = colors[b.color % len(colors)]
-        if b.outline:
-            ax.bar(at, [v or 0 for v in b.outline], width * 0.9, fill=False, edgecolor=color, linewidth=1)
-        error = [e or 0 for e in b.error] if b.error else None
-        ax.bar(at, [v or 0 for v in b.values], width * 0.9, yerr=error, color=color, label=b.label, capsize=2)
-    for i, mark in enumerate(figure.marks_y):
-        if mark is not None:
-            ax.hlines(mark, i - 0.45, i + 0.45, colors="black", linestyles="dashed", linewidth=1)
-    for line in figure.lines:
-        style = ("-", "--", ":", "-.")[line.dash % 4]
-        y = [float("nan") if v is None else v for v in line.y]
-        draw = "steps-post" if line.step else "default"
-        ax.plot(
-            line.x, y, style, color=colors[line.color % 6], label=line.label, drawstyle=draw, linewidth=1.6
+    axis.set_major_formatter(PercentFormatter(1.0))
+
+
+def legend(figure: Any, ax: Any, columns: int = 6) -> None:
+    """One legend below all panels, with what ``ax`` shows."""
+    handles, labels = ax.get_legend_handles_labels()
+    if labels:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
+
+
+def bars(
+    ax: Any, names: Sequence[str], series: Mapping[str, Sequence[tuple[float, float]]], text: str
+) -> None:
+    """Groups of bars, one group per name and one bar per series: (height, half the error bar; NaN = none).
+
+    ``text``: format of the number on each bar."""
+    width = 0.85 / max(1, len(series))
+    for k, (label, values) in enumerate(series.items()):
+        at = [x + (k - (len(series) - 1) / 2) * width for x in range(len(names))]
+        heights, errors = zip(*values, strict=True)
+        drawn = ax.bar(
+            at, heights, width * 0.94, yerr=errors, color=color(k), label=label, capsize=2, ecolor=_INK
         )
-    for x in figure.marks_x:
-        ax.axvline(x, color="#c0342b", linestyle="--", linewidth=1)
-    if figure.categories:
-        ax.set_xticks(range(len(figure.categories)), figure.categories)
-    ax.set(title=figure.title, xlabel=figure.x_label, ylabel=figure.y_label)
-    ax.set_ylim(0, figure.y_max if figure.y_max is not None else ax.get_ylim()[1] or 1.0)
-    if figure.x_max is not None:
-        ax.set_xlim(0, figure.x_max)
-    if figure.percent:
-        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.grid(True, axis="both" if figure.lines else "y", alpha=0.25)
-    ax.spines[["top", "right"]].set_visible(False)
-    if figure.legend and (figure.lines or len(figure.bars) > 1):
-        columns = min(4, max(len(figure.lines), len(figure.bars)))
-        ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=columns)
-    fig.tight_layout()
-    path = folder / f"{figure.name}.png"
-    fig.savefig(path)
-    plt.close(fig)
+        if len(names) * len(series) <= 16:
+            ax.bar_label(drawn, fmt=text, fontsize=7, padding=2)
+    ax.set_xticks(range(len(names)), names)
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Writes a PNG, with neither date nor version inside."""
+    figure.savefig(path, dpi=140, metadata={"Software": None})
     return path
+
+
+def svg(figure: Any) -> str:
+    """The figure as an element of an HTML page, on the page's own background."""
+    text = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    return text.getvalue().partition("<svg")[2].join(("<svg", ""))

@@ -16,7 +16,7 @@ import gevent
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-from adaserve.loadgen.config import BenchConfig, Server, load_config
+from adaserve.loadgen.config import BenchConfig, Endpoint, load_config
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.locust_run import LocalRun, MasterRun, WorkerRun
 from adaserve.loadgen.results import HEADERS_VARIABLE, new_results_dir
@@ -157,7 +157,7 @@ class _Worker:
         self.environment.events.test_stopping.add_listener(self._on_stop)
 
     def _on_begin(self, msg: Any, **_kwargs: Any) -> None:
-        self.run = WorkerRun(self.environment, Server(**msg.data["server"]), msg.data["index"])
+        self.run = WorkerRun(self.environment, Endpoint(**msg.data["server"]), msg.data["index"])
 
     def _on_rows(self, msg: Any, **_kwargs: Any) -> None:
         assert self.run is not None

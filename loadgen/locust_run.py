@@ -19,16 +19,15 @@ from gevent.event import Event
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-from adaserve.loadgen.config import BenchConfig, Server
+from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.dispatch import Dispatcher, start_time
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight, probe_classes_of
 from adaserve.loadgen.recorder import Recorder
 from adaserve.loadgen.results import (
     check_results_dir,
-    command_line,
-    describe_host,
     make_results_dir,
+    provenance,
     shown_path,
     write_json,
     write_summary,
@@ -111,7 +110,7 @@ class LocalRun:
         make_results_dir(self.out)
         self.recorder = Recorder(self.out, len(schedule))
         _without_paths(self.config).save(self.out / "config.yaml")
-        write_json(self.out / "env.json", {"command": command_line(), **describe_host()})
+        write_json(self.out / "env.json", provenance())
         self._before = scrape(self.config.server)
         logger.info(
             "%d requests in %.0f s (%s), model %s, results in %s",
@@ -263,7 +262,7 @@ class MasterRun(LocalRun):
 class WorkerRun:
     """Sends one part of the schedule for a master."""
 
-    def __init__(self, environment: Environment, server: Server, index: int) -> None:
+    def __init__(self, environment: Environment, server: Endpoint, index: int) -> None:
         runner = environment.runner
         assert isinstance(runner, WorkerRunner)
         self.environment, self.runner, self.index = environment, runner, index

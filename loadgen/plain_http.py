@@ -8,17 +8,17 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from adaserve.loadgen.config import Server
+from adaserve.loadgen.config import Endpoint
 
 ERRORS = (OSError, ValueError, http.client.HTTPException)
 """What a server that is not there, or is none, leads to; ValueError: its answer is no JSON."""
 
 
-def base_url(server: Server) -> str:
+def base_url(server: Endpoint) -> str:
     return server.url.rstrip("/").removesuffix("/v1")
 
 
-def tls_context(server: Server) -> ssl.SSLContext | None:
+def tls_context(server: Endpoint) -> ssl.SSLContext | None:
     """How certificates are checked; None for a server without TLS."""
     if not server.url.startswith("https:"):
         return None
@@ -30,7 +30,7 @@ def tls_context(server: Server) -> ssl.SSLContext | None:
 
 
 def open_url(
-    server: Server,
+    server: Endpoint,
     path: str,
     timeout_s: float,
     data: bytes | None = None,

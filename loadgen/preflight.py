@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from adaserve.loadgen import protocol
-from adaserve.loadgen.config import BenchConfig, Server
+from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.plain_http import ERRORS, open_url
 from adaserve.loadgen.prompts import load_prompts
@@ -38,13 +38,13 @@ def preflight(config: BenchConfig) -> BenchConfig:
     return replace(config, chars_per_token={**_probe_classes(config), **config.chars_per_token})
 
 
-def get_json(server: Server, path: str) -> Any:
+def get_json(server: Endpoint, path: str) -> Any:
     """GET and parse. Raises ERRORS."""
     with open_url(server, path, _TIMEOUT_S) as response:
         return json.load(response)
 
 
-def _model(server: Server) -> str | None:
+def _model(server: Endpoint) -> str | None:
     try:
         listed = _listed(get_json(server, "/v1/models"))
     except urllib.error.HTTPError as e:
@@ -77,7 +77,7 @@ def _listed(data: Any) -> list[str]:
         raise ValueError("its answer to /v1/models is no list of models") from None
 
 
-def server_baseline_ms(server: Server) -> float | None:
+def server_baseline_ms(server: Endpoint) -> float | None:
     """The baseline latency that an AdaServe server measured; None from other servers."""
     try:
         value = get_json(server, "/slo/snapshot.json").get("baseline_ms")
@@ -102,7 +102,7 @@ def measured_baseline_ms(config: BenchConfig) -> float:
     return round(statistics.median(samples), 3)
 
 
-def _timed(server: Server, text: str, n_tokens: int) -> tuple[float, int]:
+def _timed(server: Endpoint, text: str, n_tokens: int) -> tuple[float, int]:
     start = time.perf_counter()
     data = _post(replace(server, ignore_eos=server.api == "generate"), _planned(text, n_tokens), {})
     return time.perf_counter() - start, _usage(data, "completion_tokens")
@@ -169,7 +169,7 @@ def _planned(text: str, n_tokens: int) -> PlannedRequest:
     return PlannedRequest(0, 0.0, "default", None, None, text, 0, n_tokens)
 
 
-def _open(server: Server, planned: PlannedRequest, headers: Mapping[str, str], stream: bool) -> Any:
+def _open(server: Endpoint, planned: PlannedRequest, headers: Mapping[str, str], stream: bool) -> Any:
     data = protocol.body(server, planned, "")
     if not stream:
         data["stream"] = False
@@ -178,7 +178,7 @@ def _open(server: Server, planned: PlannedRequest, headers: Mapping[str, str], s
     return open_url(server, protocol.PATHS[server.api], server.timeout_s, json.dumps(data).encode(), headers)
 
 
-def _post(server: Server, planned: PlannedRequest, headers: Mapping[str, str]) -> Any:
+def _post(server: Endpoint, planned: PlannedRequest, headers: Mapping[str, str]) -> Any:
     try:
         with _open(server, planned, headers, stream=False) as response:
             return json.load(response)

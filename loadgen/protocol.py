@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adaserve.loadgen.config import Server
+from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.schedule import PlannedRequest
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
@@ -28,7 +28,7 @@ class StreamEvent:
     error: str | None = None
 
 
-def body(server: Server, request: PlannedRequest, history: str) -> dict[str, Any]:
+def body(server: Endpoint, request: PlannedRequest, history: str) -> dict[str, Any]:
     """The JSON body. ``history``: text of earlier turns, put before the prompt."""
     if server.api == "generate":
         sampling = {
@@ -54,7 +54,7 @@ def body(server: Server, request: PlannedRequest, history: str) -> dict[str, Any
     return data | {"prompt": history + request.prompt}
 
 
-def slo_headers(server: Server, request: PlannedRequest) -> dict[str, str]:
+def slo_headers(server: Endpoint, request: PlannedRequest) -> dict[str, str]:
     """The SLO of a request as HTTP headers."""
     headers: dict[str, str] = {}
     if server.slo_headers in ("both", "class"):

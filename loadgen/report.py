@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from adaserve.loadgen import figures
 from adaserve.loadgen.agreement import Verdicts, agreement_rows, compare, flip_rows
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
-from adaserve.loadgen.figures import Bars, Figure, Line, write_png
 from adaserve.loadgen.results import is_amount, iter_records
-from adaserve.loadgen.svg import figure_svg, legend
 from adaserve.slo.metrics import attainment_stderr, summarize
 
 _STAMP = re.compile(r"^\d{8}T\d{6}Z-")
@@ -72,8 +71,8 @@ def read_run(folder: Path, label: str | None = None) -> Run:
             "scheduled": np.array([r.scheduled_s for r in rs], float),
             "attained": np.array([r.attained for r in rs], float),
             # A failed request never got there: it stays outside the curve, which then ends below 1.
-            "ratio": np.array([_or_inf(r.tpot_ratio if r.ok else None) for r in rs], float),
-            "ttft": np.array([_or_inf(r.ttft_s if r.ok else None) for r in rs], float),
+            "ratio": np.array([_or(r.tpot_ratio if r.ok else None, math.inf) for r in rs], float),
+            "ttft": np.array([_or(r.ttft_s if r.ok else None, math.inf) for r in rs], float),
         }
     env = _json(folder / "env.json")
     return Run(
@@ -123,8 +122,8 @@ def default_label(folder: Path) -> str:
     return _SEED.sub("", name) or name
 
 
-def _or_inf(value: float | None) -> float:
-    return math.inf if value is None else value
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -176,133 +175,118 @@ def class_names(groups: Sequence[Group]) -> list[str]:
     return sorted({n for g in groups for r in g.runs for n in r.summary["by_class"]})
 
 
-def build_figures(groups: Sequence[Group]) -> list[Figure]:
+@dataclass(frozen=True)
+class Chart:
+    """One figure of the page."""
+
+    name: str  # of the PNG file
+    title: str
+    figure: Any  # of matplotlib
+    note: str = ""
+
+
+def build_charts(groups: Sequence[Group]) -> list[Chart]:
     """All figures of the report."""
     names = class_names(groups)
-    single = len(groups) == 1
-    return [
+    charts = [
         _attainment(groups, names),
         _goodput(groups, names),
         _cdf(groups, names, "ratio"),
         _cdf(groups, names, "ttft"),
-        *(_timeline(g, names, number, single) for number, g in enumerate(groups)),
+        *(_timeline(g, names, number, len(groups) == 1) for number, g in enumerate(groups)),
     ]
+    for chart in charts:
+        chart.figure.suptitle(chart.title)
+    return charts
 
 
-def _attainment(groups: Sequence[Group], names: Sequence[str]) -> Figure:
+def _series(groups: Sequence[Group], names: Sequence[str | None], key: str) -> dict[str, list[Any]]:
+    """Label -> (value, error) per class; None = all classes together."""
+    nan = math.nan
+    return {g.label: [(_or(g.mean(key, n), nan), _or(g.error(key, n), nan)) for n in names] for g in groups}
+
+
+def _attainment(groups: Sequence[Group], names: Sequence[str]) -> Chart:
     targets = groups[0].runs[0].summary.get("class_targets", {})
-    categories = [*names, "all"]
-    bars = [
-        Bars(
-            g.label,
-            [*(g.mean("slo_attainment", n) for n in names), g.mean("slo_attainment")],
-            [*(g.error("slo_attainment", n) for n in names), g.error("slo_attainment")],
-            color=k,
-        )
-        for k, g in enumerate(groups)
-    ]
+    figure, (ax,) = figures.panels(width=7.2)
+    shares = {k: [(100 * v, 100 * e) for v, e in row] for k, row in
+              _series(groups, [*names, None], "slo_attainment").items()}  # fmt: skip
+    figures.bars(ax, [*names, "all"], shares, "%.1f%%")
+    for i, name in enumerate(names):
+        if name in targets:
+            ax.hlines(100 * targets[name], i - 0.45, i + 0.45, linestyles="dashed", linewidth=1)
+    ax.set(ylabel="requests that met all SLOs, %", ylim=(0, 108))
+    figures.legend(figure, ax)
     several = any(len(g.runs) > 1 for g in groups)
     note = "Error bars: standard error over seeds." if several else "Error bars: standard error of the share."
-    marks = [*(targets.get(n) for n in names), None]
-    return Figure(
-        "attainment",
-        "SLO attainment",
-        "class",
-        "requests that met all SLOs",
-        bars=bars,
-        categories=categories,
-        y_max=1.08,
-        percent=True,
-        marks_y=marks,
-        note=note + (" Dashed: target." if any(m is not None for m in marks) else ""),
+    return Chart("attainment", "SLO attainment", figure, note + (" Dashed: target." if targets else ""))
+
+
+def _goodput(groups: Sequence[Group], names: Sequence[str]) -> Chart:
+    figure, (ax,) = figures.panels(width=7.2)
+    figures.bars(ax, names, _series(groups, names, "token_goodput"), "%.1f")
+    for bar, whole in zip(
+        ax.patches, [g.mean("output_throughput", n) for g in groups for n in names], strict=True
+    ):
+        ax.plot([bar.get_x(), bar.get_x() + bar.get_width()], [whole, whole], color=bar.get_facecolor(), lw=1)
+    ax.set(ylabel="tokens/s")
+    figures.legend(figure, ax)
+    return Chart(
+        "goodput", "Goodput", figure, "Bars: tokens of requests that met all their SLOs. Lines: all tokens."
     )
 
 
-def _goodput(groups: Sequence[Group], names: Sequence[str]) -> Figure:
-    bars = [
-        Bars(
-            g.label,
-            [g.mean("token_goodput", n) for n in names],
-            [g.error("token_goodput", n) for n in names],
-            [g.mean("output_throughput", n) for n in names],
-            color=k,
-        )
-        for k, g in enumerate(groups)
-    ]
-    return Figure(
-        "goodput",
-        "Goodput",
-        "class",
-        "tokens/s",
-        bars=bars,
-        categories=names,
-        note="Filled: tokens of requests that met all their SLOs. Outline: all tokens.",
-    )
-
-
-def _cdf(groups: Sequence[Group], names: Sequence[str], key: str) -> Figure:
+def _cdf(groups: Sequence[Group], names: Sequence[str], key: str) -> Chart:
     """Cumulative distribution of TPOT / SLO ("ratio") or TTFT ("ttft"), per class and setting."""
-    lines = []
-    highest = [1.0] if key == "ratio" else [0.0]
+    ratio = key == "ratio"
+    figure, (ax,) = figures.panels(width=7.2)
+    highest = [1.0] if ratio else [0.0]
     for k, g in enumerate(groups):
         for c, name in enumerate(names):
             values = np.sort(g.pooled(name, key))
             finite = values[np.isfinite(values)]
             if not len(finite):
                 continue
-            share = np.arange(1, len(finite) + 1) / len(values)
-            text = name if len(groups) == 1 else f"{g.label}, {name}"
-            x, y = [float(finite[0]), *finite.tolist()], [0.0, *share.tolist()]
-            lines.append(Line(text, x, y, color=c, dash=k, step=True))
+            share = np.arange(len(finite) + 1) / len(values)
+            style = {"color": figures.color(c), "linestyle": figures.STYLES[k % len(figures.STYLES)]}
+            label = name if len(groups) == 1 else f"{g.label}, {name}"
+            ax.plot([finite[0], *finite], share, drawstyle="steps-post", label=label, **style)
             highest.append(float(np.percentile(finite, 99.5)))
-    ratio = key == "ratio"
-    return Figure(
-        "tpot-ratio" if ratio else "ttft",
-        "TPOT against its SLO" if ratio else "Time to first token",
-        "TPOT / SLO" if ratio else "time to first token (s)",
-        "share of requests",
-        lines=lines,
-        y_max=1.02,
-        x_max=max(highest) * 1.1 or 1.0,
-        percent=True,
-        marks_x=(1.0,) if ratio else (),
-        note="Left of the red line is in time; a curve that ends below 100% lacks failed requests."
-        if ratio
-        else "",
-    )
+    ax.set(xlabel="TPOT / SLO" if ratio else "time to first token (s)", ylabel="share of requests",
+           xlim=(0, max(highest) * 1.1 or 1.0), ylim=(0, 1.02))  # fmt: skip
+    figures.percent(ax.yaxis)
+    figures.legend(figure, ax, columns=3)
+    if not ratio:
+        return Chart("ttft", "Time to first token", figure)
+    ax.axvline(1.0, color=figures.LIMIT, linestyle="--", linewidth=1)
+    note = "Left of the red line is in time; a curve that ends below 100% lacks failed requests."
+    return Chart("tpot-ratio", "TPOT against its SLO", figure, note)
 
 
-def _timeline(group: Group, names: Sequence[str], number: int, single: bool) -> Figure:
+def _timeline(group: Group, names: Sequence[str], number: int, single: bool) -> Chart:
     """Arrivals and attainment in equal slices of the run, of the group's first run."""
     run = group.runs[0]
     everything = np.concatenate([run.arrays[n]["scheduled"] for n in run.arrays])
-    end = float(everything.max()) if len(everything) else 1.0
-    n_slices = int(min(40, max(5, len(everything) // 12)))
-    width = (end or 1.0) / n_slices
-    middles = [(i + 0.5) * width for i in range(n_slices)]
-    busiest = 1
-    lines = []
+    end = float(everything.max(initial=0.0)) or 1.0
+    edges = np.linspace(0, end, int(min(40, max(5, len(everything) // 12))) + 1)
+    middle, width = (edges[1:] + edges[:-1]) / 2, edges[1]
+    figure, (ax,) = figures.panels(width=7.2)
     for c, name in enumerate(n for n in names if n in run.arrays):
-        at = np.minimum((run.arrays[name]["scheduled"] / width).astype(int), n_slices - 1)
-        n = np.bincount(at, minlength=n_slices)
-        met = np.bincount(at, weights=run.arrays[name]["attained"], minlength=n_slices)
-        busiest = max(busiest, int(n.max()))
-        shares = [m / k if k else None for m, k in zip(met.tolist(), n.tolist(), strict=True)]
-        lines.append(Line(f"{name} attainment", middles, shares, color=c))
-    total = np.histogram(everything, n_slices, (0, end or 1.0))[0]
-    peak = max(1, int(total.max()))
-    lines.append(Line("arrivals, all classes", middles, (total / peak).tolist(), color=5, dash=1, step=True))
-    title = "Timeline" if single else f"Timeline of {group.label}"
-    return Figure(
+        at, met = run.arrays[name]["scheduled"], run.arrays[name]["attained"]
+        with np.errstate(invalid="ignore"):
+            share = np.histogram(at, edges, weights=met)[0] / np.histogram(at, edges)[0]
+        ax.plot(middle, share, label=f"{name} attainment", color=figures.color(c))
+    arrivals = np.histogram(everything, edges)[0]
+    peak = max(1, int(arrivals.max()))
+    ax.plot(middle, arrivals / peak, "--", drawstyle="steps-mid", label="arrivals", color=figures.COLORS[-1])
+    ax.set(xlabel="planned time (s)", ylabel="attainment", xlim=(0, end), ylim=(0, 1.02))
+    figures.percent(ax.yaxis)
+    figures.legend(figure, ax, columns=4)
+    return Chart(
         "timeline" if single else f"timeline-{number + 1}",
-        title,
-        "planned time (s)",
-        "attainment",
-        lines=lines,
-        y_max=1.02,
-        x_max=end or 1.0,
-        percent=True,
-        note=f"Slices of {width:.1f} s. Arrivals: 100% = {peak / width:.2f} requests/s.",
+        "Timeline" if single else f"Timeline of {group.label}",
+        figure,
+        f"Slices of {width:.1f} s. Arrivals: 100% = {peak / width:.2f} requests/s.",
     )
 
 
@@ -310,21 +294,21 @@ def write_report(runs: Sequence[Run], out: Path, png: bool = True) -> Path:
     """Writes ``report.html`` and the PNGs into ``out``; returns the page's path. Raises LoadgenError when
     that folder cannot be written."""
     groups = group_runs(runs)
-    figures = build_figures(groups)
-    page = _page(runs, groups, figures)
+    charts = build_charts(groups)
+    page = _page(runs, groups, charts)
     path = out / "report.html"
     try:
         out.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8", errors="replace")
         if png:
-            for figure in figures:
-                write_png(figure, out)
+            for chart in charts:
+                figures.save(chart.figure, out / f"{chart.name}.png")
     except OSError as e:
         raise LoadgenError(f"cannot write the report to {out} ({e.strerror or e}): give another --out") from e
     return path
 
 
-def _page(runs: Sequence[Run], groups: Sequence[Group], figures: Sequence[Figure]) -> str:
+def _page(runs: Sequence[Run], groups: Sequence[Group], charts: Sequence[Chart]) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("adaserve.loadgen", "")
@@ -332,7 +316,7 @@ def _page(runs: Sequence[Run], groups: Sequence[Group], figures: Sequence[Figure
     page: str = environment.get_template("report.html.j2").render(
         groups=groups,
         names=class_names(groups),
-        figures=[{"f": f, "svg": figure_svg(f), "legend": legend(f)} for f in figures],
+        charts=[{"title": c.title, "note": c.note, "svg": figures.svg(c.figure)} for c in charts],
         runs=runs,
         agreement=[row for r in runs for row in agreement_rows(r)],
         flips=[row for r in runs for row in flip_rows(r)],

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import psutil
-
+from adaserve.host import describe_host
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.slo.metrics import RequestRecord, read_records, summarize
 
@@ -24,7 +20,6 @@ COMMAND_VARIABLE = "ADASERVE_BENCH_COMMAND"
 """Set by a process that starts this one: the command that the user typed."""
 HEADERS_VARIABLE = "ADASERVE_BENCH_HEADERS"
 """HTTP headers (JSON) that must not be written to files: keys."""
-_PACKAGES = ("adaserve", "sglang", "torch", "locust", "gevent", "numpy")
 
 
 def new_results_dir(root: Path, tag: str) -> Path:
@@ -57,49 +52,10 @@ def make_results_dir(out: Path) -> None:
         raise LoadgenError(f"cannot write the results to {out} ({e.strerror}): give another folder") from e
 
 
-def describe_host() -> dict[str, Any]:
-    """Machine and versions, for ``env.json``. No names of machines or people."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "os": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "packages": versions,
-        "git_sha": git_sha(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def git_sha() -> str | None:
-    """Commit of the project's checkout, "-dirty" when files differ; None outside a checkout."""
-    here = Path(__file__).resolve().parent
-    try:
-        sha = _git(here, "rev-parse", "--short=12", "HEAD")
-        return sha + ("-dirty" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(folder: Path, *args: str) -> str:
-    command = ["git", "-C", str(folder), *args]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+def provenance() -> dict[str, Any]:
+    """What every result says about where it comes from: command, time, machine, versions, commit."""
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"command": command_line(), "started": started, **describe_host()}
 
 
 def command_line() -> str:

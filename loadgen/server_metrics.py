@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from adaserve.loadgen.config import Server
+from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.plain_http import open_url
 
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
@@ -26,7 +26,7 @@ def parse_metrics(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
     return samples
 
 
-def scrape(server: Server) -> Samples:
+def scrape(server: Endpoint) -> Samples:
     """The server's metrics now; empty when it has none."""
     try:
         with open_url(server, "/metrics", 5) as response:

@@ -27,7 +27,7 @@ from gevent import socket, ssl
 from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError, HTTPSocketResponse
 
 from adaserve.loadgen import protocol
-from adaserve.loadgen.config import Server
+from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.slo.metrics import RequestRecord
@@ -36,7 +36,7 @@ from adaserve.slo.metrics import RequestRecord
 class Target:
     """The server's address, resolved once: a name look-up per request would count as TTFT."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Endpoint) -> None:
         parts = urlsplit(server.url)
         self.server = server
         self.tls = parts.scheme == "https"

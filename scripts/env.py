@@ -129,16 +129,13 @@ def python_tag() -> str:
 
 
 def requirements() -> list[str]:
-    """What the project, its tests and its build need."""
+    """What the project with all its extras, its tests and its build need, whoever of them needs it."""
     import tomllib
 
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    project = data["project"]
-    return [
-        *data["build-system"]["requires"],
-        *project["dependencies"],
-        *project["optional-dependencies"]["dev"],
-    ]
+    groups = [data["build-system"]["requires"], data["project"]["dependencies"]]
+    groups += data["project"]["optional-dependencies"].values()
+    return sorted({requirement for group in groups for requirement in group})
 
 
 def is_complete(shared: Path) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 
+from env import requirements
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
 HEADER = """\
 # Versions that AdaServe's tests passed with (Linux x86-64, Python 3.11). `make pins` writes this file.
 # The environment is made with them; a package that somebody installs adaserve into is free to differ.
@@ -39,10 +37,7 @@ def closure(roots: list[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    project = data["project"]
-    dev = project["optional-dependencies"]["dev"]
-    pins = closure([*data["build-system"]["requires"], *project["dependencies"], *dev])
+    pins = closure(requirements())
     print(HEADER + "\n".join(f"{name}=={version}" for name, version in sorted(pins.items())))
 
 

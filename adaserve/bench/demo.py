@@ -6,20 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from adaserve.bench.report import start_server
+from adaserve.bench.servers import running
+from adaserve.bench.terminal import table
 from adaserve.config import AdaServeConfig
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import run_bench
-from adaserve.loadgen.config import BenchConfig, default_classes
-from adaserve.loadgen.config import Server as LoadServer
+from adaserve.loadgen.config import BenchConfig, Endpoint, default_classes
 from adaserve.loadgen.results import new_results_dir
 from adaserve.scheduler.latency import LatencyModel
-from adaserve.server import Server, ServerSpec, free_port
+from adaserve.server import ServerProcess, ServerSpec
 
 PLAIN = "none"
 UTILIZATION = 0.55
@@ -32,9 +29,9 @@ def run_demo(
     """Runs everything, prints the table, writes ``out``. Raises ServerError, LoadgenError."""
     folder = out or new_results_dir(Path("results"), "demo")
     folder.mkdir(parents=True, exist_ok=True)
-    spec = ServerSpec(size=size, port=free_port(), config=AdaServeConfig(policy=policy))
+    spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy))
     _introduce(console, seconds, policy)
-    with start_server(spec, folder / "server.log", console) as server:
+    with running(spec, folder / "server.log", console) as server:
         config = _traffic(server, seconds, rps)
         console.print(
             f"baseline {config.baseline_ms:.1f} ms per token; "
@@ -43,7 +40,7 @@ def run_demo(
         summaries = {}
         for name in (policy, PLAIN):
             server.set_policy(name)
-            httpx.post(server.url + "/flush_cache", timeout=30.0)
+            server.drain()
             console.print(f"\n[bold]policy {name}[/]")
             summaries[name] = run_bench(config, folder / name, console=console)
             if "the run was interrupted" in summaries[name]["invalid_reasons"]:
@@ -63,14 +60,14 @@ def _introduce(console: Console, seconds: float, policy: str) -> None:
     )
 
 
-def _traffic(server: Server, seconds: float, rps: float | None) -> BenchConfig:
+def _traffic(server: ServerProcess, seconds: float, rps: float | None) -> BenchConfig:
     """Coding, chat and summarization requests on held-out text, as fast as this host can bear."""
     state = server.report()
     classes = default_classes()
     if rps is None:
         rps = _bearable_rps(LatencyModel.from_json(state["latency"]), classes)
     return BenchConfig(
-        server=LoadServer(url=server.url, api="generate", ignore_eos=True),
+        server=Endpoint(url=server.url, api="generate", ignore_eos=True),
         classes={n: replace(c, temperature=0.7 if n == "chat" else 0.0) for n, c in classes.items()},
         arrivals=Arrivals(rps=rps),
         duration_s=seconds,
@@ -91,18 +88,17 @@ def _bearable_rps(latency: LatencyModel, classes: dict[str, Any]) -> float:
 
 def _show(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
     title = "who got the speed they asked for (TPOT in ms)"
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)
-    for head in ("class", "policy", "reqs", "SLO", "mean", "p99", "attained", "goodput/s", "tok/iter"):
-        table.add_column(head, justify="left" if head in ("class", "policy") else "right", no_wrap=True)
+    heads = ("class", "policy", "reqs", "SLO", "mean", "p99", "attained", "goodput/s", "tok/iter")
+    made = table(title, heads, left=heads[:2])
     names = [*next(iter(summaries.values()))["by_class"], "all"]
     for name in names:
         for policy, summary in summaries.items():
-            table.add_row(*_row(name, policy, summary if name == "all" else summary["by_class"][name]))
-        table.add_section()
+            made.add_row(*_row(name, policy, summary if name == "all" else summary["by_class"][name]))
+        made.add_section()
     console = Console()
-    console.print(table)
+    console.print(made)
     with open(folder / "table.txt", "w", encoding="utf-8") as file:
-        Console(file=file, width=110).print(table)
+        Console(file=file, width=110).print(made)
 
 
 def _row(name: str, policy: str, c: dict[str, Any]) -> list[str]:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from adaserve.bench.options import counts, words
+from adaserve.bench.terminal import progress, table
 from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.loadgen.results import provenance
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -124,67 +126,61 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def measure(
-    shape: Shape, storages: list[Storage], tokens: list[int], context: int, rounds: int
+    shape: Shape, storages: Sequence[Storage], tokens: Sequence[int], context: int, rounds: int
 ) -> dict[str, dict[int, float]]:
     """Best milliseconds per forward. Storages and sizes take turns, so that a busy minute hits all alike."""
     weights, config = random_model(shape)
     models = {storage: LeanModel(weights, config, storage) for storage in storages}
     calls = {(s, n): forward_call(models[s], shape, Load(n, n, context)) for s in storages for n in tokens}
     best: dict[str, dict[int, float]] = {s: dict.fromkeys(tokens, float("inf")) for s in storages}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        for _ in progress.track(range(rounds), description="rounds"):
+    with progress(Console(stderr=True)) as bar:
+        for _ in bar.track(range(rounds), description="rounds"):
             for (storage, n), call in calls.items():
                 best[storage][n] = min(best[storage][n], 1e3 * _seconds(call))
     return best
 
 
-def report(shape: Shape, host: Host, best: dict[str, dict[int, float]], tokens: list[int]) -> Table:
+def report(shape: Shape, host: Host, best: dict[str, dict[int, float]], tokens: Sequence[int]) -> Table:
     size = f"{shape.matrix_weights / 1e6:.0f} M weights, {torch.get_num_threads()} threads"
-    table = Table(title=f"{size}: ms per forward (x ideal)")
-    table.add_column("tokens", justify="right")
-    for storage in best:
-        table.add_column(storage, justify="right")
+    made = table(f"{size}: ms per forward (x ideal)", ("tokens", *best))
     for n in tokens:
         cells = [f"{best[s][n]:.1f} ({best[s][n] / host.ideal_ms(shape, s, n):.2f})" for s in best]
-        table.add_row(str(n), *cells)
-    table.caption = (
+        made.add_row(str(n), *cells)
+    made.caption = (
         f"host: {host.bytes_per_s / 1e9:.1f} GB/s read, {host.fma_per_s / 1e9:.0f} G multiply-adds/s"
     )
-    return table
+    return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", default="1,2,4,6,8,12,16,24,32,48,64", help="tokens per forward")
-    parser.add_argument("--storages", default="fp16,fp32,bf16")
-    parser.add_argument("--context", type=int, default=128, help="cached tokens of each request")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument("--intermediate", type=int, default=Shape.intermediate)
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    shape = Shape(layers=args.layers, intermediate=args.intermediate)
-    tokens, storages = [int(n) for n in args.tokens.split(",")], args.storages.split(",")
+def main(
+    tokens: Annotated[
+        Any, typer.Option(parser=counts, help="tokens per forward")
+    ] = "1,2,4,6,8,12,16,24,32,48,64",
+    storages: Annotated[Any, typer.Option(parser=words, help="how weights are kept")] = "fp16,fp32,bf16",
+    context: Annotated[int, typer.Option(help="cached tokens of each request")] = 128,
+    rounds: int = 20,
+    threads: int = torch.get_num_threads(),
+    layers: int = Shape.layers,
+    intermediate: int = Shape.intermediate,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the numbers")] = None,
+) -> None:
+    """Milliseconds of a forward of the embedded target, against what memory and cores allow."""
+    torch.set_num_threads(threads)
+    shape = Shape(layers=layers, intermediate=intermediate)
     host = measure_host()
-    best = measure(shape, storages, tokens, args.context, args.rounds)
+    best = measure(shape, storages, tokens, context, rounds)
     Console().print(report(shape, host, best, tokens))
-    if args.json:
-        facts = {
-            "processor": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "threads": args.threads,
-        }
+    if out:
         result = {
-            "host": {**facts, **asdict(host)},
+            "made": provenance(),
+            "threads": threads,
+            "best": asdict(host),
             "shape": asdict(shape),
-            "context": args.context,
+            "context": context,
             "ms": best,
         }
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

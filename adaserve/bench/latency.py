@@ -8,23 +8,26 @@ requests of the server's own decode time per token.
 from __future__ import annotations
 
 import json
-import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+from rich.console import Console
+from rich.table import Table
 
-from adaserve.server import Server, ServerError
+from adaserve.bench import client
+from adaserve.bench.client import Ask
+from adaserve.bench.prompts import DISTINCT, distinct_share, held_out
+from adaserve.bench.servers import running
+from adaserve.bench.terminal import progress, table
+from adaserve.loadgen.results import new_results_dir, provenance
+from adaserve.server import ServerError, ServerProcess, ServerSpec
 
 BASE = "none"
 SCREENED = 128
 """Prompts tried per temperature."""
-DISTINCT = 0.9
-"""Share of an output's 8-grams that must be distinct for it not to count as a loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,19 @@ class Sample:
     other_share: float  # of that time that is in neither model
 
 
-def run(server: Server, plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:
+def run_latency(spec: ServerSpec, plan: LatencyPlan, out: Path | None, console: Console) -> None:
+    """Starts a server, measures, prints a table, writes JSON. Raises ServerError."""
+    path = out or new_results_dir(Path("results"), "latency") / "latency.json"
+    with running(spec, path.with_name("server.log"), console) as server, progress(console) as bar:
+        task = bar.add_task("measuring", total=plan.steps)
+        samples = run(server, plan, lambda what: bar.update(task, advance=1, description=what))
+        state = server.report()
+    save(path, samples, plan, state)
+    Console().print(_table(summarize(samples, plan)))
+    console.print(f"written to {path}")
+
+
+def run(server: ServerProcess, plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:
     """Measures everything in ``plan``; ``done`` is told after each batch."""
     samples = []
     for temperature in plan.temperatures:
@@ -80,15 +95,17 @@ def run(server: Server, plan: LatencyPlan, done: Callable[[str], None]) -> list[
     return samples
 
 
-def _prompts_that_do_not_loop(server: Server, plan: LatencyPlan, temperature: float) -> list[str]:
+def _prompts_that_do_not_loop(server: ServerProcess, plan: LatencyPlan, temperature: float) -> list[str]:
     """Held-out code and prose after which plain decoding does not repeat itself: loops inflate acceptance."""
-    candidates = _prompts(plan.seed)[:SCREENED]
+    candidates = held_out(plan.seed)[:SCREENED]
     server.set_policy(BASE)
     kept = []
     for start in range(0, len(candidates), 32):
         texts = candidates[start : start + 32]
         answers = _generate(server, texts, temperature, plan.tokens)
-        kept += [t for t, a in zip(texts, answers, strict=True) if _distinct(a["output_ids"]) >= DISTINCT]
+        kept += [
+            t for t, a in zip(texts, answers, strict=True) if distinct_share(a["output_ids"]) >= DISTINCT
+        ]
     if len(kept) < 8:
         raise ServerError(
             f"at T={temperature:g} only {len(kept)} of {len(candidates)} prompts are continued without "
@@ -97,31 +114,21 @@ def _prompts_that_do_not_loop(server: Server, plan: LatencyPlan, temperature: fl
     return kept
 
 
-def _prefill(server: Server, plan: LatencyPlan, texts: Sequence[str]) -> None:
+def _prefill(server: ServerProcess, plan: LatencyPlan, texts: Sequence[str]) -> None:
     """Puts the prompts into both KV caches, so that what follows is decoding and nothing else."""
     server.set_policy(plan.policies[0] if plan.policies else BASE)
-    httpx.post(server.url + "/flush_cache", timeout=30.0)
+    server.drain()
     _generate(server, texts, 0.0, 1)
 
 
-def _generate(server: Server, texts: Sequence[str], temperature: float, tokens: int) -> list[dict[str, Any]]:
-    params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"text": list(texts), "sampling_params": params}
-    answer = httpx.post(server.url + "/generate", json=body, timeout=600.0).raise_for_status().json()
-    return list(answer)
-
-
-def _prompts(seed: int) -> list[str]:
-    """Held-out code and prose of 30 to 300 tokens, shuffled."""
-    from adaserve.pair.prompts import load_prompts
-
-    texts = [p.text for p in load_prompts() if p.category != "summarization" and 30 <= p.tokens <= 300]
-    random.Random(seed).shuffle(texts)
-    return texts
+def _generate(
+    server: ServerProcess, texts: Sequence[str], temperature: float, tokens: int
+) -> list[dict[str, Any]]:
+    return client.batch(server.url, [Ask(text, tokens, temperature) for text in texts])
 
 
 def _measure(
-    server: Server, policy: str, texts: Sequence[str], temperature: float, turn: int, tokens: int
+    server: ServerProcess, policy: str, texts: Sequence[str], temperature: float, turn: int, tokens: int
 ) -> Sample:
     server.set_policy(policy)
     before = server.report()["times"]
@@ -140,7 +147,7 @@ def _measure(
         round=turn,
         tpot_ms=statistics.mean(m["slo"]["tpot_ms"] for m in meta),
         accept_length=sum(m["completion_tokens"] - 1 for m in meta) / max(1, verifications),
-        distinct_8grams=statistics.mean(_distinct(a["output_ids"]) for a in answers),
+        distinct_8grams=statistics.mean(distinct_share(a["output_ids"]) for a in answers),
         iteration_ms=spent["decode_s"] / n * 1e3,
         target_ms=spent["target_s"] / n * 1e3,
         draft_ms=spent["draft_s"] / n * 1e3,
@@ -148,11 +155,6 @@ def _measure(
         loop_ms=loop_ms,
         other_share=1.0 - models_s / n * 1e3 / max(loop_ms, 1e-6),
     )
-
-
-def _distinct(tokens: Sequence[int]) -> float:
-    grams = [tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)]
-    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, Any]]:
@@ -191,22 +193,41 @@ def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, An
     return rows
 
 
-def save(
-    path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[str, Any], command: str
-) -> None:
+def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[str, Any]) -> None:
     """Writes everything that is needed to judge and repeat the measurement."""
-    from adaserve.environment import describe_host
-
-    path.parent.mkdir(parents=True, exist_ok=True)
     body = {
-        "schema_version": 1,
+        "schema_version": 2,
         "kind": "bench latency",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": command,
-        "host": describe_host(),
+        "made": provenance(),
         "plan": asdict(plan),
         "latency_model": server["latency"],
         "summary": summarize(samples, plan),
         "samples": [asdict(s) for s in samples],
     }
     path.write_text(json.dumps(body, indent=1) + "\n")
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    heads = (
+        "T", "batch", "policy", "TPOT ms", "speed-up", "(range)", "tok/iter", "worker", "other", "distinct",
+    )  # fmt: skip
+    made = table("decode latency, interleaved with plain decoding", heads, left=("policy",))
+    for r in rows:
+        low, high = r["speedup_range"]
+        made.add_row(
+            f"{r['temperature']:g}",
+            str(r["batch"]),
+            r["policy"],
+            f"{r['tpot_ms']:.2f}",
+            f"{r['speedup']:.2f}x",
+            f"{low:.2f}-{high:.2f}",
+            f"{r['accept_length']:.2f}",
+            f"{r['python_share']:.0%}",
+            f"{r['other_share']:.0%}",
+            f"{r['distinct_8grams']:.0%}",
+        )
+    made.caption = (
+        "worker: share of AdaServe's iteration outside both models; other: of the time from one "
+        "iteration to the next, SGLang's own work included; distinct: 8-grams of the output that occur once"
+    )
+    return made

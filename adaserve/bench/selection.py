@@ -5,13 +5,15 @@ many single calls is what the code costs; the median shows what a busy machine m
 
 Then all that a policy does in an iteration of the embedded pair, with beams of up to 5 levels of up to 3.
 Some is learned now and then only, so this is a mean, of processor time: the smallest of 64 in a row.
+
+Last the same with ``priced`` behind a forward that has emptied the caches: medians; before each part of a
+cold iteration 48 MB are written.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +23,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from adaserve.host import describe_host
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IterationOutcome, RunningBatch
 from adaserve.scheduler.latency import LatencyModel, TableCost
@@ -28,6 +31,7 @@ from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.selection import parent_kept
 
 SIZES = ((8, 64), (16, 128), (32, 256), (64, 512), (128, 1024), (256, 2048), (512, 4096))
+COLD_REPEATS, COLD_WARM_UP = 300, 60
 BATCHES = (1, 2, 4, 8, 24, 32)
 PAIR = LatencyModel(
     draft=TableCost((1.0, 8.0, 16.0, 32.0, 64.0), (6e-4, 7e-4, 8e-4, 1e-3, 1.5e-3)),
@@ -161,6 +165,18 @@ def iteration_table(repeats: int) -> str:
     return "\n".join(lines)
 
 
+def cold_table() -> str:
+    """Microseconds of iterations of ``priced`` in a loop, and with empty caches, as a Markdown table."""
+    lines = [f"| requests | caches | {' | '.join(PARTS)} | all |", "|---|---|---|---|---|---|---|"]
+    memory = np.zeros(6 << 20)  # more than the caches of a core hold
+    for n in BATCHES:
+        for name, before in (("warm", lambda: None), ("cold", lambda: np.add(memory, 1.0, out=memory))):
+            took = measure_iteration("priced", n, COLD_REPEATS, before)[COLD_WARM_UP:]
+            cells = np.median(took, axis=0)
+            lines.append(f"| {n} | {name} | " + " | ".join(f"{us:.0f}" for us in (*cells, cells.sum())) + " |")
+    return "\n".join(lines)
+
+
 def table(repeats: int) -> str:
     """Cost of selections as a Markdown table."""
     lines = [
@@ -176,20 +192,19 @@ def table(repeats: int) -> str:
 def main(
     out: Annotated[Path | None, typer.Option(help="Markdown file to write")] = None, repeats: int = 1000
 ) -> None:
-    """Prints the table and writes it to --out."""
-    numpy_version, load = np.__version__, os.getloadavg()[0]
-    head = (
-        "# Cost of one selection\n\n`python -m adaserve.bench.selection --repeats "
-        f"{repeats}`, single calls of `select`, one thread.\n"
-        f"{platform.machine()}, {os.cpu_count()} cores shared (load {load:.1f}), "
-        f"Python {platform.python_version()}, numpy {numpy_version}.\n\n"
+    """Prints the tables and writes them to --out."""
+    host = describe_host()
+    parts = (
+        f"# Cost of one selection\n\n`python -m adaserve.bench.selection --repeats {repeats}`, single calls "
+        f"of `select`, one thread.\n{host['cpu']}, {host['cores']} cores shared (load "
+        f"{os.getloadavg()[0]:.1f}), Python {host['python']}, numpy {host['packages']['numpy']}.",
+        table(repeats),
+        "Whole iterations, processor microseconds (smallest mean of 64 in a row):",
+        iteration_table(repeats),
+        "Iterations of `priced` with warm and with empty caches, median microseconds:",
+        cold_table(),
     )
-    text = (
-        head
-        + table(repeats)
-        + "\n\nWhole iterations, processor microseconds (smallest mean of 64 in a row):\n\n"
-    )
-    text += iteration_table(repeats) + "\n"
+    text = "\n\n".join(parts) + "\n"
     print(text)
     if out:
         out.write_text(text, encoding="utf-8")

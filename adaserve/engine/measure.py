@@ -24,7 +24,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.parts import Device
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.environment import cpu_name
+from adaserve.host import cpu_name
 from adaserve.scheduler.fit import fit_latency, fit_table
 from adaserve.scheduler.latency import LatencyModel, Profile, ProfileError, load_profile
 

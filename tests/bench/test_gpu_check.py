@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from adaserve.bench.gpu_check import client
+from adaserve.bench.gpu_check import answers
+from adaserve.bench.gpu_check.answers import Answer
 from adaserve.bench.gpu_check.check import Check, CheckPlan, Findings, Sections, targets
 from adaserve.bench.gpu_check.cli import _plan
-from adaserve.bench.gpu_check.client import Answer
 from adaserve.bench.gpu_check.figures import draw
-from adaserve.bench.gpu_check.servers import ADASERVE, PLAIN, STANDALONE, ComparedSpec, Pair
+from adaserve.bench.gpu_check.servers import ADASERVE, PLAIN, STANDALONE, Pair, spec_of
 from adaserve.server import ServerError
 
 
@@ -51,11 +51,11 @@ def url() -> Iterator[str]:
 
 
 def test_client(url: str) -> None:
-    answers = client.generate(url, [[5], [1, 10]], 3, margins=True)
-    assert [a.output_ids for a in answers] == [(6, 7, 8), (11, 12, 13)]
-    assert answers[0].margins == pytest.approx((0.0, 1.0, 0.0))
-    assert all(a.seconds > 0 for a in answers)
-    assert isinstance(client.tpot_ms(url, [[5]] * 4, 8), float)
+    given = answers.generate(url, [[5], [1, 10]], 3, margins=True)
+    assert [a.output_ids for a in given] == [(6, 7, 8), (11, 12, 13)]
+    assert given[0].margins == pytest.approx((0.0, 1.0, 0.0))
+    assert all(a.seconds > 0 for a in given)
+    assert isinstance(answers.tpot_ms(url, [[5]] * 4, 8), float)
 
 
 def test_outputs_are_compared_with_mercy_for_ties(tmp_path: Path) -> None:
@@ -143,17 +143,17 @@ def test_an_interrupted_check_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("adaserve.bench.gpu_check.check._prompts", lambda *_: [])
     console = Console(quiet=True)
     with pytest.raises(ServerError, match="taken away"):
-        Broken(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, console).run("x")
+        Broken(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, console).run()
     assert json.loads((tmp_path / "gpu-check.json").read_text())["done"] == [f"{PLAIN}: exactness"]
     Broken.broken = False
     for again in range(2):
         check = Broken(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, console)
-        report = check.run("x")
+        report = check.run()
         assert check.found.reference == [Answer((1, 2), 0.5, (0.25, 1.0))]
         assert check.found.tpot_ms == {PLAIN: {1: 2.0, 8: 3.0}}, f"run {again}"
     assert runs == ["exactness", "speed", "speed"] and len(report["done"]) == 2 and report["dry_run"]
     with pytest.raises(ServerError, match="another --out"):
-        Broken(Pair("t", "d", "cpu"), CheckPlan(tokens=5), tmp_path, console).run("x")
+        Broken(Pair("t", "d", "cpu"), CheckPlan(tokens=5), tmp_path, console).run()
 
 
 def test_a_wrong_output_is_no_tie() -> None:
@@ -174,7 +174,7 @@ def test_figures(tmp_path: Path) -> None:
 def test_commands() -> None:
     flags = {}
     for kind in (ADASERVE, PLAIN, STANDALONE):
-        command = ComparedSpec("target", "draft", port=1, kind=kind, extra=("--x", "1")).command()
+        command = spec_of(Pair("target", "draft", "cuda", ("--x", "1")), kind).command()
         flags[kind] = " ".join(command)
         assert "--model-path target" in flags[kind] and flags[kind].count("--x 1") == 1
     assert "--speculative-algorithm ADASERVE" in flags[ADASERVE]

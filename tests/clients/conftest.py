@@ -8,18 +8,18 @@ from typing import Any
 import httpx
 import pytest
 
-from adaserve.server import Server, ServerSpec, free_port
+from adaserve.server import ServerProcess, ServerSpec, free_port
 
 MODEL = "adaserve-embedded"
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The smallest widened target: what is tested here are the interfaces."""
     # A model that knows no JSON would fill it with blanks for ever.
     extra = ("--tool-call-parser", "qwen25", "--constrained-json-disable-any-whitespace")
     spec = ServerSpec(size="12M", port=free_port(), extra=extra)
-    with Server(spec, log=tmp_path_factory.mktemp("server") / "server.log") as running:
+    with ServerProcess(spec, log=tmp_path_factory.mktemp("server") / "server.log") as running:
         yield running
 
 
@@ -27,7 +27,7 @@ Counts = Callable[[], dict[str, int]]
 
 
 @pytest.fixture
-def counted(server: Server) -> Counts:
+def counted(server: ServerProcess) -> Counts:
     """Requests per SLO class that the server has counted since the start of the test."""
 
     def totals() -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from adaserve.loadgen.agreement import agreement_rows
 from adaserve.loadgen.report import read_run
-from adaserve.server import Server
+from adaserve.server import ServerProcess
 
 MIX = """
 duration_s: 15
@@ -24,7 +24,7 @@ classes:
 """
 
 
-def test_client_and_server_agree(server: Server, tmp_path: Path) -> None:
+def test_client_and_server_agree(server: ServerProcess, tmp_path: Path) -> None:
     (tmp_path / "mix.yaml").write_text(MIX)
     command = [sys.executable, "-m", "adaserve.loadgen", "bench", "serve", "--config", "mix.yaml"]
     command += ["--url", server.url, "--out", "run"]

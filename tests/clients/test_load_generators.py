@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adaserve.server import Server
+from adaserve.server import ServerProcess
 from tests.clients.conftest import MODEL, Counts
 
 REQUESTS = 12
@@ -35,7 +35,7 @@ def run(command: Sequence[str], folder: Path, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def test_sglang_benchmark(server: Server, counted: Counts, tmp_path: Path) -> None:
+def test_sglang_benchmark(server: ServerProcess, counted: Counts, tmp_path: Path) -> None:
     tokenizer, _ = server.spec.models()
     command = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang-oai"]
     command += ["--base-url", server.url, "--tokenizer", tokenizer, "--dataset-name", "random-ids"]
@@ -52,7 +52,7 @@ def test_sglang_benchmark(server: Server, counted: Counts, tmp_path: Path) -> No
     assert counted() == {"chat": REQUESTS}
 
 
-def test_guidellm(server: Server, counted: Counts, tmp_path: Path) -> None:
+def test_guidellm(server: ServerProcess, counted: Counts, tmp_path: Path) -> None:
     tokenizer, _ = server.spec.models()
     backend = {
         "kind": "openai_http",
@@ -73,7 +73,7 @@ def test_guidellm(server: Server, counted: Counts, tmp_path: Path) -> None:
     assert counted() == {"chat": REQUESTS}
 
 
-def test_aiperf(server: Server, counted: Counts, tmp_path: Path) -> None:
+def test_aiperf(server: ServerProcess, counted: Counts, tmp_path: Path) -> None:
     tokenizer, _ = server.spec.models()
     command = [tool("aiperf"), "profile", "--model", MODEL, "--url", server.url, "--tokenizer", tokenizer]
     command += ["--endpoint-type", "completions", "--streaming", "--request-rate", "4"]

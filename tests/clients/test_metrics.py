@@ -10,14 +10,14 @@ import httpx
 import yaml
 
 from adaserve.loadgen.server_metrics import parse_metrics
-from adaserve.server import Server
+from adaserve.server import ServerProcess
 from adaserve.slo.classes import SLOConfig
 from tests.clients.conftest import MODEL, Counts
 
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
 
 
-def complete(server: Server, slo_class: str, tokens: int = 12) -> None:
+def complete(server: ServerProcess, slo_class: str, tokens: int = 12) -> None:
     body = {"model": MODEL, "prompt": "import os\n", "max_tokens": tokens, "temperature": 0}
     answer = httpx.post(
         f"{server.url}/v1/completions", json=body, headers={"x-slo-class": slo_class}, timeout=120
@@ -25,7 +25,7 @@ def complete(server: Server, slo_class: str, tokens: int = 12) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def test_dashboards_and_alerts_ask_for_metrics_that_exist(server: Server) -> None:
+def test_dashboards_and_alerts_ask_for_metrics_that_exist(server: ServerProcess) -> None:
     for name in ("coding", "chat", "summarization"):
         complete(server, name)
     samples = parse_metrics(httpx.get(server.url + "/metrics", timeout=30).text)
@@ -41,7 +41,7 @@ def test_dashboards_and_alerts_ask_for_metrics_that_exist(server: Server) -> Non
     assert {"coding", "chat", "summarization"} <= classes <= set(SLOConfig().labels)
 
 
-def test_a_client_that_leaves_is_nobodys_miss(server: Server, counted: Counts) -> None:
+def test_a_client_that_leaves_is_nobodys_miss(server: ServerProcess, counted: Counts) -> None:
     body = {"model": MODEL, "prompt": "import os\n", "max_tokens": 1500, "stream": True, "ignore_eos": True}
     headers = {"x-slo-tpot-ms": "0.1"}
     with httpx.stream(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adaserve.server import Server
+from adaserve.server import ServerProcess
 from tests.clients.conftest import MODEL, Counts
 
 openai = pytest.importorskip("openai", reason="the OpenAI SDK is not installed (SGLang brings it)")
@@ -34,7 +34,7 @@ WEATHER: Any = {
 
 
 @pytest.fixture
-def client(server: Server) -> Any:
+def client(server: ServerProcess) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=120)
 
 

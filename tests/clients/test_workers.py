@@ -8,16 +8,16 @@ import httpx
 import pytest
 
 from adaserve.loadgen.server_metrics import REQUESTS, parse_metrics
-from adaserve.server import Server, ServerSpec, free_port
+from adaserve.server import ServerProcess, ServerSpec, free_port
 from tests.clients.conftest import MODEL
 
 pytestmark = pytest.mark.slow  # a server of its own
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     spec = ServerSpec(size="12M", port=free_port(), extra=("--tokenizer-worker-num", "2"))
-    with Server(spec, log=tmp_path_factory.mktemp("workers") / "server.log") as running:
+    with ServerProcess(spec, log=tmp_path_factory.mktemp("workers") / "server.log") as running:
         yield running
 
 
@@ -27,7 +27,7 @@ def complete(url: str, slo_class: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, headers={"x-slo-class": slo_class}, timeout=120)
 
 
-def test_every_worker_reads_slos_and_counts_once(workers: Server) -> None:
+def test_every_worker_reads_slos_and_counts_once(workers: ServerProcess) -> None:
     for _ in range(12):
         answer = complete(workers.url, "chat")
         assert answer.status_code == 200 and answer.json()["metadata"]["slo"]["class"] == "chat"
@@ -40,16 +40,16 @@ def test_every_worker_reads_slos_and_counts_once(workers: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Two data-parallel ranks; on a machine with one NUMA node SGLang wants to be told their cores."""
     spec = ServerSpec(size="12M", port=free_port(), extra=("--dp-size", "2", "--max-total-tokens", "16384"))
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-        with Server(spec, log=tmp_path_factory.mktemp("ranks") / "server.log") as running:
+        with ServerProcess(spec, log=tmp_path_factory.mktemp("ranks") / "server.log") as running:
             yield running
 
 
-def test_ranks_are_added_up(ranks: Server) -> None:
+def test_ranks_are_added_up(ranks: ServerProcess) -> None:
     for _ in range(12):
         assert complete(ranks.url, "chat").status_code == 200
     snapshot = httpx.get(ranks.url + "/slo/snapshot.json", timeout=60).json()

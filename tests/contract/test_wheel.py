@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from adaserve import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"adaserve": "adaserve", "scheduler": "adaserve/scheduler", "loadgen": "adaserve/loadgen",
@@ -16,8 +20,8 @@ FOLDERS = {"adaserve": "adaserve", "scheduler": "adaserve/scheduler", "loadgen":
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], set[str]]:
-    """What git would deliver, and the names in a wheel built from a copy of it."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of what git would deliver."""
     names = shipped()
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
@@ -39,13 +43,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], set[str]
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    with zipfile.ZipFile(next(work.glob("adaserve-*.whl"))) as archive:
-        return names, set(archive.namelist())
+    return next(work.glob("adaserve-*.whl"))
 
 
 @pytest.fixture(scope="module")
-def wheel(built: tuple[list[str], set[str]]) -> set[str]:
-    return built[1]
+def wheel(built: Path) -> set[str]:
+    """The names in it."""
+    with zipfile.ZipFile(built) as archive:
+        return set(archive.namelist())
 
 
 def shipped() -> list[str]:
@@ -55,11 +60,10 @@ def shipped() -> list[str]:
     return [name for name in out.split("\0") if name and (ROOT / name).is_file()]
 
 
-def test_every_file_of_our_packages(built: tuple[list[str], set[str]]) -> None:
-    names, wheel = built
+def test_every_file_of_our_packages(wheel: set[str]) -> None:
     wanted = {
         FOLDERS[top] + "/" + rest
-        for name in names
+        for name in shipped()
         for top, _, rest in [name.partition("/")]
         if top in FOLDERS
     }
@@ -78,6 +82,23 @@ def test_entry_points(wheel: set[str]) -> None:
     for value in named:
         module = value.partition(":")[0].replace(".", "/") + ".py"
         assert module in wheel, f"entry point {value} has no module"
+
+
+def test_what_only_measures_is_an_extra(built: Path) -> None:
+    """A server is installed without the load generator's and the figures' libraries."""
+    with zipfile.ZipFile(built) as archive:
+        metadata = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
+    needed = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*(?:; extra == \"(\w+)\")?$", metadata, re.MULTILINE)
+    of = {extra: {name for name, e in needed if e == extra} for extra in ("", "bench", "dev")}
+    assert of["bench"] == set(cli.EXTRA)
+    assert "sglang" in of[""] and not of[""] & (of["bench"] | of["dev"])
+
+
+def test_a_missing_extra_is_named_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "locust" else True)
+    done = CliRunner().invoke(cli.app, ["demo"])
+    assert done.exit_code == 2
+    assert done.stderr == "error: adaserve demo needs locust: pip install 'adaserve[bench]'\n"
 
 
 def test_bare_folders_are_no_modules(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fake_server import certificate, running_fake
 from adaserve.loadgen import stream
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import run_bench
-from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, Server
+from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, Length
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.results import iter_records
 
@@ -79,11 +79,11 @@ def test_tls_is_measured_too(tmp_path: Path) -> None:
     one = ClassLoad("chat", tpot_ms=1000, prompt_tokens=Length(20), output_tokens=Length(20))
     with running_fake(token_ms=20, first_ms=100, certificate=certificate(tmp_path)) as fake:
         config = BenchConfig(
-            Server(fake.url, insecure=True), {"chat": one}, Arrivals("constant", 5), duration_s=2
+            Endpoint(fake.url, insecure=True), {"chat": one}, Arrivals("constant", 5), duration_s=2
         )
         summary = run_bench(config, tmp_path / "run")
         with pytest.raises(LoadgenError, match="insecure: true"):
-            run_bench(BenchConfig(Server(fake.url)), tmp_path / "refused")
+            run_bench(BenchConfig(Endpoint(fake.url)), tmp_path / "refused")
     records = list(iter_records(tmp_path / "run"))
     assert len(records) == summary["completed"] == 10
     for r in records:

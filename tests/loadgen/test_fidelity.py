@@ -12,7 +12,7 @@ from fake_server import Fake, running_fake
 
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import run_bench
-from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, Server
+from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, Length
 from adaserve.loadgen.results import iter_records
 from adaserve.slo.metrics import RequestRecord
 
@@ -38,7 +38,7 @@ def load(
         **class_settings,
     )
     config = BenchConfig(
-        server=Server(fake.url, "fake", api, continuous_usage=True),
+        server=Endpoint(fake.url, "fake", api, continuous_usage=True),
         classes={"chat": one},
         arrivals=Arrivals("constant", rps),
         duration_s=duration_s,
@@ -165,7 +165,7 @@ def test_no_usage_is_said(tmp_path: Path) -> None:
         fake.set(token_ms=5, no_usage=True)
         one = ClassLoad("chat", tpot_ms=50, prompt_tokens=Length(9), output_tokens=Length(12))
         config = BenchConfig(
-            Server(fake.url, "fake", continuous_usage=False),
+            Endpoint(fake.url, "fake", continuous_usage=False),
             {"chat": one},
             Arrivals("constant", 5),
             duration_s=1,

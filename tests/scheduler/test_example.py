@@ -34,12 +34,6 @@ def test_greed_alone_would_fail_the_second_request():
     assert greedy.expected_tokens[1] == pytest.approx(1.5) and greedy.verify_tokens == 8
 
 
-def test_picture_is_drawn(tmp_path):
-    example.draw(tmp_path / "figure5.png")
-    assert (tmp_path / "figure5.png").read_bytes()[:4] == b"\x89PNG"
-    assert (PAGE.parent / "figure5.png").exists()
-
-
 def test_code_on_the_page_runs():
     code = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert code is not None

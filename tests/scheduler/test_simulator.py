@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -11,16 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sched_factories import running
-from typer.testing import CliRunner
 
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import IterationPlan, Selection
-from adaserve.scheduler.latency import Profile
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, plan_prefill
 from adaserve.scheduler.replay import Recorder, ReplayError, read_recording, replay
 from adaserve.scheduler.simulator.capacity import min_replicas
-from adaserve.scheduler.simulator.cli import app
 from adaserve.scheduler.simulator.fleet import FleetConfig, fleet_requests, learn_pace, run_fleet
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.simulator.recorded import load_children
@@ -248,54 +244,3 @@ def spy(policy, recorder):
         recorder.forget(rid)
 
     policy.plan, policy.observe, policy.forget = planned, observed, forgotten
-
-
-class TestCommand:
-    def test_writes_results(self, tmp_path):
-        policies = ["--policy", "priced", "--policy", "small=adaserve:budget=64"]
-        out = ["--seeds", "0,1", "--out", str(tmp_path / "out")]
-        arguments = ["run", "--trace", "synthetic:30:3", *policies, *out]
-        got = CliRunner().invoke(app, arguments)
-        assert got.exit_code == 0, got.output
-        assert "SLO violations" in got.output and "small" in got.output
-        names = {p.name for p in (tmp_path / "out").iterdir()}
-        assert {
-            "config.yaml",
-            "runs.jsonl",
-            "summary.json",
-            "table.md",
-            "violations.png",
-            "reliability.png",
-        } <= names
-        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-        assert (
-            len(summary) == 4 and {"slo_attainment", "by_class", "seed", "trace_sha256"} <= summary[0].keys()
-        )
-
-    def test_fit_reports_errors_and_bad_files(self, tmp_path):
-        points = np.array([[t, 0.0, 0.03 + 2e-4 * t] for t in (1.0, 8.0, 64.0, 256.0)])
-        Profile(points, points).save(tmp_path / "p.json")
-        got = CliRunner().invoke(app, ["fit", str(tmp_path / "p.json")])
-        assert got.exit_code == 0 and "| verify | linear | 0.0 | 0.0 | 0.0 | chosen |" in got.output
-        got = CliRunner().invoke(app, ["fit", str(tmp_path / "none.json")])
-        assert got.exit_code == 2 and "adaserve profile" in got.output
-
-    def test_capacity_answers(self):
-        got = CliRunner().invoke(
-            app, ["capacity", "--trace", "synthetic:300:9", "--policy", "chain-3", "--target", "0.9"]
-        )
-        assert got.exit_code == 0, got.output
-        assert "minimum replicas for 90% attainment" in got.output
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--policy", "best"], "unknown policy"),
-            (["--policy", "priced:colour=red"], "settings are"),
-            (["--gpu", "b900"], "unknown GPU"),
-            (["--prefill", "never"], "mixed or exclusive"),
-        ],
-    )
-    def test_errors_name_the_remedy(self, arguments, message):
-        got = CliRunner().invoke(app, ["run", "--trace", "synthetic:5:1", *arguments])
-        assert got.exit_code == 2 and message in got.output.replace("\n", " ")

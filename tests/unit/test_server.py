@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from adaserve import server
-from adaserve.server import Server, ServerError, ServerSpec, free_port
+from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port
 
 LINE = (
     "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
@@ -30,7 +30,7 @@ class Robbed(ServerSpec):
 def test_a_port_taken_meanwhile_ends_the_start_at_once(tmp_path: Path) -> None:
     start_s = time.monotonic()
     with pytest.raises(ServerError, match="was taken while the server started: start it again"):
-        Server(Robbed("model", "draft", port=free_port()), tmp_path / "server.log").__enter__()
+        ServerProcess(Robbed("model", "draft", port=free_port()), tmp_path / "server.log").__enter__()
     assert time.monotonic() - start_s < 60, "it was waited for"
     assert not [c for c in psutil.Process().children() if LINE in " ".join(c.cmdline())]
 

@@ -15,16 +15,17 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from adaserve.bench.gpu_check import client
-from adaserve.bench.gpu_check.client import Answer
+from adaserve.bench.gpu_check import answers
+from adaserve.bench.gpu_check.answers import Answer
 from adaserve.bench.gpu_check.figures import draw
 from adaserve.bench.gpu_check.mixed import run_mixed
 from adaserve.bench.gpu_check.servers import ADASERVE, PLAIN, STANDALONE, Pair, serving
-from adaserve.bench.report import progress
-from adaserve.environment import describe_host
-from adaserve.server import Server, ServerError
+from adaserve.bench.prompts import held_out
+from adaserve.bench.terminal import progress
+from adaserve.loadgen.results import provenance
+from adaserve.server import ServerError, ServerProcess
 
-Sections = dict[str, Callable[[Server], None]]
+Sections = dict[str, Callable[[ServerProcess], None]]
 """What is measured on one server, by name, in order."""
 
 STATE_FILE = "gpu-check.state.json"
@@ -81,7 +82,7 @@ class Check:
         self.found = Findings()
         self._prompts: list[list[int]] = []
 
-    def run(self, command: str) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Runs what is still to be done, writes ``out`` after every section; returns the report.
 
         Raises ServerError, PairError.
@@ -93,14 +94,14 @@ class Check:
         self._prompts = _prompts(
             self.pair.target, max(*self.plan.batches, self.plan.exact_prompts), self.plan.seed
         )
-        self._on(PLAIN, self._plain(), command)
-        self._on(ADASERVE, self._adaserve(), command)
-        self._on(STANDALONE, self._standalone(), command, optional=True)
-        report = self._save(command)
+        self._on(PLAIN, self._plain())
+        self._on(ADASERVE, self._adaserve())
+        self._on(STANDALONE, self._standalone(), optional=True)
+        report = self._save()
         draw(report, self.out)
         return report
 
-    def _on(self, kind: str, sections: Sections, command: str, optional: bool = False) -> None:
+    def _on(self, kind: str, sections: Sections, optional: bool = False) -> None:
         """Starts a server of ``kind`` and runs those of its sections that were not run before."""
         left = [(name, run) for name, run in sections.items() if f"{kind}: {name}" not in self.found.done]
         if not left:
@@ -112,7 +113,7 @@ class Check:
                 for name, run in left:
                     run(server)
                     self.found.done.append(f"{kind}: {name}")
-                    self._save(command)
+                    self._save()
         except (ServerError, httpx.HTTPError) as error:
             if not optional:
                 raise
@@ -143,43 +144,43 @@ class Check:
             sections["mixed SLOs"] = lambda s: self._mixed(s, STANDALONE)
         return sections
 
-    def _reference_outputs(self, server: Server) -> None:
+    def _reference_outputs(self, server: ServerProcess) -> None:
         p = self.plan
         prompts = self._prompts[: p.exact_prompts]
-        self.found.reference = client.generate(server.url, prompts, p.tokens, margins=True)
+        self.found.reference = answers.generate(server.url, prompts, p.tokens, margins=True)
         # Alone instead of in a batch: how often SGLang itself says something else with other shapes.
-        alone = [client.generate(server.url, [q], p.tokens)[0] for q in prompts[: min(8, len(prompts))]]
+        alone = [answers.generate(server.url, [q], p.tokens)[0] for q in prompts[: min(8, len(prompts))]]
         self.found.exact[f"{PLAIN}, one by one"] = self._compare(alone)
 
-    def _policies_outputs(self, server: Server) -> None:
+    def _policies_outputs(self, server: ServerProcess) -> None:
         state = server.report()
         self.found.latency_model, self.found.device = state["latency"], state.get("device", {})
         self.found.baseline_ms = state["baseline_ms"]
         for policy in (*self.plan.policies, "chain-4", NONE):
             server.set_policy(policy)
-            httpx.post(server.url + "/flush_cache", timeout=60.0)
+            server.drain()
             self._outputs(server, policy)
 
-    def _outputs(self, server: Server, name: str) -> None:
-        answers = client.generate(server.url, self._prompts[: self.plan.exact_prompts], self.plan.tokens)
-        self.found.exact[name] = self._compare(answers)
+    def _outputs(self, server: ServerProcess, name: str) -> None:
+        prompts = self._prompts[: self.plan.exact_prompts]
+        self.found.exact[name] = self._compare(answers.generate(server.url, prompts, self.plan.tokens))
 
     # -- measurements ---------------------------------------------------------------------------
 
-    def _compare(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def _compare(self, given: Sequence[Answer]) -> dict[str, Any]:
         """Outputs against the reference; a difference counts as a tie where the reference was undecided."""
         same, ties, different = 0, 0, []
-        for i, (answer, right) in enumerate(zip(answers, self.found.reference, strict=False)):
-            at = client.first_difference(answer.output_ids, right.output_ids)
+        for i, (answer, right) in enumerate(zip(given, self.found.reference, strict=False)):
+            at = answers.first_difference(answer.output_ids, right.output_ids)
             if at is None:
                 same += 1
             elif right.margins[at] < self.plan.tie_margin:
                 ties += 1
             else:
                 different.append({"prompt": i, "token": at, "margin": round(right.margins[at], 4)})
-        return {"requests": len(answers), "identical": same, "ties": ties, "different": different}
+        return {"requests": len(given), "identical": same, "ties": ties, "different": different}
 
-    def _speed(self, server: Server, name: str, policy: str | None = None) -> None:
+    def _speed(self, server: ServerProcess, name: str, policy: str | None = None) -> None:
         p = self.plan
         if policy is not None:
             server.set_policy(policy)
@@ -192,7 +193,7 @@ class Check:
                 for turn in range(p.rounds):
                     n = len(self._prompts)
                     prompts = [self._prompts[(turn * 37 + i) % n] for i in range(batch)]
-                    samples.append(client.tpot_ms(server.url, prompts, p.tokens))
+                    samples.append(answers.tpot_ms(server.url, prompts, p.tokens))
                     bar.update(task, advance=1, description=f"{name}: batch {batch}")
                 self.found.tpot_ms.setdefault(name, {})[batch] = statistics.median(samples)
                 if before is not None:
@@ -200,14 +201,14 @@ class Check:
                     spent["wall_s"] = time.perf_counter() - start_s
                     self.found.details.setdefault(name, {})[batch] = spent
 
-    def _verification_cost(self, server: Server) -> None:
+    def _verification_cost(self, server: ServerProcess) -> None:
         """Device time of verifying 64 tokens (16 requests, chains of 3) and of 64 plainly decoded ones."""
         costs = {}
         rows = 64 if max(self.plan.batches) >= 64 else 4 * max(1, max(self.plan.batches) // 4)
         for policy, batch in (("chain-3", rows // 4), (NONE, rows)):
             server.set_policy(policy)
             before = server.report()["times"]
-            client.generate(server.url, self._prompts[:batch], self.plan.tokens)
+            answers.generate(server.url, self._prompts[:batch], self.plan.tokens)
             spent = _spent(before, server.report()["times"])
             costs[policy] = spent["target_s"] / max(1.0, spent["iterations"]) * 1e3
         self.found.details["verification"] = {
@@ -215,7 +216,7 @@ class Check:
             "ratio": costs["chain-3"] / costs[NONE] if costs[NONE] else None,
         }  # fmt: skip
 
-    def _mixed(self, server: Server, name: str, policy: str | None = None) -> None:
+    def _mixed(self, server: ServerProcess, name: str, policy: str | None = None) -> None:
         if policy is not None:
             server.set_policy(policy)
         assert self.found.baseline_ms is not None  # AdaServe's server came first
@@ -229,27 +230,25 @@ class Check:
                 self.found.baseline_ms, self.plan.seed, self.console,
             )  # fmt: skip
             self.found.mixed.setdefault(f"{load:g}", {})[name] = summary
-            httpx.post(server.url + "/flush_cache", timeout=60.0)
+            server.drain()
 
     def _identity(self) -> dict[str, Any]:
         """What results must have in common to be one report; JSON values."""
         pair = asdict(replace(self.pair, target=_name(self.pair.target), draft=_name(self.pair.draft)))
         return dict(json.loads(json.dumps({"pair": pair, "plan": asdict(self.plan)})))
 
-    def _save(self, command: str) -> dict[str, Any]:
+    def _save(self) -> dict[str, Any]:
         """The report of what there is so far, and what another run needs to go on."""
         dry = self.pair.device == "cpu"
         found = asdict(self.found)
         kept = {"identity": self._identity(), "found": found}
         _write(self.out / STATE_FILE, kept)
         report = {
-            "schema_version": 2,
+            "schema_version": 3,
             "kind": "gpu-check",
             "dry_run": dry,
             "does_not_show": list(NOT_SHOWN_ON_CPU) if dry else [],
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": command,
-            "host": describe_host(),
+            "made": provenance(),
             "gpu": _gpu(),
             **self._identity(),
             **{k: v for k, v in found.items() if k != "reference"},
@@ -344,7 +343,7 @@ def _at_most(value: float | None, bound: float) -> bool | None:
     return None if value is None else value <= bound
 
 
-def _times(server: Server, name: str) -> dict[str, float] | None:
+def _times(server: ServerProcess, name: str) -> dict[str, float] | None:
     return None if name in (PLAIN, STANDALONE) else server.report()["times"]
 
 
@@ -354,16 +353,10 @@ def _spent(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 def _prompts(model: str, count: int, seed: int) -> list[list[int]]:
     """Token ids of held-out code and prose of 30 to 300 tokens."""
-    import random
-
     from transformers import AutoTokenizer
 
-    from adaserve.pair.prompts import load_prompts
-
-    texts = [p.text for p in load_prompts() if p.category != "summarization" and 30 <= p.tokens <= 300]
-    random.Random(seed).shuffle(texts)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    return [list(tokenizer.encode(t)) for t in texts[:count]]
+    return [list(tokenizer.encode(t)) for t in held_out(seed)[:count]]
 
 
 def _gpu() -> dict[str, Any] | None:

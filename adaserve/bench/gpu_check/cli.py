@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+
+from adaserve.bench.terminal import table
 
 if TYPE_CHECKING:
     from adaserve.bench.gpu_check.check import CheckPlan
@@ -82,7 +81,7 @@ def gpu_check(
             common += ("--context-length", "4096")
         folder = out or new_results_dir(Path("results"), "gpu-check")
         check = Check(Pair(model, draft, device, common), plan, folder, console)
-        report = check.run(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+        report = check.run()
     except (ServerError, PairError, LoadgenError, httpx.HTTPError, ValueError) as error:
         console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
@@ -116,35 +115,22 @@ def _plan(
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
-    table = Table(box=SIMPLE_HEAD, title="ms per output token (greedy)")
-    table.add_column("server or policy")
+    who = "server or policy"
     sizes = sorted({int(b) for row in report["tpot_ms"].values() for b in row})
-    for batch in sizes:
-        table.add_column(f"batch {batch}", justify="right")
+    speed = table("ms per output token (greedy)", (who, *(f"batch {b}" for b in sizes)), left=(who,))
     for name, row in report["tpot_ms"].items():
         cells = {int(b): f"{v:.2f}" for b, v in row.items()}
-        table.add_row(name, *(cells.get(b, "-") for b in sizes))
-    console.print(table)
-    table = Table(box=SIMPLE_HEAD, title="outputs against SGLang without speculation")
-    for head in ("server or policy", "requests", "identical", "ties", "different"):
-        table.add_column(head)
+        speed.add_row(name, *(cells.get(b, "-") for b in sizes))
+    heads = (who, "requests", "identical", "ties", "different")
+    exact = table("outputs against SGLang without speculation", heads, left=(who,))
     for name, row in report["exact"].items():
-        table.add_row(
-            name, *(str(row[k]) for k in ("requests", "identical", "ties")), str(len(row["different"]))
-        )
-    console.print(table)
-    table = Table(box=SIMPLE_HEAD, title="targets")
-    for head in ("target", "value", "met"):
-        table.add_column(head)
+        exact.add_row(name, *(str(row[k]) for k in heads[1:4]), str(len(row["different"])))
+    met = table("targets", ("target", "value", "met"), left=("target", "met"))
     for row in report["targets"]:
+        unjudged = "not measured" if row["value"] is None else "no claim"
         value = "-" if row["value"] is None else f"{row['value']:g}"
-        table.add_row(
-            row["target"],
-            value,
-            {True: "yes", False: "no", None: "not measured" if row["value"] is None else "no claim"}[
-                row["met"]
-            ],
-        )
-    console.print(table)
+        met.add_row(row["target"], value, {True: "yes", False: "no", None: unjudged}[row["met"]])
+    for made in (speed, exact, met):
+        console.print(made)
     for name, reason in report["skipped"].items():
         console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)

@@ -10,15 +10,14 @@ from rich.console import Console
 
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import run_bench
-from adaserve.loadgen.config import BenchConfig, Length, default_classes
-from adaserve.loadgen.config import Server as LoadServer
-from adaserve.server import Server
+from adaserve.loadgen.config import BenchConfig, Endpoint, Length, default_classes
+from adaserve.server import ServerProcess
 
 KEPT = ("slo_attainment", "token_goodput", "mean_tpot_ms", "p99_tpot_ms", "accept_length", "requests")
 
 
 def run_mixed(
-    server: Server,
+    server: ServerProcess,
     out: Path,
     tokens_per_s: float,
     seconds: float,
@@ -29,7 +28,7 @@ def run_mixed(
     """Offers ``tokens_per_s`` output tokens for ``seconds``; the figures of its summary that are compared."""
     output = Length(64)
     config = BenchConfig(
-        server=LoadServer(url=server.url, api="generate", ignore_eos=True),
+        server=Endpoint(url=server.url, api="generate", ignore_eos=True),
         classes={n: replace(c, output_tokens=output) for n, c in default_classes().items()},
         arrivals=Arrivals(rps=tokens_per_s / output.median),
         duration_s=seconds,

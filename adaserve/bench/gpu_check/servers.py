@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from adaserve.bench.report import start_server
+from adaserve.bench.servers import running
 from adaserve.config import AdaServeConfig
-from adaserve.server import Server, ServerSpec, free_port
+from adaserve.server import ServerProcess, ServerSpec
 
 ADASERVE, PLAIN, STANDALONE = "adaserve", "sglang", "sglang-standalone"
 STANDALONE_FLAGS = ("--speculative-num-steps", "4", "--speculative-eagle-topk", "2",
@@ -30,33 +30,19 @@ class Pair:
     config: AdaServeConfig = field(default_factory=AdaServeConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedSpec(ServerSpec):
+def spec_of(pair: Pair, kind: str) -> ServerSpec:
     """A server of one of the three kinds on the same models and flags."""
-
-    kind: str = ADASERVE
-
-    def command(self) -> list[str]:
-        words = ServerSpec.command(self)
-        if self.kind == ADASERVE:
-            return words
-        at = words.index("--speculative-algorithm")
-        if self.kind == STANDALONE:
-            words[at + 1] = "STANDALONE"
-            return [*words, *STANDALONE_FLAGS]
-        words = words[:at] + words[at + 2 :]
-        at = words.index("--speculative-draft-model-path")
-        return words[:at] + words[at + 2 :]
+    flags = (*(("--max-total-tokens", "65536") if pair.device == "cpu" else ()), *pair.flags)
+    spec = ServerSpec(pair.target, pair.draft, config=pair.config, extra=flags)
+    if kind == STANDALONE:
+        return replace(spec, algorithm="STANDALONE", extra=(*flags, *STANDALONE_FLAGS))
+    return spec if kind == ADASERVE else replace(spec, algorithm=None)
 
 
 @contextmanager
-def serving(pair: Pair, kind: str, log: Path, console: Console) -> Iterator[Server]:
+def serving(pair: Pair, kind: str, log: Path, console: Console) -> Iterator[ServerProcess]:
     """A server of ``kind``. Raises ServerError with SGLang's reason when it does not start."""
-    cpu = ("--max-total-tokens", "65536") if pair.device == "cpu" else ()
-    spec = ComparedSpec(
-        pair.target, pair.draft, port=free_port(), config=pair.config, extra=(*cpu, *pair.flags), kind=kind
-    )
     # On a CPU the GPU's worker is asked for, so that a dry run goes through its code.
     env = {"ADASERVE_DEVICE_PATH": "1"} if pair.device == "cpu" else {}
-    with start_server(spec, log, console, env) as server:
+    with running(spec_of(pair, kind), log, console, env) as server:
         yield server

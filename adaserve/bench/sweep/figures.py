@@ -11,13 +11,13 @@ import numpy as np
 
 from adaserve.bench.sweep.aggregate import Interval, Outcome, Results
 from adaserve.bench.sweep.plan import PLAIN, Point, slo_aware
+from adaserve.loadgen.figures import color, legend, panels, percent, save
 
 _COLORS = {
     "none": "#8c8c8c", "chain-2": "#a6bddb", "chain-4": "#67a9cf", "chain-6": "#1c7fa0",
     "fixed-tree": "#b8a25a", "equal-greedy": "#c9a0dc", "global-greedy": "#8a4fd0", "turbospec": "#d9730d",
     "adaserve-v1": "#86c5a4", "adaserve": "#0d8f63", "priced": "#c0342b",
 }  # fmt: skip
-_SPARE = ("#2f6fde", "#5d7a12", "#b5316f", "#444444")
 _MARKERS = "osv^D<>pPXh"
 _PARTS = ("verify", "draft", "select", "prefill", "other")
 _PART_COLORS = ("#2f6fde", "#67a9cf", "#c0342b", "#b8a25a", "#8c8c8c")
@@ -30,9 +30,6 @@ AXIS_LABELS = {
 
 def draw_all(results: Results, folder: Path) -> list[str]:
     """Writes every figure that there are results for; returns their names."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     makers: list[tuple[str, Callable[[Results], Any]]] = [
         ("attainment-load", lambda r: _against_x(r, "load")),
         ("attainment-share", lambda r: _against_x(r, "share")),
@@ -47,34 +44,12 @@ def draw_all(results: Results, folder: Path) -> list[str]:
     for name, make in makers:
         figure = make(results)
         if figure is not None:
-            _save(figure, folder / f"{name}.png")
-            written.append(f"{name}.png")
+            written.append(save(figure, folder / f"{name}.png").name)
     return written
 
 
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot as plt
-
-    # Without a date or version inside, so that the same results give the same bytes.
-    figure.savefig(path, dpi=140, metadata={"Software": None})
-    plt.close(figure)
-
-
-def _new(columns: int, width: float = 5.2, height: float = 3.9) -> tuple[Any, Any]:
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(
-        1, columns, figsize=(width * columns, height), squeeze=False, layout="constrained"
-    )
-    for ax in axes[0]:
-        ax.grid(True, alpha=0.25)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes[0]
-
-
 def color_of(policy: str, number: int = 0) -> str:
-    return _COLORS.get(policy, _SPARE[number % len(_SPARE)])
+    return _COLORS.get(policy, color(number))
 
 
 def _line(ax: Any, policy: str, number: int, x: Sequence[float], y: Sequence[Interval]) -> None:
@@ -110,7 +85,7 @@ def _against_x(results: Results, axis: str) -> Any:
     policies = results.policies(axis) if axis in results.plan.axes else []
     if not policies:
         return None
-    figure, (left, right) = _new(2)
+    figure, (left, right) = panels(2)
     for k, policy in enumerate(policies):
         _line(left, policy, k, *_curve(results, axis, policy, Outcome.attainment))
         _line(right, policy, k, *_curve(results, axis, policy, Outcome.goodput))
@@ -120,22 +95,9 @@ def _against_x(results: Results, axis: str) -> Any:
     if axis == "scale":
         for ax in (left, right):
             ax.invert_xaxis()
-    _percent(left)
-    _legend(figure, left)
+    percent(left.yaxis)
+    legend(figure, left)
     return figure
-
-
-def _percent(ax: Any) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-
-
-def _legend(figure: Any, ax: Any) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize=8, frameon=False
-    )
 
 
 def _violations(results: Results) -> Any:
@@ -144,7 +106,7 @@ def _violations(results: Results) -> Any:
     names = sorted({n for o in results.outcomes.values() for n in o.class_attainment()})
     if not policies or not names:
         return None
-    figure, axes = _new(len(names), width=4.2)
+    figure, axes = panels(len(names), width=4.2)
     for ax, name in zip(axes, names, strict=True):
         for k, policy in enumerate(policies):
 
@@ -154,9 +116,9 @@ def _violations(results: Results) -> Any:
 
             _line(ax, policy, k, *_curve(results, "load", policy, missed))
         ax.set(title=name, xlabel=AXIS_LABELS["load"], ylim=(-0.02, 1.02))
-        _percent(ax)
+        percent(ax.yaxis)
     axes[0].set_ylabel("SLO violations")
-    _legend(figure, axes[0])
+    legend(figure, axes[0])
     return figure
 
 
@@ -166,7 +128,7 @@ def _accepted(results: Results) -> Any:
     if not any(results.get(p, n) and _server(results.get(p, n), "tokens_per_verification") is not None
                for _, p in results.plan.points("load") for n in policies):  # fmt: skip
         return None
-    figure, axes = _new(2)
+    figure, axes = panels(2)
     for ax, key, label in zip(
         axes,
         ("tokens_per_verification", "tree_nodes"),
@@ -180,7 +142,7 @@ def _accepted(results: Results) -> Any:
 
             _line(ax, policy, k, *_curve(results, "load", policy, mean))
         ax.set(xlabel=AXIS_LABELS["load"], ylabel=label)
-    _legend(figure, axes[0])
+    legend(figure, axes[0])
     return figure
 
 
@@ -198,15 +160,15 @@ def _peaks(results: Results) -> Any:
         return None
     rival = results.against_baselines(point, results.default)
     shown = [n for n in dict.fromkeys((PLAIN, rival.rival if rival else PLAIN, results.default)) if n in here]
-    figure, axes = _new(1 + len(shown), width=4.4)
+    figure, axes = panels(1 + len(shown), width=4.4)
     _timeline(results, point, shown[0], axes[0], arrivals=True)
     axes[0].set(title="arrivals", ylabel="requests/s")
     for ax, policy in zip(axes[1:], shown, strict=True):
         _timeline(results, point, policy, ax, arrivals=False)
         ax.set(title=f"{policy}: {here[policy].attainment().value:.0%} in time", ylim=(0, 1.02))
-        _percent(ax)
+        percent(ax.yaxis)
     axes[1].set_ylabel("attainment, by arrival")
-    _legend(figure, axes[0])
+    legend(figure, axes[0])
     return figure
 
 
@@ -226,7 +188,7 @@ def _timeline(results: Results, point: Point, policy: str, ax: Any, arrivals: bo
         else:
             with np.errstate(invalid="ignore", divide="ignore"):
                 y = np.histogram(at, edges, weights=met)[0] / count
-        ax.plot(middle, y, label=name, color=_SPARE[k % len(_SPARE)], marker="." if not arrivals else None)
+        ax.plot(middle, y, label=name, color=color(k), marker="." if not arrivals else None)
     ax.set_xlabel("time (s)")
 
 
@@ -246,23 +208,17 @@ def _breakdown(results: Results) -> Any:
     spent = {n: s for n, o in results.at(point).items() if sum((s := o.seconds()).values()) > 0}
     if not spent:
         return None
-    figure, (ax,) = _new(1, width=7.2)
+    figure, (ax,) = panels(1, width=7.2)
     left = np.zeros(len(spent))
-    for part, color in zip(_PARTS, _PART_COLORS, strict=True):
+    for part, fill in zip(_PARTS, _PART_COLORS, strict=True):
         share = np.array([s.get(part, 0.0) / sum(s.values()) for s in spent.values()])
-        ax.barh(list(spent), share, left=left, label=part, color=color)
+        ax.barh(list(spent), share, left=left, label=part, color=fill)
         left += share
     ax.set(xlabel=f"share of the worker's busy time, load {point.load:g}", xlim=(0, 1))
     ax.invert_yaxis()
-    ax.xaxis.set_major_formatter(_percent_formatter())
-    _legend(figure, ax)
+    percent(ax.xaxis)
+    legend(figure, ax)
     return figure
-
-
-def _percent_formatter() -> Any:
-    from matplotlib.ticker import PercentFormatter
-
-    return PercentFormatter(1.0)
 
 
 def _ablation(results: Results) -> Any:
@@ -271,7 +227,7 @@ def _ablation(results: Results) -> Any:
     if point is None:
         return None
     here = results.at(point)
-    figure, (ax,) = _new(1, width=7.6)
+    figure, (ax,) = panels(1, width=7.6)
     values = [o.attainment() for o in here.values()]
     colors = [color_of(n, k) for k, n in enumerate(here)]
     heights = [v.value for v in values]
@@ -281,5 +237,5 @@ def _ablation(results: Results) -> Any:
         ax.annotate(f"{v.value:.0%}", (k, 0.01), ha="center", fontsize=8, color="white")
     ax.set(ylabel="SLO attainment", title=f"load {point.load:g}", ylim=(0, 1.02))
     ax.tick_params(axis="x", labelrotation=35)
-    _percent(ax)
+    percent(ax.yaxis)
     return figure

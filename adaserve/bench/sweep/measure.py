@@ -20,12 +20,11 @@ from rich.console import Console
 
 from adaserve.bench.sweep.host import report_of
 from adaserve.bench.sweep.plan import Case
-from adaserve.environment import git_sha
+from adaserve.host import git_sha
 from adaserve.loadgen.bench import run_bench
-from adaserve.loadgen.config import BenchConfig, ClassLoad, TraceSpec
-from adaserve.loadgen.config import Server as LoadServer
+from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, TraceSpec
 from adaserve.loadgen.results import iter_records
-from adaserve.server import Server
+from adaserve.server import ServerProcess
 from adaserve.slo.metrics import RequestRecord, class_summary, run_duration_s
 from adaserve.slo.trace import TraceRow
 
@@ -63,7 +62,7 @@ class Traffic:
             for name, slo in self.slo_ms.items()
         }
         return BenchConfig(
-            server=LoadServer(
+            server=Endpoint(
                 url=url, api="generate", ignore_eos=True, timeout_s=SILENCE_S, continuous_usage=False
             ),
             classes=classes,
@@ -73,7 +72,9 @@ class Traffic:
         )
 
 
-def run_case(server: Server, case: Case, traffic: Traffic, work: Path, records: Path) -> dict[str, Any]:
+def run_case(
+    server: ServerProcess, case: Case, traffic: Traffic, work: Path, records: Path
+) -> dict[str, Any]:
     """Runs the case on a drained server; returns its line of ``cases.jsonl``, writes its records.
 
     Raises KeyboardInterrupt, LoadgenError, httpx errors when the server is gone."""

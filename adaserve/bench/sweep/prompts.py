@@ -14,11 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from adaserve.bench.prompts import DISTINCT, distinct_share
 from adaserve.bench.sweep.plan import SweepError
 from adaserve.bench.sweep.workload import Workload
 
-DISTINCT = 0.9
-"""Share of an output's 8-grams that must be distinct."""
 PER_CLASS, PER_URGENT_CLASS = 48, 96
 LEAST = 16
 _SEED = 0x9A0
@@ -90,12 +89,6 @@ def screened_pool(
         half = -(-len(tried) // 2)
         kept += passed if len(passed) >= half else sorted(tried, key=lambda p: -p.distinct)[:half]
     return PromptPool(tuple(kept)), shares
-
-
-def distinct_share(tokens: Sequence[int]) -> float:
-    """Share of the 8-grams that are distinct; 1 for shorter outputs."""
-    grams = [tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)]
-    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def _candidates(workload: Workload, name: str, n: int) -> list[str]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from adaserve.bench.sweep.figures import draw_all
 from adaserve.bench.sweep.measure import BUSY
 from adaserve.bench.sweep.plan import PLAIN, STOCK, Point, slo_aware
 from adaserve.bench.sweep.store import Store
+from adaserve.bench.terminal import table
 
 _TITLES = {
     "attainment-load.png": "Attainment and goodput against request rate",
@@ -93,13 +93,8 @@ def _comparison(c: Comparison) -> dict[str, Any]:
 
 
 def _verdict_table(results: Results) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title=f"{results.default} against the best baseline without SLOs",
-    )
-    for head in ("point", "in time", "rival", "points", "missed", "goodput", "verdict"):
-        table.add_column(head, justify="left" if head in ("point", "rival") else "right", no_wrap=True)
+    heads = ("point", "in time", "rival", "points", "missed", "goodput", "verdict")
+    made = table(f"{results.default} against the best baseline without SLOs", heads, left=("point", "rival"))
     for point in results.points():
         c = results.against_baselines(point, results.default)
         o = results.get(point, results.default)
@@ -109,8 +104,8 @@ def _verdict_table(results: Results) -> Table:
                 _ratio(1 / c.violations.value if c.violations.value else math.inf),
                 _ratio(c.goodput.value),
             )
-            table.add_row(point.id, _share(o.attainment()), c.rival, points, *ratios, c.verdict)
-    return table
+            made.add_row(point.id, _share(o.attainment()), c.rival, points, *ratios, c.verdict)
+    return made
 
 
 def _ratio(value: float) -> str:

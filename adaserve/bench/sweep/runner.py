@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from adaserve.bench.client import Ask, batch
 from adaserve.bench.sweep import host as hosts
-from adaserve.bench.sweep.host import Ask, Host
+from adaserve.bench.sweep.host import Host
 from adaserve.bench.sweep.measure import BUSY, Traffic, host_load, run_case
 from adaserve.bench.sweep.plan import PLAIN, STOCK, Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.workload import Workload, build_rows
-from adaserve.environment import describe_host
+from adaserve.host import describe_host
 from adaserve.loadgen.results import command_line
 from adaserve.server import ServerSpec
 from adaserve.slo.classes import SLOConfig
@@ -176,7 +177,7 @@ class Sweep:
         self, texts: Sequence[str], temperature: float, tokens: int
     ) -> list[tuple[int, Sequence[int]]]:
         server = self.host.serve(PLAIN)
-        answers = hosts.generate(server, [Ask(text, tokens, temperature) for text in texts])
+        answers = batch(server.url, [Ask(text, tokens, temperature) for text in texts])
         return [(a["meta_info"]["prompt_tokens"], a["output_ids"]) for a in answers]
 
     def _asks(self, n: int) -> list[Ask]:

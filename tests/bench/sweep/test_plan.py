@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from adaserve.bench.sweep.commands import Options, plan_of, server_of, server_settings
-from adaserve.bench.sweep.host import StockSpec
 from adaserve.bench.sweep.plan import (
     ALL_POLICIES,
     STOCK,
@@ -137,7 +137,7 @@ def test_the_server_drafts_as_deep_as_the_longest_chain() -> None:
 def test_stock_sglang_is_the_same_server_less_speculation() -> None:
     spec = ServerSpec(model="target", draft="draft", port=1234, extra=("--max-running-requests", "8"))
     ours = spec.command()
-    stock = StockSpec(**{name: getattr(spec, name) for name in ServerSpec.__dataclass_fields__}).command()
+    stock = replace(spec, algorithm=None).command()
     gone = ["--speculative-draft-model-path", "draft", "--speculative-algorithm", "ADASERVE"]
     assert sorted([*stock, *gone]) == sorted(ours) and "ADASERVE" not in stock
 

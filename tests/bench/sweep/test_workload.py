@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from adaserve.bench.prompts import distinct_share
 from adaserve.bench.sweep.plan import Point, SweepError
-from adaserve.bench.sweep.prompts import ClassPrompt, PromptPool, cut_to, distinct_share, screened_pool
+from adaserve.bench.sweep.prompts import ClassPrompt, PromptPool, cut_to, screened_pool
 from adaserve.bench.sweep.workload import Workload, build_rows
 from adaserve.slo.classes import SLOClass, SLOConfig
 from adaserve.slo.trace import Trace, TraceRow

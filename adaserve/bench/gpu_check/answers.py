@@ -1,15 +1,13 @@
-"""Concurrent greedy requests, timed one by one."""
+"""Greedy answers that are compared token by token, and their time per token."""
 
 from __future__ import annotations
 
-import asyncio
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+from adaserve.bench.client import Ask, send
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +21,12 @@ class Answer:
 
 def generate(url: str, prompts: Sequence[Sequence[int]], tokens: int, margins: bool = False) -> list[Answer]:
     """All prompts at once, greedy, ``tokens`` each whatever they say. Raises httpx.HTTPError."""
-    return asyncio.run(_generate(url, prompts, tokens, margins))
-
-
-async def _generate(url: str, prompts: Sequence[Sequence[int]], tokens: int, margins: bool) -> list[Answer]:
-    limits = httpx.Limits(max_connections=len(prompts))
-    async with httpx.AsyncClient(base_url=url, timeout=1800.0, limits=limits) as client:
-        return list(await asyncio.gather(*(_one(client, p, tokens, margins) for p in prompts)))
-
-
-async def _one(client: httpx.AsyncClient, prompt: Sequence[int], tokens: int, margins: bool) -> Answer:
-    body: dict[str, Any] = {
-        "input_ids": list(prompt),
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-    }
-    if margins:
-        body |= {"return_logprob": True, "top_logprobs_num": 2}
-    start_s = time.perf_counter()
-    answer = (await client.post("/generate", json=body)).raise_for_status().json()
-    seconds = time.perf_counter() - start_s
-    top = answer["meta_info"].get("output_top_logprobs") or []
-    return Answer(tuple(answer["output_ids"]), seconds, tuple(t[0][0] - t[1][0] for t in top))
+    more: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 2} if margins else {}
+    answers = []
+    for reply in send(url, [Ask(p, tokens) for p in prompts], **more):
+        top = reply.meta.get("output_top_logprobs") or []
+        answers.append(Answer(reply.output_ids, reply.seconds, tuple(t[0][0] - t[1][0] for t in top)))
+    return answers
 
 
 def tpot_ms(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> float:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import typer
@@ -16,11 +14,24 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
+from adaserve.bench.fit import show_fit
+from adaserve.bench.options import floats
+from adaserve.bench.options import seeds as seed_list
+from adaserve.bench.study import (
+    Case,
+    Setting,
+    markdown,
+    plot_reliability,
+    plot_timeline,
+    plot_violations,
+    run_case,
+    run_grid,
+)
+from adaserve.loadgen.results import command_line
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.fit import fit_latency
-from adaserve.scheduler.latency import LatencyModel, ProfileError, load_latency, load_profile
+from adaserve.scheduler.latency import LatencyModel, ProfileError, load_latency
 from adaserve.scheduler.policies import build_policy, policy_names
-from adaserve.scheduler.prefill import PrefillConfig
+from adaserve.scheduler.prefill import Order, PrefillConfig
 from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT
 from adaserve.scheduler.simulator.fleet import (
@@ -34,18 +45,8 @@ from adaserve.scheduler.simulator.fleet import (
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.simulator.order import ROW_ORDERS
 from adaserve.scheduler.simulator.recorded import load_children
-from adaserve.scheduler.simulator.replica import ReplicaConfig
+from adaserve.scheduler.simulator.replica import PrefillMode, ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
-from adaserve.scheduler.simulator.study import (
-    Case,
-    Setting,
-    markdown,
-    plot_reliability,
-    plot_timeline,
-    plot_violations,
-    run_case,
-    run_grid,
-)
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
 from adaserve.scheduler.simulator.workload import TextModel, synthetic_trace
 from adaserve.slo.classes import SLOConfig, SLOError
@@ -59,7 +60,7 @@ PAPER_MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
 OneTrace = Annotated[str, typer.Option(help="trace file, or synthetic:N:RPS[:BURST]")]
 TensorParallel = Annotated[int, typer.Option(help="tensor parallel degree")]
 ProfileFile = Annotated[Path | None, typer.Option(help="latency profile of `adaserve profile` instead")]
-RouterName = Annotated[str, typer.Option(help="round-robin, least-work or slo")]
+RouterName = Literal["round-robin", "least-work", "slo"]
 Baseline = Annotated[float | None, typer.Option(help="unloaded ms per token; default from latency")]
 JsonFile = Annotated[Path | None, typer.Option(help="JSON file for the result")]
 
@@ -67,13 +68,6 @@ JsonFile = Annotated[Path | None, typer.Option(help="JSON file for the result")]
 def _fail(error: Exception | str) -> NoReturn:
     console.print(f"[red]error:[/red] {error}")
     raise typer.Exit(2)
-
-
-def _numbers(text: str, kind: type) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",") if part]
-    except ValueError:
-        _fail(f"expected numbers separated by commas, got {text!r}")
 
 
 def read_workload(spec: str, seed: int) -> Trace:
@@ -123,13 +117,15 @@ def run(
     tp: TensorParallel = 4,
     profile: ProfileFile = None,
     kv_tokens: Annotated[int | None, typer.Option(help="KV cache size; default from the hardware")] = None,
-    speedup: Annotated[str, typer.Option(help="loads as multiples of the trace's own rate")] = "1",
-    seeds: str = "0",
+    speedup: Annotated[
+        Any, typer.Option(parser=floats, help="loads as multiples of the trace's own rate")
+    ] = "1",
+    seeds: Annotated[Any, typer.Option(parser=seed_list, help="0,1,2 or x3")] = "0",
     baseline_ms: Baseline = None,
     slo_config: Annotated[Path | None, typer.Option(help="YAML with SLO classes")] = None,
-    prefill: Annotated[str, typer.Option(help="mixed or exclusive")] = "mixed",
+    prefill: PrefillMode = "mixed",
     chunk: int = 512,
-    order: Annotated[str, typer.Option(help="prefill order: fcfs, slack or short")] = "fcfs",
+    order: Annotated[Order, typer.Option(help="in which prompts are prefilled")] = "fcfs",
     gate: Annotated[float | None, typer.Option(help="start prefills only above this headroom")] = None,
     shed: Annotated[bool, typer.Option(help="answer 429 when the TTFT SLO is already lost")] = False,
     lag: Annotated[bool, typer.Option(help="overlap schedule: outcomes arrive one plan late")] = False,
@@ -148,10 +144,8 @@ def run(
     try:
         latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
         cache = kv_tokens or (200_000 if profile else kv_capacity_tokens(model, gpu, tp))
-        if prefill not in ("mixed", "exclusive"):
-            raise ValueError(f"prefill must be mixed or exclusive, got {prefill!r}")
-        prefill_config = PrefillConfig(chunk, order, gate, shed=shed)  # type: ignore[arg-type]
-        replica = ReplicaConfig(latency, cache, prefill_mode=prefill, prefill=prefill_config, lag=lag)  # type: ignore[arg-type]
+        prefill_config = PrefillConfig(chunk, order, gate, shed=shed)
+        replica = ReplicaConfig(latency, cache, prefill_mode=prefill, prefill=prefill_config, lag=lag)
         children: ChildSource = load_children(recorded) if recorded else SyntheticChildren(miscalibration)
         slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()
         setting = Setting(
@@ -159,8 +153,8 @@ def run(
         )
         cases = []
         for name in trace:
-            for factor in _numbers(speedup, float):
-                for seed in _numbers(seeds, int):
+            for factor in speedup:
+                for seed in seeds:
                     loaded = read_workload(name, seed).scaled(1 / factor)
                     label = name if name.startswith("synthetic") else Path(name).stem
                     for spec in policy:
@@ -182,9 +176,7 @@ def _run_and_report(
     if out:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(yaml.safe_dump(_plain(arguments)), encoding="utf-8")
-        (out / "command.txt").write_text(
-            "adaserve simulate " + shlex.join(sys.argv[1:]) + "\n", encoding="utf-8"
-        )
+        (out / "command.txt").write_text(command_line() + "\n", encoding="utf-8")
     with Progress(console=console) as progress:
         task = progress.add_task("simulating", total=len(cases))
 
@@ -329,14 +321,6 @@ def fleet(
 def fit(profile: Annotated[Path, typer.Argument(help="latency profile of `adaserve profile`")]) -> None:
     """Fit a line (TurboSpec), a roofline and a table to a latency profile; print their errors."""
     try:
-        result = fit_latency(load_profile(profile))
+        show_fit(profile)
     except ProfileError as error:
         _fail(error)
-    print("| phase | form | mean error, % | worst, % | left-out point, % | |\n|---|---|---|---|---|---|")
-    for phase, forms in result.errors.items():
-        for form, off in forms.items():
-            mark = "chosen" if result.chosen[phase] == form else ""
-            cells = (100 * x for x in (off.mean, off.worst, off.held_out))
-            print(f"| {phase} | {form} | " + " | ".join(f"{c:.1f}" for c in cells) + f" | {mark} |")
-    model = result.model
-    print(f"\nunloaded: {model.baseline_s() * 1e3:.2f} ms per token; knee: {model.knee_tokens()} tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from adaserve.loadgen.figures import bars, legend, panels, save
 from adaserve.scheduler.simulator.replica import iteration_log
 from adaserve.scheduler.simulator.run import SimulationConfig, SimulationResult, simulate
 from adaserve.scheduler.simulator.workload import TextModel, make_requests
@@ -189,95 +191,53 @@ def _one_place(rows: list[Row], policies: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plot_bars(rows: list[Row], path: Path) -> None:
-    """Violations of every policy, grouped by workload."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    table = aggregate(rows)
-    places = list(dict.fromkeys((r["workload"], r["load_rps"]) for r in rows))
-    policies = list(dict.fromkeys(r["policy"] for r in rows))
-    figure, axis = plt.subplots(figsize=(max(6.0, 0.45 * len(places) * len(policies)), 4.2))
-    width = 0.85 / len(policies)
-    for i, policy in enumerate(policies):
-        found = [(x, table[(*place, policy)]) for x, place in enumerate(places) if (*place, policy) in table]
-        at = [x + (i - (len(policies) - 1) / 2) * width for x, _ in found]
-        mean, half = [100 * v[0] for _, v in found], [100 * v[1] for _, v in found]
-        axis.bar(at, mean, width, yerr=half, capsize=2, label=policy)
-    axis.set_xticks(range(len(places)), [f"{w}\n{load:g} requests/s" for w, load in places], fontsize=8)
-    axis.set_ylabel("SLO violations, %")
-    axis.grid(axis="y", alpha=0.3)
-    axis.legend(fontsize=7, ncols=2 if len(policies) > 6 else 1)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
 def plot_violations(rows: list[Row], path: Path) -> None:
     """Violations over load, one panel per workload (bars where each has one load); bars span the seeds."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     table = aggregate(rows)
-    workloads = list(dict.fromkeys(r["workload"] for r in rows))
+    places = list(dict.fromkeys((r["workload"], r["load_rps"]) for r in rows))
+    workloads = list(dict.fromkeys(w for w, _ in places))
     policies = list(dict.fromkeys(r["policy"] for r in rows))
-    if len({(r["workload"], r["load_rps"]) for r in rows}) == len(workloads):
-        _plot_bars(rows, path)
-        return
-    figure, axes = plt.subplots(1, len(workloads), figsize=(4.2 * len(workloads), 3.6), squeeze=False)
-    for axis, workload in zip(axes[0], workloads, strict=True):
-        for policy in policies:
-            points = sorted((load, *v) for (w, load, p), v in table.items() if w == workload and p == policy)
-            if points:
-                x, mean, half, _ = zip(*points, strict=True)
-                axis.errorbar(
-                    x, 100 * np.array(mean), 100 * np.array(half), marker="o", ms=3, capsize=2, label=policy
-                )
-        axis.set(title=workload, xlabel="requests/s", ylabel="SLO violations, %")
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    if len(places) == len(workloads):
+        figure, axes = panels(width=max(6.0, 0.45 * len(places) * len(policies)))
+        none = (math.nan, math.nan, 0)
+        series = {
+            p: [(100 * v[0], 100 * v[1]) for place in places for v in [table.get((*place, p), none)]]
+            for p in policies
+        }
+        bars(axes[0], [f"{w}\n{load:g} requests/s" for w, load in places], series, "%.0f")
+    else:
+        figure, axes = panels(len(workloads), width=4.2, height=3.6)
+        for ax, workload in zip(axes, workloads, strict=True):
+            for policy in policies:
+                points = sorted((x, *v) for (w, x, p), v in table.items() if (w, p) == (workload, policy))
+                if points:
+                    x, mean, half, _ = map(np.array, zip(*points, strict=True))
+                    ax.errorbar(x, 100 * mean, 100 * half, marker="o", ms=3, capsize=2, label=policy)
+            ax.set(title=workload, xlabel="requests/s")
+    axes[0].set_ylabel("SLO violations, %")
+    legend(figure, axes[0])
+    save(figure, path)
 
 
 def plot_timeline(result: SimulationResult, path: Path) -> None:
     """Running requests, verify tokens, depth and seconds of each iteration of the first replica."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     log = iteration_log(result.replicas[0])
-    figure, axes = plt.subplots(4, 1, figsize=(8, 7), sharex=True)
-    for axis, key in zip(axes, ("rows", "verify", "depth", "seconds"), strict=True):
-        axis.plot(log["now_s"], log[key], lw=0.6)
-        axis.set_ylabel(key)
+    figure, axes = panels(width=8, height=1.75, rows=4)
+    for ax, key in zip(axes, ("rows", "verify", "depth", "seconds"), strict=True):
+        ax.plot(log["now_s"], log[key], lw=0.6)
+        ax.set_ylabel(key)
     axes[-1].set_xlabel("simulated seconds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
 def plot_reliability(result: SimulationResult, path: Path) -> None:
     """Observed acceptance against the draft's claim, per class: on the diagonal it is calibrated."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     calibrator = getattr(result.replicas[0].policy, "calibrator", None)
-    figure, axis = plt.subplots(figsize=(4, 4))
-    axis.plot([0, 1], [0, 1], "k:", lw=0.8)
+    figure, (ax,) = panels(width=4, height=4)
+    ax.plot([0, 1], [0, 1], "k:", lw=0.8)
     for name, curve in (calibrator.reliability() if calibrator else {}).items():
         claimed, observed, tests = zip(*curve, strict=True)
-        axis.scatter(claimed, observed, s=np.sqrt(np.asarray(tests)), label=name)
-    axis.set(xlabel="draft probability", ylabel="accepted", title="one-step reliability")
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+        ax.scatter(claimed, observed, s=np.sqrt(np.asarray(tests)), label=name)
+    ax.set(xlabel="draft probability", ylabel="accepted", title="one-step reliability")
+    legend(figure, ax)
+    save(figure, path)

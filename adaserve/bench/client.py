@@ -1,0 +1,107 @@
+"""Requests to SGLang's own ``/generate``, outside of load tests: one batch, many at once, one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+
+from adaserve.server import ServerError
+
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request; it generates ``tokens`` tokens whatever they say."""
+
+    prompt: str | Sequence[int]  # text, or token ids
+    tokens: int
+    temperature: float = 0.0
+    slo_class: str | None = None
+    slo_tpot_ms: float | None = None
+
+    def plain(self) -> Ask:
+        """The same without an SLO, for servers that know none."""
+        return replace(self, slo_class=None, slo_tpot_ms=None)
+
+    def body(self, **more: Any) -> dict[str, Any]:
+        """The JSON body; ``more``: further keys of it."""
+        params: dict[str, Any] = {
+            "temperature": self.temperature,
+            "max_new_tokens": self.tokens,
+            "ignore_eos": True,
+        }
+        slo = {"slo_class": self.slo_class, "slo_tpot_ms": self.slo_tpot_ms}
+        if given := {k: v for k, v in slo.items() if v is not None}:
+            params["custom_params"] = given
+        prompt = {"text": self.prompt} if isinstance(self.prompt, str) else {"input_ids": list(self.prompt)}
+        return {**prompt, "sampling_params": params, **more}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What ``/generate`` said to one request, and how long that took."""
+
+    output_ids: tuple[int, ...]
+    meta: dict[str, Any]
+    seconds: float
+
+
+def batch(url: str, asks: Sequence[Ask]) -> list[dict[str, Any]]:
+    """Answers to one call with all requests, in order. Raises httpx.HTTPError."""
+    body = {
+        "text": [a.prompt for a in asks],
+        "sampling_params": [a.body()["sampling_params"] for a in asks],
+    }
+    answer = httpx.post(url + "/generate", json=body, timeout=TIMEOUT_S).raise_for_status().json()
+    return list(answer)
+
+
+def send(
+    url: str, asks: Sequence[Ask], at_once: int | None = None, at_s: Sequence[float] = (), **more: Any
+) -> list[Reply]:
+    """Sends every request on a connection of its own; replies in order. Raises httpx.HTTPError.
+
+    At most ``at_once`` of them run at any time. ``at_s``: seconds after which each one leaves; all leave at
+    once without."""
+    return asyncio.run(_send(url, asks, at_once or len(asks), at_s or [0.0] * len(asks), more))
+
+
+async def _send(
+    url: str, asks: Sequence[Ask], at_once: int, at_s: Sequence[float], more: dict[str, Any]
+) -> list[Reply]:
+    limits = httpx.Limits(max_connections=None)
+    turn = asyncio.Semaphore(max(1, at_once))
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
+
+        async def one(ask: Ask, after_s: float) -> Reply:
+            await asyncio.sleep(after_s)
+            async with turn:
+                start_s = time.perf_counter()
+                answer = (await client.post("/generate", json=ask.body(**more))).raise_for_status().json()
+                seconds = time.perf_counter() - start_s
+            return Reply(tuple(answer["output_ids"]), answer["meta_info"], seconds)
+
+        return list(await asyncio.gather(*map(one, asks, at_s)))
+
+
+def streamed_tpot_ms(url: str, ask: Ask) -> float:
+    """TPOT of one request as a client sees it. Raises ServerError, httpx.HTTPError."""
+    times: list[float] = []
+    tokens: list[int] = []
+    body = ask.body(stream=True)
+    with httpx.stream("POST", url + "/generate", json=body, timeout=TIMEOUT_S) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                times.append(time.perf_counter())
+                tokens.append(json.loads(line[6:])["meta_info"]["completion_tokens"])
+    if len(times) < 2 or tokens[-1] == tokens[0]:
+        raise ServerError("the server answered with a single piece: no latency per token can be measured")
+    return (times[-1] - times[0]) / (tokens[-1] - tokens[0]) * 1e3

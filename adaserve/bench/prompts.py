@@ -1,0 +1,28 @@
+"""Held-out text to measure with, and whether an output repeats itself.
+
+A small model in greedy decoding tends to loop, and drafts guess loops perfectly: acceptance measured on them
+says nothing about text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from adaserve.pair.prompts import load_prompts
+
+DISTINCT = 0.9
+"""Share of an output's 8-grams that must be distinct for it not to count as a loop."""
+
+
+def held_out(seed: int = 0) -> list[str]:
+    """Held-out code and prose of 30 to 300 tokens, shuffled."""
+    texts = [p.text for p in load_prompts() if p.category != "summarization" and 30 <= p.tokens <= 300]
+    random.Random(seed).shuffle(texts)
+    return texts
+
+
+def distinct_share(tokens: Sequence[int]) -> float:
+    """Share of the 8-grams that are distinct; 1 for shorter outputs."""
+    grams = [tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)]
+    return len(set(grams)) / len(grams) if grams else 1.0

@@ -1,0 +1,24 @@
+"""What commands show while they measure, and the look of their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+def progress(console: Console) -> Progress:
+    """A bar with steps done, steps in all and the time that is left."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def table(title: str, heads: Sequence[str], left: Sequence[str] = ()) -> Table:
+    """An empty table; columns named in ``left`` hold words, the others figures."""
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title)
+    for head in heads:
+        made.add_column(head, justify="left" if head in left else "right", no_wrap=True)
+    return made

@@ -1,0 +1,65 @@
+"""``adaserve simulate`` as a person uses it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from adaserve.bench.simulate import app
+from adaserve.scheduler.latency import Profile
+
+
+def test_writes_results(tmp_path: Path) -> None:
+    policies = ["--policy", "priced", "--policy", "small=adaserve:budget=64"]
+    out = ["--seeds", "0,1", "--out", str(tmp_path / "out")]
+    arguments = ["run", "--trace", "synthetic:30:3", *policies, *out]
+    got = CliRunner().invoke(app, arguments)
+    assert got.exit_code == 0, got.output
+    assert "SLO violations" in got.output and "small" in got.output
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {
+        "config.yaml",
+        "runs.jsonl",
+        "summary.json",
+        "table.md",
+        "violations.png",
+        "reliability.png",
+    } <= names
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert len(summary) == 4 and {"slo_attainment", "by_class", "seed", "trace_sha256"} <= summary[0].keys()
+
+
+def test_fit_reports_errors_and_bad_files(tmp_path: Path) -> None:
+    points = np.array([[t, 0.0, 0.03 + 2e-4 * t] for t in (1.0, 8.0, 64.0, 256.0)])
+    Profile(points, points).save(tmp_path / "p.json")
+    got = CliRunner().invoke(app, ["fit", str(tmp_path / "p.json")])
+    assert got.exit_code == 0 and re.search(r"verify +linear +0.0% +0.0% +0.0% +chosen", got.output)
+    got = CliRunner().invoke(app, ["fit", str(tmp_path / "none.json")])
+    assert got.exit_code == 2 and "adaserve profile" in got.output
+
+
+def test_capacity_answers() -> None:
+    got = CliRunner().invoke(
+        app, ["capacity", "--trace", "synthetic:300:9", "--policy", "chain-3", "--target", "0.9"]
+    )
+    assert got.exit_code == 0, got.output
+    assert "minimum replicas for 90% attainment" in got.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "best"], "unknown policy"),
+        (["--policy", "priced:colour=red"], "settings are"),
+        (["--gpu", "b900"], "unknown GPU"),
+        (["--prefill", "never"], "is not one of"),
+    ],
+)
+def test_errors_name_the_remedy(arguments: list[str], message: str) -> None:
+    got = CliRunner().invoke(app, ["run", "--trace", "synthetic:5:1", *arguments])
+    assert got.exit_code == 2 and message in got.output.replace("\n", " ")
