@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, Strict
 
+from adaserve.loadgen.checks import Checked, Rate, checked, must
 from adaserve.loadgen.errors import LoadgenError
 
 MAX_REQUESTS = 5_000_000
 """A schedule is built in memory before anything is sent."""
-KINDS = ("poisson", "gamma", "constant", "ramp", "peak")
+Kind = Literal["poisson", "gamma", "constant", "ramp", "peak"]
 FloatArray = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
+@checked
+class Arrivals(Checked):
     """How requests arrive. Rates are requests per second.
 
     poisson   exponential gaps with mean 1 / rps
@@ -28,26 +30,12 @@ class Arrivals:
               of standard deviation ``width`` (share of the run)
     """
 
-    kind: str = "poisson"
-    rps: float = 1.0
-    cv: float = 1.0
-    to_rps: float = 0.0
-    at: float = 0.5
-    width: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise LoadgenError(f"unknown arrivals kind {self.kind!r}: known are {', '.join(KINDS)}")
-        for name in ("rps", "to_rps"):
-            rate = getattr(self, name)
-            if not _finite(rate) or rate < 0:
-                raise LoadgenError(f"arrivals: {name} must be a rate of 0 or more requests/s, not {rate!r}")
-        if not _finite(self.cv) or not 0.01 <= self.cv <= 100:
-            raise LoadgenError(f"arrivals: cv (burstiness) must lie between 0.01 and 100, not {self.cv!r}")
-        if not _finite(self.width) or not 1e-3 <= self.width <= 1e3:
-            raise LoadgenError(f"arrivals: width must lie between 0.001 and 1000, not {self.width!r}")
-        if not _finite(self.at) or abs(self.at) > 1e3:
-            raise LoadgenError(f"arrivals: at must be a share of the run (0 to 1), not {self.at!r}")
+    kind: Annotated[Kind, must("be poisson, gamma, constant, ramp or peak")] = "poisson"
+    rps: Rate = 1.0
+    cv: Annotated[float, Strict(), Field(ge=0.01, le=100), must("lie between 0.01 and 100")] = 1.0
+    to_rps: Rate = 0.0
+    at: Annotated[float, Strict(), Field(ge=-1e3, le=1e3), must("be a share of the run, 0 to 1")] = 0.5
+    width: Annotated[float, Strict(), Field(ge=1e-3, le=1e3), must("lie between 0.001 and 1000")] = 0.1
 
     def rate_at(self, share: FloatArray) -> FloatArray:
         """Requests/s at a share (0 to 1) of the run."""
@@ -95,7 +83,3 @@ def _thinned(arrivals: Arrivals, duration_s: float, rng: np.random.Generator) ->
         return np.zeros(0)
     times = np.sort(rng.uniform(0, duration_s, rng.poisson(peak * duration_s)))
     return times[rng.uniform(0, peak, len(times)) < arrivals.rate_at(times / duration_s)]
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15

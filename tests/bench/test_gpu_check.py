@@ -184,6 +184,6 @@ def test_commands() -> None:
 
 
 def test_plans() -> None:
-    assert _plan(False, "", None, None, None) == CheckPlan()
-    dry = _plan(True, "2,3", None, 5, 0.0)
+    assert _plan(False, batches=None) == CheckPlan()
+    dry = _plan(True, batches=(2, 3), tokens=None, rounds=5, mixed_s=0.0)
     assert dry.batches == (2, 3) and dry.rounds == 5 and dry.mixed_s == 0 and dry.tokens < CheckPlan().tokens

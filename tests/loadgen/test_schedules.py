@@ -159,7 +159,10 @@ def test_configuration_survives_saving(tmp_path: Path) -> None:
     ("data", "says"),
     [
         ({"clases": {}}, "unknown key 'clases'"),
-        ({"arrivals": {"kind": "poison"}}, "unknown arrivals kind 'poison'"),
+        (
+            {"arrivals": {"kind": "poison"}},
+            "arrivals: kind must be poisson, gamma, constant, ramp or peak, not 'poison'",
+        ),
         ({"arrivals": {"rps": -1}}, "rps must be a rate"),
         ({"arrivals": {"rps": float("nan")}}, "rps must be a rate"),
         ({"classes": {"chat": {"shares": 1}}}, "unknown key 'shares'"),
@@ -167,8 +170,11 @@ def test_configuration_survives_saving(tmp_path: Path) -> None:
         ({"classes": {"chat": {"output_tokens": "many"}}}, "expected a number of tokens"),
         ({"classes": {}}, "at least one class"),
         ({"server": {"url": "localhost:80"}}, "must start with http://"),
-        ({"server": {"api": "grpc"}}, "unknown api 'grpc'"),
-        ({"trace": {"path": "x", "slo_from": "moon"}}, "slo_from is 'moon'"),
+        ({"server": {"api": "grpc"}}, "server: api must be completions, chat or generate, not 'grpc'"),
+        (
+            {"trace": {"path": "x", "slo_from": "moon"}},
+            "trace: slo_from must be classes or trace, not 'moon'",
+        ),
         ([], "expected keys"),
     ],
 )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import httpx
 import typer
 from rich.console import Console
 
+from adaserve.bench.options import counts
 from adaserve.bench.terminal import table
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 def gpu_check(
     *,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a small dry run of the same code.")] = "cuda",
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option(help="cpu: a small dry run of the same code.")
+    ] = "cuda",
     model: Annotated[
         str | None, typer.Option("--model-path", help="Target.", show_default="the embedded one, widened")
     ] = None,
@@ -31,7 +34,9 @@ def gpu_check(
     layers: Annotated[int, typer.Option(help="Layers of the widened target.")] = 32,
     draft_size: Annotated[str, typer.Option(help="Parameters of the widened draft.", show_default="1B")] = "",
     draft_layers: Annotated[int, typer.Option(help="Layers of the widened draft.")] = 16,
-    batches: Annotated[str, typer.Option(help="Concurrent requests.", show_default="1,8,32,64")] = "",
+    batches: Annotated[
+        Any, typer.Option(parser=counts, help="Concurrent requests.", show_default="1,8,32,64")
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="Output tokens.", show_default="128")] = None,
     rounds: Annotated[int | None, typer.Option(help="Repetitions.", show_default="3")] = None,
     mixed_seconds: Annotated[
@@ -58,8 +63,6 @@ def gpu_check(
     console = Console(stderr=True)
     dry = device == "cpu"
     try:
-        if device not in ("cuda", "cpu"):
-            raise ServerError(f"--device is cuda or cpu, not {device!r}")
         if dry != on_cpu():
             raise ServerError(
                 "this host has no GPU: use --device cpu"
@@ -75,7 +78,7 @@ def gpu_check(
                 else (size or "8B", layers, draft_size or "1B", draft_layers)
             )
             model, draft = map(str, widened_pair(*sizes))
-        plan = _plan(dry, batches, tokens, rounds, mixed_seconds)
+        plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, mixed_s=mixed_seconds)
         common = ("--max-running-requests", str(max(64, *plan.batches)), *shlex.split(flags))
         if "--context-length" not in common:
             common += ("--context-length", "4096")
@@ -93,9 +96,7 @@ def gpu_check(
         raise typer.Exit(1)
 
 
-def _plan(
-    dry: bool, batches: str, tokens: int | None, rounds: int | None, mixed_s: float | None
-) -> CheckPlan:
+def _plan(dry: bool, **given: Any) -> CheckPlan:
     """The plan of a GPU, or a small one, with what was given."""
     from adaserve.bench.gpu_check.check import CheckPlan
 
@@ -104,14 +105,7 @@ def _plan(
         plan = CheckPlan(
             batches=(1, 4), tokens=24, rounds=1, exact_prompts=6, mixed_s=6.0, loads=(0.4,), tie_margin=1e-3
         )
-    if batches:
-        plan = replace(plan, batches=tuple(int(b) for b in batches.split(",")))
-    return replace(
-        plan,
-        tokens=plan.tokens if tokens is None else tokens,
-        rounds=plan.rounds if rounds is None else rounds,
-        mixed_s=plan.mixed_s if mixed_s is None else mixed_s,
-    )
+    return replace(plan, **{name: value for name, value in given.items() if value is not None})
 
 
 def _show(report: dict[str, Any], console: Console) -> None:

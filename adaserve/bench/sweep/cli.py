@@ -8,11 +8,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from adaserve.bench.options import floats, words
+from adaserve.bench.options import seeds as seed_list
+
 Text = str | None
 
 
-def _what(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="What is measured", **settings)
+def _what(text: str, parser: Any = None, **settings: Any) -> Any:
+    return typer.Option(help=text, parser=parser, rich_help_panel="What is measured", **settings)
 
 
 def _traffic(text: str, **settings: Any) -> Any:
@@ -29,20 +32,29 @@ def _run(text: str, **settings: Any) -> Any:
 
 def bench_sweep(
     *,
-    axes: Annotated[Text, _what("Of load, scale, share, peaks.", show_default="all")] = None,
-    policies: Annotated[Text, _what("Policies on the load axis.", show_default="all eleven")] = None,
+    axes: Annotated[Any, _what("Of load, scale, share, peaks.", words, show_default="all")] = None,
+    policies: Annotated[Any, _what("Policies on the load axis.", words, show_default="all eleven")] = None,
     side_policies: Annotated[
-        Text, _what("Policies on the other axes.", show_default="five, or those of --policies")
+        Any,
+        _what("Policies on the other axes.", words, show_default="five, or those of --policies"),
     ] = None,
     loads: Annotated[
-        Text, _what("Request rates over this host's capacity.", show_default="0.3,0.45,0.6,0.75")
+        Any,
+        _what("Request rates over this host's capacity.", floats, show_default="0.3,0.45,0.6,0.75"),
     ] = None,
     at: Annotated[float | None, _what("Load of the other axes.", show_default="0.6")] = None,
-    shares: Annotated[Text, _what("Shares of urgent requests.", show_default="0.3,0.6,0.9")] = None,
+    shares: Annotated[Any, _what("Shares of urgent requests.", floats, show_default="0.3,0.6,0.9")] = None,
     scales: Annotated[
-        Text, _what("SLOs of the urgent class over the baseline.", show_default="1.6,1.4,1.2,1,0.8,0.6")
+        Any,
+        _what(
+            "SLOs of the urgent class over the baseline.",
+            floats,
+            show_default="1.6,1.4,1.2,1,0.8,0.6",
+        ),
     ] = None,
-    seeds: Annotated[Text, _what("Comma-separated, or a number of seeds as x3.", show_default="0")] = None,
+    seeds: Annotated[
+        Any, _what("Comma-separated, or a number of seeds as x3.", seed_list, show_default="0")
+    ] = None,
     seconds: Annotated[float | None, _what("Arrivals per case.", show_default="30")] = None,
     quick: Annotated[bool, _what("Four policies, two loads and peaks: about seven minutes.")] = False,
     check_plain: Annotated[
@@ -114,14 +126,14 @@ def bench_sweep(
             return
         options = Options(
             given={
-                "axes": _words(axes),
-                "policies": _words(policies),
-                "side_policies": _words(side_policies),
-                "loads": _numbers("loads", loads),
+                "axes": axes,
+                "policies": policies,
+                "side_policies": side_policies,
+                "loads": loads,
                 "at": at,
-                "shares": _numbers("shares", shares),
-                "scales": _numbers("scales", scales),
-                "seeds": _seeds(seeds),
+                "shares": shares,
+                "scales": scales,
+                "seeds": seeds,
                 "seconds": seconds,
                 "check_plain": check_plain,
                 "trace": trace,
@@ -156,26 +168,3 @@ def bench_sweep(
 def _fail(error: Exception, console: Console) -> NoReturn:
     console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
     raise typer.Exit(2)
-
-
-def _words(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(dict.fromkeys(w.strip() for w in text.split(",") if w.strip()))
-
-
-def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
-    words = _words(text)
-    try:
-        return None if words is None else tuple(float(w) for w in words)
-    except ValueError:
-        raise ValueError(f"--{name} must be numbers with commas between them, not {text!r}") from None
-
-
-def _seeds(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        if text.startswith("x"):
-            return tuple(range(int(text[1:])))
-        return tuple(int(w) for w in _words(text) or ())
-    except ValueError:
-        raise ValueError(f"--seeds must be whole numbers such as 0,1,2, or x3, not {text!r}") from None
