@@ -150,7 +150,8 @@ def demo(
 ) -> None:
     """Watch three classes of requests get three speeds, with AdaServe and without it.
 
-    Starts the server on the embedded pair, replays the same mixed traffic twice, prints a table.
+    Starts the server on the embedded pair, replays the same mixed traffic with both policies in turns of
+    some seconds, prints a table and leaves a report.
     """
     from adaserve.bench.demo import run_demo
     from adaserve.loadgen.errors import LoadgenError

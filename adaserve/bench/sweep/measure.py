@@ -30,8 +30,6 @@ from adaserve.slo.trace import TraceRow
 
 SILENCE_S = 45.0
 """A stream that says nothing for so long has failed."""
-BUSY = 0.15
-"""Share of all cores that other programs may use before a case without being mentioned."""
 _KEPT = (
     "requests", "completed", "failed", "attained", "slo_attainment", "request_goodput", "token_goodput",
     "output_throughput", "request_throughput", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
