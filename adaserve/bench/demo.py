@@ -16,6 +16,7 @@ from adaserve.bench.terminal import table
 from adaserve.bench.turns import TURN_S, Turns
 from adaserve.config import AdaServeConfig
 from adaserve.loadgen.arrivals import Arrivals
+from adaserve.loadgen.bench import COLUMNS, class_cells
 from adaserve.loadgen.config import BenchConfig, Endpoint, default_classes
 from adaserve.loadgen.report import read_run, write_report
 from adaserve.loadgen.results import check_results_dir, new_results_dir
@@ -89,13 +90,11 @@ def _bearable_rps(latency: LatencyModel, classes: dict[str, Any]) -> float:
 
 
 def _show(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
-    title = "who got the speed they asked for (TPOT in ms)"
-    heads = ("class", "policy", "reqs", "SLO", "mean", "p99", "attained", "goodput/s", "tok/iter")
-    made = table(title, heads, left=heads[:2])
-    names = [*next(iter(summaries.values()))["by_class"], "all"]
-    for name in names:
+    title = "who got the speed they asked for (times in ms)"
+    made = table(title, ("\nclass", "\npolicy", *COLUMNS), left=("\nclass", "\npolicy"))
+    for name in [*next(iter(summaries.values()))["by_class"], "all"]:
         for policy, summary in summaries.items():
-            made.add_row(*_row(name, policy, summary if name == "all" else summary["by_class"][name]))
+            made.add_row(name, policy, *class_cells(summary if name == "all" else summary["by_class"][name]))
         made.add_section()
     made.caption = _caption(summaries)
     console = Console()
@@ -107,28 +106,10 @@ def _show(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
 def _caption(summaries: dict[str, dict[str, Any]]) -> str:
     """How it was compared, and what else ran on this machine."""
     shares = {name: summary["other_programs"] for name, summary in summaries.items()}
-    told = ", ".join(f"{share:.0%} with {name}" for name, share in shares.items())
+    told = " and ".join(f"{share:.0%} with {name}" for name, share in shares.items())
     busy = "This host was busy: other" if max(shares.values()) > BUSY else "Other"
     turns = next(iter(summaries.values()))["turns"]
     return (
         f"{turns} turns each; the policy changes when all requests of a turn are answered. "
-        f"{busy} programs used {told} of its {os.cpu_count()} cores."
+        f"{busy} programs used {told} of what its {os.cpu_count()} cores can do."
     )
-
-
-def _row(name: str, policy: str, c: dict[str, Any]) -> list[str]:
-    def show(value: Any, digits: int = 1) -> str:
-        return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
-
-    attained = c["slo_attainment"]
-    return [
-        name,
-        policy,
-        str(c.get("requests", "-")),
-        show(c.get("slo_tpot_ms")),
-        show(c["mean_tpot_ms"]),
-        show(c["p99_tpot_ms"]),
-        "-" if attained is None else f"{attained:.0%}",
-        show(c["token_goodput"]),
-        show(c["accept_length"], 2),
-    ]

@@ -6,7 +6,6 @@ import json
 import shutil
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -187,7 +186,7 @@ class Check:
             task = bar.add_task("TPOT", total=len(p.batches) * p.rounds * len(names))
             for batch in p.batches:
                 samples: dict[str, list[float]] = {name: [] for name in names}
-                spent: dict[str, Counter[str]] = {name: Counter() for name in names}
+                spent: dict[str, dict[str, float]] = {name: {} for name in names}
                 for turn in range(p.rounds):
                     prompts = [self._prompts[(turn * 37 + i) % n] for i in range(batch)]
                     for name in names:
@@ -196,13 +195,14 @@ class Check:
                         before, start_s = _times(server, name), time.perf_counter()
                         samples[name].append(answers.tpot_ms(server.url, prompts, p.tokens))
                         if before is not None:
-                            spent[name].update(_spent(before, server.report()["times"]))
-                            spent[name]["wall_s"] += time.perf_counter() - start_s
+                            now = _spent(before, server.report()["times"])
+                            now["wall_s"] = time.perf_counter() - start_s
+                            spent[name] = {k: v + spent[name].get(k, 0.0) for k, v in now.items()}
                         bar.update(task, advance=1, description=f"{name}: batch {batch}")
                 for name in names:
                     self.found.tpot_ms.setdefault(name, {})[batch] = statistics.median(samples[name])
                     if spent[name]:
-                        self.found.details.setdefault(name, {})[batch] = dict(spent[name])
+                        self.found.details.setdefault(name, {})[batch] = spent[name]
 
     def _verification_cost(self, server: ServerProcess) -> None:
         """Device time of verifying 64 tokens (16 requests, chains of 3) and of 64 plainly decoded ones."""
