@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
@@ -24,22 +24,18 @@ if TYPE_CHECKING:
 bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running server.")
 
 
-def _server(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="Server", **settings)
+def panel(title: str) -> Callable[..., Any]:
+    """Makes options that stand under one title in ``--help``."""
+
+    def option(text: str, **settings: Any) -> Any:
+        if "parser" in settings:  # typer would show the name of a type
+            settings["metavar"] = "A,B"
+        return typer.Option(help=text, rich_help_panel=title, **settings)
+
+    return option
 
 
-def _load(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="Load", **settings)
-
-
-def _requests(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="Requests", **settings)
-
-
-def _output(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="Output", **settings)
-
-
+_server, _load, _requests, _output = map(panel, ("Server", "Load", "Requests", "Output"))
 Text: TypeAlias = str | None
 Number: TypeAlias = float | None
 Count: TypeAlias = int | None
