@@ -110,6 +110,7 @@ def _caption(summaries: dict[str, dict[str, Any]]) -> str:
     busy = "This host was busy: other" if max(shares.values()) > BUSY else "Other"
     turns = next(iter(summaries.values()))["turns"]
     return (
-        f"{turns} turns each; the policy changes when all requests of a turn are answered. "
+        f"{turns} turn{'s' if turns > 1 else ''} each; the policy changes when all requests of a turn are "
+        "answered. "
         f"{busy} programs used {told} of what its {os.cpu_count()} cores can do."
     )
