@@ -173,7 +173,9 @@ def cold_table() -> str:
         for name, before in (("warm", lambda: None), ("cold", lambda: np.add(memory, 1.0, out=memory))):
             took = measure_iteration("priced", n, COLD_REPEATS, before)[COLD_WARM_UP:]
             cells = np.median(took, axis=0)
-            lines.append(f"| {n} | {name} | " + " | ".join(f"{us:.0f}" for us in (*cells, cells.sum())) + " |")
+            lines.append(
+                f"| {n} | {name} | " + " | ".join(f"{us:.0f}" for us in (*cells, cells.sum())) + " |"
+            )
     return "\n".join(lines)
 
 
