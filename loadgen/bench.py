@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def run_bench(
     check_results_dir(out)
     if not checked:
         # Bad input is reported before the server is bothered; the baseline does not matter for that.
-        build_schedule(replace(config, baseline_ms=config.baseline_ms or 30.0))
+        build_schedule(config.changed(baseline_ms=config.baseline_ms or 30.0))
         with console.status("asking the server for its model and its speed"):
             config = preflight(config)
     schedule = build_schedule(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ def _traffic(server: ServerProcess, seconds: float, rps: float | None) -> BenchC
         rps = _bearable_rps(LatencyModel.from_json(state["latency"]), classes)
     return BenchConfig(
         server=Endpoint(url=server.url, api="generate", ignore_eos=True),
-        classes={n: replace(c, temperature=0.7 if n == "chat" else 0.0) for n, c in classes.items()},
+        classes={n: c.changed(temperature=0.7 if n == "chat" else 0.0) for n, c in classes.items()},
         arrivals=Arrivals(rps=rps),
         duration_s=seconds,
         baseline_ms=state["baseline_ms"],

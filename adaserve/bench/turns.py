@@ -94,8 +94,8 @@ class Turns:
     def _one(self, name: str, turn: int, piece: Slice, console: Console) -> None:
         self.server.drain()
         self.settings[name]()
-        spec = TraceSpec(str(self.folder / "schedule.jsonl"), "jsonl", start_s=piece.start_s)
-        config = replace(self.config, trace=spec, duration_s=piece.seconds)
+        spec = TraceSpec(path=str(self.folder / "schedule.jsonl"), format="jsonl", start_s=piece.start_s)
+        config = self.config.changed(trace=spec, duration_s=piece.seconds)
         out = self._work / f"{turn}-{name}"
         with self.others[name].watched():
             summary = run_bench(config, out, console=console, checked=True)

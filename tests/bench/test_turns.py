@@ -45,9 +45,9 @@ def test_every_request_is_served_once_under_each_setting(tmp_path: Path) -> None
 
         server: Any = SimpleNamespace(url=fake.url, drain=lambda: None)
         config = BenchConfig(
-            Endpoint(fake.url, api="generate"),
-            {"chat": ClassLoad("chat", tpot_ms=20.0, output_tokens=Length(8))},
-            Arrivals("constant", 3.0),
+            server=Endpoint(url=fake.url, api="generate"),
+            classes={"chat": ClassLoad(name="chat", tpot_ms=20.0, output_tokens=Length(median=8))},
+            arrivals=Arrivals(kind="constant", rps=3.0),
             duration_s=5.0,
         )
         settings = {"fast": partial(switch, "fast", 5.0), "slow": partial(switch, "slow", 40.0)}

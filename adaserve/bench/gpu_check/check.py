@@ -238,6 +238,7 @@ class Check:
     def _identity(self) -> dict[str, Any]:
         """What results must have in common to be one report; JSON values."""
         pair = asdict(replace(self.pair, target=_name(self.pair.target), draft=_name(self.pair.draft)))
+        pair["config"] = self.pair.config.model_dump()
         return dict(json.loads(json.dumps({"pair": pair, "plan": asdict(self.plan)})))
 
     def _save(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Traffic:
 
     def config(self, url: str, seed: int) -> BenchConfig:
         classes = {
-            name: ClassLoad(name, tpot_ms=slo, temperature=self.temperatures[name])
+            name: ClassLoad(name=name, tpot_ms=slo, temperature=self.temperatures[name])
             for name, slo in self.slo_ms.items()
         }
         return BenchConfig(
@@ -64,7 +64,7 @@ class Traffic:
                 url=url, api="generate", ignore_eos=True, timeout_s=SILENCE_S, continuous_usage=False
             ),
             classes=classes,
-            trace=TraceSpec(str(self.path), format="jsonl"),
+            trace=TraceSpec(path=str(self.path), format="jsonl"),
             duration_s=self.seconds + 1.0,
             seed=seed,
         )
