@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -21,6 +21,10 @@ class Checked(BaseModel):
         except ValidationError as error:
             raise self.refusal(_sentence(error, list(type(self).model_fields))) from None
 
+    def changed(self, **values: Any) -> Self:
+        """A copy with other values, checked again. Raises ``refusal``."""
+        return type(self)(**{**dict(self), **values})
+
 
 def _sentence(error: ValidationError, known: list[str]) -> str:
     problem = error.errors(include_url=False)[0]
@@ -28,7 +32,8 @@ def _sentence(error: ValidationError, known: list[str]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"unknown setting {where!r}: known are {', '.join(known)}"
     if problem["type"] == "value_error":  # raised by a validator of ours, which says what is accepted
-        return ": ".join(filter(None, (where, str(problem["ctx"]["error"]))))
+        text = str(problem["ctx"]["error"])
+        return (" " if text.startswith("must ") else ": ").join(filter(None, (where, text)))
     return f"{where} is {shown(problem['input'])}: {problem['msg'].replace('Input', 'it', 1)}"
 
 

@@ -150,7 +150,8 @@ def demo(
 ) -> None:
     """Watch three classes of requests get three speeds, with AdaServe and without it.
 
-    Starts the server on the embedded pair, replays the same mixed traffic twice, prints a table.
+    Starts the server on the embedded pair, replays the same mixed traffic with both policies in turns of
+    some seconds, prints a table and leaves a report.
     """
     from adaserve.bench.demo import run_demo
     from adaserve.loadgen.errors import LoadgenError
@@ -204,12 +205,18 @@ def bench_latency(
     draft: Draft = None,
     size: Size = "100M",
     policies: Annotated[
-        Any, typer.Option(parser=words, help="Comma-separated; `none` is always measured beside them.")
+        Any,
+        typer.Option(
+            parser=words, metavar="A,B", help="Comma-separated; `none` is always measured beside them."
+        ),
     ] = "priced",
     batches: Annotated[
-        Any, typer.Option(parser=counts, help="Comma-separated numbers of concurrent requests.")
+        Any,
+        typer.Option(parser=counts, metavar="A,B", help="Comma-separated numbers of concurrent requests."),
     ] = "1,4,8,16,32",
-    temperatures: Annotated[Any, typer.Option(parser=floats, help="Comma-separated.")] = "0,0.7",
+    temperatures: Annotated[
+        Any, typer.Option(parser=floats, metavar="A,B", help="Comma-separated.")
+    ] = "0,0.7",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 64,
     cpu_weights: Weights = "auto",

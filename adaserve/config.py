@@ -103,10 +103,6 @@ class AdaServeConfig(Checked):
         """Nodes that one request's candidate tree can have, root not counted."""
         return self.max_depth * self.max_width
 
-    def changed(self, **settings: Any) -> Self:
-        """A copy with other settings. Raises ConfigError."""
-        return type(self)(**{**self.model_dump(), **settings})
-
     def to_json(self) -> str:
         return self.model_dump_json()
 

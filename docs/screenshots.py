@@ -1,8 +1,8 @@
 """Makes the pictures of docs/img: ``python docs/screenshots.py [server] [report] [runs=FOLDER]``.
 
 All show the embedded pair on this machine: ``server`` the live page and Locust's tab (three minutes),
-``report`` a run with AdaServe and one without (``runs=FOLDER`` keeps its results there, and draws them
-again when they are there). Needs Chromium and its driver (Debian: chromium, chromium-driver)."""
+``report`` that of a demo (``runs=FOLDER``: of the demo whose results are there). Needs Chromium and its
+driver (Debian: chromium, chromium-driver)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IMG = ROOT / "docs" / "img"
-POLICIES = ("priced", "none")
-SEEDS = ("0", "1")
 TRAFFIC = "duration_s: 150\narrivals: {kind: peak, rps: 0.8, to_rps: 1.8, at: 0.4, width: 0.15}\n"
 SHOT_AT_S = 110.0
 LIVE = (  # picture, width, height, dark
@@ -30,30 +28,14 @@ sys.path[:0] = [str(ROOT / "tests" / "slo")]
 from browser import browser  # noqa: E402
 
 
-def shoot_report(folder: Path, scratch: Path) -> None:
-    """A real run: the embedded pair on this machine, with AdaServe and without (about five minutes). Runs
-    that lie in ``folder`` already, for example a demo's, are taken as they are."""
-    if not list(folder.glob("*/summary.json")):
-        _measure(folder)
-    runs = sorted((p.parent for p in folder.glob("*/summary.json")), key=lambda r: (r.name[:4] == "none", r))
-    report = [sys.executable, "-m", "adaserve.loadgen", "report", *map(str, runs), "--no-png"]
-    subprocess.run([*report, "--out", str(scratch)], check=True)
+def shoot_report(folder: Path) -> None:
+    """The report of a demo on this machine (about four minutes), or of the one that lies in ``folder``."""
+    if not (folder / "report.html").exists():
+        folder = folder / "demo"
+        subprocess.run([sys.executable, "-m", "adaserve.cli", "demo", "--out", str(folder)], check=True)
     with browser(1180, 1330) as page:
-        page.open(f"file://{scratch}/report.html")
+        page.open(f"file://{folder}/report.html")
         page.screenshot(IMG / "report.png", full=False)
-
-
-def _measure(folder: Path) -> None:
-    from adaserve.server import ServerProcess, ServerSpec, free_port
-
-    with ServerProcess(ServerSpec(port=free_port()), log=folder / "server.log") as server:
-        for seed in SEEDS:
-            for policy in POLICIES:
-                server.set_policy(policy)
-                args = ["--url", server.url, "--rps", "1.2", "--duration", "30", "--seed", seed]
-                args += ["--out", f"{policy}-seed{seed}"]
-                bench = [sys.executable, "-m", "adaserve.loadgen", "bench", "serve", *args]
-                subprocess.run(bench, check=False, cwd=folder)
 
 
 def shoot_server(folder: Path) -> None:
@@ -106,7 +88,7 @@ def main() -> None:
         if "server" in wanted:
             shoot_server(Path(folder))
         if "report" in wanted:
-            shoot_report(kept[0] if kept else Path(folder), Path(folder))
+            shoot_report(kept[0].resolve() if kept else Path(folder))
 
 
 if __name__ == "__main__":

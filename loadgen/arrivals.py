@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, Strict
+from pydantic import Field
 
-from adaserve.loadgen.checks import Checked, Rate, checked, must
+from adaserve.loadgen.checks import Rate, Setting, must
 from adaserve.loadgen.errors import LoadgenError
 
 MAX_REQUESTS = 5_000_000
@@ -18,8 +18,7 @@ Kind = Literal["poisson", "gamma", "constant", "ramp", "peak"]
 FloatArray = npt.NDArray[np.float64]
 
 
-@checked
-class Arrivals(Checked):
+class Arrivals(Setting):
     """How requests arrive. Rates are requests per second.
 
     poisson   exponential gaps with mean 1 / rps
@@ -32,10 +31,10 @@ class Arrivals(Checked):
 
     kind: Annotated[Kind, must("be poisson, gamma, constant, ramp or peak")] = "poisson"
     rps: Rate = 1.0
-    cv: Annotated[float, Strict(), Field(ge=0.01, le=100), must("lie between 0.01 and 100")] = 1.0
+    cv: Annotated[float, Field(ge=0.01, le=100), must("lie between 0.01 and 100")] = 1.0
     to_rps: Rate = 0.0
-    at: Annotated[float, Strict(), Field(ge=-1e3, le=1e3), must("be a share of the run, 0 to 1")] = 0.5
-    width: Annotated[float, Strict(), Field(ge=1e-3, le=1e3), must("lie between 0.001 and 1000")] = 0.1
+    at: Annotated[float, Field(ge=-1e3, le=1e3), must("be a share of the run, 0 to 1")] = 0.5
+    width: Annotated[float, Field(ge=1e-3, le=1e3), must("lie between 0.001 and 1000")] = 0.1
 
     def rate_at(self, share: FloatArray) -> FloatArray:
         """Requests/s at a share (0 to 1) of the run."""

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def run_bench(
     check_results_dir(out)
     if not checked:
         # Bad input is reported before the server is bothered; the baseline does not matter for that.
-        build_schedule(replace(config, baseline_ms=config.baseline_ms or 30.0))
+        build_schedule(config.changed(baseline_ms=config.baseline_ms or 30.0))
         with console.status("asking the server for its model and its speed"):
             config = preflight(config)
     schedule = build_schedule(config)
@@ -181,8 +180,8 @@ def _log_tail(out: Path) -> str:
     return "\n".join(lines[-5:])
 
 
-_COLUMNS = (
-    "\nrequests",
+COLUMNS = (
+    "\nreqs",
     "TPOT\nSLO",
     "TPOT\nmean",
     "TPOT\np99",
@@ -197,16 +196,18 @@ def class_table(summary: Mapping[str, Any], title: str | None = None) -> Table:
     """The outcome per class, for a terminal of 80 columns. Times in ms."""
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("\nclass", no_wrap=True)
-    for head in _COLUMNS:
+    for head in COLUMNS:
         table.add_column(head, justify="right", no_wrap=True)
     for name, c in summary["by_class"].items():
-        table.add_row(name, *_cells(c))
+        table.add_row(name, *class_cells(c))
     table.add_section()
-    table.add_row("all", *_cells(summary), style="bold")
+    table.add_row("all", *class_cells(summary), style="bold")
     return table
 
 
-def _cells(c: Mapping[str, Any]) -> list[str]:
+def class_cells(c: Mapping[str, Any]) -> list[str]:
+    """What stands in ``COLUMNS`` for one class of a summary, or for all of it."""
+
     def show(value: Any, digits: int = 1) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
@@ -24,22 +23,18 @@ if TYPE_CHECKING:
 bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running server.")
 
 
-def _server(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="Server", **settings)
+def panel(title: str) -> Callable[..., Any]:
+    """Makes options that stand under one title in ``--help``."""
+
+    def option(text: str, **settings: Any) -> Any:
+        if "parser" in settings:  # typer would show the name of a type
+            settings["metavar"] = "A,B"
+        return typer.Option(help=text, rich_help_panel=title, **settings)
+
+    return option
 
 
-def _load(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="Load", **settings)
-
-
-def _requests(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="Requests", **settings)
-
-
-def _output(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="Output", **settings)
-
-
+_server, _load, _requests, _output = map(panel, ("Server", "Load", "Requests", "Output"))
 Text: TypeAlias = str | None
 Number: TypeAlias = float | None
 Count: TypeAlias = int | None
@@ -107,7 +102,7 @@ def bench_serve(
         settings = _with_tokens(settings, output_tokens, temperature)
         common = {"duration_s": duration, "max_requests": max_requests, "seed": seed, "warmup_s": warmup}
         common |= {"baseline_ms": baseline_ms}
-        settings = replace(settings, **_given(common | {"prompts": prompts}))
+        settings = settings.changed(**_given(common | {"prompts": prompts}))
         if plan_only:
             return _show_plan(settings)
         folder = out if out is not None else new_results_dir(Path("results"), tag)
@@ -174,7 +169,7 @@ def _with_server(config: BenchConfig, values: Mapping[str, Any], api_key: str | 
     changes = _given(values)
     if api_key:
         changes["headers"] = {**config.server.headers, "Authorization": f"Bearer {api_key}"}
-    return replace(config, server=replace(config.server, **changes))
+    return config.changed(server=config.server.changed(**changes))
 
 
 def _with_load(
@@ -183,11 +178,11 @@ def _with_load(
     if _given(arrivals):
         if trace is not None:
             raise LoadgenError("--trace brings its own arrivals: use --target-rps instead of --rps")
-        config = replace(config, trace=None, arrivals=replace(config.arrivals, **_given(arrivals)))
-    spec = TraceSpec(trace) if trace is not None else config.trace
+        config = config.changed(trace=None, arrivals=config.arrivals.changed(**_given(arrivals)))
+    spec = TraceSpec(path=trace) if trace is not None else config.trace
     if _given(fit) and spec is None:
         raise LoadgenError("--start, --target-rps and --time-scale need a --trace")
-    return replace(config, trace=replace(spec, **_given(fit)) if spec is not None else None)
+    return config.changed(trace=spec.changed(**_given(fit)) if spec is not None else None)
 
 
 def _with_classes(config: BenchConfig, mix: str | None, slos: list[str]) -> BenchConfig:
@@ -199,22 +194,22 @@ def _with_classes(config: BenchConfig, mix: str | None, slos: list[str]) -> Benc
             raise LoadgenError(f"--mix: a class is named twice in {mix!r}")
         for name in shares:
             _known(classes, name, "--mix")
-        classes = {n: replace(classes[n], share=_float(v, "--mix")) for n, v in shares.items()}
+        classes = {n: classes[n].changed(share=_float(v, "--mix")) for n, v in shares.items()}
     for text in slos:
         name, value = _assignment(text, "--slo")
         _known(classes, name, "--slo")
         number = _float(value.removesuffix("x").removesuffix("ms"), "--slo")
         slo: dict[str, Any] = {"tpot_ms": None, "x_baseline": None}
         slo["x_baseline" if value.endswith("x") else "tpot_ms"] = number
-        classes[name] = replace(classes[name], **slo)
-    return replace(config, classes=classes)
+        classes[name] = classes[name].changed(**slo)
+    return config.changed(classes=classes)
 
 
 def _with_tokens(config: BenchConfig, output_tokens: int | None, temperature: float | None) -> BenchConfig:
     changes: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
     if output_tokens is not None:
-        changes["output_tokens"] = Length(output_tokens)
-    return replace(config, classes={n: replace(c, **changes) for n, c in config.classes.items()})
+        changes["output_tokens"] = Length(median=output_tokens)
+    return config.changed(classes={n: c.changed(**changes) for n, c in config.classes.items()})
 
 
 def _assignment(text: str, option: str) -> tuple[str, str]:
@@ -238,7 +233,7 @@ def _float(text: str, option: str) -> float:
 
 def _show_plan(config: BenchConfig) -> None:
     # The plan's times and lengths do not depend on the baseline: any value will do.
-    schedule = build_schedule(replace(config, baseline_ms=config.baseline_ms or 30.0))
+    schedule = build_schedule(config.changed(baseline_ms=config.baseline_ms or 30.0))
     counts = ", ".join(f"{n} {c}" for n, c in class_counts(schedule.requests).items())
     typer.echo(f"{len(schedule)} requests in {schedule.duration_s:.1f} s: {counts}")
     typer.echo(f"prompts: {schedule.prompts_source}; trace sha256 {schedule.trace_sha256[:16]}")

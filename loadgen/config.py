@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -12,32 +11,20 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
+from adaserve.checked import shown
 from adaserve.loadgen.arrivals import Arrivals
-from adaserve.loadgen.checks import (
-    Amount,
-    Checked,
-    Count,
-    Flag,
-    Positive,
-    Share,
-    Text,
-    Whole,
-    checked,
-    must,
-    shown,
-)
+from adaserve.loadgen.checks import Amount, Count, Flag, Positive, Setting, Share, Text, Whole, must
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
-from adaserve.slo.classes import TPOT_RANGE_MS, SLOClass, SLOConfig, SLOError
+from adaserve.slo.classes import TPOT_RANGE_MS, SLOClass, SLOConfig, SLOError, paper_classes
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, token
 _MOST_MS = TPOT_RANGE_MS[1]
 Api = Literal["completions", "chat", "generate"]
 SLOHeaders = Literal["both", "ms", "class", "none"]
-Numbers = Annotated[Mapping[str, Positive], must("be categories with numbers")]
+Numbers = Annotated[dict[str, Positive], must("be categories with numbers")]
 
 
-@checked
-class Length(Checked):
+class Length(Setting):
     """Token counts drawn per request: log-normal around ``median``, clipped to [low, high].
     ``sigma`` 0 = always ``median``."""
 
@@ -68,56 +55,36 @@ def _length(value: Any) -> Any:
 Tokens = Annotated[Length, BeforeValidator(_length)]
 
 
-@checked
-class ClassLoad(Checked):
-    """How requests of one class look. SLO keys are those of the SLO classes file."""
+class ClassLoad(SLOClass, Setting):
+    """An SLO class, and how requests of it look."""
 
-    name: str
-    tpot_ms: SkipValidation[float | None] = None
-    x_baseline: SkipValidation[float | None] = None
-    ttft_ms: SkipValidation[float | None] = None
-    target: SkipValidation[float] = 0.9
+    refusal = LoadgenError  # type: ignore[assignment]
     share: Amount = 1.0  # weight in the mix
     arrivals: Arrivals | None = None  # its own arrivals instead of a share of the common ones
-    prompt_tokens: Tokens = Length(100, 0.5, 8, 2000)
-    output_tokens: Tokens = Length(64)
+    prompt_tokens: Tokens = Length(median=100, sigma=0.5, low=8, high=2000)
+    output_tokens: Tokens = Length(median=64)
     temperature: Amount = 0.0
     category: Text | None = None  # of the prompts; None = the class name
     turns: Count = 1
     think_s: Amount = 1.0  # pause between turns of a session
     disconnect: Share = 0.0  # share of requests that hang up half-way
 
-    @model_validator(mode="after")
-    def _slo(self) -> ClassLoad:
-        self.slo_class()
-        return self
-
-    def slo_class(self) -> SLOClass:
-        """Its SLO. Raises LoadgenError."""
-        try:
-            return SLOClass(
-                name=self.name,
-                tpot_ms=self.tpot_ms,
-                x_baseline=self.x_baseline,
-                ttft_ms=self.ttft_ms,
-                target=self.target,
-            )
-        except SLOError as e:
-            raise LoadgenError(f"class {self.name!r}: {e}") from e
-
 
 def default_classes() -> dict[str, ClassLoad]:
     """The paper's mix: 60% coding at 1.2 x baseline, chat and summarization in its proportions."""
-    rows = [
-        ClassLoad("coding", x_baseline=1.2, share=0.6, prompt_tokens=Length(90, 0.5, 16, 400)),
-        ClassLoad("chat", x_baseline=50 / 30, share=0.2, prompt_tokens=Length(40, 0.6, 8, 200)),
-        ClassLoad("summarization", x_baseline=5.0, share=0.2, prompt_tokens=Length(400, 0.4, 100, 900)),
-    ]
-    return {c.name: c for c in rows}
+    prompts = {
+        "coding": Length(median=90, sigma=0.5, low=16, high=400),
+        "chat": Length(median=40, sigma=0.6, low=8, high=200),
+        "summarization": Length(median=400, sigma=0.4, low=100, high=900),
+    }
+    shares = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+    return {
+        name: ClassLoad(**dict(slo), share=shares[name], prompt_tokens=prompts[name])
+        for name, slo in paper_classes().items()
+    }
 
 
-@checked
-class TraceSpec(Checked):
+class TraceSpec(Setting):
     """Which trace, and how it is fitted to this run."""
 
     path: Text
@@ -136,15 +103,14 @@ def _trace(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-@checked
-class Endpoint(Checked):
+class Endpoint(Setting):
     """Where requests go, in what form."""
 
     url: Text = "http://127.0.0.1:30000"
     model: Text | None = None  # None = the first that the server lists
     api: Annotated[Api, must("be completions, chat or generate")] = "completions"
     slo_headers: Annotated[SLOHeaders, must("be both, ms, class or none")] = "both"
-    headers: SkipValidation[Mapping[str, str]] = field(default_factory=dict)
+    headers: SkipValidation[dict[str, str]] = Field(default_factory=dict)
     timeout_s: Positive = 600.0  # silence after which a request has failed
     continuous_usage: Flag | None = None  # usage in every chunk (exact first-chunk sizes); None = find out
     ignore_eos: Flag = False
@@ -177,13 +143,12 @@ class Endpoint(Checked):
         return self
 
 
-@checked
-class BenchConfig(Checked):
+class BenchConfig(Setting):
     """Everything that decides what a run sends. Written to ``config.yaml`` of the results."""
 
     server: Endpoint = Endpoint()
-    classes: Mapping[str, ClassLoad] = field(default_factory=default_classes)
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    classes: dict[str, ClassLoad] = Field(default_factory=default_classes)
+    arrivals: Arrivals = Field(default_factory=Arrivals)
     trace: Annotated[TraceSpec | None, BeforeValidator(_trace)] = None
     duration_s: Positive = 60.0
     max_requests: Count | None = None
@@ -191,7 +156,7 @@ class BenchConfig(Checked):
     seed: Whole = 0
     baseline_ms: Annotated[Positive, Field(le=_MOST_MS), must(f"be at most {_MOST_MS:g}")] | None = None
     prompts: Text | None = None
-    chars_per_token: Numbers = field(default_factory=dict)
+    chars_per_token: Numbers = Field(default_factory=dict)
     tokenizer: Text | None = None  # Hugging Face folder or name, for exact prompt lengths
 
     @model_validator(mode="after")
@@ -211,7 +176,7 @@ class BenchConfig(Checked):
     def slo_config(self) -> SLOConfig:
         """The SLOs of all classes. Raises LoadgenError."""
         try:
-            return SLOConfig(classes={n: c.slo_class() for n, c in self.classes.items()})
+            return SLOConfig(classes=dict(self.classes))
         except SLOError as e:
             raise LoadgenError(str(e)) from e
 
@@ -221,7 +186,7 @@ class BenchConfig(Checked):
 
     def to_mapping(self) -> dict[str, Any]:
         """YAML form, read back by :func:`from_mapping`. Without secrets: it is kept with results."""
-        data = asdict(self)
+        data = self.model_dump()
         data["server"]["headers"] = {k: v for k, v in self.server.headers.items() if not _secret(k)}
         for c in data["classes"].values():
             del c["name"]
@@ -255,7 +220,7 @@ def _class(name: str, given: Any) -> Any:
     if not isinstance(given, Mapping):
         return given
     defaults = default_classes()
-    base = asdict(defaults[name]) if name in defaults else {"name": name}
+    base = dict(defaults[name]) if name in defaults else {"name": name}
     if {"tpot_ms", "x_baseline"} & set(given):
         base |= {"tpot_ms": None, "x_baseline": None}
     return {**base, **given}

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 from argparse import SUPPRESS
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +77,13 @@ class _Starter:
         options: Any = self.environment.parsed_options
         config = load_config(options.bench_config) if options.bench_config else BenchConfig()
         if self.environment.host:
-            config = replace(config, server=replace(config.server, url=self.environment.host))
+            config = config.changed(server=config.server.changed(url=self.environment.host))
         secrets = json.loads(os.environ.get(HEADERS_VARIABLE, "{}"))
         if secrets:
             headers = {**config.server.headers, **secrets}
-            config = replace(config, server=replace(config.server, headers=headers))
+            config = config.changed(server=config.server.changed(headers=headers))
         if options.bench_seed is not None:
-            config = replace(config, seed=options.bench_seed)
+            config = config.changed(seed=options.bench_seed)
         return config
 
     def _out(self) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ class LocalRun:
     def _prepare(self) -> Schedule:
         if not self._checked:
             check_results_dir(self.out)
-            build_schedule(replace(self.config, baseline_ms=self.config.baseline_ms or 30.0))
+            build_schedule(self.config.changed(baseline_ms=self.config.baseline_ms or 30.0))
             self.config = preflight(self.config)
         schedule = self._schedule = build_schedule(self.config)
         if not self._checked:
@@ -174,9 +174,8 @@ class LocalRun:
 def _without_paths(config: BenchConfig) -> BenchConfig:
     """The configuration as it stays with the results."""
     trace, prompts = config.trace, config.prompts
-    return replace(
-        config,
-        trace=trace and replace(trace, path=shown_path(trace.path)),
+    return config.changed(
+        trace=trace and trace.changed(path=shown_path(trace.path)),
         prompts=prompts and shown_path(prompts),
         tokenizer=config.tokenizer and shown_path(config.tokenizer),
     )
@@ -225,7 +224,7 @@ class MasterRun(LocalRun):
 
     def _send_shard(self, client: str, index: int, shard: tuple[PlannedRequest, ...]) -> None:
         self.runner.send_message(
-            "adaserve_begin", {"server": asdict(self.config.server), "index": index}, client
+            "adaserve_begin", {"server": self.config.server.model_dump(), "index": index}, client
         )
         for k in range(0, len(shard), _BATCH):
             rows = [asdict(r) for r in shard[k : k + _BATCH]]

@@ -29,13 +29,13 @@ def preflight(config: BenchConfig) -> BenchConfig:
     baseline latency (from the server, else measured), characters per token, usage in every chunk.
 
     Raises LoadgenError with one sentence when the run cannot work."""
-    server = replace(config.server, model=_model(config.server))
-    config = replace(config, server=server)
+    server = config.server.changed(model=_model(config.server))
+    config = config.changed(server=server)
     if config.baseline_ms is None and config.slo_config().needs_baseline:
-        config = replace(config, baseline_ms=server_baseline_ms(server) or measured_baseline_ms(config))
+        config = config.changed(baseline_ms=server_baseline_ms(server) or measured_baseline_ms(config))
     if config.server.continuous_usage is None:
-        config = replace(config, server=replace(server, continuous_usage=_continuous_usage(config)))
-    return replace(config, chars_per_token={**_probe_classes(config), **config.chars_per_token})
+        config = config.changed(server=server.changed(continuous_usage=_continuous_usage(config)))
+    return config.changed(chars_per_token={**_probe_classes(config), **config.chars_per_token})
 
 
 def get_json(server: Endpoint, path: str) -> Any:
@@ -104,7 +104,7 @@ def measured_baseline_ms(config: BenchConfig) -> float:
 
 def _timed(server: Endpoint, text: str, n_tokens: int) -> tuple[float, int]:
     start = time.perf_counter()
-    data = _post(replace(server, ignore_eos=server.api == "generate"), _planned(text, n_tokens), {})
+    data = _post(server.changed(ignore_eos=server.api == "generate"), _planned(text, n_tokens), {})
     return time.perf_counter() - start, _usage(data, "completion_tokens")
 
 
@@ -149,7 +149,7 @@ def _finite_ms(value_s: float) -> float | None:
 
 def _continuous_usage(config: BenchConfig) -> bool:
     """Whether the server sends usage with every chunk when asked (SGLang, vLLM)."""
-    server = replace(config.server, continuous_usage=True)
+    server = config.server.changed(continuous_usage=True)
     if server.api == "generate":
         return False  # it always does
     planned = _planned("Hello", 2)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from adaserve.bench.busy import BUSY
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import table
+from adaserve.bench.turns import TURN_S, Turns
 from adaserve.config import AdaServeConfig
 from adaserve.loadgen.arrivals import Arrivals
-from adaserve.loadgen.bench import run_bench
+from adaserve.loadgen.bench import COLUMNS, class_cells
 from adaserve.loadgen.config import BenchConfig, Endpoint, default_classes
-from adaserve.loadgen.results import new_results_dir
+from adaserve.loadgen.report import read_run, write_report
+from adaserve.loadgen.results import check_results_dir, new_results_dir
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.server import ServerProcess, ServerSpec
 
 PLAIN = "none"
+TURN_OVERHEAD_S = 5.0  # a first guess: the load generator's start, and the last answers
 UTILIZATION = 0.55
 """Share of the time that plain decoding, four requests at once, would be busy with the traffic."""
 
@@ -28,35 +33,32 @@ def run_demo(
 ) -> dict[str, Any]:
     """Runs everything, prints the table, writes ``out``. Raises ServerError, LoadgenError."""
     folder = out or new_results_dir(Path("results"), "demo")
-    folder.mkdir(parents=True, exist_ok=True)
-    spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy))
+    check_results_dir(folder)
     _introduce(console, seconds, policy)
+    spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy))
     with running(spec, folder / "server.log", console) as server:
         config = _traffic(server, seconds, rps)
         console.print(
-            f"baseline {config.baseline_ms:.1f} ms per token; "
-            f"{config.arrivals.rps:.2f} requests/s for {seconds:.0f} s"
+            f"baseline {config.baseline_ms:.1f} ms per token; {config.arrivals.rps:.2f} requests/s\n"
+            f"watch it live: {server.url}/slo",
+            soft_wrap=True,
         )
-        summaries = {}
-        for name in (policy, PLAIN):
-            server.set_policy(name)
-            server.drain()
-            console.print(f"\n[bold]policy {name}[/]")
-            summaries[name] = run_bench(config, folder / name, console=console)
-            if "the run was interrupted" in summaries[name]["invalid_reasons"]:
-                raise KeyboardInterrupt
+        settings = {name: partial(server.set_policy, name) for name in dict.fromkeys((policy, PLAIN))}
+        turns = Turns(server, settings, config, folder)
+        summaries = turns.play(console)
     _show(summaries, folder)
-    console.print(
-        f"requests, summaries and figures: {folder}  (adaserve report {folder}/{policy} {folder}/{PLAIN})"
-    )
+    page = write_report([read_run(folder / name) for name in summaries], folder, png=False)
+    console.print(f"requests and summaries: {folder}\nreport: {page}", soft_wrap=True, highlight=False)
     return summaries
 
 
 def _introduce(console: Console, seconds: float, policy: str) -> None:
+    minutes = (2 * seconds + TURN_OVERHEAD_S * 2 * seconds / TURN_S) / 60 + 1
     console.print(
         f"[bold]AdaServe demo[/]: three classes of requests ask one SGLang server for three speeds.\n"
-        f"The same {seconds:.0f} s of traffic runs with policy {policy} and with {PLAIN} (plain decoding); "
-        f"about {2 * seconds / 60 + 1.5:.0f} minutes in all."
+        f"The same {seconds:.0f} s of traffic runs with policy {policy} and with {PLAIN} (plain decoding),\n"
+        f"in turns of about {TURN_S:.0f} s, so that whatever else this machine does disturbs both alike; "
+        f"about {minutes:.0f} minutes in all."
     )
 
 
@@ -68,7 +70,7 @@ def _traffic(server: ServerProcess, seconds: float, rps: float | None) -> BenchC
         rps = _bearable_rps(LatencyModel.from_json(state["latency"]), classes)
     return BenchConfig(
         server=Endpoint(url=server.url, api="generate", ignore_eos=True),
-        classes={n: replace(c, temperature=0.7 if n == "chat" else 0.0) for n, c in classes.items()},
+        classes={n: c.changed(temperature=0.7 if n == "chat" else 0.0) for n, c in classes.items()},
         arrivals=Arrivals(rps=rps),
         duration_s=seconds,
         baseline_ms=state["baseline_ms"],
@@ -87,33 +89,27 @@ def _bearable_rps(latency: LatencyModel, classes: dict[str, Any]) -> float:
 
 
 def _show(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
-    title = "who got the speed they asked for (TPOT in ms)"
-    heads = ("class", "policy", "reqs", "SLO", "mean", "p99", "attained", "goodput/s", "tok/iter")
-    made = table(title, heads, left=heads[:2])
-    names = [*next(iter(summaries.values()))["by_class"], "all"]
-    for name in names:
+    title = "who got the speed they asked for (times in ms)"
+    made = table(title, ("\nclass", "\npolicy", *COLUMNS), left=("\nclass", "\npolicy"))
+    for name in [*next(iter(summaries.values()))["by_class"], "all"]:
         for policy, summary in summaries.items():
-            made.add_row(*_row(name, policy, summary if name == "all" else summary["by_class"][name]))
+            made.add_row(name, policy, *class_cells(summary if name == "all" else summary["by_class"][name]))
         made.add_section()
+    made.caption = _caption(summaries)
     console = Console()
     console.print(made)
     with open(folder / "table.txt", "w", encoding="utf-8") as file:
         Console(file=file, width=110).print(made)
 
 
-def _row(name: str, policy: str, c: dict[str, Any]) -> list[str]:
-    def show(value: Any, digits: int = 1) -> str:
-        return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
-
-    attained = c["slo_attainment"]
-    return [
-        name,
-        policy,
-        str(c.get("requests", "-")),
-        show(c.get("slo_tpot_ms")),
-        show(c["mean_tpot_ms"]),
-        show(c["p99_tpot_ms"]),
-        "-" if attained is None else f"{attained:.0%}",
-        show(c["token_goodput"]),
-        show(c["accept_length"], 2),
-    ]
+def _caption(summaries: dict[str, dict[str, Any]]) -> str:
+    """How it was compared, and what else ran on this machine."""
+    shares = {name: summary["other_programs"] for name, summary in summaries.items()}
+    told = " and ".join(f"{share:.0%} with {name}" for name, share in shares.items())
+    busy = "This host was busy: other" if max(shares.values()) > BUSY else "Other"
+    turns = next(iter(summaries.values()))["turns"]
+    return (
+        f"{turns} turn{'s' if turns > 1 else ''} each; the policy changes when all requests of a turn are "
+        "answered. "
+        f"{busy} programs used {told} of what its {os.cpu_count()} cores can do."
+    )

@@ -154,9 +154,11 @@ def report(shape: Shape, host: Host, best: dict[str, dict[int, float]], tokens: 
 
 def main(
     tokens: Annotated[
-        Any, typer.Option(parser=counts, help="tokens per forward")
+        Any, typer.Option(parser=counts, metavar="A,B", help="tokens per forward")
     ] = "1,2,4,6,8,12,16,24,32,48,64",
-    storages: Annotated[Any, typer.Option(parser=words, help="how weights are kept")] = "fp16,fp32,bf16",
+    storages: Annotated[
+        Any, typer.Option(parser=words, metavar="A,B", help="how weights are kept")
+    ] = "fp16,fp32,bf16",
     context: Annotated[int, typer.Option(help="cached tokens of each request")] = 128,
     rounds: int = 20,
     threads: int = torch.get_num_threads(),

@@ -118,9 +118,9 @@ def run(
     profile: ProfileFile = None,
     kv_tokens: Annotated[int | None, typer.Option(help="KV cache size; default from the hardware")] = None,
     speedup: Annotated[
-        Any, typer.Option(parser=floats, help="loads as multiples of the trace's own rate")
+        Any, typer.Option(parser=floats, metavar="A,B", help="loads as multiples of the trace's own rate")
     ] = "1",
-    seeds: Annotated[Any, typer.Option(parser=seed_list, help="0,1,2 or x3")] = "0",
+    seeds: Annotated[Any, typer.Option(parser=seed_list, metavar="A,B", help="0,1,2 or x3")] = "0",
     baseline_ms: Baseline = None,
     slo_config: Annotated[Path | None, typer.Option(help="YAML with SLO classes")] = None,
     prefill: PrefillMode = "mixed",

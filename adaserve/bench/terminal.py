@@ -18,7 +18,7 @@ def progress(console: Console) -> Progress:
 
 def table(title: str, heads: Sequence[str], left: Sequence[str] = ()) -> Table:
     """An empty table; columns named in ``left`` hold words, the others figures."""
-    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title)
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)
     for head in heads:
         made.add_column(head, justify="left" if head in left else "right", no_wrap=True)
     return made

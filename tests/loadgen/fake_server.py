@@ -142,7 +142,7 @@ class FakeServer:
         if not data.get("stream"):
             await asyncio.sleep((self.b.first_ms + (n - 1) * self.b.token_ms) / 1e3)
             if path == "/generate":
-                return self.reply(writer, 200, {"text": "x " * n, "meta_info": usage})
+                return self.reply(writer, 200, {"text": "x " * n, "output_ids": [5] * n, "meta_info": usage})
             return self.reply(writer, 200, {"choices": [{"text": "x " * n}], "usage": usage})
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"

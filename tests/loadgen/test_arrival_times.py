@@ -76,14 +76,19 @@ def test_a_kernel_without_time_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tls_is_measured_too(tmp_path: Path) -> None:
     """There the time is that of the process; a certificate that nobody signed is refused unless accepted."""
-    one = ClassLoad("chat", tpot_ms=1000, prompt_tokens=Length(20), output_tokens=Length(20))
+    one = ClassLoad(
+        name="chat", tpot_ms=1000, prompt_tokens=Length(median=20), output_tokens=Length(median=20)
+    )
     with running_fake(token_ms=20, first_ms=100, certificate=certificate(tmp_path)) as fake:
         config = BenchConfig(
-            Endpoint(fake.url, insecure=True), {"chat": one}, Arrivals("constant", 5), duration_s=2
+            server=Endpoint(url=fake.url, insecure=True),
+            classes={"chat": one},
+            arrivals=Arrivals(kind="constant", rps=5),
+            duration_s=2,
         )
         summary = run_bench(config, tmp_path / "run")
         with pytest.raises(LoadgenError, match="insecure: true"):
-            run_bench(BenchConfig(Endpoint(fake.url)), tmp_path / "refused")
+            run_bench(BenchConfig(server=Endpoint(url=fake.url)), tmp_path / "refused")
     records = list(iter_records(tmp_path / "run"))
     assert len(records) == summary["completed"] == 10
     for r in records:

@@ -129,7 +129,7 @@ CONFIGS = {
     "duration": ("duration_s: long\n", "duration_s must be a number above 0, not 'long'"),
     "no classes": ("classes: {}\n", "at least one class is needed"),
     "share": ("classes: {a: {share: x, tpot_ms: 3}}\n", "share must be a number of 0 or more"),
-    "slo": ("classes: {a: {tpot_ms: fast}}\n", "class 'a': tpot_ms is 'fast': it should be a valid number"),
+    "slo": ("classes: {a: {tpot_ms: fast}}\n", "tpot_ms is 'fast': it should be a valid number"),
     "seed": ("seed: abc\n", "seed must be a whole number of 0 or more"),
     "server": ("server: http://x\n", "expected keys and values"),
     "headers": ("server: {headers: {a: 1}}\n", "header 'a' must be one line of text in ASCII"),

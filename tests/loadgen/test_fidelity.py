@@ -31,16 +31,16 @@ def load(
 ) -> list[RequestRecord]:
     """Runs the load generator against the fake and returns its records."""
     one = ClassLoad(
-        "chat",
+        name="chat",
         tpot_ms=slo_ms,
-        prompt_tokens=Length(20),
-        output_tokens=Length(tokens),
+        prompt_tokens=Length(median=20),
+        output_tokens=Length(median=tokens),
         **class_settings,
     )
     config = BenchConfig(
-        server=Endpoint(fake.url, "fake", api, continuous_usage=True),
+        server=Endpoint(url=fake.url, model="fake", api=api, continuous_usage=True),
         classes={"chat": one},
-        arrivals=Arrivals("constant", rps),
+        arrivals=Arrivals(kind="constant", rps=rps),
         duration_s=duration_s,
     )
     run_bench(config, out, processes, checked=True)
@@ -163,11 +163,12 @@ def test_a_dead_server_is_no_dispatch_lag(tmp_path: Path) -> None:
 def test_no_usage_is_said(tmp_path: Path) -> None:
     with running_fake(token_ms=5, no_usage=True) as fake:
         fake.set(token_ms=5, no_usage=True)
-        one = ClassLoad("chat", tpot_ms=50, prompt_tokens=Length(9), output_tokens=Length(12))
+        lengths = {"prompt_tokens": Length(median=9), "output_tokens": Length(median=12)}
+        one = ClassLoad(name="chat", tpot_ms=50, **lengths)
         config = BenchConfig(
-            Endpoint(fake.url, "fake", continuous_usage=False),
-            {"chat": one},
-            Arrivals("constant", 5),
+            server=Endpoint(url=fake.url, model="fake", continuous_usage=False),
+            classes={"chat": one},
+            arrivals=Arrivals(kind="constant", rps=5),
             duration_s=1,
         )
         summary = run_bench(config, tmp_path / "run", checked=True)

@@ -24,20 +24,20 @@ def rng(seed: int = 1) -> np.random.Generator:
 
 @pytest.mark.parametrize("kind", ["poisson", "constant", "ramp", "peak"])
 def test_rates(kind: str) -> None:
-    times = arrival_times(Arrivals(kind, 5.0, to_rps=5.0), 1000.0, rng())
+    times = arrival_times(Arrivals(kind=kind, rps=5.0, to_rps=5.0), 1000.0, rng())
     assert len(times) == pytest.approx(5000, rel=0.05)
     assert (np.diff(times) >= 0).all() and times[0] >= 0 and times[-1] < 1000
 
 
 def test_gamma_is_bursty() -> None:
     # The mean of few, very uneven gaps varies: many are needed to see the rate.
-    gaps = np.diff(arrival_times(Arrivals("gamma", 50.0, cv=3.0), 2000.0, rng()))
+    gaps = np.diff(arrival_times(Arrivals(kind="gamma", rps=50.0, cv=3.0), 2000.0, rng()))
     assert gaps.mean() == pytest.approx(0.02, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(3.0, rel=0.1)
 
 
 def test_peak_is_where_it_was_asked() -> None:
-    times = arrival_times(Arrivals("peak", 1.0, to_rps=20.0, at=0.25, width=0.05), 1000.0, rng())
+    times = arrival_times(Arrivals(kind="peak", rps=1.0, to_rps=20.0, at=0.25, width=0.05), 1000.0, rng())
     counts, edges = np.histogram(times, 20, (0, 1000))
     assert edges[counts.argmax()] in (200.0, 250.0)
     assert counts[-5:].mean() < 0.15 * counts.max()
@@ -79,7 +79,7 @@ def test_trace_replay_keeps_times_lengths_and_prompts(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     write_jsonl(rows, path)
     config = BenchConfig(
-        trace=TraceSpec(str(path), start_s=10, target_rps=2.0), duration_s=10, baseline_ms=30
+        trace=TraceSpec(path=str(path), start_s=10, target_rps=2.0), duration_s=10, baseline_ms=30
     )
     got = build_schedule(config).requests
     assert [r.at_s for r in got] == pytest.approx([k / 2 for k in range(20)])
@@ -97,7 +97,7 @@ def test_slo_from_classes_or_from_the_trace(tmp_path: Path) -> None:
     )
 
     def slos(source: str) -> list[tuple[str, float | None]]:
-        config = BenchConfig(trace=TraceSpec(str(path), slo_from=source), baseline_ms=30)
+        config = BenchConfig(trace=TraceSpec(path=str(path), slo_from=source), baseline_ms=30)
         return [(r.slo_class, r.tpot_ms and round(r.tpot_ms, 3)) for r in build_schedule(config).requests]
 
     assert slos("classes") == [("chat", 50.0), ("own", 9.0)]
@@ -106,8 +106,8 @@ def test_slo_from_classes_or_from_the_trace(tmp_path: Path) -> None:
 
 def test_shards_cover_everything_and_keep_sessions_together() -> None:
     config = BenchConfig(
-        classes={"chat": ClassLoad("chat", tpot_ms=50, turns=3)},
-        arrivals=Arrivals("poisson", 3.0),
+        classes={"chat": ClassLoad(name="chat", tpot_ms=50, turns=3)},
+        arrivals=Arrivals(kind="poisson", rps=3.0),
         duration_s=30,
     )
     schedule = build_schedule(config)
@@ -132,8 +132,8 @@ def test_prompts_have_about_the_asked_length_and_come_from_the_category(tmp_path
 
 
 def test_disconnects_are_a_share() -> None:
-    one = ClassLoad("chat", tpot_ms=50, disconnect=0.3, output_tokens=Length(20))
-    config = BenchConfig(classes={"chat": one}, arrivals=Arrivals("constant", 10), duration_s=60)
+    one = ClassLoad(name="chat", tpot_ms=50, disconnect=0.3, output_tokens=Length(median=20))
+    config = BenchConfig(classes={"chat": one}, arrivals=Arrivals(kind="constant", rps=10), duration_s=60)
     cut = Counter(r.disconnect_after is not None for r in build_schedule(config).requests)
     assert cut[True] / 600 == pytest.approx(0.3, abs=0.07)
 

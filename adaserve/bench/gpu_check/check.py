@@ -123,13 +123,12 @@ class Check:
     # -- the three servers ----------------------------------------------------------------------
 
     def _plain(self) -> Sections:
-        return {"exactness": self._reference_outputs, "speed": lambda s: self._speed(s, PLAIN)}
+        return {"exactness": self._reference_outputs, "speed": lambda s: self._speed(s, [PLAIN])}
 
     def _adaserve(self) -> Sections:
         p = self.plan
         sections: Sections = {"exactness": self._policies_outputs}
-        for policy in (*p.policies, NONE):
-            sections[f"speed of {policy}"] = partial(self._speed, name=policy, policy=policy)
+        sections["speed"] = partial(self._speed, names=(*p.policies, NONE), switch=True)
         sections["verification"] = self._verification_cost
         for policy in MIXED_POLICIES if p.mixed_s > 0 else ():
             sections[f"mixed SLOs with {policy}"] = partial(self._mixed, name=policy, policy=policy)
@@ -138,7 +137,7 @@ class Check:
     def _standalone(self) -> Sections:
         sections: Sections = {
             "exactness": lambda s: self._outputs(s, STANDALONE),
-            "speed": lambda s: self._speed(s, STANDALONE),
+            "speed": lambda s: self._speed(s, [STANDALONE]),
         }
         if self.plan.mixed_s > 0:
             sections["mixed SLOs"] = lambda s: self._mixed(s, STANDALONE)
@@ -180,26 +179,30 @@ class Check:
                 different.append({"prompt": i, "token": at, "margin": round(right.margins[at], 4)})
         return {"requests": len(given), "identical": same, "ties": ties, "different": different}
 
-    def _speed(self, server: ServerProcess, name: str, policy: str | None = None) -> None:
-        p = self.plan
-        if policy is not None:
-            server.set_policy(policy)
+    def _speed(self, server: ServerProcess, names: Sequence[str], switch: bool = False) -> None:
+        """TPOT by batch; ``switch``: the names are policies, which take turns."""
+        p, n = self.plan, len(self._prompts)
         with progress(self.console) as bar:
-            task = bar.add_task(f"{name}: TPOT", total=len(p.batches) * p.rounds)
+            task = bar.add_task("TPOT", total=len(p.batches) * p.rounds * len(names))
             for batch in p.batches:
-                samples = []
-                before = _times(server, name)
-                start_s = time.perf_counter()
+                samples: dict[str, list[float]] = {name: [] for name in names}
+                spent: dict[str, dict[str, float]] = {name: {} for name in names}
                 for turn in range(p.rounds):
-                    n = len(self._prompts)
                     prompts = [self._prompts[(turn * 37 + i) % n] for i in range(batch)]
-                    samples.append(answers.tpot_ms(server.url, prompts, p.tokens))
-                    bar.update(task, advance=1, description=f"{name}: batch {batch}")
-                self.found.tpot_ms.setdefault(name, {})[batch] = statistics.median(samples)
-                if before is not None:
-                    spent = _spent(before, _times(server, name) or before)
-                    spent["wall_s"] = time.perf_counter() - start_s
-                    self.found.details.setdefault(name, {})[batch] = spent
+                    for name in names:
+                        if switch:
+                            server.set_policy(name)
+                        before, start_s = _times(server, name), time.perf_counter()
+                        samples[name].append(answers.tpot_ms(server.url, prompts, p.tokens))
+                        if before is not None:
+                            now = _spent(before, server.report()["times"])
+                            now["wall_s"] = time.perf_counter() - start_s
+                            spent[name] = {k: v + spent[name].get(k, 0.0) for k, v in now.items()}
+                        bar.update(task, advance=1, description=f"{name}: batch {batch}")
+                for name in names:
+                    self.found.tpot_ms.setdefault(name, {})[batch] = statistics.median(samples[name])
+                    if spent[name]:
+                        self.found.details.setdefault(name, {})[batch] = spent[name]
 
     def _verification_cost(self, server: ServerProcess) -> None:
         """Device time of verifying 64 tokens (16 requests, chains of 3) and of 64 plainly decoded ones."""
@@ -235,6 +238,7 @@ class Check:
     def _identity(self) -> dict[str, Any]:
         """What results must have in common to be one report; JSON values."""
         pair = asdict(replace(self.pair, target=_name(self.pair.target), draft=_name(self.pair.draft)))
+        pair["config"] = self.pair.config.model_dump()
         return dict(json.loads(json.dumps({"pair": pair, "plan": asdict(self.plan)})))
 
     def _save(self) -> dict[str, Any]:

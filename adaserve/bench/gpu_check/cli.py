@@ -35,7 +35,7 @@ def gpu_check(
     draft_size: Annotated[str, typer.Option(help="Parameters of the widened draft.", show_default="1B")] = "",
     draft_layers: Annotated[int, typer.Option(help="Layers of the widened draft.")] = 16,
     batches: Annotated[
-        Any, typer.Option(parser=counts, help="Concurrent requests.", show_default="1,8,32,64")
+        Any, typer.Option(parser=counts, metavar="A,B", help="Concurrent requests.", show_default="1,8,32,64")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Output tokens.", show_default="128")] = None,
     rounds: Annotated[int | None, typer.Option(help="Repetitions.", show_default="3")] = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ def run_mixed(
     console: Console,
 ) -> dict[str, Any]:
     """Offers ``tokens_per_s`` output tokens for ``seconds``; the figures of its summary that are compared."""
-    output = Length(64)
+    output = Length(median=64)
     config = BenchConfig(
         server=Endpoint(url=server.url, api="generate", ignore_eos=True),
-        classes={n: replace(c, output_tokens=output) for n, c in default_classes().items()},
+        classes={n: c.changed(output_tokens=output) for n, c in default_classes().items()},
         arrivals=Arrivals(rps=tokens_per_s / output.median),
         duration_s=seconds,
         baseline_ms=baseline_ms,

@@ -10,50 +10,42 @@ from rich.console import Console
 
 from adaserve.bench.options import floats, words
 from adaserve.bench.options import seeds as seed_list
+from adaserve.loadgen.cli import panel
 
 Text = str | None
 
 
-def _what(text: str, parser: Any = None, **settings: Any) -> Any:
-    return typer.Option(help=text, parser=parser, rich_help_panel="What is measured", **settings)
-
-
-def _traffic(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="Traffic", **settings)
-
-
-def _server(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="Server", **settings)
-
-
-def _run(text: str, **settings: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel="Run", **settings)
+_what, _traffic, _server, _run = map(panel, ("What is measured", "Traffic", "Server", "Run"))
 
 
 def bench_sweep(
     *,
-    axes: Annotated[Any, _what("Of load, scale, share, peaks.", words, show_default="all")] = None,
-    policies: Annotated[Any, _what("Policies on the load axis.", words, show_default="all eleven")] = None,
+    axes: Annotated[Any, _what("Of load, scale, share, peaks.", parser=words, show_default="all")] = None,
+    policies: Annotated[
+        Any, _what("Policies on the load axis.", parser=words, show_default="all eleven")
+    ] = None,
     side_policies: Annotated[
         Any,
-        _what("Policies on the other axes.", words, show_default="five, or those of --policies"),
+        _what("Policies on the other axes.", parser=words, show_default="five, or those of --policies"),
     ] = None,
     loads: Annotated[
         Any,
-        _what("Request rates over this host's capacity.", floats, show_default="0.3,0.45,0.6,0.75"),
+        _what("Request rates over this host's capacity.", parser=floats, show_default="0.3,0.45,0.6,0.75"),
     ] = None,
     at: Annotated[float | None, _what("Load of the other axes.", show_default="0.6")] = None,
-    shares: Annotated[Any, _what("Shares of urgent requests.", floats, show_default="0.3,0.6,0.9")] = None,
+    shares: Annotated[
+        Any, _what("Shares of urgent requests.", parser=floats, show_default="0.3,0.6,0.9")
+    ] = None,
     scales: Annotated[
         Any,
         _what(
             "SLOs of the urgent class over the baseline.",
-            floats,
+            parser=floats,
             show_default="1.6,1.4,1.2,1,0.8,0.6",
         ),
     ] = None,
     seeds: Annotated[
-        Any, _what("Comma-separated, or a number of seeds as x3.", seed_list, show_default="0")
+        Any, _what("Comma-separated, or a number of seeds as x3.", parser=seed_list, show_default="0")
     ] = None,
     seconds: Annotated[float | None, _what("Arrivals per case.", show_default="30")] = None,
     quick: Annotated[bool, _what("Four policies, two loads and peaks: about seven minutes.")] = False,

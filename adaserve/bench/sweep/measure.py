@@ -30,8 +30,6 @@ from adaserve.slo.trace import TraceRow
 
 SILENCE_S = 45.0
 """A stream that says nothing for so long has failed."""
-BUSY = 0.15
-"""Share of all cores that other programs may use before a case without being mentioned."""
 _KEPT = (
     "requests", "completed", "failed", "attained", "slo_attainment", "request_goodput", "token_goodput",
     "output_throughput", "request_throughput", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
@@ -58,7 +56,7 @@ class Traffic:
 
     def config(self, url: str, seed: int) -> BenchConfig:
         classes = {
-            name: ClassLoad(name, tpot_ms=slo, temperature=self.temperatures[name])
+            name: ClassLoad(name=name, tpot_ms=slo, temperature=self.temperatures[name])
             for name, slo in self.slo_ms.items()
         }
         return BenchConfig(
@@ -66,7 +64,7 @@ class Traffic:
                 url=url, api="generate", ignore_eos=True, timeout_s=SILENCE_S, continuous_usage=False
             ),
             classes=classes,
-            trace=TraceSpec(str(self.path), format="jsonl"),
+            trace=TraceSpec(path=str(self.path), format="jsonl"),
             duration_s=self.seconds + 1.0,
             seed=seed,
         )

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from adaserve.bench.busy import BUSY
 from adaserve.bench.sweep.aggregate import NOISE_POINTS, Comparison, Interval, Results
 from adaserve.bench.sweep.claims import fill_readme
 from adaserve.bench.sweep.figures import draw_all
-from adaserve.bench.sweep.measure import BUSY
 from adaserve.bench.sweep.plan import PLAIN, STOCK, Point, slo_aware
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.terminal import table

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from adaserve.bench.busy import BUSY
 from adaserve.bench.client import Ask, batch
 from adaserve.bench.sweep import host as hosts
 from adaserve.bench.sweep.host import Host
-from adaserve.bench.sweep.measure import BUSY, Traffic, host_load, run_case
+from adaserve.bench.sweep.measure import Traffic, host_load, run_case
 from adaserve.bench.sweep.plan import PLAIN, STOCK, Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
 from adaserve.bench.sweep.store import Store

@@ -1,0 +1,143 @@
+"""Several settings of one server on one schedule, in turns of some seconds.
+
+A machine's speed drifts, and other programs come and go. So the schedule is cut into slices, and every
+setting plays a slice before anybody plays the next one: what disturbs, disturbs all alike. A slice ends when
+its last request has been answered. Only then the setting changes, so every request is served under one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from adaserve.bench.busy import OtherPrograms
+from adaserve.bench.client import Ask, send
+from adaserve.loadgen.bench import run_bench
+from adaserve.loadgen.config import BenchConfig, TraceSpec
+from adaserve.loadgen.preflight import preflight
+from adaserve.loadgen.results import iter_records, provenance, write_json, write_summary
+from adaserve.loadgen.schedule import Schedule, build_schedule
+from adaserve.server import ServerProcess
+from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.trace import TraceRow, write_jsonl
+
+TURN_S = 10.0
+WARM_REQUESTS, WARM_TOKENS = 4, 16
+_TIMES = ("scheduled_s", "sent_s", "first_token_s", "last_token_s", "end_s")
+
+Settings = Mapping[str, Callable[[], None]]
+"""Name -> what makes the server serve so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Requests ``first`` to ``last`` of the schedule, which arrive in ``seconds`` from ``start_s`` on."""
+
+    start_s: float
+    seconds: float
+    first: int
+    last: int
+
+
+def cut(at_s: Sequence[float], seconds: float) -> list[Slice]:
+    """An even number of equal slices of about TURN_S; those without a request are left out."""
+    count = max(2, 2 * round(seconds / TURN_S / 2))
+    length_s = seconds / count
+    bounds = [sum(t < k * length_s for t in at_s) for k in range(count + 1)]
+    found = [Slice(k * length_s, length_s, bounds[k], bounds[k + 1]) for k in range(count)]
+    return [s for s in found if s.first < s.last]
+
+
+class Turns:
+    """Plays a schedule on a server, slice by slice under every setting; results below ``folder``."""
+
+    def __init__(self, server: ServerProcess, settings: Settings, config: BenchConfig, folder: Path) -> None:
+        self.server, self.settings, self.folder = server, settings, folder
+        self.config = preflight(config)
+        self.schedule = build_schedule(self.config)
+        self.slices = cut([round(r.at_s, 6) for r in self.schedule.requests], config.duration_s)
+        self.others = {name: OtherPrograms() for name in settings}
+        self._records: dict[str, list[RequestRecord]] = {name: [] for name in settings}
+        self._reasons: dict[str, list[str]] = {name: [] for name in settings}
+        self._work = folder / "work"
+
+    def play(self, console: Console) -> dict[str, dict[str, Any]]:
+        """Summaries by setting; a folder of results for each. Raises ServerError, LoadgenError."""
+        self._work.mkdir(parents=True)
+        rows = [
+            TraceRow(r.at_s, r.prompt_tokens, r.max_tokens, r.slo_class, text=r.prompt)
+            for r in self.schedule.requests
+        ]
+        write_jsonl(rows, self.folder / "schedule.jsonl")
+        self._warm_up()
+        names = list(self.settings)
+        for turn, piece in enumerate(self.slices):
+            for name in names if turn % 2 == 0 else names[::-1]:
+                self._one(name, turn, piece, console)
+            shares = ", ".join(f"{n} {_attained(self._records[n]):.0%}" for n in names)
+            console.print(f"turn {turn + 1} of {len(self.slices)}; in time so far: {shares}", highlight=False)
+        shutil.rmtree(self._work)
+        return {name: self._save(name) for name in names}
+
+    def _warm_up(self) -> None:
+        """Learned estimates and caches are not empty when the first turn begins, under no setting."""
+        for switch in self.settings.values():
+            switch()
+            first = self.schedule.requests[:WARM_REQUESTS]
+            send(self.server.url, [Ask(r.prompt, WARM_TOKENS, r.temperature) for r in first])
+
+    def _one(self, name: str, turn: int, piece: Slice, console: Console) -> None:
+        self.server.drain()
+        self.settings[name]()
+        spec = TraceSpec(path=str(self.folder / "schedule.jsonl"), format="jsonl", start_s=piece.start_s)
+        config = self.config.changed(trace=spec, duration_s=piece.seconds)
+        out = self._work / f"{turn}-{name}"
+        with self.others[name].watched():
+            summary = run_bench(config, out, console=console, checked=True)
+        if "the run was interrupted" in summary["invalid_reasons"]:
+            raise KeyboardInterrupt
+        self._reasons[name] += summary["invalid_reasons"]
+        self._records[name] += [moved(r, piece) for r in iter_records(out)]
+
+    def _save(self, name: str) -> dict[str, Any]:
+        """A folder as the load generator writes it, with the requests of all turns at their planned times."""
+        out = self.folder / name
+        out.mkdir()
+        lines = (r.to_json() + "\n" for r in self._records[name])
+        (out / "requests.jsonl").write_text("".join(lines), encoding="utf-8")
+        self.config.save(out / "config.yaml")
+        made = provenance()
+        write_json(out / "env.json", made)
+        meta = {
+            **{k: made[k] for k in ("command", "git_sha")},
+            **_plan(self.config, self.schedule),
+            "turns": len(self.slices),
+            "other_programs": round(self.others[name].share, 3),
+        }
+        return write_summary(out, 0.0, meta, self._reasons[name])
+
+
+def moved(record: RequestRecord, piece: Slice) -> RequestRecord:
+    """A slice's record with its number and times in the whole schedule."""
+    times: dict[str, Any] = {k: v if (v := getattr(record, k)) is None else v + piece.start_s for k in _TIMES}
+    return replace(record, id=str(int(record.id) + piece.first), **times)
+
+
+def _plan(config: BenchConfig, schedule: Schedule) -> dict[str, Any]:
+    return {
+        "seed": config.seed,
+        "trace_sha256": schedule.trace_sha256,
+        "planned_requests": len(schedule),
+        "model": config.server.model,
+        "baseline_ms": config.baseline_ms,
+        "class_targets": {n: c.target for n, c in config.classes.items()},
+    }
+
+
+def _attained(records: Sequence[RequestRecord]) -> float:
+    return sum(r.attained for r in records) / max(1, len(records))

@@ -1,0 +1,73 @@
+"""Two settings in turns on one schedule: nobody's requests are counted for the other, none is lost."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from adaserve.bench.demo import PLAIN, _caption
+from adaserve.bench.turns import Turns, cut
+from adaserve.loadgen.arrivals import Arrivals
+from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, Length
+from adaserve.loadgen.report import read_run
+from adaserve.loadgen.results import iter_records
+from adaserve.loadgen.schedule import build_schedule
+from tests.loadgen.fake_server import running_fake
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(5.0, 2), (20.0, 2), (60.0, 6), (61.0, 6), (120.0, 12)])
+def test_turns_are_even_in_number_and_of_some_seconds(seconds: float, turns: int) -> None:
+    at_s = [seconds * k / 100 for k in range(100)]
+    slices = cut(at_s, seconds)
+    assert len(slices) == turns and turns % 2 == 0
+    assert [s.first for s in slices[1:]] == [s.last for s in slices[:-1]]
+    assert (slices[0].first, slices[-1].last) == (0, 100)
+    assert all(s.start_s <= at_s[k] < s.start_s + s.seconds for s in slices for k in range(s.first, s.last))
+
+
+def test_a_slice_without_requests_is_no_turn() -> None:
+    assert [(s.first, s.last) for s in cut([1.0, 2.0, 55.0], 60.0)] == [(0, 2), (2, 3)]
+
+
+def test_every_request_is_served_once_under_each_setting(tmp_path: Path) -> None:
+    played: list[str] = []
+    with running_fake() as fake:
+
+        def switch(name: str, token_ms: float) -> None:
+            played.append(name)
+            fake.set(token_ms=token_ms)
+
+        server: Any = SimpleNamespace(url=fake.url, drain=lambda: None)
+        config = BenchConfig(
+            server=Endpoint(url=fake.url, api="generate"),
+            classes={"chat": ClassLoad(name="chat", tpot_ms=20.0, output_tokens=Length(median=8))},
+            arrivals=Arrivals(kind="constant", rps=3.0),
+            duration_s=5.0,
+        )
+        settings = {"fast": partial(switch, "fast", 5.0), "slow": partial(switch, "slow", 40.0)}
+        summaries = Turns(server, settings, config, tmp_path).play(Console(quiet=True))
+    assert played == ["fast", "slow", "fast", "slow", "slow", "fast"], (
+        "both warm up, then turns in changing order"
+    )
+    planned = build_schedule(config).requests
+    for name, attained in (("fast", 1.0), ("slow", 0.0)):
+        summary = summaries[name]
+        assert summary["slo_attainment"] == attained and summary["requests"] == len(planned) == 15
+        records = sorted(iter_records(tmp_path / name), key=lambda r: int(r.id))
+        assert [int(r.id) for r in records] == [r.index for r in planned]
+        assert [r.scheduled_s for r in records] == pytest.approx([r.at_s for r in planned], abs=1e-5)
+        assert all(r.first_token_s is not None and r.first_token_s > r.scheduled_s for r in records)
+        assert read_run(tmp_path / name).summary["unsent"] == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"fast", "slow", "schedule.jsonl"}
+
+
+@pytest.mark.parametrize(("share", "says"), [(0.02, "Other programs used 2%"), (0.5, "This host was busy")])
+def test_a_busy_host_is_named_in_the_table(share: float, says: str) -> None:
+    summaries = {n: {"turns": 6, "other_programs": share} for n in ("priced", PLAIN)}
+    assert says in _caption(json.loads(json.dumps(summaries)))
