@@ -12,7 +12,16 @@ from prometheus_client import CollectorRegistry
 from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.snapshot import build_snapshot
-from adaserve.slo.stats import FinishedRequest, IterationSample, SLOStats, bin_ratio, ratio_bin, slow_reason
+from adaserve.slo.stats import (
+    BUCKET_S,
+    HISTORY_S,
+    FinishedRequest,
+    IterationSample,
+    SLOStats,
+    bin_ratio,
+    ratio_bin,
+    slow_reason,
+)
 
 
 class Clock:
@@ -137,6 +146,22 @@ def test_the_first_bucket_is_still_filling() -> None:
         assert len(snap.history.t) == len(snap.history.attainment["coding"]) >= 1
         clock.now += 1000.0
         s.finish(request())
+
+
+def test_history_is_as_long_after_a_year_of_rest() -> None:
+    s, clock = stats()
+    s.finish(request())
+    clock.now += 365 * 24 * 3600.0
+    s.finish(request())
+    assert len(build_snapshot([s.state()]).history.t) <= HISTORY_S / BUCKET_S
+
+
+def test_nothing_tells_whose_request_was_slow() -> None:
+    s, _ = stats()
+    s.finish(request(tpot_s=0.9))
+    assert "rid" not in json.dumps(s.state()) and "rid" not in json.dumps(
+        build_snapshot([s.state()]).to_json()
+    )
 
 
 def test_no_rank_has_reported() -> None:
