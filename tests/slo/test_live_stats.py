@@ -148,10 +148,11 @@ def test_the_first_bucket_is_still_filling() -> None:
         s.finish(request())
 
 
-def test_history_is_as_long_after_a_year_of_rest() -> None:
+def test_history_costs_the_same_after_any_rest() -> None:
+    """After this one a list of all moments would not fit into memory."""
     s, clock = stats()
     s.finish(request())
-    clock.now += 365 * 24 * 3600.0
+    clock.now += 1e13
     s.finish(request())
     assert len(build_snapshot([s.state()]).history.t) <= HISTORY_S / BUCKET_S
 
