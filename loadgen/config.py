@@ -112,6 +112,7 @@ class Endpoint(Setting):
     slo_headers: Annotated[SLOHeaders, must("be both, ms, class or none")] = "both"
     headers: SkipValidation[dict[str, str]] = Field(default_factory=dict)
     timeout_s: Positive = 600.0  # silence after which a request has failed
+    total_s: Positive = 3600.0  # time after which it has failed although its answer goes on
     continuous_usage: Flag | None = None  # usage in every chunk (exact first-chunk sizes); None = find out
     ignore_eos: Flag = False
     insecure: Flag = False  # accept any TLS certificate

@@ -11,6 +11,8 @@ from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.schedule import PlannedRequest
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
+MAX_COUNT = 10**9
+"""No answer has as many tokens; a larger number would not fit into a float."""
 NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
 """What an event of another form leads to."""
 
@@ -92,11 +94,17 @@ def parse_event(api: str, data: Mapping[str, Any], seen: int) -> StreamEvent:
 def _checked(event: StreamEvent) -> StreamEvent:
     """Refuses values that would only be found out when the record is judged, or never."""
     for value in (event.output_tokens, event.prompt_tokens):
-        if value is not None and (not isinstance(value, int) or value < 0):
-            raise ValueError(f"a number of tokens is {value!r}")
+        _count(value)
     if not isinstance(event.text, str) or not isinstance(event.finish_reason, str | None):
         raise TypeError("text or finish_reason is no text")
     return event
+
+
+def _count(value: Any) -> int | None:
+    """Checks a number of tokens. Raises ValueError."""
+    if value is not None and (not isinstance(value, int) or not 0 <= value <= MAX_COUNT):
+        raise ValueError("a number of tokens is none")
+    return value
 
 
 def _verdict(metadata: Any) -> dict[str, Any] | None:
@@ -127,8 +135,7 @@ def _parse_generate(data: Mapping[str, Any], seen: int) -> StreamEvent:
     kind = detail.get("type")
     if kind == "abort":
         return StreamEvent(error=f"aborted: {detail.get('message', '')}".strip(": "))
-    verifications = meta.get("spec_verify_ct")
-    tokens = meta.get("completion_tokens")
+    verifications, tokens = _count(meta.get("spec_verify_ct")), _count(meta.get("completion_tokens"))
     return StreamEvent(
         text=data.get("text", "")[seen:],
         finish_reason=kind,

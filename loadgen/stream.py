@@ -123,7 +123,7 @@ def send(
     sock: _TimedSocket | None = None
     try:
         try:
-            sock = _TimedSocket(target.connect(), now)
+            sock = _TimedSocket(target.connect(), now, target.server.total_s)
         finally:
             record.sent_s = _leave(scheduled_s, began_s, now, wait_until)
         sock.send(data)
@@ -132,6 +132,8 @@ def send(
         record.error = "interrupted"
     except (HTTPConnectionClosed, HTTPParseError):
         record.error = "connection closed before the end of the answer"
+    except EndlessError as e:
+        record.error = str(e)
     except TimeoutError:
         record.error = f"timeout: nothing came for {target.server.timeout_s:g} s"
     except OSError as e:
@@ -164,13 +166,22 @@ _TIMESPEC = struct.Struct("@qq")
 _OLDEST_S = 1.0  # an older time stamp means that the wall clock was set
 
 
+_MOST_BYTES = 64 * 1024 * 1024  # of an answer
+
+
+class EndlessError(Exception):
+    """An answer that does not end."""
+
+
 class _TimedSocket:
     """What geventhttpclient's response needs of a socket; remembers when it last received something."""
 
-    __slots__ = ("_now", "_sock", "_stamped", "at_s")
+    __slots__ = ("_most_s", "_now", "_received", "_sent_s", "_sock", "_stamped", "at_s")
 
-    def __init__(self, sock: socket.socket, now: Callable[[], float]) -> None:
-        self._sock, self._now = sock, now
+    def __init__(self, sock: socket.socket, now: Callable[[], float], most_s: float) -> None:
+        """``most_s``: of an answer, from the request on."""
+        self._sock, self._now, self._most_s = sock, now, most_s
+        self._sent_s, self._received = math.inf, 0
         self._stamped = sys.platform == "linux" and not isinstance(sock, ssl.SSLSocket)
         if self._stamped:
             try:
@@ -180,11 +191,22 @@ class _TimedSocket:
         self.at_s = 0.0
 
     def send(self, data: bytes) -> None:
+        self._sent_s = self._now()
         sent = self._sock.send(data)
         if sent < len(data):
             self._sock.sendall(data[sent:])
 
     def recv(self, size: int) -> bytes:
+        """Raises EndlessError."""
+        data = self._recv(size)
+        self._received += len(data)
+        if self._received > _MOST_BYTES:
+            raise EndlessError(f"the answer is longer than {_MOST_BYTES >> 20} MiB")
+        if self.at_s - self._sent_s > self._most_s:
+            raise EndlessError(f"timeout: the answer did not end within {self._most_s:g} s")
+        return data
+
+    def _recv(self, size: int) -> bytes:
         data: bytes
         if not self._stamped:
             data = self._sock.recv(size)

@@ -1,16 +1,21 @@
 """The live page ``/slo`` and ``/slo/snapshot.json`` on SGLang's HTTP server.
 
 Why: SGLang has no place for more routes. They are added to its app before it runs; the page, which
-holds no figures, is put outside everything, so that it loads with authentication switched on.
+holds no figures, is put outside everything, so that it loads with authentication switched on. SGLang
+leaves ordinary routes open when it has an admin key only; the snapshot then wants that key.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
+from fastapi import HTTPException, Request
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook
+from adaserve.patches import admin_access, hook
 from adaserve.slo import page
 from adaserve.slo.snapshot import build_snapshot
 
@@ -30,10 +35,42 @@ def mount(app: Any) -> None:
     if not getattr(app.state, "adaserve_live", False):
         app.state.adaserve_live = True
         page.mount(app, snapshot)
+        admin_access.guard(app)
 
 
-async def snapshot() -> dict[str, Any]:
-    """The state of all ranks as one JSON value."""
+LEAST_AGE_S = 1.0
+"""A snapshot is not made again before: the schedulers stand still while they tell their state."""
+
+
+@dataclass
+class _Latest:
+    made_s: float = float("-inf")  # time.monotonic
+    snapshot: dict[str, Any] = field(default_factory=dict)
+    making: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+_latest = _Latest()
+
+
+async def snapshot(request: Request) -> dict[str, Any]:
+    """The state of all ranks as one JSON value, at most a second old."""
+    from sglang.srt.runtime_context import get_serving
+
+    keys = get_serving()
+    if (
+        keys.admin_api_key
+        and not keys.api_key
+        and not admin_access.has_admin_key(request, keys.admin_api_key)
+    ):
+        raise HTTPException(401, "this needs the server's admin key")
+    async with _latest.making:
+        if time.monotonic() - _latest.made_s >= LEAST_AGE_S:
+            _latest.snapshot = await _make()
+            _latest.made_s = time.monotonic()
+    return _latest.snapshot
+
+
+async def _make() -> dict[str, Any]:
     from sglang.srt.entrypoints.http_server import get_global_state
 
     manager = get_global_state().tokenizer_manager

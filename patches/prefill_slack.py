@@ -42,6 +42,7 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
         running, self.chunked_req, self.waiting_queue, most_tokens, time.perf_counter()
     )
     if plan.tokens == 0:
+        _queue_ready_grammars(self)
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
     usual, align = self.chunked_prefill_size, self.truncation_align_size or 1
     held = _line_up(self, plan.order.tolist())
@@ -52,6 +53,14 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     finally:
         self.chunked_prefill_size = usual
         self.waiting_queue = self.waiting_queue + held
+
+
+def _queue_ready_grammars(scheduler: Any) -> None:
+    """What the call that is left out would have begun with: requests whose grammar is compiled may wait
+    for their prefill, where the next decision sees them."""
+    if scheduler.grammar_manager.has_waiting_grammars():
+        for req in scheduler.grammar_manager.get_ready_grammar_requests():
+            scheduler._add_request_to_queue(req)
 
 
 def _decoding(scheduler: Any, running_batch: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.identity import is_ours
 from adaserve.patches import hook
 from adaserve.patches.served_worker import worker_of
 
@@ -39,7 +40,7 @@ def register() -> None:
 
 
 def _streamer_class(base: type, scheduler: Any) -> type | None:
-    if worker_of(scheduler) is None:
+    if not is_ours(scheduler.spec_algorithm):
         return None
 
     class SLOOutputStreamer(base):  # type: ignore[misc]

@@ -159,15 +159,16 @@ def claimed_share(
 ) -> float:
     """Share of the time that prefills need so that all rows are done in time, in ``order``; 0 to 1.
 
-    Only a TTFT SLO that can still be met claims more than ``late_share``.
+    Only a TTFT SLO that can still be met claims more than ``late_share``: one for which even all of the time
+    would be too little is lost already.
     """
     if not len(order):
         return 0.0
     work_s = np.cumsum(waiting.prompt_left[order]) * token_s
     left_s = aims_s(config, waiting)[order] - now_s
     share = np.divide(work_s, left_s, out=np.full(len(order), np.inf), where=left_s > 0)
-    firm = np.isfinite(waiting.ttft_slo_s[order]) & (left_s > 0)
-    return float(np.minimum(share, np.where(firm, 1.0, config.late_share)).max())
+    firm = np.isfinite(waiting.ttft_slo_s[order]) & (share <= 1)
+    return float(np.where(firm, share, np.minimum(share, config.late_share)).max())
 
 
 def slack_tokens(

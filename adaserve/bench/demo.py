@@ -69,7 +69,7 @@ def _traffic(server: ServerProcess, seconds: float, rps: float | None) -> BenchC
     if rps is None:
         rps = _bearable_rps(LatencyModel.from_json(state["latency"]), classes)
     return BenchConfig(
-        server=Endpoint(url=server.url, api="generate", ignore_eos=True),
+        server=Endpoint(url=server.url, api="generate", ignore_eos=True, slo_headers="class"),
         classes={n: c.changed(temperature=0.7 if n == "chat" else 0.0) for n, c in classes.items()},
         arrivals=Arrivals(rps=rps),
         duration_s=seconds,

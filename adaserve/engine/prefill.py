@@ -7,6 +7,7 @@ who decodes, who waits, how long an iteration and a chunk take.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,8 @@ import numpy as np
 from adaserve.config import AdaServeConfig
 from adaserve.engine.state import RequestState, running_batch
 from adaserve.scheduler.averages import MovingAverage, blend
-from adaserve.scheduler.interface import IterationOutcome
+from adaserve.scheduler.fairness import HoldBudget, binding_rows
+from adaserve.scheduler.interface import IterationOutcome, RunningBatch
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import SLO_AWARE
 from adaserve.scheduler.prefill import (
@@ -29,6 +31,7 @@ from adaserve.scheduler.prefill import (
     stall_slack,
 )
 from adaserve.scheduler.tracking import LineTracker
+from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
 
 MOST_WAITING = 64
@@ -51,8 +54,11 @@ class PrefillPacer:
         ledger: SLOLedger,
         states: Mapping[int, RequestState],
         alone: bool = True,
+        tenant_share: float = 1.0,
     ) -> None:
-        """``states``: the worker's, by request-pool row. ``alone``: no other rank shares the requests."""
+        """``states``: the worker's, by request-pool row. ``alone``: no other rank shares the requests.
+        ``tenant_share``: of the time, that one tenant's TPOT SLOs may hold up other prompts; in one go at
+        most that share of a prompt's patience."""
         self._alone = alone
         self.mode: str | None = None
         self.set_mode(config.prefill if alone else "exclusive")
@@ -69,6 +75,8 @@ class PrefillPacer:
         self._mean_pace = MovingAverage(NEWEST, start=1.0)  # tokens per request and iteration
         self._pace: dict[str, float] = {}  # the same per request, of those that ran in the last iteration
         self._decodes, self._spent_s = 0, 0.0  # since the last chunk; since the last decode iteration
+        self._holds = HoldBudget(tenant_share, tenant_share * self._patience_s)
+        self._holders: set[str] = set()  # tenants for whose SLOs somebody waits in this iteration
         self._aims: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
 
     def paces(self, policy: str) -> bool:
@@ -107,6 +115,8 @@ class PrefillPacer:
         self._cycle_s.add(outcome.total_s + self._spent_s)
         self._verified.add(float(outcome.selection.verify_tokens))
         self._decodes, self._spent_s = self._decodes + 1, 0.0
+        self._holds.charge(self._holders, outcome.total_s, outcome.end_s)
+        self._holders = set()
         self._mean_pace.add(float(outcome.new_tokens.mean()))
         known, usual = self._pace, self._mean_pace.value
         self._pace = {
@@ -138,9 +148,31 @@ class PrefillPacer:
         leaves out have to wait.
         """
         rule = self._rule_for(most_tokens)
-        queue = self._waiting(started, waiting[:MOST_WAITING])
-        pressure = self._pressure(rule, running, len(queue.arrival_s), now_s)
-        return plan_prefill(rule, queue, len(running), now_s, pressure)
+        waiting = [*([] if started is None else [started]), *waiting[:MOST_WAITING]]
+        queue = self._waiting(waiting, started)
+        known, batch = self._decoding(running, now_s)
+        pressure = self._pressure(rule, batch, len(queue.arrival_s), now_s)
+        plan = plan_prefill(rule, queue, len(running), now_s, pressure)
+        if self._holds.limits:
+            gone = set(plan.order.tolist()) if plan.tokens else set()
+            held = {self._tenant(r) for i, r in enumerate(waiting) if i not in gone}
+            tight = [known[i] for i in binding_rows(pressure.slack_s, batch.tpot_slo_s)]
+            self._holders = {t for t in map(self._tenant, tight) if held - ({t} - {ANONYMOUS})}
+        return plan
+
+    def _tenant(self, req: Any) -> str:
+        return self._ledger.slo(req).tenant
+
+    def _decoding(self, running: Sequence[Any], now_s: float) -> tuple[list[Any], RunningBatch]:
+        """The running requests, without the SLOs of tenants that held others up for too long."""
+        pairs = [(r, self._states.get(r.kv.req_pool_idx)) for r in running]
+        known = [(r, s) for r, s in pairs if s is not None and s.rid == r.rid]
+        reqs, states = [r for r, _ in known], [s for _, s in known]
+        batch = running_batch(reqs, states, np.zeros(len(known), np.int64), 0)
+        if self._holds.limits:
+            counts = np.array([self._holds.has(self._tenant(r), now_s) for r in reqs], np.bool_)
+            batch = replace(batch, tpot_slo_s=np.where(counts, batch.tpot_slo_s, np.inf))
+        return reqs, batch
 
     def _rule_for(self, most_tokens: int) -> PrefillConfig:
         if self._rule is None or self._rule.chunk_tokens != most_tokens:
@@ -157,26 +189,20 @@ class PrefillPacer:
             )
         return self._rule
 
-    def _pressure(
-        self, rule: PrefillConfig, running: Sequence[Any], n_waiting: int, now_s: float
-    ) -> Pressure:
-        pairs = [(r, self._states.get(r.kv.req_pool_idx)) for r in running]
-        known = [(r, s) for r, s in pairs if s is not None and s.rid == r.rid]
-        states = [s for _, s in known]
-        batch = running_batch([r for r, _ in known], states, np.zeros(len(known), np.int64), 0)
-        pace = np.array([self._pace.get(s.rid, self._mean_pace.value) for s in states])
-        period_s = self._period_s.value or self._latency.iteration_s(len(running), 0, 1, len(running))
+    def _pressure(self, rule: PrefillConfig, batch: RunningBatch, n_waiting: int, now_s: float) -> Pressure:
+        n = max(1, len(batch))
+        pace = np.array([self._pace.get(rid, self._mean_pace.value) for rid in batch.rids])
+        period_s = self._period_s.value or self._latency.iteration_s(n, 0, 1, n)
         slack = stall_slack(batch, now_s, pace, period_s, rule.horizon_tokens)
         seconds = np.maximum(self._cost.slope * self._raw_s + self._cost.offset, 1e-6)
         room = None
-        if self._gate is not None and known:
-            usual, cycle_s = np.full(len(known), self._mean_pace.value), self._cycle_s.value or period_s
+        if self._gate is not None and len(batch):
+            usual, cycle_s = np.full(len(batch), self._mean_pace.value), self._cycle_s.value or period_s
             slos, verified = batch.tpot_slo_s, self._verified.value
             room = predicted_room(self._latency, slos, usual, cycle_s, verified, n_waiting)
         return Pressure(slack, period_s, self._sizes, seconds, self._decodes, self._spent_s, room)
 
-    def _waiting(self, started: Any | None, waiting: Sequence[Any]) -> WaitingBatch:
-        reqs = list(waiting) if started is None else [started, *waiting]
+    def _waiting(self, reqs: Sequence[Any], started: Any | None) -> WaitingBatch:
         aims = [self._aim(r) for r in reqs]
         left = [_prompt_left(r, r is started) for r in reqs]
         return WaitingBatch(

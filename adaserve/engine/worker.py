@@ -103,7 +103,12 @@ class AdaServeWorker(BaseSpecWorker):
         self.set_policy(self.config.policy)
         self._init_ledger()
         self.prefill = PrefillPacer(
-            self.config, self.latency, self.ledger, self._states, alone=self._agreement.alone
+            self.config,
+            self.latency,
+            self.ledger,
+            self._states,
+            alone=self._agreement.alone,
+            tenant_share=slo_classes().limits.tenant_share,
         )
 
     def _beam_source(self) -> BeamSource:

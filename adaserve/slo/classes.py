@@ -22,8 +22,11 @@ TTFT_RANGE_MS = (1.0, 3_600_000.0)
 DEFAULT_CLASS = "default"
 """Label of requests that ask for nothing."""
 CUSTOM_CLASS = "custom"
-"""Label of requests that give milliseconds but name no class: metrics labels stay bounded."""
+"""Label of requests that give milliseconds, with a class or without: nobody spends the error budget of a
+class whose SLO is not theirs, and metrics labels stay bounded."""
 MAX_CLASSES = 32
+ANONYMOUS = "anonymous"
+"""Tenant of requests that carry no API key."""
 
 TpotMs = Annotated[float, Field(ge=TPOT_RANGE_MS[0], le=TPOT_RANGE_MS[1])]
 TtftMs = Annotated[float, Field(ge=TTFT_RANGE_MS[0], le=TTFT_RANGE_MS[1])]
@@ -40,6 +43,7 @@ class SLO:
     slo_class: str  # one of SLOConfig.labels
     tpot_s: float = math.inf
     ttft_s: float = math.inf
+    tenant: str = ANONYMOUS
 
 
 class SLOClass(Checked):
@@ -90,12 +94,24 @@ def paper_classes() -> dict[str, SLOClass]:
     return {name: SLOClass(name=name, x_baseline=x) for name, x in multiples.items()}
 
 
+class SLOLimits(Checked):
+    """What clients may ask for; classes are the operator's own and not limited."""
+
+    refusal = SLOError
+    own_ms: bool = True  # whether a request may state milliseconds instead of a class
+    least_tpot_ms: TpotMs = TPOT_RANGE_MS[0]
+    least_ttft_ms: TtftMs = TTFT_RANGE_MS[0]
+    # Share of the time that one tenant's requests may hold up the prompts of others for their TPOT SLO.
+    tenant_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+
+
 class SLOConfig(Checked):
     """The classes that a server or a load test knows, and the class of requests that name none."""
 
     refusal = SLOError
     classes: dict[str, SLOClass] = Field(default_factory=paper_classes, max_length=MAX_CLASSES)
     default_class: str | None = None
+    limits: SLOLimits = SLOLimits()
 
     @model_validator(mode="before")
     @classmethod
@@ -128,6 +144,7 @@ class SLOConfig(Checked):
             classes:
               coding: {x_baseline: 1.2, target: 0.95}
               chat: {tpot_ms: 50, ttft_ms: 2000}
+            limits: {own_ms: true, least_tpot_ms: 20, least_ttft_ms: 200, tenant_share: 0.5}
         """
         try:
             data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

@@ -83,12 +83,14 @@ class SLOLedger:
     def close(self, req: Any) -> dict[str, Any]:
         """The report of a finished request; counted once.
 
-        Not counted is what its client aborted, what was refused for its own contents, and health
-        checks; a request that the server gave up is counted as failed."""
+        Not counted is what its client aborted, what was refused for its own contents, health checks, and
+        requests for no tokens: SGLang warms the cache with one for n > 1, and scores texts with them. A
+        request that the server gave up is counted as failed."""
         aborted = type(req.finished_reason).__name__ == "FINISH_ABORT"
         failed = aborted and int(req.finished_reason.status_code or 0) >= SERVER_FAULT
         request = self._finished(req, failed)
-        if (failed or not aborted) and not req.rid.startswith(HEALTH_CHECK):
+        served = not req.rid.startswith(HEALTH_CHECK) and req.sampling_params.max_new_tokens != 0
+        if served and (failed or not aborted):
             self.stats.finish(request)
         slo = request.slo
         return {

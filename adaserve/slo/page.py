@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -39,11 +39,11 @@ def page_html() -> bytes:
     return html.replace("/*UPLOT_JS*/", read("uPlot.iife.min.js")).encode()
 
 
-def mount(app: FastAPI, snapshot: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+def mount(app: FastAPI, snapshot: Callable[[Request], Awaitable[dict[str, Any]]]) -> None:
     """Adds page and snapshot to an app, before it serves. ``snapshot`` returns ``Snapshot.to_json()``."""
 
-    async def snapshot_json() -> JSONResponse:
-        return JSONResponse(await snapshot(), headers={"Cache-Control": "no-store"})
+    async def snapshot_json(request: Request) -> JSONResponse:
+        return JSONResponse(await snapshot(request), headers={"Cache-Control": "no-store"})
 
     app.add_api_route(SNAPSHOT_PATH, snapshot_json, methods=["GET"], include_in_schema=False)
     build = app.build_middleware_stack

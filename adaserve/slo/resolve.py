@@ -18,10 +18,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import Any, TypeVar
 
 from adaserve.checked import shown
 from adaserve.slo.classes import (
+    ANONYMOUS,
     CUSTOM_CLASS,
     DEFAULT_CLASS,
     SLO,
@@ -29,10 +31,12 @@ from adaserve.slo.classes import (
     TTFT_RANGE_MS,
     SLOConfig,
     SLOError,
+    SLOLimits,
     seconds,
     times_baseline,
 )
 
+HEADER_KEYS = ("authorization", "x-api-key")
 HEADER_CLASS = "x-slo-class"
 HEADER_TPOT = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 HEADER_TTFT = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
@@ -53,13 +57,14 @@ class RequestSLO:
     tpot_s: float = math.inf
     ttft_s: float = math.inf
     x_baseline: float | None = None  # in place of tpot_s: a multiple of the baseline
+    tenant: str = ANONYMOUS  # who asks: a hash of the API key
 
     def at(self, baseline_s: float | None) -> SLO:
         """The objectives in seconds. Raises SLOError when they need a baseline that is unknown."""
         tpot_s = self.tpot_s
         if self.x_baseline is not None:
             tpot_s = times_baseline(self.x_baseline, baseline_s, self.slo_class)
-        return SLO(self.slo_class, tpot_s, self.ttft_s)
+        return SLO(self.slo_class, tpot_s, self.ttft_s, self.tenant)
 
     def in_params(self, custom_params: Mapping[str, Any] | None) -> dict[str, Any]:
         """SGLang's ``custom_params`` with this SLO in place of what the client wrote about SLOs."""
@@ -81,21 +86,26 @@ def resolve(
 ) -> RequestSLO:
     """Finds the objectives of a request.
 
-    ``headers``: a mapping or pairs (pairs show a header that was sent twice), names in any case.
+    ``headers``: a mapping or pairs (pairs show a header that was sent twice), names in any case. An API
+    key among them tells the tenant.
     ``custom_params``: SGLang's body field; keys that do not start with ``slo_`` are left alone.
     ``nvext``: Dynamo's body field, taken from ``custom_params["nvext"]`` when not given.
     Raises SLOError for every value that is not understood: nothing is ignored silently.
     """
-    body, header = _in_body(custom_params, nvext), _in_headers(headers)
+    sent = _by_name(headers)
+    body, header = _in_body(custom_params, nvext, config.limits), _in_headers(sent, config.limits)
     name = _first(body.slo_class, header.slo_class)
     tpot_ms, ttft_ms = _first(body.tpot_ms, header.tpot_ms), _first(body.ttft_ms, header.ttft_ms)
     cls = config.get(DEFAULT_CLASS if name is None else name)
-    unnamed = name is None and (tpot_ms is not None or ttft_ms is not None)
+    own_ms = tpot_ms is not None or ttft_ms is not None
+    if own_ms and not config.limits.own_ms:
+        raise SLOError(f"this server takes no SLO in milliseconds: name a class, {', '.join(config.classes)}")
     return RequestSLO(
-        slo_class=CUSTOM_CLASS if unnamed else cls.name,
+        slo_class=CUSTOM_CLASS if own_ms else cls.name,
         tpot_s=seconds(_first(tpot_ms, cls.tpot_ms)),
         ttft_s=seconds(_first(ttft_ms, cls.ttft_ms)),
         x_baseline=cls.x_baseline if tpot_ms is None else None,
+        tenant=_tenant(sent),
     )
 
 
@@ -108,7 +118,21 @@ class _Wish:
     ttft_ms: float | None
 
 
-def _in_body(params: Mapping[str, Any] | None, nvext: Mapping[str, Any] | None) -> _Wish:
+def _by_name(headers: Headers) -> dict[str, list[str]]:
+    sent: dict[str, list[str]] = {}
+    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+        sent.setdefault(name.lower(), []).append(value.strip())
+    return sent
+
+
+def _tenant(sent: Mapping[str, list[str]]) -> str:
+    """The same for requests with the same API key; does not tell the key."""
+    # Without the scheme, whose spelling the client may choose.
+    keys = [value.partition(" ")[2] or value for name in HEADER_KEYS for value in sent.get(name, []) if value]
+    return sha256(keys[0].encode()).hexdigest()[:16] if keys else ANONYMOUS
+
+
+def _in_body(params: Mapping[str, Any] | None, nvext: Mapping[str, Any] | None, limits: SLOLimits) -> _Wish:
     if params is not None and not isinstance(params, Mapping):
         raise SLOError(f"custom_params must be an object, not {shown(params)}")
     params = params or {}
@@ -127,7 +151,7 @@ def _in_body(params: Mapping[str, Any] | None, nvext: Mapping[str, Any] | None) 
         ("custom_params.slo_ttft_ms", params.get("slo_ttft_ms")),
         ("nvext.router.ttft_target", router.get("ttft_target")),
     ]
-    return _Wish(name, _one(tpot, TPOT_RANGE_MS), _one(ttft, TTFT_RANGE_MS))
+    return _Wish(name, _tpot_ms(tpot, limits), _ttft_ms(ttft, limits))
 
 
 def _router(nvext: Any) -> Mapping[str, Any]:
@@ -139,24 +163,34 @@ def _router(nvext: Any) -> Mapping[str, Any]:
     return router
 
 
-def _in_headers(headers: Headers) -> _Wish:
-    sent: dict[str, list[str]] = {}
-    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
-        sent.setdefault(name.lower(), []).append(value.strip())
+def _in_headers(sent: Mapping[str, list[str]], limits: SLOLimits) -> _Wish:
     names = list(dict.fromkeys(sent.get(HEADER_CLASS, [])))
     if len(names) > 1:
         raise SLOError(f"header {HEADER_CLASS} was sent twice with different names: {', '.join(names)}")
 
-    def ms(spellings: tuple[str, ...], limits: tuple[float, float]) -> float | None:
+    def values(spellings: tuple[str, ...]) -> Values:
         texts = [(f"header {name}", text) for name in spellings for text in sent.get(name, [])]
-        return _one([(n, float(t) if _NUMBER.fullmatch(t) else t) for n, t in texts], limits)
+        return [(name, float(text) if _NUMBER.fullmatch(text) else text) for name, text in texts]
 
-    return _Wish(names[0] if names else None, ms(HEADER_TPOT, TPOT_RANGE_MS), ms(HEADER_TTFT, TTFT_RANGE_MS))
+    tpot, ttft = values(HEADER_TPOT), values(HEADER_TTFT)
+    return _Wish(names[0] if names else None, _tpot_ms(tpot, limits), _ttft_ms(ttft, limits))
 
 
-def _one(values: list[tuple[str, Any]], limits: tuple[float, float]) -> float | None:
-    """The one number of milliseconds, inside ``limits``, that several spellings agree on."""
-    given = [(name, _checked(value, limits, name)) for name, value in values if value is not None]
+Values = list[tuple[str, Any]]
+"""What is written in several places, each with its name."""
+
+
+def _tpot_ms(values: Values, limits: SLOLimits) -> float | None:
+    return _one(values, (limits.least_tpot_ms, TPOT_RANGE_MS[1]))
+
+
+def _ttft_ms(values: Values, limits: SLOLimits) -> float | None:
+    return _one(values, (limits.least_ttft_ms, TTFT_RANGE_MS[1]))
+
+
+def _one(values: Values, accepted: tuple[float, float]) -> float | None:
+    """The one number of milliseconds, inside the range, that several spellings agree on."""
+    given = [(name, _checked(value, accepted, name)) for name, value in values if value is not None]
     for name, value in given[1:]:
         if value != given[0][1]:
             raise SLOError(
@@ -165,12 +199,11 @@ def _one(values: list[tuple[str, Any]], limits: tuple[float, float]) -> float | 
     return given[0][1] if given else None
 
 
-def _checked(value: Any, limits: tuple[float, float], where: str) -> float:
+def _checked(value: Any, accepted: tuple[float, float], where: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not limits[0] <= value <= limits[1]:  # NaN fails both comparisons
-        raise SLOError(
-            f"{where} is {shown(value)}: accepted is a number from {limits[0]:g} to {limits[1]:.0f} ms"
-        )
+    low, high = accepted
+    if not is_number or not low <= value <= high:  # NaN fails both comparisons
+        raise SLOError(f"{where} is {shown(value)}: accepted is a number from {low:g} to {high:.0f} ms")
     return float(value)
 
 

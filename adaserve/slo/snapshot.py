@@ -16,13 +16,13 @@ from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS
 from adaserve.slo.stats import (
     BUCKET_S,
     HISTORY_S,
-    RATIO_BINS_PER_OCTAVE,
     Bucket,
     ClassCounts,
     IterationSample,
     RankState,
     SlowRequest,
     add_numbers,
+    bin_ratio,
 )
 
 SNAPSHOT_VERSION = 2
@@ -277,7 +277,7 @@ def _ratio_percentiles(counts: Sequence[ClassCounts], length: int = 1) -> tuple[
     bins = sorted(everything)
     table = np.array([[c.ratio.get(b, 0) for b in bins] for c in counts], float)
     below = np.cumsum(_moving_sum(table, length), axis=1)  # [buckets, bins]
-    centres = 2.0 ** (np.array(bins) / RATIO_BINS_PER_OCTAVE)
+    centres = np.array([bin_ratio(b) for b in bins])
 
     def percentile(p: float) -> Points:
         reached = below >= np.maximum(1.0, np.ceil(below[:, -1:] * p / 100))

@@ -63,7 +63,9 @@ class TraceRow:
         }
         if self.slo_tpot_ms is None and self.slo_x_baseline is not None and baseline_s is not None:
             params["slo_tpot_ms"] = self.slo_x_baseline * baseline_s * 1e3
-        return resolve({}, params, config).at(baseline_s)
+        slo = resolve({}, params, config).at(baseline_s)
+        # A server files a client's own milliseconds under "custom"; a trace's classes are trusted.
+        return slo if self.slo_class is None else replace(slo, slo_class=config.get(self.slo_class).name)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def test_sglang_benchmark(server: ServerProcess, counted: Counts, tmp_path: Path
     command += ["--base-url", server.url, "--tokenizer", tokenizer, "--dataset-name", "random-ids"]
     command += ["--random-input-len", "60", "--random-output-len", "24", "--random-range-ratio", "1"]
     command += ["--num-prompts", str(REQUESTS), "--request-rate", "4", "--warmup-requests", "0"]
-    command += ["--header", "x-slo-tpot-ms=5000", "x-slo-class=chat", "--goodput", "tpot:5000"]
+    command += ["--header", "x-slo-tpot-ms=5000", "--goodput", "tpot:5000"]
     run([*command, "--output-file", str(tmp_path / "out.jsonl")], tmp_path)
     result: dict[str, Any] = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[-1])
     assert result["completed"] == REQUESTS
@@ -49,7 +49,7 @@ def test_sglang_benchmark(server: ServerProcess, counted: Counts, tmp_path: Path
     assert result["mean_tpot_ms"] > 0
     # Everybody was fast enough for five seconds per token: its goodput is its throughput.
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])
-    assert counted() == {"chat": REQUESTS}
+    assert counted() == {"custom": REQUESTS}
 
 
 def test_guidellm(server: ServerProcess, counted: Counts, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_guidellm(server: ServerProcess, counted: Counts, tmp_path: Path) -> Non
         "target": server.url,
         "model": MODEL,
         "request_format": "/v1/completions",
-        "extras": {"headers": {"x-slo-tpot-ms": "5000", "x-slo-class": "chat"}},
+        "extras": {"headers": {"x-slo-tpot-ms": "5000"}},
     }
     command = [tool("guidellm"), "run", "--backend", json.dumps(backend)]
     command += ["--tokenizer", f"kind=hf_auto,model={tokenizer}"]
@@ -70,7 +70,7 @@ def test_guidellm(server: ServerProcess, counted: Counts, tmp_path: Path) -> Non
     (benchmark,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (REQUESTS, 0)
-    assert counted() == {"chat": REQUESTS}
+    assert counted() == {"custom": REQUESTS}
 
 
 def test_aiperf(server: ServerProcess, counted: Counts, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_aiperf(server: ServerProcess, counted: Counts, tmp_path: Path) -> None:
     command += ["--request-count", str(REQUESTS), "--synthetic-input-tokens-mean", "60"]
     command += ["--output-tokens-mean", "24", "--ui", "none", "--artifact-dir", str(tmp_path / "out")]
     # It reads the value of a header as a number and then refuses numbers: the SLO goes into the body.
-    body = {"ignore_eos": True, "custom_params": {"slo_class": "chat", "slo_tpot_ms": 5000}}
+    body = {"ignore_eos": True, "custom_params": {"slo_tpot_ms": 5000}}
     command += ["--extra-inputs", json.dumps(body), "--use-server-token-count"]
     command += ["--goodput", "inter_token_latency:5000"]
     run(command, tmp_path, HF_HUB_OFFLINE="")  # offline it does not look at local folders
@@ -88,4 +88,4 @@ def test_aiperf(server: ServerProcess, counted: Counts, tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     assert result["request_count"]["avg"] == REQUESTS
     assert result["goodput"]["avg"] == pytest.approx(result["request_throughput"]["avg"])
-    assert counted() == {"chat": REQUESTS}
+    assert counted() == {"custom": REQUESTS}

@@ -62,3 +62,10 @@ def test_sampled_requests_draw_alike_on_both_ranks(two_ranks: Server) -> None:
         assert answer["meta_info"]["completion_tokens"] == 24
         texts.add(tuple(answer["output_ids"]))
     assert len(texts) == 3, "every request has noise of its own"
+
+
+@pytest.mark.slow
+def test_prefills_cannot_be_paced_by_the_clock_of_one_rank(two_ranks: Server) -> None:
+    for mode in ("slack", "default"):
+        answer = two_ranks.post("/set_internal_state", {"server_args": {f"adaserve_prefill={mode}": 1}})
+        assert answer.json() == [False], answer.text

@@ -46,7 +46,7 @@ def wire() -> Iterator[Wire]:
         near = gevent.socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
         with closing(near), closing(far):
-            connection = Wire(far.sendall, stream._TimedSocket(near, perf_counter))
+            connection = Wire(far.sendall, stream._TimedSocket(near, perf_counter, 60.0))
             # The first socket of a machine that asks has the kernel begin to stamp; a moment later it does.
             connection.late_read()
             yield connection
@@ -94,3 +94,22 @@ def test_tls_is_measured_too(tmp_path: Path) -> None:
     for r in records:
         assert r.ttft_s is not None and r.ttft_s >= 0.1
         assert r.tpot_s == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("most_s", "most_bytes", "says"), [(0.2, 10**9, "within 0.2 s"), (60.0, 1000, "longer")]
+)
+def test_an_answer_without_end_is_given_up(
+    most_s: float, most_bytes: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte now and then, so that it is never silent, or more than anybody can keep."""
+    monkeypatch.setattr(stream, "_MOST_BYTES", most_bytes)
+    with wire() as connection:
+        timed = stream._TimedSocket(connection.timed._sock, perf_counter, most_s)
+        timed.send(b"GET / HTTP/1.1")
+        end_s = perf_counter() + 5.0
+        with pytest.raises(stream.EndlessError, match=says):
+            while perf_counter() < end_s:
+                connection.send(b"x" * (1 if most_s < 1 else 500))
+                timed.recv(1000)
+                gevent.sleep(0.02)

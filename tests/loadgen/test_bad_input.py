@@ -383,6 +383,7 @@ STREAMS = {
     '{"choices": [{"text": "a"}], "usage": {"completion_tokens": "x"}}': "not understood",
     '{"choices": [{"text": "a"}], "usage": {"completion_tokens": -7}}': "not understood",
     '{"choices": [{"text": "a"}], "usage": {"completion_tokens": NaN}}': "not understood",
+    '{"choices": [{"text": "a"}], "usage": {"completion_tokens": 1%s}}' % ("0" * 400): "not understood",
     '{"choices": [{"text": "a"}], "usage": [3]}': "not understood",
     "[" * 9000: "not understood",
     "": "no stream of events, but text/html",

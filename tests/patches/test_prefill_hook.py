@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 
@@ -17,8 +18,15 @@ from adaserve.engine.state import RequestState
 from adaserve.identity import NAME
 from adaserve.patches.prefill_slack import _paced
 from adaserve.scheduler.averages import MovingAverage
+from adaserve.scheduler.interface import (
+    CandidateTrees,
+    IterationOutcome,
+    IterationPlan,
+    RunningBatch,
+    Selection,
+)
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
-from adaserve.slo.classes import SLO
+from adaserve.slo.classes import ANONYMOUS, SLO
 
 NOW = 1000.0
 LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001)
@@ -32,7 +40,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 class Request:
     """The fields of SGLang's Req that are read."""
 
-    def __init__(self, rid: str, prompt: int = 200, age_s: float = 0.0, slot: int = 0) -> None:
+    def __init__(
+        self, rid: str, prompt: int = 200, age_s: float = 0.0, slot: int = 0, tenant: str = ANONYMOUS
+    ) -> None:
+        self.tenant = tenant
         self.rid, self.origin_input_ids, self.output_ids = rid, [1] * prompt, [1] * 50
         self.num_matched_prefix_tokens = 0
         self.time_stats = SimpleNamespace(created_time=NOW - age_s)
@@ -46,13 +57,21 @@ class Request:
 
 
 def pacer(
-    slo_s: float, config: AdaServeConfig | None = None, ttft: dict[str, float] | None = None
+    slo_s: float,
+    config: AdaServeConfig | None = None,
+    ttft: dict[str, float] | None = None,
+    share: float = 1.0,
 ) -> PrefillPacer:
     """One request in slot 0 that decoded 50 tokens in 1.2 seconds, and is due ``slo_s`` per token."""
     state = RequestState("r0", "coding", slo_s, NOW - 1.2, 50, generated=[1] * 51)
     known = ttft or {}
-    ledger: Any = SimpleNamespace(slo=lambda req: SLO("c", ttft_s=known.get(req.rid, math.inf)))
-    return PrefillPacer(config or AdaServeConfig(), LATENCY, ledger, {0: state})
+
+    def slo(req: Any) -> SLO:
+        return SLO("c", ttft_s=known.get(req.rid, math.inf), tenant=req.tenant)
+
+    return PrefillPacer(
+        config or AdaServeConfig(), LATENCY, SimpleNamespace(slo=slo), {0: state}, tenant_share=share
+    )  # type: ignore[arg-type]
 
 
 def scheduler(paced: PrefillPacer, waiting: list[Request], policy: str = "adaserve", **over: Any) -> Any:
@@ -64,6 +83,7 @@ def scheduler(paced: PrefillPacer, waiting: list[Request], policy: str = "adaser
         "policy": SimpleNamespace(policy=CacheAgnosticPolicy.FCFS), "_reqs_finishing_inflight": lambda _: [],
         "token_to_kv_pool_allocator": SimpleNamespace(available_size=lambda: 1000),
         "tree_cache": SimpleNamespace(evictable_size=lambda: 0),
+        "grammar_manager": SimpleNamespace(has_waiting_grammars=lambda: False),
     }  # fmt: skip
     return SimpleNamespace(**{**fields, **over})
 
@@ -158,9 +178,9 @@ def test_stated_ttft_first_otherwise_in_order() -> None:
 TWO = SimpleNamespace(**{**vars(RUNNING), "reqs": [Request("r0"), Request("r1", slot=1)]})
 
 
-def full(slo_s: float, **config: Any) -> PrefillPacer:
+def full(slo_s: float, share: float = 1.0, **config: Any) -> PrefillPacer:
     """Two requests that could stand still for long, in iterations of 40 ms that yield one token each."""
-    paced = pacer(slo_s, AdaServeConfig(**config))
+    paced = pacer(slo_s, AdaServeConfig(**config), share=share)
     paced._states[1] = RequestState("r1", "coding", slo_s, NOW - 0.1, 50, generated=[1] * 51)  # type: ignore[index]
     paced._states[0].decode_start_s = NOW - 0.1
     paced._period_s = paced._cycle_s = MovingAverage(1.0, start=0.040)
@@ -190,6 +210,59 @@ def test_a_held_queue_survives_an_error() -> None:
     with pytest.raises(RuntimeError, match="no memory"):
         _paced(fails, sched, TWO)
     assert sched.waiting_queue == queue
+
+
+def test_a_compiled_grammar_is_seen_while_prompts_wait() -> None:
+    """SGLang takes such requests into its queue at the start of the very call that is left out."""
+    ready = [Request("json")]
+    sched = scheduler(pacer(0.018), [Request("w")])
+    sched.grammar_manager = SimpleNamespace(
+        has_waiting_grammars=lambda: bool(ready), get_ready_grammar_requests=lambda: [ready.pop()]
+    )
+    sched._add_request_to_queue = sched.waiting_queue.append
+    assert step(sched) is None
+    assert [r.rid for r in sched.waiting_queue] == ["w", "json"]
+
+
+# -- shares of tenants ----------------------------------------------------------------------
+
+
+def iterations_held(share: float, holder: str, waiter: str, n: int = 200) -> list[bool]:
+    """Whether a fresh prompt of ``waiter`` waits in each of ``n`` iterations of 40 ms."""
+    paced, now_s, held = full(0.042, share=share), NOW, []
+    running = [Request(f"r{k}", slot=k, tenant=holder) for k in (0, 1)]
+    for _ in range(n):
+        prompt = Request("new", prompt=50, age_s=NOW - now_s, tenant=waiter)
+        plan = paced.plan(running, None, [prompt], 256, now_s)
+        held.append(plan.tokens == 0)
+        now_s += 0.040
+        paced.observe(decoded(now_s))
+        for state in paced._states.values():
+            state.decode_start_s += 0.040  # they have kept their pace
+    return held
+
+
+def decoded(end_s: float) -> IterationOutcome:
+    """40 ms of plain decoding by r0 and r1."""
+    zeros, one = np.zeros(2), np.ones(2, np.int64)
+    running = RunningBatch(("r0", "r1"), ("c", "c"), zeros, zeros, one, one, one, one, zeros)
+    selection = Selection(np.zeros(0, np.bool_), 0 * one, 0 * one, np.ones(2))
+    return IterationOutcome(
+        IterationPlan(0, 0.0, running, zeros, 0, 0, 2), CandidateTrees.empty(2), selection,
+        np.zeros(0, np.bool_), one, end_s, draft_s=0.0, select_s=0.0, verify_s=0.04, total_s=0.04,
+    )  # fmt: skip
+
+
+def test_tight_requests_hold_others_up_for_their_share_of_the_time() -> None:
+    assert all(iterations_held(1.0, "a", "b")), "no limit is set"
+    held = iterations_held(0.5, "a", "b")
+    assert all(held[:30]), "a share of the prompt's patience may be taken in one go"
+    assert held[80:].count(True) == pytest.approx(60, abs=6)
+
+
+def test_a_tenant_may_hold_up_its_own_prompts() -> None:
+    assert all(iterations_held(0.5, "a", "a"))
+    assert not all(iterations_held(0.5, ANONYMOUS, ANONYMOUS)), "nobody knows that these are one"
 
 
 def test_what_prefills_really_cost_is_learned() -> None:

@@ -164,6 +164,13 @@ def test_a_stated_ttft_that_can_be_met_goes_first():
     assert tokens(0.0, queue=firm, now_s=1.0, decodes=0) == 0, "lost already, it can wait like any other"
 
 
+def test_a_ttft_that_is_lost_already_claims_no_more_than_any_other():
+    """100 tokens need 115 ms: an aim 50 ms ahead is lost, and those who decode would pay for nothing."""
+    queue, order = waiting((100,), ttft=0.05), np.arange(1)
+    assert claimed_share(CONFIG, queue, order, 0.00115, 0.0) == CONFIG.late_share
+    assert claimed_share(CONFIG, waiting((100,), ttft=0.12), order, 0.00115, 0.0) > CONFIG.late_share
+
+
 def test_share_of_a_queue_is_that_of_its_tightest_prefix():
     queue = waiting((100, 100), ttft=(1.0, 1.5))
     order = np.arange(2)

@@ -28,7 +28,7 @@ class Req:
     def __init__(self, rid: str = "r", slo_class: str = "coding", **changes: Any) -> None:
         self.rid = rid
         slo = resolve({"x-slo-class": slo_class}, None, SLOConfig())
-        self.sampling_params = SimpleNamespace(custom_params=slo.in_params(None))
+        self.sampling_params = SimpleNamespace(custom_params=slo.in_params(None), max_new_tokens=11)
         self.output_ids_through_stop = list(range(11))
         self.finished_reason: Any = None
         self.spec_verify_ct = 4
@@ -119,6 +119,17 @@ def test_health_checks_are_not_traffic() -> None:
     assert counted(books)["requests"] == 0
 
 
+def test_requests_for_no_tokens_are_not_traffic() -> None:
+    """n = 4 with all four missed is 0 of 4, though SGLang warms the cache with a fifth; so are scores."""
+    books = ledger()
+    warm_up = Req("warm-up", output_ids_through_stop=[1])
+    warm_up.sampling_params.max_new_tokens = 0
+    books.close(warm_up)
+    for k in range(4):
+        books.close(Req(f"r{k}", last_decode_finish_time=1.9))
+    assert counted(books) == {"requests": 4, "failed": 0, "met": 0, "tokens": 44}
+
+
 def test_prefills_of_others_are_named() -> None:
     books = ledger()
     slow, other = Req("slow", last_decode_finish_time=1.6), Req("other")
@@ -193,6 +204,6 @@ def test_an_slo_is_settled_once() -> None:
 
 
 def test_a_request_without_an_slo() -> None:
-    plain = Req(sampling_params=SimpleNamespace(custom_params=None))
+    plain = Req(sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=11))
     slo = ledger().slo(plain)
     assert (slo.slo_class, slo.tpot_s, slo.ttft_s) == ("default", math.inf, math.inf)

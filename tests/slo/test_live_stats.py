@@ -12,7 +12,16 @@ from prometheus_client import CollectorRegistry
 from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.snapshot import build_snapshot
-from adaserve.slo.stats import FinishedRequest, IterationSample, SLOStats, bin_ratio, ratio_bin, slow_reason
+from adaserve.slo.stats import (
+    BUCKET_S,
+    HISTORY_S,
+    FinishedRequest,
+    IterationSample,
+    SLOStats,
+    bin_ratio,
+    ratio_bin,
+    slow_reason,
+)
 
 
 class Clock:
@@ -137,6 +146,23 @@ def test_the_first_bucket_is_still_filling() -> None:
         assert len(snap.history.t) == len(snap.history.attainment["coding"]) >= 1
         clock.now += 1000.0
         s.finish(request())
+
+
+def test_history_costs_the_same_after_any_rest() -> None:
+    """After this one a list of all moments would not fit into memory."""
+    s, clock = stats()
+    s.finish(request())
+    clock.now += 1e13
+    s.finish(request())
+    assert len(build_snapshot([s.state()]).history.t) <= HISTORY_S / BUCKET_S
+
+
+def test_nothing_tells_whose_request_was_slow() -> None:
+    s, _ = stats()
+    s.finish(request(tpot_s=0.9))
+    assert "rid" not in json.dumps(s.state()) and "rid" not in json.dumps(
+        build_snapshot([s.state()]).to_json()
+    )
 
 
 def test_no_rank_has_reported() -> None:

@@ -73,7 +73,7 @@ class Site:
         self.app = FastAPI()
         self.states = states
 
-        async def snapshot() -> dict[str, Any]:
+        async def snapshot(_: Request) -> dict[str, Any]:
             return build_snapshot(self.states, "adaserve-pair", "adaserve", 28.0).to_json()
 
         if key:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaserve.slo.classes import SLO, SLOClass, SLOConfig, SLOError
+from adaserve.slo.classes import SLO, SLOClass, SLOConfig, SLOError, SLOLimits
 from adaserve.slo.resolve import RequestSLO, resolve
 
 CONFIG = SLOConfig()
@@ -41,6 +41,33 @@ def test_ttft_and_tpot_are_resolved_separately() -> None:
     config = SLOConfig(classes={"a": SLOClass(name="a", tpot_ms=20, ttft_ms=500)})
     r = ask({"x-slo-ttft-ms": "900"}, {"slo_class": "a"}, config)
     assert (r.tpot_s, r.ttft_s) == (pytest.approx(0.020), pytest.approx(0.900))
+
+
+def test_milliseconds_with_a_class_are_custom() -> None:
+    """Somebody's 0.1 ms must not spend the error budget of everybody's "coding"."""
+    r = ask({"x-slo-class": "coding", "x-slo-tpot-ms": "0.1"})
+    assert (r.slo_class, r.tpot_s) == ("custom", pytest.approx(0.0001))
+    r = ask({"x-slo-class": "coding"}, {"slo_ttft_ms": 300})
+    assert (r.slo_class, r.tpot_s, r.ttft_s) == ("custom", pytest.approx(0.036), pytest.approx(0.3))
+
+
+def test_limits_of_the_classes_file() -> None:
+    limits = SLOLimits(least_tpot_ms=20, least_ttft_ms=200)
+    config = SLOConfig(classes={"fast": SLOClass(name="fast", tpot_ms=5)}, limits=limits)
+    assert ask({"x-slo-class": "fast"}, None, config).tpot_s == 0.005, "classes are the operator's own"
+    assert ask({"x-slo-tpot-ms": "20"}, None, config).tpot_s == 0.020
+    for headers, body, says in (
+        ({"x-slo-tpot-ms": "19.9"}, None, "from 20 to 60000 ms"),
+        ({"x-slo-ttft-ms": "199"}, None, "from 200 to 3600000 ms"),
+        ({}, {"slo_tpot_ms": 19.9}, "slo_tpot_ms is 19.9.*from 20 to"),
+        ({}, {"nvext": {"router": {"ttft_target": 1}}}, "from 200 to"),
+    ):
+        with pytest.raises(SLOError, match=says):
+            ask(headers, body, config)
+    classes_only = SLOConfig(limits=SLOLimits(own_ms=False))
+    assert ask({"x-slo-class": "chat"}, None, classes_only).slo_class == "chat"
+    with pytest.raises(SLOError, match="name a class, coding, chat, summarization"):
+        ask({"x-slo-tpot-ms": "50"}, None, classes_only)
 
 
 def test_body_class_beats_header_class() -> None:
@@ -167,6 +194,9 @@ def test_config_file(tmp_path: Path) -> None:
         ("classes: {'1a': {}}", "classes.1a: name is '1a'"),
         ("classes: {custom: {}}", "reserved"),
         ("classes: {a: {}}\ndefault_class: z", "not one of"),
+        ("classes: {}\nlimits: {least_tpot_ms: 0}", "limits: least_tpot_ms is 0"),
+        ("classes: {}\nlimits: {tenant_share: 1.5}", "limits: tenant_share is 1.5.*less than or equal to 1"),
+        ("classes: {}\nlimits: {share: 0.5}", "limits: unknown setting 'share': known are own_ms"),
         ("[1]", "expected a mapping"),
         ("a: [", "not valid YAML"),
     ],

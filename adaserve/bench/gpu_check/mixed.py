@@ -27,7 +27,7 @@ def run_mixed(
     """Offers ``tokens_per_s`` output tokens for ``seconds``; the figures of its summary that are compared."""
     output = Length(median=64)
     config = BenchConfig(
-        server=Endpoint(url=server.url, api="generate", ignore_eos=True),
+        server=Endpoint(url=server.url, api="generate", ignore_eos=True, slo_headers="class"),
         classes={n: c.changed(output_tokens=output) for n, c in default_classes().items()},
         arrivals=Arrivals(rps=tokens_per_s / output.median),
         duration_s=seconds,

@@ -1,0 +1,93 @@
+"""Who may change the policy and the prefills of a running server.
+
+Why: without an admin key SGLang lets everybody call ``/set_internal_state`` who may send requests at all, and
+its CORS headers let any web page do so from the browser of somebody on this machine. Policy and prefills
+concern all users, so while ADASERVE runs that route takes the admin key alone; or, on a server without any
+key, a program on the same machine.
+"""
+
+from __future__ import annotations
+
+from ipaddress import IPv6Address, ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from sglang.srt.utils.auth import AuthLevel, decide_request_auth
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from adaserve.identity import is_ours
+
+CONTROL_PATH = "/set_internal_state"
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+"""Headers by which a proxy on this machine tells that a request came from elsewhere."""
+
+
+def guard(app: Any) -> None:
+    """Puts the rule in front of SGLang's route, before the app serves."""
+    for route in app.router.routes:
+        if getattr(route, "path", None) == CONTROL_PATH:
+            route.app = _guarded(route.app)
+
+
+def _guarded(app: ASGIApp) -> ASGIApp:
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        from sglang.srt.runtime_context import get_serving, get_spec
+
+        keys = get_serving()
+        answer: ASGIApp = app
+        if is_ours(get_spec().speculative_algorithm):
+            reason = refusal(Request(scope), keys.api_key, keys.admin_api_key)
+            answer = app if reason is None else JSONResponse({"error": reason}, 403)
+        await answer(scope, receive, send)
+
+    return serve
+
+
+def refusal(request: Request, api_key: str | None, admin_key: str | None) -> str | None:
+    """Why a request may not change the server; None = it may."""
+    if admin_key:
+        return None if has_admin_key(request, admin_key) else "this needs the server's admin key"
+    if api_key:
+        return "this needs an admin key, and the server has none: start it with --admin-api-key"
+    if not _from_here(request):
+        return (
+            "without keys this is for programs on the server's own machine: start it with --admin-api-key to "
+            "allow it from elsewhere"
+        )
+    return None
+
+
+def has_admin_key(request: Request, admin_key: str) -> bool:
+    return decide_request_auth(
+        method=request.method,
+        path=CONTROL_PATH,
+        authorization_header=request.headers.get("authorization"),
+        api_key=None,
+        admin_api_key=admin_key,
+        auth_level=AuthLevel.ADMIN_FORCE,
+    ).allowed
+
+
+def _from_here(request: Request) -> bool:
+    """Sent on this machine, and not by a web page of another origin."""
+    if request.client is None or not _loopback(request.client.host):
+        return False
+    if any(name in request.headers for name in FORWARDED):
+        return False
+    origin = request.headers.get("origin")  # browsers send it with every POST and PUT
+    # A page that had its own name point to this machine would be of the same origin, under that name.
+    own = f"{request.url.scheme}://{request.headers.get('host')}"
+    return origin is None or (origin == own and _loopback(urlsplit(origin).hostname or ""))
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -1,0 +1,51 @@
+"""How much of the time one tenant's SLOs may hold up the prompts of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from adaserve.scheduler.interface import FloatArray
+
+
+def binding_rows(slack_s: FloatArray, tpot_slo_s: FloatArray) -> list[int]:
+    """Rows for which prompts wait: the one with least slack and the one with the tightest SLO, [<= 2].
+
+    Both arrays [n]; inf = nothing is at stake for the row."""
+    least = {int(np.argmin(values)) for values in (slack_s, tpot_slo_s) if np.isfinite(values).any()}
+    return sorted(least)
+
+
+@dataclass
+class HoldBudget:
+    """A token bucket per tenant: ``share`` seconds of credit per second, at most ``most_s`` of it.
+
+    A tenant pays a second for each second in which somebody's prompt waits for the sake of its SLOs.
+    While it has no credit, its SLOs hold up nobody.
+    """
+
+    share: float  # 1 = no limit
+    most_s: float
+    _credit: dict[str, tuple[float, float]] = field(default_factory=dict)  # tenant -> credit, as of when
+
+    @property
+    def limits(self) -> bool:
+        return self.share < 1
+
+    def has(self, tenant: str, now_s: float) -> bool:
+        """Whether the tenant's SLOs still count."""
+        return not self.limits or self._left_s(tenant, now_s) > 0
+
+    def charge(self, tenants: Iterable[str], seconds: float, now_s: float) -> None:
+        """The tenants held somebody up for so long until now."""
+        for tenant in tenants:
+            self._credit[tenant] = (self._left_s(tenant, now_s) - seconds, now_s)
+        # Who has everything back need not be remembered: the table stays as small as the traffic.
+        for tenant in [t for t in self._credit if self._left_s(t, now_s) >= self.most_s]:
+            del self._credit[tenant]
+
+    def _left_s(self, tenant: str, now_s: float) -> float:
+        credit_s, at_s = self._credit.get(tenant, (self.most_s, now_s))
+        return min(self.most_s, credit_s + self.share * (now_s - at_s))

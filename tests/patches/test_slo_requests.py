@@ -1,0 +1,108 @@
+"""From an HTTP request to what the scheduler is told: each SLO is resolved once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import Request
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from adaserve.config import ENV, AdaServeConfig, slo_classes
+from adaserve.patches import slo_requests
+from adaserve.patches.slo_requests import _any_request, _native_request
+from adaserve.slo.resolve import WIRE_KEY, RequestSLO
+
+CLASSES = """
+default_class: chat
+classes:
+  coding: {x_baseline: 1.2}
+  chat: {tpot_ms: 50, ttft_ms: 2000}
+"""
+
+
+@pytest.fixture(autouse=True)
+def classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    path = tmp_path / "slo.yaml"
+    path.write_text(CLASSES)
+    monkeypatch.setenv(ENV, AdaServeConfig(slo_config=str(path)).to_json())
+    slo_classes.cache_clear()
+    yield
+    slo_classes.cache_clear()
+
+
+def http(body: dict[str, Any] | None = None, **headers: str) -> Request:
+    pairs = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
+    request = Request({"type": "http", "headers": pairs, "state": {}})
+    request._json = body or {}
+    return request
+
+
+def told(params: dict[str, Any]) -> RequestSLO:
+    return RequestSLO.from_params(params["custom_params"])
+
+
+def generate(obj: GenerateReqInput, request: Request) -> Any:
+    """Both hooks as SGLang calls them: the route first, then the tokenizer manager."""
+
+    async def manager(obj: Any, request: Any) -> None:
+        _any_request(None, obj, request)
+
+    return asyncio.run(_native_request(manager, obj, request))
+
+
+def test_one_resolution_for_each_request_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    resolve = slo_requests.resolve
+    monkeypatch.setattr(slo_requests, "resolve", lambda *a: calls.append(1) or resolve(*a))
+    obj = GenerateReqInput(text=["a", "b"], sampling_params=[{"custom_params": {"slo_class": "coding"}}, {}])
+    generate(obj, http(x_slo_ttft_ms="700"))
+    assert len(calls) == 2
+    assert [told(p) for p in obj.sampling_params] == [
+        RequestSLO("custom", ttft_s=0.7, x_baseline=1.2),
+        RequestSLO("custom", tpot_s=0.05, ttft_s=0.7),
+    ]
+
+
+def test_a_ttft_alone_leaves_the_default_classs_tpot() -> None:
+    obj = GenerateReqInput(text="a")
+    generate(obj, http(x_slo_ttft_ms="700"))
+    assert told(obj.sampling_params).at(None).tpot_s == 0.05
+
+
+def test_nvext_of_the_body_is_read() -> None:
+    obj = GenerateReqInput(text="a")
+    generate(obj, http({"text": "a", "nvext": {"router": {"itl_target": 63.7}}}))
+    assert told(obj.sampling_params).tpot_s == 63.7 / 1e3
+    bad = http({"text": "a", "nvext": {"router": {"itl_target": "fast"}}})
+    answer = generate(GenerateReqInput(text="a"), bad)
+    assert answer.status_code == 400 and b"nvext.router.itl_target is 'fast'" in answer.body
+
+
+def test_nvext_inside_custom_params_does_not_disagree_with_itself() -> None:
+    params = {"custom_params": {"nvext": {"router": {"itl_target": 63.7}}, "mine": 1}}
+    obj = GenerateReqInput(text="a", sampling_params=params)
+    assert generate(obj, http()) is None
+    assert obj.sampling_params["custom_params"].keys() == {"mine", WIRE_KEY}
+    assert told(obj.sampling_params).tpot_s == 63.7 / 1e3
+
+
+def test_a_client_cannot_write_what_we_resolved() -> None:
+    forged = {"custom_params": {WIRE_KEY: {"slo_class": "coding", "tpot_s": 1e-9, "tenant": "somebody"}}}
+    answer = generate(GenerateReqInput(text="a", sampling_params=forged), http())
+    assert answer.status_code == 400 and WIRE_KEY.encode() in answer.body
+
+
+def test_tenants_are_told_apart_and_their_keys_not_told() -> None:
+    def tenant(**headers: str) -> str:
+        obj = GenerateReqInput(text="a")
+        generate(obj, http(**headers))
+        return told(obj.sampling_params).tenant
+
+    mine = tenant(authorization="Bearer secret-1")
+    assert tenant() == "anonymous" and "secret" not in mine
+    assert mine == tenant(authorization="bearer secret-1") == tenant(x_api_key="secret-1")
+    assert mine != tenant(authorization="Bearer secret-2")
