@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import LatencyModel, default_latency
 
 
@@ -12,7 +13,9 @@ class PolicyConfig:
     """Built once, passed whole. Letters follow the AdaServe paper; times are seconds."""
 
     latency: LatencyModel = field(default_factory=default_latency)
-    budget: int | None = None  # B: verify tokens per iteration, roots included; None = knee of the profile
+    costs: LearnedCosts | None = None  # of the server, learned by all its policies; None = the policy's own
+    budget: int | None = None  # B: verify tokens per iteration, roots included; None = knee of the costs
+    knee: float = 2.0  # B by the knee costs at most this many times what one token does
     d_min: int = 1
     d_max: int = 8
     w_max: int = 3
@@ -23,7 +26,7 @@ class PolicyConfig:
     c2: int = 0
 
     calibrate: bool = True  # correct path probabilities online (priced, turbospec)
-    track_latency: bool = True  # correct the latency model online
+    learn_costs: bool = True  # from served iterations; False: ``latency`` is right as it is
     early_stop: bool = False  # priced: ask the frontier after every draft step (drivers that can stop)
 
     price_prefill: bool = False  # priced: count a riding prefill chunk in the iteration's price (ablation)
@@ -58,7 +61,3 @@ class PolicyConfig:
             raise ValueError("triage_every, turbo_probe_every and turbo_reset_steps must be >= 1")
         if not self.fixed_branching or min(self.fixed_branching) < 1:
             raise ValueError(f"fixed_branching needs children >= 1 at every step, got {self.fixed_branching}")
-
-    def budget_tokens(self) -> int:
-        """B, resolved: the configured one, or the knee of the verify latency."""
-        return self.budget if self.budget is not None else self.latency.knee_tokens()

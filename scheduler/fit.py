@@ -72,15 +72,14 @@ def _fit_at_sharpness(points: FloatArray, sharpness: float) -> ForwardCost:
 
 
 def fit_table(points: FloatArray) -> TableCost:
-    """Joins the medians at each token count; the context slope comes from the linear fit."""
+    """Joins the medians at each token count, which may fall: 16 tokens can fill a tile that 12 only begin.
+    The context slope comes from the linear fit."""
     slope = fit_linear(points).per_context_s
     x, context, seconds = points.T
     reference = float(np.median(context))
     level = seconds - slope * (context - reference)
     tokens = np.unique(x)
     medians = np.array([np.median(level[x == t]) for t in tokens])
-    # Noise must not make more tokens look cheaper: selection would then always add them.
-    medians = np.maximum.accumulate(medians)
     return TableCost(tuple(map(float, tokens)), tuple(map(float, medians)), slope, reference)
 
 

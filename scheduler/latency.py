@@ -1,4 +1,4 @@
-"""How long a forward takes: parametric and tabulated costs, profiles, and online correction.
+"""How long a forward takes: parametric and tabulated costs, and profiles.
 
 A profile is a small JSON file that ``adaserve profile`` writes::
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,10 +37,6 @@ class StepCost(Protocol):
 
     def seconds(self, tokens: FloatArray, context: float) -> FloatArray:
         """``tokens`` [k] batch tokens of k alternative forwards, ``context`` cached tokens; [k] seconds."""
-        ...
-
-    def one(self, tokens: float, context: float) -> float:
-        """The same for a single forward: policies ask several times per iteration, arrays are too slow."""
         ...
 
     def to_json(self) -> dict[str, Any]: ...
@@ -79,16 +75,6 @@ class ForwardCost:
         roof: FloatArray = top * (1 + ratio**self.sharpness) ** (1 / self.sharpness)
         return self.fixed_s + roof
 
-    def one(self, tokens: float, context: float) -> float:
-        memory = self.weights_s + self.per_context_s * context
-        compute = self.per_token_s * tokens
-        if self.sharpness == 1:
-            return self.fixed_s + memory + compute
-        top, low = max(memory, compute), min(memory, compute)
-        ratio = low / top if top > 0 else 0.0
-        roof: float = top * (1 + ratio**self.sharpness) ** (1 / self.sharpness)
-        return self.fixed_s + roof
-
     def to_json(self) -> dict[str, Any]:
         return {"form": "forward", **asdict(self)}
 
@@ -118,19 +104,6 @@ class TableCost:
         seconds: FloatArray = np.maximum(floor, out + self.per_context_s * (context - self.context_at))
         return seconds
 
-    def one(self, tokens: float, context: float) -> float:
-        xs, ys = self.tokens, self.seconds_at
-        right = bisect_right(xs, tokens)
-        if right == 0:
-            out = ys[0]
-        elif right == len(xs):
-            out = ys[-1] + self._tail_slope() * (tokens - xs[-1])
-        else:
-            left = right - 1
-            share = (tokens - xs[left]) / (xs[right] - xs[left])
-            out = ys[left] + share * (ys[right] - ys[left])
-        return max(0.1 * ys[0], out + self.per_context_s * (context - self.context_at))
-
     def _tail_slope(self) -> float:
         """Seconds per token beyond the last point; 0 for a single point."""
         xs, ys = self.tokens, self.seconds_at
@@ -142,47 +115,46 @@ class TableCost:
         return {"form": "table", **asdict(self)}
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyModel:
-    """Predicts a decode iteration: ``depth`` draft forwards, one verify forward, a fixed overhead."""
+class Latency(ABC):
+    """Predicts a decode iteration: ``depth`` draft forwards, one verify forward, a fixed overhead.
 
-    draft: StepCost
-    verify: StepCost
-    overhead_s: float = 0.0
-    source: str = "default"
+    All times in seconds; ``context`` is the sum of cached tokens over the batch.
+    """
+
+    __slots__ = ()
 
     @overload
     def verify_s(self, tokens: float, context: float = ...) -> float: ...
     @overload
     def verify_s(self, tokens: FloatArray, context: float = ...) -> FloatArray: ...
+    @abstractmethod
     def verify_s(self, tokens: float | FloatArray, context: float = 0.0) -> float | FloatArray:
-        """Seconds of a target forward over ``tokens`` (scalar or array) with ``context`` cached tokens."""
-        if isinstance(tokens, np.ndarray):
-            return self.verify.seconds(np.asarray(tokens, np.float64), context)
-        return self.verify.one(float(tokens), context)
+        """A target forward over ``tokens`` (scalar or array)."""
 
+    @abstractmethod
     def draft_step_s(self, rows: float, context: float = 0.0) -> float:
-        """Seconds of one draft forward over ``rows`` tokens."""
-        return self.draft.one(float(rows), context)
+        """One draft forward over ``rows`` tokens."""
+
+    @abstractmethod
+    def draft_start_s(self, n: int, context: float = 0.0) -> float:
+        """What drafting for n requests costs beyond its steps."""
+
+    @abstractmethod
+    def other_s(self) -> float:
+        """What an iteration takes besides draft and verification."""
 
     def draft_s(self, n: int, depth: int, width: int, context: float = 0.0) -> float:
-        """Seconds of a beam of ``depth`` steps: n rows first, then n * width (Algorithm 2, step 2)."""
+        """A beam of ``depth`` steps: n rows first, then n * width (Algorithm 2, step 2)."""
         if depth <= 0:
             return 0.0
         later = (depth - 1) * self.draft_step_s(n * width, context) if depth > 1 else 0.0
-        return self.draft_step_s(n, context) + later
+        return self.draft_start_s(n, context) + self.draft_step_s(n, context) + later
 
     def iteration_s(
         self, n: int, depth: int, width: int, verify_tokens: float, context: float = 0.0
     ) -> float:
-        """Seconds of one whole decode iteration, prefill not included."""
-        return (
-            self.draft_s(n, depth, width, context) + self.verify_s(verify_tokens, context) + self.overhead_s
-        )
-
-    def baseline_s(self) -> float:
-        """Unloaded seconds per output token: one request, no speculation."""
-        return self.verify_s(1.0) + self.overhead_s
+        """One whole decode iteration, prefill not included."""
+        return self.draft_s(n, depth, width, context) + self.verify_s(verify_tokens, context) + self.other_s()
 
     def knee_tokens(self, factor: float = 2.0, most: int = 4096) -> int:
         """Largest B whose verify forward costs at most ``factor`` times that of one token (>= 1).
@@ -194,6 +166,42 @@ class LatencyModel:
         within = self.verify_s(grid) <= factor * self.verify_s(1.0)
         return int(np.flatnonzero(within)[-1]) + 1
 
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel(Latency):
+    """What was measured, or learned in an earlier run."""
+
+    draft: StepCost
+    verify: StepCost
+    overhead_s: float = 0.0
+    source: str = "default"
+    draft_first: StepCost | None = None  # the first draft step with what is around it; None = like the others
+    learned: bool = False  # by serving on this host, not in a short measurement
+
+    @overload
+    def verify_s(self, tokens: float, context: float = ...) -> float: ...
+    @overload
+    def verify_s(self, tokens: FloatArray, context: float = ...) -> FloatArray: ...
+    def verify_s(self, tokens: float | FloatArray, context: float = 0.0) -> float | FloatArray:
+        if isinstance(tokens, np.ndarray):
+            return self.verify.seconds(np.asarray(tokens, np.float64), context)
+        return _one(self.verify, tokens, context)
+
+    def draft_step_s(self, rows: float, context: float = 0.0) -> float:
+        return _one(self.draft, rows, context)
+
+    def draft_start_s(self, n: int, context: float = 0.0) -> float:
+        if self.draft_first is None:
+            return 0.0
+        return max(0.0, _one(self.draft_first, n, context) - self.draft_step_s(n, context))
+
+    def other_s(self) -> float:
+        return self.overhead_s
+
+    def baseline_s(self) -> float:
+        """Unloaded seconds per output token: one request, no speculation."""
+        return self.verify_s(1.0) + self.overhead_s
+
     def to_json(self) -> dict[str, Any]:
         """A form that ``from_json`` reads back."""
         return {
@@ -202,11 +210,14 @@ class LatencyModel:
             "verify": self.verify.to_json(),
             "overhead_s": self.overhead_s,
             "source": self.source,
+            "draft_first": None if self.draft_first is None else self.draft_first.to_json(),
+            "learned": self.learned,
         }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> LatencyModel:
         """Reads ``to_json``'s form. Raises ProfileError with the field that is wrong."""
+        first = data.get("draft_first")
         for name in ("draft", "verify"):
             if not isinstance(data.get(name), Mapping):
                 raise ProfileError(f"latency model lacks {name!r}; run `adaserve profile` again")
@@ -215,7 +226,13 @@ class LatencyModel:
             _cost_from_json(data["verify"]),
             float(data.get("overhead_s", 0.0)),
             str(data.get("source", "file")),
+            None if first is None else _cost_from_json(first),
+            bool(data.get("learned", False)),
         )
+
+
+def _one(cost: StepCost, size: float, context: float) -> float:
+    return float(cost.seconds(np.array([float(size)]), context)[0])
 
 
 def _cost_from_json(data: Mapping[str, Any]) -> StepCost:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray, RunningBatch
-from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.latency import Latency
 
 Order = Literal["fcfs", "slack", "short", "deadline"]
 Pacing = Literal["fixed", "slack"]
@@ -105,7 +105,7 @@ def room_to_join(
 
 
 def predicted_room(
-    latency: LatencyModel,
+    latency: Latency,
     tpot_slo_s: FloatArray,
     pace: FloatArray,
     period_s: float,

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from adaserve.config import AdaServeConfig
+from adaserve.engine.host_load import OtherProcesses
 from adaserve.engine.parts import Device
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.batch import TreeBatch
@@ -31,7 +32,13 @@ from adaserve.scheduler.latency import LatencyModel, Profile, ProfileError, load
 logger = logging.getLogger(__name__)
 
 ENGINE_OVERHEAD_S = 1.0e-3
-"""SGLang's own time around an iteration before any was observed; policies correct it online."""
+"""SGLang's own time around an iteration before any was observed."""
+
+BUSY_SHARE = 0.2
+"""Share of the host's processors from which on other processes disturb a measurement."""
+
+FAR = 1.5
+"""Two measurements of the same forwards differ by more than noise beyond this ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +206,18 @@ def _model_name(path: str) -> str:
 
 def profile_path(meta: dict[str, str]) -> Path:
     """Where ``adaserve profile`` keeps a profile by default."""
+    return _cached("profiles", meta)
+
+
+def learned_path(meta: dict[str, str]) -> Path:
+    """Where a server keeps what it has learned."""
+    return _cached("learned", meta)
+
+
+def _cached(folder: str, meta: dict[str, str]) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     key = hashlib.sha256(repr(sorted(meta.items())).encode()).hexdigest()[:16]
-    return root / "adaserve" / "profiles" / f"{key}.json"
+    return root / "adaserve" / folder / f"{key}.json"
 
 
 def profile_steps() -> int:
@@ -225,6 +241,7 @@ def save_full_profile(
     path = Path(wanted["out"]) if wanted["out"] else profile_path(meta)
     path.parent.mkdir(parents=True, exist_ok=True)
     dataclasses.replace(profile, meta=meta).save(path)
+    learned_path(meta).unlink(missing_ok=True)  # older than this
     return path
 
 
@@ -236,25 +253,81 @@ def _model(profile: Profile) -> LatencyModel:
     return dataclasses.replace(model, verify=fit_table(profile.verify))
 
 
-def load_or_measure(
+def start_model(
     config: AdaServeConfig, meta: dict[str, str], measure_now: Callable[[], Profile]
 ) -> LatencyModel:
-    """A saved profile where one fits (it says so when one does not), else a short measurement."""
-    path = Path(config.profile) if config.profile else profile_path(meta)
-    if path.is_file():
-        try:
-            profile = load_profile(path)
-        except ProfileError:
-            if config.profile:
-                raise
-            logger.warning("AdaServe: the cached profile %s is damaged; measuring anew", path)
-        else:
-            differs = [k for k, v in meta.items() if str(profile.meta.get(k)) != v]
-            if differs:
-                logger.warning(
-                    "AdaServe: the profile %s was made with another %s; run `adaserve profile` here",
-                    path,
-                    ", ".join(differs),
-                )
-            return _model(profile)
-    return _model(measure_now())
+    """What costs are learned from: the profile that was asked for; else what an earlier server has learned on
+    this host, or its cached profile, or a short measurement.
+
+    The measurement is made in any case, so that tensor-parallel ranks run the same forwards, and what is
+    kept is held against it.
+    """
+    if config.profile:
+        return _model(_read_profile(Path(config.profile), meta))
+    others = OtherProcesses()
+    measured = _model(measure_now())
+    if (share := others.share()) > BUSY_SHARE:
+        logger.warning(
+            "AdaServe: other processes used %.0f%% of this host's processors while it was measured; "
+            "the costs mend themselves while it serves",
+            100 * share,
+        )
+    kept = load_learned(learned_path(meta)) or _cached_profile(meta)
+    return measured if kept is None else _more_likely(measured, kept)
+
+
+def save_learned(meta: dict[str, str], model: LatencyModel) -> None:
+    """Keeps what was learned for the next start."""
+    path = learned_path(meta)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({**meta, "latency": model.to_json()}, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)  # at once: a server that starts now reads the old costs or the new ones
+
+
+def load_learned(path: Path) -> LatencyModel | None:
+    """What an earlier server has kept; None where there is nothing, or nothing that can be read."""
+    try:
+        return LatencyModel.from_json(json.loads(path.read_text(encoding="utf-8"))["latency"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("AdaServe: %s can't be read (%s); costs are learned anew", path, error)
+        return None
+
+
+def _more_likely(measured: LatencyModel, kept: LatencyModel) -> LatencyModel:
+    """A forward can take longer than it has to, never less: the faster of two that differ is right."""
+    sizes = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    ratio = float(np.median(measured.verify_s(sizes, 256.0) / kept.verify_s(sizes, 256.0)))
+    if ratio > FAR:
+        logger.warning(
+            "AdaServe: forwards take %.1f times as long as when this host was last known; it seems to be "
+            "busy, so what was known then is the start",
+            ratio,
+        )
+    elif ratio < 1 / FAR:
+        logger.info("AdaServe: this host is %.1f times as fast as when it was last known", 1 / ratio)
+        return measured
+    return kept
+
+
+def _cached_profile(meta: dict[str, str]) -> LatencyModel | None:
+    path = profile_path(meta)
+    try:
+        return _model(_read_profile(path, meta)) if path.is_file() else None
+    except ProfileError:
+        logger.warning("AdaServe: the cached profile %s is damaged", path)
+        return None
+
+
+def _read_profile(path: Path, meta: dict[str, str]) -> Profile:
+    profile = load_profile(path)
+    if differs := [k for k, v in meta.items() if str(profile.meta.get(k)) != v]:
+        logger.warning(
+            "AdaServe: the profile %s was made with another %s; the costs mend themselves while it serves, "
+            "and `adaserve profile` measures them here",
+            path,
+            ", ".join(differs),
+        )
+    return profile

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.parts import Device
+from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import Policy
-from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
 
 KNEE = 1.5
@@ -15,8 +15,8 @@ KNEE = 1.5
 class ServedPolicies:
     """Builds each policy once, for this host; one that comes back knows what it had learned."""
 
-    def __init__(self, config: AdaServeConfig, latency: LatencyModel, device: Device) -> None:
-        self._config, self._latency, self._device = config, latency, device
+    def __init__(self, config: AdaServeConfig, costs: LearnedCosts, device: Device) -> None:
+        self._config, self._costs, self._device = config, costs, device
         self._built: dict[str, Policy] = {}
 
     @property
@@ -36,8 +36,9 @@ class ServedPolicies:
         return build_policy(
             name,
             PolicyConfig(
-                latency=self._latency,
-                budget=self._budget(name),
+                costs=self._costs,
+                budget=self._config.budget,
+                knee=KNEE,
                 d_max=self._config.max_depth,
                 w_max=self._config.max_width,
                 # Where nobody asks between draft steps, the planned depth must pay as it is.
@@ -48,13 +49,8 @@ class ServedPolicies:
 
     @property
     def budget_tokens(self) -> int:
-        """B of the policies that have a fixed one, roots included."""
-        return self._config.budget or self._latency.knee_tokens(KNEE)
-
-    def _budget(self, name: str) -> int | None:
-        """B. Fixed shapes know none; TurboSpec and `priced` weigh each token against the latency."""
-        unbounded = name.startswith(("chain-", "fixed-")) or name in ("turbospec", "priced", "none")
-        return self._config.budget if unbounded else self.budget_tokens
+        """B of the policies that have a fixed one, roots included, by what is known now."""
+        return self._config.budget or self._costs.knee_tokens(KNEE)
 
     def forget(self, rid: str) -> None:
         """A request may have been served under several policies."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,9 +16,9 @@ import numpy as np
 from adaserve.config import AdaServeConfig
 from adaserve.engine.state import RequestState, running_batch
 from adaserve.scheduler.averages import MovingAverage, blend
+from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.fairness import HoldBudget, binding_rows
 from adaserve.scheduler.interface import IterationOutcome, RunningBatch
-from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import SLO_AWARE
 from adaserve.scheduler.prefill import (
     PrefillConfig,
@@ -30,7 +30,6 @@ from adaserve.scheduler.prefill import (
     predicted_room,
     stall_slack,
 )
-from adaserve.scheduler.tracking import LineTracker
 from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
 
@@ -44,13 +43,20 @@ SMALLEST = 16
 """Tokens of the smallest chunk, where small chunks cost no more per token than large ones."""
 
 
+class Chunks(NamedTuple):
+    """Chunk sizes on offer, and the seconds that prefills of them take; int64 and float64 [k], rising."""
+
+    sizes: np.ndarray
+    seconds: np.ndarray
+
+
 class PrefillPacer:
     """Answers ``plan`` before each scheduling step; learns from every prefill and iteration."""
 
     def __init__(
         self,
         config: AdaServeConfig,
-        latency: LatencyModel,
+        costs: LearnedCosts,
         ledger: SLOLedger,
         states: Mapping[int, RequestState],
         alone: bool = True,
@@ -64,11 +70,8 @@ class PrefillPacer:
         self.set_mode(config.prefill if alone else "exclusive")
         self._interval, self._patience_s = config.prefill_interval, config.prefill_patience_ms / 1e3
         self._gate = config.prefill_headroom or None
-        self._latency, self._ledger, self._states = latency, ledger, states
-        self._cost = LineTracker()
-        self._rule: PrefillConfig | None = None
-        self._sizes = np.zeros(0, np.int64)
-        self._raw_s = np.zeros(0)
+        self._costs, self._ledger, self._states = costs, ledger, states
+        self._prefills = costs.prefills()
         self._period_s = MovingAverage(NEWEST)  # of decode iterations
         self._cycle_s = MovingAverage(NEWEST)  # the same with the prefills between them
         self._verified = MovingAverage(NEWEST)  # tokens per verification
@@ -107,7 +110,7 @@ class PrefillPacer:
         """A prefill forward, target and draft."""
         self._decodes, self._spent_s = 0, self._spent_s + seconds
         if tokens > 0:
-            self._cost.observe(float(self._predicted_s(np.array([tokens]))[0]), seconds)
+            self._prefills.observe(tokens, 0.0, seconds, self._costs.slowdown)
 
     def observe(self, outcome: IterationOutcome) -> None:
         """A decode iteration."""
@@ -123,12 +126,6 @@ class PrefillPacer:
             rid: blend(known.get(rid, usual), float(new), NEWEST)
             for rid, new in zip(outcome.plan.running.rids, outcome.new_tokens.tolist(), strict=True)
         }
-
-    def _predicted_s(self, tokens: np.ndarray) -> np.ndarray:
-        """Uncorrected seconds of prefills of ``tokens`` [k], target and draft."""
-        tokens = tokens.astype(np.float64)
-        seconds: np.ndarray = self._latency.verify_s(tokens) + self._latency.draft.seconds(tokens, 0.0)
-        return seconds
 
     # -- deciding -----------------------------------------------------------------------------
 
@@ -147,11 +144,14 @@ class PrefillPacer:
         requests are the further rows. ``most_tokens``: SGLang's own chunk size. Rows that the plan's order
         leaves out have to wait.
         """
-        rule = self._rule_for(most_tokens)
+        sizes = np.unique(np.linspace(1, most_tokens, 128).astype(np.int64))
+        curve = self._prefills.quiet_curve(0.0, most_tokens)[sizes] * self._costs.slowdown
+        chunks = Chunks(sizes, np.maximum.accumulate(curve))
+        rule = self._rule(most_tokens, least_chunk(*chunks))
         waiting = [*([] if started is None else [started]), *waiting[:MOST_WAITING]]
         queue = self._waiting(waiting, started)
         known, batch = self._decoding(running, now_s)
-        pressure = self._pressure(rule, batch, len(queue.arrival_s), now_s)
+        pressure = self._pressure(rule, batch, len(queue.arrival_s), now_s, chunks)
         plan = plan_prefill(rule, queue, len(running), now_s, pressure)
         if self._holds.limits:
             gone = set(plan.order.tolist()) if plan.tokens else set()
@@ -174,33 +174,30 @@ class PrefillPacer:
             batch = replace(batch, tpot_slo_s=np.where(counts, batch.tpot_slo_s, np.inf))
         return reqs, batch
 
-    def _rule_for(self, most_tokens: int) -> PrefillConfig:
-        if self._rule is None or self._rule.chunk_tokens != most_tokens:
-            self._sizes = np.unique(np.linspace(1, most_tokens, 128).astype(np.int64))
-            self._raw_s = np.maximum.accumulate(self._predicted_s(self._sizes))
-            self._rule = PrefillConfig(
-                chunk_tokens=most_tokens,
-                order="deadline",
-                pacing="slack",
-                least_tokens=max(SMALLEST, least_chunk(self._sizes, self._raw_s)),
-                most_decodes=self._interval,
-                patience_s=self._patience_s,
-                gate=self._gate,
-            )
-        return self._rule
+    def _rule(self, most_tokens: int, least_tokens: int) -> PrefillConfig:
+        return PrefillConfig(
+            chunk_tokens=most_tokens,
+            order="deadline",
+            pacing="slack",
+            least_tokens=max(SMALLEST, least_tokens),
+            most_decodes=self._interval,
+            patience_s=self._patience_s,
+            gate=self._gate,
+        )
 
-    def _pressure(self, rule: PrefillConfig, batch: RunningBatch, n_waiting: int, now_s: float) -> Pressure:
+    def _pressure(
+        self, rule: PrefillConfig, batch: RunningBatch, n_waiting: int, now_s: float, chunks: Chunks
+    ) -> Pressure:
         n = max(1, len(batch))
         pace = np.array([self._pace.get(rid, self._mean_pace.value) for rid in batch.rids])
-        period_s = self._period_s.value or self._latency.iteration_s(n, 0, 1, n)
+        period_s = self._period_s.value or self._costs.iteration_s(n, 0, 1, n)
         slack = stall_slack(batch, now_s, pace, period_s, rule.horizon_tokens)
-        seconds = np.maximum(self._cost.slope * self._raw_s + self._cost.offset, 1e-6)
         room = None
         if self._gate is not None and len(batch):
             usual, cycle_s = np.full(len(batch), self._mean_pace.value), self._cycle_s.value or period_s
             slos, verified = batch.tpot_slo_s, self._verified.value
-            room = predicted_room(self._latency, slos, usual, cycle_s, verified, n_waiting)
-        return Pressure(slack, period_s, self._sizes, seconds, self._decodes, self._spent_s, room)
+            room = predicted_room(self._costs, slos, usual, cycle_s, verified, n_waiting)
+        return Pressure(slack, period_s, *chunks, self._decodes, self._spent_s, room)
 
     def _waiting(self, reqs: Sequence[Any], started: Any | None) -> WaitingBatch:
         aims = [self._aim(r) for r in reqs]

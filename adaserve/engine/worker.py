@@ -22,6 +22,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from adaserve.config import AdaServeConfig, slo_classes
 from adaserve.engine import measure, sampling
 from adaserve.engine.agree import Agreement
+from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
 from adaserve.engine.iteration import Iteration, Marks, sample_of
 from adaserve.engine.parts import Device
 from adaserve.engine.policies import ServedPolicies
@@ -38,6 +39,7 @@ from adaserve.host import on_device
 from adaserve.identity import ensure_registered
 from adaserve.noise import request_key
 from adaserve.pair.acceptance import load_sharpening
+from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import IterationOutcome, IterationPlan, Policy
 from adaserve.scheduler.replay import Recorder
 from adaserve.slo.ledger import SLOLedger
@@ -48,9 +50,6 @@ logger = logging.getLogger(__name__)
 
 Publish = Callable[[torch.Tensor], None]
 """SGLang's relay of new sequence lengths to its overlapped scheduler."""
-
-BASELINE_CONTEXT = 256
-"""Cached tokens of the lone request whose plain decoding defines the baseline latency."""
 
 
 class AdaServeWorker(BaseSpecWorker):
@@ -99,12 +98,12 @@ class AdaServeWorker(BaseSpecWorker):
         self._sources: tuple[TreeSource, ...] = (self._beam_source(),)
         self._measure(target)
         self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
-        self._policies = ServedPolicies(self.config, self.latency, self.device)
+        self._policies = ServedPolicies(self.config, self.costs, self.device)
         self.set_policy(self.config.policy)
         self._init_ledger()
         self.prefill = PrefillPacer(
             self.config,
-            self.latency,
+            self.costs,
             self.ledger,
             self._states,
             alone=self._agreement.alone,
@@ -128,7 +127,9 @@ class AdaServeWorker(BaseSpecWorker):
         )
         meta = measure.fingerprint(*self._models, self.config)
         self._profile = measure.save_full_profile(meta, lambda grid, tick: run(grid, progress=tick))
-        self.latency = measure.load_or_measure(self.config, meta, lambda: run(measure.QUICK))
+        self.latency = measure.start_model(self.config, meta, lambda: run(measure.QUICK))
+        self.costs = LearnedCosts(self.latency)
+        self._meta = meta
         for model in (self.device.target, self.device.draft):
             model.take_runs()  # the measurements'
 
@@ -144,10 +145,12 @@ class AdaServeWorker(BaseSpecWorker):
 
     def _init_ledger(self) -> None:
         baseline_ms = self.config.baseline_ms
-        measured_s = self.latency.verify_s(1.0, BASELINE_CONTEXT) + self.latency.overhead_s
+        measured_s = self.costs.baseline_s(BASELINE_CONTEXT)
         baseline_s = measured_s if baseline_ms is None else baseline_ms / 1e3
         metrics = ServerMetrics() if get_observability().enable_metrics else None
         self.ledger = SLOLedger(baseline_s, SLOStats(slo_classes(), metrics))
+        saves, follow = self._agreement.decides, baseline_ms is None
+        self.host_costs = HostCosts(self.costs, self.ledger, self._meta, saves=saves, follow=follow)
         logger.info(
             "AdaServe: policy %s, baseline %.1f ms per token, budget %s tokens",
             self.policy.name,
@@ -166,6 +169,7 @@ class AdaServeWorker(BaseSpecWorker):
             "times": dict(self._times),
             "stats": self.ledger.stats.state(),
             "device": self.device.report(),
+            "host": self.host_costs.report(),
         }
 
     # -- prefill ------------------------------------------------------------------------------
@@ -361,6 +365,7 @@ class AdaServeWorker(BaseSpecWorker):
         if self._recorder is not None:
             self._recorder.observed(outcome)
         self.ledger.iteration(outcome.plan.running.rids, sample_of(outcome))
+        self.host_costs.observed(outcome.end_s)
         leaving, self._leaving = self._leaving, []
         for rid in leaving:
             self._forget(rid)

@@ -11,6 +11,7 @@ import numpy as np
 from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested_in
 from adaserve.scheduler.calibration import Calibrator, claimed_probability
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import (
     CandidateTrees,
     FloatArray,
@@ -22,9 +23,11 @@ from adaserve.scheduler.interface import (
 )
 from adaserve.scheduler.need import check_batch, depth_cap, need_tokens
 from adaserve.scheduler.selection import path_probability, two_phase
-from adaserve.scheduler.tracking import LatencyTracker
 
 NO_BUDGET = 1 << 30
+
+KNEE_EVERY = 64
+"""Iterations after which the knee is looked for again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,22 @@ class BasePolicy:
     def __init__(self, name: str, config: PolicyConfig) -> None:
         self.name = name
         self.config = config
-        self.latency = LatencyTracker(config.latency, config.track_latency)
+        self.costs = config.costs or LearnedCosts(config.latency, config.learn_costs)
         self.rates = AcceptanceRates()
         self.calibrator = Calibrator()
         self._iterations = 0
         self._unlearned: list[IterationOutcome] = []  # of one batch, with trees
-        self._budget = config.budget_tokens()
+        self._knee = 0
+        self._context: tuple[RunningBatch | None, float] = None, 0.0
+
+    @property
+    def budget(self) -> int:
+        """B: the configured one, or the knee of what is known of the costs by now."""
+        if self.config.budget is not None:
+            return self.config.budget
+        if self._iterations % KNEE_EVERY == 0 or not self._knee:
+            self._knee = self.costs.knee_tokens(self.config.knee)
+        return self._knee
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """d, w and B of the iteration; ``cap`` [n] is the deepest useful node per row."""
@@ -92,14 +105,16 @@ class BasePolicy:
 
     def context(self, running: RunningBatch) -> float:
         """N_context of the batch, as the latency model is asked: cached tokens, all requests together."""
-        return float(running.context_tokens.sum())
+        if self._context[0] is not running:  # asked for several times per iteration
+            self._context = running, float(running.context_tokens.sum())
+        return self._context[1]
 
     def _t_spec(self, running: RunningBatch, depth: int, width: int, budget: int) -> float:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
         context = self.context(running)
         n = len(running)
         tokens = min(budget, n * (1 + depth * width)) + running.prefill_tokens
-        return self.latency.iteration_s(n, depth, width, tokens, context)
+        return self.costs.iteration_s(n, depth, width, tokens, context)
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Keeps every usable candidate; the globally best ones if the budget binds."""
@@ -112,13 +127,9 @@ class BasePolicy:
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Learns acceptance, calibration and speed."""
-        running, trees = outcome.plan.running, outcome.trees
-        context = self.context(running)
-        tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
-        self.latency.observe_verify(tokens, context, outcome.verify_s)
-        depth = int(trees.depth.max(initial=0))
-        self.latency.observe_draft(len(running), depth, outcome.plan.width, context, outcome.draft_s)
-        if not trees.n_nodes:
+        running = outcome.plan.running
+        self.costs.observe(outcome, self.context(running))
+        if not outcome.trees.n_nodes:
             return
         if self._unlearned and self._unlearned[0].plan.running.rids != running.rids:
             self.learn()

@@ -37,15 +37,15 @@ class AdaServePolicy(BasePolicy):
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """Depth and width from n alone; nothing is drafted when only roots fit (base class)."""
         n, c = len(running), self.config
-        B = self._budget
+        B = self.budget
         B1 = B if c.B1 is None else c.B1
         B2 = 0.75 * B if c.B2 is None else c.B2
         depth, width = eurosys_shape(n, B1=B1, B2=B2, c1=c.c1, c2=c.c2, d=(c.d_min, c.d_max), w_max=c.w_max)
-        return Shape(depth, width, B, self._n_max(n))
+        return Shape(depth, width, B, self._n_max(n, B))
 
-    def _n_max(self, n: int) -> int:
+    def _n_max(self, n: int, B: int) -> int:
         # The authors' public code: int(1.2 B / n) added nodes; at least 1 or the phase does nothing.
-        return max(1, int(self.config.n_max_factor * self._budget / n))
+        return max(1, int(self.config.n_max_factor * B / n))
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """SLO phase, then throughput phase (Algorithm 2 lines 8-22)."""
@@ -62,9 +62,9 @@ class AdaServeV1Policy(AdaServePolicy):
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """d and w of v1; n > B drafts nothing instead of v1's wasted max(1, ...)."""
-        n = len(running)
-        depth, width = v1_shape(n, self._budget, self.config.d_max, self.config.w_max)
-        return Shape(depth, width, self._budget, self._n_max(n))
+        n, B = len(running), self.budget
+        depth, width = v1_shape(n, B, self.config.d_max, self.config.w_max)
+        return Shape(depth, width, B, self._n_max(n, B))
 
 
 class GlobalGreedyPolicy(AdaServePolicy):

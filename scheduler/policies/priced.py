@@ -21,7 +21,6 @@ from adaserve.scheduler.policies.base import BasePolicy, Shape
 from adaserve.scheduler.pricing import Priced, price_nodes
 from adaserve.scheduler.selection import never_rising, path_probability, within_cap
 from adaserve.scheduler.tables import RequestTable
-from adaserve.scheduler.tracking import rounded_context
 from adaserve.scheduler.worth import attainment_weight
 
 SMALL, RELAXED = 16, 4
@@ -66,7 +65,6 @@ class PricedPolicy(BasePolicy):
         self._regimes: dict[int, _Regime] = {}  # by the bits of the batch size
         self._weight: FloatArray = np.ones(0)
         self._bought: dict[int, tuple[FloatArray, Priced]] = {}  # f, by iteration, until observed
-        self._context: tuple[RunningBatch | None, float] = (None, 0.0)
         self._weighed: tuple[str, ...] = ()
         self._potential = RequestTable(1)  # moving average of 1 + sum f on the best chain; 0 = not known
 
@@ -86,12 +84,6 @@ class PricedPolicy(BasePolicy):
             budget = min(budget, self.config.budget)
         return Shape(depth, width, budget)
 
-    def context(self, running: RunningBatch) -> float:
-        """Rounded: otherwise the latency model would have to be asked anew in every iteration."""
-        if self._context[0] is not running:
-            self._context = (running, rounded_context(super().context(running)))
-        return self._context[1]
-
     def _regime(self, n: int) -> _Regime:
         """What is known about batches of the size of ``n``, up to a factor of two; large ones are alike."""
         size = min(n, LARGE).bit_length()
@@ -110,7 +102,7 @@ class PricedPolicy(BasePolicy):
         n = len(running)
         if n == 1:  # nobody to compare it with
             return np.ones(n)
-        period = self._period_s.value or self.latency.iteration_s(n, 2, 1, 3 * n, context)
+        period = self._period_s.value or self.costs.iteration_s(n, 2, 1, 3 * n, context)
         pace = self._potential.of(running.rids)[:, 0]
         if not pace.all():
             acc = self.rates.of_rows(running.rids, running.slo_class)
@@ -131,10 +123,10 @@ class PricedPolicy(BasePolicy):
         if deepest <= 0:
             return 0, 1
         if not regime.rate.value:  # before the first selection: as if nothing were drafted
-            regime.rate.add(self._weight.sum() / self.latency.iteration_s(n, 0, 1, n, context))
+            regime.rate.add(self._weight.sum() / self.costs.iteration_s(n, 0, 1, n, context))
         rate = regime.rate.value
-        first_s = self.latency.draft_step_s(n, context)
-        row_s = max(0.0, self.latency.draft_step_s(2 * n, context) - first_s)
+        first_s = self.costs.draft_step_s(n, context)
+        row_s = max(0.0, self.costs.draft_step_s(2 * n, context) - first_s)
         surplus = regime.surplus.tolist()  # small: plain numbers are faster
         beam_price = rate * row_s * max(0, regime.depth - 1)
         width = 1
@@ -143,7 +135,7 @@ class PricedPolicy(BasePolicy):
         if self._iterations % c.width_probe_every == c.width_probe_every - 1:
             width = min(c.w_max, width + 1)
         step_price = rate * (first_s + row_s * (width - 1))
-        depth, gain = 0, -rate * self.latency.draft_start_s
+        depth, gain = 0, -rate * self.costs.draft_start_s(n, context)
         while depth < deepest:
             more = n * sum(surplus[depth][:width]) - (step_price if depth else rate * first_s)
             if more <= 0:
@@ -190,9 +182,9 @@ class PricedPolicy(BasePolicy):
             return True
         context = self.context(running)
         tokens = n * (1 + step)
-        slope = self.latency.verify_s(tokens + n, context) - self.latency.verify_s(tokens, context)
+        slope = self.costs.verify_s(tokens + n, context) - self.costs.verify_s(tokens, context)
         token_price = rate * slope / n
-        step_price = rate * self.latency.draft_step_s(n * frontier_logprob.shape[1], context)
+        step_price = rate * self.costs.draft_step_s(n * frontier_logprob.shape[1], context)
         gain = plan.weight[:, None] * np.exp(frontier_logprob) * self._level_acceptance.value - token_price
         return bool(np.maximum(gain, 0.0).sum() > step_price)
 
@@ -228,11 +220,11 @@ class PricedPolicy(BasePolicy):
         running, n = plan.running, len(plan.running)
         context = self.context(running)
         depth = int(trees.depth.max(initial=0))
-        constant = self.latency.draft_s(n, depth, plan.width, context) + self.config.latency.overhead_s
+        constant = self.costs.draft_s(n, depth, plan.width, context) + self.costs.other_s()
         chunk = running.prefill_tokens
-        verify = self.latency.verify_curve(n + chunk, most + 1, context)
+        verify = self.costs.verify_curve(n + chunk, most + 1, context)
         if chunk and not self.config.price_prefill:
-            constant -= self.latency.verify_s(n + chunk, context) - self.latency.verify_s(n, context)
+            constant -= self.costs.verify_s(n + chunk, context) - self.costs.verify_s(n, context)
             # Chunk after chunk means that prompts queue: they wait for every second spent here.
             queue = self.config.queue_price * max(0.0, 2.0 * self._chunk_share.value - 1.0)
             if queue > 0:

@@ -36,9 +36,9 @@ class TurboSpecPolicy(BasePolicy):
         ks = np.arange(k_most + 1)
         lengths = np.minimum(cap[None, :], ks[:, None])
         tokens = chain_length(self.rates.overall, lengths).sum(axis=1)
-        verify = self.latency.verify_many((n + lengths.sum(axis=1)).astype(np.float64), context)
-        draft = np.array([self.latency.draft_s(n, int(k), 1, context) for k in ks])
-        out: FloatArray = tokens / (draft + verify + self.config.latency.overhead_s)
+        verify = self.costs.verify_s((n + lengths.sum(axis=1)).astype(np.float64), context)
+        draft = np.array([self.costs.draft_s(n, int(k), 1, context) for k in ks])
+        out: FloatArray = tokens / (draft + verify + self.costs.other_s())
         return out
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:

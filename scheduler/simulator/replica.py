@@ -50,6 +50,8 @@ class ReplicaConfig:
     exclusive_tokens: int = 4096  # largest separate prefill forward
     noise: float = 0.03  # standard deviation of log seconds
     lag: bool = False  # overlap schedule: plans see the state before the last outcome
+    busy: tuple[tuple[float, float, float], ...] = ()
+    """When others use the host: from, until (simulated seconds), how many times as long everything takes."""
 
 
 class Replica:
@@ -318,6 +320,9 @@ class Replica:
         return self.config.latency.draft_step_s(tokens) if tokens and speculates else 0.0
 
     def _noisy(self, seconds: float) -> float:
+        for begin, end, times in self.config.busy:
+            if begin <= self.now_s < end:
+                seconds *= times
         return seconds * float(np.exp(self._rng.normal(0.0, self.config.noise)))
 
 

@@ -1,4 +1,4 @@
-"""Latency fits and their online correction, acceptance under censoring, calibration."""
+"""Latency fits, acceptance under censoring, calibration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from sched_factories import beam_trees, outcome, running, trees_from
 from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested, find_tested_in
 from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.calibration import Calibrator, claimed_probability, path_product
-from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.fit import fit_latency, fit_roofline
 from adaserve.scheduler.latency import (
     ForwardCost,
@@ -28,7 +27,6 @@ from adaserve.scheduler.latency import (
 )
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.selection import parents_flat, row_of
-from adaserve.scheduler.tracking import LatencyTracker, LineTracker
 
 TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512], np.float64)
 
@@ -108,50 +106,6 @@ def test_a_moving_average_starts_where_its_stream_does_and_forgets():
     for _ in range(200):
         cold.add(2.0)
     assert cold.value == pytest.approx(2.0)
-
-
-class TestTracking:
-    @pytest.mark.parametrize("wrong", [0.5, 2.0])
-    def test_a_model_twice_wrong_recovers_within_seconds(self, wrong):
-        truth = default_latency().verify
-        model = LatencyModel(ForwardCost(0.002), ForwardCost(0.0307 * wrong, per_token_s=1.82e-4 * wrong))
-        tracker, rng, clock = LatencyTracker(model), np.random.default_rng(0), 0.0
-        while clock < 3.0:
-            tokens = float(rng.integers(20, 300))
-            measured = float(truth.seconds(np.asarray(tokens), 0.0)) * float(np.exp(rng.normal(0, 0.03)))
-            tracker.observe_verify(tokens, 0.0, measured)
-            clock += measured
-        for tokens in (30.0, 150.0, 300.0):
-            assert tracker.verify_s(tokens) == pytest.approx(
-                float(truth.seconds(np.asarray(tokens), 0.0)), rel=0.08
-            )
-
-    def test_slope_and_offset_are_told_apart(self):
-        line = LineTracker(memory=50)
-        rng = np.random.default_rng(1)
-        for x in rng.uniform(0.03, 0.2, 300):
-            line.observe(x, 0.02 + 2.0 * x)
-        assert line.slope == pytest.approx(2.0, rel=0.1)
-        assert line.predict(0.1) == pytest.approx(0.22, rel=0.03)
-
-    def test_stalls_and_nonsense_do_little_harm(self):
-        line = LineTracker()
-        for _ in range(50):
-            line.observe(0.1, 0.1)
-        line.observe(0.1, 60.0)
-        line.observe(0.1, float("nan"))
-        line.observe(0.1, -1.0)
-        assert line.predict(0.1) < 0.25
-
-    def test_the_policy_learns_through_observe(self):
-        config = PolicyConfig(latency=LatencyModel(ForwardCost(0.001), ForwardCost(0.01, per_token_s=1e-5)))
-        policy = build_policy("none", config)
-        for i in range(40):
-            plan = policy.plan(running(4), float(i))
-            trees = beam_trees(4, 1, 1)
-            selection = policy.select(plan, trees)
-            policy.observe(outcome(plan, trees, selection, np.zeros(4, np.bool_), verify_s=0.02))
-        assert policy.plan(running(4), 99.0).t_spec_s == pytest.approx(0.02, rel=0.1)
 
 
 def one_chain_outcome(accepted_levels: int, kept: int = 4):

@@ -171,7 +171,7 @@ class TestPriced:
 
     def test_selection_is_the_best_prefix(self):
         """No other number of nodes has a better expected value per second."""
-        policy = build_policy("priced", PolicyConfig(calibrate=False, track_latency=False))
+        policy = build_policy("priced", PolicyConfig(calibrate=False, learn_costs=False))
         plan = policy.plan(running(6), 1.0)
         trees = drafted(plan)
         selection = policy.select(plan, trees)
@@ -191,18 +191,18 @@ class TestPriced:
             assert bought.selection.keep.tolist() == [i < most for i in range(5)]
 
     def test_a_riding_prefill_does_not_buy_more_speculation(self):
-        policy = build_policy("priced", PolicyConfig(calibrate=False, track_latency=False))
+        policy = build_policy("priced", PolicyConfig(calibrate=False, learn_costs=False))
         plan = policy.plan(running(6), 1.0)
         trees = drafted(plan)
         alone = policy.select(plan, trees).keep.sum()
-        other = build_policy("priced", PolicyConfig(calibrate=False, track_latency=False))
+        other = build_policy("priced", PolicyConfig(calibrate=False, learn_costs=False))
         with_chunk = other.plan(running(6, prefill_tokens=512), 1.0)
         assert other.select(with_chunk, trees).keep.sum() == alone
 
     def test_beams_that_bring_nothing_are_given_up(self):
         """Although drafting stops before the deepest levels, where nothing was ever learned of them."""
         latency = LatencyModel(ForwardCost(4e-4, per_token_s=2.5e-5), ForwardCost(0.01, per_token_s=1e-3))
-        policy = build_policy("priced", PolicyConfig(latency=latency, early_stop=True, track_latency=False))
+        policy = build_policy("priced", PolicyConfig(latency=latency, early_stop=True, learn_costs=False))
         widths = []
         for i in range(160):
             plan = policy.plan(running(8), 1.0 + i)

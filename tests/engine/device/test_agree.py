@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from adaserve.config import AdaServeConfig
 from adaserve.engine.agree import Agreement
 from adaserve.engine.prefill import PrefillPacer
+from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from tests.engine.trees.factories import decode_rows, drafted, running
@@ -76,7 +77,9 @@ def test_alone_nothing_is_sent() -> None:
 def test_ranks_never_prefill_by_their_clocks() -> None:
     """Neither at start nor when somebody asks for it while the server runs."""
     nothing: Any = SimpleNamespace()
-    pacer = PrefillPacer(AdaServeConfig(prefill="slack"), default_latency(), nothing, {}, alone=False)
+    pacer = PrefillPacer(
+        AdaServeConfig(prefill="slack"), LearnedCosts(default_latency()), nothing, {}, alone=False
+    )
     assert not pacer.paces("priced")
     for mode in ("slack", None):
         with pytest.raises(ValueError, match="exclusive"):

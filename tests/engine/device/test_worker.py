@@ -17,6 +17,7 @@ from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.engine.worker import AdaServeWorker
+from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import IterationOutcome
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
@@ -46,6 +47,7 @@ class TinyWorker(AdaServeWorker):
         self._policies = SimpleNamespace(forget=self.forgotten.append)  # type: ignore[assignment]
         self.prefill = SimpleNamespace(observe=len_of)  # type: ignore[assignment]
         self.ledger = SimpleNamespace(iteration=lambda rids, sample: None)  # type: ignore[assignment]
+        self.host_costs = SimpleNamespace(observed=float)  # type: ignore[assignment]
         self.req_to_token_pool = SimpleNamespace(req_to_token=requests.req_to_token)
         self.outcomes: list[IterationOutcome] = []
 
@@ -182,7 +184,7 @@ def test_depth_is_planned_without_a_frontier_where_nobody_asks() -> None:
     """``priced`` may not count on being stopped between draft steps of a device."""
     for device, asks in (("host", True), ("graphs", False)):
         worker = Run("none", overlap=True, device=device).worker
-        policies = ServedPolicies(CONFIG, default_latency(), worker.device)
+        policies = ServedPolicies(CONFIG, LearnedCosts(default_latency()), worker.device)
         assert policies.get("priced").config.early_stop is asks  # type: ignore[attr-defined]
         assert policies.get("priced") is policies.get("priced")
 

@@ -1,0 +1,94 @@
+"""Learned costs on the server's side: what follows them, and how they outlive the server."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from adaserve.engine.host_load import OtherProcesses
+from adaserve.engine.measure import save_learned
+from adaserve.scheduler.costs import LearnedCosts
+from adaserve.slo.ledger import SLOLedger
+
+logger = logging.getLogger(__name__)
+
+BASELINE_CONTEXT = 256
+"""Cached tokens of the lone request whose plain decoding defines the baseline latency."""
+
+BUSY, CALM = 1.5, 1.2
+"""The host counts as busy from the first slowdown on, and until the second."""
+
+LOOK_EVERY_S, SAVE_EVERY_S = 2.0, 30.0
+
+FIRST_LOOK = 64
+"""Iterations before what was learned is believed."""
+
+MOVED = 0.05
+"""The baseline follows when it has moved by more than this."""
+
+
+class HostCosts:
+    """Watches what ``costs`` learn: moves the baseline, says when the host is busy, saves the table."""
+
+    def __init__(
+        self, costs: LearnedCosts, ledger: SLOLedger, meta: dict[str, str], *, saves: bool, follow: bool
+    ) -> None:
+        """``meta``: what the costs are valid for. ``saves``: this rank keeps them for the next start.
+        ``follow``: the ledger's baseline does, unless a user has fixed it."""
+        self._costs, self._ledger, self._meta = costs, ledger, meta
+        self._saves, self._follow = saves, follow
+        self._started_ms = ledger.baseline_s * 1e3
+        self._iterations = 0
+        self._looked_s = self._saved_s = 0.0
+        self._others, self._others_share = OtherProcesses(), 0.0
+        self._busy = False
+
+    def observed(self, now_s: float) -> None:
+        """Call after every iteration that the policy has observed."""
+        self._iterations += 1
+        if self._iterations < FIRST_LOOK or now_s < self._looked_s + LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        self._others_share = self._others.share()
+        self._look_at_host()
+        if self._follow:
+            self._set_baseline()
+        if self._saves and now_s > self._saved_s + SAVE_EVERY_S and not self._busy:
+            self._saved_s = now_s
+            if (learned := self._costs.learned()) is not None:
+                save_learned(self._meta, learned)
+
+    def _look_at_host(self) -> None:
+        slowdown = self._costs.slowdown
+        if not self._busy and slowdown > BUSY:
+            self._busy = True
+            logger.warning(
+                "AdaServe: the host is busy: forwards take %.1f times as long as they do when it is quiet "
+                "(other processes use %.0f%% of its processors)",
+                slowdown,
+                100 * self._others_share,
+            )
+        elif self._busy and slowdown < CALM:
+            self._busy = False
+            logger.info("AdaServe: the host is quiet again")
+
+    def _set_baseline(self) -> None:
+        old_s, new_s = self._ledger.baseline_s, self._costs.baseline_s(BASELINE_CONTEXT)
+        if abs(new_s / old_s - 1) > MOVED:
+            self._ledger.set_baseline(new_s)
+            logger.info(
+                "AdaServe: baseline %.1f ms per token instead of %.1f, learned from what was served; "
+                "SLOs that are multiples of it follow",
+                new_s * 1e3,
+                old_s * 1e3,
+            )
+
+    def report(self) -> dict[str, Any]:
+        """For ``/server_info`` and the live page; JSON values."""
+        return {
+            "busy": self._busy,
+            "slowdown": self._costs.slowdown,
+            "others_share": self._others_share,
+            "baseline_start_ms": self._started_ms,
+            "baseline_fixed": not self._follow,
+        }

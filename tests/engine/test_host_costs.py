@@ -1,0 +1,172 @@
+"""Where learned costs start, what follows them, and how they outlive a server."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve.config import AdaServeConfig
+from adaserve.engine import measure
+from adaserve.engine.host_costs import BASELINE_CONTEXT, FIRST_LOOK, LOOK_EVERY_S, HostCosts
+from adaserve.engine.host_load import OtherProcesses
+from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.latency import ForwardCost, LatencyModel, Profile, TableCost
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.ledger import SLOLedger
+from adaserve.slo.stats import SLOStats
+
+META = {"host": "here", "target": "pair"}
+TABLE = TableCost((1.0, 4.0, 8.0, 16.0, 32.0), (0.010, 0.011, 0.013, 0.012, 0.020))
+QUIET = LatencyModel(ForwardCost(2e-4), TABLE, 1e-3)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def slower(times: float, model: LatencyModel = QUIET) -> LatencyModel:
+    table = replace(TABLE, seconds_at=tuple(times * s for s in TABLE.seconds_at))
+    return replace(model, verify=table)
+
+
+def profile(times: float, **meta: str) -> Profile:
+    """What a measurement of a host that is so many times slower gives."""
+    points = np.array([[t, 256.0, times * s] for t, s in zip(TABLE.tokens, TABLE.seconds_at, strict=True)])
+    return Profile(draft=points * [1, 1, 0.02], verify=points, overhead_s=1e-3, meta=meta or META)
+
+
+def start(times: float, config: AdaServeConfig | None = None) -> LatencyModel:
+    """The start of a server whose measurement comes out so many times slower."""
+    return measure.start_model(config or AdaServeConfig(), META, lambda: profile(times))
+
+
+def one_token_ms(model: LatencyModel) -> float:
+    return model.verify_s(1.0, 256.0) * 1e3
+
+
+class Server:
+    """The part of a worker that is tested, with a clock of its own."""
+
+    def __init__(self, model: LatencyModel, follow: bool = True, saves: bool = True) -> None:
+        self.costs = LearnedCosts(model)
+        self.ledger = SLOLedger(self.costs.baseline_s(BASELINE_CONTEXT), SLOStats(SLOConfig(), None))
+        self.host = HostCosts(self.costs, self.ledger, META, saves=saves, follow=follow)
+        self.now_s = 100.0
+
+    def serve(self, iterations: int, times: float = 1.0) -> None:
+        """Forwards that take so many times what they do on the quiet host."""
+        for i in range(iterations):
+            size = (1, 4, 8, 16)[i // 3 % 4]
+            self.costs.verify.observe(size, 256.0, times * QUIET.verify_s(float(size), 256.0))
+            self.now_s += LOOK_EVERY_S / 10
+            self.host.observed(self.now_s)
+
+
+def test_without_anything_kept_the_measurement_is_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
+
+
+def test_costs_that_fall_with_tokens_are_measured_as_they_are() -> None:
+    model = start(1.0)
+    assert model.verify_s(16.0) < model.verify_s(8.0)
+
+
+def test_what_was_learned_is_the_start_of_the_next_server() -> None:
+    first = Server(start(3.0))
+    first.serve(400)
+    again = start(1.0)
+    assert again.learned and one_token_ms(again) == pytest.approx(10.0, rel=0.05)
+
+
+def test_a_busy_start_trusts_what_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    measure.save_learned(META, replace(QUIET, learned=True))
+    with caplog.at_level(logging.WARNING):
+        assert one_token_ms(start(6.0)) == pytest.approx(10.0)
+    assert "6.0 times as long as when this host was last known" in caplog.text
+
+
+def test_a_host_that_became_faster_is_measured_anew() -> None:
+    measure.save_learned(META, slower(4.0, replace(QUIET, learned=True)))
+    assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
+
+
+def test_a_profile_that_is_asked_for_is_the_start(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is kept; it says so when the profile was made elsewhere."""
+    measure.save_learned(META, replace(QUIET, learned=True))
+    profile(3.0, host="elsewhere").save(cache / "p.json")
+    with caplog.at_level(logging.WARNING):
+        model = start(1.0, AdaServeConfig(profile=str(cache / "p.json")))
+    assert not model.learned and one_token_ms(model) == pytest.approx(30.0, rel=0.05)
+    assert "made with another host, target" in caplog.text
+
+
+def test_a_full_profile_replaces_what_was_learned_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure.save_learned(META, replace(QUIET, learned=True))
+    monkeypatch.setenv(measure.PROFILE_ENV, json.dumps({"ticks": "/dev/null", "out": None}))
+    measure.save_full_profile(META, lambda grid, tick: profile(1.0))
+    assert measure.load_learned(measure.learned_path(META)) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"latency": {}}', '{"latency": {"verify": 3, "draft": []}}', "[]"]
+)
+def test_a_damaged_file_is_no_obstacle(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = measure.learned_path(META)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert measure.load_learned(path) is None
+    assert "costs are learned anew" in caplog.text
+    assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
+
+
+@pytest.mark.parametrize("times", [0.25, 5.0])
+def test_the_baseline_follows_what_is_learned(times: float, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(slower(times))
+    with caplog.at_level(logging.INFO):
+        server.serve(FIRST_LOOK - 1)
+        assert server.ledger.baseline_s == pytest.approx(0.010 * times + 1e-3, rel=0.05), "too early"
+        server.serve(300)
+    assert server.ledger.baseline_s == pytest.approx(0.011, rel=0.05)
+    assert "instead of" in caplog.text
+    assert server.host.report()["baseline_start_ms"] == pytest.approx(10 * times + 1, rel=0.05)
+
+
+def test_a_fixed_baseline_stays() -> None:
+    server = Server(slower(5.0), follow=False)
+    before = server.ledger.baseline_s
+    server.serve(400)
+    assert server.ledger.baseline_s == before and server.host.report()["baseline_fixed"]
+
+
+def test_a_busy_host_is_said_and_changes_neither_baseline_nor_file(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(QUIET)
+    server.serve(400)
+    quiet_s, path = server.ledger.baseline_s, measure.learned_path(META)
+    kept = path.read_text()
+    with caplog.at_level(logging.INFO):
+        server.serve(400, times=6.0)
+        report = server.host.report()
+        assert report["busy"] and report["slowdown"] == pytest.approx(6.0, rel=0.05)
+        assert server.ledger.baseline_s == quiet_s and path.read_text() == kept
+        server.serve(60)
+    assert not server.host.report()["busy"]
+    assert caplog.text.count("the host is busy") == caplog.text.count("quiet again") == 1
+
+
+def test_only_the_deciding_rank_saves() -> None:
+    Server(QUIET, saves=False).serve(400)
+    assert not measure.learned_path(META).exists()
+
+
+def test_what_others_use_is_a_share() -> None:
+    others = OtherProcesses()
+    sum(i * i for i in range(2_000_000))
+    assert 0.0 <= others.share() <= 1.0

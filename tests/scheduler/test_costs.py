@@ -1,0 +1,309 @@
+"""Costs learned from served iterations: wrong starts, any shape, stalls, hosts that are busy for a while."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sched_factories import beam_trees, outcome, running
+
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.cost_table import PATIENCE_S, CostTable
+from adaserve.scheduler.costs import FirstStep, LearnedCosts
+from adaserve.scheduler.interface import CandidateTrees, IterationOutcome
+from adaserve.scheduler.latency import ForwardCost, LatencyModel, StepCost, TableCost
+from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.simulator.hardware import hardware_latency
+from adaserve.scheduler.simulator.replica import ReplicaConfig
+from adaserve.scheduler.simulator.run import SimulationConfig, build_replica, simulate
+from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
+from adaserve.slo.classes import SLOConfig
+
+STEPPED = TableCost(
+    (1.0, 2.0, 4.0, 8.0, 10.0, 12.0, 13.0, 16.0, 24.0, 32.0, 64.0),
+    (13.8e-3, 14.2e-3, 15e-3, 16.2e-3, 17.8e-3, 18.9e-3, 16.4e-3, 17.5e-3, 22e-3, 26e-3, 44e-3),
+    1e-7,
+)
+"""The embedded target on two cores: 16 tokens cost less than 12."""
+
+
+class Host:
+    """Forwards that take ``cost`` x noise x what ``disturb`` says, and never less than ``cost``."""
+
+    def __init__(self, cost: StepCost, seed: int = 0, stalls: float = 0.0) -> None:
+        self.cost, self.stalls, self.rng, self.clock = cost, stalls, np.random.default_rng(seed), 0.0
+
+    def serve(self, table: CostTable, sizes: list[int], seconds: float, busy: float = 1.0) -> None:
+        """Forwards of ``sizes`` in turns of a few for so many seconds, ``busy`` times as slow on average."""
+        end = self.clock + seconds
+        while self.clock < end:
+            size = int(self.rng.choice(sizes))
+            for _ in range(int(self.rng.integers(1, 6))):
+                context = float(self.rng.integers(100, 3000))
+                took = float(self.cost.seconds(np.float64(size), context))
+                took *= 1.0 + abs(float(self.rng.normal(0, 0.03)))
+                if busy > 1:
+                    took *= busy * float(self.rng.uniform(0.6, 1.4))
+                elif self.rng.random() < self.stalls:
+                    took *= float(self.rng.uniform(2, 12))
+                self.clock += took
+                table.observe(size, context, took)
+
+
+def worst(table: CostTable, truth: StepCost, sizes: list[int], context: float = 512.0) -> float:
+    """Largest relative error of the quiet costs."""
+    right = truth.seconds(np.array(sizes, np.float64), context)
+    return max(abs(table.quiet_s(t, context) / r - 1) for t, r in zip(sizes, right.tolist(), strict=True))
+
+
+def scaled(cost: TableCost, times: float) -> TableCost:
+    return replace(cost, seconds_at=tuple(times * s for s in cost.seconds_at))
+
+
+SERVED = [1, 2, 3, 4, 6, 8, 10, 12, 13, 16, 20, 24, 32]
+
+
+class TestTable:
+    @pytest.mark.parametrize("times", [0.1, 0.5, 1.0, 3.0, 9.0])
+    def test_a_start_that_is_times_wrong_is_right_after_a_minute(self, times):
+        """The profile of another machine, or one measured while the host was busy."""
+        table = CostTable(scaled(STEPPED, times).seconds)
+        Host(STEPPED).serve(table, SERVED, 60.0)
+        assert worst(table, STEPPED, SERVED) < 0.1
+        assert worst(table, STEPPED, [5, 14, 28, 48, 64]) < 0.15, "nor served, but between or beside what was"
+
+    def test_a_shape_that_was_measured_wrong_is_mended(self):
+        """Each size by another factor, as on a host where something else came and went."""
+        rng = np.random.default_rng(3)
+        odd = replace(STEPPED, seconds_at=tuple(s * rng.uniform(1.5, 9) for s in STEPPED.seconds_at))
+        table = CostTable(odd.seconds)
+        Host(STEPPED).serve(table, SERVED, 60.0)
+        assert worst(table, STEPPED, SERVED) < 0.1
+
+    def test_costs_may_fall_with_tokens(self):
+        flat = TableCost((1.0, 10.0, 32.0), (13.8e-3, 17.9e-3, 17.9e-3))
+        table = CostTable(flat.seconds)
+        Host(STEPPED).serve(table, SERVED, 30.0)
+        assert table.quiet_s(12, 512) > 1.05 * table.quiet_s(13, 512)
+
+    @pytest.mark.parametrize("stalls", [0.05, 0.3, 0.5])
+    def test_stalls_teach_nothing(self, stalls):
+        table = CostTable(STEPPED.seconds)
+        Host(STEPPED, stalls=stalls).serve(table, SERVED, 60.0)
+        assert worst(table, STEPPED, SERVED) < 0.1
+
+    def test_a_first_forward_that_stalled_does_not_condemn_a_size(self):
+        """It would not be tried again, so nothing could put it right."""
+        table = CostTable(STEPPED.seconds)
+        table.observe(16, 512, 1.0)
+        for _ in range(16):
+            table.observe(4, 512, 15e-3)
+        assert table.quiet_s(16, 512) < 1.2 * 17.5e-3
+
+    def test_a_busy_host_is_noticed_and_its_quiet_costs_are_remembered(self):
+        table, host = CostTable(STEPPED.seconds), Host(STEPPED)
+        host.serve(table, SERVED, 30.0)
+        assert table.slowdown == pytest.approx(1.0, abs=0.1)
+        host.serve(table, SERVED, 120.0, busy=8.0)
+        assert table.slowdown == pytest.approx(8.0, rel=0.4)
+        assert worst(table, STEPPED, SERVED) < 0.1
+        host.serve(table, SERVED, 2.0)
+        assert table.slowdown == pytest.approx(1.0, abs=0.1)
+        assert worst(table, STEPPED, SERVED) < 0.1
+
+    @pytest.mark.parametrize("begin_s", [2.0, 30.0])
+    def test_a_busy_start_is_mended_when_it_is_over(self, begin_s):
+        """The table was measured on a busy host, which stays busy for a while: nothing quiet was seen."""
+        rng = np.random.default_rng(1)
+        measured = replace(STEPPED, seconds_at=tuple(s * rng.uniform(5, 9) for s in STEPPED.seconds_at))
+        table, host = CostTable(measured.seconds), Host(STEPPED)
+        host.serve(table, SERVED, begin_s, busy=7.0)
+        host.serve(table, SERVED, 60.0)
+        assert worst(table, STEPPED, SERVED) < 0.1
+        assert table.slowdown == pytest.approx(1.0, abs=0.1)
+
+    def test_a_host_that_stays_slow_is_believed_in_the_end(self):
+        table, host = CostTable(STEPPED.seconds), Host(STEPPED)
+        host.serve(table, SERVED, 20.0)
+        slower = Host(scaled(STEPPED, 2.0))
+        slower.serve(table, SERVED, PATIENCE_S / 2)
+        assert worst(table, STEPPED, SERVED) < 0.1, "busy, perhaps"
+        slower.serve(table, SERVED, PATIENCE_S)
+        assert worst(table, slower.cost, SERVED) < 0.1
+
+    def test_cached_tokens_are_learned_apart_from_sizes(self):
+        """The guess knows nothing of them, and takes half of what the longest context does."""
+        truth = ForwardCost(0.01, per_token_s=1e-4, per_context_s=2e-6)
+        table = CostTable(ForwardCost(0.01, per_token_s=1e-4).seconds)
+        rng = np.random.default_rng(0)
+        for _ in range(3000):
+            size, context = int(rng.integers(1, 33)), float(rng.choice([200, 1500, 6000]))
+            table.observe(size, context, float(truth.seconds(np.float64(size), context)))
+        for context in (200.0, 1500.0, 6000.0):
+            assert worst(table, truth, [1, 8, 16, 32], context) < 0.2
+
+    @settings(max_examples=50)
+    @given(st.lists(st.tuples(st.integers(0, 6000), st.floats(0, 1e6), st.floats(-1, 100)), max_size=60))
+    def test_whatever_comes_costs_stay_finite_and_positive(self, seen):
+        table = CostTable(STEPPED.seconds)
+        for size, context, seconds in [*seen, (4, 100.0, math.nan), (4, 100.0, math.inf)]:
+            table.observe(size, context, seconds)
+        curve = table.quiet_curve(500.0, 5000)
+        assert np.isfinite(curve).all() and (curve > 0).all() and 0 < table.slowdown < math.inf
+
+
+def test_first_step_and_later_steps_are_told_apart():
+    """Only whole drafts are timed."""
+    rng, costs = np.random.default_rng(0), LearnedCosts(START)
+    for _ in range(600):
+        n, depth = int(rng.integers(1, 9)), int(rng.integers(1, 6))
+        drafted = served(n, depth, 3, draft_s=9e-4 + 5e-5 * n + (depth - 1) * (2.5e-4 + 8e-6 * 3 * n))
+        costs.observe(drafted, 512.0)
+    for n in (1, 4, 8):
+        assert costs.first.seconds(n) == pytest.approx(9e-4 + 5e-5 * n, rel=0.15)
+        assert costs.step.quiet_s(3 * n, 512) == pytest.approx(2.5e-4 + 2.4e-5 * n, rel=0.15)
+        assert costs.draft_s(n, 5, 3, 512.0) == pytest.approx(9e-4 + 14.6e-5 * n + 1e-3, rel=0.1)
+
+
+def test_a_draft_that_stalled_hardly_counts():
+    first = FirstStep(ForwardCost(2e-4))
+    for i in range(64):
+        later_s = i % 4 * 2e-4
+        first.observe(1 + i % 3, later_s, 0.4 if i % 5 == 0 else 1e-3 + 2 * later_s)
+    assert first.seconds(1) == pytest.approx(1e-3, rel=0.15)
+    assert first.factor == pytest.approx(2.0, rel=0.15)
+
+
+START = LatencyModel(ForwardCost(2e-4, per_token_s=1e-5), STEPPED, 1e-3)
+
+
+def served(n: int, depth: int, width: int, **times: float) -> IterationOutcome:
+    """An iteration that verified everything it drafted."""
+    policy = build_policy("none", PolicyConfig(latency=START))
+    plan = replace(policy.plan(running(n), 1.0), depth=depth, width=width, budget=n * (1 + depth * width))
+    trees = beam_trees(n, depth, width) if depth else CandidateTrees.empty(n)
+    selection = policy.select(plan, trees)
+    cost = START.verify_s(float(selection.verify_tokens), 512.0)
+    return outcome(plan, trees, selection, np.zeros(trees.n_nodes, np.bool_), verify_s=cost, **times)
+
+
+class TestCosts:
+    def test_what_is_around_the_forwards_is_learned_without_prefills_and_pauses(self):
+        costs, rng = LearnedCosts(START), np.random.default_rng(0)
+        for _ in range(100):
+            one = served(2, 0, 1, draft_s=1e-4)
+            pause = 5.0 if rng.random() < 0.3 else 0.0
+            costs.observe(replace(one, since_last_s=one.verify_s + 1e-4 + 2.5e-3 + pause), 512.0)
+        assert costs.other_s() == pytest.approx(2.5e-3, rel=0.01)
+        assert costs.baseline_s(256.0) == pytest.approx(START.verify_s(1.0, 256.0) + 2.5e-3, rel=0.02)
+
+    def test_the_baseline_is_that_of_the_quiet_host(self):
+        costs = LearnedCosts(START)
+        for _ in range(40):
+            costs.observe(served(1, 0, 1), 512.0)
+        quiet = costs.baseline_s(256.0)
+        for _ in range(60):
+            slow = served(1, 0, 1)
+            costs.observe(replace(slow, verify_s=6 * slow.verify_s), 512.0)
+        assert costs.slowdown == pytest.approx(6.0, rel=0.05)
+        assert costs.verify_s(1.0, 512.0) == pytest.approx(6 * START.verify_s(1.0, 512.0), rel=0.1)
+        assert costs.baseline_s(256.0) == pytest.approx(quiet, rel=0.01)
+
+    def test_what_was_learned_is_a_start_for_the_next_run(self):
+        costs, host = LearnedCosts(replace(START, verify=scaled(STEPPED, 4.0))), Host(STEPPED)
+        assert costs.learned() is None
+        host.serve(costs.verify, SERVED, 30.0)
+        model = costs.learned()
+        assert model is not None and model.learned
+        back = LatencyModel.from_json(json.loads(json.dumps(model.to_json())))
+        assert back == model
+        again = LearnedCosts(back)
+        assert worst(again.verify, STEPPED, SERVED) < 0.1
+        host.serve(again.verify, SERVED, 20.0, busy=6.0)  # known from the first moment, so: the host is busy
+        assert again.slowdown > 3 and worst(again.verify, STEPPED, SERVED) < 0.1
+
+    def test_a_stall_right_after_a_restart_condemns_no_size(self):
+        table = CostTable(STEPPED.seconds, known=SERVED)
+        for size in SERVED:
+            table.observe(size, 512, 1.0)
+        for _ in range(8):
+            table.observe(1, 512, STEPPED.seconds_at[0])
+        assert worst(table, STEPPED, SERVED) < 0.1
+
+    def test_a_model_that_is_right_is_left_alone(self):
+        costs = LearnedCosts(START, learn=False)
+        for _ in range(50):
+            costs.observe(replace(served(4, 0, 1), verify_s=1.0), 512.0)
+        assert costs.verify_s(4.0, 512.0) == pytest.approx(START.verify_s(4.0, 512.0), rel=0.01)
+
+    def test_policies_of_one_server_learn_together(self):
+        shared = LearnedCosts(START)
+        one, two = (
+            build_policy(name, PolicyConfig(latency=START, costs=shared)) for name in ("none", "priced")
+        )
+        for i in range(40):
+            plan = one.plan(running(4), float(i))
+            trees = CandidateTrees.empty(4)
+            selection = one.select(plan, trees)
+            one.observe(outcome(plan, trees, selection, np.zeros(0, np.bool_), verify_s=0.05))
+        slow = build_policy("priced", PolicyConfig(latency=START)).plan(running(4), 99.0).t_spec_s
+        assert two.plan(running(4), 99.0).t_spec_s > 1.8 * slow
+
+
+class TestSimulated:
+    """Whole policies on a simulated host whose start table is wrong."""
+
+    LATENCY = hardware_latency("llama-3.1-8b", "a100", 1)
+    MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}  # noqa: RUF012
+
+    def run(self, times: float, busy: tuple[tuple[float, float, float], ...] = (), policy: str = "priced"):
+        truth = self.LATENCY
+        assert isinstance(truth.verify, ForwardCost) and isinstance(truth.draft, ForwardCost)
+        wrong = replace(
+            truth,
+            verify=ForwardCost(times * (truth.verify.fixed_s + truth.verify.weights_s), 0.0, times * 2e-4),
+            draft=ForwardCost(times * (truth.draft.fixed_s + truth.draft.weights_s)),
+        )
+        replica = ReplicaConfig(truth, busy=busy)
+        config = SimulationConfig(replica, policy, PolicyConfig(latency=wrong))
+        trace = synthetic_trace(220, 4.0, 1, self.MIX)
+        requests = make_requests(trace, SLOConfig(), truth.baseline_s(), TextModel(), 1)
+        return simulate(requests, config)
+
+    def error(self, result) -> float:
+        """Largest relative error at the sizes that were verified often."""
+        replica = result.replicas[0]
+        sizes = np.array([entry[4] + entry[5] for entry in replica.log], np.int64)
+        often = [int(t) for t in np.unique(sizes) if np.count_nonzero(sizes == t) >= 40]
+        assert len(often) >= 5
+        costs = replica.policy.costs
+        right = self.LATENCY.verify_s(np.array(often, np.float64), 2000.0)
+        learned = [costs.verify.quiet_s(t, 2000.0) for t in often]
+        return float(np.max(np.abs(np.array(learned) / right - 1)))
+
+    @pytest.mark.parametrize("times", [0.25, 4.0])
+    def test_the_table_converges_and_slos_are_met_as_with_a_right_one(self, times):
+        wrong, right = self.run(times), self.run(1.0)
+        assert self.error(wrong) < 0.1
+        met = [np.mean([r.attained for r in result.records()]) for result in (wrong, right)]
+        assert met[0] > met[1] - 0.05
+
+    def test_a_busy_start_that_ends(self):
+        result = self.run(6.0, busy=((0.0, 15.0, 6.0),))
+        assert self.error(result) < 0.1
+        assert result.replicas[0].policy.costs.slowdown == pytest.approx(1.0, abs=0.15)
+
+    def test_busy_for_a_while(self):
+        result = self.run(1.0, busy=((20.0, 30.0, 5.0),))
+        assert self.error(result) < 0.1
+
+
+def test_replicas_know_when_their_host_is_busy():
+    config = ReplicaConfig(TestSimulated.LATENCY, noise=0.0, busy=((0.0, 1e9, 3.0),))
+    replica = build_replica(SimulationConfig(config, "none", PolicyConfig(latency=TestSimulated.LATENCY)))
+    assert replica._noisy(1.0) == 3.0
