@@ -13,8 +13,6 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
-
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -22,6 +20,7 @@ _FLAGS = (
     "-O3",
     "-std=gnu11",
     "-fPIC",
+    "-pthread",
     "-shared",
     "-fvisibility=hidden",
     "-ffp-contract=fast",
@@ -66,43 +65,11 @@ def build(*extra_flags: str) -> Path:
 
 
 def load_library(path: Path) -> ctypes.CDLL:
-    """Loads the kernels and lends them the threads of torch's own OpenMP runtime."""
+    """Loads compiled kernels. Raises BuildError."""
     try:
-        kernels = ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path.name} does not load ({error})") from error
-    openmp = find_openmp()
-    if openmp is None:
-        logger.warning("AdaServe's CPU kernels found no OpenMP runtime in torch: they use one thread")
-    else:
-        names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
-        entries = [ctypes.cast(getattr(openmp, name), ctypes.c_void_p) for name in names]
-        kernels.ada_set_runtime(*entries)
-    return kernels
-
-
-def find_openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded. LLVM's and Intel's offer the same GOMP_* entry points."""
-    folder = Path(torch.__file__).parent / "lib"
-    files = [f for pattern in ("libgomp*", "libiomp5*", "libomp*") for f in sorted(folder.glob(pattern))]
-    # Builds that ship no runtime use the system's, which is then among the libraries already loaded.
-    for path in [*map(str, files), *_mapped_openmp(), None]:
-        try:
-            library = ctypes.CDLL(path)
-            if all(hasattr(library, n) for n in ("GOMP_parallel", "GOMP_barrier", "omp_get_num_threads")):
-                return library
-        except OSError:
-            continue
-    return None
-
-
-def _mapped_openmp() -> list[str]:
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    paths = {line.split(maxsplit=5)[-1] for line in lines if "/lib" in line}
-    return sorted(p for p in paths if Path(p).name.startswith(("libgomp", "libiomp5", "libomp")))
 
 
 def _find_compiler() -> str:

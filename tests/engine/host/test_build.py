@@ -99,15 +99,6 @@ def test_compiled_kernels_need_no_compiler_and_no_writable_cache(
 
 
 @needs_kernels
-def test_kernels_share_the_threads_of_torch() -> None:
-    openmp = build.find_openmp()
-    assert openmp is not None
-    for count in (3, 1):
-        torch.set_num_threads(count)
-        assert openmp.omp_get_max_threads() == count
-
-
-@needs_kernels
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize("storage", ["fp32", "fp16", "bf16"])
 def test_other_vector_widths(lanes: int, storage: str) -> None:
