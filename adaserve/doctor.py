@@ -21,6 +21,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from adaserve.cores import usable_cores
+
 State = Literal["ok", "note", "missing"]
 
 SGLANG_VERSION = "0.5.23"
@@ -91,7 +93,7 @@ def check_cpu(cpuinfo: str | None = None) -> list[Finding]:
         cpuinfo = path.read_text() if path.exists() else ""
     flags = cpu_flags(cpuinfo)
     names = [name for flag, name in CPU_FEATURES.items() if flag in flags]
-    cores = f"{psutil.cpu_count(logical=False) or os.cpu_count()} cores"
+    cores = f"{usable_cores()} cores"
     found = f"{cores}; {', '.join(names) or 'no known vector instructions'}"
     if not names:
         return [Finding("CPU", "note", found, "serving works, slowly")]

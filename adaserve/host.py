@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from adaserve.cores import usable_cores
+
 ATTENTION_BACKEND = "adaserve_cpu"
 _PACKAGES = ("adaserve", "sglang", "torch", "numpy", "locust")
 
@@ -50,6 +52,7 @@ def describe_host() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "platform": platform.platform(),

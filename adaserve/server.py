@@ -20,6 +20,7 @@ import httpx
 import psutil
 
 from adaserve.config import AdaServeConfig
+from adaserve.cores import usable_cores
 from adaserve.lifetime import PARENT_ENV
 
 START_TIMEOUT_S = 600.0
@@ -94,7 +95,7 @@ class ServerSpec:
             # tokens a CPU verifies while it waits for memory (docs/embedded-pair.md).
             config = config.changed(cpu_weights="fp32")
         env = {**os.environ, "ADASERVE_CONFIG": config.to_json()}
-        env.setdefault("OMP_NUM_THREADS", str(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
+        env.setdefault("OMP_NUM_THREADS", str(usable_cores()))
         env.setdefault("PYTHONWARNINGS", "ignore")
         return env
 

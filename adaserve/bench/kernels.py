@@ -16,6 +16,7 @@ from rich.table import Table
 
 from adaserve.bench.options import counts, words
 from adaserve.bench.terminal import progress, table
+from adaserve.cores import usable_cores
 from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
@@ -161,7 +162,7 @@ def main(
     ] = "fp16,fp32,bf16",
     context: Annotated[int, typer.Option(help="cached tokens of each request")] = 128,
     rounds: int = 20,
-    threads: int = torch.get_num_threads(),
+    threads: int = usable_cores(),
     layers: int = Shape.layers,
     intermediate: int = Shape.intermediate,
     out: Annotated[Path | None, typer.Option(help="JSON file for the numbers")] = None,

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from adaserve.cores import usable_cores
 from adaserve.pair.widen import cache_folder, ensure_embedded_pair, weights_folder
 
 app = typer.Typer(help="The embedded target and draft: train, measure and widen them.", no_args_is_help=True)
@@ -21,6 +22,7 @@ Work = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+THREADS = usable_cores()
 
 
 def _work(folder: Path | None) -> Path:
@@ -50,7 +52,7 @@ def train(
     ] = False,
     work: Work = None,
     seed: Seed = 0,
-    threads: Threads = 2,
+    threads: Threads = THREADS,
 ) -> None:
     """Train a pair: corpus, target, draft, measurements. Ctrl-C, then repeat: it resumes."""
     from adaserve.pair.export import Recipe, train_pair
@@ -75,7 +77,7 @@ def evaluate_pair(
     ] = False,
     work: Work = None,
     seed: Seed = 0,
-    threads: Threads = 2,
+    threads: Threads = THREADS,
 ) -> None:
     """Measure loss, loops, agreement and accepted tokens on held-out text (the loss needs the corpus)."""
     from adaserve.pair.evaluate import evaluate, write_acceptance

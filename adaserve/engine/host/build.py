@@ -13,8 +13,6 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
-
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -22,6 +20,7 @@ _FLAGS = (
     "-O3",
     "-std=gnu11",
     "-fPIC",
+    "-pthread",
     "-shared",
     "-fvisibility=hidden",
     "-ffp-contract=fast",
@@ -49,12 +48,14 @@ def load_kernels() -> ctypes.CDLL | None:
 
 
 def build(*extra_flags: str) -> Path:
-    """Path of the compiled kernels in the user's cache. Safe when several processes build at once."""
-    compiler = _find_compiler()
+    """Path of the compiled kernels in the user's cache, which once there need neither a compiler nor a
+    folder that can be written to. Safe when several processes build at once."""
     folder = _cache_folder()
-    target = folder / f"kernels-{_fingerprint(compiler, extra_flags)}.so"
+    target = folder / f"kernels-{_fingerprint(extra_flags)}.so"
     if target.exists():
         return target
+    compiler = _find_compiler()
+    _make_writable(folder)
     # Each process compiles under a name of its own; the rename is atomic and the last one wins.
     with tempfile.TemporaryDirectory(dir=folder) as work:
         library = Path(work) / "kernels.so"
@@ -64,43 +65,11 @@ def build(*extra_flags: str) -> Path:
 
 
 def load_library(path: Path) -> ctypes.CDLL:
-    """Loads the kernels and lends them the threads of torch's own OpenMP runtime."""
+    """Loads compiled kernels. Raises BuildError."""
     try:
-        kernels = ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path.name} does not load ({error})") from error
-    openmp = find_openmp()
-    if openmp is None:
-        logger.warning("AdaServe's CPU kernels found no OpenMP runtime in torch: they use one thread")
-    else:
-        names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
-        entries = [ctypes.cast(getattr(openmp, name), ctypes.c_void_p) for name in names]
-        kernels.ada_set_runtime(*entries)
-    return kernels
-
-
-def find_openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded. LLVM's and Intel's offer the same GOMP_* entry points."""
-    folder = Path(torch.__file__).parent / "lib"
-    files = [f for pattern in ("libgomp*", "libiomp5*", "libomp*") for f in sorted(folder.glob(pattern))]
-    # Builds that ship no runtime use the system's, which is then among the libraries already loaded.
-    for path in [*map(str, files), *_mapped_openmp(), None]:
-        try:
-            library = ctypes.CDLL(path)
-            if all(hasattr(library, n) for n in ("GOMP_parallel", "GOMP_barrier", "omp_get_num_threads")):
-                return library
-        except OSError:
-            continue
-    return None
-
-
-def _mapped_openmp() -> list[str]:
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    paths = {line.split(maxsplit=5)[-1] for line in lines if "/lib" in line}
-    return sorted(p for p in paths if Path(p).name.startswith(("libgomp", "libiomp5", "libomp")))
 
 
 def _find_compiler() -> str:
@@ -128,16 +97,15 @@ def _compile(compiler: str, extra_flags: tuple[str, ...], library: Path) -> None
     raise BuildError(f"{compiler} failed: {message[:500]}")
 
 
-def _fingerprint(compiler: str, extra_flags: tuple[str, ...]) -> str:
-    """Changes with the sources, the flags, the compiler and the processor that they were compiled for."""
+def _fingerprint(extra_flags: tuple[str, ...]) -> str:
+    """Changes with the sources, the flags and the processor that they were compiled for.
+
+    Not with the compiler: the host that has the compiled kernels may have none.
+    """
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
-    try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler} did not run: {error}") from error
-    digest.update(version + " ".join((*_FLAGS, *extra_flags)).encode() + _processor().encode())
+    digest.update(" ".join((*_FLAGS, *extra_flags)).encode() + _processor().encode())
     return digest.hexdigest()[:16]
 
 
@@ -153,11 +121,13 @@ def _processor() -> str:
 
 def _cache_folder() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "adaserve" / "kernels"
+    return root / "adaserve" / "kernels"
+
+
+def _make_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BuildError(f"the cache folder {folder} cannot be made: {error}") from error
     if not os.access(folder, os.W_OK):
         raise BuildError(f"the cache folder {folder} is read-only; set XDG_CACHE_HOME to one that is not")
-    return folder

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
 
+from adaserve.cores import usable_cores
 from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.linear import Storage
 
@@ -23,6 +25,8 @@ def install(model: Any, storage: Storage) -> bool:
     if reason is not None:
         logger.warning("AdaServe: SGLang's own CPU forward is used, which is slower: %s", reason)
         return False
+    if "OMP_NUM_THREADS" not in os.environ:  # started without our command line, which sets it
+        torch.set_num_threads(usable_cores())
     _grow_rotary_table(model)
     lean = LeanModel.from_sglang(model, storage)
     object.__setattr__(model, LEAN_ATTRIBUTE, lean)

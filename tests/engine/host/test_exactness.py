@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adaserve.engine.host import LeanModel
+from adaserve.engine.host import LeanModel, build
+from adaserve.engine.host.linear import Storage
+from adaserve.engine.host.native import NativeBackend
 from tests.engine.host.factories import Chunk, Pool, hf_model, path_to, read_hf, run, tree_mask
 
-STORAGES = ["fp32", "fp16", "bf16"]
+STORAGES: list[Storage] = ["fp32", "fp16", "bf16"]
 ROW_COUNTS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 25, 37, 64, 121, 130]
 
 
@@ -49,6 +51,31 @@ def test_thread_count_does_not_matter(lean: LeanModel) -> None:
         torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_items_that_several_members_do_are_stored_once(storage: Storage) -> None:
+    """As on a busy host, where a member that lost its core in the midst of an item finds it done."""
+    if build.load_kernels() is None:
+        pytest.skip("no C compiler here")
+    impatient = build.load_library(build.build("-DMOST_PATIENCE_NS=0"))
+    weights, config = read_hf(hf_model(hidden_size=272, intermediate_size=520))
+    backend, pool = NativeBackend(impatient, weights, config, storage), Pool(config, 2)
+    lean = LeanModel(weights, config, storage)
+    chunks = [Chunk(list(range(1, 1 + n)), list(range(n)), pool.take(n), []) for n in (1, 7, 50, 130)]
+    hidden = [run(lean, pool, [c]) for c in chunks]
+    logits = [lean.logits(h) for h in hidden]
+    lean._backend = backend
+    threads = torch.get_num_threads()
+    try:
+        for _ in range(25):
+            for count in (2, 3, 5):
+                torch.set_num_threads(count)
+                for chunk, h, out in zip(chunks, hidden, logits, strict=True):
+                    assert torch.equal(run(lean, pool, [chunk]), h), (count, len(chunk.tokens))
+                    assert torch.equal(lean.logits(h), out)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_prefill_in_chunks_equals_prefill_at_once(lean: LeanModel) -> None:

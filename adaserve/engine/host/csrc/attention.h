@@ -184,7 +184,7 @@ static void weigh_values(const attention *a, attention_scratch *s, const int32_t
     }
 }
 
-/* Queries [q0, q0 + queries) of a request against one kv head. */
+/* Queries [q0, q0 + queries) of a request against one kv head, into the scratch. */
 static void attend(const attention *a, attention_scratch *s, int request, int head, int q0, int queries) {
     const int group = a->heads / a->kv_heads, rows = queries * group, dim = a->head_dim;
     const int first = a->qo_indptr[request], total = a->qo_indptr[request + 1] - first;
@@ -206,23 +206,53 @@ static void attend(const attention *a, attention_scratch *s, int request, int he
     row_sums(s->scores, s->score_stride, rows, keys, sums);
     weigh_values(a, s, slots, keys, head, rows);
     for (int r = 0; r < rows; r++) {
-        float scale = sums[r] > 0 ? 1.0f / sums[r] : 0.0f;
-        float *out = a->out + (size_t)(first + q0 + r / group) * a->heads * dim + (size_t)(head * group + r % group) * dim;
-        for (int d = 0; d < dim; d++) out[d] = s->out[r * a->padded_dim + d] * scale;
+        const float scale = sums[r] > 0 ? 1.0f / sums[r] : 0.0f;
+        for (int d = 0; d < dim; d++) s->out[r * a->padded_dim + d] *= scale;
     }
 }
 
-static void attention_share(const attention *a, attention_scratch *s, team *t) {
-    const int total = a->item_start[a->requests];
-    int request = 0, *claims = team_claims(t);
-    for (int item = claim(t, claims, total); item >= 0; item = claim(t, claims, total)) {
-        if (item < a->item_start[request]) request = 0;
-        while (item >= a->item_start[request + 1]) request++;
-        int local = item - a->item_start[request], size = a->block_queries[request];
-        int queries = a->qo_indptr[request + 1] - a->qo_indptr[request];
-        int q0 = local / a->kv_heads * size;
-        attend(a, s, request, local % a->kv_heads, q0, imin(size, queries - q0));
+typedef struct {
+    int request, head, q0, queries;
+} attention_item;
+
+static attention_item find_item(const attention *a, int item) {
+    int request = 0, beyond = a->requests;
+    while (beyond - request > 1) {
+        const int middle = (request + beyond) / 2;
+        if (item < a->item_start[middle]) beyond = middle;
+        else request = middle;
     }
+    const int local = item - a->item_start[request], size = a->block_queries[request];
+    const int queries = a->qo_indptr[request + 1] - a->qo_indptr[request], q0 = local / a->kv_heads * size;
+    return (attention_item){request, local % a->kv_heads, q0, imin(size, queries - q0)};
+}
+
+typedef struct {
+    const attention *a;
+    attention_scratch *scratch;
+} attention_job;
+
+static void attention_compute(void *data, int item, const uint8_t *taken) {
+    const attention_job *job = data;
+    const attention_item i = find_item(job->a, item);
+    (void)taken;
+    attend(job->a, job->scratch, i.request, i.head, i.q0, i.queries);
+}
+
+static void attention_store(void *data, int item) {
+    const attention_job *job = data;
+    const attention *a = job->a;
+    const attention_item i = find_item(a, item);
+    const int group = a->heads / a->kv_heads, dim = a->head_dim, first = a->qo_indptr[i.request];
+    for (int r = 0; r < i.queries * group; r++) {
+        const size_t row = first + i.q0 + r / group, head = i.head * group + r % group;
+        memcpy(a->out + (row * a->heads + head) * dim, job->scratch->out + (size_t)r * a->padded_dim, sizeof(float) * dim);
+    }
+}
+
+static void attend_all(team *t, const attention *a, attention_scratch *s) {
+    attention_job job = {a, s};
+    team_phase(t, a->item_start[a->requests], (phase_work){attention_compute, attention_store, &job});
 }
 
 #endif

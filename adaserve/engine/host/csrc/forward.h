@@ -1,4 +1,4 @@
-/* One forward: every member of the team walks through all layers, with barriers where data changes hands. */
+/* One forward: every member of the team walks through the phases of all layers. */
 #ifndef ADA_FORWARD_H
 #define ADA_FORWARD_H
 
@@ -19,9 +19,10 @@ typedef struct {
     model *m;
     const batch *b;
     attention attention;
-    int *counters; /* of the team's phases */
     float *residual, *normed, *qkv, *attended, *mlp;
 } pass;
+
+#define SHARED_ROWS 4 /* tokens that are embedded, normed or positioned at a time */
 
 static void rms_norm(const float *x, const float *weight, float *y, int n, float eps) {
     vf squares = splat(0.0f);
@@ -39,27 +40,40 @@ static void norm_rows(const pass *p, const float *weight, float *out, int begin,
     for (int i = begin; i < end; i++) rms_norm(p->residual + i * n, weight, out + i * n, (int)n, p->m->shape.norm_eps);
 }
 
-/* The normed residual. A few rows every member norms for itself: a barrier costs more, above all on a host where
- * another process may hold up one of the members. */
-static const float *normed_rows(const team *t, const pass *p, const float *weight) {
-    const int tokens = p->b->tokens;
-    int begin = 0, end = tokens;
-    if ((int64_t)tokens * p->m->shape.hidden <= OWN_NORM_FLOATS) {
+typedef struct {
+    const pass *p;
+    const float *weight;
+    float *out;
+    int index; /* of the layer */
+} row_job;
+
+static int row_blocks(int rows) { return ceil_div(rows, SHARED_ROWS); }
+
+static void norm_block(void *data, int block) {
+    const row_job *j = data;
+    norm_rows(j->p, j->weight, j->out, block * SHARED_ROWS, imin((block + 1) * SHARED_ROWS, j->p->b->tokens));
+}
+
+/* Whether every member norms all rows for itself: a phase costs more than a few rows. */
+static int norms_itself(const pass *p) { return (int64_t)p->b->tokens * p->m->shape.hidden <= OWN_NORM_FLOATS; }
+
+/* The normed residual. */
+static const float *normed_rows(team *t, const pass *p, const float *weight) {
+    if (norms_itself(p)) {
+        /* A late member may see the residual change meanwhile: then what it norms for is stored already. */
         float *own = p->m->members[t->rank].normed;
-        norm_rows(p, weight, own, 0, tokens);
+        norm_rows(p, weight, own, 0, p->b->tokens);
         return own;
     }
-    team_share(t, tokens, &begin, &end);
-    norm_rows(p, weight, p->normed, begin, end);
-    team_barrier(t);
+    row_job job = {.p = p, .weight = weight, .out = p->normed};
+    team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, norm_block, &job});
     return p->normed;
 }
 
-static void embed_share(const team *t, const pass *p) {
+static void embed_block(void *data, int block) {
+    const pass *p = ((const row_job *)data)->p;
     const model_source *s = &p->m->shape;
-    int begin, end;
-    team_share(t, p->b->tokens, &begin, &end);
-    for (int i = begin; i < end; i++)
+    for (int i = block * SHARED_ROWS; i < imin((block + 1) * SHARED_ROWS, p->b->tokens); i++)
         widen(s->embed_type, s->embed, (size_t)p->b->ids[i] * s->hidden, p->residual + (size_t)i * s->hidden, s->hidden);
 }
 
@@ -99,57 +113,54 @@ static void position_token(const pass *p, int index, int token) {
     narrow(b->kv_type, head, b->v_pools[index], at, kv_size);
 }
 
+static void position_block(void *data, int block) {
+    const row_job *j = data;
+    const int end = imin((block + 1) * SHARED_ROWS, j->p->b->tokens);
+    for (int i = block * SHARED_ROWS; i < end; i++) position_token(j->p, j->index, i);
+}
+
 static void attention_phase(team *t, const pass *p, int index) {
     attention a = p->attention;
     a.keys = p->b->k_pools[index];
     a.values = p->b->v_pools[index];
-    attention_share(&a, &p->m->members[t->rank].parts, t);
+    attend_all(t, &a, &p->m->members[t->rank].parts);
 }
 
 /* In row blocks, so that the activations between the two products stay in cache. */
-static void mlp_phase(team *t, const pass *p, const layer *l, const float *normed, gemm_scratch *scratch) {
+static void mlp_phases(team *t, const pass *p, const layer *l, const float *normed, gemm_scratch *scratch) {
     const size_t hidden = p->m->shape.hidden;
     for (int row0 = 0; row0 < p->b->tokens; row0 += ROW_BLOCK) {
         const int rows = imin(ROW_BLOCK, p->b->tokens - row0);
         const size_t block = (size_t)rows * DEPTH;
         operand x = {normed + row0 * hidden, hidden, DEPTH}, activated = {p->mlp, DEPTH, block};
         gemm(t, &l->gate_up, x, rows, (epilogue){EPILOGUE_SILU, p->mlp, DEPTH, block}, scratch);
-        team_barrier(t);
         gemm(t, &l->down, activated, rows, (epilogue){EPILOGUE_ADD, p->residual + row0 * hidden, hidden, 0}, scratch);
-        team_barrier(t);
     }
 }
 
-static void layer_share(team *t, const pass *p, int index) {
+static void layer_phases(team *t, const pass *p, int index) {
     const model_source *s = &p->m->shape;
     const layer *l = &p->m->layers[index];
     const int tokens = p->b->tokens;
     const size_t hidden = s->hidden, q_size = s->heads * s->head_dim, qkv_size = l->qkv.columns;
     gemm_scratch *scratch = &p->m->members[t->rank].gemm;
-    int begin, end;
+    row_job job = {.p = p, .index = index};
 
     operand x = {normed_rows(t, p, l->input_norm), hidden, DEPTH};
     gemm(t, &l->qkv, x, tokens, (epilogue){EPILOGUE_STORE, p->qkv, qkv_size, 0}, scratch);
-    team_barrier(t);
-    team_share(t, tokens, &begin, &end);
-    for (int i = begin; i < end; i++) position_token(p, index, i);
-    team_barrier(t);
+    team_phase(t, row_blocks(tokens), (phase_work){NULL, position_block, &job});
     attention_phase(t, p, index);
-    team_barrier(t);
     operand attended = {p->attended, q_size, DEPTH};
     gemm(t, &l->o, attended, tokens, (epilogue){EPILOGUE_ADD, p->residual, hidden, 0}, scratch);
-    team_barrier(t);
-    mlp_phase(t, p, l, normed_rows(t, p, l->post_norm), scratch);
+    mlp_phases(t, p, l, normed_rows(t, p, l->post_norm), scratch);
 }
 
-static void forward_share(team *t, void *data) {
+static void forward_phases(team *t, void *data) {
     const pass *p = data;
-    int begin, end;
-    embed_share(t, p);
-    team_barrier(t);
-    for (int i = 0; i < p->m->shape.layers; i++) layer_share(t, p, i);
-    team_share(t, p->b->tokens, &begin, &end);
-    norm_rows(p, p->m->shape.final_norm, p->b->hidden, begin, end);
+    row_job job = {.p = p, .weight = p->m->shape.final_norm, .out = p->b->hidden};
+    team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, embed_block, &job});
+    for (int i = 0; i < p->m->shape.layers; i++) layer_phases(t, p, i);
+    team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, norm_block, &job});
 }
 
 /* Queries per attention item: many share a pass over the keys, but their scores should stay in L2. */
@@ -158,9 +169,20 @@ static int queries_per_item(int queries, int keys, int group) {
     return imax(1, imin(queries, rows / group));
 }
 
-/* Phases of a forward whose items are claimed: qkv, attention and o, then two per row block of the MLP. */
-static int forward_phases(const batch *b, const model_source *s) {
-    return s->layers * (3 + 2 * ceil_div(b->tokens, ROW_BLOCK));
+/* Bytes of the counters of all phases above. */
+static size_t forward_phase_bytes(const pass *p, int threads) {
+    const model_source *s = &p->m->shape;
+    const int tokens = p->b->tokens, items = p->attention.item_start[p->b->requests];
+    const size_t rows = phase_bytes(threads, row_blocks(tokens)), norms = norms_itself(p) ? 0 : 2 * rows;
+    size_t total = 2 * rows;
+    for (int i = 0; i < s->layers; i++) {
+        const layer *l = &p->m->layers[i];
+        total += norms + rows + phase_bytes(threads, items) + phase_bytes(threads, gemm_items(&l->qkv, tokens)) +
+                 phase_bytes(threads, gemm_items(&l->o, tokens));
+        /* A row block of the MLP is one of a product. */
+        total += ceil_div(tokens, ROW_BLOCK) * (phase_bytes(threads, l->gate_up.groups) + phase_bytes(threads, l->down.groups));
+    }
+    return total;
 }
 
 static int plan_attention(pass *p, int threads) {
@@ -168,8 +190,7 @@ static int plan_attention(pass *p, int threads) {
     const batch *b = p->b;
     const model_source *s = &m->shape;
     const int group = s->heads / s->kv_heads, n = b->requests, padded_dim = ceil_div(s->head_dim, PANEL) * PANEL;
-    const int counters = threads * forward_phases(b, s);
-    int64_t *mask_start = reserve(&m->plan, sizeof(int64_t) * (n + 1) + sizeof(int32_t) * (2 * n + 1 + counters));
+    int64_t *mask_start = reserve(&m->plan, sizeof(int64_t) * (n + 1) + sizeof(int32_t) * (2 * n + 1));
     if (!mask_start) return 0;
     int32_t *item_start = (int32_t *)(mask_start + n + 1), *block = item_start + n + 1;
     size_t scores = 1, stride = 0, rows = group;
@@ -185,8 +206,6 @@ static int plan_attention(pass *p, int threads) {
         if (width > stride) stride = width;
     }
     scores = rows * stride;
-    p->counters = block + n;
-    memset(p->counters, 0, sizeof(int) * counters);
     p->attention = (attention){
         .heads = s->heads, .kv_heads = s->kv_heads, .head_dim = s->head_dim, .padded_dim = padded_dim,
         .type = b->kv_type, .q = p->qkv, .q_stride = (size_t)(s->heads + 2 * s->kv_heads) * s->head_dim,

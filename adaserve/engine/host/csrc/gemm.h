@@ -190,31 +190,56 @@ static void finish_rows(const matrix *m, const epilogue *e, const float *sums, s
     }
 }
 
-static void multiply_group(const matrix *m, int group, operand x, int row0, int rows, const epilogue *e,
-                           gemm_scratch *s) {
+/* Into the scratch; early at its end once somebody else has stored the product. */
+static void multiply_group(const matrix *m, int group, operand x, int row0, int rows, gemm_scratch *s,
+                           const uint8_t *taken) {
     const size_t row_bytes = (size_t)m->group_panels * PANEL * type_bytes[m->type];
     const char *w = m->data + group * row_bytes * m->depth;
-    const size_t ld = (size_t)m->group_panels * PANEL;
-    for (int k0 = 0; k0 < m->depth; k0 += DEPTH) {
+    for (int k0 = 0; k0 < m->depth && !is_taken(taken); k0 += DEPTH) {
         int kc = imin(DEPTH, m->depth - k0);
         const float *block = x.data + k0 / DEPTH * x.block + row0 * x.ld;
         multiply_block(m, w, kc, block, x.ld, rows, k0 ? TILE_ADD : TILE_SET, s);
         w += kc * row_bytes;
     }
-    int column0 = group * m->group_panels * PANEL;
-    if (e->kind == EPILOGUE_SILU) finish_silu(m, e, s->sums, ld, row0, rows, column0);
-    else finish_rows(m, e, s->sums, ld, row0, rows, column0);
 }
 
-/* A member's part of y = epilogue(x W^T), a phase of its own; barriers are the caller's. */
+typedef struct {
+    const matrix *m;
+    operand x;
+    int rows, blocks;
+    epilogue e;
+    gemm_scratch *scratch;
+} gemm_job;
+
+static void gemm_rows(const gemm_job *g, int item, int *row0, int *rows) {
+    *row0 = (int)((int64_t)g->rows * (item % g->blocks) / g->blocks);
+    *rows = (int)((int64_t)g->rows * (item % g->blocks + 1) / g->blocks) - *row0;
+}
+
+static void gemm_compute(void *data, int item, const uint8_t *taken) {
+    const gemm_job *g = data;
+    int row0, rows;
+    gemm_rows(g, item, &row0, &rows);
+    multiply_group(g->m, item / g->blocks, g->x, row0, rows, g->scratch, taken);
+}
+
+static void gemm_store(void *data, int item) {
+    const gemm_job *g = data;
+    const matrix *m = g->m;
+    const size_t ld = (size_t)m->group_panels * PANEL;
+    const int column0 = item / g->blocks * m->group_panels * PANEL;
+    int row0, rows;
+    gemm_rows(g, item, &row0, &rows);
+    if (g->e.kind == EPILOGUE_SILU) finish_silu(m, &g->e, g->scratch->sums, ld, row0, rows, column0);
+    else finish_rows(m, &g->e, g->scratch->sums, ld, row0, rows, column0);
+}
+
+static int gemm_items(const matrix *m, int rows) { return m->groups * ceil_div(rows, ROW_BLOCK); }
+
+/* y = epilogue(x W^T), a phase. */
 static void gemm(team *t, const matrix *m, operand x, int rows, epilogue e, gemm_scratch *s) {
-    const int blocks = ceil_div(rows, ROW_BLOCK), items = m->groups * blocks;
-    int *claims = team_claims(t);
-    for (int item = claim(t, claims, items); item >= 0; item = claim(t, claims, items)) {
-        int row0 = (int)((int64_t)rows * (item % blocks) / blocks);
-        int row1 = (int)((int64_t)rows * (item % blocks + 1) / blocks);
-        multiply_group(m, item / blocks, x, row0, row1 - row0, &e, s);
-    }
+    gemm_job g = {m, x, rows, ceil_div(rows, ROW_BLOCK), e, s};
+    team_phase(t, gemm_items(m, rows), (phase_work){gemm_compute, gemm_store, &g});
 }
 
 #endif

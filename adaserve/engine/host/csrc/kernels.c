@@ -29,7 +29,9 @@ EXPORT int ada_forward(model *m, const batch *b, int threads) {
     p.mlp = reserve(&m->mlp, sizeof(float) * mlp);
     if (!p.residual || !p.normed || !p.qkv || !p.attended || !p.mlp) return -1;
     if (!reserve_members(m, threads) || !plan_attention(&p, threads)) return -1;
-    team_run(forward_share, &p, threads, p.counters);
+    char *phases = reserve_phases(&m->phases, forward_phase_bytes(&p, threads));
+    if (!phases) return -1;
+    team_run(forward_phases, &p, threads, phases);
     return 0;
 }
 
@@ -42,35 +44,34 @@ typedef struct {
     int64_t *tokens;
 } head_pass;
 
-static void head_share(team *t, void *data) {
+static void read_logits(void *data, int i) {
     const head_pass *p = data;
     const int vocab = p->m->shape.vocab;
-    int begin, end;
-    operand x = {p->hidden, p->m->shape.hidden, DEPTH};
-    gemm(t, &p->m->lm_head, x, p->rows, (epilogue){EPILOGUE_STORE, p->logits, vocab, 0}, &p->m->members[t->rank].gemm);
-    if (!p->width) return;
-    team_barrier(t);
-    team_share(t, p->rows, &begin, &end);
-    for (int i = begin; i < end; i++) {
-        float *logits = p->logits + (size_t)i * vocab;
-        if (p->width < 0) {
-            p->tokens[i] = row_argmax(logits, vocab);
-            continue;
-        }
-        read_row(logits, vocab, p->read, i);
-        row_top_logprobs(logits, vocab, p->width, p->logprobs + (size_t)i * p->width,
-                         p->tokens + (size_t)i * p->width);
+    float *logits = p->logits + (size_t)i * vocab;
+    if (p->width < 0) {
+        p->tokens[i] = row_argmax(logits, vocab);
+        return;
     }
+    read_row(logits, vocab, p->read, i);
+    row_top_logprobs(logits, vocab, p->width, p->logprobs + (size_t)i * p->width, p->tokens + (size_t)i * p->width);
+}
+
+static void head_phases(team *t, void *data) {
+    const head_pass *p = data;
+    operand x = {p->hidden, p->m->shape.hidden, DEPTH};
+    epilogue e = {EPILOGUE_STORE, p->logits, p->m->shape.vocab, 0};
+    gemm(t, &p->m->lm_head, x, p->rows, e, &p->m->members[t->rank].gemm);
+    if (p->width) team_phase(t, p->rows, (phase_work){NULL, read_logits, data});
 }
 
 static int run_head(head_pass p, int threads) {
     threads = useful_threads((int64_t)p.m->shape.vocab * p.m->shape.hidden, p.rows, threads);
     if (!p.logits) p.logits = reserve(&p.m->logits, sizeof(float) * p.rows * p.m->shape.vocab);
     if (!p.logits || !reserve_members(p.m, threads)) return -1;
-    int *counters = reserve(&p.m->plan, sizeof(int) * threads);
-    if (!counters) return -1;
-    memset(counters, 0, sizeof(int) * threads);
-    team_run(head_share, &p, threads, counters);
+    const size_t bytes = phase_bytes(threads, gemm_items(&p.m->lm_head, p.rows)) + phase_bytes(threads, p.rows);
+    char *phases = reserve_phases(&p.m->phases, bytes);
+    if (!phases) return -1;
+    team_run(head_phases, &p, threads, phases);
     return 0;
 }
 
@@ -95,17 +96,23 @@ typedef struct {
     int64_t *tokens;
 } draw_pass;
 
-static void draw_share(team *t, void *data) {
+static void draw_one(void *data, int i) {
     const draw_pass *p = data;
-    int begin, end;
-    team_share(t, p->rows, &begin, &end);
-    for (int i = begin; i < end; i++) p->tokens[i] = row_draw(p->logits + (size_t)i * p->vocab, p->vocab, p->read, i);
+    p->tokens[i] = row_draw(p->logits + (size_t)i * p->vocab, p->vocab, p->read, i);
+}
+
+static void draw_phase(team *t, void *data) {
+    team_phase(t, ((const draw_pass *)data)->rows, (phase_work){NULL, draw_one, data});
 }
 
 /* The best token of every row as `read`: a draw of softmax(scale * logits) where spread is 1. */
 EXPORT void ada_draw(const float *logits, int rows, int vocab, const reading *read, int64_t *tokens, int threads) {
     draw_pass p = {logits, rows, vocab, read, tokens};
-    team_run(draw_share, &p, rows * vocab < 16384 ? 1 : threads, NULL);
+    threads = rows * vocab < 16384 ? 1 : threads;
+    char *phases = threads > 1 ? aligned_alloc(LINE, phase_bytes(threads, rows)) : NULL;
+    if (phases) memset(phases, 0, phase_bytes(threads, rows));
+    team_run(draw_phase, &p, phases ? threads : 1, phases);
+    free(phases);
 }
 
 #include "beam.h"

@@ -51,7 +51,7 @@ typedef struct {
     model_source shape;
     layer *layers;
     matrix lm_head;
-    buffer residual, normed, qkv, attended, mlp, logits, plan, beam;
+    buffer residual, normed, qkv, attended, mlp, logits, plan, phases, beam;
     member *members;
     int num_members;
 } model;
@@ -64,6 +64,13 @@ static void *reserve(buffer *b, size_t bytes) {
         if (!b->data) b->bytes = 0;
     }
     return b->data;
+}
+
+/* Counters of a run's phases; NULL when memory is short. */
+static char *reserve_phases(buffer *b, size_t bytes) {
+    char *data = reserve(b, bytes + 1);
+    if (data) memset(data, 0, bytes);
+    return data;
 }
 
 static int reserve_members(model *m, int count) {
@@ -98,7 +105,7 @@ EXPORT void ada_model_free(model *m) {
         for (int j = 0; j < 4; j++) matrix_free(all[j]);
     }
     matrix_free(&m->lm_head);
-    buffer *buffers[] = {&m->residual, &m->normed, &m->qkv, &m->attended, &m->mlp, &m->logits, &m->plan,
+    buffer *buffers[] = {&m->residual, &m->normed, &m->qkv, &m->attended, &m->mlp, &m->logits, &m->plan, &m->phases,
                          &m->beam};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]->data);
     for (int i = 0; i < m->num_members; i++) free(m->members[i].attention.data);

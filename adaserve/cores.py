@@ -1,0 +1,65 @@
+"""How many cores this process may use: the one place that decides how many threads are started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+_SIBLINGS = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Physical cores that this process may run on, no more than its cgroups let it keep busy; at least 1.
+
+    Follows the CPU affinity (``taskset``, cpusets) and the CPU bandwidth of cgroups v1 and v2, as containers
+    set it. Of a fraction of a core only whole ones count: a thread that outruns the quota stands still for
+    the rest of each period, and its team with it. ``root`` is where ``/proc`` and ``/sys`` are found.
+    """
+    cores = _cores_of_affinity(root)
+    quotas = [quota for quota in _quotas(root) if quota is not None]
+    return max(1, min([cores, *(int(quota) for quota in quotas)]))
+
+
+def _cores_of_affinity(root: Path) -> int:
+    if not hasattr(os, "sched_getaffinity"):  # macOS, Windows
+        return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    # Two hardware threads of a core have the same list of siblings.
+    return len({_read(root / _SIBLINGS.format(cpu)) or str(cpu) for cpu in os.sched_getaffinity(0)})
+
+
+def _quotas(root: Path) -> Iterator[float | None]:
+    """Of this process's cgroups and those above them; None where there is no limit."""
+    mounts = [line.split() for line in _read(root / "proc/self/mounts").splitlines()]
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for _, point, kind, options, *_ in mounts:
+            v2 = kind == "cgroup2" and not controllers
+            v1 = kind == "cgroup" and "cpu" in controllers.split(",") and "cpu" in options.split(",")
+            if not (v1 or v2):
+                continue
+            own = PurePosixPath(path.lstrip("/"))
+            # Inside a container the path may be the host's, of which only the root is mounted.
+            for group in (own, *own.parents):
+                folder = root / point.lstrip("/") / group
+                yield _quota_v2(folder) if v2 else _quota_v1(folder)
+
+
+def _quota_v2(folder: Path) -> float | None:
+    quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+    return int(quota) / int(period) if period and quota != "max" else None
+
+
+def _quota_v1(folder: Path) -> float | None:
+    quota, period = _read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()
+    return int(quota) / int(period) if quota and period and int(quota) > 0 else None
+
+
+def _read(path: Path) -> str:
+    """Empty where there is no such file, as on other kernels and below foreign cgroups."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
