@@ -18,7 +18,7 @@ from adaserve.engine.state import RequestState
 from adaserve.identity import NAME
 from adaserve.patches.prefill_slack import _paced
 from adaserve.scheduler.averages import MovingAverage
-<<<<<<< HEAD
+from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import (
     CandidateTrees,
     IterationOutcome,
@@ -26,9 +26,6 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
-=======
-from adaserve.scheduler.costs import LearnedCosts
->>>>>>> d8df858 (Costs are learned from what is served, per size and whatever their shape)
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.slo.classes import ANONYMOUS, SLO
 
@@ -69,18 +66,13 @@ def pacer(
     """One request in slot 0 that decoded 50 tokens in 1.2 seconds, and is due ``slo_s`` per token."""
     state = RequestState("r0", "coding", slo_s, NOW - 1.2, 50, generated=[1] * 51)
     known = ttft or {}
-<<<<<<< HEAD
 
     def slo(req: Any) -> SLO:
         return SLO("c", ttft_s=known.get(req.rid, math.inf), tenant=req.tenant)
 
-    return PrefillPacer(
-        config or AdaServeConfig(), LATENCY, SimpleNamespace(slo=slo), {0: state}, tenant_share=share
-    )  # type: ignore[arg-type]
-=======
-    ledger: Any = SimpleNamespace(slo=lambda req: SLO("c", ttft_s=known.get(req.rid, math.inf)))
-    return PrefillPacer(config or AdaServeConfig(), LearnedCosts(LATENCY), ledger, {0: state})
->>>>>>> d8df858 (Costs are learned from what is served, per size and whatever their shape)
+    ledger: Any = SimpleNamespace(slo=slo)
+    costs = LearnedCosts(LATENCY)
+    return PrefillPacer(config or AdaServeConfig(), costs, ledger, {0: state}, tenant_share=share)
 
 
 def scheduler(paced: PrefillPacer, waiting: list[Request], policy: str = "adaserve", **over: Any) -> Any:
