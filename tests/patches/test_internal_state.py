@@ -12,6 +12,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.identity import NAME
 from adaserve.patches.internal_state import _handlers
+from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 
 LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001)
@@ -22,7 +23,8 @@ class Controller(SchedulerInternalStateController):
 
     def __init__(self, algorithm: str = NAME, alone: bool = True) -> None:
         self.chosen: list[str] = []
-        pacer = PrefillPacer(AdaServeConfig(), LATENCY, SimpleNamespace(), {}, alone)  # type: ignore[arg-type]
+        costs, ledger = LearnedCosts(LATENCY), SimpleNamespace()
+        pacer = PrefillPacer(AdaServeConfig(), costs, ledger, {}, alone)  # type: ignore[arg-type]
         worker = SimpleNamespace(
             policy_names=("none", "priced"), set_policy=self.chosen.append, prefill=pacer
         )
