@@ -12,9 +12,10 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.identity import NAME
 from adaserve.patches.internal_state import _handlers
+from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 
-LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001)
+COSTS = LearnedCosts(LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001))
 
 
 class Controller(SchedulerInternalStateController):
@@ -22,7 +23,7 @@ class Controller(SchedulerInternalStateController):
 
     def __init__(self, algorithm: str = NAME, alone: bool = True) -> None:
         self.chosen: list[str] = []
-        pacer = PrefillPacer(AdaServeConfig(), LATENCY, SimpleNamespace(), {}, alone)  # type: ignore[arg-type]
+        pacer = PrefillPacer(AdaServeConfig(), COSTS, SimpleNamespace(), {}, alone)  # type: ignore[arg-type]
         worker = SimpleNamespace(
             policy_names=("none", "priced"), set_policy=self.chosen.append, prefill=pacer
         )
