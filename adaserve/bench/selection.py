@@ -6,8 +6,8 @@ many single calls is what the code costs; the median shows what a busy machine m
 Then all that a policy does in an iteration of the embedded pair, with beams of up to 5 levels of up to 3.
 Some is learned now and then only, so this is a mean, of processor time: the smallest of 64 in a row.
 
-Last (``--cold``) selections of ``priced`` in Python and in C, in a loop and behind a forward that has emptied
-the caches: before each cold call 48 MB are written.
+Last (``--cold``) iterations of ``priced`` in a loop and behind a forward that has emptied the caches: before
+each cold call 48 MB are written.
 """
 
 from __future__ import annotations
