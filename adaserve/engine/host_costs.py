@@ -55,8 +55,16 @@ class HostCosts:
             self._set_baseline()
         if self._saves and now_s > self._saved_s + SAVE_EVERY_S and not self._busy:
             self._saved_s = now_s
-            if (learned := self._costs.learned()) is not None:
-                save_learned(self._meta, learned)
+            self._save()
+
+    def _save(self) -> None:
+        if (learned := self._costs.learned()) is None:
+            return
+        try:
+            save_learned(self._meta, learned)
+        except OSError as error:
+            self._saves = False
+            logger.warning("AdaServe: learned costs can't be kept for the next start: %s", error)
 
     def _look_at_host(self) -> None:
         slowdown = self._costs.slowdown

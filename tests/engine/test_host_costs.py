@@ -170,3 +170,14 @@ def test_what_others_use_is_a_share() -> None:
     others = OtherProcesses()
     sum(i * i for i in range(2_000_000))
     assert 0.0 <= others.share() <= 1.0
+
+
+def test_a_cache_that_cannot_be_written_does_not_end_the_server(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
+    server = Server(QUIET)
+    with caplog.at_level(logging.WARNING):
+        server.serve(400)
+    assert caplog.text.count("can't be kept for the next start") == 1, "said once"
