@@ -21,7 +21,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
     values: dict[str, Any] = dict(
         speculative_draft_model_path="draft", page_size=1, enable_lora=None, lora_paths=None, tp_size=1,
         pp_size=1, enable_dp_attention=False, disaggregation_mode="null", enable_return_hidden_states=False,
-        enable_hierarchical_cache=False, speculative_adaptive=False,
+        enable_hierarchical_cache=False, speculative_adaptive=False, device="cpu",
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
