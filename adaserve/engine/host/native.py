@@ -18,6 +18,17 @@ from adaserve.engine.trees.plan import TreeAttentionPlan
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _MAX_HEAD_GROUP = 256  # query heads per kv head: size of a stack buffer in attention.h
 
+# Results of a forward, as in csrc/check.h.
+_NO_MEMORY = -1
+_OUTSIDE = {
+    -2: "a token id lies outside the vocabulary",
+    -3: "a position lies beyond the table of rotary angles",
+    -4: "a token's slot lies outside the KV pool",
+    -5: "a cached key's slot lies outside the KV pool",
+    -6: "the spans of queries or keys, or the mask, do not fit the batch",
+    -7: "the beams' arrays do not fit together",
+}
+
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int32
 
@@ -42,7 +53,7 @@ class _LayerSource(ctypes.Structure):
 class _ModelSource(ctypes.Structure):
     _fields_ = (
         *((name, _Int) for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary_dim")),
-        *((name, _Int) for name in ("vocab", "layers", "threads", "embed_type")),
+        *((name, _Int) for name in ("vocab", "layers", "threads", "embed_type", "positions")),
         ("norm_eps", ctypes.c_float),
         ("qk_norm_eps", ctypes.c_float),
         *((name, _Pointer) for name in ("embed", "cos_sin", "final_norm")),
@@ -60,6 +71,7 @@ class _Batch(ctypes.Structure):
         ("v_pools", _Pointer),
         ("slot_stride", ctypes.c_int64),
         ("hidden", _Pointer),
+        *((name, ctypes.c_int64) for name in ("keys", "mask_cells", "pool_slots")),
     )
 
 
@@ -69,6 +81,7 @@ class _Beam(ctypes.Structure):
         *((name, _Pointer) for name in ("last", "base", "kv_indptr", "kv_indices", "columns")),
         *((name, _Pointer) for name in ("scale", "spread", "keys")),
         *((name, _Pointer) for name in ("tokens", "parents", "logprobs", "visible", "keep")),
+        ("held", ctypes.c_int64),
     )
 
 
@@ -148,12 +161,13 @@ class NativeBackend:
             len(b.last), b.width, b.depth, 1 + b.width * b.depth,
             *(a.ctypes.data for a in (*arrays, *outputs)),
             None if callback is None else ctypes.cast(callback, _Pointer),
+            len(b.kv_indices),
         )  # fmt: skip
         pointers = (self._batch_pointer, ctypes.addressof(search))
         steps: int = self._kernels.ada_beam_search(self._model, *pointers, torch.get_num_threads())
         if failures:
             raise failures[0]
-        self._check(int(steps < 0))
+        self._check(min(steps, 0))
         return steps
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -194,8 +208,10 @@ class NativeBackend:
         return logprobs, tokens
 
     def _check(self, code: int) -> None:
-        if code:
+        if code == _NO_MEMORY:
             raise MemoryError("no memory for this forward; make the prefill chunks smaller")
+        if code:
+            raise IndexError(f"a forward was refused, nothing was computed: {_OUTSIDE[code]}")
 
     def _describe(
         self,
@@ -207,11 +223,14 @@ class NativeBackend:
     ) -> None:
         """Fills in the batch; the caller keeps the tensors alive while C reads them."""
         b, mask = self._batch, plan.custom_mask
+        if not len(inputs[0]) == len(inputs[1]) == len(inputs[2]):
+            raise ValueError("a forward needs one token id, one position and one slot for each token")
         b.tokens, b.requests = hidden.shape[0], plan.num_requests
         b.ids, b.positions, b.slots = (t.data_ptr() for t in inputs)
         b.qo_indptr, b.kv_indptr = plan.qo_indptr.data_ptr(), plan.kv_indptr.data_ptr()
         b.kv_indices = plan.kv_indices.data_ptr()
         b.mask = None if mask is None else mask.data_ptr()
+        b.keys, b.mask_cells = plan.kv_indices.numel(), 0 if mask is None else mask.numel()
         b.hidden = hidden.data_ptr()
         self._set_pools(k_buffers, v_buffers)
 
@@ -228,7 +247,7 @@ class NativeBackend:
             self._pools[i], self._pools[count + i] = k.data_ptr(), v.data_ptr()
         b.k_pools = ctypes.addressof(self._pools)
         b.v_pools = b.k_pools + count * ctypes.sizeof(_Pointer)
-        b.kv_type, b.slot_stride = _TYPES[first.dtype], first.stride(0)
+        b.kv_type, b.slot_stride, b.pool_slots = _TYPES[first.dtype], first.stride(0), first.shape[0]
 
     # ---- loading ----
 
@@ -243,7 +262,7 @@ class NativeBackend:
         source = _ModelSource(
             c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim, c.rotary_dim,
             c.vocab_size, len(weights.layers), torch.get_num_threads(), _TYPES[embed.dtype],
-            c.norm_eps, c.qk_norm_eps, embed.data_ptr(), self._keep(weights.cos_sin),
+            len(weights.cos_sin), c.norm_eps, c.qk_norm_eps, embed.data_ptr(), self._keep(weights.cos_sin),
             self._keep(weights.final_norm), layers, _matrix(weights.lm_head, None, storage, packing),
         )  # fmt: skip
         return self._kernels.ada_model_create(ctypes.addressof(source))

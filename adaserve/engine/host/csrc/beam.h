@@ -22,6 +22,7 @@ typedef struct {
     double *logprobs;                   /* out: of paths */
     uint8_t *visible;                   /* out, zeros at first: [rows, width * depth, window] */
     int (*keep)(int steps);             /* whether to go on after so many steps; NULL: always */
+    int64_t held;                       /* how many kv_indices there are */
 } beam;
 
 typedef struct {
@@ -115,12 +116,24 @@ static void level_inputs(const beam *s, const beam_buffers *b, int step) {
     }
 }
 
-/* `first` is the forward that ends in the rows' roots. Returns the steps run, or -1 when memory is short. */
+static int check_beam(const batch *first, const beam *s) {
+    if (s->rows < 0 || s->width < 1 || s->width > MAX_WIDTH || s->depth < 1) return BAD_BEAM;
+    if (s->window != 1 + s->width * s->depth || bad_spans(s->kv_indptr, s->rows, s->held)) return BAD_BEAM;
+    for (int row = 0; row < s->rows; row++)
+        if (s->kv_indptr[row + 1] - s->kv_indptr[row] < s->window) return BAD_BEAM;
+    if (outside32(s->columns, s->width * s->depth, s->window)) return BAD_BEAM;
+    return outside32(s->last, s->rows, first->tokens) ? BAD_BEAM : 0;
+}
+
+/* `first` is the forward that ends in the rows' roots. Returns the steps run, or below 0 what is wrong (check.h). */
 EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int threads) {
     const int w = s->width;
     const size_t hidden = m->shape.hidden;
     beam_buffers b;
-    if (!beam_reserve(m, s, &b) || ada_forward(m, first, threads)) return -1;
+    int wrong = check_beam(first, s);
+    if (wrong) return wrong;
+    if (!beam_reserve(m, s, &b)) return NO_MEMORY;
+    if ((wrong = ada_forward(m, first, threads))) return wrong;
     memset(b.mask, 1, (size_t)s->kv_indptr[s->rows] * w);
     for (int row = 0; row <= s->rows; row++) b.qo_indptr[row] = row * w;
     for (int row = 0; row < s->rows; row++) {
@@ -146,10 +159,12 @@ EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int thre
     level.kv_indices = s->kv_indices;
     level.mask = b.mask;
     level.hidden = b.hidden;
+    level.keys = s->held;
+    level.mask_cells = (int64_t)s->kv_indptr[s->rows] * w;
     for (int step = 1; step < s->depth; step++) {
         if (s->keep && !s->keep(step)) return step;
         level_inputs(s, &b, step);
-        if (ada_forward(m, &level, threads)) return -1;
+        if ((wrong = ada_forward(m, &level, threads))) return wrong;
         if (ada_top_logprobs(m, b.hidden, s->rows * w, &beams, w, b.logprobs, b.best, threads)) return -1;
         next_level(s, &b, step);
     }

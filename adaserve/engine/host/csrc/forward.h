@@ -2,18 +2,7 @@
 #ifndef ADA_FORWARD_H
 #define ADA_FORWARD_H
 
-#include "model.h"
-
-/* Mirrored by a ctypes structure in native.py. */
-typedef struct {
-    int32_t tokens, requests, kv_type;
-    const int64_t *ids, *positions, *slots;
-    const int32_t *qo_indptr, *kv_indptr, *kv_indices;
-    const uint8_t *mask;
-    void *const *k_pools, *const *v_pools; /* per layer [slots, kv_heads, head_dim] */
-    int64_t slot_stride;                   /* elements between slots */
-    float *hidden;                         /* out: [tokens, hidden] */
-} batch;
+#include "check.h"
 
 typedef struct {
     model *m;

@@ -15,9 +15,11 @@ static int64_t layer_weights(const model *m) {
     return m->shape.layers ? (int64_t)(l->qkv.bytes + l->o.bytes + l->gate_up.bytes + l->down.bytes) / 2 : 0;
 }
 
-/* 0, or -1 when memory is short. */
+/* 0, or below 0 what is wrong (check.h). */
 EXPORT int ada_forward(model *m, const batch *b, int threads) {
     const model_source *s = &m->shape;
+    const int wrong = check_batch(b, s);
+    if (wrong) return wrong;
     const size_t rows = b->tokens, q_size = (size_t)s->heads * s->head_dim;
     const size_t mlp = (size_t)ceil_div(s->intermediate, DEPTH) * DEPTH * imin(b->tokens, ROW_BLOCK);
     threads = useful_threads(layer_weights(m) * s->layers, b->tokens, threads);
@@ -27,10 +29,10 @@ EXPORT int ada_forward(model *m, const batch *b, int threads) {
     p.qkv = reserve(&m->qkv, sizeof(float) * rows * (q_size + 2 * (size_t)s->kv_heads * s->head_dim));
     p.attended = reserve(&m->attended, sizeof(float) * rows * q_size);
     p.mlp = reserve(&m->mlp, sizeof(float) * mlp);
-    if (!p.residual || !p.normed || !p.qkv || !p.attended || !p.mlp) return -1;
-    if (!reserve_members(m, threads) || !plan_attention(&p, threads)) return -1;
+    if (!p.residual || !p.normed || !p.qkv || !p.attended || !p.mlp) return NO_MEMORY;
+    if (!reserve_members(m, threads) || !plan_attention(&p, threads)) return NO_MEMORY;
     char *phases = reserve_phases(&m->phases, forward_phase_bytes(&p, threads));
-    if (!phases) return -1;
+    if (!phases) return NO_MEMORY;
     team_run(forward_phases, &p, threads, phases);
     return 0;
 }

@@ -21,12 +21,25 @@ typedef struct {
     int32_t hidden, intermediate, heads, kv_heads, head_dim, rotary_dim, vocab, layers;
     int32_t threads;    /* the weights are laid out for so many; others work */
     int32_t embed_type;
+    int32_t positions;  /* rows of cos_sin */
     float norm_eps, qk_norm_eps;
     const void *embed;  /* [vocab, hidden]; this and the next two stay the caller's and must live on */
     const float *cos_sin, *final_norm;
     const layer_source *layer;
     matrix_source lm_head;
 } model_source;
+
+/* Mirrored by a ctypes structure in native.py. */
+typedef struct {
+    int32_t tokens, requests, kv_type;
+    const int64_t *ids, *positions, *slots;
+    const int32_t *qo_indptr, *kv_indptr, *kv_indices;
+    const uint8_t *mask;
+    void *const *k_pools, *const *v_pools; /* per layer [slots, kv_heads, head_dim] */
+    int64_t slot_stride;                   /* elements between slots */
+    float *hidden;                         /* out: [tokens, hidden] */
+    int64_t keys, mask_cells, pool_slots;  /* how many kv_indices, cells of the mask and slots of a pool there are */
+} batch;
 
 typedef struct {
     matrix qkv, o, gate_up, down;

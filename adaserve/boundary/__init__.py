@@ -1,0 +1,11 @@
+"""What a request may hold: pure checks, free of SGLang, of everything that a client may send.
+
+``patches.boundary`` asks them on every route before a request is queued. A number that SGLang or a kernel
+would use as an index or put into 32 bits is checked here, so that nothing behind has to doubt it.
+"""
+
+from adaserve.boundary.errors import RequestError
+from adaserve.boundary.limits import Limits
+from adaserve.boundary.request import check_prompt, check_request
+
+__all__ = ["Limits", "RequestError", "check_prompt", "check_request"]

@@ -1,0 +1,49 @@
+"""The largest values that a request may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+INT32_MAX = 2**31 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+TOP_K_ALL = 1 << 30
+"""How SGLang itself writes "the whole vocabulary"."""
+
+MAX_SAMPLES = 128
+"""``n``, as in OpenAI's API: one request becomes that many."""
+
+MAX_TOP_LOGPROBS = 1024
+"""Per position; each is a Python object in the answer."""
+
+MAX_ID_CHARACTERS = 256
+"""Of a request id and of other names that are kept while the server runs."""
+
+MAX_TEMPERATURE = 1000.0
+"""Beyond it every token is equally likely anyhow; far beyond, 32-bit floats overflow."""
+
+MIN_REPETITION_PENALTY = 0.01
+"""Logits are divided by it."""
+
+MAX_LOGIT_BIAS = 1e6
+
+MAX_STOP_CHARACTERS = 4096
+MAX_GRAMMAR_CHARACTERS = 1 << 16
+MAX_GRAMMAR_DEPTH = 64
+MAX_GRAMMAR_SIZE = 20_000
+"""Terms that a regular expression or schema has once its counted repeats are written out."""
+
+MAX_PARAMS_DEPTH = 8
+MAX_PARAMS_CHARACTERS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What depends on the server: its model, and how its processes talk."""
+
+    vocab_size: int
+    """Of the target: token ids run from 0 to ``vocab_size - 1``."""
+    flat_params: bool = False
+    """SGLANG_USE_PICKLE_IPC=0: the scheduler cannot decode ``custom_params`` nested more than once."""
+    takes_media: bool = False
+    """Whether the model takes images, audio or video."""

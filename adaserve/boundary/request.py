@@ -1,0 +1,246 @@
+"""The fields of a generation request beside its sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from adaserve.boundary.errors import RequestError, shown
+from adaserve.boundary.limits import (
+    INT32_MAX,
+    MAX_ID_CHARACTERS,
+    MAX_TOP_LOGPROBS,
+    Limits,
+)
+from adaserve.boundary.sampling import check_sampling, custom_params
+from adaserve.boundary.values import (
+    Check,
+    absent,
+    finite,
+    flag,
+    integer,
+    is_integer,
+    label,
+    mapping,
+    require_encodable,
+    text,
+    token_ids,
+)
+
+_signed = integer(-INT32_MAX - 1, INT32_MAX)
+_lora = absent("LoRA adapters are not served by ADASERVE")
+_internal = absent("it is SGLang's own and not for clients")
+_positions = absent("ADASERVE reads logits at generated positions only")
+
+
+def media(name: str, value: Any, limits: Limits) -> None:
+    """Images, audio and video, for a model that takes them; lists of nothing pass."""
+    if not limits.takes_media and _holds_something(value):
+        raise RequestError(f"{name} is refused: this model takes text only")
+
+
+def _holds_something(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_something, value))
+    return value is not None
+
+
+def prompt_text(name: str, value: Any, _: Limits) -> None:
+    """Text that can be encoded. Whether it holds a token only the tokenizer knows."""
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be text, got {shown(value)}")
+    require_encodable(name, value)
+
+
+def top_logprobs_num(name: str, value: Any, limits: Limits) -> None:
+    """As many as the vocabulary has, and not more than an answer should hold."""
+    integer(0, min(limits.vocab_size, MAX_TOP_LOGPROBS))(name, value, limits)
+
+
+def session_params(name: str, value: Any, limits: Limits) -> None:
+    """Which turn of which session is continued."""
+    mapping(name, value, limits)
+    for key, item in value.items():
+        check = _SESSION.get(key)
+        if check is None:
+            raise RequestError(f"{name} has no field {shown(key)}; it knows {', '.join(_SESSION)}")
+        if item is not None:
+            check(f"{name}.{key}", item, limits)
+
+
+def embeds(name: str, value: Any, _: Limits) -> None:
+    """Embeddings in place of tokens: the forward on a CPU and the draft model know tokens only."""
+    raise RequestError(f"{name} is refused: ADASERVE needs tokens, which the draft model reads too")
+
+
+_SESSION: dict[str, Check] = {
+    "id": text(MAX_ID_CHARACTERS, least=1),
+    "rid": label,
+    "offset": integer(0),
+    "replace": flag,
+    "drop_previous_output": flag,
+}
+
+EACH: dict[str, Check] = {
+    "text": prompt_text,
+    "sampling_params": check_sampling,
+    "rid": text(MAX_ID_CHARACTERS, least=1),
+    "return_logprob": flag,
+    "logprob_start_len": integer(-1),
+    "top_logprobs_num": top_logprobs_num,
+    "return_sampling_mask": flag,
+    "sampling_logprobs_mode": label,
+    "custom_logit_processor": text(1 << 20),
+    "lora_path": _lora,
+    "lora_id": _lora,
+    "extra_key": label,
+    "cache_salt": label,
+    "bootstrap_host": label,
+    "bootstrap_port": integer(0, 65535),
+    "bootstrap_room": integer(0, 2**63 - 1),
+    "bootstrap_pair_key": label,
+    "decode_tp_size": integer(1),
+    "kv_hints": mapping,
+    "watermark": absent("ADASERVE draws its own noise; text with a watermark is not served"),
+}
+"""Fields with one value for the request, or a list with one for each of its prompts."""
+
+WHOLE: dict[str, Check] = {
+    "input_embeds": embeds,
+    "image_data": media,
+    "video_data": media,
+    "audio_data": media,
+    "session_params": session_params,
+    "session_id": text(MAX_ID_CHARACTERS, least=1),
+    "stream": flag,
+    "log_metrics": flag,
+    "no_logs": flag,
+    "background": flag,
+    "require_reasoning": flag,
+    "return_text_in_logprobs": flag,
+    "return_flat_raw_top_logprobs": flag,
+    "return_flat_raw_output_top_logprobs": flag,
+    "return_flat_raw_top_logprobs_b64": flag,
+    "return_routed_experts": flag,
+    "return_indexer_topk": flag,
+    "return_bytes": flag,
+    "return_entropy": flag,
+    "return_prompt_token_ids": flag,
+    "use_audio_in_video": flag,
+    "routed_experts_start_len": integer(0),
+    "max_thinking_tokens": integer(0),
+    "priority": _signed,
+    "routed_dp_rank": integer(0),
+    "data_parallel_rank": integer(0),
+    "disagg_prefill_dp_rank": integer(0),
+    "routing_key": label,
+    "conversation_id": label,
+    "received_time": finite,
+    "external_trace_header": mapping,
+    "custom_labels": mapping,
+    "mm_processor_kwargs": custom_params,
+    "images_config": custom_params,
+    "video_config": custom_params,
+    "max_dynamic_patch": integer(0),
+    "min_dynamic_patch": integer(0),
+    "image_max_dynamic_patch": integer(0),
+    "video_max_dynamic_patch": integer(0),
+    "positional_embed_overrides": _internal,
+    "http_worker_ipc": _internal,
+    "need_wait_for_mm_inputs": _internal,
+    "num_items_assigned": _internal,
+    "encoder_urls": _internal,
+    "multi_item_delimiter_indices": _positions,
+    "token_indices_to_pool": _positions,
+}
+"""Fields with one value for the whole request."""
+
+BY_SGLANG = frozenset({"modalities", "mm_hashes", "mm_content_hashes", "return_hidden_states"})
+"""Fields that SGLang checks itself, or that nothing reads for a model of text."""
+
+
+def check_request(fields: Mapping[str, Any], limits: Limits) -> None:
+    """Raises RequestError for the first field that SGLang, the worker or a kernel could not take.
+
+    ``fields``: of SGLang's ``GenerateReqInput``, before it is normalized. Missing and None mean unset.
+    """
+    count = _prompt_count(fields, limits)
+    for name, check in EACH.items():
+        value = fields.get(name)
+        if isinstance(value, list | tuple) and not (name == "text" and count is None):
+            if count is None:
+                raise RequestError(f"{name} must be one value for one prompt, got {shown(value)}")
+            if len(value) != count:
+                raise RequestError(f"{name} must have {count} entries, one for each prompt, got {len(value)}")
+            for i, item in enumerate(value):
+                if item is not None:
+                    check(f"{name}[{i}]", item, limits)
+        elif value is not None:
+            check(name, value, limits)
+    _check_token_ids_logprob(fields.get("token_ids_logprob"), count, limits)
+    for name, check in WHOLE.items():
+        value = fields.get(name)
+        if value is not None:
+            check(name, value, limits)
+
+
+def check_prompt(tokens: int, logprob_start_len: int | None, continues: bool) -> None:
+    """What only the tokenized prompt shows. ``continues``: a session adds its history to it."""
+    if tokens == 0 and not continues:
+        raise RequestError("the prompt must hold at least 1 token, got none")
+    if logprob_start_len is not None and logprob_start_len > tokens and not continues:
+        raise RequestError(
+            f"logprob_start_len must be from -1 to {tokens}, the prompt's tokens, got {logprob_start_len}"
+        )
+
+
+def _prompt_count(fields: Mapping[str, Any], limits: Limits) -> int | None:
+    """Prompts of a batch; None for a single prompt, and for one whose shape SGLang will refuse."""
+    prompts, ids = fields.get("text"), fields.get("input_ids")
+    if ids is not None:
+        nested = _check_ids(ids, limits, bool(fields.get("session_params")))
+        if prompts is None:
+            return len(ids) if nested else None
+    if isinstance(prompts, list | tuple):
+        if not prompts:
+            raise RequestError("text must hold at least 1 prompt, got an empty list")
+        if None in prompts:
+            raise RequestError(f"text[{list(prompts).index(None)}] must be text, got None")
+        return len(prompts)
+    return None
+
+
+def _check_ids(ids: Any, limits: Limits, continues: bool) -> bool:
+    """Whether ``input_ids`` is a batch. Raises RequestError."""
+    if not isinstance(ids, list | tuple):
+        raise RequestError(f"input_ids must be a list of token ids, got {shown(ids)}")
+    if not ids and not continues:
+        raise RequestError("input_ids must hold at least 1 token id, got an empty list")
+    nested = bool(ids) and isinstance(ids[0], list | tuple)
+    if not nested:
+        token_ids("input_ids", ids, limits)
+        return False
+    for i, prompt in enumerate(ids):
+        token_ids(f"input_ids[{i}]", prompt, limits)
+        if not prompt and not continues:
+            raise RequestError(f"input_ids[{i}] must hold at least 1 token id, got an empty list")
+    return True
+
+
+def _check_token_ids_logprob(value: Any, count: int | None, limits: Limits) -> None:
+    """One id, a list for every prompt, or one list for each prompt of a batch."""
+    if value is None:
+        return
+    if is_integer(value):
+        value = [value]
+    if isinstance(value, list | tuple) and any(isinstance(item, list | tuple) for item in value):
+        if len(value) != count:
+            raise RequestError(
+                f"token_ids_logprob must be a list of token ids, or {count or 1} such lists, "
+                f"one for each prompt, got {len(value)}"
+            )
+        for i, ids in enumerate(value):
+            if ids is not None:
+                token_ids(f"token_ids_logprob[{i}]", ids, limits)
+    else:
+        token_ids("token_ids_logprob", value, limits)

@@ -1,0 +1,153 @@
+"""``sampling_params``: every field that a client may set, with what it accepts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaserve.boundary import grammar
+from adaserve.boundary.errors import RequestError, shown
+from adaserve.boundary.limits import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_LOGIT_BIAS,
+    MAX_PARAMS_CHARACTERS,
+    MAX_PARAMS_DEPTH,
+    MAX_SAMPLES,
+    MAX_STOP_CHARACTERS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    TOP_K_ALL,
+    Limits,
+)
+from adaserve.boundary.values import (
+    Check,
+    absent,
+    flag,
+    integer,
+    is_integer,
+    mapping,
+    number,
+    one_or_list,
+    text,
+    token_ids,
+)
+
+_bias = number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+
+def top_k(name: str, value: Any, limits: Limits) -> None:
+    """-1 and SGLang's own 2^30 stand for the whole vocabulary."""
+    integer(1, limits.vocab_size, also=(-1, TOP_K_ALL))(name, value, limits)
+
+
+def top_p(name: str, value: Any, limits: Limits) -> None:
+    """Above 0: SGLang says so itself, but only once the request was tokenized."""
+    number(0, 1)(name, value, limits)
+    if value == 0:
+        raise RequestError(f"{name} must be above 0 and at most 1, got 0")
+
+
+def stop_token_ids(name: str, value: Any, limits: Limits) -> None:
+    """A list of token ids; SGLang skips null among them."""
+    if isinstance(value, list | tuple | set) and None in value:
+        value = [token for token in value if token is not None]
+    token_ids(name, value, limits)
+
+
+def logit_bias(name: str, value: Any, limits: Limits) -> None:
+    """An object from token ids, written as text, to what is added to their logits."""
+    mapping(name, value, limits)
+    for key, bias in value.items():
+        # int() would also take " 1", "1_0" and digits of other scripts.
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < limits.vocab_size):
+            raise RequestError(
+                f"{name} needs keys from 0 to {limits.vocab_size - 1}, written as text, got {shown(key)}"
+            )
+        _bias(f"{name}[{key}]", bias, limits)
+
+
+def custom_params(name: str, value: Any, limits: Limits) -> None:
+    """An object of JSON values that reaches the scheduler as it is."""
+    mapping(name, value, limits)
+    depth = 2 if limits.flat_params else MAX_PARAMS_DEPTH
+    budget = [MAX_PARAMS_CHARACTERS]
+    for key, item in value.items():
+        _spend(name, len(key) + 1, budget)
+        _plain(f"{name}.{key[:40]}", item, depth - 1, budget)
+    thinking = value.get("thinking_budget")
+    if thinking is not None:
+        integer(-1)(f"{name}.thinking_budget", thinking, limits)
+
+
+def _plain(name: str, value: Any, depth: int, budget: list[int]) -> None:
+    if value is None or isinstance(value, bool | float):
+        _spend(name, 1, budget)
+    elif isinstance(value, str):
+        _spend(name, len(value) + 1, budget)
+    elif is_integer(value):
+        if not INT64_MIN <= value <= INT64_MAX:
+            raise RequestError(f"{name} must be from -2^63 to 2^63 - 1, got {shown(value)}")
+        _spend(name, 1, budget)
+    elif isinstance(value, dict | list) and depth > 0:
+        _spend(name, 1 + len(value), budget)
+        for item in value.values() if isinstance(value, dict) else value:
+            _plain(name, item, depth - 1, budget)
+    elif isinstance(value, dict | list):
+        raise RequestError(f"{name} is nested too deeply: this server takes fewer levels")
+    else:
+        raise RequestError(f"{name} must be a JSON value, got {shown(value)}")
+
+
+def _spend(name: str, amount: int, budget: list[int]) -> None:
+    budget[0] -= amount
+    if budget[0] < 0:
+        raise RequestError(f"{name}: custom_params may hold at most {MAX_PARAMS_CHARACTERS} characters")
+
+
+_stop = one_or_list(text(MAX_STOP_CHARACTERS), 32)
+
+FIELDS: dict[str, Check] = {
+    "max_new_tokens": integer(0),
+    "min_new_tokens": integer(0),
+    "stop": _stop,
+    "stop_token_ids": stop_token_ids,
+    "stop_regex": one_or_list(grammar.stop_regex, 32),
+    "temperature": number(0, MAX_TEMPERATURE),
+    "top_p": top_p,
+    "top_k": top_k,
+    "min_p": number(0, 1),
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    "repetition_penalty": number(MIN_REPETITION_PENALTY, 2),
+    "n": integer(1, MAX_SAMPLES),
+    "beam_width": absent("ADASERVE drafts trees and does not serve beam search"),
+    "json_schema": grammar.json_schema,
+    "regex": grammar.regex,
+    "ebnf": grammar.ebnf,
+    "structural_tag": grammar.structural_tag,
+    "ignore_eos": flag,
+    "skip_special_tokens": flag,
+    "spaces_between_special_tokens": flag,
+    "no_stop_trim": flag,
+    "ebnf_full_assistant": flag,
+    "stream_interval": integer(1),
+    "logit_bias": logit_bias,
+    "sampling_seed": integer(INT64_MIN, INT64_MAX),
+    "custom_params": custom_params,
+    "watermark": absent("ADASERVE draws its own noise; text with a watermark is not served"),
+}
+"""A name that is not here is refused: SGLang's other fields are its own, such as ``is_normalized``."""
+
+
+def check_sampling(name: str, params: Any, limits: Limits) -> None:
+    """Raises RequestError for what ``SamplingParams`` or the scheduler could not take."""
+    mapping(name, params, limits)
+    for key, value in params.items():
+        check = FIELDS.get(key)
+        if check is None:
+            raise RequestError(f"{name} has no field {shown(key)}; it knows {', '.join(FIELDS)}")
+        if value is not None:
+            check(f"{name}.{key}", value, limits)
+    least, most = params.get("min_new_tokens"), params.get("max_new_tokens")
+    if least is not None and most is not None and least > most:
+        raise RequestError(f"{name}.min_new_tokens must be at most max_new_tokens ({most}), got {least}")

@@ -1,0 +1,122 @@
+"""Checks of single values; each takes the field's name, the value and the server's limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from numbers import Integral, Real
+from typing import Any
+
+from adaserve.boundary.errors import RequestError, shown
+from adaserve.boundary.limits import INT32_MAX, MAX_ID_CHARACTERS, Limits
+
+Check = Callable[[str, Any, Limits], None]
+
+
+def integer(low: int, high: int = INT32_MAX, *, also: Iterable[int] = ()) -> Check:
+    """An integer from ``low`` to ``high``, or one of ``also``."""
+    others = frozenset(also)
+    extra = "".join(f", or {value}" for value in sorted(others))
+
+    def check(name: str, value: Any, _: Limits) -> None:
+        if not is_integer(value) or not (low <= value <= high or value in others):
+            raise RequestError(f"{name} must be an integer from {low} to {high}{extra}, got {shown(value)}")
+
+    return check
+
+
+def number(low: float, high: float) -> Check:
+    """A finite number from ``low`` to ``high``."""
+
+    def check(name: str, value: Any, _: Limits) -> None:
+        fits = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
+        if not fits:  # a comparison with NaN is false
+            raise RequestError(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
+
+    return check
+
+
+def finite(name: str, value: Any, _: Limits) -> None:
+    """A number that is neither NaN nor infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, got {shown(value)}")
+
+
+def flag(name: str, value: Any, _: Limits) -> None:
+    """true or false."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {shown(value)}")
+
+
+def text(most: int, *, least: int = 0) -> Check:
+    """Text that can be encoded, from ``least`` to ``most`` characters."""
+
+    def check(name: str, value: Any, _: Limits) -> None:
+        if not isinstance(value, str) or not least <= len(value) <= most:
+            raise RequestError(f"{name} must be text of {least} to {most} characters, got {shown(value)}")
+        require_encodable(name, value)
+
+    return check
+
+
+label = text(MAX_ID_CHARACTERS)
+
+
+def require_encodable(name: str, value: str) -> None:
+    """Raises RequestError for text with half a surrogate pair, which JSON can write and UTF-8 cannot."""
+    if value.isascii():
+        return
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} holds {value[error.start]!r}, which is not a character of UTF-8") from None
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer, and not true or false."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def token_ids(name: str, value: Any, limits: Limits) -> None:
+    """A list of token ids of the model."""
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise RequestError(f"{name} must be a list of token ids, got {shown(value)}")
+    if not value:
+        return
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < limits.vocab_size:
+        return  # in C: a prompt may be long
+    for i, token in enumerate(value):
+        if not is_integer(token) or not 0 <= token < limits.vocab_size:
+            raise RequestError(
+                f"{name}[{i}] must be a token id from 0 to {limits.vocab_size - 1}, got {shown(token)}"
+            )
+
+
+def mapping(name: str, value: Any, _: Limits) -> None:
+    """An object with text keys."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise RequestError(f"{name} must be an object, got {shown(value)}")
+
+
+def absent(why: str) -> Check:
+    """Nothing at all: ``why`` says why the field is refused."""
+
+    def check(name: str, value: Any, _: Limits) -> None:
+        raise RequestError(f"{name} is refused: {why}")
+
+    return check
+
+
+def one_or_list(check: Check, most: int) -> Check:
+    """One value, or a list of at most ``most``."""
+
+    def every(name: str, value: Any, limits: Limits) -> None:
+        if not isinstance(value, list | tuple):
+            check(name, value, limits)
+            return
+        if len(value) > most:
+            raise RequestError(f"{name} takes at most {most} entries, got {len(value)}")
+        for i, item in enumerate(value):
+            check(f"{name}[{i}]", item, limits)
+
+    return every
