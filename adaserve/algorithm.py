@@ -67,6 +67,8 @@ def leave_decode_graphs_to_us(server_args: Any) -> None:
 
 def refuse_unsupported(args: Any) -> None:
     """Raises ValueError with the remedy for a combination that ADASERVE cannot serve."""
+    from sglang.srt.environ import envs
+
     refusals = [
         (
             not args.speculative_draft_model_path,
@@ -83,6 +85,10 @@ def refuse_unsupported(args: Any) -> None:
         (
             args.disaggregation_mode not in (None, "null"),
             "prefill/decode disaggregation is not supported: remove --disaggregation-mode",
+        ),
+        (
+            envs.SGLANG_RUST_SERVER.get(),
+            "the Rust HTTP server passes by the checks of requests and their SLOs: unset SGLANG_RUST_SERVER",
         ),
         (
             args.enable_return_hidden_states,

@@ -38,6 +38,7 @@ def hook(target: str, function: Callable[..., Any], kind: HookType) -> None:
 def apply_all() -> None:
     """Registers all hooks; SGLang applies them right after its plugins were loaded."""
     from adaserve.patches import (
+        boundary,
         cpu_kernels,
         flags,
         internal_state,
@@ -45,6 +46,8 @@ def apply_all() -> None:
         kv_sizing,
         live_page,
         prefill_slack,
+        routes,
+        scheduler_guard,
         slo_requests,
         slo_responses,
     )
@@ -57,7 +60,10 @@ def apply_all() -> None:
         prefill_slack,
         slo_requests,
         slo_responses,
+        boundary,  # after the SLO hooks: what wraps last is asked first
+        scheduler_guard,
         internal_state,
         live_page,
+        routes,
     ):
         module.register()

@@ -29,11 +29,12 @@ def _add_adaserve(_: None, self: Any, state: dict[str, Any]) -> None:
         state["adaserve"] = worker.report()
 
 
-def _handlers(handlers: dict[str, Any], self: Any) -> dict[str, Any] | None:
+def _handlers(_: dict[str, Any], self: Any) -> dict[str, Any] | None:
     """``POST /set_internal_state {"server_args": {"adaserve_policy=NAME": 1}}`` changes the policy.
 
     Likewise ``adaserve_prefill=slack``, ``=exclusive`` or ``=default`` (by the policy). The name stands in
-    the key because SGLang accepts numbers only as values.
+    the key because SGLang accepts numbers only as values. SGLang's own settings are refused: they belong to
+    algorithms and pipelines that do not run here, and some take NaN.
     """
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
 
@@ -55,7 +56,7 @@ def _handlers(handlers: dict[str, Any], self: Any) -> dict[str, Any] | None:
 
     ours = {POLICY_KEY + name: _UpdateHandler(lambda *_: None, change) for name in worker.policy_names}
     modes = {PREFILL_KEY + m: _UpdateHandler(check_mode, pace) for m in (*PREFILLS, "default")}
-    return {**handlers, **ours, **modes}
+    return {**ours, **modes}
 
 
 def _mode(key: str) -> str | None:

@@ -15,6 +15,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.config import slo_classes
 from adaserve.patches import hook
+from adaserve.patches.boundary import native_response
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import resolve
 
@@ -48,7 +49,7 @@ async def _native_request(original: Callable[..., Awaitable[Any]], obj: Any, req
     except SLOError as error:
         return ORJSONResponse(status_code=400, content={"error": {"message": str(error)}})
     request.state.adaserve_resolved = True
-    return await original(obj, request)
+    return await native_response(original, obj, request)
 
 
 def _any_request(self: Any, obj: Any, request: Any = None) -> None:
@@ -67,7 +68,10 @@ def _attach(obj: Any, request: Any, nvext: Any = None) -> None:
         if params is not None and not isinstance(params, dict):
             return params  # SGLang says what is wrong with it
         params = params or {}
-        return {**params, "custom_params": _with_slo(params.get("custom_params"), request, nvext)}
+        custom = params.get("custom_params")
+        if custom is not None and not isinstance(custom, dict):
+            return params  # the boundary says what is wrong with it
+        return {**params, "custom_params": _with_slo(custom, request, nvext)}
 
     given = obj.sampling_params
     obj.sampling_params = [resolved(p) for p in given] if isinstance(given, list) else resolved(given)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import re._parser as regex_parser
+import re._parser as regex_parser  # type: ignore[import-not-found]
 from typing import Any
 
 from adaserve.boundary.errors import RequestError, shown
@@ -16,6 +16,8 @@ from adaserve.boundary.limits import (
     MAX_GRAMMAR_CHARACTERS,
     MAX_GRAMMAR_DEPTH,
     MAX_GRAMMAR_SIZE,
+    MAX_SCHEMA_PROPERTIES,
+    MAX_STOP_WAYS,
     Limits,
 )
 from adaserve.boundary.values import text
@@ -28,6 +30,8 @@ _stop_text = text(256)
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _SINGLE = {regex_parser.LITERAL, regex_parser.NOT_LITERAL, regex_parser.IN, regex_parser.ANY}
 _REPEATS = {regex_parser.MAX_REPEAT, regex_parser.MIN_REPEAT, regex_parser.POSSESSIVE_REPEAT}
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*')
+"""A string or a comment of EBNF, in which a bracket or brace means nothing."""
 _COUNTED = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 
 
@@ -64,39 +68,45 @@ def regex(name: str, value: Any, limits: Limits) -> None:
 def ebnf(name: str, value: Any, limits: Limits) -> None:
     """A grammar in EBNF; its rules may be recursive, its counted repeats may not explode."""
     _text(name, value, limits)
-    _require_size(name, value)
+    _require_size(name, _QUOTED.sub("x", value))
 
 
 def stop_regex(name: str, value: Any, limits: Limits) -> None:
     """A regular expression after whose match generation stops, of a kind that is matched fast.
 
-    Python's matcher takes exponential time for a repeated group such as ``(a+)+`` or ``(a|a)*``.
+    Python's matcher tries every way in which repeats and alternatives can share out the text: for
+    ``(a+)+`` or ``(a|a)*`` exponentially many. So they must be few in all, and end.
     """
     _stop_text(name, value, limits)
     try:
-        parsed = regex_parser.parse(value)
+        ways = _ways(name, regex_parser.parse(value))
     except (re.error, OverflowError, RecursionError) as error:
         raise RequestError(f"{name} is no regular expression: {error}") from None
-    if _open_repeats(name, parsed) > 3:
-        raise RequestError(f"{name} may hold at most 3 repeats such as .*, + or {{2,5}}, got {shown(value)}")
+    if ways > MAX_STOP_WAYS:
+        raise RequestError(
+            f"{name} may try at most {MAX_STOP_WAYS} ways to match at one place, got {shown(ways)}; give its "
+            "repeats small upper bounds, as in [0-9]{1,20}"
+        )
 
 
-def _open_repeats(name: str, pattern: Any) -> int:
-    """Repeats of varying length in it. Raises RequestError for one of a group, and for back-references."""
-    count = 0
+def _ways(name: str, pattern: Any) -> int:
+    """Ways in which a pattern can match at one place, at most. Raises RequestError for what has no bound."""
+    ways = 1
     for operator, argument in pattern:
         if operator in _REPEATS:
             low, high, body = argument
+            if high == regex_parser.MAXREPEAT:
+                raise RequestError(f"{name}: * and + have no bound; write {{0,50}} or {{1,50}}")
             if high > 1 and (len(body) != 1 or body[0][0] not in _SINGLE):
                 raise RequestError(f"{name} may repeat single characters and classes, not groups")
-            count += (low != high) + _open_repeats(name, body)
+            ways *= (high - low + 1) * _ways(name, body)
         elif operator is regex_parser.BRANCH:
-            count += sum(_open_repeats(name, branch) for branch in argument[1])
+            ways *= sum(_ways(name, branch) for branch in argument[1])
         elif operator is regex_parser.SUBPATTERN:
-            count += _open_repeats(name, argument[3])
+            ways *= _ways(name, argument[3])
         elif operator not in _SINGLE and operator is not regex_parser.AT:
             raise RequestError(f"{name} may not hold look-around, conditions or back-references")
-    return count
+    return ways
 
 
 def _parse(name: str, value: str) -> Any:
@@ -213,16 +223,22 @@ class _Schema:
                 raise RequestError(
                     f"{self.name}: {key} must be from 0 to {MAX_GRAMMAR_SIZE}, got {shown(count)}"
                 )
+        properties = node.get("properties")
+        if isinstance(properties, dict) and len(properties) > MAX_SCHEMA_PROPERTIES:
+            raise RequestError(
+                f"{self.name}: an object may have at most {MAX_SCHEMA_PROPERTIES} properties, "
+                f"got {len(properties)}"
+            )
         if isinstance(node.get("pattern"), str):
             _require_size(f"{self.name}: pattern", node["pattern"])
 
     def _target(self, reference: Any) -> Any:
         """What ``reference`` points to. Raises RequestError for another document, and for nothing."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            raise RequestError(f"{self.name}: $ref must start with #, got {shown(reference)}")
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            raise RequestError(f"{self.name}: $ref must be # or start with #/, got {shown(reference)}")
         node = self.root
-        for part in reference[1:].split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
+        for escaped in reference[1:].split("/")[1:]:
+            part = escaped.replace("~1", "/").replace("~0", "~")
             if isinstance(node, dict) and part in node:
                 node = node[part]
             elif isinstance(node, list) and part.isascii() and part.isdecimal() and int(part[:9]) < len(node):

@@ -33,6 +33,12 @@ MAX_GRAMMAR_DEPTH = 64
 MAX_GRAMMAR_SIZE = 20_000
 """Terms that a regular expression or schema has once its counted repeats are written out."""
 
+MAX_SCHEMA_PROPERTIES = 256
+"""Of one object: compiling takes time with their square, 12 s for 1500."""
+
+MAX_STOP_WAYS = 1000
+"""Tried at every place of the text, after every iteration."""
+
 MAX_PARAMS_DEPTH = 8
 MAX_PARAMS_CHARACTERS = 1 << 16
 

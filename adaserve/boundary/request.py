@@ -66,6 +66,8 @@ def session_params(name: str, value: Any, limits: Limits) -> None:
             raise RequestError(f"{name} has no field {shown(key)}; it knows {', '.join(_SESSION)}")
         if item is not None:
             check(f"{name}.{key}", item, limits)
+    if value.get("replace") and not value.get("rid"):
+        raise RequestError(f"{name}.replace needs {name}.rid, the turn that is replaced")
 
 
 def embeds(name: str, value: Any, _: Limits) -> None:
@@ -201,6 +203,8 @@ def _prompt_count(fields: Mapping[str, Any], limits: Limits) -> int | None:
         nested = _check_ids(ids, limits, bool(fields.get("session_params")))
         if prompts is None:
             return len(ids) if nested else None
+        if nested != isinstance(prompts, list | tuple) or (nested and len(ids) != len(prompts)):
+            raise RequestError("text and input_ids must hold as many prompts; give one of them")
     if isinstance(prompts, list | tuple):
         if not prompts:
             raise RequestError("text must hold at least 1 prompt, got an empty list")

@@ -139,6 +139,10 @@ FIELDS: dict[str, Check] = {
 """A name that is not here is refused: SGLang's other fields are its own, such as ``is_normalized``."""
 
 
+_NEVER_NULL = {"n"}
+"""SGLang reads it before it puts defaults in the place of null."""
+
+
 def check_sampling(name: str, params: Any, limits: Limits) -> None:
     """Raises RequestError for what ``SamplingParams`` or the scheduler could not take."""
     mapping(name, params, limits)
@@ -146,7 +150,7 @@ def check_sampling(name: str, params: Any, limits: Limits) -> None:
         check = FIELDS.get(key)
         if check is None:
             raise RequestError(f"{name} has no field {shown(key)}; it knows {', '.join(FIELDS)}")
-        if value is not None:
+        if value is not None or key in _NEVER_NULL:
             check(f"{name}.{key}", value, limits)
     least, most = params.get("min_new_tokens"), params.get("max_new_tokens")
     if least is not None and most is not None and least > most:

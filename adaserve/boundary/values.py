@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -29,8 +29,7 @@ def number(low: float, high: float) -> Check:
     """A finite number from ``low`` to ``high``."""
 
     def check(name: str, value: Any, _: Limits) -> None:
-        fits = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
-        if not fits:  # a comparison with NaN is false
+        if not is_number(value) or not low <= value <= high:  # a comparison with NaN is false
             raise RequestError(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
 
     return check
@@ -38,7 +37,7 @@ def number(low: float, high: float) -> Check:
 
 def finite(name: str, value: Any, _: Limits) -> None:
     """A number that is neither NaN nor infinite."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value) or not abs(value) <= sys.float_info.max:  # an integer may be larger
         raise RequestError(f"{name} must be a finite number, got {shown(value)}")
 
 
@@ -69,7 +68,14 @@ def require_encodable(name: str, value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"{name} holds {value[error.start]!r}, which is not a character of UTF-8") from None
+        raise RequestError(
+            f"{name} holds {value[error.start]!r}, which is not a character of UTF-8"
+        ) from None
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number, and not true or false."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_integer(value: Any) -> bool:

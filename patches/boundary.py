@@ -1,0 +1,233 @@
+"""Every request is checked before it is queued, on every route, and a refusal is always HTTP 400.
+
+Why: SGLang passes on what ends its scheduler, and with it the server for everybody: token ids outside the
+vocabulary, counts beyond 32 bits, prompts without a token, and more (``adaserve.boundary``). All routes and
+``sgl.Engine`` meet in ``TokenizerManager.generate_request``: there the fields are checked before SGLang
+looks at them, and the prompt once it is tokenized.
+
+A stream's status is sent before its first output. Chat and completions therefore wait for the first output
+themselves; here the other routes do too, so that a refusal is a status and not an event in a good answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import HTTPException
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.boundary import Limits, RequestError, check_prompt, check_request
+from adaserve.identity import is_ours
+from adaserve.patches import hook
+
+_FIRST = "_adaserve_started"
+"""Where a request object keeps its outputs once they were started ahead of the response."""
+
+HEALTH_ROUTES = ("/health", "/health_generate")
+
+
+def register() -> None:
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    hook(f"{manager}.generate_request", _every_request, HookType.AROUND)
+    hook(f"{manager}._validate_one_request", _check_tokens, HookType.BEFORE)
+    ollama = "sglang.srt.entrypoints.ollama.serving.OllamaServing"
+    for answer in ("_generate_chat_response", "_generate_generate_response"):
+        hook(f"{ollama}.{answer}", _ollama, HookType.AROUND)
+    for answer in ("_stream_chat_response", "_stream_generate_response"):
+        hook(f"{ollama}.{answer}", _ollama_stream, HookType.AROUND)
+    openai = "sglang.srt.entrypoints.openai"
+    chat = f"{openai}.serving_chat.OpenAIServingChat._convert_to_internal_request"
+    hook(chat, _keep_converted, HookType.AFTER)
+    messages = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._handle_streaming"
+    hook(messages, _messages_stream, HookType.AROUND)
+    responses = f"{openai}.serving_responses.OpenAIServingResponses"
+    hook(f"{responses}._generate_with_builtin_tools", _keep_made, HookType.BEFORE)
+    hook(f"{responses}.create_responses", _responses_stream, HookType.AROUND)
+    hook("sglang.srt.entrypoints.api_contract.generate_contract_error", _name_the_field, HookType.AROUND)
+
+
+def applies(server_args: Any) -> bool:
+    """Whether this server runs ADASERVE; any other is left as SGLang made it."""
+    return is_ours(server_args.speculative_algorithm)
+
+
+def _every_request(
+    original: Callable[..., AsyncIterator[Any]], self: Any, obj: Any, request: Any = None
+) -> AsyncIterator[Any]:
+    """Also for ``sgl.Engine``: raises RequestError, a ValueError, before anything is queued."""
+    outputs: AsyncIterator[Any] | None = vars(obj).pop(_FIRST, None)
+    if outputs is not None:
+        return outputs
+    if applies(self.server_args):
+        check_fields(self, obj, request)
+    return original(self, obj, request)
+
+
+@lru_cache(maxsize=8)
+def _limits(vocab_size: int, takes_media: bool) -> Limits:
+    from sglang.srt.environ import envs
+
+    flat = not envs.SGLANG_USE_PICKLE_IPC.get()
+    return Limits(vocab_size=vocab_size, flat_params=flat, takes_media=takes_media)
+
+
+def check_fields(manager: Any, obj: Any, request: Any) -> None:
+    """Raises RequestError for what a request may not hold. ``obj``: SGLang's request, not normalized yet."""
+    if not hasattr(obj, "token_ids_logprob"):
+        if manager.is_generation and not _asks_for_health(request):
+            raise RequestError("this server generates text: embeddings, rewards and classes are not served")
+        return
+    check_request(vars(obj), _limits(manager.model_config.vocab_size, manager.mm_processor is not None))
+    rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+    if not _asks_for_health(request) and any(_looks_like_health(rid) for rid in rids):
+        raise RequestError("rid must not start with HEALTH_CHECK: SGLang's own health checks do")
+
+
+def _asks_for_health(request: Any) -> bool:
+    return request is not None and request.url.path in HEALTH_ROUTES
+
+
+def _looks_like_health(rid: Any) -> bool:
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    return isinstance(rid, str) and rid.startswith(HEALTH_CHECK_RID_PREFIX)
+
+
+def _check_tokens(self: Any, obj: Any, input_ids: Any) -> None:
+    """Each prompt of a request, tokenized; runs before anything of it was sent."""
+    if input_ids is not None and applies(self.server_args):
+        continues = bool(getattr(obj, "session_params", None))
+        check_prompt(len(input_ids), getattr(obj, "logprob_start_len", None), continues)
+
+
+async def start(manager: Any, obj: Any, request: Any) -> None:
+    """Runs a request up to its first output. Raises ValueError or HTTPException when it is refused."""
+    outputs = manager.generate_request(obj, request)
+    first = await anext(outputs)
+    try:
+        _raise_refusal(first)
+    except HTTPException:
+        await outputs.aclose()
+        raise
+
+    async def all_of_it() -> AsyncIterator[Any]:
+        try:
+            yield first
+            async for out in outputs:
+                yield out
+        finally:
+            await outputs.aclose()
+
+    setattr(obj, _FIRST, all_of_it())
+
+
+def _raise_refusal(output: Any) -> None:
+    """SGLang's scheduler refuses a streamed request by an output that says so."""
+    meta = output.get("meta_info") if isinstance(output, dict) else None
+    reason = (meta or {}).get("finish_reason")
+    if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code"):
+        raise HTTPException(int(reason["status_code"]), reason.get("message"))
+
+
+async def native_response(original: Callable[..., Awaitable[Any]], obj: Any, request: Any) -> Any:
+    """``/generate``: a stream's response once its first output is there."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    manager = get_global_state().tokenizer_manager
+    if not obj.stream or not applies(manager.server_args):
+        return await original(obj, request)
+    try:
+        await start(manager, obj, request)
+    except ValueError as error:
+        return refusal(str(error))
+    return await original(obj, request)
+
+
+async def _ollama(
+    original: Callable[..., Awaitable[Any]], self: Any, obj: Any, request: Any, *rest: Any
+) -> Any:
+    try:
+        return await original(self, obj, request, *rest)
+    except ValueError as error:
+        return refusal(str(error))
+
+
+async def _ollama_stream(
+    original: Callable[..., Awaitable[Any]], self: Any, obj: Any, request: Any, *rest: Any
+) -> Any:
+    try:
+        if applies(self.tokenizer_manager.server_args):
+            await start(self.tokenizer_manager, obj, request)
+    except ValueError as error:
+        return refusal(str(error))
+    return await original(self, obj, request, *rest)
+
+
+def _keep_converted(result: tuple[Any, Any], self: Any, _: Any, raw_request: Any = None) -> None:
+    if raw_request is not None:
+        raw_request.state.adaserve_converted = result[0]
+
+
+def _keep_made(
+    self: Any, request_id: str, prompt: Any, adapted: Any, *_: Any, raw_request: Any = None, **__: Any
+) -> None:
+    if raw_request is not None:
+        raw_request.state.adaserve_converted = adapted
+
+
+async def _start_converted(manager: Any, raw_request: Any) -> None:
+    """Starts the request of a response that was made, but has not run yet."""
+    if applies(manager.server_args):
+        await start(manager, raw_request.state.adaserve_converted, raw_request)
+
+
+async def _messages_stream(
+    original: Callable[..., Awaitable[Any]], self: Any, chat: Any, request: Any, raw_request: Any
+) -> Any:
+    response = await original(self, chat, request, raw_request)
+    if hasattr(response, "body_iterator"):
+        try:
+            await _start_converted(self.openai_serving_chat.tokenizer_manager, raw_request)
+        except ValueError as error:
+            return self._error_response(
+                status_code=400, error_type="invalid_request_error", message=str(error)
+            )
+    return response
+
+
+async def _responses_stream(
+    original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any = None
+) -> Any:
+    response = await original(self, request, raw_request)
+    if raw_request is not None and hasattr(response, "__anext__"):
+        try:
+            await _start_converted(self.tokenizer_manager, raw_request)
+        except ValueError as error:
+            return self.create_error_response(str(error))
+    return response
+
+
+def _name_the_field(original: Callable[[Any], str | None], body: Any) -> str | None:
+    """SGLang's own check of a body says which type it wanted, but not where."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    wrong = original(body)
+    manager = get_global_state().tokenizer_manager
+    if wrong is None or not applies(manager.server_args):
+        return wrong
+    try:
+        check_request(body, _limits(manager.model_config.vocab_size, manager.mm_processor is not None))
+    except RequestError as error:
+        return str(error)
+    return wrong
+
+
+def refusal(message: str) -> Any:
+    """HTTP 400 with the reason, as SGLang's own routes write it."""
+    from fastapi.responses import ORJSONResponse
+
+    error = {"message": message, "type": "BadRequest", "code": int(HTTPStatus.BAD_REQUEST)}
+    return ORJSONResponse(status_code=HTTPStatus.BAD_REQUEST, content={"error": error})

@@ -1,0 +1,132 @@
+"""Routes of SGLang's HTTP server that ADASERVE does not offer are refused, and so are huge bodies.
+
+A body that SGLang's validators cannot even look at gets 400 in place of 500.
+
+Why: many control routes hand what a client sends to the scheduler, where a wrong value ends it, and most are
+open to everybody when the server has no key. Those for features that ADASERVE refuses at the start (LoRA,
+disaggregation, ...) or cannot follow (weights that it has packed) can only do harm.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from traceback import walk_tb
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.patches import hook
+
+MAX_BODY_BYTES = 32 << 20
+_READER = "request_body_to_args"  # FastAPI's step from a parsed body to a route's arguments
+
+_WEIGHTS = "weights are packed when the server starts: restart it to serve others"
+_LORA = "LoRA adapters are not served"
+_CACHE = "the hierarchical cache is not used"
+_PAUSE = "it serves to exchange weights, which are packed when the server starts"
+_EXPERTS = "models with experts are not recorded"
+_GROW = "the server cannot grow or change its role while it runs"
+_CORPUS = "drafts come from the draft model, not from a corpus"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed",
+            "/update_weights_from_ipc", "/begin_weight_update", "/end_weight_update",
+            "/update_weight_version", "/init_weights_update_group", "/destroy_weights_update_group",
+            "/weights_checker",
+            "/init_weights_send_group_for_remote_instance", "/send_weights_to_remote_instance",
+            "/get_remote_instance_transfer_engine_info", "/remote_instance_transfer_engine_info",
+            "/get_weights_by_name", "/release_memory_occupation", "/resume_memory_occupation",
+        ),
+        _WEIGHTS,
+    ),
+    **dict.fromkeys(("/pause_generation", "/continue_generation"), _PAUSE),
+    **dict.fromkeys(("/load_lora_adapter", "/load_lora_adapter_from_tensors", "/unload_lora_adapter"), _LORA),
+    **dict.fromkeys(
+        ("/hicache/storage-backend", "/hicache/storage-backend/clear", "/get_hicache_l3_cache_layout"), _CACHE
+    ),
+    **dict.fromkeys(
+        (
+            "/start_expert_distribution_record", "/stop_expert_distribution_record",
+            "/dump_expert_distribution_record",
+        ),
+        _EXPERTS,
+    ),
+    **dict.fromkeys(("/pd_role_switch", "/scale_elastic_ep", "/is_scaling_elastic_ep"), _GROW),
+    **dict.fromkeys(("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora"), _CORPUS),
+    "/start_profile": "profile the process from outside, with py-spy or nsys",
+    "/stop_profile": "profile the process from outside, with py-spy or nsys",
+    "/configure_logging": "set --log-requests and --log-level when the server starts",
+    "/slow_down": "it is for tests of SGLang",
+}  # fmt: skip
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+def register() -> None:
+    hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", _before_run, HookType.BEFORE)
+
+
+def _before_run(*_: Any, **__: Any) -> None:
+    from sglang.srt.entrypoints.http_server import app
+
+    mount(app)
+
+
+def mount(app: Any) -> None:
+    """Puts the refusals around SGLang's app, once, before it serves."""
+    if getattr(app.state, "adaserve_routes", False):
+        return
+    app.state.adaserve_routes = True
+    app.max_body_size = MAX_BODY_BYTES
+    for kind in (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError):
+        app.add_exception_handler(kind, _unreadable)
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: Routes(build())
+
+
+def _active() -> bool:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    from adaserve.patches.boundary import applies
+
+    state = get_global_state()
+    return state is None or applies(state.tokenizer_manager.server_args)
+
+
+class Routes:
+    """ASGI middleware."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _active():
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
+        if (why := REFUSED.get(path)) is not None:
+            await _answer(send, 400, f"{path} is refused by a server that runs ADASERVE: {why}")
+            return
+        await self._app(scope, receive, send)
+
+
+async def _unreadable(request: Any, error: Exception) -> Any:
+    """A body on which SGLang's own validators fall over, such as a number where they expect an object."""
+    from adaserve.patches.boundary import refusal
+
+    if not any(frame.f_code.co_name == _READER for frame, _ in walk_tb(error.__traceback__)):
+        raise error
+    return refusal(f"the body is no request of {request.url.path}: {error}")
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    body = json.dumps({"error": {"message": message, "type": "BadRequest", "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
