@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -37,6 +38,27 @@ def test_every_worker_reads_slos_and_counts_once(workers: ServerProcess) -> None
         counts = {c["name"]: c["total_requests"] for c in snapshot["classes"]}
         assert counts["chat"] == 12 and snapshot["ranks"] == 1
         assert httpx.get(workers.url + "/slo", timeout=60).status_code == 200
+
+
+def test_an_id_that_is_live_at_another_worker_is_refused(workers: Server) -> None:
+    """Neither worker knows the other's ids; the scheduler does, and two in a batch would end it."""
+    body = {
+        "text": "import os\n",
+        "rid": "the same everywhere",
+        "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True},
+    }
+
+    def generate(_: int) -> httpx.Response:
+        return httpx.post(workers.url + "/generate", json=body, timeout=120)
+
+    with ThreadPoolExecutor(12) as threads:
+        answers = list(threads.map(generate, range(12)))
+    served = [answer for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code == 400]
+    assert len(served) + len(refused) == 12 and served and refused
+    assert any("still runs" in answer.text for answer in refused), "no request met one at the other worker"
+    assert len({answer.json()["text"] for answer in served}) == 1
+    assert complete(workers.url, "chat").status_code == 200
 
 
 @pytest.fixture(scope="module")

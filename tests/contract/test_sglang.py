@@ -35,6 +35,30 @@ TARGETS = {
     ],
     "sglang.srt.entrypoints.http_server.serve_generate_request": ["obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.generate_request": ["self", "obj", "request"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager._validate_one_request": ["self", "obj", "input_ids"],
+    **{
+        f"sglang.srt.entrypoints.ollama.serving.OllamaServing.{answer}": [
+            "self", "gen_request", "raw_request", "model_name",
+        ]
+        for answer in (
+            "_generate_chat_response", "_generate_generate_response", "_stream_chat_response",
+            "_stream_generate_response",
+        )
+    },
+    f"{OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request": [
+        "self", "request", "raw_request",
+    ],
+    f"{OPENAI}.serving_responses.OpenAIServingResponses._generate_with_builtin_tools": [
+        "self", "request_id", "request_prompt", "adapted_request",
+    ],
+    f"{OPENAI}.serving_responses.OpenAIServingResponses.create_responses": ["self", "request", "raw_request"],
+    "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._handle_streaming": [
+        "self", "chat_request", "anthropic_request", "raw_request",
+    ],
+    "sglang.srt.entrypoints.api_contract.generate_contract_error": ["body"],
+    f"{MANAGERS}.scheduler.Scheduler._create_generation_req": ["self", "recv_req"],
+    f"{MANAGERS}.scheduler.Scheduler.handle_generate_request": ["self", "recv_req", "mm_input_error"],
+    f"{MANAGERS}.scheduler.Scheduler.abort_request": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
     "sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata": ["meta_info"],

@@ -124,3 +124,19 @@ def copied(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
     with server.running(zygote):
         yield Served("copied", server, probe)
         server.assert_idle_and_clean()
+
+
+@pytest.fixture(scope="session")
+def attacked(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server that hostile requests are sent to. It must live, and hold nothing, to the end."""
+    server, _ = adaserve_server(
+        tmp_path_factory.mktemp("attacked"),
+        pair,
+        "noisy",
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        {"fail_on": "cannot be taken in"},
+        **{"served-model-name": "m"},
+    )
+    with server.running(zygote):
+        yield server
+        server.assert_idle_and_clean()

@@ -16,6 +16,8 @@ CORPUS = """the quick brown fox jumps over the lazy dog and then it goes on to s
 at its own speed {"name": "value", "count": 12, "items": [1, 2, 3]} def main(argv): return 0 if True else
 None while the server accepts tokens 0123456789 from the draft model, it keeps what the target would say. """
 
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
 
 def save_tokenizer(folder: Path) -> None:
     """Byte-level BPE: every string has an encoding, every single character is a token (as grammars need)."""
@@ -36,6 +38,7 @@ def save_tokenizer(folder: Path) -> None:
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", model_max_length=MAX_POSITIONS
     )
+    fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
 
 

@@ -10,7 +10,8 @@ With ``rotate`` it hands each iteration to another real policy, and with ``hold_
 chunk size after the other take the place of what the pacing rule says (0 = decode first), ``slow_ms``
 stretches a prefill by that much per token, and ``trace`` writes down every forward: n > 0 is a prefill of
 n tokens, 0 a decode iteration. ``retract_every`` switches on SGLang's own test of retraction: every so many
-forwards it takes one running request back, as if the KV pool were full, if there are several.
+forwards it takes one running request back, as if the KV pool were full, if there are several. ``fail_on``
+names a request that cannot be taken in: an exception comes up while the scheduler makes it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,20 @@ def register() -> None:
     from adaserve.engine import worker as module
 
     module.AdaServeWorker = probed(module.AdaServeWorker)  # type: ignore[misc]
+    fail_on(json.loads(os.environ[ENV]).get("fail_on"))
+
+
+def fail_on(rid: str | None) -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    original = Scheduler._handle_generate_request
+
+    def handle(self: Any, recv_req: Any, *rest: Any, **more: Any) -> None:
+        if rid is not None and recv_req.rid == rid:
+            raise RuntimeError("the probe was told to fail on this request")
+        original(self, recv_req, *rest, **more)
+
+    Scheduler._handle_generate_request = handle
 
 
 def probed(base: type) -> type:

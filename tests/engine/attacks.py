@@ -1,0 +1,206 @@
+"""Single requests that ended SGLang's scheduler, read foreign memory, or got an answer that was no 400."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tests.engine.pairs import VOCAB
+
+IDS = [5, 17, 33]
+RECURSIVE = '{"$ref": "#"}'
+TREE = '{"type": "object", "properties": {"left": {"$ref": "#"}}, "required": ["left"]}'
+DEEP = '{"type": "array", "items": ' * 80 + "{}" + "}" * 80
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A request that must get 400 with ``words`` in the answer, whether it streams or not."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    words: str
+
+
+def native(name: str, words: str, params: dict[str, Any] | None = None, **fields: Any) -> Attack:
+    prompt = {} if fields.keys() & {"text", "input_ids", "input_embeds"} else {"input_ids": IDS}
+    sampling = {"sampling_params": {"max_new_tokens": 4, **params}} if params is not None else {}
+    return Attack(name, "/generate", {**prompt, **sampling, **fields}, words)
+
+
+def chat(name: str, words: str, **fields: Any) -> Attack:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
+    return Attack(name, "/v1/chat/completions", body, words)
+
+
+def completion(name: str, words: str, **fields: Any) -> Attack:
+    return Attack(
+        name, "/v1/completions", {"model": "m", "prompt": "hello", "max_tokens": 4, **fields}, words
+    )
+
+
+def ollama(name: str, words: str, path: str = "/api/chat", **options: Any) -> Attack:
+    prompt = (
+        {"messages": [{"role": "user", "content": "hello"}]} if path == "/api/chat" else {"prompt": "hello"}
+    )
+    return Attack(name, path, {"model": "m", **prompt, "options": {"num_predict": 4, **options}}, words)
+
+
+def attacks() -> Iterator[Attack]:
+    yield from token_ids()
+    yield from counts()
+    yield from numbers()
+    yield from empty_prompts()
+    yield from names()
+    yield from grammars()
+    yield from rest()
+    yield from other_routes()
+
+
+def token_ids() -> Iterator[Attack]:
+    for bad in (-1, VOCAB, 10**6, 2**31, 2**62, -(2**63)):
+        yield native(f"token {bad}", f"0 to {VOCAB - 1}", input_ids=[5, bad, 7])
+        yield native(f"token {bad} in a batch", "input_ids[1][0]", input_ids=[[5], [bad]])
+        yield native(f"stop token {bad}", "stop_token_ids", {"stop_token_ids": [bad], "min_new_tokens": 2})
+        yield native(f"bias of token {bad}", "logit_bias", {"logit_bias": {str(bad): 1.0}})
+        yield native(
+            f"logprob of token {bad}", "token_ids_logprob", token_ids_logprob=[bad], return_logprob=True
+        )
+        yield completion(f"completion token {bad}", f"0 to {VOCAB - 1}", prompt=[5, bad])
+    yield native("token true", "input_ids", input_ids=[5, True, 7])
+    yield native("bias of no number", "logit_bias", {"logit_bias": {"x": 1.0}})
+    yield native("bias 1e300", "logit_bias", {"logit_bias": {"3": 1e300}})
+
+
+def counts() -> Iterator[Attack]:
+    yield native("top_k 2^31", "top_k", {"top_k": 2**31})
+    yield native("top_k above V", "top_k", {"top_k": VOCAB + 1})
+    yield native("top_k 0", "top_k", {"top_k": 0})
+    yield native("n 10^9", "sampling_params.n", {"n": 10**9})
+    yield native("n 0", "sampling_params.n", {"n": 0})
+    yield native("n -1", "sampling_params.n", {"n": -1})
+    yield native("n 1.5", "sampling_params.n", {"n": 1.5})
+    yield native("top logprobs above V", "top_logprobs_num", top_logprobs_num=VOCAB + 1, return_logprob=True)
+    yield native("top logprobs 100000", "top_logprobs_num", top_logprobs_num=100000, return_logprob=True)
+    yield native("top logprobs -1", "top_logprobs_num", top_logprobs_num=-1, return_logprob=True)
+    yield completion("logprobs 5000", "top_logprobs_num", logprobs=5000)
+    yield chat("top_logprobs 5000", "", logprobs=True, top_logprobs=5000)
+    yield native("logprobs from beyond", "logprob_start_len", logprob_start_len=9, return_logprob=True)
+    yield native("logprobs from -2", "logprob_start_len", logprob_start_len=-2, return_logprob=True)
+    yield native("max_new_tokens 2^31", "max_new_tokens", {"max_new_tokens": 2**31})
+    yield native("max_new_tokens -1", "max_new_tokens", {"max_new_tokens": -1})
+    yield native("min_new_tokens 2^40", "min_new_tokens", {"min_new_tokens": 2**40})
+    yield native("stream_interval 0", "stream_interval", {"stream_interval": 0})
+    yield native("priority 2^70", "", priority=2**70)
+    yield chat("seed 2^70", "", seed=2**70)
+
+
+def numbers() -> Iterator[Attack]:
+    for bad in (1e300, -1.0):
+        yield native(f"temperature {bad}", "temperature", {"temperature": bad})
+        yield native(f"top_p {bad}", "top_p", {"top_p": bad})
+        yield native(f"min_p {bad}", "min_p", {"min_p": bad})
+        yield native(f"repetition_penalty {bad}", "repetition_penalty", {"repetition_penalty": bad})
+    for name in ("frequency_penalty", "presence_penalty"):
+        yield native(f"{name} 3", name, {name: 3})
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        yield native(f"temperature {bad}", "JSON", {"temperature": bad})
+    yield native("repetition_penalty 1e-300", "repetition_penalty", {"repetition_penalty": 1e-300})
+    yield native("temperature as text", "temperature", {"temperature": "hot"})
+    yield native("top_p 0", "top_p", {"top_p": 0})
+    yield native("top_k as text", "top_k", {"top_k": "5"})
+
+
+def empty_prompts() -> Iterator[Attack]:
+    yield native("no text", "at least 1 token", text="")
+    yield native("no text in a batch", "at least 1 token", text=["hello", ""])
+    yield native("no ids", "", input_ids=[])
+    yield native("no ids in a batch", "at least 1 token", input_ids=[[5], []])
+    yield native("no prompts", "", text=[])
+    yield native("a prompt of null", "", text=["a", None])
+    yield completion("empty completion", "", prompt="")
+    yield completion("no completion prompts", "", prompt=[])
+    yield completion("empty completion in a batch", "", prompt=["a", ""])
+    yield chat("empty chat", "", messages=[{"role": "user", "content": ""}])
+    yield chat("no messages", "", messages=[])
+    yield Attack(
+        "empty ollama chat", "/api/chat", {"model": "m", "messages": [{"role": "user", "content": ""}]}, ""
+    )
+    yield native("half a surrogate pair", "JSON", text="a\ud800b")
+
+
+def names() -> Iterator[Attack]:
+    yield native("rid 5", "rid", rid=5)
+    yield native("rid empty", "rid", rid="")
+    yield native("rid too long", "rid", rid="x" * 300)
+    yield native("rid of a health check", "HEALTH_CHECK", rid="HEALTH_CHECK_1")
+    yield native("rids of a single prompt", "rid", rid=["a", "b"])
+    yield native("too few rids", "rid", rid=["a"], input_ids=[[5], [6]])
+    yield native("one rid twice", "", rid=["a", "a"], input_ids=[[5], [6]])
+    yield native("unknown sampling parameter", "is_normalized", {"is_normalized": True})
+    yield native("session without id", "", session_params={"rid": 5})
+    yield native("session replaced as a whole", "replace", session_params={"id": "s", "replace": True})
+    yield native("session of another kind", "session_params", session_params={"nope": 1})
+    yield native("unknown session", "", session_params={"id": "nobody"})
+    yield native("foreign endpoint", "http_worker_ipc", http_worker_ipc="tcp://127.0.0.1:1")
+    yield native("LoRA", "lora_path", lora_path="x")
+
+
+def grammars() -> Iterator[Attack]:
+    for name, schema in (("recursive", RECURSIVE), ("tree", TREE), ("deep", DEEP), ("no JSON", "{")):
+        yield native(f"{name} schema", "json_schema", {"json_schema": schema})
+    yield native("remote schema", "$ref", {"json_schema": '{"$ref": "http://127.0.0.1/x"}'})
+    yield chat(
+        "recursive chat schema", "",
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}},
+    )  # fmt: skip
+    yield native("regex of a million terms", "regex", {"regex": "((a{99}){99}){99}"})
+    yield native("no regex", "", {"regex": "("})
+    yield native("no grammar", "", {"ebnf": "root ::= "})
+    yield native("two grammars", "", {"regex": "a", "ebnf": 'root ::= "a"'})
+    for pattern in ("(a+)+$", "(a|a)*b", "(a", r"(a)\1", ".*.*.*x", "a?" * 20 + "b", "(a|aa)" * 20):
+        yield native(f"stop_regex {pattern[:12]}", "stop_regex", {"stop_regex": pattern})
+
+
+def rest() -> Iterator[Attack]:
+    yield native("embeddings", "", input_embeds=[[0.1, 0.2]])
+    yield native("an image", "image_data", image_data="data:image/png;base64,AAAA")
+    yield native("nested custom_params", "custom_params", {"custom_params": _nested(20)})
+    yield native("custom_params as text", "custom_params", {"custom_params": "x"})
+    yield native("beam search", "beam_width", {"beam_width": 4})
+    yield native("positions to pool", "token_indices_to_pool", token_indices_to_pool=[10**9])
+    yield native("delimiters", "multi_item_delimiter_indices", multi_item_delimiter_indices=[-7])
+    yield native("overrides", "positional_embed_overrides", positional_embed_overrides={"a": 1})
+    yield native("SLO of a class nobody knows", "", {"custom_params": {"slo_class": "nobody"}})
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def other_routes() -> Iterator[Attack]:
+    for path in ("/api/chat", "/api/generate"):
+        yield ollama(f"{path} top_k", "top_k", path, top_k=2**31)
+        yield ollama(f"{path} temperature", "temperature", path, temperature=-1)
+        yield ollama(f"{path} stop", "stop", path, stop=[5])
+        yield ollama(f"{path} num_predict", "max_new_tokens", path, num_predict=2**40)
+        yield ollama(f"{path} seed", "seed", path, seed=4)
+    embed = {"model": "m", "input": "hello"}
+    yield Attack("embeddings", "/v1/embeddings", embed, "")
+    yield Attack("encode", "/encode", {"text": "hello"}, "")
+    yield Attack("classify", "/classify", {"text": "hello"}, "")
+    yield Attack(
+        "score", "/v1/score", {"model": "m", "query": "a", "items": ["b"], "label_token_ids": [VOCAB]}, ""
+    )
+    yield Attack("responses", "/v1/responses", {"model": "m", "input": "hello", "top_k": 2**31}, "")
+    message = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    yield Attack("messages", "/v1/messages", {**message, "top_k": 2**31}, "")
+    yield Attack("slow_down", "/slow_down", {"forward_sleep_time": -1}, "refused")
+    yield Attack("weights", "/update_weights_from_disk", {"model_path": "x"}, "refused")
+    yield Attack("profile", "/start_profile", {"activities": ["RPD"]}, "refused")
+    yield Attack("memory", "/release_memory_occupation", {}, "refused")

@@ -1,0 +1,340 @@
+"""Each kind of value that a request may not hold, with the field and the range in the message."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaserve.boundary import Limits, RequestError, check_prompt, check_request
+from adaserve.boundary.errors import shown
+from adaserve.boundary.grammar import expanded_size
+from adaserve.boundary.limits import MAX_GRAMMAR_SIZE, MAX_SAMPLES, MAX_TOP_LOGPROBS
+
+V = 512
+LIMITS = Limits(vocab_size=V)
+NAN, INF = float("nan"), float("inf")
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+def schema(**properties: Any) -> str:
+    return json.dumps({"type": "object", **properties})
+
+
+# ruff: noqa: E501 - tables read better with one case a line
+REFUSED_SAMPLING: list[tuple[dict[str, Any], str]] = [
+    *(({"stop_token_ids": [bad]}, r"stop_token_ids\[0\] must be a token id from 0 to 511")
+      for bad in (-1, V, 2**31, 2**70, True, 1.0, "5")),
+    ({"stop_token_ids": 5}, "stop_token_ids must be a list"),
+    *(({"logit_bias": {bad: 1.0}}, "logit_bias needs keys from 0 to 511")
+      for bad in ("-1", str(V), "x", "", " 1", "1_0", "٣", "9" * 5000)),
+    *(({"logit_bias": {"3": bad}}, r"logit_bias\[3\] must be a number from -1e\+06 to 1e\+06")
+      for bad in (NAN, INF, 1e300, "1", None, True)),
+    *(({"top_k": bad}, "top_k must be an integer from 1 to 512, or -1, or 1073741824")
+      for bad in (0, -2, V + 1, 2**31, 2**64, 1.0, True, "5")),
+    *(({"n": bad}, f"n must be an integer from 1 to {MAX_SAMPLES}") for bad in (0, -1, 129, 10**9, 1.0, True, None)),
+    *(({"max_new_tokens": bad}, "max_new_tokens must be an integer from 0 to 2147483647")
+      for bad in (-1, 2**31, 1.5, True, "7")),
+    *(({"min_new_tokens": bad}, "min_new_tokens must be an integer from 0 to 2147483647")
+      for bad in (-1, 2**31, NAN)),
+    ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens must be at most max_new_tokens"),
+    *(({"stream_interval": bad}, "stream_interval must be an integer from 1") for bad in (0, -1, 2**31)),
+    *(({"sampling_seed": bad}, "sampling_seed must be an integer") for bad in (2**63, -(2**63) - 1, 1.0, "x")),
+    *(({"temperature": bad}, "temperature must be a number from 0 to 1000")
+      for bad in (NAN, INF, -INF, -0.1, 1e39, 10**40, "1", True, [1])),
+    *(({"top_p": bad}, "top_p must be") for bad in (NAN, INF, 0, 0.0, -1, 1.01)),
+    *(({"min_p": bad}, "min_p must be a number from 0 to 1") for bad in (NAN, -0.1, 1.1)),
+    *(({"repetition_penalty": bad}, "repetition_penalty must be a number from 0.01 to 2")
+      for bad in (NAN, 0, 1e-300, 2.1)),
+    *(({name: bad}, f"{name} must be a number from -2 to 2")
+      for name in ("frequency_penalty", "presence_penalty") for bad in (NAN, INF, 2.1, -3)),
+    ({"stop": 5}, "stop must be text"),
+    ({"stop": ["a", 5]}, r"stop\[1\] must be text"),
+    ({"stop": ["a"] * 33}, "stop takes at most 32"),
+    ({"stop": "\ud800"}, "not a character of UTF-8"),
+    ({"ignore_eos": 1}, "ignore_eos must be true or false"),
+    ({"beam_width": 2}, "beam_width is refused"),
+    ({"watermark": True}, "watermark is refused"),
+    ({"is_normalized": True}, "has no field 'is_normalized'"),
+    ({"seed": 3}, "has no field 'seed'"),
+    ({"custom_params": 5}, "custom_params must be an object"),
+    ({"custom_params": nested(9)}, "nested too deeply"),
+    ({"custom_params": {"a": "x" * 70_000}}, "at most 65536 characters"),
+    ({"custom_params": {"a": 2**63}}, r"custom_params.a must be from -2\^63"),
+    ({"custom_params": {"thinking_budget": "x"}}, "thinking_budget must be an integer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "words"), REFUSED_SAMPLING)
+def test_sampling_parameters_that_are_refused(params: dict[str, Any], words: str) -> None:
+    for fields in (
+        {"input_ids": [1], "sampling_params": params},
+        {"text": ["a", "b"], "sampling_params": [{}, params]},
+    ):
+        with pytest.raises(RequestError, match=words):
+            check_request(fields, LIMITS)
+
+
+REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
+    *(({"input_ids": [1, bad]}, r"input_ids\[1\] must be a token id from 0 to 511")
+      for bad in (-1, V, 2**31, 2**70, True, 1.0, "5", None)),
+    ({"input_ids": [[1], [V]]}, r"input_ids\[1\]\[0\]"),
+    ({"input_ids": [[1], 2]}, r"input_ids\[1\] must be a list"),
+    ({"input_ids": []}, "at least 1 token id"),
+    ({"input_ids": [[1], []]}, r"input_ids\[1\] must hold at least 1 token id"),
+    ({"input_ids": "abc"}, "input_ids must be a list"),
+    ({"text": []}, "at least 1 prompt"),
+    ({"text": "a", "input_ids": [[1], [2]]}, "text and input_ids must hold as many prompts"),
+    ({"text": ["a", "b"], "input_ids": [1, 2]}, "text and input_ids must hold as many prompts"),
+    ({"text": ["a", "b"], "input_ids": [[1]]}, "text and input_ids must hold as many prompts"),
+    ({"text": ["a", None]}, r"text\[1\] must be text"),
+    ({"text": ["a", 5]}, r"text\[1\] must be text"),
+    ({"text": 5}, "text must be text"),
+    ({"text": "a\udc00"}, "not a character of UTF-8"),
+    *(({"rid": bad}, "rid must be text of 1 to 256 characters") for bad in ("", 5, True, {}, "x" * 257)),
+    ({"rid": ["a"]}, "rid must be one value for one prompt"),
+    ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid must have 2 entries"),
+    ({"input_ids": [[1], [2]], "rid": ["a", 5]}, r"rid\[1\] must be text"),
+    ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params must have 2 entries"),
+    ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob must have 2 entries"),
+    ({"sampling_params": [{}]}, "sampling_params must be one value"),
+    ({"sampling_params": 5}, "sampling_params must be an object"),
+    *(({"top_logprobs_num": bad}, "top_logprobs_num must be an integer from 0 to 512")
+      for bad in (-1, V + 1, 100_000, 2**31, True, 1.0)),
+    *(({"logprob_start_len": bad}, "logprob_start_len must be an integer from -1 to 2147483647")
+      for bad in (-2, 2**31, 1.5)),
+    *(({"token_ids_logprob": bad}, "token_ids_logprob")
+      for bad in ([-1], [V], [True], [1.0], V, "x", [[1]], [[1], [2]], [1, [2]])),
+    ({"text": ["a", "b"], "token_ids_logprob": [[1], [V]]}, r"token_ids_logprob\[1\]\[0\]"),
+    *(({"priority": bad}, "priority must be an integer from -2147483648") for bad in (2**31, -(2**31) - 1, 0.5)),
+    *(({"received_time": bad}, "received_time must be a finite number") for bad in (NAN, INF, "x", True, 10**310)),
+    *(({name: 1}, f"{name} must be true or false") for name in ("stream", "require_reasoning", "no_logs")),
+    ({"input_embeds": [[0.1]]}, "input_embeds is refused"),
+    ({"image_data": "x"}, "image_data is refused: this model takes text only"),
+    ({"image_data": [[None, {"url": 1}]]}, "image_data is refused"),
+    ({"audio_data": ["x"]}, "audio_data is refused"),
+    ({"lora_path": "x"}, "lora_path is refused"),
+    ({"http_worker_ipc": "tcp://x"}, "http_worker_ipc is refused"),
+    ({"positional_embed_overrides": {}}, "positional_embed_overrides is refused"),
+    ({"multi_item_delimiter_indices": [1]}, "multi_item_delimiter_indices is refused"),
+    ({"token_indices_to_pool": [1]}, "token_indices_to_pool is refused"),
+    ({"need_wait_for_mm_inputs": True}, "need_wait_for_mm_inputs is refused"),
+    ({"session_params": {"id": 5}}, "session_params.id must be text"),
+    ({"session_params": {"id": ""}}, "session_params.id must be text"),
+    ({"session_params": {"id": "s", "offset": -1}}, "session_params.offset must be an integer"),
+    ({"session_params": {"id": "s", "offset": 2**31}}, "session_params.offset must be an integer"),
+    ({"session_params": {"id": "s", "replace": True}}, "session_params.replace needs session_params.rid"),
+    ({"session_params": {"nope": 1}}, "session_params has no field 'nope'"),
+    ({"bootstrap_room": 2**63}, "bootstrap_room must be an integer"),
+    ({"custom_labels": {5: "x"}}, "custom_labels must be an object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED_FIELDS)
+def test_fields_that_are_refused(fields: dict[str, Any], words: str) -> None:
+    prompt = {} if fields.keys() & {"text", "input_ids"} else {"input_ids": [1, 2]}
+    with pytest.raises(RequestError, match=words):
+        check_request({**prompt, **fields}, LIMITS)
+
+
+ACCEPTED: list[dict[str, Any]] = [
+    {"input_ids": [0, V - 1]},
+    {"input_ids": [[0], [V - 1, 3]], "rid": ["a", "b"], "sampling_params": [{}, {"temperature": 1}]},
+    {"text": "", "sampling_params": None},  # whether it holds a token only the tokenizer knows
+    {"text": ["a", "b"], "sampling_params": {"n": 3}, "top_logprobs_num": [2, None], "stream": True},
+    {"input_ids": [], "session_params": {"id": "s"}},
+    {"input_ids": [1], "session_params": {"id": "s", "rid": "r", "replace": True, "offset": 0}},
+    {"input_ids": [1], "top_logprobs_num": V, "logprob_start_len": -1, "token_ids_logprob": [0, V - 1]},
+    {"text": ["a", "b"], "token_ids_logprob": [[1], None]},
+    {"input_ids": [1], "token_ids_logprob": 5},
+    {"input_ids": [1], "image_data": [None], "video_data": [], "audio_data": [[None]]},
+    {"input_ids": [1], "sampling_params": {
+        "max_new_tokens": 2**31 - 1, "min_new_tokens": 0, "stop": ["", "x"], "stop_token_ids": [0, None],
+        "stop_regex": ["[0-9]{1,20}x", "a|b"], "temperature": 0, "top_p": 1, "top_k": V, "min_p": 0.5,
+        "frequency_penalty": -2, "presence_penalty": 2, "repetition_penalty": 2, "n": MAX_SAMPLES,
+        "ignore_eos": True, "stream_interval": 1, "logit_bias": {"0": -100, str(V - 1): 5.5},
+        "sampling_seed": -(2**63), "custom_params": {"slo_class": "chat", "x": [1, {"a": None}], "f": 0.5},
+    }},
+    {"input_ids": [1], "sampling_params": {"top_k": -1}},
+    {"input_ids": [1], "sampling_params": {"top_k": 1 << 30, "top_p": 5e-324, "json_schema": "$$ANY$$"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ACCEPTED)
+def test_what_is_served_passes(fields: dict[str, Any]) -> None:
+    check_request(fields, LIMITS)
+
+
+def test_a_model_with_a_large_vocabulary_gives_at_most_so_many_logprobs() -> None:
+    limits = Limits(vocab_size=100_000)
+    check_request({"input_ids": [1], "top_logprobs_num": MAX_TOP_LOGPROBS}, limits)
+    with pytest.raises(RequestError, match=f"from 0 to {MAX_TOP_LOGPROBS}"):
+        check_request({"input_ids": [1], "top_logprobs_num": MAX_TOP_LOGPROBS + 1}, limits)
+
+
+def test_media_pass_for_a_model_that_takes_them() -> None:
+    check_request({"text": "a", "image_data": "x"}, Limits(V, takes_media=True))
+
+
+def test_messages_without_pickle_carry_flat_parameters_only() -> None:
+    flat = Limits(V, flat_params=True)
+    body = {"input_ids": [1], "sampling_params": {"custom_params": {"a": [1, "x"], "b": {"c": 1}}}}
+    check_request(body, flat)
+    body["sampling_params"] = {"custom_params": {"a": [[1]]}}
+    check_request(body, LIMITS)
+    with pytest.raises(RequestError, match="nested too deeply"):
+        check_request(body, flat)
+
+
+@pytest.mark.parametrize(("tokens", "start"), [(0, -1), (0, None), (3, 4)])
+def test_prompts_that_are_refused(tokens: int, start: int | None) -> None:
+    with pytest.raises(RequestError, match=r"at least 1 token|from -1 to 3, the prompt's tokens, got 4"):
+        check_prompt(tokens, start, continues=False)
+
+
+def test_prompts_that_pass() -> None:
+    check_prompt(3, 3, continues=False)
+    check_prompt(3, -1, continues=False)
+    check_prompt(0, 7, continues=True)
+
+
+DEFS = {"item": {"type": "integer"}}
+REFUSED_SCHEMAS: list[tuple[str, str]] = [
+    ('{"$ref": "#"}', "must not be recursive"),
+    (schema(properties={"a": {"$ref": "#"}}, required=["a"]), "must not be recursive"),
+    (json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"items": {"$ref": "#/$defs/a"}}}}),
+     "must not be recursive"),
+    (schema(properties={"a": {"$ref": "#/nowhere"}}), "points to nothing"),
+    (schema(properties={"a": {"$ref": "#anchor"}}), "must be # or start with #/"),
+    (schema(properties={"a": {"$ref": "http://127.0.0.1/x"}}), "must be # or start with #/"),
+    (schema(properties={"a": {"$ref": 5}}), "must be # or start with #/"),
+    ('{"items": ' * 80 + "{}" + "}" * 80, "at most 64 levels"),
+    ('{"items": ' * 5000, "at most 64 levels"),
+    ("{", "must be JSON"),
+    ("[1]", "must be a JSON schema"),
+    ("5", "must be a JSON schema"),
+    (schema(maxItems=10**9), "maxItems must be from 0 to 20000"),
+    (schema(minLength=-1), "minLength must be from 0 to 20000"),
+    (schema(pattern="((a{99}){99}){99}"), "at most 20000 terms"),
+    (schema(properties={str(i): {} for i in range(300)}), "at most 256 properties"),
+    ("x" * 70_000, "0 to 65536 characters"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED_SCHEMAS)
+def test_schemas_that_are_refused(text: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        check_request({"input_ids": [1], "sampling_params": {"json_schema": text}}, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}", "true", "", schema(properties={"a": {"$ref": "#/$defs/item"}, "b": {"$ref": "#/$defs/item"}}, **{"$defs": DEFS}),
+        schema(properties={"pattern": {"type": "string"}, "maxItems": {"type": "integer"}}),
+        schema(anyOf=[{"$ref": "#/definitions/a~1b"}], definitions={"a/b": {"enum": [1, 2]}}),
+        schema(prefixItems=[{"$ref": "#/prefixItems/1"}, {}]),
+    ],
+)  # fmt: skip
+def test_schemas_that_pass(text: str) -> None:
+    check_request({"input_ids": [1], "sampling_params": {"json_schema": text}}, LIMITS)
+
+
+def test_a_schema_of_doubling_references_is_walked_once() -> None:
+    defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    text = json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, "d40": {}}})
+    check_request({"input_ids": [1], "sampling_params": {"json_schema": text}}, LIMITS)
+
+
+def test_schemas_inside_a_structural_tag_are_checked() -> None:
+    tag = {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": {"$ref": "#"}, "end": "</a>"}]}
+    with pytest.raises(RequestError, match="must not be recursive"):
+        check_request({"input_ids": [1], "sampling_params": {"structural_tag": json.dumps(tag)}}, LIMITS)
+    for bad in ("[]", "{", "5"):
+        with pytest.raises(RequestError, match="must be"):
+            check_request({"input_ids": [1], "sampling_params": {"structural_tag": bad}}, LIMITS)
+
+
+STOPS_REFUSED = [
+    "(a+)+$", "(a|a)*b", "a*b", ".+", "(a", r"(a)\1", "(?=a)b", "(?<!a)b", "(a{2}){3}", "a?" * 12, "(a|aa)" * 12,
+    "[a-z]{1,50}[0-9]{1,50}", "a{5,2000}", "x" * 257, "(?(1)a|b)", "*",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", STOPS_REFUSED)
+def test_stop_expressions_that_are_refused(pattern: str) -> None:
+    with pytest.raises(RequestError, match="stop_regex"):
+        check_request({"input_ids": [1], "sampling_params": {"stop_regex": pattern}}, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["", "abc", r"\n\d{1,3}\.", "[.!?][ ]{0,5}$", "(yes|no)", "a{3}", "(ab)?c"]
+)
+def test_stop_expressions_that_pass(pattern: str) -> None:
+    check_request({"input_ids": [1], "sampling_params": {"stop_regex": [pattern]}}, LIMITS)
+
+
+@given(st.text(alphabet="ab.?|(){},0123[]^$\\", max_size=30))
+def test_a_stop_expression_that_passes_is_matched_fast(pattern: str) -> None:
+    """Against text that gives a backtracking matcher the most to try: a bad one would not end."""
+    try:
+        check_request({"input_ids": [1], "sampling_params": {"stop_regex": pattern}}, LIMITS)
+    except RequestError:
+        return
+    re.search(pattern, "a" * 2000)
+
+
+@pytest.mark.parametrize("name", ["regex", "ebnf"])
+@pytest.mark.parametrize("text", ["((a{999}){999}){9}", "a{30000}", "(" * 70, '"["  (("a"{999}){999}) "]"'])
+def test_grammars_that_explode_are_refused(name: str, text: str) -> None:
+    if name == "regex" and "[" in text:
+        return  # there a bracket opens a class
+    with pytest.raises(RequestError, match=f"{name} may"):
+        check_request({"input_ids": [1], "sampling_params": {name: text}}, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("expression", "size"),
+    [("", 0), ("abc", 3), ("a{5}", 5), ("(ab){3}", 6), ("(a{2}b){2}", 6), ("[a-z]{4}", 4), (r"\{5}", 2), ("a{2,7}", 7),
+     ("a{3,}", 3), ("((((", 0), (")", 1), ("[", 1)],
+)  # fmt: skip
+def test_expanded_size(expression: str, size: int) -> None:
+    assert abs(expanded_size(expression) - size) <= 2
+
+
+def test_an_ordinary_grammar_is_far_below_the_limit() -> None:
+    assert expanded_size(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T([0-9]{2}:){2}[0-9]{2}") < MAX_GRAMMAR_SIZE // 100
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))  # fmt: skip
+def test_no_value_of_any_field_brings_anything_but_a_refusal(value: Any) -> None:
+    """No TypeError, RecursionError, OverflowError, ...: those would be answered with 500."""
+    from adaserve.boundary.request import EACH, WHOLE
+    from adaserve.boundary.sampling import FIELDS
+
+    bodies = [
+        {"input_ids": [1], name: value} for name in (*EACH, *WHOLE, "token_ids_logprob", "input_ids", "text")
+    ]
+    bodies += [{"text": ["a", "b"], name: [value, value]} for name in EACH]
+    bodies += [{"input_ids": [1], "sampling_params": {name: value}} for name in FIELDS]
+    for body in bodies:
+        try:
+            check_request(body, LIMITS)
+        except RequestError as error:
+            assert 0 < len(str(error)) < 2000
+
+
+def test_a_value_is_shown_in_a_few_words() -> None:
+    for value in (10**5000, -(10**5000), "x" * 10**6, [0] * 10**6, nested(5), NAN, None, object()):
+        assert 0 < len(shown(value)) < 100
