@@ -40,7 +40,7 @@ def test_every_worker_reads_slos_and_counts_once(workers: ServerProcess) -> None
         assert httpx.get(workers.url + "/slo", timeout=60).status_code == 200
 
 
-def test_an_id_that_is_live_at_another_worker_is_refused(workers: Server) -> None:
+def test_an_id_that_is_live_at_another_worker_is_refused(workers: ServerProcess) -> None:
     """Neither worker knows the other's ids; the scheduler does, and two in a batch would end it."""
     body = {
         "text": "import os\n",
