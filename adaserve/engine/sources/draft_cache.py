@@ -135,9 +135,7 @@ class DraftCache:
 
     def advanced(self, pool_row: int, tokens: list[int], known: int) -> None:
         """``tokens`` were committed, the root first; the draft has the KV of the first ``known``."""
-        held = self._held.get(pool_row)
-        if held is None:  # finished while this iteration was on its way (overlap)
-            return
+        held = self._held[pool_row]
         if held.pending:
             held.pending += tokens
         else:
@@ -145,10 +143,12 @@ class DraftCache:
         held.last = tokens[-1]
 
     def finished(self, pool_row: int) -> None:
-        """Remembers, for those who may share the request's slots, which of them hold KV of the draft."""
-        held = self._held.pop(pool_row, None)
-        if held is None:
-            return
+        """Remembers, for those who may share the request's slots, which of them hold KV of the draft.
+
+        Under overlap a finished request rides in one iteration more, so its row is known until the next
+        request has it.
+        """
+        held = self._held[pool_row]
         slots = self._req_to_token[pool_row].long()
         self._is_held[slots[: held.length]] = True
         self._is_held[slots[held.length : held.length + len(held.pending)]] = False
