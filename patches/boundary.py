@@ -136,8 +136,10 @@ async def native_response(original: Callable[..., Awaitable[Any]], obj: Any, req
     """``/generate``: a stream's response once its first output is there."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
+    if not obj.stream:
+        return await original(obj, request)
     manager = get_global_state().tokenizer_manager
-    if not obj.stream or not applies(manager.server_args):
+    if not applies(manager.server_args):
         return await original(obj, request)
     try:
         await start(manager, obj, request)
