@@ -11,7 +11,7 @@ from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.scheduler.interface import IterationOutcome, IterationPlan, Policy, Selection
-from adaserve.slo.stats import IterationSample
+from adaserve.slo.events import IterationSample
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from adaserve.slo.classes import SLO
+from adaserve.slo.events import FinishedRequest, IterationSample
 from adaserve.slo.resolve import RequestSLO
-from adaserve.slo.stats import FinishedRequest, IterationSample, SLOStats
+from adaserve.slo.stats import SLOStats
 
 SERVER_FAULT = 500
 """HTTP status from which on an aborted request failed. Below, or without a status, the client is why."""

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from adaserve.slo.events import FinishedRequest, IterationSample
 from adaserve.slo.metrics import RATIO_EDGES
-
-if TYPE_CHECKING:
-    from adaserve.slo.stats import FinishedRequest, IterationSample
 
 _TOKEN_EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _SMALL_EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)

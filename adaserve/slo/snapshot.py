@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 
 from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS
+from adaserve.slo.events import IterationSample
 from adaserve.slo.stats import (
     BUCKET_S,
     HISTORY_S,
     Bucket,
     ClassCounts,
-    IterationSample,
     RankState,
     SlowRequest,
     add_numbers,

@@ -11,13 +11,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from adaserve.slo.classes import CUSTOM_CLASS, SLO, SLOConfig
-from adaserve.slo.metrics import within
+from adaserve.slo.classes import CUSTOM_CLASS, SLOConfig
+from adaserve.slo.events import FinishedRequest, IterationSample
 from adaserve.slo.prometheus import ServerMetrics
 
 BUCKET_S = 2.0
@@ -25,56 +24,6 @@ HISTORY_S = 300.0
 SLOW_KEPT = 12
 RATIO_BINS_PER_OCTAVE = 24
 _RATIO_LOW = 0.05
-
-
-@dataclass(slots=True)
-class FinishedRequest:
-    """One answered (or failed) request, as the server saw it."""
-
-    slo: SLO
-    ttft_s: float | None
-    tpot_s: float | None  # None when fewer than two tokens were generated
-    output_tokens: int
-    failed: bool = False
-    iterations: int = 0  # decode iterations that it took part in
-    stall_s: float = 0.0  # of its decode time, how much went into prefills of others
-    retractions: int = 0
-    mean_running: float = 0.0  # requests that decoded beside it, itself included
-
-    @property
-    def met_tpot(self) -> bool:
-        return not self.failed and within(self.tpot_s, self.slo.tpot_s)
-
-    @property
-    def met_ttft(self) -> bool:
-        slo_s = self.slo.ttft_s
-        answered = slo_s == math.inf or (self.ttft_s is not None and within(self.ttft_s, slo_s))
-        return not self.failed and answered
-
-    @property
-    def tpot_ratio(self) -> float | None:
-        """TPOT / SLO; None without either."""
-        bounded = self.tpot_s is not None and math.isfinite(self.slo.tpot_s)
-        return self.tpot_s / self.slo.tpot_s if bounded and self.tpot_s is not None else None
-
-
-class IterationSample(msgspec.Struct):
-    """One decode iteration."""
-
-    running: int
-    depth: int
-    width: int
-    budget: int
-    verify_tokens: int  # roots included
-    drafted_tokens: int  # candidates, kept or not
-    new_tokens: int  # emitted by all requests
-    expected_tokens: float  # what selection expected them to emit
-    draft_s: float
-    select_s: float
-    verify_s: float
-    total_s: float
-    queue: int = 0
-    kv_use: float = 0.0  # share of the KV pool in use
 
 
 class ClassCounts(msgspec.Struct):

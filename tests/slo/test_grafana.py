@@ -28,7 +28,8 @@ EXPORTER = """
 import random, sys, time
 from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
 from adaserve.slo.prometheus import ServerMetrics
-from adaserve.slo.stats import FinishedRequest, IterationSample, SLOStats
+from adaserve.slo.events import FinishedRequest, IterationSample
+from adaserve.slo.stats import SLOStats
 from adaserve.slo.classes import SLO, SLOConfig
 registry = CollectorRegistry()
 stats = SLOStats(SLOConfig(), ServerMetrics(registry))

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from adaserve.slo.classes import SLOConfig
+from adaserve.slo.events import IterationSample
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.resolve import resolve
-from adaserve.slo.stats import IterationSample, SLOStats
+from adaserve.slo.stats import SLOStats
 
 BASELINE_S = 0.020
 

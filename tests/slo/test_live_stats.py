@@ -10,18 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from adaserve.slo.classes import SLO, SLOConfig
+from adaserve.slo.events import FinishedRequest, IterationSample
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.snapshot import build_snapshot
-from adaserve.slo.stats import (
-    BUCKET_S,
-    HISTORY_S,
-    FinishedRequest,
-    IterationSample,
-    SLOStats,
-    bin_ratio,
-    ratio_bin,
-    slow_reason,
-)
+from adaserve.slo.stats import BUCKET_S, HISTORY_S, SLOStats, bin_ratio, ratio_bin, slow_reason
 
 
 class Clock:

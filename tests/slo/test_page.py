@@ -19,9 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from adaserve.slo.classes import SLO, SLOConfig
+from adaserve.slo.events import FinishedRequest, IterationSample
 from adaserve.slo.page import mount, page_html
 from adaserve.slo.snapshot import build_snapshot
-from adaserve.slo.stats import FinishedRequest, IterationSample, SLOStats
+from adaserve.slo.stats import SLOStats
 
 needs_browser = pytest.mark.skipif(not AVAILABLE, reason="Chromium and its driver are not installed")
 
