@@ -41,7 +41,7 @@ def test_greedy_is_the_target_alone(device: Served, stock: Server, pair: Path) -
     assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
     stats = device.probe.read()
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 5, "the draft agrees too rarely or too often"
-    assert len(stats["depths"]) >= 4, "the policies all drafted alike"
+    assert len(stats["depths"]) >= 3, "the policies all drafted alike"
     state = device.server.internal_state()["adaserve"]
     assert state["device"]["device"] == "cpu" and state["device"]["captured"] is False
     device.server.assert_idle_and_clean()
