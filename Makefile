@@ -8,7 +8,7 @@ TREE := .local/tree
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all check format bench sweep results gpu-check gpu-bundle pins clean
 
-help: ## Say what there is
+help: ## List the targets
 	@echo "AdaServe: every LLM request at the speed it asks for"
 	@echo
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -22,13 +22,13 @@ env: ## Make the environment .venv, or bring it up to date
 demo: env ## Three classes of requests, three speeds: with AdaServe and without it (4 minutes)
 	@$(BIN)/adaserve demo $(ARGS)
 
-test: env ## Run the tests (within 25 minutes on 2 cores, no GPU needed)
+test: env ## Run the tests (up to 25 minutes on 2 cores, no GPU needed)
 	@$(BIN)/python -m pytest -m "not slow" --durations=15 $(ARGS)
 
-test-all: env ## Run the tests, the slow ones too
+test-all: env ## Run all tests, slow ones included
 	@$(BIN)/python -m pytest --durations=30 $(ARGS)
 
-check: env ## Formatter, linter, type checker, who may import whom
+check: env ## Formatter, linter, type checker, import rules
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/python scripts/tree.py $(TREE)
@@ -45,7 +45,7 @@ bench: env ## Measure TPOT against plain decoding at several batch sizes; JSON u
 sweep: env ## Policies against load, urgent share, SLO scale and peaks on a real server (an hour; ARGS=--quick: minutes)
 	@$(BIN)/adaserve bench sweep $(ARGS)
 
-results: env ## Write the tables and figures under results/ anew from their records
+results: env ## Draw the tables and figures under results/ again from their records
 	@for dir in results/*/; do \
 	  if [ -f "$$dir/requests.jsonl" ]; then $(BIN)/python -m adaserve.loadgen report "$$dir" || exit 1; fi; \
 	  if [ -f "$$dir/sweep.json" ]; then $(BIN)/adaserve bench sweep --plot-only "$$dir" || exit 1; fi; \
@@ -57,7 +57,7 @@ gpu-check: env ## On a GPU host: exactness, TPOT and mixed SLOs against SGLang; 
 gpu-bundle: env ## Wheels for a GPU host without network, in parts of at most 60 MiB
 	@$(BIN)/python scripts/gpu_bundle.py build $(ARGS)
 
-pins: env ## Write constraints.txt anew from what is installed
+pins: env ## Rewrite constraints.txt from what is installed
 	@$(BIN)/python scripts/pins.py > constraints.new && mv constraints.new constraints.txt
 
 clean: ## Remove what was made in this folder (the shared environment stays in the cache)

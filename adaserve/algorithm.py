@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class AdaServeAlgorithm(CustomSpecAlgo):
     """The methods that the scheduler calls beyond those ``CustomSpecAlgo`` defines.
 
-    They stand on the in-tree enum ``SpeculativeAlgorithm`` only; a contract test compares the two.
+    They exist only on SGLang's own enum ``SpeculativeAlgorithm``; a contract test compares the two.
     """
 
     def create_future_map(
@@ -59,7 +59,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
 
 
 def leave_decode_graphs_to_us(server_args: Any) -> None:
-    """SGLang cannot capture a plugin algorithm's decode graphs; the device worker captures its own."""
+    """SGLang cannot capture a plugin algorithm's decode graphs; ours are captured by ``GraphDevice``."""
     config = server_args.cuda_graph_config
     if config is not None and config.decode.backend != "disabled":
         server_args.cuda_graph_config = replace(config, decode=replace(config.decode, backend="disabled"))

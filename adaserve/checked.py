@@ -1,4 +1,4 @@
-"""Values that people write by hand: checked by pydantic, refused in one sentence."""
+"""Values that people write by hand: pydantic checks them, and errors are one sentence."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ Weights = Annotated[str, typer.Option(help="How a CPU host stores weights: auto,
 
 @app.callback()
 def _require(context: typer.Context) -> None:
-    """Ends a command that measures with one sentence when a library of its extra is not installed."""
+    """Ends a measuring command with one sentence when a library of its extra is not installed."""
     needed = EXTRA if context.invoked_subcommand in MEASURING else ()
     for name in (n for n in needed if find_spec(n) is None):
         _fail(f"adaserve {context.invoked_subcommand} needs {name}: pip install 'adaserve[bench]'")
@@ -101,12 +101,12 @@ def serve(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="JSON of `adaserve profile`.", show_default="the cached one, else measured at start"
+            help="File written by `adaserve profile`.", show_default="the cached one, else measured at start"
         ),
     ] = None,
     baseline_ms: Annotated[
         float | None,
-        typer.Option(help="ms per token that x_baseline SLOs multiply.", show_default="measured"),
+        typer.Option(help="ms per token of the idle server, for x_baseline SLOs.", show_default="measured"),
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Record every iteration here, for replay.")] = None,
     cpu_weights: Weights = "auto",
@@ -114,7 +114,7 @@ def serve(
     """Serve a model with per-request SLOs: SGLang's HTTP API, plus AdaServe.
 
     Without a model the embedded pair is served, on any machine. Every flag of
-    `python -m sglang.launch_server` is accepted too and goes to SGLang unchanged.
+    `python -m sglang.launch_server` is accepted too and passed to SGLang unchanged.
 
     Try: curl localhost:30000/v1/completions -H 'x-slo-tpot-ms: 40' -H 'content-type: application/json'
     -d '{"model": "m", "prompt": "def main(", "max_tokens": 64}'
@@ -139,7 +139,7 @@ def _text(path: Path | None) -> str | None:
 def demo(
     *,
     seconds: Annotated[float, typer.Option(min=5, help="Length of the traffic.")] = 60.0,
-    policy: Annotated[str, typer.Option(help="Policy that is shown beside `none`.")] = "priced",
+    policy: Annotated[str, typer.Option(help="Policy to compare with `none`.")] = "priced",
     rps: Annotated[
         float | None, typer.Option(help="Requests per second.", show_default="from this host's speed")
     ] = None,
@@ -148,10 +148,10 @@ def demo(
         Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-demo")
     ] = None,
 ) -> None:
-    """Watch three classes of requests get three speeds, with AdaServe and without it.
+    """See three classes of requests get three speeds, with AdaServe and without it.
 
-    Starts the server on the embedded pair, replays the same mixed traffic with both policies in turns of
-    some seconds, prints a table and leaves a report.
+    Starts a server with the embedded pair, sends the same mixed traffic with both policies in turns of some
+    seconds, prints a table and writes a report.
     """
     from adaserve.bench.demo import run_demo
     from adaserve.loadgen.errors import LoadgenError
@@ -175,9 +175,9 @@ def profile(
         typer.Option(help="File to write.", show_default="a cache folder, where `serve` finds it"),
     ] = None,
 ) -> None:
-    """Measure draft and verification latency on this host, for the budget and for predictions.
+    """Measure how long drafting and verifying take on this host.
 
-    Takes a minute or two on the embedded pair. `adaserve serve` uses the result from then on.
+    Takes a minute or two with the embedded pair. From then on `adaserve serve` uses the result.
     """
     from adaserve.bench.profile import run_profile
     from adaserve.server import ServerError
@@ -192,7 +192,7 @@ def profile(
 def doctor(
     *, json_output: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False
 ) -> None:
-    """Tell what this host has, what is missing and what to do about it. Exit code 1: something is missing."""
+    """Say what this host has, what is missing, and what to do about it. Exit code 1: something is missing."""
     from adaserve.doctor import doctor as examine
 
     raise typer.Exit(examine(json_output))
@@ -206,9 +206,7 @@ def bench_latency(
     size: Size = "100M",
     policies: Annotated[
         Any,
-        typer.Option(
-            parser=words, metavar="A,B", help="Comma-separated; `none` is always measured beside them."
-        ),
+        typer.Option(parser=words, metavar="A,B", help="Comma-separated; `none` is always measured too."),
     ] = "priced",
     batches: Annotated[
         Any,
@@ -225,7 +223,7 @@ def bench_latency(
         Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-latency/latency.json")
     ] = None,
 ) -> None:
-    """TPOT against plain decoding at several batch sizes, interleaved in one run on one server."""
+    """Compare TPOT with plain decoding at several batch sizes, in turns on one server."""
     from adaserve.bench.latency import BASE, LatencyPlan, run_latency
     from adaserve.server import ServerError
 
@@ -259,7 +257,7 @@ def _mount() -> None:
 def main() -> None:
     """Entry point of the console script."""
     _mount()
-    # Whatever ends a command, the servers that it started end too.
+    # However a command ends, the servers that it started end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app()

@@ -67,17 +67,17 @@ class AdaServeConfig(Checked):
         default=4,
         ge=1,
         le=1000,
-        description="slack: most decode iterations between two prefill chunks while a prompt waits",
+        description="slack: decode iterations between two chunks of a waiting prompt, at most",
     )
     prefill_patience_ms: float = Field(
-        default=3000.0, gt=0, lt=1e9, description="slack: TTFT to aim at for requests that state none"
+        default=3000.0, gt=0, lt=1e9, description="slack: the TTFT to aim at for requests without a TTFT SLO"
     )
     prefill_headroom: float = Field(
         default=1.1,
         ge=0,
         lt=100,
-        description="slack: while one request more would leave the tightest running TPOT SLO less than this "
-        "factor of headroom, a prompt waits until its TTFT aim comes near (0 = never wait)",
+        description="slack: a prompt waits while one more request would leave the tightest running TPOT SLO "
+        "with less headroom than this factor, until its own TTFT aim comes near (0 = never wait)",
     )
 
     @field_validator("policy")

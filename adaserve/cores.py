@@ -15,8 +15,8 @@ def usable_cores(root: Path = Path("/")) -> int:
     """Physical cores that this process may run on, no more than its cgroups let it keep busy; at least 1.
 
     Follows the CPU affinity (``taskset``, cpusets) and the CPU bandwidth of cgroups v1 and v2, as containers
-    set it. Of a fraction of a core only whole ones count: a thread that outruns the quota stands still for
-    the rest of each period, and its team with it. ``root`` is where ``/proc`` and ``/sys`` are found.
+    set it. Only whole cores count: a thread that outruns the quota stands still for the rest of each period,
+    and its team with it. ``root`` is where ``/proc`` and ``/sys`` are found.
     """
     cores = _cores_of_affinity(root)
     quotas = [quota for quota in _quotas(root) if quota is not None]

@@ -37,7 +37,7 @@ CPU_FEATURES = {
     "asimd": "NEON",
     "bf16": "BF16",
 }
-"""Instruction sets as /proc/cpuinfo spells them, and as people do."""
+"""Instruction sets as /proc/cpuinfo spells them, and as people spell them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def check_sglang(installed: str | None = None) -> list[Finding]:
 
 
 def check_entry_points() -> list[Finding]:
-    """SGLang finds us by entry points, and two environment variables can hide them."""
+    """SGLang finds AdaServe by entry points, and two environment variables can hide them."""
     findings = []
     for what, group in (("Plugin", "sglang.srt.plugins"), ("CPU platform", "sglang.srt.platforms")):
         ours = [e for e in entry_points(group=group) if e.value.startswith("adaserve.")]
@@ -171,7 +171,7 @@ def check_hooks() -> list[Finding]:
     try:
         if not patches.targets:
             patches.apply_all()
-    except Exception as error:  # whatever it is, a server would fail with it too
+    except Exception as error:  # whatever it is, a server would fail the same way
         return [Finding("Hooks", "missing", str(error), f"pip install sglang=={SGLANG_VERSION}")]
     lost = [target for target in patches.targets if not resolvable(target)]
     if lost:
@@ -278,12 +278,12 @@ CHECKS: tuple[Callable[[], list[Finding]], ...] = (
 
 
 def examine(checks: Sequence[Callable[[], list[Finding]]] = CHECKS) -> list[Finding]:
-    """All findings. A check that breaks is a finding too: the others still tell what they know."""
+    """All findings. A check that fails is a finding too; the others still report."""
     findings: list[Finding] = []
     for check in checks:
         try:
             findings += check()
-        except Exception as error:  # a broken installation is what a doctor is for
+        except Exception as error:  # finding a broken installation is its purpose
             name = getattr(check, "__name__", "check").removeprefix("check_").replace("_", " ")
             findings.append(
                 Finding(name, "missing", f"{type(error).__name__}: {error}", "pip install adaserve (again)")

@@ -1,4 +1,4 @@
-"""A server ends with the command that started it, also when that command is killed."""
+"""A server ends with the command that started it, even when that command is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Has Linux end this process when the command that started it is gone.
+    """Makes Linux end this process when the command that started it is gone.
 
     For the server's first process only: SGLang lets its own children follow it.
     """

@@ -148,7 +148,7 @@ class ServerProcess:
         self.stop()
 
     def start(self, waiting: Callable[[float], None] = lambda _: None) -> None:
-        """Returns when the server answers; ``waiting`` is told the seconds so far. Raises ServerError."""
+        """Returns when the server answers; ``waiting`` gets the seconds so far. Raises ServerError."""
         if _port_taken(self.spec.host, self.spec.port):
             raise ServerError(f"port {self.spec.port} is in use: choose another with --port")
         command = self.spec.command()
@@ -191,7 +191,7 @@ class ServerProcess:
         raise ServerError(f"the server did not answer within {START_TIMEOUT_S:.0f} s; see {self.log}")
 
     def why(self) -> str:
-        """The lines of the log that tell best what went wrong."""
+        """The lines of the log that best explain what went wrong."""
         lines = self.log.read_text(errors="replace").splitlines()
         errors = [
             line
@@ -237,7 +237,7 @@ class ServerProcess:
             raise ServerError(f"the server refused the {setting} {value!r}: {answer.text}")
 
     def drain(self) -> None:
-        """Waits until nothing runs, and empties the prefix cache; what takes too long is aborted.
+        """Waits until nothing runs and empties the prefix cache; requests that take too long are aborted.
 
         Raises ServerError when the server does not become idle."""
         end_s = time.monotonic() + _DRAIN_S

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from adaserve.loadgen.report import Run
 
 CLOSE = 0.05
-"""Client and server may see a request on different sides of its SLO when it is this close to it."""
+"""When a request is this close to its SLO, client and server may judge it differently."""
 SHOWN = 40
 """Requests that a report lists."""
 
@@ -138,8 +138,9 @@ def _why(record: RequestRecord, verdict: Mapping[str, Any], key: str) -> str:
 
 
 def agreement_rows(run: Run) -> list[dict[str, Any]]:
-    """Attainment as the client and as the server counted it, per class, and what sets them apart; none
-    without server counters."""
+    """Attainment as the client and as the server counted it, per class, and why they differ; none without
+    server counters.
+    """
     server = run.summary.get("server")
     if not isinstance(server, Mapping):
         return []
@@ -147,7 +148,8 @@ def agreement_rows(run: Run) -> list[dict[str, Any]]:
     for name, c in run.summary["by_class"].items():
         theirs = server.get(name, {}).get("all") or {}
         if not theirs.get("requests") and run.verdicts[name].told:
-            # Its books have them under "custom", as all that state milliseconds: the answers tell.
+            # The server counts them under "custom", as all that state milliseconds; the answers give the
+            # class.
             told = run.verdicts[name]
             theirs = {"requests": told.told, "attainment": told.attainment}
         if theirs and theirs.get("attainment") is not None and c["slo_attainment"] is not None:
@@ -213,6 +215,6 @@ def _differences(run: Run, name: str, server_n: int) -> list[str]:
         f"within {CLOSE:.0%} of their SLO": int(close.sum()),
         "failed at the client": c["failed"],
         "more at the server: warm-up, hung up late, or other clients": server_n - c["requests"],
-        "never reached the server's books: turned away or aborted": c["requests"] - server_n,
+        "never counted by the server: turned away or aborted": c["requests"] - server_n,
     }
     return [f"{n} {what}" for what, n in found.items() if n > 0]

@@ -24,7 +24,7 @@ class Arrivals(Setting):
     poisson   exponential gaps with mean 1 / rps
     gamma     gamma gaps with coefficient of variation ``cv`` (1 = Poisson, above = bursts)
     constant  equal gaps
-    ramp      Poisson whose rate goes linearly from ``rps`` to ``to_rps`` over the run
+    ramp      Poisson with a rate that goes linearly from ``rps`` to ``to_rps`` over the run
     peak      Poisson with rate ``rps``, rising to ``to_rps`` at ``at`` (share of the run) in a bell
               of standard deviation ``width`` (share of the run)
     """

@@ -54,9 +54,9 @@ def run_bench(
     console = console or Console(stderr=True)
     check_results_dir(out)
     if not checked:
-        # Bad input is reported before the server is bothered; the baseline does not matter for that.
+        # Bad input is reported before the server is asked anything; the baseline does not matter for that.
         build_schedule(config.changed(baseline_ms=config.baseline_ms or 30.0))
-        with console.status("asking the server for its model and its speed"):
+        with console.status("asking the server for its model and speed"):
             config = preflight(config)
     schedule = build_schedule(config)
     if not checked:
@@ -206,7 +206,7 @@ def class_table(summary: Mapping[str, Any], title: str | None = None) -> Table:
 
 
 def class_cells(c: Mapping[str, Any]) -> list[str]:
-    """What stands in ``COLUMNS`` for one class of a summary, or for all of it."""
+    """The cells of ``COLUMNS`` for one class of a summary, or for all of it."""
 
     def show(value: Any, digits: int = 1) -> str:
         return "-" if value is None else f"{value:.{digits}f}"

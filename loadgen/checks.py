@@ -1,4 +1,4 @@
-"""Kinds of values that a load test is made of: what is accepted, and how the error says so."""
+"""The kinds of values in a load test's configuration: what is accepted, and how the error says so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapV
 from adaserve.checked import Checked, shown
 from adaserve.loadgen.errors import LoadgenError
 
-TOO_MUCH = 1e15  # whoever gives more has slipped, and squares of it are still finite
+TOO_MUCH = 1e15  # more than this is a typo; its square is still finite
 
 
 class Setting(Checked):

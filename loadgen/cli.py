@@ -24,7 +24,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running
 
 
 def panel(title: str) -> Callable[..., Any]:
-    """Makes options that stand under one title in ``--help``."""
+    """Makes options that ``--help`` shows under one title."""
 
     def option(text: str, **settings: Any) -> Any:
         if "parser" in settings:  # typer would show the name of a type
@@ -43,7 +43,9 @@ Count: TypeAlias = int | None
 @bench_app.command("serve")
 def bench_serve(
     *,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; options beat it.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="YAML file; options override it.")
+    ] = None,
     url: Annotated[Text, _server("Address of the server.", envvar="ADASERVE_URL")] = None,
     model: Annotated[Text, _server("Model name (default: the first one served).")] = None,
     api: Annotated[Text, _server("completions, chat or generate (SGLang's own).")] = None,
@@ -58,7 +60,7 @@ def bench_serve(
     time_scale: Annotated[Number, _load("Multiply the trace's times: 2 = half the load.")] = None,
     max_requests: Annotated[Count, _load("Send at most this many requests.")] = None,
     seed: Annotated[Count, _load("Same seed, same schedule.")] = None,
-    processes: Annotated[int, _load("Processes that send.")] = 1,
+    processes: Annotated[int, _load("Number of sending processes.")] = 1,
     mix: Annotated[Text, _requests("Shares of the classes: coding=0.6,chat=0.4.")] = None,
     slo: Annotated[list[str] | None, _requests("TPOT SLO: coding=1.2x (baseline), chat=50 (ms).")] = None,
     baseline_ms: Annotated[Number, _requests("ms per token of the idle server (default: ask).")] = None,
@@ -72,7 +74,7 @@ def bench_serve(
     plan_only: Annotated[bool, _output("Show what would be sent, send nothing.")] = False,
     fail_under_attainment: Annotated[Number, _output("Exit with 1 below this share (0 to 1).")] = None,
 ) -> None:
-    """Send requests with different SLOs and see who got the speed they asked for.
+    """Send requests with different SLOs and report which of them got the speed they asked for.
 
     The load is open-loop: requests leave at their planned times, however slow the server is. Without
     options: one minute of coding, chat and summarization requests, one per second, against a server
@@ -122,7 +124,7 @@ def report(
     png: Annotated[bool, typer.Option(help="Write PNG files beside the page.")] = True,
     fail_under_attainment: Annotated[Number, typer.Option(help="Exit with 1 below this share.")] = None,
 ) -> None:
-    """Turn results folders into one page: attainment, goodput, latency curves, comparison.
+    """Turn results folders into one page with attainment, goodput, latency curves and a comparison.
 
     Folders with the same name apart from time stamp and seed are seeds of one setting: their mean is
     shown with error bars. The page is one file without outside links."""
@@ -148,9 +150,9 @@ def _read(text: str) -> Run:
 
 
 def _check_share(limit: float | None) -> None:
-    # Somebody may want to see a pipeline fail: more than 1 is never reached, and allowed.
+    # A limit above 1 is allowed although it can never be reached, so that one can see a pipeline fail.
     if limit is not None and not 0 <= limit < 2:
-        raise LoadgenError(f"--fail-under-attainment is a share from 0 to 1, not {limit:g}")
+        raise LoadgenError(f"--fail-under-attainment must be a share from 0 to 1, not {limit:g}")
 
 
 def check_attainment(summary: Mapping[str, Any], limit: float | None) -> None:

@@ -93,7 +93,7 @@ class TraceSpec(Setting):
     time_scale: Positive = 1.0
     target_rps: Positive | None = None
     sort: Flag = False
-    # classes: a class of this file beats the row's own SLO; trace: the reverse
+    # classes: a class of this file overrides the row's own SLO; trace: the reverse
     slo_from: Annotated[Literal["classes", "trace"], must("be classes or trace")] = "classes"
     max_prompt_tokens: Count | None = None  # clip, for models with a short context
     max_output_tokens: Count | None = None
@@ -128,7 +128,7 @@ class Endpoint(Setting):
             complete = False
         if not complete:
             raise LoadgenError(
-                f"the server's URL needs a host and a port up to 65535, without blanks, not {self.url!r}"
+                f"the server's URL needs a host and a port up to 65535, without spaces, not {self.url!r}"
             )
         return self
 
@@ -228,7 +228,7 @@ def _class(name: str, given: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice: YAML would quietly take the last one."""
+    """Refuses a key that is given twice: YAML would silently take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

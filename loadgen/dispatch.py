@@ -19,8 +19,9 @@ from adaserve.loadgen.stream import Target, run_clock, send
 from adaserve.slo.metrics import RequestRecord
 
 CONNECT_S = 0.0873
-"""A connection is opened this long before its request is due: not when another one is sent, at the
-round rates that people ask for."""
+"""A connection is opened this long before its request is due. At the round rates that people ask for, no
+other request is sent at that moment.
+"""
 
 
 class Dispatcher:
@@ -49,7 +50,7 @@ class Dispatcher:
 
         ``t0``: the value of ``perf_counter()`` that is time 0 of the schedule."""
         self._now = run_clock(t0)
-        # A full collection stops all streams for tens of ms; the schedule never becomes garbage.
+        # A full garbage collection stops all streams for tens of ms; the schedule never becomes garbage.
         gc.collect()
         gc.freeze()
         make_room_for_sockets()
@@ -65,8 +66,9 @@ class Dispatcher:
         self._running.kill()
 
     def _wait_until(self, at_s: float) -> bool:
-        """Sleeps until a time of the run; False when the run was stopped. Absolute times: sleeping
-        for gaps would add up the lateness of every wake-up."""
+        """Sleeps until a time of the run; False when the run was stopped. Times are absolute: if it slept for
+        the gaps, the delays of all wake-ups would add up.
+        """
         while (left := at_s - self._now()) > 0:
             if self._stopped.wait(left):
                 return False
@@ -94,7 +96,7 @@ class Dispatcher:
 
 
 def make_room_for_sockets(most: int = 8192) -> None:
-    """Has the kernel make its table of open files large at once.
+    """Makes the kernel enlarge the process's table of open files now.
 
     It doubles when it is full, and a process with several threads then stands still for a grace
     period of RCU: 5 to 20 ms in the middle of the run, seen by all streams as a late token."""

@@ -8,7 +8,7 @@ class LoadgenError(ValueError):
 
 
 def why_unreadable(error: Exception) -> str:
-    """Why a text file could not be read, in words of a person."""
+    """Why a text file could not be read, in plain words."""
     if isinstance(error, UnicodeDecodeError):
-        return "it is no text in UTF-8"
+        return "it is not UTF-8 text"
     return str((isinstance(error, OSError) and error.strerror) or error)

@@ -115,7 +115,7 @@ class _Starter:
         if self.run is not None:
             self.run.abandon()
         if headless:
-            # In a greenlet of its own: quitting kills the greenlets of the run, this one included.
+            # In a greenlet of its own: quitting kills the greenlets of the run, including this one.
             gevent.spawn(runner.quit)
         else:
             gevent.spawn(runner.stop)

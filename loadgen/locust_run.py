@@ -93,7 +93,7 @@ class LocalRun:
         return self.recorder.rows() if self.recorder is not None else []
 
     def abandon(self) -> None:
-        """Nothing was sent and nothing will be: whoever stops this run need not wait for it."""
+        """Nothing was sent and nothing will be, so whoever stops this run need not wait for it."""
         if not self._finished and self.recorder is not None:
             self.recorder.close()
         self._finished = True

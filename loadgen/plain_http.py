@@ -11,7 +11,7 @@ from typing import Any
 from adaserve.loadgen.config import Endpoint
 
 ERRORS = (OSError, ValueError, http.client.HTTPException)
-"""What a server that is not there, or is none, leads to; ValueError: its answer is no JSON."""
+"""Raised when there is no server, or something that is not one; ValueError: its answer is not JSON."""
 
 
 def base_url(server: Endpoint) -> str:

@@ -1,4 +1,4 @@
-"""What must be known before a run: is the server there, which model, how fast when idle."""
+"""What must be known before a run: whether the server is there, its model, and its speed when idle."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _listed(data: Any) -> list[str]:
     try:
         return [str(m["id"]) for m in data["data"]]
     except (KeyError, TypeError):
-        raise ValueError("its answer to /v1/models is no list of models") from None
+        raise ValueError("its answer to /v1/models is not a list of models") from None
 
 
 def server_baseline_ms(server: Endpoint) -> float | None:
@@ -110,7 +110,7 @@ def _timed(server: Endpoint, text: str, n_tokens: int) -> tuple[float, int]:
 
 def _probe_classes(config: BenchConfig) -> dict[str, float]:
     """One short request per class, with its SLO headers: refused classes show before the run, and
-    the server's token count tells how long this tokenizer's tokens are. Returns chars per token."""
+    the server's token count shows how long this tokenizer's tokens are. Returns chars per token."""
     store = load_prompts(config.prompts)
     slo_config = config.slo_config()
     ratios: dict[str, float] = {}
@@ -132,8 +132,9 @@ def _probe_classes(config: BenchConfig) -> dict[str, float]:
 
 
 def probe_classes_of(schedule: Schedule, config: BenchConfig) -> None:
-    """One short request for each class that only the trace names: the server may refuse it, and would
-    refuse all of them. Raises LoadgenError then."""
+    """One short request for each class that only the trace names. Raises LoadgenError when the server refuses
+    it, as it would refuse all of them.
+    """
     for name in class_counts(schedule.requests):
         if name not in config.classes:
             first = next(r for r in schedule.requests if r.slo_class == name)
@@ -204,7 +205,7 @@ def _usage(data: Any, key: str) -> int:
 
 
 def _one_line(reason: object) -> str:
-    """What went wrong, in one line; some errors have several, some none but their name."""
+    """What went wrong, in one line; some errors have several lines, some only their name."""
     if isinstance(reason, json.JSONDecodeError):
-        return "its answer is no JSON"
+        return "its answer is not JSON"
     return " ".join(str(reason).split())[:300] or type(reason).__name__

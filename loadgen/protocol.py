@@ -12,9 +12,9 @@ from adaserve.loadgen.schedule import PlannedRequest
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
 MAX_COUNT = 10**9
-"""No answer has as many tokens; a larger number would not fit into a float."""
+"""No answer has this many tokens; a larger number would not fit into a float."""
 NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
-"""What an event of another form leads to."""
+"""Raised for an event of another form."""
 
 
 @dataclass(slots=True)
@@ -92,18 +92,18 @@ def parse_event(api: str, data: Mapping[str, Any], seen: int) -> StreamEvent:
 
 
 def _checked(event: StreamEvent) -> StreamEvent:
-    """Refuses values that would only be found out when the record is judged, or never."""
+    """Refuses bad values that would otherwise be noticed only when the record is judged, or never."""
     for value in (event.output_tokens, event.prompt_tokens):
         _count(value)
     if not isinstance(event.text, str) or not isinstance(event.finish_reason, str | None):
-        raise TypeError("text or finish_reason is no text")
+        raise TypeError("text or finish_reason is not a string")
     return event
 
 
 def _count(value: Any) -> int | None:
     """Checks a number of tokens. Raises ValueError."""
     if value is not None and (not isinstance(value, int) or not 0 <= value <= MAX_COUNT):
-        raise ValueError("a number of tokens is none")
+        raise ValueError("a token count is not a valid number")
     return value
 
 

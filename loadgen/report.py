@@ -46,7 +46,7 @@ def read_run(folder: Path, label: str | None = None) -> Run:
     """Reads and summarizes a folder. Raises LoadgenError."""
     try:
         if not folder.is_dir():
-            raise LoadgenError(f"{folder} is no folder of results")
+            raise LoadgenError(f"{folder} is not a results folder")
     except (OSError, ValueError) as e:
         raise LoadgenError(f"cannot read {str(folder)[:200]!r}: {why_unreadable(e)}") from e
     records = list(iter_records(folder))
@@ -70,7 +70,7 @@ def read_run(folder: Path, label: str | None = None) -> Run:
         arrays[name] = {
             "scheduled": np.array([r.scheduled_s for r in rs], float),
             "attained": np.array([r.attained for r in rs], float),
-            # A failed request never got there: it stays outside the curve, which then ends below 1.
+            # A failed request has no value: it is left out, so the curve ends below 1.
             "ratio": np.array([_or(r.tpot_ratio if r.ok else None, math.inf) for r in rs], float),
             "ttft": np.array([_or(r.ttft_s if r.ok else None, math.inf) for r in rs], float),
         }
@@ -259,7 +259,7 @@ def _cdf(groups: Sequence[Group], names: Sequence[str], key: str) -> Chart:
     if not ratio:
         return Chart("ttft", "Time to first token", figure)
     ax.axvline(1.0, color=figures.LIMIT, linestyle="--", linewidth=1)
-    note = "Left of the red line is in time; a curve that ends below 100% lacks failed requests."
+    note = "Left of the red line is in time. A curve ends below 100% when requests failed."
     return Chart("tpot-ratio", "TPOT against its SLO", figure, note)
 
 

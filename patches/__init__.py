@@ -1,7 +1,7 @@
 """Every hook into SGLang 0.5.23, one module per concern, each with the reason why it is needed.
 
-SGLang's hook registry only logs a target that it cannot patch and serves on without it. So every
-target is checked here first (``require``): an SGLang that moved one is refused with its name.
+SGLang's hook registry only logs a target that it cannot patch and serves on without it. So every target is
+checked here first (``hook``): where SGLang has moved one, the start fails and names it.
 """
 
 from __future__ import annotations

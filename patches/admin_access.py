@@ -1,9 +1,9 @@
 """Who may change the policy and the prefills of a running server.
 
-Why: without an admin key SGLang lets everybody call ``/set_internal_state`` who may send requests at all, and
-its CORS headers let any web page do so from the browser of somebody on this machine. Policy and prefills
-concern all users, so while ADASERVE runs that route takes the admin key alone; or, on a server without any
-key, a program on the same machine.
+Why: without an admin key SGLang lets everybody who may send requests call ``/set_internal_state``, and its
+CORS headers let any web page do so from a browser on this machine. Policy and prefills concern all users, so
+while ADASERVE runs that route takes the admin key alone; or, on a server without any key, a program on the
+same machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adaserve.identity import is_ours
 
 CONTROL_PATH = "/set_internal_state"
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
-"""Headers by which a proxy on this machine tells that a request came from elsewhere."""
+"""Headers by which a proxy on this machine shows that a request came from elsewhere."""
 
 
 def guard(app: Any) -> None:
@@ -77,7 +77,7 @@ def _from_here(request: Request) -> bool:
     if any(name in request.headers for name in FORWARDED):
         return False
     origin = request.headers.get("origin")  # browsers send it with every POST and PUT
-    # A page that had its own name point to this machine would be of the same origin, under that name.
+    # A page whose own name points to this machine would have the same origin, under that name.
     own = f"{request.url.scheme}://{request.headers.get('host')}"
     return origin is None or (origin == own and _loopback(urlsplit(origin).hostname or ""))
 

@@ -1,4 +1,4 @@
-"""KV memory of a token counts for target and draft, and the device worker's own memory is set aside.
+"""KV memory of a token counts for target and draft, and memory for our own buffers on a GPU is set aside.
 
 Why: SGLang sizes the KV pools from what is free after both models were loaded, but adds the draft's KV to a
 token's cost for its own EAGLE and STANDALONE only. Without this hook the draft's pool, which has as many

@@ -39,7 +39,7 @@ def mount(app: Any) -> None:
 
 
 LEAST_AGE_S = 1.0
-"""A snapshot is not made again before: the schedulers stand still while they tell their state."""
+"""A snapshot is kept this long, because the schedulers stand still while they report their state."""
 
 
 @dataclass

@@ -3,11 +3,11 @@
 Why: SGLang prefers prefills to decoding, and with speculation a prefill shares no forward with decoding,
 so a queue of prompts stops every running request. Its ``--prefill-decode-interval`` counts iterations
 and knows no SLO, and its chunk size is fixed. ``get_new_batch_prefill`` is the one place where a prefill
-batch is made: here it is made later, or smaller. Which, is the worker's ``PrefillPacer``'s to say.
+batch is made: here it is made later, or smaller. The worker's ``PrefillPacer`` decides which.
 
 SGLang admits a prompt when there are KV slots for all of it, and then takes for granted that nobody else
-allocates between its chunks. So decoding goes in between only while the slots of the rest of the prompt
-stay free; when they would not, the prompt is finished first. Then it can be retracted like any other.
+allocates between its chunks. So decode iterations run in between only while the slots of the rest of the
+prompt stay free; when they would not, the prompt is finished first. Then it can be retracted like any other.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
 
 
 def _queue_ready_grammars(scheduler: Any) -> None:
-    """What the call that is left out would have begun with: requests whose grammar is compiled may wait
-    for their prefill, where the next decision sees them."""
+    """The first step of the call that is left out: requests whose grammar is compiled join the queue, where
+    the next decision sees them.
+    """
     if scheduler.grammar_manager.has_waiting_grammars():
         for req in scheduler.grammar_manager.get_ready_grammar_requests():
             scheduler._add_request_to_queue(req)
@@ -78,7 +79,7 @@ def _something_waits(scheduler: Any, running_batch: Any) -> bool:
 
 
 def _short_of_memory(scheduler: Any, running_batch: Any) -> bool:
-    """Whether a decode iteration now could take slots that the started prompt was promised."""
+    """Whether a decode iteration now could take slots that the started prompt needs."""
     req = scheduler.chunked_req
     if req is None:
         return False
@@ -88,7 +89,7 @@ def _short_of_memory(scheduler: Any, running_batch: Any) -> bool:
 
 
 def _line_up(scheduler: Any, order: list[int]) -> list[Any]:
-    """Leaves those in the queue that may start now, in this order; returns the others, to be put back.
+    """Keeps in the queue, in this order, the requests that may start now; returns the others, to be put back.
 
     First tokens due first; first come first served as long as nobody states a TTFT SLO. Where SGLang would
     not serve in order of arrival, its own order stays.

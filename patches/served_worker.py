@@ -15,7 +15,7 @@ class Pacer(Protocol):
     """Decides when prefills run."""
 
     def check_mode(self, mode: str | None) -> None:
-        """One of adaserve.config.PREFILLS; None = by the policy. Raises ValueError where it can't be had."""
+        """One of adaserve.config.PREFILLS; None = by the policy. Raises ValueError if not possible."""
         ...
 
     def set_mode(self, mode: str | None) -> None:

@@ -1,13 +1,13 @@
-"""Every finished response tells its TPOT, its SLO and whether it was met; the scheduler counts them.
+"""Every finished response carries its TPOT, its SLO and whether it was met; the scheduler counts them.
 
 Why: SGLang's output carries fields of its own choice. The streamer class is its documented place
 for more; ``/generate`` then shows them in ``meta_info``. The OpenAI routes drop ``meta_info``, so
 they get the same object as ``metadata.slo``: in the response, or in the final usage chunk of a stream
 that asked for one.
 
-A request's TTFT counts from its arrival at the HTTP process. That time stays there unless it is put into
-the state that travels to the scheduler, as SGLang's own comment at that place proposes; without it a
-request that waits for a busy scheduler to look into its mailbox would seem to have just arrived.
+A request's TTFT counts from its arrival at the HTTP process. That time stays there unless it is put into the
+state that travels to the scheduler, as SGLang's own comment at that place proposes; without it a request that
+waits for a busy scheduler to read it would seem to have just arrived.
 """
 
 from __future__ import annotations

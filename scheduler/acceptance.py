@@ -38,7 +38,7 @@ class Verified:
 
     @staticmethod
     def of(outcomes: Sequence[IterationOutcome]) -> Verified:
-        """Iterations of one batch below each other, the first on top: a few nodes at a time are dear."""
+        """Several iterations of one batch, stacked; learning from a few nodes at a time is too costly."""
         if len(outcomes) == 1:
             only = outcomes[0]
             return Verified(only.trees, only.selection.keep, only.accepted, only.tested)
@@ -104,7 +104,7 @@ class AcceptanceRates:
         self._requests = RequestTable(2)
 
     def observe(self, rids: Iterable[str], classes: Iterable[str], tried: IntArray, passed: IntArray) -> None:
-        """Adds one iteration; rows that tried nothing teach nothing."""
+        """Adds one iteration; rows without tested nodes are skipped."""
         trying = np.count_nonzero(tried)
         if not trying:
             return

@@ -1,4 +1,4 @@
-"""Online calibration of draft probabilities: what a claimed q has been worth."""
+"""Online calibration of draft probabilities: how often tokens of a claimed q were really accepted."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Calibrator:
             return
         bins = (q * N_BINS).astype(np.int64)
         number = self._ids(classes).take(row)
-        # Judge the request after its class: otherwise both would correct the same error twice.
+        # Correct by class first, then by request: otherwise both would correct the same error.
         believed = q * self._factors[number, bins]
         np.minimum(believed, CEILING, out=believed)
         self._add(number * N_BINS + np.minimum(bins, N_BINS - 1), q, accepted)

@@ -2,10 +2,10 @@
 
 Times are learned per size, whatever their shape: 16 tokens may well cost less than 12.
 
-A forward can take longer than it has to, but never less: other processes, a page fault or a collection
-of garbage only ever add to it. So the quiet cost of a size is a low quantile of its latest times; and while
-sizes that are known well take much longer than that, the host is busy and slow times teach nothing.
-Predictions are quiet costs times the present slowdown.
+A forward can take longer than it has to but never less: other processes, page faults and garbage collection
+only ever add time. So the quiet cost of a size is a low quantile of its latest times; and while sizes that
+are known well take much longer than that, the host is busy and slow times teach nothing. Predictions are
+quiet costs times the present slowdown.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SIZES: IntArray = np.unique(
 _SIZE_OF: IntArray = np.abs(np.log(np.arange(1, 4097))[:, None] - np.log(SIZES)).argmin(axis=1)
 
 CONTEXTS = 16
-"""Doublings of the cached tokens that are told apart; the first is 0 to 64."""
+"""Doublings of the cached tokens that are kept apart; the first is 0 to 64."""
 
 LATEST = 24
 """Times per size that are remembered."""
 
 QUANTILE = 0.2
-"""Of the latest times of a size that counts as its quiet cost."""
+"""Quantile of the latest times of a size that counts as its quiet cost."""
 
 KNOWN = 6.0
 """Trust (roughly: times seen) from which a size says how busy the host is."""
@@ -48,22 +48,22 @@ RECENT = 9
 """Times of known sizes whose median is the present slowdown."""
 
 PATIENCE_S = 600.0
-"""After so many seconds of forwards, all of them slow, a host is not busy but slower than it was."""
+"""When all forwards have been slow for this many seconds, the host is not busy: it has become slower."""
 
 LEARN_EVERY = 8
-"""Times after which the table is worked out anew."""
+"""The table is worked out again after this many times."""
 
 
 class LowQuantiles:
     """A low quantile of the latest values in each of several buckets, and how far it can be trusted.
 
-    A value has two parts, of which the other one is learned elsewhere. Buckets that have seen little lean
-    on their neighbours.
+    A value is the sum of two parts; the other one is learned elsewhere. Buckets that have seen little lean on
+    their neighbours.
     """
 
     NEIGHBOURS = 3.0  # trust that a bucket's neighbours have together
     RISE = 0.3  # that a bucket may lie above its neighbours, per trust
-    FORGET = 0.999  # of the trust, per value taken in anywhere: an old lesson is worth less
+    FORGET = 0.999  # of the trust, per value taken in anywhere: old values count less
 
     def __init__(self, place: FloatArray, reach: float, zero: float) -> None:
         """``place`` [k] of the buckets; ``reach``: distance at which a neighbour counts half; ``zero``: trust
@@ -106,7 +106,7 @@ class LowQuantiles:
         self._count[bucket] = self.trust[bucket] = count
 
     def forget(self) -> None:
-        """Starts again; the values stay until there are better ones."""
+        """Starts over; the values stay until there are better ones."""
         self._latest[:] = np.inf
         self._count[:] = 0
         self._new.clear()

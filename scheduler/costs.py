@@ -1,7 +1,7 @@
 """What an iteration takes on this host, learned from those that were served.
 
-A latency model comes from a short measurement, from a file, or from the last start. It may be wrong: the
-host was busy then, or is another one. Here it is only where learning begins (``scheduler/cost_table.py``).
+A latency model comes from a short measurement, from a file, or from an earlier run. It may be wrong: the host
+was busy then, or it is another host. So it is only where learning starts (``scheduler/cost_table.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from adaserve.scheduler.interface import FloatArray, IterationOutcome
 from adaserve.scheduler.latency import ForwardCost, Latency, LatencyModel, StepCost, TableCost
 
 STEP_RANGE = 2.0
-"""A draft step is at most so many times as dear or cheap as the line through all drafts says."""
+"""A draft step costs at most this many times as much, or as little, as the line through all drafts says."""
 
 
 class FirstStep:
@@ -68,7 +68,7 @@ class LearnedCosts(Latency):
     """What an iteration takes on this host. The policies of one server share it, and all of them teach it."""
 
     def __init__(self, start: LatencyModel, learn: bool = True) -> None:
-        """``learn`` False: the start is right as it is."""
+        """``learn`` False: take the start as it is."""
         self._start, self._learn = start, learn
         self.verify = CostTable(start.verify.seconds, _learned_sizes(start, start.verify))
         self.first = FirstStep(start.draft_first or start.draft)
@@ -114,7 +114,7 @@ class LearnedCosts(Latency):
         return self.verify.quiet_s(1, context) + self._other_s
 
     def learned(self) -> LatencyModel | None:
-        """What is known of the quiet host by now, a start for the next run; None while nothing is known."""
+        """What is known of the quiet host, a start for the next run; None while nothing is known."""
         verify = self.verify.learned(_points(self._start.verify))
         if verify is None:
             return None
@@ -161,7 +161,7 @@ class LearnedCosts(Latency):
             self.step.observe(rows, context, step_s, self.slowdown)
 
     def _observe_other(self, seconds: float) -> None:
-        """A prefill or an idle server in between makes it longer, so the low quantile counts here, too."""
+        """A prefill or an idle time in between makes it longer, so the low quantile counts here, too."""
         if math.isfinite(seconds):
             self._latest_other.append(max(0.0, seconds))
             self._other_s = sorted(self._latest_other)[int(QUANTILE * len(self._latest_other))]

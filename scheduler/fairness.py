@@ -22,8 +22,8 @@ def binding_rows(slack_s: FloatArray, tpot_slo_s: FloatArray) -> list[int]:
 class HoldBudget:
     """A token bucket per tenant: ``share`` seconds of credit per second, at most ``most_s`` of it.
 
-    A tenant pays a second for each second in which somebody's prompt waits for the sake of its SLOs.
-    While it has no credit, its SLOs hold up nobody.
+    A tenant pays a second for each second in which somebody's prompt waits because of its SLOs. While it has
+    no credit, its SLOs hold nobody up.
     """
 
     share: float  # 1 = no limit
@@ -39,10 +39,10 @@ class HoldBudget:
         return not self.limits or self._left_s(tenant, now_s) > 0
 
     def charge(self, tenants: Iterable[str], seconds: float, now_s: float) -> None:
-        """The tenants held somebody up for so long until now."""
+        """Charges the tenants for having held somebody up for so long until now."""
         for tenant in tenants:
             self._credit[tenant] = (self._left_s(tenant, now_s) - seconds, now_s)
-        # Who has everything back need not be remembered: the table stays as small as the traffic.
+        # Tenants with full credit need not be remembered, so the table stays as small as the traffic.
         for tenant in [t for t in self._credit if self._left_s(t, now_s) >= self.most_s]:
             del self._credit[tenant]
 

@@ -81,9 +81,9 @@ class ForwardCost:
 
 @dataclass(frozen=True, slots=True)
 class TableCost:
-    """Measured points at a reference context, joined by lines; beyond the last point its slope goes on.
+    """Measured points at a reference context, joined by lines; the last slope continues beyond them.
 
-    Small CPUs and padded CUDA graphs have steps that no smooth form follows.
+    Small CPUs and padded CUDA graphs have steps that no smooth curve fits.
     """
 
     tokens: tuple[float, ...]

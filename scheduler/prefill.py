@@ -1,4 +1,4 @@
-"""Prefill and overload as policy: order, start, chunk size, and what to do with requests too late to save."""
+"""Prefill and overload as policy: order, start, chunk size, and what to do with requests that are lost."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class PrefillConfig:
     chunk_tokens: int = 512  # most prefill tokens per iteration
     order: Order = "fcfs"
     gate: float | None = None  # start prompts only while the tightest running SLO keeps this headroom
-    gate_free: int = 2  # running requests below which the gate is open
+    gate_free: int = 2  # the gate is open below this many running requests
     gate_claim: float = 0.25  # a prompt starts anyway when its prefill needs this share of the time left
     shed: bool = False  # answer 429 to requests whose TTFT SLO is already lost; off by default
     shed_factor: float = 1.0  # lost = waited longer than this many TTFT SLOs
     pacing: Pacing = "fixed"  # slack: chunks are as large as the running requests can bear
-    least_tokens: int = 16  # slack: smaller chunks are not worth a forward of their own
+    least_tokens: int = 16  # slack: smaller chunks are not worth a forward
     most_decodes: int = 4  # slack: decode iterations after which a waiting prompt gets its next chunk
     spend: float = 0.4  # slack: share of the tightest request's slack used between two decode iterations
     horizon_tokens: int = 32  # slack: how far ahead a request's pace is trusted
-    patience_s: float = 3.0  # slack: TTFT to aim at for requests that state no SLO
-    late_share: float = 0.7  # slack: most of the time that waiting past one's aim can claim for prefills
+    patience_s: float = 3.0  # slack: TTFT to aim at for requests without a TTFT SLO
+    late_share: float = 0.7  # slack: largest share of the time that prompts past their TTFT aim can claim
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
@@ -65,7 +65,7 @@ class WaitingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """What prefills would cost those who decode; input of ``pacing="slack"`` and of the gate."""
+    """What prefills would cost the decoding requests; input of ``pacing="slack"`` and of the gate."""
 
     slack_s: FloatArray  # [n] as ``stall_slack`` gives it
     period_s: float  # seconds of a decode iteration, prefills not included
@@ -95,7 +95,7 @@ def room_to_join(
 
     G = SLO x tokens per iteration / time per iteration, least over running requests (``tpot_slo_s``, ``pace``
     [n]). ``growth_s`` [k]: seconds by which an iteration gets longer. An SLO that a request could not meet
-    all alone (``alone_s``: seconds of such an iteration) keeps nobody out.
+    even alone (``alone_s``: seconds of such an iteration) holds nobody back.
     """
     need_s = tpot_slo_s * pace
     need_s = need_s[need_s > alone_s]
@@ -124,12 +124,12 @@ def predicted_room(
 def stall_slack(
     running: RunningBatch, now_s: float, pace: FloatArray, period_s: float, horizon_tokens: int
 ) -> FloatArray:
-    """Seconds that each request could stand still and yet meet its TPOT SLO, [n].
+    """How long each request could stand still and still meet its TPOT SLO, seconds, [n].
 
     With o tokens decoded and L to come at ``pace`` [n] tokens per iteration of ``period_s``, the last one
-    comes at now + L period / pace and is due at decode start + SLO (o + L); slack is the difference, at
-    most ``horizon_tokens`` ahead. 0 for a request that is late but can still make it by its end, inf for
-    one that can't be saved any more or has no SLO: nothing is gained by sparing it.
+    comes at now + L period / pace and is due at decode start + SLO (o + L); slack is the difference, at most
+    ``horizon_tokens`` ahead. 0 for a request that is late but can still make it by its end, inf for one that
+    can no longer meet its SLO or has none: sparing it gains nothing.
     """
     token_s = period_s / np.maximum(pace, 1e-6)
     slo = np.where(np.isfinite(running.tpot_slo_s), running.tpot_slo_s, 0.0)
@@ -157,7 +157,7 @@ def aims_s(config: PrefillConfig, waiting: WaitingBatch) -> FloatArray:
 def claimed_share(
     config: PrefillConfig, waiting: WaitingBatch, order: IntArray, token_s: float, now_s: float
 ) -> float:
-    """Share of the time that prefills need so that all rows are done in time, in ``order``; 0 to 1.
+    """Share of the time that prefills need for all rows to be done in time, in ``order``; 0 to 1.
 
     Only a TTFT SLO that can still be met claims more than ``late_share``: one for which even all of the time
     would be too little is lost already.
@@ -177,8 +177,8 @@ def slack_tokens(
     """Size of the chunk that runs before the next decode iteration; 0 = decode first.
 
     As much as the tightest request can bear (``spend`` of its slack), or as much as the waiting prompts
-    claim, whichever is more. What would be too little for a forward is saved up, but never for more than
-    ``most_decodes`` iterations: a prompt always gets on.
+    claim, whichever is more. A chunk too small to be worth a forward waits until more has come together, but
+    for at most ``most_decodes`` iterations: a prompt always makes progress.
     """
     left = int(waiting.prompt_left[order].sum())
     if left <= 0:
@@ -205,10 +205,10 @@ def slack_tokens(
 def held_back(
     config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
 ) -> BoolArray:
-    """Prompts that don't start yet since one request more would cost a running one its SLO; [len(order)].
+    """Prompts that must not start yet, or a running one would miss its SLO, [len(order)].
 
-    Iterations get longer with every request that joins, so past some number nobody meets a tight SLO, and
-    the same work done with fewer at a time loses nothing but TTFT. So a prompt waits while the tightest
+    Iterations get longer with every request that joins, so with too many of them nobody meets a tight SLO.
+    Serving fewer at a time does the same work and costs only TTFT. So a prompt waits while the tightest
     running SLO has less than ``gate`` headroom, until its prefill and those before it would need
     ``gate_claim`` of the time that is left until its aim (its TTFT SLO, or ``patience_s``).
     """

@@ -1,7 +1,7 @@
 """Marginal pricing of candidate nodes: which prefix of the most valuable ones pays best per second.
 
 V(m) / T(m) is compared at every m: V the value of the roots and the m best nodes, T the seconds of an
-iteration that verifies so many. A latency table with steps is so handled as well as a line. A row's part
+iteration that verifies so many. This works for a latency table with steps as well as for a line. A row's part
 of any such prefix is a tree: weight x f never rises along a path.
 """
 
@@ -66,5 +66,5 @@ def _token_price(rate: float, seconds: FloatArray, best: int, trees: CandidateTr
     most = len(seconds) - 1
     low, high = max(0, best - trees.n_rows), min(most, best + trees.n_rows)
     price = rate * float(seconds[high] - seconds[low]) / max(1, high - low)
-    # Where B binds, a place costs what the last one in is worth.
+    # If B limits the selection, a place costs as much as the last chosen node is worth.
     return max(price, last) if 0 < best == most < trees.n_nodes else price

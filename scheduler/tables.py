@@ -48,7 +48,7 @@ class RequestTable:
         self._free.extend(range(2 * size - 1, size - 1, -1))
 
     def forget(self, rid: str) -> None:
-        """Zeroes the request's row and gives it away; unknown ids are ignored."""
+        """Clears the request's row, which another request may then get; unknown ids are ignored."""
         if (row := self._row.pop(rid, None)) is not None:
             self.values[row] = 0.0
             self._free.append(row)

@@ -8,7 +8,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import BoolArray, FloatArray, RunningBatch
 
 NO_SLO_S = 1e6
-"""Seconds per token that nobody misses."""
+"""An SLO that no request misses, seconds per token."""
 
 
 def attainment_weight(

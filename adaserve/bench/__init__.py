@@ -1,1 +1,1 @@
-"""The laboratory: everything that measures or demonstrates, and nothing that serves."""
+"""Everything that measures or demonstrates; nothing here is needed to serve."""

@@ -16,14 +16,14 @@ BUSY = 0.15
 
 @dataclass
 class OtherPrograms:
-    """Processor seconds of everything but this process and its children, while it was watched."""
+    """Processor seconds that everything but this process and its children used while it was watched."""
 
     cpu_s: float = 0.0
     core_s: float = field(default=0.0)  # seconds x cores
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Counts what happens inside."""
+        """Counts what happens inside the ``with`` block."""
         before_s, start_s = _others_s(), time.monotonic()
         try:
             yield
@@ -38,7 +38,7 @@ class OtherPrograms:
 
 
 def _others_s() -> float:
-    """Busy seconds of all cores since the system started, less those of our own family."""
+    """Busy seconds of all cores since the system started, without those of this process and its children."""
     times = psutil.cpu_times()
     # Linux counts a guest's time as its host's user time already.
     busy = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))

@@ -18,7 +18,7 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request; it generates ``tokens`` tokens whatever they say."""
+    """One request; it generates exactly ``tokens`` tokens."""
 
     prompt: str | Sequence[int]  # text, or token ids
     tokens: int
@@ -27,7 +27,7 @@ class Ask:
     slo_tpot_ms: float | None = None
 
     def plain(self) -> Ask:
-        """The same without an SLO, for servers that know none."""
+        """The same without an SLO, for servers without AdaServe."""
         return replace(self, slo_class=None, slo_tpot_ms=None)
 
     def body(self, **more: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What ``/generate`` said to one request, and how long that took."""
+    """What ``/generate`` answered to one request, and how long that took."""
 
     output_ids: tuple[int, ...]
     meta: dict[str, Any]
@@ -103,5 +103,5 @@ def streamed_tpot_ms(url: str, ask: Ask) -> float:
                 times.append(time.perf_counter())
                 tokens.append(json.loads(line[6:])["meta_info"]["completion_tokens"])
     if len(times) < 2 or tokens[-1] == tokens[0]:
-        raise ServerError("the server answered with a single piece: no latency per token can be measured")
+        raise ServerError("the server sent its answer in one piece, so no latency per token can be measured")
     return (times[-1] - times[0]) / (tokens[-1] - tokens[0]) * 1e3

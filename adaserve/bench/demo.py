@@ -57,13 +57,13 @@ def _introduce(console: Console, seconds: float, policy: str) -> None:
     console.print(
         f"[bold]AdaServe demo[/]: three classes of requests ask one SGLang server for three speeds.\n"
         f"The same {seconds:.0f} s of traffic runs with policy {policy} and with {PLAIN} (plain decoding),\n"
-        f"in turns of about {TURN_S:.0f} s, so that whatever else this machine does disturbs both alike; "
+        f"in turns of about {TURN_S:.0f} s, so that other load on this machine disturbs both alike; "
         f"about {minutes:.0f} minutes in all."
     )
 
 
 def _traffic(server: ServerProcess, seconds: float, rps: float | None) -> BenchConfig:
-    """Coding, chat and summarization requests on held-out text, as fast as this host can bear."""
+    """Coding, chat and summarization requests on held-out text, at a rate that this host can bear."""
     state = server.report()
     classes = default_classes()
     if rps is None:
@@ -89,7 +89,7 @@ def _bearable_rps(latency: LatencyModel, classes: dict[str, Any]) -> float:
 
 
 def _show(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
-    title = "who got the speed they asked for (times in ms)"
+    title = "requests that got the speed they asked for (times in ms)"
     made = table(title, ("\nclass", "\npolicy", *COLUMNS), left=("\nclass", "\npolicy"))
     for name in [*next(iter(summaries.values()))["by_class"], "all"]:
         for policy, summary in summaries.items():

@@ -1,4 +1,4 @@
-"""``adaserve bench latency``: TPOT of policies against plain decoding, interleaved on one server.
+"""``adaserve bench latency``: TPOT of policies against plain decoding, in turns on one server.
 
 One server runs all policies in turn, batch by batch, so that a machine that slows down slows all of
 them. A batch is one ``/generate`` call with n held-out prompts; its TPOT is the mean over its
@@ -194,7 +194,7 @@ def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, An
 
 
 def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[str, Any]) -> None:
-    """Writes everything that is needed to judge and repeat the measurement."""
+    """Writes everything that is needed to judge and to repeat the measurement."""
     body = {
         "schema_version": 2,
         "kind": "bench latency",
@@ -211,7 +211,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     heads = (
         "T", "batch", "policy", "TPOT ms", "speed-up", "(range)", "tok/iter", "worker", "other", "distinct",
     )  # fmt: skip
-    made = table("decode latency, interleaved with plain decoding", heads, left=("policy",))
+    made = table("decode latency, in turns with plain decoding", heads, left=("policy",))
     for r in rows:
         low, high = r["speedup_range"]
         made.add_row(

@@ -1,4 +1,4 @@
-"""Options that several commands have: lists with commas between their values."""
+"""Options that several commands have: comma-separated lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def floats(text: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, words(text)))
     except ValueError:
-        raise typer.BadParameter(f"expected numbers with commas between them, not {text!r}") from None
+        raise typer.BadParameter(f"expected comma-separated numbers, not {text!r}") from None
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ def counts(text: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        raise typer.BadParameter(f"expected whole numbers from 1 on with commas between them, not {text!r}")
+        raise typer.BadParameter(f"expected comma-separated whole numbers of at least 1, not {text!r}")
     return found
 
 

@@ -59,7 +59,7 @@ def measure(
     """Both modes in every round, each round in the other order."""
     task = bar.add_task("measuring", total=rounds * len(PREFILLS))
     reports: dict[str, Reports] = {mode: [] for mode in PREFILLS}
-    Traffic(4.0, 4.0, 32).replay(server.url, 99)  # both models and the estimates get warm
+    Traffic(4.0, 4.0, 32).replay(server.url, 99)  # warms up both models and the estimates
     for turn in range(rounds):
         for mode in PREFILLS if turn % 2 else PREFILLS[::-1]:
             server.set_prefill(mode)

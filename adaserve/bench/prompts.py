@@ -1,7 +1,7 @@
 """Held-out text to measure with, and whether an output repeats itself.
 
-A small model in greedy decoding tends to loop, and drafts guess loops perfectly: acceptance measured on them
-says nothing about text.
+A small model tends to loop in greedy decoding, and drafts guess loops perfectly, so acceptance measured on
+them says nothing about text.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ First ``policy.select`` alone, on beams of 8 levels of 3 (24 candidates a reques
 many single calls is what the code costs; the median shows what a busy machine makes of it.
 
 Then all that a policy does in an iteration of the embedded pair, with beams of up to 5 levels of up to 3.
-Some is learned now and then only, so this is a mean, of processor time: the smallest of 64 in a row.
+Some of it is learned only now and then, so this is a mean of processor time: the smallest mean of 64
+iterations in a row.
 
 Last (``--cold``) iterations of ``priced`` in a loop and behind a forward that has emptied the caches: before
 each cold call 48 MB are written.

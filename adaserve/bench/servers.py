@@ -1,4 +1,4 @@
-"""How everything that measures starts a server."""
+"""How the measuring commands start a server."""
 
 from __future__ import annotations
 

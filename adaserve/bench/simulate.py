@@ -71,7 +71,7 @@ def _fail(error: Exception | str) -> NoReturn:
 
 
 def read_workload(spec: str, seed: int) -> Trace:
-    """A trace file, or ``synthetic:N:RPS[:BURST]``. Rows without class or SLO get the paper's mix."""
+    """A trace file, or ``synthetic:N:RPS[:BURST]``. Rows without a class or SLO get the paper's mix."""
     if spec.startswith("synthetic:"):
         parts = spec.split(":")[1:]
         if len(parts) not in (2, 3):
@@ -125,7 +125,7 @@ def run(
     slo_config: Annotated[Path | None, typer.Option(help="YAML with SLO classes")] = None,
     prefill: PrefillMode = "mixed",
     chunk: int = 512,
-    order: Annotated[Order, typer.Option(help="in which prompts are prefilled")] = "fcfs",
+    order: Annotated[Order, typer.Option(help="order in which prompts are prefilled")] = "fcfs",
     gate: Annotated[float | None, typer.Option(help="start prefills only above this headroom")] = None,
     shed: Annotated[bool, typer.Option(help="answer 429 when the TTFT SLO is already lost")] = False,
     lag: Annotated[bool, typer.Option(help="overlap schedule: outcomes arrive one plan late")] = False,

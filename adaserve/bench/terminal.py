@@ -1,4 +1,4 @@
-"""What commands show while they measure, and the look of their tables."""
+"""The progress bars and tables of the measuring commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 def progress(console: Console) -> Progress:
-    """A bar with steps done, steps in all and the time that is left."""
+    """A progress bar with steps done, steps in total and the time left."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console)
 

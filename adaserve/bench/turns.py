@@ -1,8 +1,8 @@
 """Several settings of one server on one schedule, in turns of some seconds.
 
 A machine's speed drifts, and other programs come and go. So the schedule is cut into slices, and every
-setting plays a slice before anybody plays the next one: what disturbs, disturbs all alike. A slice ends when
-its last request has been answered. Only then the setting changes, so every request is served under one.
+setting plays a slice before any of them plays the next one, so disturbances affect all alike. A slice ends
+when its last request has been answered. Only then the setting changes, so every request is served under one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WARM_REQUESTS, WARM_TOKENS = 4, 16
 _TIMES = ("scheduled_s", "sent_s", "first_token_s", "last_token_s", "end_s")
 
 Settings = Mapping[str, Callable[[], None]]
-"""Name -> what makes the server serve so."""
+"""Name -> the call that gives the server this setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Turns:
         return {name: self._save(name) for name in names}
 
     def _warm_up(self) -> None:
-        """Learned estimates and caches are not empty when the first turn begins, under no setting."""
+        """Fills learned estimates and caches before the first turn, for every setting."""
         for switch in self.settings.values():
             switch()
             first = self.schedule.requests[:WARM_REQUESTS]

@@ -10,7 +10,7 @@ from adaserve.engine.parts import Mark
 
 
 class HostMark:
-    """The host's clock: on a CPU, what was queued has happened."""
+    """The host's clock: on a CPU, everything queued is already done."""
 
     def __init__(self) -> None:
         self.time_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Learned costs on the server's side: what follows them, and how they outlive the server."""
+"""Learned costs on the server's side: what depends on them, and how they are kept for the next start."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BASELINE_CONTEXT = 256
 """Cached tokens of the lone request whose plain decoding defines the baseline latency."""
 
 BUSY, CALM = 1.5, 1.2
-"""The host counts as busy from the first slowdown on, and until the second."""
+"""The host counts as busy above the first slowdown, until it falls below the second."""
 
 LOOK_EVERY_S, SAVE_EVERY_S = 2.0, 30.0
 
 FIRST_LOOK = 64
-"""Iterations before what was learned is believed."""
+"""Iterations before learned costs are trusted."""
 
 MOVED = 0.05
 """The baseline follows when it has moved by more than this."""

@@ -1,4 +1,4 @@
-"""How much of this host's processors others use."""
+"""How much of this host's processors other programs use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WORKING = ("user", "nice", "system", "irq", "softirq", "steal")
 
 
 class OtherProcesses:
-    """How much others use the processors that this server may run on."""
+    """How much other programs use the processors that this server may run on."""
 
     def __init__(self) -> None:
         self._cores = _own_cores()

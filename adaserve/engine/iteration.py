@@ -72,7 +72,7 @@ class Iteration:
 
 
 def sample_of(outcome: IterationOutcome) -> IterationSample:
-    """What the books keep of an iteration."""
+    """What the statistics record of an iteration."""
     plan, selection = outcome.plan, outcome.selection
     return IterationSample(
         running=len(plan.running),

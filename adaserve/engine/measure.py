@@ -32,13 +32,13 @@ from adaserve.scheduler.latency import LatencyModel, Profile, ProfileError, load
 logger = logging.getLogger(__name__)
 
 ENGINE_OVERHEAD_S = 1.0e-3
-"""SGLang's own time around an iteration before any was observed."""
+"""SGLang's own time around an iteration, until one has been observed."""
 
 BUSY_SHARE = 0.2
-"""Share of the host's processors from which on other processes disturb a measurement."""
+"""Above this share of the host's processors, other processes disturb a measurement."""
 
 FAR = 1.5
-"""Two measurements of the same forwards differ by more than noise beyond this ratio."""
+"""Beyond this ratio, two measurements of the same forwards differ by more than noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _draft_step(device: Device, width: int) -> Step:
 
 @dataclass(frozen=True)
 class _Room:
-    """An empty pool, whose slots are lent to requests that are not there."""
+    """An empty KV pool, whose slots are given to made-up requests."""
 
     device: Device
     req_to_token: torch.Tensor
@@ -166,8 +166,9 @@ def _sweep(
 
 
 def _time(device: Device, step: Step, batch: TreeBatch, repeats: int) -> float:
-    """Least seconds of one forward: what others on the host take of its time is for the online correction to
-    find out."""
+    """Seconds of one forward, the shortest of several runs: what other programs cost is left to online
+    learning.
+    """
     step(batch)
     times = []
     for _ in range(repeats):
@@ -259,8 +260,8 @@ def start_model(
     """What costs are learned from: the profile that was asked for; else what an earlier server has learned on
     this host, or its cached profile, or a short measurement.
 
-    The measurement is made in any case, so that tensor-parallel ranks run the same forwards, and what is
-    kept is held against it.
+    The measurement is made in any case, so that tensor-parallel ranks run the same forwards, and the kept
+    costs are compared with it.
     """
     if config.profile:
         return _model(_read_profile(Path(config.profile), meta))
@@ -269,7 +270,7 @@ def start_model(
     if (share := others.share()) > BUSY_SHARE:
         logger.warning(
             "AdaServe: other processes used %.0f%% of this host's processors while it was measured; "
-            "the costs mend themselves while it serves",
+            "the costs are corrected while it serves",
             100 * share,
         )
     kept = load_learned(learned_path(meta)) or _cached_profile(meta)
@@ -286,18 +287,18 @@ def save_learned(meta: dict[str, str], model: LatencyModel) -> None:
 
 
 def load_learned(path: Path) -> LatencyModel | None:
-    """What an earlier server has kept; None where there is nothing, or nothing that can be read."""
+    """What an earlier server kept; None where there is nothing, or nothing readable."""
     try:
         return LatencyModel.from_json(json.loads(path.read_text(encoding="utf-8"))["latency"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("AdaServe: %s can't be read (%s); costs are learned anew", path, error)
+        logger.warning("AdaServe: %s can't be read (%s); costs are learned from scratch", path, error)
         return None
 
 
 def _more_likely(measured: LatencyModel, kept: LatencyModel) -> LatencyModel:
-    """A forward can take longer than it has to, never less: the faster of two that differ is right."""
+    """A forward can take longer than it has to but never less: of two that differ, the faster is right."""
     sizes = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
     ratio = float(np.median(measured.verify_s(sizes, 256.0) / kept.verify_s(sizes, 256.0)))
     if ratio > FAR:
@@ -325,7 +326,7 @@ def _read_profile(path: Path, meta: dict[str, str]) -> Profile:
     profile = load_profile(path)
     if differs := [k for k, v in meta.items() if str(profile.meta.get(k)) != v]:
         logger.warning(
-            "AdaServe: the profile %s was made with another %s; the costs mend themselves while it serves, "
+            "AdaServe: the profile %s was made with another %s; the costs are corrected while it serves, "
             "and `adaserve profile` measures them here",
             path,
             ", ".join(differs),

@@ -81,7 +81,7 @@ class ModelForward(Protocol):
 
     @property
     def first_tokens(self) -> int | None:
-        """Tokens per request that the first step of a search must have; None = as many as are new."""
+        """Tokens per request that the first step of a search must have; None = only the new ones."""
         ...
 
     def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
@@ -132,7 +132,7 @@ class Device(Protocol):
 
     @property
     def least_gain(self) -> float:
-        """`priced` drafts only for that much more: what trees cost that no latency model has."""
+        """`priced` drafts only for at least this much gain: trees cost more than the latency model says."""
         ...
 
     def mark(self) -> Mark:
@@ -140,7 +140,7 @@ class Device(Protocol):
         ...
 
     def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """Host arrays on the device, in one upload that nobody waits for."""
+        """Host arrays on the device, in one asynchronous upload."""
         ...
 
     def get(self, **tensors: Tensor) -> HostCopy:
@@ -156,7 +156,7 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Waits for the device, so that what is timed has happened."""
+        """Waits for the device, so that what is timed is done."""
         ...
 
     def report(self) -> dict[str, Any]:

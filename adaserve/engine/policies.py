@@ -9,11 +9,11 @@ from adaserve.scheduler.interface import Policy
 from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
 
 KNEE = 1.5
-"""Without a given budget B is what can be verified in this many times the time of one token."""
+"""If no budget is given, B is how many tokens can be verified in this many times the time of one."""
 
 
 class ServedPolicies:
-    """Builds each policy once, for this host; one that comes back knows what it had learned."""
+    """Builds each policy once, for this host; a policy that is chosen again still knows what it learned."""
 
     def __init__(self, config: AdaServeConfig, costs: LearnedCosts, device: Device) -> None:
         self._config, self._costs, self._device = config, costs, device
@@ -41,7 +41,7 @@ class ServedPolicies:
                 knee=KNEE,
                 d_max=self._config.max_depth,
                 w_max=self._config.max_width,
-                # Where nobody asks between draft steps, the planned depth must pay as it is.
+                # If the draft cannot be stopped early, the planned depth itself must pay.
                 early_stop=self._device.stops_early,
                 least_gain=self._device.least_gain,
             ),
@@ -49,7 +49,7 @@ class ServedPolicies:
 
     @property
     def budget_tokens(self) -> int:
-        """B of the policies that have a fixed one, roots included, by what is known now."""
+        """B of the policies that have a fixed one, roots included, from the costs known now."""
         return self._config.budget or self._costs.knee_tokens(KNEE)
 
     def forget(self, rid: str) -> None:

@@ -34,7 +34,7 @@ from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
 
 MOST_WAITING = 64
-"""Prompts of the queue that a decision looks at; the rest wait behind them anyway."""
+"""A decision looks at this many prompts of the queue; the rest wait behind them anyway."""
 
 NEWEST = 0.1
 """Weight of the newest iteration in the moving averages."""
@@ -83,8 +83,9 @@ class PrefillPacer:
         self._aims: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
 
     def paces(self, policy: str) -> bool:
-        """Whether prefills are paced. Slack comes from SLOs, so a policy that knows none is left to SGLang's
-        own prefills unless asked otherwise."""
+        """Whether prefills are paced. Slack comes from SLOs, so policies that ignore SLOs get SGLang's own
+        prefills unless the configuration says otherwise.
+        """
         return self.mode == "slack" or (self.mode is None and policy in SLO_AWARE)
 
     def check_mode(self, mode: str | None) -> None:
@@ -164,7 +165,7 @@ class PrefillPacer:
         return self._ledger.slo(req).tenant
 
     def _decoding(self, running: Sequence[Any], now_s: float) -> tuple[list[Any], RunningBatch]:
-        """The running requests, without the SLOs of tenants that held others up for too long."""
+        """The running requests, without the SLOs of tenants that have held others up for too long."""
         pairs = [(r, self._states.get(r.kv.req_pool_idx)) for r in running]
         known = [(r, s) for r, s in pairs if s is not None and s.rid == r.rid]
         reqs, states = [r for r, _ in known], [s for _, s in known]

@@ -1,4 +1,4 @@
-"""What travels from one iteration to the next through SGLang: the root token of each request."""
+"""What SGLang carries from one iteration to the next: the root token of each request."""
 
 from __future__ import annotations
 

@@ -203,8 +203,8 @@ def _put_on(device: torch.device) -> Put:
 def draw(logits: Tensor, step: Step) -> Tensor:
     """One token per row of ``logits`` [T, vocab] (adjusted already), int64 [T].
 
-    Which rule applies to a request is read off its own settings, on the host: a draw does not depend on
-    what its neighbours ask for.
+    A request's own settings decide which rule applies to it, on the host, so a draw does not depend on what
+    other requests ask for.
     """
     if step.info.is_all_greedy:
         return logits.argmax(dim=-1)

@@ -15,8 +15,8 @@ from adaserve.scheduler.interface import RunningBatch
 class RequestState:
     """Per-request memory between iterations, kept by request-pool row.
 
-    Under SGLang's overlap schedule ``Req`` lags one iteration behind, so what an iteration needs
-    of the one before it stands here.
+    Under SGLang's overlap schedule ``Req`` lags one iteration behind, so what an iteration needs from the one
+    before it is kept here.
     """
 
     rid: str

@@ -80,7 +80,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._last_end_s = 0.0
         self._states: dict[int, RequestState] = {}  # by request-pool row
         self._pool_row: dict[str, int] = {}  # by rid, of requests that have not finished
-        # What outlives a retraction, which gives the row away, and dies with the request.
+        # Kept across a retraction (which gives the row to another request) until the request ends.
         self._decode_starts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._keys: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._started = 0  # requests
@@ -117,7 +117,7 @@ class AdaServeWorker(BaseSpecWorker):
         return BeamSource(self.device, cache, sharpening, self.config.max_candidates, self._draft_worker)
 
     def _measure(self, target: Any) -> None:
-        """What forwards cost here: a saved profile, or a short measurement."""
+        """What forwards cost here: from an earlier run, a profile, or a short measurement."""
         run = partial(
             measure.measure,
             self.device,
@@ -139,7 +139,7 @@ class AdaServeWorker(BaseSpecWorker):
         return self._policies.names
 
     def set_policy(self, name: str) -> None:
-        """Takes effect at the next iteration. A policy that comes back knows what it had learned."""
+        """Takes effect at the next iteration. A policy that is chosen again still knows what it learned."""
         self.policy: Policy = self._policies.get(name)
         self._drafts = name != "none"
 
@@ -209,7 +209,8 @@ class AdaServeWorker(BaseSpecWorker):
             state = RequestState(req.rid, slo.slo_class, slo.tpot_s, now_s, key=self._key(req))
             old = self._states.get(row)
             if old is not None and old.rid != req.rid and self._pool_row.get(old.rid) == row:
-                # Its request ended, perhaps aborted in the queue, of which nobody tells us, or waits.
+                # Its request has ended (SGLang does not report one that is aborted in the queue) or waits
+                # again.
                 del self._pool_row[old.rid]
                 self._forget(old.rid)
             state.generated = [*req.output_ids, token]
@@ -234,7 +235,7 @@ class AdaServeWorker(BaseSpecWorker):
 
     def _decode(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         """One iteration (docs/architecture.md). Everything is queued; what is read has been waited for."""
-        self._advance()  # by what the last iteration accepted, if that comes late (overlap)
+        self._advance()  # what the last iteration accepted, if that comes late (overlap)
         start_s, start = time.perf_counter(), self.device.mark()
         rows = self._rows(batch)
         plan = self._agreement.plan(lambda: self.policy.plan(rows.running, start_s), rows.running)
@@ -328,7 +329,7 @@ class AdaServeWorker(BaseSpecWorker):
     ) -> None:
         """Makes the accepted paths contiguous in both KV caches."""
         if not (verified.column != verified.depth).any():
-            return  # whatever was accepted stands where it belongs
+            return  # everything accepted is already in place
         table = self.req_to_token_pool.req_to_token
         n = len(verified.root)
         target, source = verify.moves(tensors, acceptance, table, n, verified.deepest)
@@ -353,7 +354,7 @@ class AdaServeWorker(BaseSpecWorker):
             source.advanced(iteration.rows, iteration.verified, accepted)
 
     def _observe(self) -> None:
-        """Policy, prefills and books learn what the last iteration did."""
+        """Tells policy, prefills and ledger what the last iteration did."""
         iteration, self._unobserved = self._unobserved, None
         if iteration is None:
             return
@@ -388,7 +389,7 @@ class AdaServeWorker(BaseSpecWorker):
                 source.finished(row)
         if self._unobserved is None:
             self._forget(rid)
-        else:  # it rides an iteration whose outcome would bring it back; waiting for that would cost time
+        else:  # it is in an unobserved iteration, whose outcome would bring it back; waiting would cost time
             self._leaving.append(rid)
 
     def _forget(self, rid: str) -> None:

@@ -1,1 +1,1 @@
-"""What a request asks for and what it got: classes, traces, metrics, books, the live page."""
+"""What a request asks for and what it got: classes, traces, metrics, the ledger, the live page."""

@@ -22,8 +22,8 @@ TTFT_RANGE_MS = (1.0, 3_600_000.0)
 DEFAULT_CLASS = "default"
 """Label of requests that ask for nothing."""
 CUSTOM_CLASS = "custom"
-"""Label of requests that give milliseconds, with a class or without: nobody spends the error budget of a
-class whose SLO is not theirs, and metrics labels stay bounded."""
+"""Label of requests that give milliseconds, with a class or without: they do not spend the error budget of
+a class with another SLO, and metrics labels stay bounded."""
 MAX_CLASSES = 32
 ANONYMOUS = "anonymous"
 """Tenant of requests that carry no API key."""

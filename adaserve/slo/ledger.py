@@ -1,4 +1,4 @@
-"""The scheduler process's books: how fast each request was, and whether that met its SLO."""
+"""What the scheduler process records: how fast each request was, and whether that met its SLO."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaserve.slo.resolve import RequestSLO
 from adaserve.slo.stats import SLOStats
 
 SERVER_FAULT = 500
-"""HTTP status from which on an aborted request failed. Below, or without a status, the client is why."""
+"""An aborted request with at least this HTTP status counts as failed; otherwise the client is the reason."""
 
 HEALTH_CHECK = "HEALTH_CHECK"
 """How the ids of SGLang's own requests begin: ``GET /health`` generates a token."""
@@ -37,7 +37,7 @@ class SLOLedger:
         self.baseline_s = baseline_s
         self.stats = stats
         self._prefills_s = 0.0
-        # Nobody tells of a request that is aborted while it waits: its entries die with it.
+        # SGLang does not report a request that is aborted while it waits, so its entries are held weakly.
         self._slos: WeakKeyDictionary[Any, SLO] = WeakKeyDictionary()
         self._company: WeakKeyDictionary[Any, _Company] = WeakKeyDictionary()
         self._by_rid: WeakValueDictionary[str, _Company] = WeakValueDictionary()
@@ -56,16 +56,16 @@ class SLOLedger:
         return known
 
     def load(self, queue: int, kv_use: float) -> None:
-        """What the scheduler knows besides: requests that wait, share of the KV pool in use (0 to 1)."""
+        """Notes the number of waiting requests and the share of the KV pool in use (0 to 1)."""
         self._queue, self._kv_use = queue, kv_use
 
     def prefilled(self, reqs: Iterable[Any], duration_s: float) -> None:
-        """A prefill of these requests (or chunks of them) took so long; all others stood still."""
+        """Notes a prefill of these requests (or chunks of them), during which all others stood still."""
         self._prefills_s += duration_s
         for req in reqs:
             company = self._company.get(req)
             if company is not None and company.iterations:
-                # Retracted and prefilled again: that was no prefill of others.
+                # Retracted and prefilled again: that was not a prefill of others.
                 company.prefills_before_s += duration_s
             else:
                 self._company[req] = self._by_rid[req.rid] = _Company(self._prefills_s)
@@ -84,9 +84,9 @@ class SLOLedger:
     def close(self, req: Any) -> dict[str, Any]:
         """The report of a finished request; counted once.
 
-        Not counted is what its client aborted, what was refused for its own contents, health checks, and
-        requests for no tokens: SGLang warms the cache with one for n > 1, and scores texts with them. A
-        request that the server gave up is counted as failed."""
+        Not counted are requests that the client aborted, requests refused for their own contents, health
+        checks, and requests for no tokens: SGLang warms the cache with one for n > 1, and scores texts with
+        them. A request that the server gave up counts as failed."""
         aborted = type(req.finished_reason).__name__ == "FINISH_ABORT"
         failed = aborted and int(req.finished_reason.status_code or 0) >= SERVER_FAULT
         request = self._finished(req, failed)

@@ -1,4 +1,4 @@
-"""The SLO of a request: where it may be stated, and who wins.
+"""The SLO of a request: where it may be stated, and which place wins.
 
 The first place that speaks wins, for TPOT and TTFT separately::
 
@@ -126,7 +126,7 @@ def _by_name(headers: Headers) -> dict[str, list[str]]:
 
 
 def _tenant(sent: Mapping[str, list[str]]) -> str:
-    """The same for requests with the same API key; does not tell the key."""
+    """The same for requests with the same API key; does not reveal the key."""
     # Without the scheme, whose spelling the client may choose.
     keys = [value.partition(" ")[2] or value for name in HEADER_KEYS for value in sent.get(name, []) if value]
     return sha256(keys[0].encode()).hexdigest()[:16] if keys else ANONYMOUS

@@ -31,13 +31,13 @@ WINDOW_S = 60.0
 SMOOTHING = 5
 """Buckets that a point of tokens per second is over: requests report their tokens when they finish."""
 FRESH_S = 5.0
-"""An idle scheduler reports no iterations: what it said longer ago no longer holds."""
+"""An idle scheduler reports no iterations. Figures older than this are no longer shown as current."""
 
 Points = list[float | None]
 
 
 class ClassSnapshot(msgspec.Struct):
-    """One SLO class over the window. None = nothing to tell yet."""
+    """One SLO class over the window. None = nothing to report yet."""
 
     name: str
     target: float

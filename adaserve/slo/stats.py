@@ -97,7 +97,7 @@ class SlowRequest(msgspec.Struct):
 
 
 class RankState(msgspec.Struct):
-    """Everything that one scheduler process tells the page."""
+    """Everything that one scheduler process reports to the page."""
 
     now: float  # epoch seconds, like ``started`` and ``last_at``
     started: float
@@ -201,26 +201,26 @@ class SLOStats:
 
 
 def slow_reason(request: FinishedRequest) -> str:
-    """One short sentence: what kept the request from its SLO."""
+    """One short sentence: why the request missed its SLO."""
     if request.failed:
         return "it failed"
     if request.met_tpot:
         return "the first token came late: it waited in the queue or for its prefill"
     if request.retractions:
         times = "once" if request.retractions == 1 else f"{request.retractions} times"
-        return f"retracted {times}: the KV cache was full"
+        return f"it was retracted {times}: the KV cache was full"
     assert request.tpot_s is not None
     slo_s, later = request.slo.tpot_s, max(1, request.output_tokens - 1)
     decode_s = request.tpot_s * later
     if request.stall_s >= 0.5 * (decode_s - slo_s * later):
         return f"prefills of other requests took {request.stall_s * 1e3:.0f} ms of {decode_s * 1e3:.0f} ms"
     if request.iterations == 0:
-        return "slower than its SLO"
+        return "it was slower than its SLO"
     iteration_s = (decode_s - request.stall_s) / request.iterations
     need, got = iteration_s / slo_s, (request.output_tokens - 1) / request.iterations
-    beside = f", {request.mean_running:.0f} running" if request.mean_running else ""
+    beside = f" ({request.mean_running:.0f} running)" if request.mean_running else ""
     return (
-        f"{iteration_s * 1e3:.0f} ms per iteration: needed {need:.1f} tokens in each, got {got:.1f}{beside}"
+        f"{iteration_s * 1e3:.0f} ms per iteration: each needed {need:.1f} tokens but gave {got:.1f}{beside}"
     )
 
 

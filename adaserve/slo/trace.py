@@ -33,7 +33,7 @@ MAX_TOKENS = 10_000_000
 
 
 class TraceError(ValueError):
-    """A trace that cannot be used; the text says where and what to change."""
+    """A trace that cannot be used; the message says where and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Trace:
 
     rows: tuple[TraceRow, ...]
     source: str = ""
-    skipped: int = 0  # rows of the file that are no requests (BurstGPT logs failures with 0 tokens)
+    skipped: int = 0  # rows of the file that are not requests (BurstGPT logs failures with 0 tokens)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -128,7 +128,7 @@ def read_trace(path: str | Path, fmt: str = "auto", sort: bool = False) -> Trace
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise TraceError(f"cannot read the trace {path}: it is no text in UTF-8") from e
+        raise TraceError(f"cannot read the trace {path}: it is not UTF-8 text") from e
     except (OSError, EOFError, zlib.error) as e:
         reason = e.strerror if isinstance(e, OSError) and e.strerror else e
         raise TraceError(f"cannot read the trace {path}: {reason}") from e
@@ -172,7 +172,7 @@ def detect_format(text: str, path: str) -> str:
     if {"arrival_s", "prompt_tokens", "output_tokens"} <= set(columns):
         return "csv"
     raise TraceError(
-        f"{path}: this is no trace that is known here (its first line is {line[:80]!r}): formats are "
+        f"{path}: this is not a known trace format (its first line is {line[:80]!r}): formats are "
         f"{', '.join(FORMATS)}"
     )
 
@@ -219,7 +219,7 @@ def _jsonl_objects(text: str, path: str) -> Iterator[tuple[str, Mapping[str, Any
         where = f"{path}:{number}"
         try:
             data = json.loads(line)
-        except (ValueError, RecursionError) as e:  # a number of 5000 digits, brackets without end
+        except (ValueError, RecursionError) as e:  # a number of 5000 digits, endless brackets
             raise TraceError(f"{where}: not a JSON object: {e}") from e
         if not isinstance(data, Mapping):
             raise TraceError(f"{where}: expected a JSON object, got {type(data).__name__}")
@@ -391,7 +391,7 @@ def _number(data: Mapping[str, Any], key: str, where: str) -> float:
     if value is None or value == "":
         found = ", ".join(repr(k) for k in list(data)[:8])
         raise TraceError(
-            f"{where}: {key!r} is missing: rename what stands for it (found: {found or 'nothing'})"
+            f"{where}: {key!r} is missing: rename the column that holds it (found: {found or 'nothing'})"
         )
     try:
         number = math.nan if isinstance(value, bool | list | dict) else float(value)

@@ -138,7 +138,7 @@ class BasePolicy:
             self.learn()
 
     def enough_to_learn(self, iterations: int, n: int) -> bool:
-        """Whether to learn from that many iterations of a batch of n: few rows at a time would be dear."""
+        """Whether to learn from that many iterations of n requests; few rows at a time cost too much."""
         return iterations * n >= 32
 
     def learn(self) -> None:
@@ -165,13 +165,13 @@ class BasePolicy:
 
     def forget(self, rid: str) -> None:
         """Drops the request's acceptance and calibration state."""
-        self.learn()  # a request must not come back from an old lesson
+        self.learn()  # what was collected earlier must not bring it back
         self.rates.forget(rid)
         self.calibrator.forget(rid)
 
 
 def _per_request(levels: IntArray, n: int) -> IntArray:
-    """Sums [n] over iterations that lie one below the other, [iterations * n]."""
+    """Sums [n] over stacked iterations, [iterations * n]."""
     summed: IntArray = levels if len(levels) == n else np.add.reduce(levels.reshape(-1, n))
     return summed
 

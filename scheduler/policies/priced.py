@@ -1,4 +1,4 @@
-"""Marginal pricing: draft steps, width and verify tokens are bought while they pay."""
+"""Marginal pricing: draft steps, width and verify tokens are bought as long as they pay."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.worth import attainment_weight
 
 SMALL, RELAXED = 16, 4
-"""An iteration of a small batch is short: what moves slowly is worked out every RELAXED iterations only, the
-ones with probes among them (``depth_probe_every`` must be a multiple)."""
+"""An iteration of a small batch is short, so what changes slowly is worked out every RELAXED iterations only.
+Iterations that probe must be among these (``depth_probe_every`` must be a multiple).
+"""
 
 LARGE = 32
-"""From here on batches are alike in what pays."""
+"""What pays is the same for all batches of at least this size."""
 
 RAREST_PROBE = 3
 """While drafting does not pay it is tried every ``depth_probe_every`` << RAREST_PROBE iterations at least."""
@@ -39,7 +40,7 @@ REACH_WEIGHT = 0.1
 
 @dataclass(slots=True)
 class _Regime:
-    """What was learned at batches of about one size: what pays at one request does not at thirty."""
+    """What was learned from batches of similar size: what pays with one request does not with thirty."""
 
     surplus: FloatArray  # [d_max, w_max], see ``_best_shape``
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))  # value per second
@@ -116,8 +117,9 @@ class PricedPolicy(BasePolicy):
     def _best_shape(self, n: int, context: float, deepest: int) -> tuple[int, int]:
         """(d, w): levels and beams whose learned surplus pays for their draft forwards.
 
-        ``surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of
-        its verify token. Now and then one level or beam more is drafted, or it could never be learned.
+        ``surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of its verify
+        token. Now and then one more level or beam is drafted, because otherwise its worth could never be
+        learned.
         """
         c, regime = self.config, self._regime(n)
         if deepest <= 0:
@@ -146,7 +148,7 @@ class PricedPolicy(BasePolicy):
         if depth:
             regime.in_vain = 0
         turn, since = divmod(self._iterations, c.depth_probe_every)
-        # Where nothing is drafted a probe is dear: the draft has to catch up first. It gets rarer then.
+        # Without a draft, a probe is costly because the draft must catch up first. So probes get rarer.
         if since == c.depth_probe_every - 1 and (depth or turn % (1 << regime.in_vain) == 0):
             regime.in_vain = min(RAREST_PROBE, regime.in_vain + (depth == 0))
             depth = min(deepest, depth + 1)
@@ -163,7 +165,7 @@ class PricedPolicy(BasePolicy):
         surplus, rate = self._regime(n).surplus, self.config.surplus_rate
         seen = surplus[: len(mean), :w]
         seen[:] = blend(seen, mean, rate)
-        # Levels that were not drafted bring no beam anything: what they once did must not pay for its rows.
+        # Beams bring nothing at levels that were not drafted; what they once brought must not pay for width.
         surplus[len(mean) :, 1:] *= 1.0 - rate
         reach = 1.0 + f.reshape(n, -1, w).max(axis=2).sum(axis=1)
         rows = self._potential.rows(plan.running.rids)
@@ -171,7 +173,7 @@ class PricedPolicy(BasePolicy):
         self._potential.values[rows, 0] = np.where(known > 0, blend(known, reach, REACH_WEIGHT), reach)
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
-        """Another step only while the frontier's expected value beats what its time is worth.
+        """Whether another draft step pays: the frontier's expected value against the worth of its time.
 
         Worth of a second: the value per second of recent iterations; of a verify token: that times
         the slope of the verify latency.
@@ -213,9 +215,9 @@ class PricedPolicy(BasePolicy):
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
         """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1].
 
-        A prefill chunk that rides along has to be paid whatever is drafted, so its time must not make more
-        speculation look worthwhile (unless ``price_prefill``); but it may have used up the free compute, so
-        the slope is taken behind it.
+        A prefill chunk in the same forward has to be paid for whatever is drafted, so its time must not make
+        more speculation look worthwhile (unless ``price_prefill``); but it may have used up the free compute,
+        so the slope is taken behind it.
         """
         running, n = plan.running, len(plan.running)
         context = self.context(running)
@@ -225,7 +227,7 @@ class PricedPolicy(BasePolicy):
         verify = self.costs.verify_curve(n + chunk, most + 1, context)
         if chunk and not self.config.price_prefill:
             constant -= self.costs.verify_s(n + chunk, context) - self.costs.verify_s(n, context)
-            # Chunk after chunk means that prompts queue: they wait for every second spent here.
+            # Chunk after chunk means that prompts are queueing, and they wait for every second spent here.
             queue = self.config.queue_price * max(0.0, 2.0 * self._chunk_share.value - 1.0)
             if queue > 0:
                 verify += queue * (verify - verify[0])
@@ -233,7 +235,7 @@ class PricedPolicy(BasePolicy):
         return verify
 
     def observe(self, outcome: IterationOutcome) -> None:
-        """Also learns the rhythm: period, tokens per request, kept nodes per level."""
+        """Also learns how iterations usually go: period, tokens per request, kept nodes per level."""
         super().observe(outcome)
         plan = outcome.plan
         bought = self._bought.pop(plan.iteration, None)
@@ -245,7 +247,7 @@ class PricedPolicy(BasePolicy):
         self._level_acceptance.add(self.rates.overall)
 
     def enough_to_learn(self, iterations: int, n: int) -> bool:
-        """Small batches collect more, but a lone request may be done after thirty iterations."""
+        """Small batches collect more, but a single request may be finished after thirty iterations."""
         if n >= SMALL:
             return super().enough_to_learn(iterations, n)
         return iterations * n >= 64 or iterations >= 16

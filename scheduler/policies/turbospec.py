@@ -20,7 +20,7 @@ class TurboSpecPolicy(BasePolicy):
     """k* = argmax goodput(k), k = 0 included (Listing 2 never tries it), one k for the whole batch.
 
     acc is the global rate of tested proposals. While k* = 0 it is not observed, so every
-    ``turbo_probe_every`` iterations one chain of 1 is drafted: speculation comes back by itself.
+    ``turbo_probe_every`` iterations one chain of 1 is drafted, so that speculation comes back by itself.
     """
 
     def __init__(self, name: str, config: PolicyConfig) -> None:

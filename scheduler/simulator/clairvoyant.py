@@ -1,4 +1,4 @@
-"""Upper bounds: ``priced`` that is told what a policy can't know. How far are the others from the limit?"""
+"""Upper bounds: ``priced`` that knows what no policy can, to see how far the others are from the limit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CLAIRVOYANT = ("clairvoyant", "true-probabilities")
 class ClairvoyantPolicy(PricedPolicy):
     """Selects by the true path probabilities, or (``outcomes``) by which nodes will be accepted.
 
-    Depth and width are still chosen before anything is drafted, so with outcomes it verifies nothing in
-    vain but may draft in vain.
+    Depth and width are still chosen before anything is drafted, so with outcomes it verifies no node in vain
+    but may still draft some.
     """
 
     def __init__(self, name: str, config: PolicyConfig) -> None:
@@ -35,7 +35,7 @@ class ClairvoyantPolicy(PricedPolicy):
 
 
 class RevealingSampler(TreeSampler):
-    """Tells the policy how the trees that it has just drawn will fare."""
+    """Tells the policy which of the trees that it has just drawn will be accepted."""
 
     def __init__(self, source: ChildSource, rng: np.random.Generator, policy: ClairvoyantPolicy) -> None:
         super().__init__(source, rng)

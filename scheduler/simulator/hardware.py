@@ -76,7 +76,7 @@ def hardware_latency(model: str, gpu: str, tp: int) -> LatencyModel:
 
 
 def kv_capacity_tokens(model: str, gpu: str, tp: int) -> int:
-    """Tokens of KV cache that fit beside the weights. Raises ValueError when the weights don't fit."""
+    """Tokens of KV cache that fit next to the weights. Raises ValueError when the weights don't fit."""
     target, device = _lookup(MODELS, model, "model"), _lookup(GPUS, gpu, "GPU")
     draft = MODELS[DRAFT_OF[model]]
     free = USABLE_MEMORY * tp * device.memory_bytes - 2 * (target.parameters + draft.parameters)

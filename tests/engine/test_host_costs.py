@@ -123,7 +123,7 @@ def test_a_damaged_file_is_no_obstacle(text: str, caplog: pytest.LogCaptureFixtu
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
         assert measure.load_learned(path) is None
-    assert "costs are learned anew" in caplog.text
+    assert "costs are learned from scratch" in caplog.text
     assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
 
 

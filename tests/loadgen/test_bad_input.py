@@ -46,7 +46,7 @@ def jsonl(timestamp: object, prompt: object = 5, output: object = 5, **more: obj
 
 
 TRACES = {
-    "empty": ("", "this is no trace that is known here"),
+    "empty": ("", "this is not a known trace format"),
     "nan": (jsonl(float("nan")), "expected a finite number"),
     "infinite": (jsonl(float("inf")), "expected a finite number"),
     "negative": (jsonl(-5), "a trace starts at 0"),
@@ -81,7 +81,7 @@ AZURE, BURSTGPT = (
 )
 TABLES = {
     "azure, wrong column": ("TIMESTAMP,ContextTokens,Out\n2023-11-16 18:15:46.68,9,5\n", "'out'"),
-    "azure, no header": ("2023-11-16 18:15:46.68,9,5\n", "this is no trace that is known here"),
+    "azure, no header": ("2023-11-16 18:15:46.68,9,5\n", "this is not a known trace format"),
     "azure, empty": (AZURE, "holds no requests"),
     "azure, no time": (AZURE + "today,9,5\n", "'today' is not a time such as"),
     "azure, unsorted": (
@@ -115,7 +115,7 @@ def test_tables(case: str, tmp_path: Path) -> None:
 def test_files_that_are_no_text(option: str, tmp_path: Path) -> None:
     plain, packed = tmp_path / "x", tmp_path / "x.gz"
     plain.write_bytes(b"\xff\xfe\x00\x01")
-    assert "it is no text in UTF-8" in refused("bench", "serve", "--plan-only", option, str(plain))
+    assert "it is not UTF-8 text" in refused("bench", "serve", "--plan-only", option, str(plain))
     packed.write_bytes(gzip.compress(b'{"a": 1}\n' * 99)[:40])
     refused("bench", "serve", "--plan-only", option, str(packed))
     assert "No such file" in refused("bench", "serve", "--plan-only", option, str(tmp_path / "none"))
@@ -178,7 +178,7 @@ OPTIONS = {
     "--temperature=1e308": "temperature must be less than 1e+15",
     "--output-tokens=999999999": "low <= median <= high",
     "--mix=coding=1,coding=2": "a class is named twice",
-    "--url=http://h/a b": "without blanks",
+    "--url=http://h/a b": "without spaces",
     "--url=http://h\u00f6st": "needs a host",
     "--api-key=\u043a": "header 'Authorization' must be one line of text in ASCII, not what was given",
     "--output-tokens=0": "a length needs whole numbers",
@@ -235,7 +235,7 @@ def test_damaged_results(case: str, tmp_path: Path) -> None:
 
 def test_no_results(tmp_path: Path) -> None:
     assert "holds no requests.jsonl" in refused("report", str(tmp_path))
-    assert "is no folder of results" in refused("report", str(tmp_path / "nowhere"))
+    assert "is not a results folder" in refused("report", str(tmp_path / "nowhere"))
     assert "cannot read" in refused("report", "x" * 5000)
 
 
@@ -359,12 +359,12 @@ def test_port_of_the_web_ui_in_use() -> None:
 
 
 ODD_SERVERS = {
-    "answers HTML": ({"/v1/models": "<html>"}, "its answer is no JSON"),
-    "lists no models": ({"/v1/models": "[1]"}, "its answer to /v1/models is no list of models"),
+    "answers HTML": ({"/v1/models": "<html>"}, "its answer is not JSON"),
+    "lists no models": ({"/v1/models": "[1]"}, "its answer to /v1/models is not a list of models"),
     "says nothing": ({"/v1/models": None}, "Remote end closed connection"),
     "speaks no HTTP": ({"/v1/models": "SSH-2.0-x", "raw": "1"}, "SSH-2.0-x"),
     "closes later": ({"/v1/completions": None}, "a first request to"),
-    "answers requests with HTML": ({"/v1/completions": "<html>"}, "its answer is no JSON"),
+    "answers requests with HTML": ({"/v1/completions": "<html>"}, "its answer is not JSON"),
     "usage without sense": ({"/v1/completions": '{"usage": [5]}'}, "give it with --baseline-ms"),
 }
 

@@ -231,7 +231,7 @@ def test_client_and_server_are_compared(tmp_path: Path) -> None:
     assert row["points"] == pytest.approx(16.7, abs=0.1)
     assert row["why"] == (
         "1 within 5% of their SLO; 1 failed at the client; "
-        "1 never reached the server's books: turned away or aborted"
+        "1 never counted by the server: turned away or aborted"
     )
     page = write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
     assert "Client and server" in page and "+16.7" in page and "1 within 5% of their SLO" in page

@@ -98,7 +98,7 @@ def test_a_request_that_ends_in_the_prefill_after_its_retraction() -> None:
     books = ledger()
     late = Req(last_decode_finish_time=0.0, last_prefill_finished_time=3.0, retraction_count=1)
     assert books.close(late)["tpot_ms"] == pytest.approx(200)
-    assert reasons(books) == ["retracted once: the KV cache was full"]
+    assert reasons(books) == ["it was retracted once: the KV cache was full"]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_load_is_named() -> None:
     for _ in range(4):
         decode(books, slow, *others)
     books.close(slow)
-    assert reasons(books) == ["150 ms per iteration: needed 6.3 tokens in each, got 2.5, 8 running"]
+    assert reasons(books) == ["150 ms per iteration: each needed 6.3 tokens but gave 2.5 (8 running)"]
 
 
 def test_queue_and_kv_use_reach_the_page() -> None:

@@ -210,7 +210,7 @@ def test_prometheus_counts() -> None:
         ({"tpot_s": 0.05, "stall_s": 0.7, "iterations": 20}, "prefills of other requests took 700 ms"),
         (
             {"tpot_s": 0.05, "iterations": 30, "mean_running": 9.0},
-            "needed 2.2 tokens in each, got 1.3, 9 running",
+            "each needed 2.2 tokens but gave 1.3 (9 running)",
         ),
     ],
 )

@@ -130,7 +130,7 @@ def test_page_shows_everything(width: int, dark: bool, serve: Any, tmp_path: Pat
         assert expected in text
     coding = build_snapshot([state]).classes[0]
     assert coding.attainment is not None and f"{100 * coding.attainment:.1f}%" in text
-    assert "tokens in each, got" in text or "prefills of other requests" in text
+    assert "tokens but gave" in text or "prefills of other requests" in text
     assert sum(map(int, background[4:-1].split(","))) < 120 if dark else "246, 247, 249" in background
     assert overflow <= 0 and not narrow
     assert (tmp_path / "page.png").stat().st_size > 20_000

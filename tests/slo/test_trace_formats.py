@@ -117,7 +117,7 @@ def test_mix_is_seeded_and_keeps_given_classes() -> None:
         (MOONCAKE + "{oops\n", ":3: not a JSON object"),
         (AZURE.replace("2023-11-16 18:15:50.9951690", "yesterday"), "'yesterday' is not a time"),
         (AZURE.replace(",109", ""), "2 columns where the header has 3"),
-        ("hello\nworld\n", "no trace that is known here"),
+        ("hello\nworld\n", "not a known trace format"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
         (ARTIFACT.replace('"slo_ratio"', '"x"'), "'slo_ratio' is missing"),
     ],

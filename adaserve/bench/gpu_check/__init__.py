@@ -1,1 +1,1 @@
-"""``adaserve gpu-check``: what only a GPU host can say, in one command."""
+"""``adaserve gpu-check``: everything that can be measured only on a GPU host, in one command."""

@@ -20,7 +20,7 @@ class Answer:
 
 
 def generate(url: str, prompts: Sequence[Sequence[int]], tokens: int, margins: bool = False) -> list[Answer]:
-    """All prompts at once, greedy, ``tokens`` each whatever they say. Raises httpx.HTTPError."""
+    """All prompts at once, greedy, exactly ``tokens`` tokens each. Raises httpx.HTTPError."""
     more: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 2} if margins else {}
     answers = []
     for reply in send(url, [Ask(p, tokens) for p in prompts], **more):
@@ -30,12 +30,12 @@ def generate(url: str, prompts: Sequence[Sequence[int]], tokens: int, margins: b
 
 
 def tpot_ms(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """Mean ms per output token behind the first, prompts cached before.
+    """Mean ms per output token after the first, with the prompts cached.
 
     The time of a request for one token is taken off, so that prefill, HTTP and tokenizer do not count.
     """
     generate(url, prompts, 1)
-    # The least of three: one hiccup in so short a time would make the rest look faster than it is.
+    # The smallest of three: one hiccup in so short a time would make the rest look faster than it is.
     first_s = min(statistics.mean(a.seconds for a in generate(url, prompts, 1)) for _ in range(3))
     whole_s = statistics.mean(a.seconds for a in generate(url, prompts, tokens))
     return (whole_s - first_s) / (tokens - 1) * 1e3

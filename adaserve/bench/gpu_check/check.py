@@ -31,7 +31,7 @@ Sections = dict[str, Callable[[ServerProcess], None]]
 STATE_FILE = "gpu-check.state.json"
 NOT_SHOWN_ON_CPU = (
     "speed: the tiny pair on SDPA is bound by Python, so TPOT, price of verification, the share outside "
-    "of the models and goodput are nobody's",
+    "of the models and goodput mean nothing",
     "FlashInfer, CUDA graphs and their memory: no kernel of a GPU ran",
     "SGLang's own STANDALONE speculation: it needs Triton, so its server does not start and is skipped",
 )
@@ -39,7 +39,7 @@ NOT_SHOWN_ON_CPU = (
 NONE = "none"
 MIXED_POLICIES = ("priced", "adaserve", "chain-4", NONE)
 SPECULATING = ("priced", "adaserve")
-"""Policies that targets are asked of; the default one first."""
+"""Policies that the targets apply to; the default one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Check:
         p = self.plan
         prompts = self._prompts[: p.exact_prompts]
         self.found.reference = answers.generate(server.url, prompts, p.tokens, margins=True)
-        # Alone instead of in a batch: how often SGLang itself says something else with other shapes.
+        # Alone instead of in a batch: how often SGLang's own output differs with other shapes.
         alone = [answers.generate(server.url, [q], p.tokens)[0] for q in prompts[: min(8, len(prompts))]]
         self.found.exact[f"{PLAIN}, one by one"] = self._compare(alone)
 
@@ -236,13 +236,13 @@ class Check:
             server.drain()
 
     def _identity(self) -> dict[str, Any]:
-        """What results must have in common to be one report; JSON values."""
+        """What results must have in common to belong to one report; JSON values."""
         pair = asdict(replace(self.pair, target=_name(self.pair.target), draft=_name(self.pair.draft)))
         pair["config"] = self.pair.config.model_dump()
         return dict(json.loads(json.dumps({"pair": pair, "plan": asdict(self.plan)})))
 
     def _save(self) -> dict[str, Any]:
-        """The report of what there is so far, and what another run needs to go on."""
+        """The report so far, and what another run needs to continue."""
         dry = self.pair.device == "cpu"
         found = asdict(self.found)
         kept = {"identity": self._identity(), "found": found}
@@ -269,7 +269,7 @@ def resume(out: Path, identity: dict[str, Any]) -> Findings:
         return Findings()
     kept = json.loads(path.read_text())
     if kept["identity"] != identity:
-        raise ServerError(f"{out} holds a check of another pair or plan: give another --out, or remove it")
+        raise ServerError(f"{out} holds the check of another pair or plan: give another --out, or remove it")
     found = Findings(**kept["found"])
     found.reference = [
         Answer(tuple(a["output_ids"]), a["seconds"], tuple(a["margins"])) for a in kept["found"]["reference"]
@@ -289,15 +289,15 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The line of a server's end that says why."""
+    """The line of a server's error that says why it ended."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[1] if len(lines) > 1 else str(error)
 
 
 def targets(found: Findings, dry: bool = False) -> list[dict[str, Any]]:
-    """What the project wants of a GPU host, and whether it was so; None where it was not measured.
+    """The project's targets on a GPU host, and whether each was met; None where it was not measured.
 
-    ``dry``: on a CPU, where speed is measured but is no one's speed: only exactness can be met or missed.
+    ``dry``: on a CPU, where the measured speed means nothing: only exactness can be met or missed.
     """
     tpot, rows = found.tpot_ms, []
 

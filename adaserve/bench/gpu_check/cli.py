@@ -49,8 +49,8 @@ def gpu_check(
 ) -> None:
     """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.
 
-    Writes gpu-check.json and figures. About 40 minutes on an 8B-like pair, which is made without downloads.
-    A run that was interrupted goes on where it was when it is given the same --out again.
+    Writes gpu-check.json and figures. Takes about 40 minutes on a pair of the size of an 8B model, which is
+    made without downloads. An interrupted run continues when it is started again with the same --out.
     """
     from adaserve.bench.gpu_check.check import Check
     from adaserve.bench.gpu_check.servers import Pair

@@ -1,4 +1,4 @@
-"""The paper's mix of three classes against one server, at a load that all servers get alike."""
+"""The paper's mix of three classes against one server, at the same load for all servers."""
 
 from __future__ import annotations
 

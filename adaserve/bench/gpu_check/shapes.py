@@ -11,7 +11,7 @@ SHIPPED_DRAFT_LAYERS = 2
 
 
 def widened_pair(size: str, layers: int, draft_size: str | None, draft_layers: int) -> tuple[Path, Path]:
-    """Folders of a target and a draft that say what the embedded pair says, at the cost of larger models.
+    """Folders of a target and a draft with the outputs of the embedded pair and the cost of larger models.
 
     ``layers`` in all: a real model of that size has as many, and each costs kernel launches and KV.
     ``draft_size`` None: the shipped draft. Raises PairError.

@@ -1,8 +1,8 @@
-"""What the cases of a sweep say together: attainment and goodput with bars, and who beats whom by how much.
+"""What all cases of a sweep show: attainment and goodput with error bars, and which policy wins by how much.
 
-Policies of a point and seed served the same requests, so they are compared request by request: bars come
-from a bootstrap over slices of the run (all requests of a slice stay together, since requests that queue
-behind each other are met or missed together).
+Policies of a point and seed served the same requests, so they are compared request by request: bars come from
+a bootstrap over slices of the run (all requests of a slice stay together, since requests that queue behind
+each other meet or miss their SLOs together).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLICES = 10
 """Slices that a run's arrivals are cut into for the bootstrap."""
 DRAWS = 2000
 NOISE_POINTS = 1.5
-"""Attainment differences below this many percentage points say nothing on a shared host."""
+"""Attainment differences below this many percentage points mean nothing on a shared host."""
 _LOW, _HIGH = 5.0, 95.0
 
 FloatArray = npt.NDArray[np.float64]
@@ -203,7 +203,7 @@ class Results:
 
     @property
     def default(self) -> str:
-        """The policy that is judged: the server's default, or what stands for it in this sweep."""
+        """The policy that is judged: the server's default, or its substitute in this sweep."""
         measured = {p for _, p in self.outcomes}
         for name in (default_policy(), "priced", "adaserve"):
             if name in measured:
@@ -224,12 +224,12 @@ class Results:
         return [p for p in dict.fromkeys(planned) if any(q == p for q, _ in self.outcomes)]
 
     def at(self, point: Point) -> dict[str, Outcome]:
-        """Policies at a point, in the plan's order; SGLang without speculation is none of them."""
+        """Policies at a point, in the plan's order; SGLang without speculation is not one of them."""
         names = dict.fromkeys((*self.plan.policies, *self.plan.side_policies))
         return {n: o for n in names if (o := self.get(point, n)) is not None}
 
     def against_baselines(self, point: Point, policy: str) -> Comparison | None:
-        """The policy against the best baseline that knows no SLO."""
+        """The policy against the best baseline that ignores SLOs."""
         here = self.at(point)
         rivals = [o for n, o in here.items() if is_baseline(n) and n != policy]
         return compare(here[policy], rivals) if policy in here else None

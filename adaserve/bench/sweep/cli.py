@@ -48,7 +48,7 @@ def bench_sweep(
         Any, _what("Comma-separated, or a number of seeds as x3.", parser=seed_list, show_default="0")
     ] = None,
     seconds: Annotated[float | None, _what("Arrivals per case.", show_default="30")] = None,
-    quick: Annotated[bool, _what("Four policies, two loads and peaks: about seven minutes.")] = False,
+    quick: Annotated[bool, _what("Four policies, two loads and peaks: about eight minutes.")] = False,
     check_plain: Annotated[
         bool | None,
         _what("Compare `none` with SGLang without speculation.", show_default="yes"),
@@ -83,18 +83,14 @@ def bench_sweep(
         int | None, _server("Deepest candidate tree.", show_default="5, or that of the longest chain")
     ] = None,
     budget: Annotated[int | None, _server("Tokens per verification.", show_default="measured")] = None,
-    baseline_ms: Annotated[float | None, _server("ms per token.", show_default="measured")] = None,
-    capacity: Annotated[
-        float | None, _server("Requests/s that load 1 means.", show_default="measured")
-    ] = None,
-    minutes: Annotated[float | None, _run("Start no case that would end later.")] = None,
+    baseline_ms: Annotated[float | None, _server("Baseline, ms per token.", show_default="measured")] = None,
+    capacity: Annotated[float | None, _server("Requests/s of load 1.", show_default="measured")] = None,
+    minutes: Annotated[float | None, _run("Start no case that would end after this time.")] = None,
     out: Annotated[
         Path | None,
         _run("Results; a folder of an earlier call is continued.", show_default="results/<UTC>-sweep"),
     ] = None,
-    plot_only: Annotated[
-        Path | None, _run("Draw figures and tables of this folder anew, nothing else.")
-    ] = None,
+    plot_only: Annotated[Path | None, _run("Only draw the figures and tables of this folder again.")] = None,
     readme: Annotated[
         Path | None, _run("Put this sweep's column into that file (results/README.md).")
     ] = None,
@@ -102,8 +98,8 @@ def bench_sweep(
 ) -> None:
     """Policies against request rate, urgent share, SLO scale and fluctuating traffic, as in the paper.
 
-    One server runs every policy in turn on the same requests; all of a point run one after another in
-    random order, since a host's speed drifts. Ctrl-C stops; the same --out continues."""
+    One server runs every policy on the same requests. At each point the policies run one after another in
+    random order, because the speed of a host drifts. Ctrl-C stops; the same --out continues."""
     from adaserve.bench.sweep.commands import Options, redraw, show_plan, sweep
     from adaserve.bench.sweep.plan import SweepError
     from adaserve.loadgen.errors import LoadgenError

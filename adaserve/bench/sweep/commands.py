@@ -59,7 +59,7 @@ def plan_of(options: Options, store: Store) -> SweepPlan:
 
 
 def server_settings(options: Options, store: Store) -> dict[str, dict[str, Any]]:
-    """What the server is started with: the flags, else those that the folder was begun with."""
+    """What the server is started with: the flags, or else those that the folder was started with."""
     stored = store.head().get("server_settings", {}) if store.exists else {}
     given = {"server": options.server, "config": options.config}
     return {
@@ -110,7 +110,7 @@ def sweep(options: Options, console: Console) -> bool:
         if store.exists and store.finished():
             _try_to_redraw(folder, options.readme, console)
         if not done and store.exists:
-            console.print(f"to go on: adaserve bench sweep --out {shlex.quote(str(folder))}", highlight=False)
+            console.print(f"continue: adaserve bench sweep --out {shlex.quote(str(folder))}", highlight=False)
     return done
 
 

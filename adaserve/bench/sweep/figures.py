@@ -29,7 +29,7 @@ AXIS_LABELS = {
 
 
 def draw_all(results: Results, folder: Path) -> list[str]:
-    """Writes every figure that there are results for; returns their names."""
+    """Writes every figure that has results; returns their names."""
     makers: list[tuple[str, Callable[[Results], Any]]] = [
         ("attainment-load", lambda r: _against_x(r, "load")),
         ("attainment-share", lambda r: _against_x(r, "share")),
@@ -222,7 +222,7 @@ def _breakdown(results: Results) -> Any:
 
 
 def _ablation(results: Results) -> Any:
-    """Attainment of every policy at the highest load: what each part of the method is worth."""
+    """Attainment of every policy at the highest load: what each part of the method brings."""
     point = _busiest(results)
     if point is None:
         return None

@@ -124,7 +124,7 @@ def saturated_rps(server: ServerProcess, asks: Sequence[Ask]) -> float:
 
 def idle_rounds(host: Host, asks: Sequence[Ask]) -> IdleRounds:
     """`none` and SGLang without speculation in turns, idle and saturated. Both servers are up all the time:
-    one after the other, a slow minute of the machine would count against one of them."""
+    otherwise a slow minute of the machine would count against only one of them."""
     with host.beside() as other:
         hosts = {PLAIN: host, STOCK: other}
         servers = {name: h.serve(name, asks[:WARM_REQUESTS]) for name, h in hosts.items()}

@@ -29,7 +29,7 @@ from adaserve.slo.metrics import RequestRecord, class_summary, run_duration_s
 from adaserve.slo.trace import TraceRow
 
 SILENCE_S = 45.0
-"""A stream that says nothing for so long has failed."""
+"""A stream that is silent for this long has failed."""
 _KEPT = (
     "requests", "completed", "failed", "attained", "slo_attainment", "request_goodput", "token_goodput",
     "output_throughput", "request_throughput", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
@@ -51,7 +51,7 @@ class Traffic:
 
     @property
     def limit_s(self) -> float:
-        """A case that takes longer is ended; what is unanswered then counts as violated."""
+        """A case that takes longer than this is ended; requests without an answer then count as violated."""
         return 3.0 * self.seconds + 45.0
 
     def config(self, url: str, seed: int) -> BenchConfig:
@@ -144,7 +144,7 @@ def host_load() -> dict[str, float]:
 def settled(
     answers: Sequence[RequestRecord], rows: Sequence[TraceRow], slo_ms: Mapping[str, float | None]
 ) -> list[RequestRecord]:
-    """One record per planned request: what was cut off or never left has failed, by nobody's choice."""
+    """One record per planned request: what was cut off or never sent has failed."""
     found = {}
     for r in answers:
         late = replace(r, error="not answered in time", met_ttft=False, met_tpot=False)

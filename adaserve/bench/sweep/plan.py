@@ -25,11 +25,12 @@ PAPER_SHARE, PAPER_SCALE = 0.6, 1.2
 PROMPT_SCALE = 0.11
 """Prompts over those of the paper. There a prompt token costs a 160th of a decode iteration (a 70B model on
 four A100s: 0.19 of 30 ms), on two CPU cores an 18th (0.8 of 14.4 ms). Shortened by that ratio, a prompt stops
-those who decode for as many iterations as there."""
+the decoding requests for as many iterations as in the paper.
+"""
 
 
 class SweepError(ValueError):
-    """A sweep cannot run as asked; the message says what to change."""
+    """A sweep cannot run as requested; the message says what to change."""
 
 
 def default_policy() -> str:
@@ -42,7 +43,7 @@ def slo_aware(policy: str) -> bool:
 
 
 def is_baseline(policy: str) -> bool:
-    """Whether it is a policy of this engine that knows no SLO (a bound of the simulator is none)."""
+    """Whether it is a policy of this engine that ignores SLOs (a bound of the simulator is not)."""
     known = policy in ALL_POLICIES or policy.startswith("chain-")
     return known and not slo_aware(policy)
 

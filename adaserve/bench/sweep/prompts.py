@@ -1,7 +1,7 @@
 """Real prompts of the lengths that a workload asks for, after which the model does not repeat itself.
 
-A small model in greedy decoding tends to loop, and loops are guessed perfectly: acceptance measured on them
-says nothing about text. So every prompt is continued once by plain decoding before a sweep, and is kept
+A small model tends to loop in greedy decoding, and loops are guessed perfectly, so acceptance measured on
+them says nothing about text. So every prompt is continued once by plain decoding before a sweep, and is kept
 when its continuation is mostly distinct.
 """
 

@@ -94,7 +94,9 @@ def _comparison(c: Comparison) -> dict[str, Any]:
 
 def _verdict_table(results: Results) -> Table:
     heads = ("point", "in time", "rival", "points", "missed", "goodput", "verdict")
-    made = table(f"{results.default} against the best baseline without SLOs", heads, left=("point", "rival"))
+    made = table(
+        f"{results.default} against the best baseline that ignores SLOs", heads, left=("point", "rival")
+    )
     for point in results.points():
         c = results.against_baselines(point, results.default)
         o = results.get(point, results.default)
@@ -143,9 +145,9 @@ def _page(results: Results, figures: Sequence[str]) -> str:
         "# Sweep of policies on a real server",
         _intro(results),
         "```\n" + "\n".join(head["commands"]) + "\n```",
-        f"Redrawn from the records by `adaserve bench sweep --plot-only FOLDER`. {finished} of {planned} "
+        f"Drawn again from the records by `adaserve bench sweep --plot-only FOLDER`. {finished} of {planned} "
         f"cases are there. Host: {host['cpu']}, {host['cores']} cores, {host['memory_gib']} GiB; commit "
-        f"{', '.join(_commits(results)) or host['git_sha']}; begun {head['started']}.",
+        f"{', '.join(_commits(results)) or host['git_sha']}; started {head['started']}.",
         "## Verdict",
         _verdict_text(results),
         _md(

@@ -1,4 +1,4 @@
-"""Runs the cases of a sweep, unattended: resumable, with a time limit, over server deaths."""
+"""Runs the cases of a sweep unattended: resumable, with a time limit, and through deaths of the server."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Sweep:
             if head["host_before"]["busy"] > BUSY:
                 self._say(
                     f"[yellow]other programs use {head['host_before']['busy']:.0%} of this machine[/]: SLOs "
-                    "follow the baseline measured now, so results will be off"
+                    "are multiples of the baseline measured now, so results will be off"
                 )
             head["baseline_ms"] = self.baseline_ms or round(hosts.unloaded(server, texts), 4)
             head["urgent"] = self.workload.urgent(head["baseline_ms"] / 1e3)
@@ -171,7 +171,7 @@ class Sweep:
         if looping:
             self._say(
                 f"[yellow]most outputs of {', '.join(looping)} repeat themselves[/]: drafts guess that "
-                "easily, so whatever speculates looks better than it is; a higher --temperature helps"
+                "easily, so speculation looks better than it is; a higher --temperature helps"
             )
 
     def _continue(
@@ -250,7 +250,7 @@ class Sweep:
             server = self.host.serve(case.policy, self._asks(hosts.WARM_REQUESTS))
             line = run_case(server, case, traffic, self.store.work / "case", self.store.records_path(case.id))
         except Exception as error:
-            # Nobody watches: whatever it was is written down, and the other cases still run.
+            # Nobody is watching: any error is written down, and the other cases still run.
             self.last_error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self.store.add(
                 {

@@ -1,4 +1,4 @@
-"""The folder of a sweep: what was asked for, what is finished, what can be thrown away.
+"""The folder of a sweep: what was asked for, what is finished, what can be deleted.
 
 ``sweep.json`` plan, host, baseline, capacity; ``cases.jsonl`` one line per finished case; ``records/`` the
 requests of each; ``prompts.jsonl``; ``work/`` logs and half-finished cases, never kept with results.
@@ -37,7 +37,7 @@ class Store:
         """Makes the folder; refuses one with other content. Raises SweepError."""
         if not self.exists and self.folder.exists() and any(self.folder.iterdir()):
             raise SweepError(
-                f"{self.folder} holds something else than a sweep: give another folder with --out"
+                f"{self.folder} holds something other than a sweep: give another folder with --out"
             )
         self.work.mkdir(parents=True, exist_ok=True)
         (self.work / ".gitignore").write_text("*\n")
@@ -47,7 +47,7 @@ class Store:
         try:
             data: dict[str, Any] = json.loads((self.folder / "sweep.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise SweepError(f"{self.folder} is no folder of a sweep: {error}") from error
+            raise SweepError(f"{self.folder} is not a sweep's folder: {error}") from error
         return data
 
     def write_head(self, head: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ def merged(stored: SweepPlan, given: Mapping[str, Any]) -> SweepPlan:
         elif name not in _FREE and value != old:
             flag = name.replace("_", "-")
             raise SweepError(
-                f"this sweep was begun with --{flag} {old}, not {value}: leave the flag away to continue it, "
+                f"this sweep was started with --{flag} {old}, not {value}: leave the flag out to continue, "
                 "or give another folder with --out"
             )
         else:

@@ -116,7 +116,7 @@ def build_rows(
     n = round(rate_rps * seconds)
     if n < 1:
         raise SweepError(
-            f"{rate_rps:.3g} requests/s for {seconds:g} s are no request: raise --seconds or the load"
+            f"{rate_rps:.3g} requests/s for {seconds:g} s give no request: raise --seconds or the load"
         )
     rows = _sampled(workload, n, seed) if workload.trace else [TraceRow(0.0, 1, 1)] * n
     given = any(r.slo_class for r in rows)
@@ -137,7 +137,7 @@ def build_rows(
 
 
 def _window(workload: Workload, n: int, seed: int) -> npt.NDArray[np.int64]:
-    """Indices of n consecutive rows of the trace; every seed has other ones while they last."""
+    """Indices of n consecutive rows of the trace; each seed gets other rows while there are enough."""
     assert workload.trace is not None
     total = len(workload.trace.rows)
     return (seed * n + np.arange(n)) % total

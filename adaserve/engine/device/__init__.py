@@ -1,1 +1,1 @@
-"""The worker on a device: no host round trips while drafting, one copy to the host per iteration."""
+"""The parts of an iteration on a GPU: padded forwards in CUDA graphs, noise, asynchronous copies."""

@@ -38,7 +38,7 @@ class AttentionBuffers:
         end = slots.shape[0]
         if end + padding > self.kv_indices.shape[0]:
             raise RuntimeError(
-                f"{end + padding} KV entries exceed the {self.kv_indices.shape[0]} that are reserved: "
+                f"{end + padding} KV entries are more than the {self.kv_indices.shape[0]} that are reserved: "
                 "lower --max-running-requests or --context-length"
             )
         self.kv_indices[:end].copy_(slots)
@@ -207,7 +207,7 @@ class TreeAttentionBackend(AttentionBackend):
 
     @property
     def plan(self) -> TreeAttentionPlan:
-        """For the lean CPU forward, which attends by itself."""
+        """For the lean CPU forward, which computes attention itself."""
         assert isinstance(self.kernel, SdpaKernel)
         return self.kernel.tree_plan
 

@@ -252,7 +252,7 @@ class DeviceForward:
             if not planned:
                 kernel.plan(extent)
             forward = self.table.get(key, partial(self._forward, key, kernel)).replay
-        else:  # rare sizes are not kept: there is no end of them
+        else:  # rare sizes are not kept: there are too many of them
             kernel = self._make_kernel(self.buffers, key.rows)
             kernel.plan(extent)
             forward = partial(self._forward, key, kernel)

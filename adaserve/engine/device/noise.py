@@ -49,7 +49,7 @@ def _mix32_(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, places: int) -> Tensor:
-    """Bits moved right, zeros moved in: torch knows the shift that keeps the sign only."""
+    """Shifts bits right and fills with zeros: torch's own shift keeps the sign."""
     width = 8 * x.itemsize
     return (x >> places) & ((1 << (width - places)) - 1)
 

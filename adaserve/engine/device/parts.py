@@ -1,4 +1,4 @@
-"""The parts of an iteration on a GPU: padded forwards in CUDA graphs, and copies that nobody waits for.
+"""The parts of an iteration on a GPU: padded forwards in CUDA graphs, and asynchronous copies.
 
 On a CPU they run the same code on SDPA and without graphs, for tests.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Head = Literal["logits", "candidates", "last-candidates"]
-"""What a forward gives: logits and their argmax; the best tokens of every row; of every second one."""
+"""What a forward returns: logits and their argmax; the best tokens of every row; of every second one."""
 
 FIRST = 2
 """Tokens per request in the first step of a search: the last cached one and the root."""

@@ -1,4 +1,4 @@
-"""Values between host and device in one copy each way, which nobody waits for before it is needed."""
+"""Values between host and device in one asynchronous copy each way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIGNED: dict[np.dtype, np.dtype] = {
     np.dtype(np.uint64): np.dtype(np.int64),
     np.dtype(np.bool_): np.dtype(np.uint8),
 }
-"""Types that travel as others of the same size."""
+"""Types that are copied as others of the same size."""
 
 _TORCH = {
     np.dtype(np.int64): torch.int64,

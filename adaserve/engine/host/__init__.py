@@ -1,4 +1,4 @@
-"""Fast CPU forwards of Llama-family models: what stands in for a GPU where there is none."""
+"""Fast CPU forwards of Llama-family models: used on hosts without a GPU."""
 
 from adaserve.engine.host.extract import supports
 from adaserve.engine.host.forward import LeanModel

@@ -11,7 +11,7 @@ MAX_WIDTH = 16
 """Beams that the kernel's stack buffers hold."""
 
 KeepGoing = Callable[[int], bool]
-"""Asked after that many steps whether another one is worth its time."""
+"""Called after so many steps: is another one worth its time?"""
 
 
 @dataclass(frozen=True, slots=True)

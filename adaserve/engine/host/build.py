@@ -43,13 +43,14 @@ def load_kernels() -> ctypes.CDLL | None:
     try:
         return load_library(build())
     except BuildError as error:
-        logger.warning("AdaServe's CPU kernels are off, torch operators serve in their place: %s", error)
+        logger.warning("AdaServe's CPU kernels are off; slower torch operators are used instead: %s", error)
         return None
 
 
 def build(*extra_flags: str) -> Path:
-    """Path of the compiled kernels in the user's cache, which once there need neither a compiler nor a
-    folder that can be written to. Safe when several processes build at once."""
+    """Path of the compiled kernels in the user's cache. Once there, they need neither a compiler nor a
+    writable folder. Safe when several processes build at once.
+    """
     folder = _cache_folder()
     target = folder / f"kernels-{_fingerprint(extra_flags)}.so"
     if target.exists():
@@ -114,7 +115,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.platform() + platform.processor()
-    # One processor's worth: name and instruction sets, not its clock rate of the moment.
+    # One processor's worth: name and instruction sets, not its current clock rate.
     wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))
 
@@ -130,4 +131,4 @@ def _make_writable(folder: Path) -> None:
     except OSError as error:
         raise BuildError(f"the cache folder {folder} cannot be made: {error}") from error
     if not os.access(folder, os.W_OK):
-        raise BuildError(f"the cache folder {folder} is read-only; set XDG_CACHE_HOME to one that is not")
+        raise BuildError(f"the cache folder {folder} is read-only; set XDG_CACHE_HOME to a writable folder")

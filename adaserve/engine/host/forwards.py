@@ -1,4 +1,4 @@
-"""A model's forwards on a CPU host: our own kernels, or SGLang's forward for models that they lack."""
+"""A model's forwards on a CPU host: our own kernels, or SGLang's for models that they do not cover."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LeanForward:
 
 
 class HostForward:
-    """``ModelForward`` on a CPU: what is asked for has happened when a call returns."""
+    """``ModelForward`` on a CPU: a call returns only when its work is done."""
 
     most_tokens = 1 << 30
     first_tokens = None

@@ -1,4 +1,4 @@
-"""Linear layers out of torch's own operators, for hosts where the C kernels cannot be built."""
+"""Linear layers made of torch's own operators, for hosts where the C kernels cannot be built."""
 
 from __future__ import annotations
 

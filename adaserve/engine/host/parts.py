@@ -1,4 +1,4 @@
-"""The parts of an iteration on a CPU host, where everything has happened when a call returns."""
+"""The parts of an iteration on a CPU host, where a call returns only when its work is done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adaserve.engine.host.forwards import HostForward, host_forward
 from adaserve.engine.reading import Reading
 
 LEAST_GAIN = 0.05
-"""Trees are host work, which competes with the models for the same cores."""
+"""Building trees is work for the host, and it competes with the models for the same cores."""
 
 
 class HostValues:
@@ -56,7 +56,7 @@ class HostDevice:
 
     def move(self, pools: Sequence[Any], target: Tensor, source: Tensor) -> None:
         moved = target != source
-        if not moved.any():  # mostly, since the likeliest path stands where it belongs
+        if not moved.any():  # mostly, since the likeliest path is already in place
             return
         for pool in pools:
             pool.move_kv_cache(target[moved], source[moved])

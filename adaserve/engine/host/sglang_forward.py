@@ -1,4 +1,4 @@
-"""Tree forwards through SGLang's own model runner: GPUs, and models that the lean CPU forward lacks.
+"""Tree forwards through SGLang's own model runner: GPUs, and models that the lean CPU forward does not cover.
 
 Target and draft trees alike run as ``TARGET_VERIFY``: that mode gives logits for every row and takes
 positions and attention layout from the spec input. The layout is FlashInfer's; on a CPU our

@@ -1,4 +1,4 @@
-"""The forward in plain torch operators: the reference, and the way without a C compiler."""
+"""The forward in plain torch operators: the reference, and what is used without a C compiler."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class BeamSource:
     # -- what it reads ------------------------------------------------------------------------
 
     def prefilled(self, batch: Any, drafts: bool) -> None:
-        """Reads the same tokens, behind a prefix that it has whole; or none of them for now."""
+        """Reads the same tokens, after filling holes in their prefix, or leaves them for later."""
         pool_rows, lengths = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
         texts = [
             [*r.origin_input_ids, *r.output_ids][:length]
@@ -108,7 +108,7 @@ class BeamSource:
         return Drafting(lambda: proposal(shape, active, ready(), len(rows)), caught_up)
 
     def _catch_up(self, pool_rows: np.ndarray) -> Run | None:
-        """Apart from the first step, so that the policy does not take it for the price of drafting."""
+        """Separate from the first step, so that the policy does not count it as the cost of drafting."""
         most = USUALLY_PENDING if self._device.draft.first_tokens is None else 1
         start = self._device.mark()
         return (start, self._device.mark()) if self.cache.catch_up(pool_rows, most) else None

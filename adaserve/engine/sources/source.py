@@ -24,7 +24,7 @@ class Drafting:
 
     read: Callable[[], Proposal]  # waits for the device if it must
     caught_up: Run | None = None
-    """When the source took in tokens that it had missed, which is no price of drafting."""
+    """When the source took in tokens that it had missed; this does not count as the cost of drafting."""
 
 
 class TreeSource(Protocol):
@@ -51,5 +51,5 @@ class TreeSource(Protocol):
         ...
 
     def finished(self, pool_row: int) -> None:
-        """A request ended; SGLang is about to give its slots to the radix cache or away."""
+        """A request ended; SGLang is about to give its slots to the radix cache or free them."""
         ...

@@ -1,7 +1,7 @@
 """Lossless verification of candidate trees of different size in one target forward.
 
 Every kept node and the root get one draw from the target's own distribution (argmax when greedy). The walk
-goes down while a kept child equals the draw, and the first draw that no child equals is the bonus token. The
+goes down while a kept child equals the draw, and the first draw that equals no child is the bonus token. The
 trees are deterministic, so this is exact (SpecInfer's argument with a point mass as proposal); the ratio
 rule with soft draft probabilities would be wrong here.
 
