@@ -108,6 +108,12 @@ class Selection:
     slo_counts: IntArray  # [n]: how many of them the SLO phase chose
     expected_tokens: FloatArray  # [n]: 1 + sum of estimated path probabilities of kept nodes
 
+    @staticmethod
+    def nothing(n: int) -> Selection:
+        """Of n rows without candidates."""
+        zeros = np.zeros(n, np.int64)
+        return Selection(np.zeros(0, np.bool_), zeros, zeros, np.ones(n))
+
     @property
     def verify_tokens(self) -> int:
         """Tokens of the verification forward, roots included."""

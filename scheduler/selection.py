@@ -159,6 +159,8 @@ def two_phase(
     slo_phase: bool = True,
 ) -> Selection:
     """AdaServe's selection (Algorithm 2 lines 8-22). ``budget`` is B, roots included (line 1: B - n)."""
+    if not trees.n_nodes:
+        return Selection.nothing(trees.n_rows)
     nodes = budget - trees.n_rows
     ranked = rank(trees, f, cap)
     first = np.zeros(trees.n_rows, np.int64)
