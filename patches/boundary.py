@@ -67,11 +67,11 @@ def _every_request(
 
 
 @lru_cache(maxsize=8)
-def _limits(vocab_size: int, takes_media: bool) -> Limits:
+def _limits(vocab_size: int, takes_media: bool, seeded: bool) -> Limits:
     from sglang.srt.environ import envs
 
     flat = not envs.SGLANG_USE_PICKLE_IPC.get()
-    return Limits(vocab_size=vocab_size, flat_params=flat, takes_media=takes_media)
+    return Limits(vocab_size, flat_params=flat, takes_media=takes_media, seeded=seeded)
 
 
 def check_fields(manager: Any, obj: Any, request: Any) -> None:
@@ -80,7 +80,8 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
         if manager.is_generation and not _asks_for_health(request):
             raise RequestError("this server generates text: embeddings, rewards and classes are not served")
         return
-    check_request(vars(obj), _limits(manager.model_config.vocab_size, manager.mm_processor is not None))
+    media, seeded = manager.mm_processor is not None, manager.server_args.enable_deterministic_inference
+    check_request(vars(obj), _limits(manager.model_config.vocab_size, media, bool(seeded)))
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
     if not _asks_for_health(request) and any(_looks_like_health(rid) for rid in rids):
         raise RequestError("rid must not start with HEALTH_CHECK: SGLang's own health checks do")

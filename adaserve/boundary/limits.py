@@ -53,3 +53,5 @@ class Limits:
     """SGLANG_USE_PICKLE_IPC=0: the scheduler cannot decode ``custom_params`` nested more than once."""
     takes_media: bool = False
     """Whether the model takes images, audio or video."""
+    seeded: bool = False
+    """--enable-deterministic-inference: SGLang draws by seeds, and asserts that there is no min_p."""

@@ -66,6 +66,16 @@ def logit_bias(name: str, value: Any, limits: Limits) -> None:
         _bias(f"{name}[{key}]", bias, limits)
 
 
+def min_p(name: str, value: Any, limits: Limits) -> None:
+    """A share; not where SGLang's seeded draws have none."""
+    number(0, 1)(name, value, limits)
+    if limits.seeded and value > 0:
+        raise RequestError(
+            f"{name} must be 0 on this server, got {value}: with --enable-deterministic-inference SGLang "
+            "can't draw by it"
+        )
+
+
 def custom_params(name: str, value: Any, limits: Limits) -> None:
     """An object of JSON values that reaches the scheduler as it is."""
     mapping(name, value, limits)
@@ -115,7 +125,7 @@ FIELDS: dict[str, Check] = {
     "temperature": number(0, MAX_TEMPERATURE),
     "top_p": top_p,
     "top_k": top_k,
-    "min_p": number(0, 1),
+    "min_p": min_p,
     "frequency_penalty": number(-2, 2),
     "presence_penalty": number(-2, 2),
     "repetition_penalty": number(MIN_REPETITION_PENALTY, 2),

@@ -338,3 +338,13 @@ def test_no_value_of_any_field_brings_anything_but_a_refusal(value: Any) -> None
 def test_a_value_is_shown_in_a_few_words() -> None:
     for value in (10**5000, -(10**5000), "x" * 10**6, [0] * 10**6, nested(5), NAN, None, object()):
         assert 0 < len(shown(value)) < 100
+
+
+def test_min_p_is_refused_where_sglang_draws_by_seeds() -> None:
+    """Its seeded draw asserts that there is none, and an assertion in the scheduler ends the server."""
+    request = {"input_ids": [1, 2], "sampling_params": {"min_p": 0.1}}
+    check_request(request, LIMITS)
+    seeded = Limits(vocab_size=V, seeded=True)
+    with pytest.raises(RequestError, match=r"min_p must be 0 on this server, got 0\.1"):
+        check_request(request, seeded)
+    check_request({"input_ids": [1, 2], "sampling_params": {"min_p": 0}}, seeded)
