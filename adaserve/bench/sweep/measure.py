@@ -26,6 +26,7 @@ from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, TraceSpec
 from adaserve.loadgen.results import iter_records
 from adaserve.server import ServerProcess
 from adaserve.slo.metrics import RequestRecord, class_summary, run_duration_s
+from adaserve.slo.stats import BUCKET_S
 from adaserve.slo.trace import TraceRow
 
 SILENCE_S = 45.0
@@ -239,7 +240,7 @@ def server_figures(before: Report | None, after: Report | None) -> dict[str, Any
 def _iteration_sums(before: Report, after: Report) -> dict[str, float]:
     """Sums over the iterations between two reports, from the buckets that the server keeps."""
     old = {b["key"]: b for b in before["stats"]["buckets"]}
-    first = int(before["stats"]["now"] // before["stats"]["bucket_s"])
+    first = int(before["stats"]["now"] // BUCKET_S)
     total: dict[str, float] = {"iterations": 0.0}
     for bucket in after["stats"]["buckets"]:
         if bucket["key"] < first:

@@ -197,7 +197,6 @@ def report(iterations: int, buckets: list[tuple[int, int, float]], now_s: float)
                   "target_s": 0.4 * iterations, "draft_s": 0.05 * iterations},
         "stats": {
             "now": now_s,
-            "bucket_s": 2.0,
             "buckets": [
                 {
                     "key": key,
