@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ def counted(server: ServerProcess) -> Counts:
     """Requests per SLO class that the server has counted since the start of the test."""
 
     def totals() -> dict[str, int]:
+        time.sleep(1.1)  # a snapshot is shown for a second
         snapshot: dict[str, Any] = httpx.get(server.url + "/slo/snapshot.json", timeout=30).json()
         return {c["name"]: c["total_requests"] for c in snapshot["classes"]}
 
