@@ -93,7 +93,6 @@ class GraphDevice:
             # Before the first request; the largest first, so that the smaller ones reuse its memory.
             capture_all("draft", drafts, parts.draft.capture, parts.draft.table)
             capture_all("verification", verifications, parts.target.capture, parts.target.table)
-            parts.draft.take_runs(), parts.target.take_runs()
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
 
