@@ -12,7 +12,6 @@ themselves; here the other routes do too, so that a refusal is a status and not 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 
@@ -66,12 +65,16 @@ def _every_request(
     return original(self, obj, request)
 
 
-@lru_cache(maxsize=8)
-def _limits(vocab_size: int, takes_media: bool, seeded: bool) -> Limits:
+def _limits(manager: Any) -> Limits:
+    """What the server of this tokenizer manager can take."""
     from sglang.srt.environ import envs
 
-    flat = not envs.SGLANG_USE_PICKLE_IPC.get()
-    return Limits(vocab_size, flat_params=flat, takes_media=takes_media, seeded=seeded)
+    return Limits(
+        manager.model_config.vocab_size,
+        flat_params=not envs.SGLANG_USE_PICKLE_IPC.get(),
+        takes_media=manager.mm_processor is not None,
+        seeded=bool(manager.server_args.enable_deterministic_inference),
+    )
 
 
 def check_fields(manager: Any, obj: Any, request: Any) -> None:
@@ -80,8 +83,7 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
         if manager.is_generation and not _asks_for_health(request):
             raise RequestError("this server generates text: embeddings, rewards and classes are not served")
         return
-    media, seeded = manager.mm_processor is not None, manager.server_args.enable_deterministic_inference
-    check_request(vars(obj), _limits(manager.model_config.vocab_size, media, bool(seeded)))
+    check_request(vars(obj), _limits(manager))
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
     if not _asks_for_health(request) and any(_looks_like_health(rid) for rid in rids):
         raise RequestError("rid must not start with HEALTH_CHECK: SGLang's own health checks do")
@@ -222,7 +224,7 @@ def _name_the_field(original: Callable[[Any], str | None], body: Any) -> str | N
     if wrong is None or not applies(manager.server_args):
         return wrong
     try:
-        check_request(body, _limits(manager.model_config.vocab_size, manager.mm_processor is not None))
+        check_request(body, _limits(manager))
     except RequestError as error:
         return str(error)
     return wrong
