@@ -18,7 +18,7 @@ from typing import Any
 from fastapi import HTTPException
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.boundary import Limits, RequestError, check_prompt, check_request
+from adaserve.boundary import OF_MEDIA, Limits, RequestError, check_prompt, check_request
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 
@@ -83,7 +83,11 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
         if manager.is_generation and not _asks_for_health(request):
             raise RequestError("this server generates text: embeddings, rewards and classes are not served")
         return
-    check_request(vars(obj), _limits(manager))
+    limits = _limits(manager)
+    check_request(vars(obj), limits)
+    if not limits.takes_media:
+        for name in OF_MEDIA:
+            setattr(obj, name, None)
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
     if not _asks_for_health(request) and any(_looks_like_health(rid) for rid in rids):
         raise RequestError("rid must not start with HEALTH_CHECK: SGLang's own health checks do")

@@ -1,6 +1,6 @@
 """Routes of SGLang's HTTP server that ADASERVE does not offer are refused, and so are huge bodies.
 
-A body that SGLang's validators cannot even look at gets 400 in place of 500.
+What SGLang cannot make a request of gets 400 in place of 500.
 
 Why: many control routes hand what a client sends to the scheduler, where a wrong value ends it, and most are
 open to everybody when the server has no key. Those for features that ADASERVE refuses at the start (LoRA,
@@ -20,6 +20,7 @@ from adaserve.patches import hook
 
 MAX_BODY_BYTES = 32 << 20
 _READER = "request_body_to_args"  # FastAPI's step from a parsed body to a route's arguments
+_BUILDER = "vertex_generate"  # hands a client's fields to the constructor of a request as they are
 
 _WEIGHTS = "weights are packed when the server starts: restart it to serve others"
 _LORA = "LoRA adapters are not served"
@@ -117,12 +118,18 @@ class Routes:
 
 
 async def _unreadable(request: Any, error: Exception) -> Any:
-    """A body on which SGLang's own validators fall over, such as a number where they expect an object."""
+    """A request on which SGLang falls over before it is one: 400 where the fault is the client's."""
     from adaserve.patches.boundary import refusal
 
-    if not any(frame.f_code.co_name == _READER for frame, _ in walk_tb(error.__traceback__)):
+    if not _is_the_clients(error):
         raise error
     return refusal(f"the body is no request of {request.url.path}: {error}")
+
+
+def _is_the_clients(error: Exception) -> bool:
+    """A ValueError, by SGLang's own custom; a body its validators choke on; a field no request has."""
+    names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
+    return isinstance(error, ValueError) or _READER in names or names[-1] == _BUILDER
 
 
 async def _answer(send: Send, status: int, message: str) -> None:

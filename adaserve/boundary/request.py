@@ -107,11 +107,13 @@ EACH: dict[str, Check] = {
 }
 """Fields with one value for the request, or a list with one for each of its prompts."""
 
+_MEDIA = ("image_data", "video_data", "audio_data")
+OF_MEDIA = (*_MEDIA, "modalities", "mm_hashes", "mm_content_hashes")
+"""What a model of text has no use for. SGLang trusts the lengths even of lists that hold nothing."""
+
 WHOLE: dict[str, Check] = {
     "input_embeds": embeds,
-    "image_data": media,
-    "video_data": media,
-    "audio_data": media,
+    **dict.fromkeys(_MEDIA, media),
     "session_params": session_params,
     "session_id": text(MAX_ID_CHARACTERS, least=1),
     "stream": flag,
@@ -157,8 +159,8 @@ WHOLE: dict[str, Check] = {
 }
 """Fields with one value for the whole request."""
 
-BY_SGLANG = frozenset({"modalities", "mm_hashes", "mm_content_hashes", "return_hidden_states"})
-"""Fields that SGLang checks itself, or that nothing reads for a model of text."""
+BY_SGLANG = frozenset({*OF_MEDIA, "return_hidden_states"}) - WHOLE.keys()
+"""Fields that SGLang checks itself, or that are dropped for a model of text."""
 
 
 def check_request(fields: Mapping[str, Any], limits: Limits) -> None:

@@ -190,6 +190,11 @@ def other_routes() -> Iterator[Attack]:
         yield ollama(f"{path} stop", "stop", path, stop=[5])
         yield ollama(f"{path} num_predict", "max_new_tokens", path, num_predict=2**40)
         yield ollama(f"{path} seed", "seed", path, seed=4)
+    yield Attack("chat of nothing", "/api/chat", {"model": "m", "messages": []}, "at least one message")
+    vertex = {"instances": [{"text": "fox"}], "parameters": {"sampling": 5}}
+    yield Attack("unknown parameter", "/vertex_generate", vertex, "sampling")
+    call = {"text": "a", "tools": [], "tool_call_parser": "x"}
+    yield Attack("unknown parser", "/parse_function_call", call, "tool_call_parser")
     embed = {"model": "m", "input": "hello"}
     yield Attack("embeddings", "/v1/embeddings", embed, "")
     yield Attack("encode", "/encode", {"text": "hello"}, "")

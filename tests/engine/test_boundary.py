@@ -101,6 +101,20 @@ def test_what_is_right_is_still_served(attacked: Server, path: str) -> None:
         assert text and streamed == text
 
 
+@pytest.mark.parametrize("nothing", [None, [], [None], [[]], [[], []]])
+def test_media_that_hold_nothing_are_no_media(attacked: Server, nothing: Any) -> None:
+    params = [{"max_new_tokens": 4}, {"max_new_tokens": 4}]
+    body = {
+        "text": ["a", "b"],
+        "sampling_params": params,
+        "audio_data": nothing,
+        "image_data": nothing,
+        "modalities": ["x"],
+    }
+    answer = post(attacked, "/generate", body)
+    assert answer.status_code == 200 and len(answer.json()) == 2, answer.text
+
+
 def _text(path: str, body: dict[str, Any]) -> str:
     picks: dict[str, Any] = {
         "/generate": lambda b: b["text"],
