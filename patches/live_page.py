@@ -78,4 +78,5 @@ async def _make() -> dict[str, Any]:
     first = reports[0] if reports else {}
     states = [r["stats"] for r in reports]
     policy, baseline_ms = first.get("policy"), first.get("baseline_ms")
-    return build_snapshot(states, manager.served_model_name, policy, baseline_ms).to_json()
+    notes = [note for r in reports for note in r["host"]["notes"]]
+    return build_snapshot(states, manager.served_model_name, policy, baseline_ms, notes).to_json()

@@ -70,15 +70,27 @@ class HostCosts:
         slowdown = self._costs.slowdown
         if not self._busy and slowdown > BUSY:
             self._busy = True
-            logger.warning(
-                "AdaServe: the host is busy: forwards take %.1f times as long as they do when it is quiet "
-                "(other processes use %.0f%% of its processors)",
-                slowdown,
-                100 * self._others_share,
-            )
+            logger.warning("AdaServe: %s", self._busy_note())
         elif self._busy and slowdown < CALM:
             self._busy = False
             logger.info("AdaServe: the host is quiet again")
+
+    def _busy_note(self) -> str:
+        return (
+            f"the host is busy: forwards take {self._costs.slowdown:.1f} times as long as they do when it is "
+            f"quiet (other processes use {self._others_share:.0%} of its processors)"
+        )
+
+    def notes(self) -> list[str]:
+        """What a person who looks at the server should know now, in sentences."""
+        notes = [self._busy_note()] if self._busy else []
+        now_ms = self._ledger.baseline_s * 1e3
+        if self._follow and abs(now_ms / self._started_ms - 1) > MOVED:
+            notes.append(
+                f"the baseline is {now_ms:.1f} ms per token, learned from what was served; "
+                f"it was {self._started_ms:.1f} ms at the start"
+            )
+        return notes
 
     def _set_baseline(self) -> None:
         old_s, new_s = self._ledger.baseline_s, self._costs.baseline_s(BASELINE_CONTEXT)
@@ -99,4 +111,5 @@ class HostCosts:
             "others_share": self._others_share,
             "baseline_start_ms": self._started_ms,
             "baseline_fixed": not self._follow,
+            "notes": self.notes(),
         }

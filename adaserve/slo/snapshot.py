@@ -6,7 +6,7 @@ Built in the server's main process from the states of all scheduler processes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -100,7 +100,7 @@ class Snapshot(msgspec.Struct):
     classes: list[ClassSnapshot]
     slow: list[SlowRequest]  # newest first
     history: History
-    notes: list[str]
+    notes: list[str]  # sentences: what else should be known now
 
     def to_json(self) -> dict[str, Any]:
         built: dict[str, Any] = msgspec.to_builtins(self)
@@ -112,8 +112,9 @@ def build_snapshot(
     model: str | None = None,
     policy: str | None = None,
     baseline_ms: float | None = None,
+    notes: Iterable[str] = (),
 ) -> Snapshot:
-    """Merges the states of all ranks; an empty list gives a snapshot that says so."""
+    """Merges the states and ``notes`` of all ranks. No states at all give a snapshot that says so."""
     ranks = [msgspec.convert(s, RankState, str_keys=True) for s in states]
     now = max((r.now for r in ranks), default=0.0)
     uptime_s = now - min((r.started for r in ranks), default=now)
@@ -151,7 +152,7 @@ def build_snapshot(
         classes=[_class(name, ranks, total.classes.get(name, ClassCounts()), per_s) for name in names],
         slow=sorted((e for r in ranks for e in r.slow), key=lambda e: -e.at)[:12],
         history=_history(buckets, names, last_key),
-        notes=[] if ranks else ["the scheduler has not reported yet"],
+        notes=list(dict.fromkeys(notes)) if ranks else ["the scheduler has not reported yet"],
     )
 
 

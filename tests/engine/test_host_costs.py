@@ -155,9 +155,10 @@ def test_a_busy_host_is_said_and_changes_neither_baseline_nor_file(caplog: pytes
         server.serve(400, times=6.0)
         report = server.host.report()
         assert report["busy"] and report["slowdown"] == pytest.approx(6.0, rel=0.05)
+        assert [note.split(":")[0] for note in report["notes"]] == ["the host is busy"]
         assert server.ledger.baseline_s == quiet_s and path.read_text() == kept
         server.serve(60)
-    assert not server.host.report()["busy"]
+    assert not server.host.report()["busy"] and not server.host.report()["notes"]
     assert caplog.text.count("the host is busy") == caplog.text.count("quiet again") == 1
 
 

@@ -75,7 +75,8 @@ class Site:
         self.states = states
 
         async def snapshot(_: Request) -> dict[str, Any]:
-            return build_snapshot(self.states, "adaserve-pair", "adaserve", 28.0).to_json()
+            notes = ["the host is busy"] * len(self.states)
+            return build_snapshot(self.states, "adaserve-pair", "adaserve", 28.0, notes).to_json()
 
         if key:
 
@@ -128,6 +129,7 @@ def test_page_shows_everything(width: int, dark: bool, serve: Any, tmp_path: Pat
         assert page.log() == []
     for expected in ("coding", "chat", "summarization", "adaserve-pair", "policy adaserve", "live"):
         assert expected in text
+    assert text.count("The host is busy.") == 1
     coding = build_snapshot([state]).classes[0]
     assert coding.attainment is not None and f"{100 * coding.attainment:.1f}%" in text
     assert "tokens but gave" in text or "prefills of other requests" in text
