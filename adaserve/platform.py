@@ -48,6 +48,8 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
         server_args.disable_cuda_graph = True
         # Compiled operators would start a compiler in the middle of a request (repetition penalties do).
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # SGLang would wait a minute for a GPU's core dump before a broken server ends.
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")
         # SGLang has filled in its own CPU defaults by now; torch_native ignores tree masks.
         if server_args.attention_backend in (None, "intel_amx", "torch_native"):
             server_args.attention_backend = ATTENTION_BACKEND

@@ -42,18 +42,22 @@ LEAST_AGE_S = 1.0
 """A snapshot is kept this long, because the schedulers stand still while they report their state."""
 
 
+PATIENCE_S = 5.0
+"""How long a scheduler may take to report. A long prefill takes longer, and so does one that hangs."""
+
+
 @dataclass
 class _Latest:
     made_s: float = float("-inf")  # time.monotonic
     snapshot: dict[str, Any] = field(default_factory=dict)
-    making: asyncio.Lock = field(default_factory=asyncio.Lock)
+    making: asyncio.Task[None] | None = None
 
 
 _latest = _Latest()
 
 
 async def snapshot(request: Request) -> dict[str, Any]:
-    """The state of all ranks as one JSON value, at most a second old."""
+    """The state of all ranks as one JSON value, at most a second old. Raises HTTPException."""
     from sglang.srt.runtime_context import get_serving
 
     keys = get_serving()
@@ -63,11 +67,28 @@ async def snapshot(request: Request) -> dict[str, Any]:
         and not admin_access.has_admin_key(request, keys.admin_api_key)
     ):
         raise HTTPException(401, "this needs the server's admin key")
-    async with _latest.making:
-        if time.monotonic() - _latest.made_s >= LEAST_AGE_S:
-            _latest.snapshot = await _make()
-            _latest.made_s = time.monotonic()
+    if time.monotonic() - _latest.made_s >= LEAST_AGE_S:
+        await _renewed()
     return _latest.snapshot
+
+
+async def _renewed() -> None:
+    """Waits for a new snapshot, which all that ask share. Raises HTTPException when it takes too long.
+
+    SGLang never gets over a question that was taken back, so the question is left standing.
+    """
+    if _latest.making is None or _latest.making.done():
+        _latest.making = asyncio.create_task(_renew())
+    done, _ = await asyncio.wait({_latest.making}, timeout=PATIENCE_S)
+    if not done:
+        why = f"the scheduler has not answered for {PATIENCE_S:.0f} s: a forward takes long, or it hangs"
+        raise HTTPException(503, why)
+    await _latest.making
+
+
+async def _renew() -> None:
+    _latest.snapshot = await _make()
+    _latest.made_s = time.monotonic()
 
 
 async def _make() -> dict[str, Any]:

@@ -134,6 +134,32 @@ def test_the_snapshot_is_made_once_a_second_for_everybody(
     assert s.made == 2
 
 
+def test_a_scheduler_that_hangs_is_asked_once_and_the_page_is_told(
+    site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s, asked = site(), 0
+    monkeypatch.setattr(live_page, "PATIENCE_S", 0.05)
+
+    async def ask() -> list[int]:
+        awake = asyncio.Event()
+
+        async def make() -> dict[str, Any]:
+            nonlocal asked
+            asked += 1
+            await awake.wait()
+            return {}
+
+        monkeypatch.setattr(live_page, "_make", make)
+        transport = httpx.ASGITransport(s.app, client=LOCAL)
+        async with httpx.AsyncClient(transport=transport, base_url="http://h") as http:
+            codes = [(await http.get("/slo/snapshot.json")).status_code for _ in range(2)]
+            awake.set()
+            return [*codes, (await http.get("/slo/snapshot.json")).status_code]
+
+    assert asyncio.run(ask()) == [503, 503, 200]
+    assert asked == 1
+
+
 def test_the_guarded_route_is_sglangs() -> None:
     from sglang.srt.entrypoints.http_server import app
 
