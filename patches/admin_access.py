@@ -1,9 +1,9 @@
-"""Who may change the policy and the prefills of a running server.
+"""Who may change the policy and the prefills of a running server, and who may abort everybody's requests.
 
 Why: without an admin key SGLang lets everybody who may send requests call ``/set_internal_state``, and its
-CORS headers let any web page do so from a browser on this machine. Policy and prefills concern all users, so
-while ADASERVE runs that route takes the admin key alone; or, on a server without any key, a program on the
-same machine.
+CORS headers let any web page do so from a browser on this machine. ``/abort_request`` with ``abort_all`` is
+just as open. Both concern all users, so while ADASERVE runs they take the admin key alone; or, on a server
+without any key, a program on the same machine.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from urllib.parse import urlsplit
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from pydantic import TypeAdapter, ValidationError
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve.identity import is_ours
 
 CONTROL_PATH = "/set_internal_state"
+ABORT_PATH = "/abort_request"
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """Headers by which a proxy on this machine shows that a request came from elsewhere."""
 
 
 def guard(app: Any) -> None:
-    """Puts the rule in front of SGLang's route, before the app serves."""
+    """Puts the rule in front of SGLang's routes, before the app serves."""
     for route in app.router.routes:
-        if getattr(route, "path", None) == CONTROL_PATH:
+        if getattr(route, "path", None) in (CONTROL_PATH, ABORT_PATH):
             route.app = _guarded(route.app)
 
 
@@ -35,14 +37,38 @@ def _guarded(app: ASGIApp) -> ASGIApp:
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         from sglang.srt.runtime_context import get_serving, get_spec
 
-        keys = get_serving()
-        answer: ASGIApp = app
-        if is_ours(get_spec().speculative_algorithm):
-            reason = refusal(Request(scope), keys.api_key, keys.admin_api_key)
-            answer = app if reason is None else JSONResponse({"error": reason}, 403)
-        await answer(scope, receive, send)
+        if not is_ours(get_spec().speculative_algorithm):
+            await app(scope, receive, send)
+            return
+        request, keys = Request(scope, receive), get_serving()
+        body = await request.body()
+        reason = None
+        if request.url.path != ABORT_PATH or _aborts_all(body):
+            reason = refusal(request, keys.api_key, keys.admin_api_key)
+        answer: ASGIApp = app if reason is None else JSONResponse({"error": reason}, 403)
+        await answer(scope, _replayed(body, receive), send)
 
     return serve
+
+
+def _aborts_all(body: bytes) -> bool:
+    """As SGLang's route reads it, which takes "yes" and 1 as well. True also for what only it might read."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    try:
+        return bool(TypeAdapter(AbortReq).validate_json(body).abort_all)
+    except ValidationError:
+        return True
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body once more, for the app that it is passed on to."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return first.pop() if first else await receive()
+
+    return again
 
 
 def refusal(request: Request, api_key: str | None, admin_key: str | None) -> str | None:

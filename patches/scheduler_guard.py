@@ -10,6 +10,8 @@ be wrong.
 
 SGLang aborts by prefix: when the client of request ``a`` hangs up, every request whose id starts with ``a``
 would end. Here only ``a`` does, and ``a_0``, ``a_1``, ... which SGLang itself makes of a batch.
+
+SGLang keeps as many open sessions as anybody cares to open. Here there is a most.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from adaserve.patches import hook
 
 logger = logging.getLogger("adaserve")
 
+MAX_SESSIONS = 10_000
+"""Open at the same time. Each is kept by the scheduler until it is closed or times out."""
+
 _KNOWN = "_adaserve_requests"
 _HIDDEN = "\0"  # no id of a client starts with it while others are aborted
 
@@ -37,6 +42,7 @@ def register() -> None:
     hook(f"{scheduler}._create_generation_req", _remember, HookType.AFTER)
     hook(f"{scheduler}.handle_generate_request", _take_in, HookType.AROUND)
     hook(f"{scheduler}.abort_request", _abort, HookType.AROUND)
+    hook("sglang.srt.session.session_controller.SessionController.open", _open_session, HookType.AROUND)
 
 
 def known_requests(scheduler: Any) -> WeakValueDictionary[str, Any]:
@@ -88,6 +94,15 @@ def _refuse(scheduler: Any, recv_req: Any, status: HTTPStatus, message: str) -> 
 
     reason = {"type": "abort", "status_code": int(status), "message": message, "err_type": status.phrase}
     scheduler.send_abort_output(AbortReq(rid=recv_req.rid, finished_reason=reason), recv_req)
+
+
+def _open_session(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    from sglang.srt.managers.io_struct import OpenSessionReqOutput
+
+    if len(self.sessions) < MAX_SESSIONS:
+        return original(self, recv_req)
+    logger.warning("adaserve: session %r is refused: %s are open", recv_req.session_id, MAX_SESSIONS)
+    return OpenSessionReqOutput(session_id=recv_req.session_id, success=False)
 
 
 def _abort(original: Callable[..., None], self: Any, recv_req: Any) -> None:

@@ -59,6 +59,7 @@ TARGETS = {
     f"{MANAGERS}.scheduler.Scheduler._create_generation_req": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.handle_generate_request": ["self", "recv_req", "mm_input_error"],
     f"{MANAGERS}.scheduler.Scheduler.abort_request": ["self", "recv_req"],
+    "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
     "sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata": ["meta_info"],

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import Body, FastAPI
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, auth_level
 
 from adaserve.identity import NAME
@@ -26,12 +27,19 @@ class Site:
         self, patch: pytest.MonkeyPatch, api_key: str | None, admin_key: str | None, algorithm: str = NAME
     ) -> None:
         self.app, self.made, self.changed = FastAPI(), 0, 0
+        self.aborted: list[AbortReq] = []
 
         @self.app.post("/set_internal_state")
         @auth_level(AuthLevel.ADMIN_OPTIONAL)
         async def change() -> list[bool]:
             self.changed += 1
             return [True]
+
+        @self.app.post("/abort_request")
+        @auth_level(AuthLevel.ADMIN_OPTIONAL)
+        async def abort(obj: Annotated[AbortReq, Body()]) -> bool:
+            self.aborted.append(obj)
+            return True
 
         async def make() -> dict[str, Any]:
             self.made += 1
@@ -55,8 +63,21 @@ class Site:
         assert (status == 200) == (self.changed > before), status
         return status == 200
 
+    def abort(self, content: str | bytes, key: str | None = None, client: tuple[str, int] = LOCAL) -> bool:
+        """Whether SGLang's own route was asked."""
+        before = len(self.aborted)
+        headers = {"content-type": "application/json"}
+        self._send("POST", "/abort_request", client, key, headers, content)
+        return len(self.aborted) > before
+
     def _send(
-        self, method: str, path: str, client: tuple[str, int], key: str | None, headers: dict[str, str]
+        self,
+        method: str,
+        path: str,
+        client: tuple[str, int],
+        key: str | None,
+        headers: dict[str, str],
+        content: str | bytes = b"",
     ) -> int:
         async def send() -> int:
             transport = httpx.ASGITransport(self.app, client=client)
@@ -64,7 +85,9 @@ class Site:
             given = {"authorization": f"Bearer {key}"} if key else {}
             named = {k.replace("_", "-"): v for k, v in headers.items()}
             async with httpx.AsyncClient(transport=transport, base_url=base) as http:
-                return (await http.request(method, path, headers={**given, **named})).status_code
+                return (
+                    await http.request(method, path, headers={**given, **named}, content=content)
+                ).status_code
 
         return asyncio.run(send())
 
@@ -95,6 +118,19 @@ def test_with_keys_only_the_admin_changes_anything(site: Callable[..., Site]) ->
         s = site(**keys)
         assert s.change("root") and s.change("root", client=FAR)
         assert not s.change() and not s.change("user") and not s.change("roo")
+
+
+ALL = '{"abort_all": true}'
+
+
+def test_everybodys_requests_are_aborted_by_the_admin_only(site: Callable[..., Site]) -> None:
+    s = site()
+    assert s.abort(ALL) and not s.abort(ALL, client=FAR)
+    for alike in ('{"abort_all": "yes"}', '{"abort_all": 1, "rid": "a"}', ALL.encode("utf-16"), "[NaN]"):
+        assert not s.abort(alike, client=FAR), alike
+    assert s.abort('{"rid": "a"}', client=FAR) and s.aborted[-1].rid == "a"
+    with_key = site(api_key="user", admin_key="root")
+    assert with_key.abort(ALL, "root") and not with_key.abort(ALL, "user")
 
 
 def test_other_algorithms_keep_sglangs_own_rule(site: Callable[..., Site]) -> None:
