@@ -217,6 +217,14 @@ def bench_latency(
     ] = "0,0.7",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 64,
+    repetition: Annotated[
+        Any,
+        typer.Option(
+            parser=words,
+            metavar="A,B",
+            help="Text that repeats itself instead of held-out text: edits, turns, templates, json.",
+        ),
+    ] = "",
     cpu_weights: Weights = "auto",
     budget: Budget = None,
     out: Annotated[
@@ -225,10 +233,13 @@ def bench_latency(
 ) -> None:
     """Compare TPOT with plain decoding at several batch sizes, in turns on one server."""
     from adaserve.bench.latency import BASE, LatencyPlan, run_latency
+    from adaserve.bench.repetition import KINDS
     from adaserve.server import ServerError
 
     others = tuple(p for p in policies if p != BASE)
-    plan = LatencyPlan(others, batches, temperatures, rounds, tokens)
+    if wrong := set(repetition) - set(KINDS):
+        raise typer.BadParameter(f"--repetition knows {', '.join(KINDS)}, not {', '.join(sorted(wrong))}")
+    plan = LatencyPlan(others, batches, temperatures, rounds, tokens, repetition=repetition)
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
     spec = _spec(model, draft, size, cpu_weights=cpu_weights, budget=budget, prefill="exclusive")
     try:

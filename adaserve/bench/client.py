@@ -18,13 +18,14 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request; it generates exactly ``tokens`` tokens."""
+    """One request; it generates exactly ``tokens`` tokens, with a schema at most so many."""
 
     prompt: str | Sequence[int]  # text, or token ids
     tokens: int
     temperature: float = 0.0
     slo_class: str | None = None
     slo_tpot_ms: float | None = None
+    json_schema: str | None = None
 
     def plain(self) -> Ask:
         """The same without an SLO, for servers without AdaServe."""
@@ -35,8 +36,10 @@ class Ask:
         params: dict[str, Any] = {
             "temperature": self.temperature,
             "max_new_tokens": self.tokens,
-            "ignore_eos": True,
+            "ignore_eos": self.json_schema is None,
         }
+        if self.json_schema is not None:
+            params["json_schema"] = self.json_schema
         slo = {"slo_class": self.slo_class, "slo_tpot_ms": self.slo_tpot_ms}
         if given := {k: v for k, v in slo.items() if v is not None}:
             params["custom_params"] = given

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.table import Table
 from adaserve.bench import client
 from adaserve.bench.client import Ask
 from adaserve.bench.prompts import DISTINCT, distinct_share, held_out
+from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
 from adaserve.loadgen.results import new_results_dir, provenance
@@ -40,6 +41,8 @@ class LatencyPlan:
     rounds: int = 5
     tokens: int = 64
     seed: int = 0
+    repetition: tuple[str, ...] = ()
+    """Kinds of :mod:`adaserve.bench.repetition`; none = held-out text that is continued without loops."""
 
     @property
     def steps(self) -> int:
@@ -83,28 +86,36 @@ def run(server: ServerProcess, plan: LatencyPlan, done: Callable[[str], None]) -
     """Measures everything in ``plan``; ``done`` is told after each batch."""
     samples = []
     for temperature in plan.temperatures:
-        prompts = _prompts_that_do_not_loop(server, plan, temperature)
-        done(f"T={temperature:g}: {len(prompts)} prompts whose output does not loop")
+        asks = _asks(server, plan, temperature)
+        done(f"T={temperature:g}: {len(asks)} prompts")
         for batch in plan.batches:
             for turn in range(plan.rounds):
-                texts = [prompts[(turn * 37 + i) % len(prompts)] for i in range(batch)]
-                _prefill(server, plan, texts)
+                chosen = [asks[(turn * 37 + i) % len(asks)] for i in range(batch)]
+                _prefill(server, plan, chosen)
                 for policy in (BASE, *plan.policies):
-                    samples.append(_measure(server, policy, texts, temperature, turn, plan.tokens))
+                    samples.append(_measure(server, policy, chosen, turn))
                     done(f"batch {batch}, T={temperature:g}, {policy}")
     return samples
 
 
-def _prompts_that_do_not_loop(server: ServerProcess, plan: LatencyPlan, temperature: float) -> list[str]:
+def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float) -> list[Ask]:
+    if plan.repetition:
+        found = repetitive(plan.repetition, SCREENED, plan.seed)
+    else:
+        found = _that_do_not_loop(server, plan, temperature)
+    return [replace(ask, tokens=plan.tokens, temperature=temperature) for ask in found]
+
+
+def _that_do_not_loop(server: ServerProcess, plan: LatencyPlan, temperature: float) -> list[Ask]:
     """Held-out code and prose after which plain decoding does not repeat itself: loops inflate acceptance."""
-    candidates = held_out(plan.seed)[:SCREENED]
+    candidates = [Ask(text, plan.tokens, temperature) for text in held_out(plan.seed)[:SCREENED]]
     server.set_policy(BASE)
     kept = []
     for start in range(0, len(candidates), 32):
-        texts = candidates[start : start + 32]
-        answers = _generate(server, texts, temperature, plan.tokens)
+        asks = candidates[start : start + 32]
+        answers = client.batch(server.url, asks)
         kept += [
-            t for t, a in zip(texts, answers, strict=True) if distinct_share(a["output_ids"]) >= DISTINCT
+            ask for ask, a in zip(asks, answers, strict=True) if distinct_share(a["output_ids"]) >= DISTINCT
         ]
     if len(kept) < 8:
         raise ServerError(
@@ -114,25 +125,17 @@ def _prompts_that_do_not_loop(server: ServerProcess, plan: LatencyPlan, temperat
     return kept
 
 
-def _prefill(server: ServerProcess, plan: LatencyPlan, texts: Sequence[str]) -> None:
+def _prefill(server: ServerProcess, plan: LatencyPlan, asks: Sequence[Ask]) -> None:
     """Puts the prompts into both KV caches, so that what follows is decoding and nothing else."""
     server.set_policy(plan.policies[0] if plan.policies else BASE)
     server.drain()
-    _generate(server, texts, 0.0, 1)
+    client.batch(server.url, [replace(ask, tokens=1, temperature=0.0) for ask in asks])
 
 
-def _generate(
-    server: ServerProcess, texts: Sequence[str], temperature: float, tokens: int
-) -> list[dict[str, Any]]:
-    return client.batch(server.url, [Ask(text, tokens, temperature) for text in texts])
-
-
-def _measure(
-    server: ServerProcess, policy: str, texts: Sequence[str], temperature: float, turn: int, tokens: int
-) -> Sample:
+def _measure(server: ServerProcess, policy: str, asks: Sequence[Ask], turn: int) -> Sample:
     server.set_policy(policy)
     before = server.report()["times"]
-    answers = _generate(server, texts, temperature, tokens)
+    answers = client.batch(server.url, asks)
     after = server.report()["times"]
     spent = {k: after[k] - before[k] for k in after}
     n = max(1.0, spent["iterations"])
@@ -142,8 +145,8 @@ def _measure(
     loop_ms = spent["loop_s"] / max(1.0, spent["loops"]) * 1e3
     return Sample(
         policy=policy,
-        batch=len(texts),
-        temperature=temperature,
+        batch=len(asks),
+        temperature=asks[0].temperature,
         round=turn,
         tpot_ms=statistics.mean(m["slo"]["tpot_ms"] for m in meta),
         accept_length=sum(m["completion_tokens"] - 1 for m in meta) / max(1, verifications),

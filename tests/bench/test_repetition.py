@@ -1,0 +1,31 @@
+"""Text that repeats itself, to measure retrieval drafts with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from adaserve.bench.repetition import KINDS, SCHEMA, repetitive
+
+
+def test_the_same_seed_gives_the_same_requests_in_turn_of_kinds() -> None:
+    asks = repetitive(count=12, seed=3)
+    assert asks == repetitive(count=12, seed=3) != repetitive(count=12, seed=4)
+    assert [ask.json_schema is not None for ask in asks] == [kind == "json" for kind in list(KINDS) * 3]
+    assert len({ask.prompt for ask in asks}) == 12
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "json"])
+def test_a_prompt_ends_with_words_that_it_has_said_before(kind: str) -> None:
+    for ask in repetitive([kind], 40):
+        words = str(ask.prompt).split()
+        end = words[-1:] if kind == "templates" else words[-3:]
+        earlier = [words[i : i + len(end)] for i in range(len(words) - len(end))]
+        assert end in earlier or kind == "edits", ask.prompt
+
+
+def test_a_schema_ends_an_answer_before_its_tokens_do() -> None:
+    ask, plain = repetitive(["json", "turns"], 2)
+    assert json.loads(ask.body()["sampling_params"]["json_schema"]) == SCHEMA
+    assert not ask.body()["sampling_params"]["ignore_eos"] and plain.body()["sampling_params"]["ignore_eos"]
