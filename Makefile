@@ -1,12 +1,14 @@
 # What people and CI run. `make` alone says what there is.
 PYTHON ?= python3
 ARGS ?=
+MINUTES ?= 10
+REQUESTS ?=
 BIN := .venv/bin
 # The type checker and the import linter see the packages as they are imported, not as folders lie.
 TREE := .local/tree
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all check format bench sweep results gpu-check gpu-bundle pins clean
+.PHONY: help env demo test test-all check format bench sweep soak results gpu-check gpu-bundle pins clean
 
 help: ## List the targets
 	@echo "AdaServe: every LLM request at the speed it asks for"
@@ -44,6 +46,9 @@ bench: env ## Measure TPOT against plain decoding at several batch sizes; JSON u
 
 sweep: env ## Policies against load, urgent share, SLO scale and peaks on a real server (an hour; ARGS=--quick: minutes)
 	@$(BIN)/adaserve bench sweep $(ARGS)
+
+soak: env ## Random mixes of everything against one server, with invariants checked all the time (MINUTES=10 or REQUESTS=N)
+	@$(BIN)/adaserve bench soak $(if $(REQUESTS),--requests $(REQUESTS),--minutes $(MINUTES)) $(ARGS)
 
 results: env ## Draw the tables and figures under results/ again from their records
 	@for dir in results/*/; do \

@@ -22,7 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-EXTRA = ("locust", "matplotlib", "jinja2")
+EXTRA = ("locust", "matplotlib", "jinja2", "aiohttp")
 """Libraries of the extra ``adaserve[bench]``, and the commands that need them."""
 MEASURING = ("bench", "demo", "gpu-check", "report", "simulate")
 bench = typer.Typer(help="Measure: load tests and latency.", no_args_is_help=True)
@@ -252,11 +252,13 @@ def _mount() -> None:
     """Commands that live in other packages."""
     from adaserve.bench.gpu_check.cli import gpu_check
     from adaserve.bench.simulate import app as simulator
+    from adaserve.bench.soak.cli import bench_soak
     from adaserve.bench.sweep.cli import bench_sweep
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
 
     bench.command("serve")(loadgen.bench_serve)
+    bench.command("soak")(bench_soak)
     bench.command("sweep")(bench_sweep)
     app.add_typer(bench, name="bench")
     app.command("gpu-check")(gpu_check)

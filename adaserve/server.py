@@ -97,6 +97,9 @@ class ServerSpec:
         env = {**os.environ, "ADASERVE_CONFIG": config.to_json()}
         env.setdefault("OMP_NUM_THREADS", str(usable_cores()))
         env.setdefault("PYTHONWARNINGS", "ignore")
+        # An HTTP worker imports SGLang before it answers uvicorn's health check. Uvicorn kills it after 10 s
+        # and starts another one, so with several workers on a busy host none would ever be ready.
+        env.setdefault("SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT", "120")
         return env
 
 
@@ -216,6 +219,17 @@ class ServerProcess:
             p.kill()
         psutil.wait_procs(alive, timeout=5.0)
         process.wait()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process that was started still runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Process id of a server that was started; its other processes are children."""
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
 
     def report(self) -> dict[str, Any]:
         """State of the first scheduler: policy, baseline, times, statistics."""

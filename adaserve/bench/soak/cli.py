@@ -1,0 +1,47 @@
+"""The command ``adaserve bench soak``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def bench_soak(
+    *,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="Length.", show_default="10, without --requests")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this many requests instead.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="HTTP processes of the server.")] = 4,
+    clients: Annotated[int, typer.Option(min=1, help="Client processes.")] = 3,
+    seed: Annotated[int, typer.Option(help="What is drawn.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-soak")
+    ] = None,
+) -> None:
+    """Random mixes of everything against a real server, with invariants checked while it runs.
+
+    The server has little memory and several HTTP processes. Clients stream, leave, abort, read slowly and
+    get killed, while the policy changes. Ctrl-C ends it in order. Exit code 1: an invariant was violated."""
+    from adaserve.bench.soak.run import SoakPlan, run_soak
+    from adaserve.loadgen.results import new_results_dir
+    from adaserve.server import ServerError
+
+    console = Console(stderr=True)
+    if minutes is None and requests is None:
+        minutes = 10.0
+    plan = SoakPlan(minutes=minutes, requests=requests, workers=workers, clients=clients, seed=seed)
+    folder = out or new_results_dir(Path("results"), "soak")
+    try:
+        record = run_soak(plan, folder, console)
+    except ServerError as error:
+        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    verdict = "all invariants held" if record.held else "invariants were violated"
+    console.print(f"{verdict}: {folder}/README.md", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if record.held else 1)

@@ -1,0 +1,152 @@
+"""The record of a soak: JSON for programs, one page of Markdown for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from adaserve.bench.soak.invariants import GROWTH_MIB, Growth, MemorySample, memory_growth
+from adaserve.bench.soak.tally import Tally
+from adaserve.loadgen.results import provenance, write_json
+
+INVARIANTS = {
+    "exact text": "greedy answers equal those of the unloaded server without speculation, byte for byte",
+    "answers": "every answer is complete and well-formed, and its stream adds up",
+    "statuses": "every status is the one that is due",
+    "slots": "at quiet points nothing runs, and the whole KV pool can be used and emptied",
+    "counters": "Prometheus and /slo count the requests and tokens that clients counted, by class",
+    "memory": f"no process grows by more than {GROWTH_MIB:.0f} MiB after its warm-up",
+    "hang": "every probe and every request is answered within the deadline",
+    "log": "the log shows no exception and no leak",
+    "server": "the server lives",
+    "clients": "the soak's own clients live",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that is written down."""
+
+    data: Mapping[str, Any]
+
+    @property
+    def held(self) -> bool:
+        """Whether no invariant was violated."""
+        return not self.data["violations"]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        plan: Mapping[str, Any],
+        tally: Tally,
+        samples: Sequence[MemorySample],
+        seconds: float,
+        extra: Mapping[str, Any],
+        interrupted: bool,
+    ) -> Record:
+        return cls(
+            {
+                **{key: value for key, value in provenance().items() if key != "command"},
+                "plan": dict(plan),
+                "interrupted": interrupted,
+                "seconds": round(seconds, 1),
+                "requests": tally.total,
+                "requests_per_s": round(tally.total / max(seconds, 1e-9), 1),
+                "by_kind": dict(tally.requests.most_common()),
+                "statuses": {str(k): n for k, n in sorted(tally.statuses.items())},
+                "ends": dict(tally.ends.most_common()),
+                "streams": tally.streams,
+                "compared_with_reference": tally.compared,
+                "sequences_by_class": dict(tally.served),
+                "tokens_by_class": dict(tally.served_tokens),
+                "unknown_ends_by_class": dict(tally.maybe),
+                "slowest_answer_s": round(tally.slowest_s, 2),
+                **extra,
+                "memory": [_growth(g) for g in memory_growth(samples)],
+                "memory_samples": len(samples),
+                "violations": dict(tally.violated),
+                "violation_details": [asdict(v) for v in tally.violations],
+            }
+        )
+
+
+def _growth(growth: Growth) -> dict[str, Any]:
+    return {k: round(v, 1) if isinstance(v, float) else v for k, v in asdict(growth).items()}
+
+
+def write(record: Record, out: Path) -> None:
+    """``soak.json`` and ``README.md`` in the folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "soak.json", dict(record.data))
+    (out / "README.md").write_text(markdown(record), encoding="utf-8")
+
+
+def markdown(record: Record) -> str:
+    """One page."""
+    d = record.data
+    verdict = "All invariants held." if record.held else "**Invariants were violated**; see below."
+    stopped = " It was stopped before its time." if d["interrupted"] else ""
+    lines = [
+        "# Soak",
+        "",
+        f"{d['requests']:,} requests in {d['seconds'] / 60:.1f} minutes ({d['requests_per_s']}/s), seed "
+        f"{d['plan']['seed']}, commit `{d['git_sha']}`, {d['cpu']}, {d['usable_cores']} cores.{stopped}",
+        "",
+        verdict,
+        "",
+        *_table(
+            ("invariant", "what it says", "violations"),
+            [(name, says, str(d["violations"].get(name, 0))) for name, says in INVARIANTS.items()],
+        ),
+        f"{d['compared_with_reference']:,} answers were compared with a reference; {d['streams']:,} were "
+        f"streams. {d['quiet_points']} quiet points, {d['probes']} probes (longest {d['longest_probe_s']} s"
+        f"), {d['policy_changes']} changes of policy or prefills, {d.get('retractions', 'unknown')} "
+        f"retractions. Slowest answer: {d['slowest_answer_s']} s.",
+        "",
+        "## Requests",
+        "",
+        *_table(("kind", "requests"), [(k, f"{n:,}") for k, n in d["by_kind"].items()]),
+        "Statuses: " + _counts(d["statuses"]) + ". Ends of sequences: " + _counts(d["ends"]) + ".",
+        "",
+        "## Memory after the warm-up",
+        "",
+        *_table(
+            ("process", "first MiB", "last MiB", "MiB per hour", "judged"),
+            [
+                (
+                    m["role"],
+                    str(m["first_mib"]),
+                    str(m["last_mib"]),
+                    str(m["mib_per_hour"]),
+                    _yes(m["judged"]),
+                )
+                for m in d["memory"]
+            ],
+        ),
+        *_violations(d["violation_details"]),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "too short"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines] + [""]
+
+
+def _violations(details: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not details:
+        return []
+    shown = [f"- **{v['invariant']}** {json.dumps(v['text'])[:900]}" for v in details[:20]]
+    return ["## Violations", "", *shown, ""]
