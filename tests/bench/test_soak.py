@@ -35,6 +35,7 @@ from adaserve.bench.soak.invariants import (
     idle_faults,
     log_faults,
     memory_growth,
+    process_fault,
     snapshot_faults,
 )
 from adaserve.bench.soak.mix import Mix, greedy_cases
@@ -316,6 +317,13 @@ def test_memory_that_grows_after_the_warm_up_is_noticed() -> None:
     assert [g.fault for g in memory_growth(flat)] == [None, None]
     faults = {g.role: g.fault for g in memory_growth(growing)}
     assert faults["main"] is None and faults["scheduler"] is not None
+
+
+def test_a_process_that_was_replaced_is_noticed() -> None:
+    first = MemorySample(0.0, {"main": 1.0, "worker:7": 1.0})
+    assert process_fault(first, MemorySample(1.0, {"main": 2.0, "worker:7": 2.0})) is None
+    fault = process_fault(first, MemorySample(1.0, {"main": 2.0, "worker:8": 2.0}))
+    assert fault is not None and "worker:7" in fault and "worker:8" in fault
 
 
 def test_memory_of_a_short_run_is_not_judged() -> None:

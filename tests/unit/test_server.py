@@ -1,4 +1,4 @@
-"""The start of a server whose port somebody else takes meanwhile."""
+"""The start of a server: ports that somebody else takes, and HTTP workers that take their time."""
 
 from __future__ import annotations
 
@@ -48,3 +48,15 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server, "_PORTS", range(port, port + 1))
         with pytest.raises(ServerError, match="choose one with --port"):
             free_port()
+
+
+def test_http_workers_may_take_their_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uvicorn kills a worker that does not answer in time, and importing SGLang takes 20 s on a busy host."""
+    from sglang.srt.environ import envs
+
+    name = "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(name, ServerSpec("model", "draft").environment()[name])
+    assert envs.SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT.get() >= 60
+    monkeypatch.setenv(name, "5")
+    assert ServerSpec("model", "draft").environment()[name] == "5", "what the user sets counts"

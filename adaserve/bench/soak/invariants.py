@@ -58,6 +58,14 @@ class Growth:
         )
 
 
+def process_fault(first: MemorySample, now: MemorySample) -> str | None:
+    """Uvicorn replaces HTTP workers that die, so only their names tell."""
+    if first.mib.keys() == now.mib.keys():
+        return None
+    gone, new = sorted(first.mib.keys() - now.mib.keys()), sorted(now.mib.keys() - first.mib.keys())
+    return f"processes of the server ended: {', '.join(gone) or 'none'}; new ones: {', '.join(new) or 'none'}"
+
+
 def memory_growth(samples: Sequence[MemorySample]) -> list[Growth]:
     """One entry for each process that lived through all samples."""
     late = samples[int(len(samples) * WARM_UP) :]

@@ -21,7 +21,7 @@ INVARIANTS = {
     "memory": f"no process grows by more than {GROWTH_MIB:.0f} MiB after its warm-up",
     "hang": "every probe and every request is answered within the deadline",
     "log": "the log shows no exception and no leak",
-    "server": "the server lives",
+    "server": "the server and each of its processes live",
     "clients": "the soak's own clients live",
 }
 

@@ -22,6 +22,7 @@ from adaserve.bench.soak.invariants import (
     idle_faults,
     log_faults,
     memory_growth,
+    process_fault,
     snapshot_faults,
 )
 from adaserve.bench.soak.mix import greedy_cases
@@ -132,6 +133,8 @@ class Soak:
             self.samples.append(memory(self.server.pid))
         except psutil.NoSuchProcess:
             return  # the next step says that the server ended
+        if fault := process_fault(self.samples[0], self.samples[-1]):
+            self._violate("server", fault)
 
     def _change(self) -> None:
         setting = self.control.any_setting()
@@ -247,7 +250,7 @@ def _drive(soak: Soak, console: Console) -> bool:
         return True
     try:
         soak.finish()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         console.print("stopped at once; the last checks were left out")
     return interrupted
 

@@ -15,23 +15,20 @@ from adaserve.slo.classes import DEFAULT_CLASS
 
 PROBE_S = 3.0
 TITLE = "sglang::"
+"""How SGLang names its processes."""
 
 
 def memory(pid: int) -> MemorySample:
     """Resident memory of the server's processes. Raises psutil.NoSuchProcess when it has ended."""
     server = psutil.Process(pid)
     mib = {"main": server.memory_info().rss / 2**20}
-    workers = 0
     for child in server.children(recursive=True):
         try:
-            command, rss = " ".join(child.cmdline()), child.memory_info().rss / 2**20
+            title, rss = " ".join(child.cmdline()), child.memory_info().rss / 2**20
         except psutil.NoSuchProcess:
             continue
-        if command.startswith(TITLE):
-            mib[command.removeprefix(TITLE).split()[0]] = rss
-        elif "spawn_main" in command:
-            mib[f"HTTP worker {workers}"] = rss
-            workers += 1
+        if title.startswith(TITLE):
+            mib[title.removeprefix(TITLE).strip()] = rss
     return MemorySample(time.time(), mib)
 
 
@@ -43,9 +40,8 @@ class Prober:
         self._end = threading.Event()
         self._lock = threading.Lock()
         self._tally = Tally()
-        self._pause = threading.Event()
-        self._idle = threading.Event()
-        self._idle.set()
+        self._probing = threading.Lock()
+        self._paused = False
         self.longest_s = 0.0
         self.probes = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -66,11 +62,13 @@ class Prober:
 
     def pause(self) -> None:
         """Returns when no probe is under way."""
-        self._pause.set()
-        self._idle.wait(timeout=2 * self._deadline_s)
+        self._paused = self._probing.acquire(timeout=2 * self._deadline_s)
 
     def go(self) -> None:
-        self._pause.clear()
+        """After a pause."""
+        if self._paused:
+            self._paused = False
+            self._probing.release()
 
     def _run(self) -> None:
         asks: list[Callable[[httpx.Client], httpx.Response]] = [
@@ -83,10 +81,9 @@ class Prober:
         ]
         turn = 0
         while not self._end.wait(PROBE_S):
-            if not self._pause.is_set():
-                self._idle.clear()
+            if self._probing.acquire(blocking=False):
                 self._probe(asks[turn % len(asks)])
-                self._idle.set()
+                self._probing.release()
                 turn += 1
 
     def _probe(self, ask: Callable[[httpx.Client], httpx.Response]) -> None:
