@@ -47,7 +47,7 @@ class SoakPlan:
     requests: int | None = None
     workers: int = 4  # HTTP processes of the server
     clients: int = 3  # client processes
-    lanes: int = 14  # calls that each of them has under way
+    lanes: int = 12  # calls that each of them has under way
     seed: int = 0
     cases: int = 64
     quiet_s: float = 120.0  # between two quiet points

@@ -17,7 +17,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.loadgen.server_metrics import parse_metrics
 from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port
 
-POOL_TOKENS, CONTEXT_TOKENS, RUNNING = 2048, 256, 32
+POOL_TOKENS, CONTEXT_TOKENS, RUNNING = 1536, 256, 24
 POLICIES = (
     "priced", "adaserve", "none", "chain-2", "fixed-tree", "equal-greedy", "global-greedy", "adaserve-v1",
     "turbospec", "chain-4",
@@ -53,7 +53,8 @@ def soak_server(folder: Path, workers: int, seed: int) -> ServerProcess:
     spec = ServerSpec(
         size="1M",  # less than the embedded target has: it is served as it is
         port=free_port(),
-        config=AdaServeConfig(slo_config=str(classes)),
+        # Small trees: here every token costs the same, so large ones would only make it slow.
+        config=AdaServeConfig(slo_config=str(classes), budget=48, max_depth=3, max_width=2),
         # A model that knows no JSON would fill it with blanks for ever.
         extra=(*extra, "--constrained-json-disable-any-whitespace"),
     )
