@@ -34,6 +34,20 @@ LONGEST = 120
 """Tokens that a call generates at most, and about that many may be in a prompt."""
 
 
+BLOCK = 100
+CLIENTS = 1000
+"""Seeds k x CLIENTS to (k + 1) x CLIENTS - 1 are those of one soak's clients."""
+PENALTIES = ("penalties", "logit_bias", "min_new_tokens")
+FLAVOURS: tuple[tuple[str, ...], ...] = (
+    (),
+    PENALTIES,
+    (*PENALTIES, "filters"),
+    (*PENALTIES, "json_schema", "regex", "filters"),
+    (*PENALTIES, "json_schema", "regex", "filters", "logprobs"),
+)
+"""What a block of calls does without."""
+
+
 class Texts:
     """Pieces of a few texts, so that some prompts share prefixes."""
 
@@ -141,17 +155,23 @@ def _ollama(text: str, rng: random.Random) -> Call:
 
 
 class Mix:
-    """An endless series of calls."""
+    """An endless series of calls.
+
+    Every BLOCK calls its flavour changes, so that batches are at times all alike: one penalty or filter in a
+    batch takes all of it off the shortest path."""
 
     def __init__(self, seed: int, texts: Sequence[str], cases: Sequence[Call], vocab: int) -> None:
         self._rng = random.Random(seed)
         self._name = f"{seed}"
         self._texts = Texts(texts, self._rng)
+        self._flavours = random.Random(seed // CLIENTS)  # the same for all clients of a soak
         self._cases = cases
         self._refusals = refusals(vocab)
         self._drawn = 0
 
     def draw(self) -> Call | Conversation:
+        if self._drawn % BLOCK == 0:
+            self._without = frozenset(self._flavours.choice(FLAVOURS))
         self._drawn += 1
         draw = self._rng.random()
         for share, make in (
@@ -163,7 +183,7 @@ class Mix:
         return self._dressed(self._sampled())
 
     def _exact(self) -> Call:
-        return self._dressed(self._rng.choice(self._cases))
+        return self._dressed(self._rng.choice([c for c in self._cases if c.kind not in self._without]))
 
     def _refused(self) -> Call:
         path, body = self._rng.choice(self._refusals)
@@ -173,17 +193,19 @@ class Mix:
     def _sampled(self) -> Call:
         """A call that draws its tokens, or greedy ones of a prompt that is new."""
         rng = self._rng
-        call = greedy_cases((self._texts.draw() + " ",), rng.randrange(1 << 30), 15)[rng.randrange(15)]
+        kinds = greedy_cases((self._texts.draw() + " ",), rng.randrange(1 << 30), 15)
+        call = rng.choice([c for c in kinds if c.kind not in self._without])
         body = {**call.body}
         key = {GENERATE: "sampling_params"}.get(call.path, "options" if call.path in OLLAMA else None)
         drawn: dict[str, Any] = {"temperature": rng.choice((0.0, 0.5, 0.8, 1.0, 1.5))}
-        if rng.random() < 0.4:
+        filtered = "filters" not in self._without
+        if filtered and rng.random() < 0.4:
             drawn["top_p"] = rng.choice((0.5, 0.9, 1.0))
-        if rng.random() < 0.3:
+        if filtered and rng.random() < 0.3:
             drawn["top_k"] = rng.choice((1, 20, 300))
         if call.path not in OLLAMA and rng.random() < 0.3:
             drawn["sampling_seed" if call.path == GENERATE else "seed"] = rng.randrange(1 << 30)
-        if call.path == GENERATE and rng.random() < 0.2:
+        if filtered and call.path == GENERATE and rng.random() < 0.2:
             drawn["min_p"] = 0.05
         if call.path in (COMPLETIONS, CHAT) and rng.random() < 0.3:
             drawn["n"] = 2

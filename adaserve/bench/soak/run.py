@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from adaserve.bench.soak.invariants import (
     process_fault,
     snapshot_faults,
 )
-from adaserve.bench.soak.mix import greedy_cases
+from adaserve.bench.soak.mix import CLIENTS, greedy_cases
 from adaserve.bench.soak.report import Record, write
 from adaserve.bench.soak.served import Control, references, soak_server
 from adaserve.bench.soak.tally import Tally
@@ -91,8 +91,8 @@ class Soak:
     def seconds(self) -> float:
         return time.monotonic() - self.started_s
 
-    def step(self) -> None:
-        """What is due now. Raises _EndedError."""
+    def step(self) -> bool:
+        """Does what is due now; whether that was a quiet point. Raises _EndedError."""
         self.collect()
         if not self.server.alive:
             self._violate("server", f"the server ended: {self.server.why()[-1500:]}")
@@ -106,10 +106,12 @@ class Soak:
             self._change()
         if self._is_due("kill", self.plan.kill_s):
             self._victims.append(Victim(self.server.spec.port, self.tally))
-        if self._is_due("quiet", self.plan.quiet_s):
-            self.quiet_point()
-            self.prober.go()
-            self.fleet.go()
+        if not self._is_due("quiet", self.plan.quiet_s):
+            return False
+        self.quiet_point()
+        self.prober.go()
+        self.fleet.go()
+        return True
 
     def collect(self) -> None:
         """Takes in what others have counted."""
@@ -216,20 +218,28 @@ def run_soak(plan: SoakPlan, out: Path, console: Console) -> Record:
         control.set("policy=priced")
         roles = [
             Role(
-                server.url, 1000 * plan.seed + number, plan.lanes, texts, answers, VOCAB_SIZE, plan.deadline_s
+                server.url,
+                CLIENTS * plan.seed + number,
+                plan.lanes,
+                texts,
+                answers,
+                VOCAB_SIZE,
+                plan.deadline_s,
             )
             for number in range(plan.clients)
         ]
         with Fleet(roles) as fleet, Prober(server.url, plan.deadline_s) as prober:
             soak = Soak(plan, server, control, fleet, prober)
-            interrupted = _drive(soak, console)
-            return _written(soak, out, interrupted)
+            record = _record(soak, _drive(soak, out, console))
+            write(record, out)
+            return record
     finally:
         server.stop()
 
 
-def _drive(soak: Soak, console: Console) -> bool:
-    """Whether it was stopped before its time. Ctrl-C and SIGTERM end it in order."""
+def _drive(soak: Soak, out: Path, console: Console) -> bool:
+    """Whether it was stopped before its time. Ctrl-C and SIGTERM end it in order; what was found until the
+    last quiet point is on disk in any case."""
     plan = soak.plan
     soak.start()
     bar = progress(console)
@@ -239,7 +249,8 @@ def _drive(soak: Soak, console: Console) -> bool:
     try:
         with bar:
             while not plan.done(soak.seconds, soak.tally.total):
-                soak.step()
+                if soak.step():
+                    write(_record(soak, interrupted=True), out)
                 done = soak.tally.total if plan.requests is not None else soak.seconds
                 bar.update(task, completed=min(done, total), description=_status(soak))
                 time.sleep(STEP_S)
@@ -261,17 +272,7 @@ def _status(soak: Soak) -> str:
     return f"{soak.tally.total} requests, {rate:.0f}/s, {broken} violations"
 
 
-def _written(soak: Soak, out: Path, interrupted: bool) -> Record:
-    record = Record.of(
-        plan=soak.plan.__dict__, tally=soak.tally, samples=soak.samples, seconds=soak.seconds,
-        extra=_extra(soak), interrupted=interrupted,
-    )  # fmt: skip
-    write(record, out)
-    return record
-
-
-def _extra(soak: Soak) -> dict[str, Any]:
-    """Figures that only this module knows."""
+def _record(soak: Soak, interrupted: bool) -> Record:
     extra: dict[str, Any] = {
         "policy_changes": soak.changes,
         "quiet_points": soak.quiet_points,
@@ -281,7 +282,10 @@ def _extra(soak: Soak) -> dict[str, Any]:
     if soak.server.alive:
         extra["retractions"] = _sum(soak.control, "sglang:num_retracted_requests_total")
         extra["server_output_tokens"] = _sum(soak.control, "adaserve:output_tokens_total")
-    return extra
+    return Record.of(
+        plan=asdict(soak.plan), tally=soak.tally, samples=soak.samples, seconds=soak.seconds,
+        extra=extra, interrupted=interrupted,
+    )  # fmt: skip
 
 
 def _sum(control: Control, name: str) -> int:

@@ -20,7 +20,7 @@ from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port
 POOL_TOKENS, CONTEXT_TOKENS, RUNNING = 1536, 256, 24
 POLICIES = (
     "priced", "adaserve", "none", "chain-2", "fixed-tree", "equal-greedy", "global-greedy", "adaserve-v1",
-    "turbospec", "chain-4",
+    "turbospec", "chain-3",
 )  # fmt: skip
 PREFILLS = ("slack", "exclusive", "default")
 _ENVIRONMENT = {
@@ -33,6 +33,9 @@ _ENVIRONMENT = {
     "SGLANG_TEST_RETRACT_INTERVAL": "60",
     # After a retraction it admits cautiously for hundreds of iterations; here for a few.
     "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1",
+    # Clients and HTTP workers need the other cores.
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
     # Otherwise inductor compiles a function at the first repetition penalty: half a minute of gcc.
     "TORCHDYNAMO_DISABLE": "1",
 }
