@@ -336,7 +336,10 @@ def test_memory_of_a_short_run_is_not_judged() -> None:
 
 def record_of(tally: Tally) -> Record:
     extra = {"quiet_points": 1, "probes": 1, "longest_probe_s": 0.1, "policy_changes": 1, "retractions": 1}
-    return Record.of(plan={"seed": 0}, tally=tally, samples=[], seconds=1.0, extra=extra, interrupted=False)
+    made = {"git_sha": "0", "cpu": "some", "usable_cores": 2}
+    return Record.of(
+        made=made, plan={"seed": 0}, tally=tally, samples=[], seconds=1.0, extra=extra, interrupted=False
+    )
 
 
 @pytest.mark.parametrize("invariant", sorted(INVARIANTS))

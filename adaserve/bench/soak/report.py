@@ -10,7 +10,7 @@ from typing import Any
 
 from adaserve.bench.soak.invariants import GROWTH_MIB, Growth, MemorySample, memory_growth
 from adaserve.bench.soak.tally import Tally
-from adaserve.loadgen.results import provenance, write_json
+from adaserve.loadgen.results import write_json
 
 INVARIANTS = {
     "exact text": "greedy answers equal those of the unloaded server without speculation, byte for byte",
@@ -41,6 +41,7 @@ class Record:
     def of(
         cls,
         *,
+        made: Mapping[str, Any],
         plan: Mapping[str, Any],
         tally: Tally,
         samples: Sequence[MemorySample],
@@ -50,7 +51,7 @@ class Record:
     ) -> Record:
         return cls(
             {
-                **{key: value for key, value in provenance().items() if key != "command"},
+                **made,
                 "plan": dict(plan),
                 "interrupted": interrupted,
                 "seconds": round(seconds, 1),

@@ -31,6 +31,7 @@ from adaserve.bench.soak.served import Control, references, soak_server
 from adaserve.bench.soak.tally import Tally
 from adaserve.bench.soak.watch import Prober, memory
 from adaserve.bench.terminal import progress
+from adaserve.loadgen.results import provenance
 from adaserve.pair.vocabulary import VOCAB_SIZE
 from adaserve.server import ServerError, ServerProcess
 from adaserve.slo.classes import DEFAULT_CLASS
@@ -74,6 +75,7 @@ class Soak:
     control: Control
     fleet: Fleet
     prober: Prober
+    made: dict[str, Any] = field(default_factory=provenance)  # the commit that was started from
     tally: Tally = field(default_factory=Tally)
     samples: list[MemorySample] = field(default_factory=list)
     changes: int = 0
@@ -283,7 +285,7 @@ def _record(soak: Soak, interrupted: bool) -> Record:
         extra["retractions"] = _sum(soak.control, "sglang:num_retracted_requests_total")
         extra["server_output_tokens"] = _sum(soak.control, "adaserve:output_tokens_total")
     return Record.of(
-        plan=asdict(soak.plan), tally=soak.tally, samples=soak.samples, seconds=soak.seconds,
+        made=soak.made, plan=asdict(soak.plan), tally=soak.tally, samples=soak.samples, seconds=soak.seconds,
         extra=extra, interrupted=interrupted,
     )  # fmt: skip
 
