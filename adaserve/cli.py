@@ -22,7 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-EXTRA = ("locust", "matplotlib", "jinja2", "aiohttp")
+EXTRA = ("locust", "matplotlib", "jinja2")
 """Libraries of the extra ``adaserve[bench]``, and the commands that need them."""
 MEASURING = ("bench", "demo", "gpu-check", "report", "simulate")
 bench = typer.Typer(help="Measure: load tests and latency.", no_args_is_help=True)
