@@ -1,4 +1,7 @@
-"""One client process: several lanes that each send a call, check its answer and draw the next one."""
+"""One client process: several lanes that each send a call, check its answer and draw the next one.
+
+With aiohttp, which SGLang brings along: its buffers can be small, so that a slow reader holds up the server.
+"""
 
 from __future__ import annotations
 
