@@ -25,7 +25,7 @@ class Fleet:
     """Client processes; a context manager that stops them."""
 
     def __init__(self, roles: Sequence[Role]) -> None:
-        self.tally = Tally()
+        self._tally = Tally()
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -49,16 +49,21 @@ class Fleet:
                 process.kill()
                 process.join()
 
-    def poll(self) -> None:
-        """Takes in what the clients have counted since the last call."""
+    def take(self) -> Tally:
+        """What the clients have counted since the last call."""
+        self._poll()
+        made, self._tally = self._tally, Tally()
+        return made
+
+    def _poll(self) -> None:
         for number, pipe in enumerate(self._pipes):
             try:
                 while pipe.poll():
                     self._idle[number], made = pipe.recv()
-                    self.tally.add(made)
+                    self._tally.add(made)
             except (EOFError, OSError):
                 if not self._idle[number]:
-                    self.tally.violate("clients", f"client {number} of the soak itself ended", time.time())
+                    self._tally.violate("clients", f"client {number} of the soak itself ended", time.time())
                 self._idle[number] = True
 
     def go(self) -> None:
@@ -70,7 +75,7 @@ class Fleet:
         self._idle = [False] * len(self._idle)
         end_s = time.monotonic() + deadline_s
         while not all(self._idle) and time.monotonic() < end_s:
-            self.poll()
+            self._poll()
             time.sleep(0.05)
         return all(self._idle)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,13 +118,8 @@ class Soak:
 
     def collect(self) -> None:
         """Takes in what others have counted."""
-        self.fleet.poll()
-        for source in (self.fleet, self.prober):
-            if isinstance(source, Fleet):
-                made, source.tally = source.tally, Tally()
-            else:
-                made = source.take()
-            self.tally.add(made)
+        self.tally.add(self.fleet.take())
+        self.tally.add(self.prober.take())
 
     def _is_due(self, name: str, every_s: float, at_once: bool = False) -> bool:
         last = self._due.setdefault(name, 0.0 if not at_once else -every_s)
@@ -281,17 +277,11 @@ def _record(soak: Soak, interrupted: bool) -> Record:
         "probes": soak.prober.probes,
         "longest_probe_s": round(soak.prober.longest_s, 2),
     }
-    if soak.server.alive:
-        extra["retractions"] = _sum(soak.control, "sglang:num_retracted_requests_total")
-        extra["server_output_tokens"] = _sum(soak.control, "adaserve:output_tokens_total")
+    # A server that is dead or hangs is in the record already, which must be written all the same.
+    with suppress(httpx.HTTPError):
+        extra["retractions"] = soak.control.total("sglang:num_retracted_requests_total")
+        extra["server_output_tokens"] = soak.control.total("adaserve:output_tokens_total")
     return Record.of(
         made=soak.made, plan=asdict(soak.plan), tally=soak.tally, samples=soak.samples, seconds=soak.seconds,
         extra=extra, interrupted=interrupted,
     )  # fmt: skip
-
-
-def _sum(control: Control, name: str) -> int:
-    try:
-        return int(sum(v for (at, _), v in control.metrics().items() if at == name))
-    except httpx.HTTPError:
-        return -1

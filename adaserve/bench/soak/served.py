@@ -89,6 +89,10 @@ class Control:
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         return parse_metrics(self._client.get("/metrics").raise_for_status().text)
 
+    def total(self, name: str) -> int:
+        """Of a counter, over all its labels."""
+        return int(sum(value for (at, _), value in self.metrics().items() if at == name))
+
     def snapshot(self) -> dict[str, Any]:
         """Of the live page; newer than this call."""
         time.sleep(1.1)
