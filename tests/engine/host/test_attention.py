@@ -1,7 +1,8 @@
-"""Attention over random shapes, trees and contexts: the torch operators' results, and bits that no company changes."""
+"""Attention over random shapes, trees and contexts: as torch says, in bits that no company changes."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,7 @@ from tests.engine.host.factories import Chunk, Pool, path_to, run, tree_mask
 
 # (heads, kv_heads, head_dim): odd sizes, groups that fill a tile or do not, one head and many.
 SHAPES = [(2, 2, 16), (4, 2, 64), (3, 1, 24), (7, 1, 64), (8, 2, 80), (6, 3, 128), (26, 1, 10)]
-# The flags that leave an AVX-512 host with AVX2; no other host needs them.
-SETS = {"widest": (), "avx2": ("-mno-avx512f",)}
+SETS = {"widest": (), "avx2": build.WITHOUT_AVX512}
 # Keys and values of two backends may round to different neighbours.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 CONTEXTS = [0, 1, 15, 63, 64, 130, 700]
@@ -75,7 +75,9 @@ def filled_pool(config: ModelConfig, slots: int, dtype: torch.dtype, shuffled: b
     return pool
 
 
-def random_tree(nodes: int, context: list[int], pool: Pool, generator: torch.Generator) -> tuple[Chunk, list[int]]:
+def random_tree(
+    nodes: int, context: list[int], pool: Pool, generator: torch.Generator
+) -> tuple[Chunk, list[int]]:
     """A chunk of `nodes` tokens in a random tree, and the nodes' parents; deep where the draw says so."""
     spread = int(torch.randint(1, 6, (1,), generator=generator))
     parents = [-1]
@@ -130,8 +132,7 @@ def test_chunks_of_any_size_give_the_same_bits(
     context, slots, tokens = pool.take(777), pool.take(64), [3 * i % 97 for i in range(64)]
 
     def prefill(bounds: list[int]) -> torch.Tensor:
-        spans = zip(bounds, bounds[1:], strict=False)
-        return torch.cat([run(lean, pool, [chunk(a, b)]) for a, b in spans])
+        return torch.cat([run(lean, pool, [chunk(a, b)]) for a, b in itertools.pairwise(bounds)])
 
     def chunk(begin: int, end: int) -> Chunk:
         positions = list(range(777 + begin, 777 + end))

@@ -175,7 +175,7 @@ static void plan_items(attention *a, int32_t *item_start, int32_t *block_queries
     int blocks = 0;
     for (int i = 0; i < a->requests; i++) blocks += ceil_div(a->qo_indptr[i + 1] - a->qo_indptr[i], shared);
     const int split = ceil_div(threads, imax(1, blocks * a->kv_heads)); /* of a block, where there are many threads */
-    a->item_heads = blocks < 2 * threads ? 1 : a->kv_heads;
+    a->item_heads = threads > 1 && blocks < 2 * threads ? 1 : a->kv_heads;
     item_start[0] = 0;
     for (int i = 0; i < a->requests; i++) {
         const int queries = a->qo_indptr[i + 1] - a->qo_indptr[i];
