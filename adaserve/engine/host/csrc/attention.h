@@ -22,7 +22,7 @@ typedef struct {
     const int32_t *qo_indptr, *kv_indptr, *kv_indices;
     const uint8_t *mask;     /* per request row-major, or NULL: causal */
     const int64_t *mask_start;
-    int item_heads;          /* kv heads of an item, except that a request's last item may have fewer */
+    int item_heads;          /* kv heads of an item: one or all */
     const int32_t *item_start; /* [requests + 1], items are (query block, block of kv heads) */
     const int32_t *block_queries; /* [requests], queries per block */
 } attention;
@@ -54,12 +54,12 @@ static attention_item find_item(const attention *a, int item) {
         if (item < a->item_start[middle]) beyond = middle;
         else request = middle;
     }
-    const int pieces = ceil_div(a->kv_heads, a->item_heads), local = item - a->item_start[request];
+    const int pieces = a->kv_heads / a->item_heads, local = item - a->item_start[request];
     const int first = a->qo_indptr[request], total = a->qo_indptr[request + 1] - first;
     const int kv = a->kv_indptr[request + 1] - a->kv_indptr[request];
     attention_item i = {.request = request, .first = first, .past = kv - total};
     i.head0 = local % pieces * a->item_heads;
-    i.heads = imin(a->item_heads, a->kv_heads - i.head0);
+    i.heads = a->item_heads;
     i.q0 = local / pieces * a->block_queries[request];
     i.queries = imin(a->block_queries[request], total - i.q0);
     i.rows = i.queries * (a->heads / a->kv_heads);

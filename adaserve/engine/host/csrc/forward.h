@@ -180,7 +180,7 @@ static void plan_items(attention *a, int32_t *item_start, int32_t *block_queries
     for (int i = 0; i < a->requests; i++) {
         const int queries = a->qo_indptr[i + 1] - a->qo_indptr[i];
         block_queries[i] = imax(1, ceil_div(imin(shared, queries), split));
-        item_start[i + 1] = item_start[i] + ceil_div(queries, block_queries[i]) * ceil_div(a->kv_heads, a->item_heads);
+        item_start[i + 1] = item_start[i] + ceil_div(queries, block_queries[i]) * (a->kv_heads / a->item_heads);
     }
 }
 
