@@ -30,12 +30,12 @@ typedef struct {
 /* Rows of an item are kv head > query > head of the group. */
 typedef struct {
     float *q;       /* [rows][padded_dim] */
-    float *scores;  /* [rows][score_stride] */
     float *out;     /* [rows][padded_dim] */
     float *maxima;  /* [rows][VL], over every VL-th key */
     float *sums;    /* [rows] */
     float *keys;    /* [4][padded_dim] */
     float *values;  /* [KEY_BLOCK][padded_dim] */
+    float *scores;  /* [rows][score_stride] */
     size_t score_stride;
 } attention_scratch;
 

@@ -186,14 +186,15 @@ static void plan_items(attention *a, int32_t *item_start, int32_t *block_queries
 
 static int reserve_scratch(member *m, const attention *a, size_t rows, size_t stride) {
     const size_t dim = a->padded_dim;
-    const size_t sizes[] = {rows * dim, rows * stride, rows * dim, rows * VL, rows, 4 * dim, KEY_BLOCK * dim};
+    const size_t scores = rows * stride;
+    const size_t sizes[] = {rows * dim, rows * dim, rows * VL, rows, 4 * dim, KEY_BLOCK * dim, scores};
     enum { PARTS = sizeof sizes / sizeof *sizes };
     float *parts[PARTS];
     size_t total = 0;
     for (int i = 0; i < PARTS; i++) total += (sizes[i] + 15) / 16 * 16;
     float *data = reserve(&m->attention, sizeof(float) * total);
     if (!data) return 0;
-    if (a->padded_dim != a->head_dim) memset(data, 0, sizeof(float) * total); /* padding columns */
+    if (a->padded_dim != a->head_dim) memset(data, 0, sizeof(float) * (total - scores)); /* padding columns */
     for (int i = 0; i < PARTS; data += (sizes[i] + 15) / 16 * 16, i++) parts[i] = data;
     m->parts = (attention_scratch){parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], stride};
     return 1;
