@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -105,7 +106,7 @@ def in_turns(kernels: Kernels, call: Callable[[NativeBackend], object], rounds: 
     for _ in range(rounds):
         order.reverse()
         for name in order:
-            taken[name].append(_seconds(lambda name=name: call(kernels[name])))
+            taken[name].append(_seconds(partial(call, kernels[name])))
     return taken
 
 

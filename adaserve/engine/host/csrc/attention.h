@@ -8,8 +8,7 @@
 #include "gemm.h"
 
 #define QUERY_ROWS 24   /* rows (queries x heads of a group) that share one pass over a head's keys and values */
-#define KEY_BLOCK 64    /* keys that all rows of an item take at a time: their keys or values stay in L1 */
-#define KEYS_AHEAD 32   /* keys that are prefetched */
+#define KEY_BLOCK 64    /* keys that all rows of an item take at a time, while the next so many are prefetched */
 
 typedef struct {
     int heads, kv_heads, head_dim, padded_dim, type;
@@ -92,6 +91,17 @@ static ALWAYS_INLINE void four_lane_sums(const vf *v, float *out) {
 #endif
 }
 
+/* Elements from the pool's start to key `key` of the request, or to its last one. */
+static ALWAYS_INLINE size_t key_at(const attention *a, const attention_item *i, int head, int key) {
+    return (size_t)i->slots[imin(key, i->keys - 1)] * a->slot_stride + (size_t)head * a->head_dim;
+}
+
+/* Into L2: into L1 it would push out what is in use. */
+static ALWAYS_INLINE void fetch_head(const attention *a, const char *pool, size_t at) {
+    const size_t bytes = type_bytes[a->type];
+    for (size_t line = 0; line < a->head_dim * bytes; line += 64) __builtin_prefetch(pool + at * bytes + line, 0, 2);
+}
+
 /* Rows that four keys are scored against at a time, by registers. */
 #if VL == 16
 #define SCORE_ROWS 6
@@ -158,16 +168,13 @@ static void hide_keys(float *scores, int begin, int end, int visible, const uint
  * wherever the key is. */
 static void score_block(const attention *a, attention_scratch *s, const attention_item *i, int h, int key0) {
     const int dim = a->padded_dim, row0 = h * i->rows, end = imin(key0 + KEY_BLOCK, i->keys);
-    const size_t offset = (size_t)(i->head0 + h) * a->head_dim, head_bytes = (size_t)a->head_dim * type_bytes[a->type];
     const float *q = s->q + (size_t)row0 * dim;
     float *scores = s->scores + row0 * s->score_stride;
     for (int key = key0; key < end; key += 4) {
         size_t at[4];
         for (int j = 0; j < 4; j++) {
-            at[j] = (size_t)i->slots[imin(key + j, i->keys - 1)] * a->slot_stride + offset;
-            const size_t next = (size_t)i->slots[imin(key + j + KEYS_AHEAD, i->keys - 1)] * a->slot_stride + offset;
-            for (size_t line = 0; line < head_bytes; line += 64)
-                __builtin_prefetch(a->keys + next * type_bytes[a->type] + line, 0, 3);
+            at[j] = key_at(a, i, i->head0 + h, key + j);
+            fetch_head(a, a->keys, key_at(a, i, i->head0 + h, key + j + KEY_BLOCK));
         }
         if (dim != a->head_dim) { /* odd sizes: zero columns make up whole vectors */
             for (int j = 0; j < 4; j++) {
@@ -189,22 +196,22 @@ static void score_block(const attention *a, attention_scratch *s, const attentio
     }
 }
 
-/* Rows [row0, row0 + count) of c (+)= x W over fp32 scratch panels. */
-static void small_gemm(tile_args a, int mode, int rows, int panels, size_t panel_step) {
+/* Rows of c (+)= x W over fp32 rows of at least `panels` panels; the first tile of a panel prefetches. */
+static void small_gemm(tile_args a, int mode, int rows, int panels) {
     const int row_tiles = ceil_div(rows, MAX_ROWS), largest = ceil_div(rows, row_tiles);
-    const float *x = a.x;
-    float *c = a.c;
-    a.ahead = (const char *)a.w; /* already in cache: the prefetch has nothing to do */
+    const tile_args all = a;
     for (int p = 0; p < panels;) {
-        int at_once = largest <= PAIR_ROWS && p + 1 < panels ? 2 : 1;
+        const int at_once = largest <= PAIR_ROWS && p + 1 < panels ? 2 : 1;
+        a.w = (const float *)all.w + p * PANEL;
         for (int i = 0; i < row_tiles; i++) {
-            int row = rows * i / row_tiles, count = rows * (i + 1) / row_tiles - row;
-            a.x = x + row * a.ldx;
-            a.c = c + row * a.ldc + p * PANEL;
+            const int row = rows * i / row_tiles, count = rows * (i + 1) / row_tiles - row;
+            a.x = all.x + row * a.ldx;
+            a.c = all.c + row * a.ldc + p * PANEL;
+            a.ahead = i ? (const char *)a.w : all.ahead + p * PANEL * sizeof(float);
+            a.ahead_step = i ? 0 : all.ahead_step;
             tiles[at_once - 1][FP32][mode][count - 1](&a);
         }
         p += at_once;
-        a.w = (const float *)a.w + at_once * panel_step;
     }
 }
 
@@ -220,20 +227,26 @@ static void add_row_sums(const float *scores, size_t stride, int rows, int keys,
     }
 }
 
-/* Where a block's values can be read as rows of a matrix: in the pool itself if the slots follow each other. */
-static const float *value_rows(const attention *a, attention_scratch *s, const int32_t *slots, int count, int head,
-                               size_t *ld) {
-    const size_t offset = (size_t)head * a->head_dim;
-    if (a->type == FP32 && a->padded_dim == a->head_dim && slots[count - 1] - slots[0] == count - 1) {
-        int j = 1;
-        while (j < count && slots[j] == slots[j - 1] + 1) j++;
-        *ld = a->slot_stride;
-        if (j == count) return (const float *)a->values + (size_t)slots[0] * a->slot_stride + offset;
+/* Sets where a block's values can be read as rows of a matrix: in the pool itself if the slots follow each other. */
+static void find_values(const attention *a, attention_scratch *s, const attention_item *i, int head, int key0, int count,
+                        tile_args *t) {
+    const int32_t *slots = i->slots + key0;
+    int j = 1;
+    while (j < count && slots[j] == slots[j - 1] + 1) j++;
+    if (j == count && a->type == FP32 && a->padded_dim == a->head_dim) {
+        t->w = (const float *)a->values + key_at(a, i, head, key0);
+        t->ldw = a->slot_stride;
+        t->ahead_step = a->slot_stride * sizeof(float);
+        t->ahead = (const char *)t->w + KEY_BLOCK * t->ahead_step; /* most slots follow each other */
+        return;
     }
-    for (int j = 0; j < count; j++)
-        widen(a->type, a->values, (size_t)slots[j] * a->slot_stride + offset, s->values + j * a->padded_dim, a->head_dim);
-    *ld = a->padded_dim;
-    return s->values;
+    for (j = 0; j < count; j++) {
+        fetch_head(a, a->values, key_at(a, i, head, key0 + j + KEY_BLOCK));
+        widen(a->type, a->values, key_at(a, i, head, key0 + j), s->values + j * a->padded_dim, a->head_dim);
+    }
+    t->w = s->values;
+    t->ldw = a->padded_dim;
+    t->ahead = (const char *)t->w;
 }
 
 /* A block of values into all rows of the item's kv head `h`: the block's scores become unnormalised probabilities
@@ -249,8 +262,8 @@ static void weigh_block(const attention *a, attention_scratch *s, const attentio
     add_row_sums(scores, s->score_stride, i->rows, count, s->sums + row0);
     tile_args t = {.x = scores, .ldx = s->score_stride, .panel_stride = PANEL, .depth = count,
                    .c = s->out + (size_t)row0 * a->padded_dim, .ldc = a->padded_dim};
-    t.w = value_rows(a, s, i->slots + key0, count, i->head0 + h, &t.ldw);
-    small_gemm(t, TILE_CHAIN, i->rows, a->padded_dim / PANEL, PANEL);
+    find_values(a, s, i, i->head0 + h, key0, count, &t);
+    small_gemm(t, TILE_CHAIN, i->rows, a->padded_dim / PANEL);
 }
 
 static void start_item(const attention *a, attention_scratch *s, const attention_item *i) {
