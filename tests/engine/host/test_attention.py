@@ -16,20 +16,9 @@ from tests.engine.host.factories import Chunk, Pool, path_to, run, tree_mask
 
 # (heads, kv_heads, head_dim): odd sizes, groups that fill a tile or do not, one head and many.
 SHAPES = [(2, 2, 16), (4, 2, 64), (3, 1, 24), (7, 1, 64), (8, 2, 80), (6, 3, 128), (260, 1, 10)]
-SETS = {"widest": (), "avx2": build.WITHOUT_AVX512}
 # Keys and values of two backends may round to different neighbours.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 CONTEXTS = [0, 1, 15, 63, 64, 130, 700]
-
-pytestmark = pytest.mark.skipif(build.load_kernels() is None, reason="no C compiler here")
-
-
-@pytest.fixture(params=SETS)
-def flags(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    found = build.load_kernels()
-    if request.param == "avx2" and (found is None or found.ada_vector_lanes() != 16):
-        pytest.skip("this host's widest vectors are tested above")
-    return SETS[request.param]
 
 
 @pytest.fixture

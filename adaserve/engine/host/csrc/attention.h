@@ -196,8 +196,8 @@ static void score_block(const attention *a, attention_scratch *s, const attentio
     }
 }
 
-/* Rows of c (+)= x W over fp32 rows of at least `panels` panels; the first tile of a panel prefetches. */
-static void small_gemm(tile_args a, int mode, int rows, int panels) {
+/* Rows of c += x W over fp32 rows of at least `panels` panels; the first tile of a panel prefetches. */
+static void small_gemm(tile_args a, int rows, int panels) {
     const int row_tiles = ceil_div(rows, MAX_ROWS), largest = ceil_div(rows, row_tiles);
     const tile_args all = a;
     for (int p = 0; p < panels;) {
@@ -209,7 +209,7 @@ static void small_gemm(tile_args a, int mode, int rows, int panels) {
             a.c = all.c + row * a.ldc + p * PANEL;
             a.ahead = i ? (const char *)a.w : all.ahead + p * PANEL * sizeof(float);
             a.ahead_step = i ? 0 : all.ahead_step;
-            tiles[at_once - 1][FP32][mode][count - 1](&a);
+            tiles[at_once - 1][FP32][TILE_CHAIN][count - 1](&a);
         }
         p += at_once;
     }
@@ -263,7 +263,7 @@ static void weigh_block(const attention *a, attention_scratch *s, const attentio
     tile_args t = {.x = scores, .ldx = s->score_stride, .panel_stride = PANEL, .depth = count,
                    .c = s->out + (size_t)row0 * a->padded_dim, .ldc = a->padded_dim};
     find_values(a, s, i, i->head0 + h, key0, count, &t);
-    small_gemm(t, TILE_CHAIN, i->rows, a->padded_dim / PANEL);
+    small_gemm(t, i->rows, a->padded_dim / PANEL);
 }
 
 static void start_item(const attention *a, attention_scratch *s, const attention_item *i) {
