@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from adaserve.bench.options import counts, floats, words
+from adaserve.cores import usable_cores
 
 app = typer.Typer(
     name="adaserve",
@@ -245,6 +246,42 @@ def bench_latency(
     try:
         run_latency(spec, plan, out, console)
     except ServerError as error:
+        _fail(error)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    *,
+    tokens: Annotated[
+        Any, typer.Option(parser=counts, metavar="A,B", help="Tokens per forward.")
+    ] = "1,2,3,4,5,6,7,8,10,12,13,14,16,20,24,25,32,40,48,56,64",
+    storages: Annotated[
+        Any, typer.Option(parser=words, metavar="A,B", help="How weights are kept.")
+    ] = "fp32,fp16",
+    queries: Annotated[
+        Any, typer.Option(parser=counts, metavar="A,B", help="Tokens per request for attention; one first.")
+    ] = "1,5,16,64",
+    contexts: Annotated[
+        Any, typer.Option(parser=counts, metavar="A,B", help="Cached tokens of the request.")
+    ] = "256,2048,8192,32768",
+    rounds: Annotated[int, typer.Option(min=1, help="Medians are of so many forwards.")] = 15,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a forward.")] = usable_cores(),
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the widened target.")] = 4,
+    avx2: Annotated[bool, typer.Option("--avx2", help="Without AVX-512, on a host that has it.")] = False,
+    against: Annotated[
+        Path | None, typer.Option(help="Folder of other kernel sources to compare with, in turns.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for a JSON and a Markdown file.")] = None,
+) -> None:
+    """Milliseconds of forwards by tokens and by context, with the C kernels of this host."""
+    from adaserve.bench.kernels import KernelPlan, run_kernels
+    from adaserve.engine.host.build import WITHOUT_AVX512, BuildError
+
+    flags = WITHOUT_AVX512 if avx2 else ()
+    plan = KernelPlan(tokens, storages, queries, contexts, rounds, threads, layers, flags, against, out)
+    try:
+        run_kernels(plan, console)
+    except BuildError as error:
         _fail(error)
 
 

@@ -1,29 +1,33 @@
-"""`python -m adaserve.bench.kernels`: what a forward costs here, against what memory and cores allow."""
+"""`adaserve bench kernels`: what forwards cost here by tokens and by context, against what memory allows.
+
+Times are taken in turns, one set of kernels after the other, and compared by the median of the ratios of
+neighbours: a busy minute hits all alike.
+"""
 
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
 
 import torch
-import typer
 from rich.console import Console
-from rich.table import Table
 
-from adaserve.bench.options import counts, words
-from adaserve.bench.terminal import progress, table
-from adaserve.cores import usable_cores
-from adaserve.engine.host.forward import LeanModel
+from adaserve.bench.terminal import progress
+from adaserve.engine.host import build
 from adaserve.engine.host.linear import Storage
+from adaserve.engine.host.native import NativeBackend
 from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.loadgen.results import provenance
 
-_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+SETS = {4: "baseline", 8: "avx2", 16: "avx512"}
+"""Lanes of the kernels' vectors -> the instruction set on x86."""
+NEW, OLD = "new", "old"
 
 
 @dataclass(frozen=True)
@@ -38,25 +42,22 @@ class Shape:
     head_dim: int = 64
     vocab: int = 4096
 
-    @property
-    def matrix_weights(self) -> int:
-        """Weights that every forward reads, without the LM head."""
-        attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.hidden
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+    def kv_bytes(self, context: int) -> int:
+        """Of the fp32 keys and values of so many tokens."""
+        return 2 * 4 * self.layers * self.kv_heads * self.head_dim * context
 
 
 @dataclass(frozen=True)
-class Host:
-    """What the host can do at best, measured with kernels that do nothing else."""
+class Case:
+    """A forward of one request: ``tokens`` new ones behind ``context`` cached ones."""
 
-    bytes_per_s: float
-    fma_per_s: float
+    tokens: int
+    context: int
 
-    def ideal_ms(self, shape: Shape, storage: str, tokens: int) -> float:
-        """Reading all weights once, or multiplying them with every token: whichever takes longer."""
-        read = shape.matrix_weights * _BYTES[storage] / self.bytes_per_s
-        compute = shape.matrix_weights * tokens / self.fma_per_s
-        return 1e3 * max(read, compute)
+
+Kernels = dict[str, NativeBackend]
+Times = dict[str, list[float]]
+"""Kernels -> seconds of every round."""
 
 
 def random_model(shape: Shape, seed: int = 0) -> tuple[ModelWeights, ModelConfig]:
@@ -73,7 +74,7 @@ def random_model(shape: Shape, seed: int = 0) -> tuple[ModelWeights, ModelConfig
         matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate),
     )  # fmt: skip
     embed = matrix(shape.vocab, shape.hidden)
-    angles = torch.arange(8192)[:, None] * 1e4 ** (-torch.arange(0, 1, 2 / shape.head_dim))
+    angles = torch.arange(65_536)[:, None] * 1e4 ** (-torch.arange(0, 1, 2 / shape.head_dim))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     config = ModelConfig(
         shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim,
@@ -83,41 +84,36 @@ def random_model(shape: Shape, seed: int = 0) -> tuple[ModelWeights, ModelConfig
     return ModelWeights(embed, (layer,) * shape.layers, norm, embed, cos_sin), config
 
 
-@dataclass(frozen=True)
-class Load:
-    """A forward of `rows` requests, each with `context` cached tokens and `tokens / rows` new ones."""
-
-    rows: int
-    tokens: int
-    context: int
-
-
-def forward_call(lean: LeanModel, shape: Shape, load: Load) -> Callable[[], object]:
-    """A forward of that load over a pool of its own."""
-    new = load.tokens // load.rows
-    kv = load.context + new
-    pool = (load.rows * kv, shape.kv_heads, shape.head_dim)
-    k = [torch.zeros(pool) for _ in range(shape.layers)]
-    v = [torch.zeros(pool) for _ in range(shape.layers)]
-    slots = torch.arange(load.rows * kv, dtype=torch.int32)
-    plan = TreeAttentionPlan(
-        torch.arange(load.rows + 1, dtype=torch.int32) * new,
-        torch.arange(load.rows + 1, dtype=torch.int32) * kv,
-        slots,
-    )
-    ids = torch.arange(load.tokens) % shape.vocab
-    positions = torch.arange(load.context, kv).repeat(load.rows)
-    out = slots.view(load.rows, kv)[:, load.context :].flatten().long()
-    return lambda: lean.forward(ids, positions, out, k, v, plan)
+def forward_call(shape: Shape, case: Case) -> Callable[[NativeBackend], torch.Tensor]:
+    """A forward of that case over a pool of its own, whose slots follow each other as in a fresh server."""
+    kv = case.context + case.tokens
+    generator = torch.Generator().manual_seed(1)
+    size = (kv, shape.kv_heads, shape.head_dim)
+    k, v = ([torch.randn(size, generator=generator) for _ in range(shape.layers)] for _ in range(2))
+    slots = torch.arange(kv, dtype=torch.int32)
+    queries = torch.tensor([0, case.tokens], dtype=torch.int32)
+    plan = TreeAttentionPlan(queries, torch.tensor([0, kv], dtype=torch.int32), slots)
+    ids, positions = torch.arange(case.tokens) % shape.vocab, torch.arange(case.context, kv)
+    return lambda backend: backend.forward(ids, positions, positions, k, v, plan)
 
 
-def measure_host() -> Host:
-    """Read bandwidth of a sum over 256 MB, and the multiply-adds of a large product."""
-    data = torch.ones(64 << 20)
-    a, b = torch.randn(512, 2048), torch.randn(2048, 512)
-    read_s = min(_seconds(data.sum) for _ in range(9))
-    multiply_s = min(_seconds(lambda: a @ b) for _ in range(20))
-    return Host(data.numel() * 4 / read_s, 512 * 2048 * 512 / multiply_s)
+def in_turns(kernels: Kernels, call: Callable[[NativeBackend], object], rounds: int) -> Times:
+    """One round that does not count, then each round starts with the kernels that the last one ended with."""
+    taken: Times = {name: [] for name in kernels}
+    order = list(kernels)
+    for backend in kernels.values():
+        call(backend)
+    for _ in range(rounds):
+        order.reverse()
+        for name in order:
+            taken[name].append(_seconds(partial(call, kernels[name])))
+    return taken
+
+
+def read_bandwidth(megabytes: int = 256, rounds: int = 15) -> float:
+    """Bytes per second of a plain sum over memory by all threads: the best of some rounds."""
+    data = torch.ones(megabytes << 18)
+    return data.numel() * 4 / min(_seconds(data.sum) for _ in range(rounds))
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -126,64 +122,124 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(
-    shape: Shape, storages: Sequence[Storage], tokens: Sequence[int], context: int, rounds: int
-) -> dict[str, dict[int, float]]:
-    """Best milliseconds per forward. Storages and sizes take turns, so that a busy minute hits all alike."""
+@dataclass(frozen=True)
+class KernelPlan:
+    tokens: Sequence[int]
+    storages: Sequence[Storage]
+    queries: Sequence[int]
+    contexts: Sequence[int]
+    rounds: int
+    threads: int
+    layers: int
+    flags: tuple[str, ...]
+    against: Path | None
+    out: Path | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of a case. ``ratio``: old over new, the median over rounds; None without old kernels."""
+
+    case: Case
+    ms: dict[str, float]
+    ratio: float | None
+
+
+def _row(case: Case, taken: Times) -> Row:
+    ratio = None
+    if OLD in taken:
+        ratio = statistics.median(o / n for o, n in zip(taken[OLD], taken[NEW], strict=True))
+    return Row(case, {name: 1e3 * statistics.median(s) for name, s in taken.items()}, ratio)
+
+
+def _compiled(plan: KernelPlan, shape: Shape, storage: Storage) -> Kernels:
     weights, config = random_model(shape)
-    models = {storage: LeanModel(weights, config, storage) for storage in storages}
-    calls = {(s, n): forward_call(models[s], shape, Load(n, n, context)) for s in storages for n in tokens}
-    best: dict[str, dict[int, float]] = {s: dict.fromkeys(tokens, float("inf")) for s in storages}
-    with progress(Console(stderr=True)) as bar:
-        for _ in bar.track(range(rounds), description="rounds"):
-            for (storage, n), call in calls.items():
-                best[storage][n] = min(best[storage][n], 1e3 * _seconds(call))
-    return best
+    sources = {NEW: build.SOURCES} | ({OLD: plan.against} if plan.against else {})
+    built = {name: build.build(*plan.flags, sources=path) for name, path in sources.items()}
+    return {
+        name: NativeBackend(build.load_library(path), weights, config, storage)
+        for name, path in built.items()
+    }
 
 
-def report(shape: Shape, host: Host, best: dict[str, dict[int, float]], tokens: Sequence[int]) -> Table:
-    size = f"{shape.matrix_weights / 1e6:.0f} M weights, {torch.get_num_threads()} threads"
-    made = table(f"{size}: ms per forward (x ideal)", ("tokens", *best))
-    for n in tokens:
-        cells = [f"{best[s][n]:.1f} ({best[s][n] / host.ideal_ms(shape, s, n):.2f})" for s in best]
-        made.add_row(str(n), *cells)
-    made.caption = (
-        f"host: {host.bytes_per_s / 1e9:.1f} GB/s read, {host.fma_per_s / 1e9:.0f} G multiply-adds/s"
-    )
-    return made
+def _measure(
+    plan: KernelPlan, shape: Shape, storage: Storage, cases: Sequence[Case], console: Console
+) -> list[Row]:
+    kernels = _compiled(plan, shape, storage)
+    with progress(console) as bar:
+        return [
+            _row(case, in_turns(kernels, forward_call(shape, case), plan.rounds))
+            for case in bar.track(cases, description=storage)
+        ]
 
 
-def main(
-    tokens: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="tokens per forward")
-    ] = "1,2,4,6,8,12,16,24,32,48,64",
-    storages: Annotated[
-        Any, typer.Option(parser=words, metavar="A,B", help="how weights are kept")
-    ] = "fp16,fp32,bf16",
-    context: Annotated[int, typer.Option(help="cached tokens of each request")] = 128,
-    rounds: int = 20,
-    threads: int = usable_cores(),
-    layers: int = Shape.layers,
-    intermediate: int = Shape.intermediate,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the numbers")] = None,
-) -> None:
-    """Milliseconds of a forward of the embedded target, against what memory and cores allow."""
-    torch.set_num_threads(threads)
-    shape = Shape(layers=layers, intermediate=intermediate)
-    host = measure_host()
-    best = measure(shape, storages, tokens, context, rounds)
-    Console().print(report(shape, host, best, tokens))
-    if out:
-        result = {
-            "made": provenance(),
-            "threads": threads,
-            "best": asdict(host),
-            "shape": asdict(shape),
-            "context": context,
-            "ms": best,
-        }
-        out.write_text(json.dumps(result, indent=2) + "\n")
+def run_kernels(plan: KernelPlan, console: Console) -> None:
+    """Measures, prints the tables and writes ``<set>.json`` and ``<set>.md`` below ``plan.out``.
+
+    Raises BuildError where the kernels cannot be compiled.
+    """
+    torch.set_num_threads(plan.threads)
+    wide, slim = Shape(layers=plan.layers), Shape(intermediate=32)
+    batches = [Case(n, 64) for n in plan.tokens]
+    products = {s: _measure(plan, wide, s, batches, console) for s in plan.storages}
+    cases = [Case(q, c) for c in plan.contexts for q in plan.queries]
+    attention = _measure(plan, slim, "fp32", cases, console)
+    bandwidth = read_bandwidth()
+    lanes = build.load_library(build.build(*plan.flags)).ada_vector_lanes()
+    title = f"# Kernels with {SETS[lanes]}, {plan.threads} threads"
+    rounds = f"Medians of {plan.rounds} rounds{', old and new in turns' if plan.against else ''}."
+    read = f"A plain read of 256 MB: {bandwidth / 1e9:.1f} GB/s."
+    tables = (_product_table(plan, products), _attention_table(plan, attention, slim, bandwidth))
+    text = "\n\n".join((title, f"{rounds} {read}", *tables)) + "\n"
+    console.print(text, markup=False, soft_wrap=True)
+    if plan.out is None:
+        return
+    plan.out.mkdir(parents=True, exist_ok=True)
+    record = {
+        "made": provenance(), "set": SETS[lanes], "threads": plan.threads, "bytes_per_s": bandwidth,
+        "shapes": {"products": asdict(wide), "attention": asdict(slim)},
+        "products": {s: [asdict(row) for row in rows] for s, rows in products.items()},
+        "attention": [asdict(row) for row in attention],
+    }  # fmt: skip
+    (plan.out / f"{SETS[lanes]}.json").write_text(json.dumps(record, indent=2) + "\n")
+    (plan.out / f"{SETS[lanes]}.md").write_text(text)
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def _heads(plan: KernelPlan) -> list[str]:
+    return ["ms", "x one token"] + (["old ms", "old/new"] if plan.against else [])
+
+
+def _product_table(plan: KernelPlan, products: dict[Storage, list[Row]]) -> str:
+    heads = [f"{storage} {head}" for storage in products for head in _heads(plan)]
+    lines = [
+        f"## One forward of the widened target ({plan.layers} layers), by tokens\n",
+        _cells(["tokens", *heads]), _cells(["--:"] * (1 + len(heads))),
+    ]  # fmt: skip
+    for i, tokens in enumerate(plan.tokens):
+        cells = [c for rows in products.values() for c in _figures(rows[i], rows[0])]
+        lines.append(_cells([str(tokens), *cells]))
+    return "\n".join(lines)
+
+
+def _attention_table(plan: KernelPlan, rows: Sequence[Row], shape: Shape, bandwidth: float) -> str:
+    """The last column: the cached keys and values, read once, per second, over the read bandwidth."""
+    heads = ["context", "queries", *_heads(plan), "of read bandwidth"]
+    lines = [
+        f"## Attention: {shape.layers} layers with hardly any weights, fp32 KV, one request\n",
+        _cells(heads), _cells(["--:"] * len(heads)),
+    ]  # fmt: skip
+    for row in rows:
+        one = next(r for r in rows if r.case.context == row.case.context)
+        share = shape.kv_bytes(row.case.context) / (row.ms[NEW] / 1e3) / bandwidth
+        case = [str(row.case.context), str(row.case.tokens)]
+        lines.append(_cells([*case, *_figures(row, one), f"{share:.0%}"]))
+    return "\n".join(lines)
+
+
+def _figures(row: Row, one: Row) -> list[str]:
+    cells = [f"{row.ms[NEW]:.2f}", f"{row.ms[NEW] / one.ms[NEW]:.2f}"]
+    return cells if row.ratio is None else [*cells, f"{row.ms[OLD]:.2f}", f"{row.ratio:.2f}"]
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

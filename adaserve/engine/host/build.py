@@ -28,6 +28,8 @@ _FLAGS = (
 )
 # x86 and recent ARM compilers know -march=native, older ARM ones only -mcpu=native.
 _HOST_FLAGS = (("-march=native",), ("-mcpu=native",), ())
+WITHOUT_AVX512 = ("-mno-avx512f",)
+"""Flags that leave an x86 host with AVX2."""
 _COMPILE_TIMEOUT_S = 120
 
 
@@ -47,12 +49,12 @@ def load_kernels() -> ctypes.CDLL | None:
         return None
 
 
-def build(*extra_flags: str) -> Path:
+def build(*extra_flags: str, sources: Path = SOURCES) -> Path:
     """Path of the compiled kernels in the user's cache. Once there, they need neither a compiler nor a
     writable folder. Safe when several processes build at once.
     """
     folder = _cache_folder()
-    target = folder / f"kernels-{_fingerprint(extra_flags)}.so"
+    target = folder / f"kernels-{_fingerprint(extra_flags, sources)}.so"
     if target.exists():
         return target
     compiler = _find_compiler()
@@ -60,7 +62,7 @@ def build(*extra_flags: str) -> Path:
     # Each process compiles under a name of its own; the rename is atomic and the last one wins.
     with tempfile.TemporaryDirectory(dir=folder) as work:
         library = Path(work) / "kernels.so"
-        _compile(compiler, extra_flags, library)
+        _compile(compiler, extra_flags, sources, library)
         os.replace(library, target)
     return target
 
@@ -81,11 +83,11 @@ def _find_compiler() -> str:
     raise BuildError("no C compiler found; install gcc or clang, or set CC")
 
 
-def _compile(compiler: str, extra_flags: tuple[str, ...], library: Path) -> None:
+def _compile(compiler: str, extra_flags: tuple[str, ...], sources: Path, library: Path) -> None:
     message = ""
     for host_flags in _HOST_FLAGS:
         flags = (*_FLAGS, *host_flags, *extra_flags)
-        command = [compiler, *flags, str(SOURCES / "kernels.c"), "-o", str(library), "-lm"]
+        command = [compiler, *flags, str(sources / "kernels.c"), "-o", str(library), "-lm"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
@@ -98,13 +100,13 @@ def _compile(compiler: str, extra_flags: tuple[str, ...], library: Path) -> None
     raise BuildError(f"{compiler} failed: {message[:500]}")
 
 
-def _fingerprint(extra_flags: tuple[str, ...]) -> str:
+def _fingerprint(extra_flags: tuple[str, ...], sources: Path) -> str:
     """Changes with the sources, the flags and the processor that they were compiled for.
 
     Not with the compiler: the host that has the compiled kernels may have none.
     """
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(sources.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     digest.update(" ".join((*_FLAGS, *extra_flags)).encode() + _processor().encode())
     return digest.hexdigest()[:16]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from adaserve.engine.host import build, native
+from adaserve.engine.host import build
 from adaserve.engine.host.beam import BeamArrays, KeepGoing
 from adaserve.engine.host.extract import read_weights, supports
 from adaserve.engine.host.linear import Storage
@@ -25,7 +25,7 @@ class LeanModel:
 
     def __init__(self, weights: ModelWeights, config: ModelConfig, linear: Storage = "auto") -> None:
         self.config = config
-        kernels = build.load_kernels() if native.covers(config) else None
+        kernels = build.load_kernels()
         self._backend: NativeBackend | TorchBackend
         if kernels is None:
             self._backend = TorchBackend(weights, config, linear)

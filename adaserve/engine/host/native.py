@@ -16,7 +16,6 @@ from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_MAX_HEAD_GROUP = 256  # query heads per kv head: size of a stack buffer in attention.h
 
 # Results of a forward, as in csrc/check.h.
 _NO_MEMORY = -1
@@ -86,11 +85,6 @@ class _Beam(ctypes.Structure):
 
 
 _Keep = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
-
-
-def covers(config: ModelConfig) -> bool:
-    """Whether the kernels' fixed buffers hold this shape."""
-    return config.num_heads // config.num_kv_heads <= _MAX_HEAD_GROUP
 
 
 class NativeBackend:

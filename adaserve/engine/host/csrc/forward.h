@@ -152,12 +152,6 @@ static void forward_phases(team *t, void *data) {
     team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, norm_block, &job});
 }
 
-/* Queries per attention item: many share a pass over the keys, but their scores should stay in L2. */
-static int queries_per_item(int queries, int keys, int group) {
-    const int rows = imin(QUERY_ROWS, 65536 / imax(1, keys));
-    return imax(1, imin(queries, rows / group));
-}
-
 /* Bytes of the counters of all phases above. */
 static size_t forward_phase_bytes(const pass *p, int threads) {
     const model_source *s = &p->m->shape;
@@ -174,45 +168,67 @@ static size_t forward_phase_bytes(const pass *p, int threads) {
     return total;
 }
 
+/* Queries per item and kv heads per item. Many queries share a pass over the keys, and all heads of a slot are best
+ * read at once; but every thread needs an item. */
+static void plan_items(attention *a, int32_t *item_start, int32_t *block_queries, int threads) {
+    const int group = a->heads / a->kv_heads, shared = imax(1, QUERY_ROWS / group);
+    int blocks = 0;
+    for (int i = 0; i < a->requests; i++) blocks += ceil_div(a->qo_indptr[i + 1] - a->qo_indptr[i], shared);
+    const int split = ceil_div(threads, imax(1, blocks * a->kv_heads)); /* of a block, where there are many threads */
+    a->item_heads = threads > 1 && blocks < 2 * threads ? 1 : a->kv_heads;
+    item_start[0] = 0;
+    for (int i = 0; i < a->requests; i++) {
+        const int queries = a->qo_indptr[i + 1] - a->qo_indptr[i];
+        block_queries[i] = imax(1, ceil_div(imin(shared, queries), split));
+        item_start[i + 1] = item_start[i] + ceil_div(queries, block_queries[i]) * (a->kv_heads / a->item_heads);
+    }
+}
+
+static int reserve_scratch(member *m, const attention *a, size_t rows, size_t stride) {
+    const size_t dim = a->padded_dim;
+    const size_t scores = rows * stride;
+    const size_t sizes[] = {rows * dim, rows * dim, rows * VL, rows, 4 * dim, KEY_BLOCK * dim, scores};
+    enum { PARTS = sizeof sizes / sizeof *sizes };
+    float *parts[PARTS];
+    size_t total = 0;
+    for (int i = 0; i < PARTS; i++) total += (sizes[i] + 15) / 16 * 16;
+    float *data = reserve(&m->attention, sizeof(float) * total);
+    if (!data) return 0;
+    if (a->padded_dim != a->head_dim) memset(data, 0, sizeof(float) * (total - scores)); /* padding columns */
+    for (int i = 0; i < PARTS; data += (sizes[i] + 15) / 16 * 16, i++) parts[i] = data;
+    m->parts = (attention_scratch){parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], stride};
+    return 1;
+}
+
 static int plan_attention(pass *p, int threads) {
     model *m = p->m;
     const batch *b = p->b;
     const model_source *s = &m->shape;
-    const int group = s->heads / s->kv_heads, n = b->requests, padded_dim = ceil_div(s->head_dim, PANEL) * PANEL;
+    const int n = b->requests;
     int64_t *mask_start = reserve(&m->plan, sizeof(int64_t) * (n + 1) + sizeof(int32_t) * (2 * n + 1));
     if (!mask_start) return 0;
     int32_t *item_start = (int32_t *)(mask_start + n + 1), *block = item_start + n + 1;
-    size_t scores = 1, stride = 0, rows = group;
-    mask_start[0] = item_start[0] = 0;
-    for (int i = 0; i < n; i++) {
-        const int queries = b->qo_indptr[i + 1] - b->qo_indptr[i], keys = b->kv_indptr[i + 1] - b->kv_indptr[i];
-        mask_start[i + 1] = mask_start[i] + (int64_t)queries * keys;
-        block[i] = queries_per_item(queries, keys, group);
-        item_start[i + 1] = item_start[i] + ceil_div(queries, block[i]) * s->kv_heads;
-        rows = imax((int)rows, block[i] * group);
-        /* The extra panel keeps rows of a power-of-two length out of each other's cache sets. */
-        size_t width = (size_t)(ceil_div(keys, PANEL) + 1) * PANEL;
-        if (width > stride) stride = width;
-    }
-    scores = rows * stride;
     p->attention = (attention){
-        .heads = s->heads, .kv_heads = s->kv_heads, .head_dim = s->head_dim, .padded_dim = padded_dim,
-        .type = b->kv_type, .q = p->qkv, .q_stride = (size_t)(s->heads + 2 * s->kv_heads) * s->head_dim,
-        .out = p->attended, .slot_stride = b->slot_stride, .requests = n, .qo_indptr = b->qo_indptr,
-        .kv_indptr = b->kv_indptr, .kv_indices = b->kv_indices, .mask = b->mask, .mask_start = mask_start,
-        .item_start = item_start, .block_queries = block};
-    const size_t sizes[] = {rows * padded_dim, scores, rows * padded_dim, (size_t)4 * padded_dim,
-                            (size_t)KEY_BLOCK * padded_dim};
-    size_t total = 0;
-    for (int i = 0; i < 5; i++) total += ceil_div((int)sizes[i], 16) * 16;
-    for (int i = 0; i < threads; i++) {
-        float *data = reserve(&m->members[i].attention, sizeof(float) * total);
-        if (!data) return 0;
-        if (padded_dim != s->head_dim) memset(data, 0, sizeof(float) * total); /* padding columns */
-        float *parts[5];
-        for (int j = 0; j < 5; data += ceil_div((int)sizes[j], 16) * 16, j++) parts[j] = data;
-        m->members[i].parts = (attention_scratch){parts[0], parts[1], parts[2], parts[3], parts[4], stride};
+        .heads = s->heads, .kv_heads = s->kv_heads, .head_dim = s->head_dim,
+        .padded_dim = ceil_div(s->head_dim, PANEL) * PANEL, .type = b->kv_type, .q = p->qkv,
+        .q_stride = (size_t)(s->heads + 2 * s->kv_heads) * s->head_dim, .out = p->attended,
+        .slot_stride = b->slot_stride, .requests = n, .qo_indptr = b->qo_indptr, .kv_indptr = b->kv_indptr,
+        .kv_indices = b->kv_indices, .mask = b->mask, .mask_start = mask_start, .item_start = item_start,
+        .block_queries = block};
+    plan_items(&p->attention, item_start, block, threads);
+    int queries = 1, longest = 0;
+    mask_start[0] = 0;
+    for (int i = 0; i < n; i++) {
+        const int keys = b->kv_indptr[i + 1] - b->kv_indptr[i];
+        mask_start[i + 1] = mask_start[i] + (int64_t)(b->qo_indptr[i + 1] - b->qo_indptr[i]) * keys;
+        queries = imax(queries, block[i]);
+        longest = imax(longest, keys);
     }
+    const size_t rows = (size_t)p->attention.item_heads * queries * (s->heads / s->kv_heads);
+    /* The extra panel keeps rows of a power-of-two length out of each other's cache sets. */
+    const size_t stride = (size_t)(ceil_div(longest, PANEL) + 1) * PANEL;
+    for (int i = 0; i < threads; i++)
+        if (!reserve_scratch(&m->members[i], &p->attention, rows, stride)) return 0;
     return 1;
 }
 

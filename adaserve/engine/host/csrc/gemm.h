@@ -2,7 +2,7 @@
  *
  * Packed order: group of `group_panels` panels > block of DEPTH k > panel > k > 16 columns. Each group is one
  * contiguous read; its sums stay in a thread's scratch until the epilogue. For few rows the products are bound
- * by that read, so tiles prefetch: a single one shortly ahead of itself, several that share a panel the next one. */
+ * by that read, so tiles prefetch (tile.h): a single one ahead of itself, several that share a panel the next one. */
 #ifndef ADA_GEMM_H
 #define ADA_GEMM_H
 
@@ -15,7 +15,6 @@
 #define DEPTH 256
 #define ROW_BLOCK 120   /* rows that share one pass over the weights */
 #define MAX_GROUP 8     /* panels per group */
-#define LEAD 1536       /* bytes that a single tile prefetches ahead of itself */
 
 typedef struct {
     int columns, depth, type; /* W is [columns, depth] */
@@ -144,19 +143,18 @@ static void multiply(tile_args a, const tile_fn *table, int rows, int row_tiles,
 
 static void multiply_block(const matrix *m, const char *w, int kc, const float *x, size_t ldx, int rows,
                            int mode, gemm_scratch *s) {
-    const int row_tiles = ceil_div(rows, MAX_ROWS);
+    const int row_tiles = imax(ceil_div(rows, MAX_ROWS), rows > 2 ? LEAST_TILES : 1);
     const int at_once = ceil_div(rows, row_tiles) <= PAIR_ROWS ? 2 : 1;
     const size_t bytes = (size_t)at_once * kc * PANEL * type_bytes[m->type];
     const tile_fn *table = tiles[at_once - 1][m->type][mode];
     tile_args a = {.x = x, .ldx = ldx, .ldw = PANEL, .panel_stride = (size_t)kc * PANEL, .depth = kc,
                    .ldc = (size_t)m->group_panels * PANEL};
-    /* One or two rows are a plain stream, which the hardware prefetches better by itself. */
-    const int prefetch = rows > 2;
+    const int prefetch = rows >= PREFETCH_ROWS;
     if (prefetch) a.ahead_step = bytes / (kc * row_tiles);
     for (int p = 0; p < m->group_panels; p += at_once, w += bytes) {
         a.w = w;
         a.c = s->sums + p * PANEL;
-        const char *next = row_tiles == 1 ? w + LEAD : w + bytes;
+        const char *next = row_tiles == 1 && LEAD ? w + LEAD : w + bytes;
         multiply(a, table, rows, row_tiles, prefetch ? next : w, prefetch ? bytes : 0);
     }
 }

@@ -20,6 +20,19 @@
 #define PAIR_ROWS 2
 #endif
 
+/* What products prefetch, by vectors, since these set the time that a panel leaves for it: from how many rows on,
+ * how many bytes a single tile looks ahead (0: to the panel after its own), and at least how many tiles three or
+ * more rows are cut into. The first tile takes a panel from L2 to L1, where the others find it. */
+#if VL == 16
+#define PREFETCH_ROWS 1
+#define LEAD 0
+#define LEAST_TILES 2
+#else
+#define PREFETCH_ROWS 3
+#define LEAD 1536
+#define LEAST_TILES 1
+#endif
+
 /* Keeps a vector out of the memory operands of its several uses, each of which would load it again. */
 #if defined(__x86_64__) && VL <= HOST_VL
 #define IN_REGISTER(v) __asm__("" : "+v"(v))

@@ -1,0 +1,45 @@
+"""`adaserve bench kernels`: what its tables compare, and the files that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from adaserve.bench import kernels
+from adaserve.bench.kernels import Case, KernelPlan, Shape, in_turns, run_kernels
+from adaserve.engine.host import build
+
+pytestmark = pytest.mark.skipif(build.load_kernels() is None, reason="no C compiler here")
+
+
+def test_kernels_take_turns() -> None:
+    played: list[str] = []
+    taken = in_turns({"new": "n", "old": "o"}, played.append, 3)  # type: ignore[arg-type, dict-item]
+    assert played == ["n", "o", "o", "n", "n", "o", "o", "n"]
+    assert {name: len(seconds) for name, seconds in taken.items()} == {"new": 3, "old": 3}
+
+
+def test_ratios_are_of_neighbours_and_above_one_where_the_new_kernels_are_faster() -> None:
+    row = kernels._row(Case(1, 64), {"new": [1.0, 2.0, 8.0], "old": [2.0, 4.0, 8.0]})
+    assert row.ratio == 2.0
+    assert row.ms == {"new": 2000.0, "old": 4000.0}
+
+
+def test_keys_and_values_of_a_token() -> None:
+    assert Shape(layers=6, kv_heads=2, head_dim=64).kv_bytes(10) == 10 * 6 * 2 * (2 * 64 * 4)
+
+
+def test_tables_are_written_for_the_set(tmp_path: Path) -> None:
+    plan = KernelPlan((1, 3), ("fp32", "fp16"), (1, 5), (16, 70), 2, 1, 1, (), build.SOURCES, tmp_path)
+    run_kernels(plan, Console(quiet=True))
+    (record,), (text,) = tmp_path.glob("*.json"), tmp_path.glob("*.md")
+    found = json.loads(record.read_text())
+    assert record.stem == text.stem == found["set"]
+    assert [row["case"]["tokens"] for row in found["products"]["fp16"]] == [1, 3]
+    cases = [(row["case"]["context"], row["case"]["tokens"]) for row in found["attention"]]
+    assert cases == [(16, 1), (16, 5), (70, 1), (70, 5)]
+    rows = [line for line in text.read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) == 2 + 2 + 2 + 4  # heads and rules, products, attention
