@@ -41,6 +41,10 @@ class AdaServeAlgorithm(CustomSpecAlgo):
     def need_topk(self) -> bool:
         return False
 
+    def supports_grammar_overlap(self) -> bool:
+        """The worker advances matchers itself, by the barrier that it is given."""
+        return True
+
     def get_platform_worker_cls(self) -> type | None:
         return None
 

@@ -37,6 +37,11 @@ class HostCopy(Protocol):
         ...
 
 
+Forbid = Callable[[Tensor, np.ndarray, np.ndarray, int], None]
+"""(logits [a * beams, vocab], tokens [a, k], parents [a, k], beams): sets to -inf what grammars forbid behind
+the last ``beams`` of each row's k nodes, or behind its root where there is none yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Search:
     """One beam search over a rows, ``shape.beams`` wide (AdaServe, Algorithm 2 lines 2-5)."""
@@ -47,6 +52,8 @@ class Search:
     scale: np.ndarray  # float32 [a]: what the draft's logits are multiplied by
     spread: np.ndarray  # float32 [a]: how much of its request's noise is added; 0 = greedy
     keys: np.ndarray  # uint64 [a]: of that noise
+    forbid: Forbid | None = None
+    """Asked before each step by devices whose host sees them; others draft what grammars forbid, too."""
 
     def reading(self, beams: int, step: int) -> Reading:
         """How the logits of ``beams`` nodes of depth ``step`` - 1 per row are read."""

@@ -25,6 +25,7 @@ from sglang.srt.layers.sampler import (
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
+from adaserve.engine.grammar import Allowed
 from adaserve.engine.parts import Device
 from adaserve.engine.reading import Reading
 from adaserve.engine.state import RequestState
@@ -41,6 +42,7 @@ class Step:
     info: SamplingBatchInfo
     verified: VerifyBatch
     tensors: Tensors  # the verified tokens on the device
+    allowed: Allowed | None = None  # by the requests' grammars
 
     def of_rows(self, wanted: Callable[[Any], bool]) -> np.ndarray:
         """bool [n]: requests whose sampling parameters are as ``wanted``."""
@@ -72,7 +74,6 @@ def is_plain_greedy(info: SamplingBatchInfo, reqs: Sequence[Any]) -> bool:
     return (
         info.is_all_greedy
         and info.logit_bias is None
-        and not info.grammars
         and not info.has_custom_logit_processor
         and not any(has_penalty(r.sampling_params) for r in reqs)
     )
@@ -91,23 +92,16 @@ def adjust_logits(logits: Tensor, step: Step) -> None:
     info = step.info
     if (penalized := step.of_rows(has_penalty)).any():
         _penalize(logits, step, penalized)
-    if info.grammars:
-        info.update_regex_vocab_mask()
-        if info.grammar_mask is not None:
-            _at_roots(logits, step, info.grammar_mask.apply)
-            info.grammar_mask = None
+    if step.allowed is not None:
+        step.allowed.mask(logits, step.verified.row, step.verified.candidate)
     if info.logit_bias is not None:
         logits.add_(info.logit_bias[step.tensors["row"]])
     if info.has_custom_logit_processor:
         # Such requests have root-only trees, so the rows of the batch are the roots.
-        _at_roots(logits, step, lambda rows: apply_custom_logit_processor(rows, info))
-
-
-def _at_roots(logits: Tensor, step: Step, apply: Callable[[Tensor], Any]) -> None:
-    root = step.tensors["root"]
-    rows = logits[root]
-    apply(rows)
-    logits[root] = rows
+        root = step.tensors["root"]
+        rows = logits[root]
+        apply_custom_logit_processor(rows, info)
+        logits[root] = rows
 
 
 def _penalize(logits: Tensor, step: Step, penalized: np.ndarray) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from adaserve.engine.grammar import Grammars
+from adaserve.engine.matchers import can_walk, is_live
 from adaserve.scheduler.interface import RunningBatch
 
 
@@ -43,6 +45,7 @@ class DecodeRows:
     running: RunningBatch
     noisy: bool = True
     """Whether sampled requests draw by their own noise; not where SGLang's deterministic inference draws."""
+    grammars: Grammars | None = None
 
     def __len__(self) -> int:
         return len(self.states)
@@ -60,7 +63,9 @@ class DecodeRows:
 
 def max_tree_depth(req: Any, state: RequestState) -> int:
     """Deepest useful node: 0 for requests whose logits depend on more than their own tokens."""
-    if req.grammar is not None or req.custom_logit_processor is not None or req.to_finish is not None:
+    if req.custom_logit_processor is not None or req.to_finish is not None:
+        return 0
+    if req.grammar is not None and not (is_live(req.grammar) and can_walk(req.grammar)):
         return 0
     return max(0, remaining_tokens(req, state) - 1)
 

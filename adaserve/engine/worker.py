@@ -22,6 +22,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from adaserve.config import AdaServeConfig, slo_classes
 from adaserve.engine import measure, sampling
 from adaserve.engine.agree import Agreement
+from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
 from adaserve.engine.iteration import Iteration, Marks, sample_of
 from adaserve.engine.parts import Device
@@ -175,11 +176,15 @@ class AdaServeWorker(BaseSpecWorker):
     # -- prefill ------------------------------------------------------------------------------
 
     def forward_batch_generation(
-        self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None
+        self,
+        batch: Any,
+        on_publish: Publish | None = None,
+        pp_proxy_tensors: Any = None,
+        grammar_barrier: Callable[[], None] | None = None,
     ) -> GenerationBatchResult:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish)
-        return self._decode(batch, on_publish)
+        return self._decode(batch, on_publish, grammar_barrier)
 
     def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         self._settle()
@@ -233,20 +238,26 @@ class AdaServeWorker(BaseSpecWorker):
 
     # -- decode -------------------------------------------------------------------------------
 
-    def _decode(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+    def _decode(
+        self, batch: Any, on_publish: Publish | None, grammar_barrier: Callable[[], None] | None = None
+    ) -> GenerationBatchResult:
         """One iteration (docs/architecture.md). Everything is queued; what is read has been waited for."""
         self._advance()  # what the last iteration accepted, if that comes late (overlap)
+        if grammar_barrier is not None:
+            grammar_barrier()  # the same for matchers, which SGLang advances
         start_s, start = time.perf_counter(), self.device.mark()
         rows = self._rows(batch)
         plan = self._agreement.plan(lambda: self.policy.plan(rows.running, start_s), rows.running)
         drafts = self._draft(plan, rows)
         drafted = self.device.mark()
         self._observe()  # the last iteration, while the device drafts
-        proposal = merge([d.read() for d in drafts], len(rows))
+        proposal, allowed = merge([d.read() for d in drafts], len(rows)), None
+        if rows.grammars is not None:
+            proposal, allowed = rows.grammars.constrain(proposal)
         selection = self._agreement.selection(lambda: self.policy.select(plan, proposal.trees))
         selected = self.device.mark()
         verified = verify.build(rows, proposal, selection)
-        tensors, draws, logits = self._verify(batch, rows, verified)
+        tensors, draws, logits = self._verify(batch, rows, verified, allowed)
         acceptance = verify.accept(tensors, draws, len(rows), verified.deepest, self.stride)
         result = self._result(batch, acceptance, tensors, draws, logits)
         if on_publish is not None:
@@ -271,7 +282,8 @@ class AdaServeWorker(BaseSpecWorker):
         seq_lens = lens.cpu().numpy().astype(np.int64, copy=False)
         running = running_batch(batch.reqs, states, seq_lens, self.config.max_depth)
         seeded = batch.sampling_info.sampling_seed is not None
-        return DecodeRows(states, seq_lens, pool_rows, running, noisy=not seeded)
+        grammars = Grammars.of(batch.reqs, batch.sampling_info)
+        return DecodeRows(states, seq_lens, pool_rows, running, noisy=not seeded, grammars=grammars)
 
     def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
         """What the sources have queued."""
@@ -284,19 +296,17 @@ class AdaServeWorker(BaseSpecWorker):
         return [drafting for drafting in proposed if drafting is not None]
 
     def _verify(
-        self, batch: Any, rows: DecodeRows, verified: verify.VerifyBatch
+        self, batch: Any, rows: DecodeRows, verified: verify.VerifyBatch, allowed: Allowed | None
     ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
         """The verified tokens on the device, the target's draws int64 [T], and logits where there are any."""
         target = self.device.target
         tensors = self.device.put({**verified.arrays(), **target.arrays(verified.batch)})
         states = target.run(verified.batch, tensors)
         info = batch.sampling_info
-        # SGLang fills these in when it makes a ForwardBatch, which we do not.
-        info.grammars = [r.grammar for r in batch.reqs] if batch.has_grammar else None
-        if not batch.return_logprob and sampling.is_plain_greedy(info, batch.reqs):
+        if allowed is None and not batch.return_logprob and sampling.is_plain_greedy(info, batch.reqs):
             return tensors, target.argmax(states), None
         logits = target.logits(states)
-        step = sampling.Step(self.device, batch.reqs, rows.states, info, verified, tensors)
+        step = sampling.Step(self.device, batch.reqs, rows.states, info, verified, tensors, allowed)
         sampling.adjust_logits(logits, step)
         return tensors, sampling.draw(logits, step), logits
 

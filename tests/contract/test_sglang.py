@@ -73,6 +73,9 @@ TARGETS = {
 """Leading parameters of every hooked function."""
 
 PARAMETERS = {
+    "xgrammar.GrammarMatcher.traverse_draft_tree": {
+        "retrieve_next_token", "retrieve_next_sibling", "draft_tokens", "token_bitmask",
+    },
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": {
         "batch", "model_runner", "return_hidden_states_before_norm",
     },
@@ -104,13 +107,29 @@ FIELDS = {
         "speculative_num_draft_tokens", "speculative_output_stride", "can_run_cuda_graph",
     },
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": {
-        "temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy", "grammars", "grammar_mask",
-        "logit_bias", "has_custom_logit_processor", "sampling_seed",
+        "temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy",
+        "logit_bias", "vocab_size", "has_custom_logit_processor", "sampling_seed",
     },
 }  # fmt: skip
 
 MEMBERS = [
-    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.update_regex_vocab_mask",
+    *(
+        f"sglang.srt.constrained.base_grammar_backend.BaseGrammarObject.{name}"
+        for name in (
+            "accept_token",
+            "allocate_vocab_mask",
+            "apply_vocab_mask",
+            "fill_vocab_mask",
+            "finished",
+            "is_terminated",
+            "move_vocab_mask",
+            "rollback",
+        )
+    ),
+    "sglang.srt.constrained.reasoner_grammar_backend.ReasonerGrammarObject",
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar",
+    "sglang.srt.managers.scheduler.Scheduler._advance_pending_grammar",
+    "xgrammar.GrammarMatcher.stop_token_ids",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
     "sglang.srt.speculative.base_spec_worker.BaseSpecWorker.alloc_memory_pool",
     "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase.draft",
@@ -196,6 +215,18 @@ def test_a_prefill_batch_reads_its_chunk_size_anew() -> None:
     for attribute in ("chunked_prefill_size", "max_prefill_tokens", "chunked_req", "truncation_align_size"):
         assert f"self.{attribute}" in source, f"Scheduler.{attribute} moved: prefills would not be paced"
     assert "for req in self.waiting_queue" in source, "the queue is no longer served in its order"
+
+
+def test_the_worker_is_given_the_barrier_of_the_grammars() -> None:
+    """Under overlap matchers lag behind; SGLang must let the worker advance them, and once only."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.batch_result_processor import (
+        SchedulerBatchResultProcessor,
+    )
+
+    assert '"grammar_barrier"' in inspect.getsource(Scheduler.run_batch)
+    source = inspect.getsource(SchedulerBatchResultProcessor.advance_grammar_fsm)
+    assert "if result.grammar_advanced" in source and "result.grammar_advanced = True" in source
 
 
 def methods(owner: type) -> dict[str, Any]:

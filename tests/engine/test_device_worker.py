@@ -10,6 +10,8 @@ import pytest
 from adaserve.host import DEVICE_PATH_ENV
 from tests.engine.conftest import POLICIES, TIGHT, Served, adaserve_server
 from tests.engine.harness import Job, Server, Zygote, run_jobs, workload
+from tests.engine.test_features import PROMPTS, assert_equal_answers, greedy
+from tests.engine.test_grammar import GRAMMARS, job
 from tests.engine.test_greedy import assert_same
 
 
@@ -65,8 +67,8 @@ def test_sampled_requests_are_served(device: Served, params: dict[str, float]) -
     assert answer["meta_info"]["completion_tokens"] == 24
 
 
-def test_a_grammar_is_kept_to(device: Served) -> None:
-    answer = device.server.generate(
-        text="the", sampling_params={"temperature": 0, "max_new_tokens": 12, "regex": "[0-9]+"}
-    )
-    assert answer["text"] and set(answer["text"]) <= set("0123456789")
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_structured_output_is_that_of_plain_decoding(device: Served, stock: Server, kind: str) -> None:
+    jobs = [job(prompt, **GRAMMARS[kind]) for prompt in PROMPTS]
+    plain = [Job(tuple(p), greedy(max_new_tokens=30)) for p in PROMPTS]
+    assert_equal_answers(device.server, stock, jobs + plain)

@@ -77,7 +77,7 @@ def make_step(
 ) -> sampling.Step:
     values: dict[str, Any] = {
         "is_all_greedy": all(r.sampling_params.top_k == 1 for r in reqs), "sampling_seed": None,
-        "logit_bias": None, "grammars": None, "has_custom_logit_processor": False,
+        "logit_bias": None, "has_custom_logit_processor": False,
     }  # fmt: skip
     info: Any = SimpleNamespace(**values | over)
     forward: Any = None  # draws need no model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from adaserve.engine.clock import HostMark
 from adaserve.engine.host.beam import MAX_WIDTH, BeamArrays
 from adaserve.engine.host.forward import LeanModel
+from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.install import LEAN_ATTRIBUTE
 from adaserve.engine.host.sglang_forward import SGLangForward
 from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search
@@ -95,16 +96,23 @@ class HostForward:
     def candidates(self, batch: TreeBatch, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
         return self._best(self.run(batch), reading, width)
 
-    def _best(self, states: Tensor, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
+    def _best(
+        self, states: Tensor, reading: Reading, width: int, forbid: Callable[[Tensor], None] | None = None
+    ) -> tuple[Tensor, Tensor]:
         start = HostMark()
-        best = self.model.topk_logprobs(states, reading, width)
+        if forbid is None:
+            best = self.model.topk_logprobs(states, reading, width)
+        else:
+            logits = self.model.logits(states)
+            forbid(logits)
+            best = torch.log_softmax(read(logits, reading), -1).topk(width)
         self._runs.append((start, HostMark()))
         return best
 
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
         """All levels in one call of our kernels where they can, else level by level."""
         shape, model = search.shape, self.model
-        fits = not shape.is_branching and shape.beams[0] <= MAX_WIDTH
+        fits = not shape.is_branching and shape.beams[0] <= MAX_WIDTH and search.forbid is None
         if fits and isinstance(model, LeanForward) and model.model.searches_beams:
             beams = self._native(model, first, search, keep)
         else:
@@ -158,7 +166,8 @@ class HostForward:
         shape, a = search.shape, len(search.base)
         levels = Levels(shape, a, CPU)
         roots = torch.from_numpy(np.cumsum(first.q_lens) - 1)
-        logprob, token = self._best(self.run(first)[roots], search.reading(1, 1), shape.beams[0])
+        forbid = _forbid(search, levels, 1)
+        logprob, token = self._best(self.run(first)[roots], search.reading(1, 1), shape.beams[0], forbid)
         levels.start(logprob.double(), token)
         kv_lens = search.base + shape.width
         kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens)
@@ -168,7 +177,8 @@ class HostForward:
             batch = level_batch(levels, search, step, kv_lens)
             hidden = self._hidden(batch, attention_plan(self._req_to_token, batch, kv_slots))
             m = len(batch) // a
-            best = self._best(hidden, search.reading(m, step), levels.children(step))
+            forbid = _forbid(search, levels, step)
+            best = self._best(hidden, search.reading(m, step), levels.children(step), forbid)
             logprob, token = (v.view(a, m, -1) for v in best)
             levels.grow(step, logprob.double(), token)
         return self._found(levels, len(shape.beams))
@@ -180,6 +190,16 @@ class HostForward:
     def take_runs(self) -> list[Run]:
         runs, self._runs = self._runs, []
         return runs
+
+
+def _forbid(search: Search, levels: Levels, step: int) -> Callable[[Tensor], None] | None:
+    """What sets logits of ``step`` to -inf, where there are grammars."""
+    if (asked := search.forbid) is None:
+        return None
+    before = levels.level(step - 1) if step > 1 else slice(-1, 0)  # the root
+    nodes = slice(0, before.stop)
+    tokens, parents = levels.tokens[:, nodes].numpy(), levels.parents[:, nodes].numpy()
+    return lambda logits: asked(logits, tokens, parents, before.stop - before.start)
 
 
 def level_batch(levels: Levels, search: Search, step: int, kv_lens: np.ndarray) -> TreeBatch:

@@ -134,6 +134,7 @@ class BeamSource:
             scale=scale.astype(np.float32),
             spread=spread.astype(np.float32),
             keys=rows.keys[active],
+            forbid=None if rows.grammars is None else rows.grammars.forbid(active),
         )
 
 

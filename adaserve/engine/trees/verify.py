@@ -58,6 +58,13 @@ class VerifyBatch:
     def is_root(self) -> np.ndarray:
         return self.depth == 0
 
+    @property
+    def candidate(self) -> np.ndarray:
+        """int64 [T]: candidate that stands at each token, -1 for roots."""
+        out = np.full(len(self), -1, np.int64)
+        out[~self.is_root] = self.node
+        return out
+
     def arrays(self) -> dict[str, np.ndarray]:
         """What the walk needs on the device."""
         b = self.batch

@@ -36,7 +36,7 @@ def states(seed: int = 0) -> list[RequestState]:
 def step_of(device: Device, case: Case, requests: list[Any], seed: int = 0, **info: Any) -> sampling.Step:
     greedy = all(r.sampling_params.top_k == 1 for r in requests)
     values = {
-        "is_all_greedy": greedy, "logit_bias": None, "grammars": None, "has_custom_logit_processor": False,
+        "is_all_greedy": greedy, "logit_bias": None, "has_custom_logit_processor": False,
         "sampling_seed": None,
     } | info  # fmt: skip
     v = case.verified

@@ -124,13 +124,13 @@ class Run:
     def batch(self) -> Any:
         """What SGLang's scheduler hands to the worker."""
         info = SimpleNamespace(
-            is_all_greedy=True, logit_bias=None, grammars=None, has_custom_logit_processor=False,
+            is_all_greedy=True, logit_bias=None, has_custom_logit_processor=False,
             sampling_seed=None,
         )  # fmt: skip
         rows = torch.from_numpy(self.requests.pool_rows)
         return SimpleNamespace(
             reqs=self.reqs, seq_lens=self.lens, seq_lens_cpu=self.lens.clone(), sampling_info=info,
-            req_pool_indices=rows, req_pool_indices_cpu=rows, return_logprob=False, has_grammar=False,
+            req_pool_indices=rows, req_pool_indices_cpu=rows, return_logprob=False,
         )  # fmt: skip
 
     def step(self) -> Any:

@@ -1,0 +1,95 @@
+"""A request's matcher on the branches of a tree: what its grammar allows there, and what is forbidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+from torch import Tensor
+
+BITS = 32
+"""Tokens per word of a packed mask."""
+
+
+def is_live(grammar: Any) -> bool:
+    """Whether there is a grammar (SGLang's object, or None) that still has a say in what follows."""
+    return grammar is not None and not grammar.finished and not grammar.is_terminated()
+
+
+def can_walk(grammar: BaseGrammarObject) -> bool:
+    """Whether a matcher can step back; Outlines' cannot, so only roots can be masked by it."""
+    if isinstance(grammar, ReasonerGrammarObject):
+        return grammar.grammar is None or can_walk(grammar.grammar)
+    return type(grammar).rollback is not BaseGrammarObject.rollback
+
+
+def walk(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> np.ndarray:
+    """Fills the masks of a root and its k nodes, which the matcher visits from where it stands.
+
+    ``tokens``, ``parents``: int64 [k], parents first, -1 = child of the root. ``masks`` must allow everything
+    at first. Returns bool [k]: nodes that the grammar allows and does not end with; behind all others the
+    masks stay as they were.
+    """
+    if not len(tokens):
+        grammar.fill_vocab_mask(masks, 0)
+        return np.zeros(0, np.bool_)
+    if isinstance(grammar, XGrammarGrammar):
+        return _walk_natively(grammar, tokens, parents, masks)
+    return _walk_by_steps(grammar, tokens, parents, masks)
+
+
+def _walk_natively(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> np.ndarray:
+    """In one call of xgrammar; what it does not reach is forbidden."""
+    child, sibling = _links(parents)
+    every = torch.from_numpy(np.concatenate([[0], tokens]))
+    grammar.matcher.traverse_draft_tree(child, sibling, every, masks)
+    bits, stops = masks.numpy(), set(grammar.matcher.stop_token_ids)
+    possible = np.zeros(len(tokens), np.bool_)
+    for i, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
+        reached = parent < 0 or possible[parent]
+        possible[i] = reached and token not in stops and _is_set(bits[parent + 1], token)
+    return possible
+
+
+def _walk_by_steps(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> np.ndarray:
+    """With the steps that every backend has: accept, fill, roll back."""
+    children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]  # of the root, then of every node
+    for i, parent in enumerate(parents.tolist()):
+        children[parent + 1].append(i)
+    bits, possible = masks.numpy(), np.zeros(len(tokens), np.bool_)
+
+    def visit(place: int) -> None:
+        grammar.fill_vocab_mask(masks, place)
+        for i in children[place]:
+            token = int(tokens[i])
+            if not _is_set(bits[place], token):
+                continue
+            grammar.accept_token(token)
+            if not grammar.is_terminated():
+                possible[i] = True
+                visit(i + 1)
+            grammar.rollback(1)
+
+    visit(0)
+    return possible
+
+
+def _is_set(words: np.ndarray, token: int) -> bool:
+    return bool(int(words[token // BITS]) >> (token % BITS) & 1)
+
+
+def _links(parents: np.ndarray) -> tuple[Tensor, Tensor]:
+    """(first child, next sibling) of a root and its k nodes, int64 [k + 1], -1 = none; from parents [k]."""
+    child, sibling = (np.full(len(parents) + 1, -1, np.int64) for _ in range(2))
+    last: dict[int, int] = {}  # child of a parent that was seen last
+    for place, above in enumerate((parents + 1).tolist(), start=1):
+        if above in last:
+            sibling[last[above]] = place
+        else:
+            child[above] = place
+        last[above] = place
+    return torch.from_numpy(child), torch.from_numpy(sibling)

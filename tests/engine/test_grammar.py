@@ -1,0 +1,153 @@
+"""Structured output is drafted, and says what it says without speculation."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.chi_square import two_sample_p
+from tests.engine.conftest import Served
+from tests.engine.harness import Job, Server, run_jobs
+from tests.engine.test_features import PROMPTS, assert_equal_answers, greedy
+from tests.engine.test_sampling import SMALLEST_P, SUSPICIOUS_P
+
+ITEM = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["fox", "dog"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "ok": {"type": "boolean"},
+        "items": {"type": "array", "items": {"enum": [1, 2, 3]}, "maxItems": 3},
+    },
+    "required": ["name", "count", "ok", "items"],
+    "additionalProperties": False,
+}
+CALL = {"begin": "<call>", "schema": {**SCHEMA, "required": ["name"]}, "end": "</call>"}
+GRAMMARS: dict[str, dict[str, str]] = {
+    "json": {"json_schema": json.dumps(SCHEMA)},
+    "regex": {"regex": r"(yes|no|maybe), [0-9]{2,4}\.( the [a-z]{3,9}){2}"},
+    "ebnf": {"ebnf": 'root ::= "a" | "b" root | "{" root "}"'},
+    "tool": {
+        "structural_tag": json.dumps({"structures": [CALL], "triggers": ["<call>"], "at_least_one": True})
+    },
+}
+BESIDES: list[dict[str, Any]] = [
+    {},
+    {"frequency_penalty": 0.8, "repetition_penalty": 1.2},
+    {"logit_bias": {"44": 6.0, "210": -8.0, "7": 2.5}},
+    {"min_new_tokens": 9},
+    {"stop": ["dog", "7", "th"]},
+]
+
+
+def job(prompt: list[int], **params: Any) -> Job:
+    return Job(tuple(prompt), greedy(**{"ignore_eos": False, "max_new_tokens": 60, **params}))
+
+
+def tokens_per_verification(answers: list[dict[str, Any]]) -> float:
+    infos = [a["meta_info"] for a in answers]
+    decoded = sum(m["completion_tokens"] - 1 for m in infos)
+    return decoded / sum(m.get("spec_verify_ct", 0) for m in infos if m["completion_tokens"] > 1)
+
+
+def assert_valid(job: Job, answer: dict[str, Any]) -> bool:
+    """Whether the answer was finished; if so it is valid."""
+    if answer["meta_info"]["finish_reason"]["type"] != "stop" or "stop" in job.params:
+        return False
+    if "regex" in job.params:
+        assert re.fullmatch(job.params["regex"], answer["text"]), answer
+    elif "ebnf" in job.params:
+        assert re.fullmatch(r"[b{]*a\}*", answer["text"]), answer
+    elif "json_schema" in job.params:
+        assert set(json.loads(answer["text"])) == set(SCHEMA["required"])
+    else:
+        assert re.match(r"<call>\{.*\}</call>", answer["text"], re.DOTALL), answer
+    return True
+
+
+def test_greedy_text_is_that_of_plain_decoding(served: Served, stock: Server) -> None:
+    """Every kind of grammar, beside every other feature that changes logits or ends, among plain requests."""
+    jobs = [
+        job(prompt, **grammar, **besides)
+        for prompt, besides in itertools.product(PROMPTS, BESIDES)
+        for grammar in GRAMMARS.values()
+    ]
+    jobs += [job(LONG, **grammar) for grammar in GRAMMARS.values()]
+    jobs += [Job(tuple(p), greedy(max_new_tokens=30)) for p in PROMPTS]
+    assert_equal_answers(served.server, stock, jobs)
+    answers = [a for a in run_jobs(served.server, jobs) if a is not None]
+    finished = sum(assert_valid(j, a) for j, a in zip(jobs, answers, strict=True) if j.params.keys() & KEYS)
+    assert finished > 40
+
+
+LONG = list(range(2, 130))
+"""A prompt that is prefilled in chunks."""
+
+KEYS = {"json_schema", "regex", "ebnf", "structural_tag"}
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_a_copy_of_the_target_accepts_everything(copied: Served, stock: Server, kind: str) -> None:
+    """A draft that chooses among allowed tokens, as the target does, is never wrong."""
+    jobs = [job(prompt, **GRAMMARS[kind]) for prompt in PROMPTS]
+    assert_equal_answers(copied.server, stock, jobs)
+    answers = [a for a in run_jobs(copied.server, jobs) if a is not None]
+    for answer in answers:
+        info = answer["meta_info"]
+        assert info.get("spec_verify_ct", 0) == -(-(info["completion_tokens"] - 1) // 5), answer
+    assert tokens_per_verification(answers) > 2
+
+
+SHORT = {"regex": r"([a-d]|the|fo|x){3,5}"}
+SAMPLES = 1200
+
+
+def texts(server: Server, samples: int) -> list[str]:
+    params = {"temperature": 0.9, "max_new_tokens": 12, **SHORT}
+    parts = [
+        server.generate(input_ids=[PROMPTS[0]] * (samples // 3), sampling_params=params) for _ in range(3)
+    ]
+    return [a["text"] for part in parts for a in part]
+
+
+def test_sampled_text_has_the_distribution_of_plain_decoding(served: Served, stock: Server) -> None:
+    def p_values(samples: int) -> list[float]:
+        both = [texts(s, samples) for s in (served.server, stock)]
+        assert all(re.fullmatch(SHORT["regex"], t) for t in both[0])
+        assert len(set(both[0])) > 50, "nearly deterministic: the comparison says nothing"
+        places = ((0, 2), (2, 4), (4, 9))
+        return [two_sample_p(*[[t[a:b] for t in side] for side in both]) for a, b in places]
+
+    if min(p_values(SAMPLES)) < SUSPICIOUS_P:
+        assert min(p_values(2 * SAMPLES)) > SMALLEST_P
+
+
+def test_several_sampled_choices_are_valid(served: Served) -> None:
+    for kind, grammar in GRAMMARS.items():
+        params = {"temperature": 1.0, "max_new_tokens": 80, "n": 4, **grammar}
+        answers = served.server.generate(input_ids=PROMPTS[1], sampling_params=params)
+        finished = [assert_valid(Job((1,), params), a) for a in answers]
+        assert len(finished) == 4 and (all(finished) or kind != "regex"), kind
+
+
+def test_streams_add_up_to_the_whole_answer(served: Served, stock: Server) -> None:
+    async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
+        async with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
+            lines = [line async for line in response.aiter_lines() if line.startswith("data: {")]
+        return [json.loads(line[6:])["text"] for line in lines]
+
+    async def all_streams(bodies: list[dict[str, Any]]) -> list[list[str]]:
+        async with httpx.AsyncClient(base_url=served.server.url, timeout=120) as client:
+            return list(await asyncio.gather(*(stream(client, b) for b in bodies)))
+
+    bodies = [job(p, **g).body for p, g in zip(PROMPTS, GRAMMARS.values(), strict=False)]
+    for got, body in zip(asyncio.run(all_streams(bodies)), bodies, strict=True):
+        assert all(b.startswith(a.rstrip("\N{REPLACEMENT CHARACTER}")) for a, b in itertools.pairwise(got))
+        assert got[-1] == stock.generate(**body)["text"]

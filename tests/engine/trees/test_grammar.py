@@ -1,0 +1,238 @@
+"""Masks of every node against a matcher that reads the node's path from the beginning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from adaserve.engine.grammar import Grammars
+from adaserve.engine.matchers import can_walk, is_live
+from adaserve.engine.state import max_tree_depth
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.scheduler.interface import CandidateTrees
+from tests.engine.pairs import VOCAB, save_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["fox", "dog"]}, "count": {"type": "integer"}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+KINDS = {
+    "json": json.dumps(SCHEMA),
+    "regex": r"(yes|no|maybe), [0-9]{2,4}\.",
+    "ebnf": 'root ::= "a" | "b" root',
+}
+INFO = SimpleNamespace(vocab_size=VOCAB)
+THINK_END = (7, 9)
+"""Token ids that end the reasoning of the tests."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Makes fresh matchers of every kind, as SGLang does. ``before``: tokens that no grammar reads."""
+
+    make: Callable[[str], Any]
+    before: tuple[int, ...] = ()
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance", "reasoner"])
+def backend(request: pytest.FixtureRequest, tokenizer: Any) -> Backend:
+    from sglang.srt.constrained.llguidance_backend import GuidanceBackend
+    from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+
+    if request.param == "llguidance":
+        guidance = GuidanceBackend(tokenizer, n_vocab=VOCAB)
+        specs = {**KINDS, "ebnf": 'start: "a" | "b" start'}
+        return Backend(lambda kind: getattr(guidance, f"dispatch_{kind}")(specs[kind]))
+    xgrammar = XGrammarGrammarBackend(tokenizer, VOCAB, [tokenizer.eos_token_id])
+
+    def plain(kind: str) -> Any:
+        return getattr(xgrammar, f"dispatch_{kind}")(KINDS[kind])
+
+    def reasoning(kind: str) -> Any:
+        grammar = ReasonerGrammarObject(plain(kind), THINK_END)
+        grammar.maybe_init_reasoning(True)
+        return grammar
+
+    return Backend(plain) if request.param == "xgrammar" else Backend(reasoning, THINK_END)
+
+
+def allowed_by(grammar: Any) -> np.ndarray:
+    """bool [vocab]: what a matcher allows next, by its own mask on logits."""
+    masks, logits = grammar.allocate_vocab_mask(VOCAB, 1, "cpu"), torch.zeros(1, VOCAB)
+    grammar.fill_vocab_mask(masks, 0)
+    grammar.apply_vocab_mask(logits=logits, vocab_mask=masks)
+    return (logits[0] == 0).numpy()
+
+
+def replayed(backend: Backend, kind: str, text: list[int]) -> Any | None:
+    """A matcher that has read ``text``; None where the grammar forbids or ends with a part of it."""
+    grammar = backend.make(kind)
+    for token in text:
+        if not allowed_by(grammar)[token]:
+            return None
+        grammar.accept_token(token)
+        if grammar.is_terminated():
+            return None
+    return grammar
+
+
+def walked(backend: Backend, kind: str, rng: np.random.Generator, steps: int) -> list[int]:
+    """A random text that the grammar allows and that does not end it."""
+    text = list(backend.before) if steps else []
+    for _ in range(steps):
+        grammar = replayed(backend, kind, text)
+        assert grammar is not None
+        choices = [t for t in np.flatnonzero(allowed_by(grammar)) if replayed(backend, kind, [*text, int(t)])]
+        if not choices:
+            break
+        text.append(int(rng.choice(choices)))
+    return text
+
+
+def random_tree(
+    backend: Backend, kind: str, text: list[int], rng: np.random.Generator, size: int
+) -> list[Any]:
+    """(parent, token) of nodes by depth: two thirds of the tokens are allowed where they stand."""
+    nodes: list[tuple[int, int]] = []
+    paths: list[list[int]] = [[]]
+    for _ in range(size):
+        above = int(rng.integers(len(paths)))
+        grammar = replayed(backend, kind, [*text, *paths[above]])
+        token = int(rng.integers(VOCAB))
+        if grammar is not None and rng.random() < 0.67:
+            token = int(rng.choice(np.flatnonzero(allowed_by(grammar))))
+        if (above - 1, token) not in nodes:
+            nodes.append((above - 1, token))
+            paths.append([*paths[above], token])
+    order = sorted(range(len(nodes)), key=lambda i: len(paths[i + 1]))
+    place = {-1: -1} | {old: new for new, old in enumerate(order)}
+    return [(place[nodes[i][0]], nodes[i][1], paths[i + 1]) for i in order]
+
+
+def request(grammar: Any | None) -> Any:
+    params = SimpleNamespace(max_new_tokens=100)
+    return SimpleNamespace(
+        grammar=grammar, sampling_params=params, custom_logit_processor=None, to_finish=None
+    )
+
+
+def proposal_of(rows: list[list[Any]]) -> Proposal:
+    flat = [node for row in rows for node in row]
+    depth = np.array([len(path) for _, _, path in flat], np.int64)
+    trees = CandidateTrees(
+        row_start=np.cumsum([0, *(len(row) for row in rows)]),
+        token=np.array([token for _, token, _ in flat], np.int64),
+        parent=np.array([parent for parent, _, _ in flat], np.int64),
+        depth=depth,
+        logprob=-0.5 * depth,
+    )
+    column = np.concatenate([np.arange(1, 1 + len(row)) for row in rows])
+    return Proposal(trees, column, 1 + int(column.max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_are_those_of_every_nodes_own_path(backend: Backend, kind: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    texts = [walked(backend, kind, rng, steps) for steps in (0, 2, 5)]
+    trees = [random_tree(backend, kind, text, rng, 14) for text in texts]
+    matchers = [replayed(backend, kind, text) for text in texts]
+    free = random_tree(backend, kind, texts[0], rng, 6)
+    reqs = [request(m) for m in (matchers[0], None, *matchers[1:])]
+    rows, texts = [trees[0], free, *trees[1:]], [texts[0], [], *texts[1:]]
+    grammars = Grammars.of(reqs, INFO)
+    assert grammars is not None
+    proposal = proposal_of(rows)
+    for _ in range(2):  # the matchers have come back to where they were
+        constrained, allowed = grammars.constrain(proposal)
+    row = np.concatenate([np.full(1 + len(nodes), r) for r, nodes in enumerate(rows)])
+    starts = proposal.trees.row_start
+    candidate = np.concatenate(
+        [np.concatenate([[-1], np.arange(starts[r], starts[r + 1])]) for r in range(len(rows))]
+    )
+    chosen = rng.permutation(len(row))[: len(row) * 2 // 3]  # a verification keeps some of them
+    logits = torch.zeros(len(chosen), VOCAB)
+    allowed.mask(logits, row[chosen], candidate[chosen])
+    possible, forbidden = constrained.trees.logprob == proposal.trees.logprob, 0
+    assert possible[starts[1] : starts[2]].all() and len(free), "a request without a grammar was touched"
+    for got, r, node in zip(logits, row[chosen].tolist(), candidate[chosen].tolist(), strict=True):
+        if reqs[r].grammar is None:
+            assert (got == 0).all()
+            continue
+        path = [] if node < 0 else rows[r][node - starts[r]][2]
+        exact = replayed(backend, kind, [*texts[r], *path])
+        if node >= 0:
+            assert possible[node] == (exact is not None)
+            assert possible[node] or constrained.trees.logprob[node] == -np.inf
+        if exact is None:
+            forbidden += 1
+        else:
+            assert ((got == 0).numpy() == allowed_by(exact)).all()
+    assert forbidden, "nothing was forbidden"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_search_chooses_among_what_is_allowed(backend: Backend, kind: str) -> None:
+    rng = np.random.default_rng(7)
+    text = walked(backend, kind, rng, 3)
+    matcher = replayed(backend, kind, text)
+    grammars = Grammars.of([request(None), request(matcher), request(None)], INFO)
+    assert grammars is not None
+    assert grammars.forbid(np.array([0, 2])) is None
+    forbid = grammars.forbid(np.array([0, 1]))
+    assert forbid is not None and matcher is not None
+    logits = torch.zeros(2, VOCAB)
+    none = np.zeros((2, 0), np.int64)
+    forbid(logits, none, none, 1)
+    assert (logits[0] == 0).all() and ((logits[1] == 0).numpy() == allowed_by(matcher)).all()
+    tokens = np.flatnonzero(allowed_by(matcher))[[0, -1]]
+    if len(set(tokens.tolist())) == 2:
+        logits = torch.zeros(4, VOCAB)
+        forbid(logits, np.tile(tokens, (2, 1)), np.full((2, 2), -1), 2)
+        assert (logits[:2] == 0).all()
+        for got, token in zip(logits[2:], tokens.tolist(), strict=True):
+            exact = replayed(backend, kind, [*text, token])
+            if exact is not None:
+                assert ((got == 0).numpy() == allowed_by(exact)).all()
+
+
+def test_a_grammar_that_has_ended_masks_nothing_and_drafts_nothing(backend: Backend, tokenizer: Any) -> None:
+    grammar = backend.make("ebnf")
+    for token in [*backend.before, *tokenizer.encode("ba")]:
+        grammar.accept_token(token)
+    state: Any = SimpleNamespace(generated=[1, 2])
+    assert is_live(grammar) and max_tree_depth(request(grammar), state) > 0
+    grammar.accept_token(tokenizer.eos_token_id)
+    assert grammar.is_terminated() and not is_live(grammar)
+    assert Grammars.of([request(grammar), request(None)], INFO) is None
+    assert max_tree_depth(request(grammar), state) == 0
+
+
+def test_a_matcher_that_cannot_step_back_drafts_nothing() -> None:
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+
+    class Forward(BaseGrammarObject):
+        pass
+
+    state: Any = SimpleNamespace(generated=[1])
+    assert not can_walk(Forward())
+    assert max_tree_depth(request(Forward()), state) == 0
