@@ -41,6 +41,7 @@ class Shape:
     n_max: int | None = None
     branching: tuple[int, ...] | None = None
     drafting: BoolArray | None = None
+    deepest: int | None = None  # node that is verified; None = no limit but the row's
 
 
 class BasePolicy:
@@ -101,7 +102,7 @@ class BasePolicy:
             n_max=shape.n_max,
             weight=self.weights(running, now_s, t_spec) if depth or offered else None,
             t_spec_s=t_spec,
-            cap=cap if depth and cap.min() < depth else None,
+            cap=_limit(cap, depth, shape.deepest),
             drafting=shape.drafting if depth else None,
         )
         self._iterations += 1
@@ -180,6 +181,13 @@ def _per_request(levels: IntArray, n: int) -> IntArray:
     """Sums [n] over stacked iterations, [iterations * n]."""
     summed: IntArray = levels if len(levels) == n else np.add.reduce(levels.reshape(-1, n))
     return summed
+
+
+def _limit(cap: IntArray, depth: int, deepest: int | None) -> IntArray | None:
+    """Deepest node per row that may be verified, [n]; None = all that there will be."""
+    if deepest is not None:
+        return np.minimum(cap, deepest)
+    return cap if depth and cap.min() < depth else None
 
 
 def _most_nodes(depth: int, shape: Shape) -> int:

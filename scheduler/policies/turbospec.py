@@ -1,12 +1,25 @@
-"""TurboSpec: closed-loop choice of the chain length k by expected goodput."""
+"""TurboSpec: closed-loop choice of the chain length k by expected goodput.
+
+With a draft model k is how much is proposed. With prompt lookup (offered candidates and no draft model) the
+proposal is fixed and costs nothing, and k is how much of it is verified.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import FloatArray, IntArray, RunningBatch
+from adaserve.scheduler.interface import (
+    BoolArray,
+    CandidateTrees,
+    FloatArray,
+    IntArray,
+    IterationPlan,
+    RunningBatch,
+    Selection,
+)
 from adaserve.scheduler.policies.base import BasePolicy, Shape
+from adaserve.scheduler.selection import and_root, parents_flat, path_probability, row_of, two_phase
 
 
 def chain_length(acc: float | FloatArray, k: int | IntArray) -> FloatArray:
@@ -18,6 +31,8 @@ def chain_length(acc: float | FloatArray, k: int | IntArray) -> FloatArray:
 
 class TurboSpecPolicy(BasePolicy):
     """k* = argmax goodput(k), k = 0 included (Listing 2 never tries it), one k for the whole batch.
+
+    Of offered trees the first chain counts, since the paper's proposals are chains.
 
     acc is the global rate of tested proposals. While k* = 0 it is not observed, so every
     ``turbo_probe_every`` iterations one chain of 1 is drafted, so that speculation comes back by itself.
@@ -32,12 +47,13 @@ class TurboSpecPolicy(BasePolicy):
     def goodput(self, running: RunningBatch, cap: IntArray) -> FloatArray:
         """Expected tokens per second of k = 0..k_max, [k_max + 1] (TurboSpec section 4, Eq. 1)."""
         n, context = len(running), float(running.context_tokens.sum())
-        k_most = min(self.config.turbo_k_max, int(cap.max()))
-        ks = np.arange(k_most + 1)
-        lengths = np.minimum(cap[None, :], ks[:, None])
+        longest = cap if self.config.drafts else np.minimum(cap, _chains(running))
+        ks = np.arange(min(self.config.turbo_k_max, int(longest.max())) + 1)
+        lengths = np.minimum(longest[None, :], ks[:, None])
         tokens = chain_length(self.rates.overall, lengths).sum(axis=1)
         verify = self.costs.verify_s((n + lengths.sum(axis=1)).astype(np.float64), context)
-        draft = np.array([self.costs.draft_s(n, int(k), 1, context) for k in ks])
+        steps = ks if self.config.drafts else np.zeros_like(ks)
+        draft = np.array([self.costs.draft_s(n, int(k), 1, context) for k in steps])
         out: FloatArray = tokens / (draft + verify + self.costs.other_s())
         return out
 
@@ -47,18 +63,24 @@ class TurboSpecPolicy(BasePolicy):
         best = int(np.argmax(self.goodput(running, cap)))
         if best > 0:
             self._idle = 0
-            return Shape(best, 1, self._cap_budget(n, best))
+            return self._chain(n, best)
         if self._threshold == float("inf"):
             self._threshold = n
         self._idle += 1
         if self._idle >= self.config.turbo_probe_every:
             self._idle = 0
-            return Shape(1, 1, self._cap_budget(n, 1))
-        return Shape(0)
+            return self._chain(n, 1)
+        return Shape(0, deepest=0)
 
-    def _cap_budget(self, n: int, k: int) -> int:
+    def _chain(self, n: int, k: int) -> Shape:
         full = n * (1 + k)
-        return full if self.config.budget is None else min(full, self.config.budget)
+        budget = full if self.config.budget is None else min(full, self.config.budget)
+        return Shape(k, 1, budget, deepest=k)
+
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """The first k tokens of every chain."""
+        f = np.where(_on_first_chain(trees), path_probability(trees), 0.0)
+        return two_phase(trees, f, plan.need, plan.depth, plan.budget, None, plan.cap, slo_phase=False)
 
     def wants_draft_prefill(self, n_running: int) -> bool:
         """Whether a new request should get draft KV (TurboSpec section 5.3; Listing 1 inverts the test).
@@ -73,3 +95,21 @@ class TurboSpecPolicy(BasePolicy):
         if self._skipped >= self.config.turbo_reset_steps:
             self._skipped, self._threshold = 0, float("inf")
         return False
+
+
+def _on_first_chain(trees: CandidateTrees) -> BoolArray:
+    """Nodes that begin their level in their row, below one that does, [m]."""
+    row = row_of(trees)
+    first = np.append(True, (row[1:] != row[:-1]) | (trees.depth[1:] != trees.depth[:-1]))[: trees.n_nodes]
+    parent = parents_flat(trees, row)
+    for _ in range(int(trees.depth.max(initial=1)) - 1):
+        first &= and_root(first, True).take(parent)
+    return first
+
+
+def _chains(running: RunningBatch) -> IntArray:
+    """Length of every row's first offered chain, [n]."""
+    if (trees := running.offered) is None:
+        return np.zeros(len(running), np.int64)
+    lengths: IntArray = np.bincount(row_of(trees)[_on_first_chain(trees)], minlength=len(running))
+    return lengths

