@@ -48,8 +48,8 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         """Refuses what cannot be served and sizes SGLang's speculative reserve. Raises ValueError."""
         ensure_registered()
         config = AdaServeConfig.load()
-        refuse_unsupported(server_args)
-        server_args.speculative_num_steps = config.max_depth
+        refuse_unsupported(server_args, config)
+        server_args.speculative_num_steps = config.deepest
         server_args.speculative_eagle_topk = config.max_width
         server_args.speculative_num_draft_tokens = 1 + config.max_candidates
         server_args.enable_mixed_chunk = False
@@ -65,14 +65,20 @@ def leave_decode_graphs_to_us(server_args: Any) -> None:
         server_args.cuda_graph_config = replace(config, decode=replace(config.decode, backend="disabled"))
 
 
-def refuse_unsupported(args: Any) -> None:
+def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
     """Raises ValueError with the remedy for a combination that ADASERVE cannot serve."""
     from sglang.srt.environ import envs
 
     refusals = [
         (
-            not args.speculative_draft_model_path,
-            "a draft model is missing: add --speculative-draft-model-path",
+            config.has_model and not args.speculative_draft_model_path,
+            "a draft model is missing: add --speculative-draft-model-path, or serve without one "
+            "(adaserve serve --drafts suffix)",
+        ),
+        (
+            not config.has_model and bool(args.speculative_draft_model_path),
+            f"drafts are {config.drafts}, so that a draft model has no use: "
+            "remove --speculative-draft-model-path",
         ),
         ((args.page_size or 1) > 1, f"page size {args.page_size} is not supported: use --page-size 1"),
         (bool(args.enable_lora or args.lora_paths), "LoRA adapters are not supported: remove --lora-paths"),

@@ -40,6 +40,14 @@ Draft = Annotated[
         "--draft-model-path", help="Draft with the target's vocabulary.", show_default="the embedded model"
     ),
 ]
+Drafts = Annotated[
+    str | None,
+    typer.Option(
+        help="Who proposes tokens: model, suffix, or model,suffix. suffix proposes what followed earlier in "
+        "the same request's text, at next to no cost and for any model.",
+        show_default="model; suffix where --model-path has no --draft-model-path",
+    ),
+]
 Size = Annotated[str, typer.Option(help="Parameters that the embedded target is widened to.")]
 PolicyName = Annotated[
     str,
@@ -69,13 +77,16 @@ def _spec(
     extra: tuple[str, ...] = (),
     host: str = "127.0.0.1",
     port: int = 30000,
+    drafts: str | None = None,
     **settings: Any,
 ) -> Any:
     from adaserve.config import AdaServeConfig, ConfigError
     from adaserve.server import ServerError, ServerSpec
 
     try:
-        config = AdaServeConfig(**settings)
+        if drafts is None:
+            drafts = "suffix" if model is not None and draft is None else "model"
+        config = AdaServeConfig(drafts=drafts, **settings)
         return ServerSpec(model, draft, size, host, port, config, extra)
     except (ConfigError, ServerError) as error:
         _fail(error)
@@ -87,6 +98,17 @@ def serve(
     *,
     model: Model = None,
     draft: Draft = None,
+    drafts: Drafts = None,
+    suffix_scope: Annotated[
+        str,
+        typer.Option(
+            help="Text that suffix searches: request (the request's own), or key (also what was served to "
+            "others with the same API key)."
+        ),
+    ] = "request",
+    suffix_memory_mb: Annotated[
+        int, typer.Option(min=1, help="Most memory for the texts that suffix searches, in MB.")
+    ] = 128,
     size: Size = "100M",
     policy: PolicyName = "priced",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -121,6 +143,7 @@ def serve(
     """
     spec = _spec(
         model, draft, size, tuple(context.args), host, port,
+        drafts=drafts, suffix_scope=suffix_scope, suffix_memory_mb=suffix_memory_mb,
         policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
     )  # fmt: skip

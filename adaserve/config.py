@@ -14,12 +14,13 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 
-from adaserve.checked import Checked
+from adaserve.checked import Checked, shown
 from adaserve.slo.classes import SLOConfig
 
 ENV = "ADASERVE_CONFIG"
 POLICY_ENV = "ADASERVE_POLICY"
 PREFILLS = ("slack", "exclusive")
+DRAFTS = ("model", "suffix")
 
 
 class ConfigError(ValueError):
@@ -40,6 +41,22 @@ class AdaServeConfig(Checked):
     )
     max_depth: int = Field(default=5, ge=1, le=32, description="largest draft depth D_max")
     max_width: int = Field(default=3, ge=1, le=16, description="largest beam width W_max")
+    drafts: str = Field(
+        default="model",
+        description="who proposes tokens: model (a draft model), suffix (earlier text that repeats), or "
+        "model,suffix: both in one tree",
+    )
+    suffix_depth: int = Field(
+        default=12, ge=1, le=64, description="tokens that suffix proposes in a row, at most"
+    )
+    suffix_memory_mb: int = Field(
+        default=128, ge=1, le=1 << 20, description="memory for the texts that suffix searches, in MB"
+    )
+    suffix_scope: Literal["request", "key"] = Field(
+        default="request",
+        description="text that suffix searches: request (the request's own), or key (also what was served to "
+        "others with the same API key)",
+    )
     slo_config: str | None = Field(
         default=None, description="YAML file with the SLO classes (default: the paper's classes)"
     )
@@ -91,6 +108,14 @@ class AdaServeConfig(Checked):
             raise ConfigError(f"unknown policy {name!r}: known are {', '.join(policy_names())}")
         return name
 
+    @field_validator("drafts")
+    @classmethod
+    def _known_drafts(cls, value: str) -> str:
+        names = value.split(",")
+        if len(set(names)) < len(names) or not set(names) <= set(DRAFTS):
+            raise ConfigError(f"drafts are {shown(value)}: accepted are model, suffix, and model,suffix")
+        return value
+
     @field_validator("slo_config", "profile")
     @classmethod
     def _a_file(cls, path: str | None) -> str | None:
@@ -99,9 +124,34 @@ class AdaServeConfig(Checked):
         return path
 
     @property
+    def has_model(self) -> bool:
+        """Whether a draft model is served."""
+        return "model" in self.drafts.split(",")
+
+    @property
+    def has_suffix(self) -> bool:
+        """Whether earlier text is searched for drafts."""
+        return "suffix" in self.drafts.split(",")
+
+    @property
+    def beam_candidates(self) -> int:
+        """Nodes that a draft model makes for one request."""
+        return self.max_depth * self.max_width if self.has_model else 0
+
+    @property
+    def suffix_candidates(self) -> int:
+        """Nodes that suffix makes for one request: one whole continuation and half of another."""
+        return self.suffix_depth + self.suffix_depth // 2 if self.has_suffix else 0
+
+    @property
     def max_candidates(self) -> int:
         """Nodes that one request's candidate tree can have, root not counted."""
-        return self.max_depth * self.max_width
+        return self.beam_candidates + self.suffix_candidates
+
+    @property
+    def deepest(self) -> int:
+        """Tokens that one iteration can accept per request."""
+        return max(self.max_depth * self.has_model, self.suffix_depth * self.has_suffix)
 
     def to_json(self) -> str:
         return self.model_dump_json()

@@ -17,14 +17,24 @@ def request_key(*parts: object) -> int:
 
 def gumbel(keys: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
     """The noise itself, float32 [rows, vocabulary]: `read_row` of csrc/sampling.h in numpy."""
+    tokens = np.arange(vocabulary, dtype=np.uint32)[None, :]
+    noise: np.ndarray = -np.log(-np.log1p(-_uniform(keys[:, None], positions[:, None], tokens)))
+    return noise.astype(np.float32)
+
+
+def quantile(keys: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Where the noise of tokens stands among all noise, float64 in (0, 1); arrays of one common shape."""
+    return 1.0 - _uniform(keys, positions, tokens)
+
+
+def _uniform(keys: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     seed = _mix64(
         keys.astype(np.uint64) ^ _mix64(positions.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
     )
-    low, high = seed.astype(np.uint32)[:, None], (seed >> np.uint64(32)).astype(np.uint32)[:, None]
-    bits = _mix32(_mix32(np.arange(vocabulary, dtype=np.uint32) + low) ^ high)
-    u = ((bits >> np.uint32(1)).astype(np.float64) + 0.5) * 2.0**-31
-    noise: np.ndarray = -np.log(-np.log1p(-u))
-    return noise.astype(np.float32)
+    low, high = seed.astype(np.uint32), (seed >> np.uint64(32)).astype(np.uint32)
+    bits = _mix32(_mix32(tokens.astype(np.uint32) + low) ^ high)
+    u: np.ndarray = ((bits >> np.uint32(1)).astype(np.float64) + 0.5) * 2.0**-31
+    return u
 
 
 def _mix64(x: np.ndarray) -> np.ndarray:

@@ -47,10 +47,16 @@ class ServerSpec:
     algorithm: str | None = "ADASERVE"  # of SGLang's speculation; None = SGLang without any
 
     def __post_init__(self) -> None:
-        if (self.model is None) != (self.draft is None):
+        if self.model is None and self.draft is not None:
+            raise ServerError("a draft model needs a target of the same family: give --model-path as well")
+        if self.model is not None and (self.draft is not None) != self.config.has_model:
             raise ServerError(
-                "a target model needs a draft model of the same family and vice versa: "
-                "give both --model-path and --draft-model-path, or neither for the embedded pair"
+                f"drafts are {self.config.drafts}: "
+                + (
+                    "give --draft-model-path as well, or --drafts suffix to serve without a draft model"
+                    if self.config.has_model
+                    else "leave out --draft-model-path, or give --drafts model,suffix"
+                )
             )
 
     @property
@@ -66,7 +72,9 @@ class ServerSpec:
         model, draft = self.models()
         flags = {"--model-path": model, "--host": self.host, "--port": str(self.port)}
         if self.algorithm is not None:
-            flags |= {"--speculative-draft-model-path": draft, "--speculative-algorithm": self.algorithm}
+            flags["--speculative-algorithm"] = self.algorithm
+            if draft is not None and self.config.has_model:
+                flags["--speculative-draft-model-path"] = draft
         if on_cpu():
             # Weights are packed by our own forward; SGLang's tensors stay in fp32.
             flags |= {"--device": "cpu", "--dtype": "float32", "--chunked-prefill-size": "256"}
@@ -79,8 +87,9 @@ class ServerSpec:
         words += [s for s in switches if s not in given]
         return [sys.executable, "-m", "sglang.launch_server", *words, *self.extra]
 
-    def models(self) -> tuple[str, str]:
-        if self.model is not None and self.draft is not None:
+    def models(self) -> tuple[str, str | None]:
+        """Target and draft."""
+        if self.model is not None:
             return self.model, self.draft
         from adaserve.pair.widen import ensure_embedded_pair
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.config import AdaServeConfig
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 
@@ -27,7 +28,9 @@ def register() -> None:
 def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
     if kvc.is_draft_worker or not is_ours(kvc.spec_algorithm):
         return
-    configurator._cell_size += draft_bytes_per_token(_draft_config(kvc.server_args), kvc.kv_cache_dtype)
+    if AdaServeConfig.load().has_model:
+        config = _draft_config(kvc.server_args)
+        configurator._cell_size += draft_bytes_per_token(config, kvc.kv_cache_dtype)
     if str(kvc.device).startswith("cuda"):
         configurator._fixed_overhead_bytes += DEVICE_RESERVE_BYTES
 

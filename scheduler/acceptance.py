@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray, IterationOutcome
+from adaserve.scheduler.interface import (
+    DRAFTED,
+    BoolArray,
+    CandidateTrees,
+    FloatArray,
+    IntArray,
+    IterationOutcome,
+)
 from adaserve.scheduler.selection import and_root, parents_flat, row_of
 from adaserve.scheduler.tables import ClassNumbers, RequestTable
 
@@ -59,12 +66,14 @@ def _joined(trees: Sequence[CandidateTrees]) -> CandidateTrees:
     ends = starts[:, -1].cumsum()
     starts[1:] += ends[:-1, None]
     parent = join([t.parent for t in trees])
+    sources = [np.full(t.n_nodes, DRAFTED) if t.source is None else t.source for t in trees]
     return CandidateTrees(
         row_start=np.append(starts[:, :-1], ends[-1]),
         token=np.zeros_like(parent),
         parent=parent,
         depth=join([t.depth for t in trees]),
         logprob=join([t.logprob for t in trees]),
+        source=None if all(t.source is None for t in trees) else join(sources),
     )
 
 

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray
+from adaserve.scheduler.interface import DRAFTED, BoolArray, CandidateTrees, FloatArray, IntArray
 from adaserve.scheduler.selection import and_root, parents_flat, row_of
 from adaserve.scheduler.tables import ClassNumbers, RequestTable
 
 N_BINS = 20  # equal bins of the claimed q: finding a bin is one multiplication
 MIDDLE = (np.arange(N_BINS) + 0.5) / N_BINS
-_WITH_ONE = np.append(np.arange(N_BINS), N_BINS - 1)  # q = 1 falls behind the last bin
+GROUPS = 3
+"""Bins are kept apart for candidates that were drafted, that were offered, and that were both."""
+_PLACES = N_BINS + 1  # of a group: q = 1 falls behind the last bin
+_WITH_ONE = np.minimum(np.arange(_PLACES), N_BINS - 1) + N_BINS * np.arange(GROUPS)[:, None]
 CEILING = 0.985  # no token is certain; also keeps f strictly falling along a path
 
 
@@ -20,6 +23,14 @@ def bin_of(q: FloatArray) -> IntArray:
     """Bin of each claimed probability."""
     bins: IntArray = np.minimum((q * N_BINS).astype(np.int64), N_BINS - 1)
     return bins
+
+
+def group_of(trees: CandidateTrees) -> IntArray | None:
+    """Group of every node, [m]; None = all were drafted."""
+    if trees.source is None:
+        return None
+    groups: IntArray = np.where(trees.source & DRAFTED > 0, np.where(trees.source == DRAFTED, 0, 2), 1)
+    return groups
 
 
 def claimed_probability(trees: CandidateTrees) -> FloatArray:
@@ -50,7 +61,7 @@ def path_product(p: FloatArray, parent: IntArray, deepest: int) -> FloatArray:
 class Calibrator:
     """``p = min(.985, q * k_bin * k_req)`` and ``f(v)`` = product of p along the path.
 
-    ``k_bin = (accepted + prior) / (claimed + prior)`` per class and bin of q, decayed; only tested
+    ``k_bin = (accepted + prior) / (claimed + prior)`` per class, group and bin of q, decayed; only tested
     nodes count. ``k_req`` is the same per request, with a stronger prior.
     """
 
@@ -61,8 +72,8 @@ class Calibrator:
 
     def __init__(self) -> None:
         self._numbers = ClassNumbers()
-        self._sums: FloatArray = np.zeros((3, 0, N_BINS))  # accepted, claimed, tests; per class and bin
-        self._factors: FloatArray = np.zeros((0, N_BINS + 1))
+        self._sums: FloatArray = np.zeros((3, 0, GROUPS * N_BINS))  # accepted, claimed, tests
+        self._factors: FloatArray = np.zeros((0, GROUPS * _PLACES))
         self._requests = RequestTable(2)  # accepted, expected
         self._batch: tuple[Sequence[str], Sequence[str], FloatArray] | None = None
 
@@ -70,20 +81,20 @@ class Calibrator:
         numbers = self._numbers.of(classes)
         missing = len(self._numbers) - self._sums.shape[1]
         if missing:
-            self._sums = np.concatenate([self._sums, np.zeros((3, missing, N_BINS))], axis=1)
+            self._sums = np.concatenate([self._sums, np.zeros((3, missing, GROUPS * N_BINS))], axis=1)
             self._refresh()
         return numbers
 
     def _refresh(self) -> None:
-        prior = self.BIN_PRIOR * MIDDLE
+        prior = self.BIN_PRIOR * np.tile(MIDDLE, GROUPS)
         self._batch = None
         factors = self._sums[0] + prior
         factors /= self._sums[1] + prior
-        self._factors = factors.take(_WITH_ONE, axis=1)
+        self._factors = factors.take(_WITH_ONE.ravel(), axis=1)
 
     def factors(self) -> FloatArray:
-        """k_bin of every class and bin, [classes, N_BINS]."""
-        return self._factors[:, :-1]
+        """k_bin of every class and bin of drafted candidates, [classes, N_BINS]."""
+        return self._factors[:, :N_BINS]
 
     def request_factors(self, rids: Sequence[str]) -> FloatArray:
         """k_req per row, [n]."""
@@ -93,7 +104,7 @@ class Calibrator:
         return factors
 
     def batch_factors(self, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
-        """k_bin x k_req, [n, N_BINS + 1]; kept until something was learned or the batch changes."""
+        """k_bin x k_req, [n, GROUPS * (N_BINS + 1)]; kept until something was learned or another batch."""
         if self._batch is None or self._batch[0] != rids or self._batch[1] != classes:
             ids = self._ids(classes)
             factor = self._factors.take(ids, axis=0)
@@ -106,21 +117,31 @@ class Calibrator:
         row = row_of(trees)
         parent = parents_flat(trees, row)
         q = step_probability(trees, parent)
-        p = self.batch_factors(rids, classes).take((q * N_BINS).astype(np.int64) + row * (N_BINS + 1))
+        place = (q * N_BINS).astype(np.int64) + row * (GROUPS * _PLACES)
+        if (group := group_of(trees)) is not None:
+            place += group * _PLACES
+        p = self.batch_factors(rids, classes).take(place)
         return path_product(np.minimum(p * q, CEILING), parent, int(trees.depth.max(initial=0)))
 
     def observe(
-        self, q: FloatArray, row: IntArray, accepted: BoolArray, rids: Sequence[str], classes: Sequence[str]
+        self,
+        q: FloatArray,
+        row: IntArray,
+        accepted: BoolArray,
+        rids: Sequence[str],
+        classes: Sequence[str],
+        group: IntArray | None = None,
     ) -> None:
-        """Adds tested nodes: what the draft claimed, the row of ``rids`` they belong to, how it went; [t]."""
+        """Adds tested nodes: what the draft claimed, the row of ``rids`` they belong to, how it went, and
+        their groups if not all were drafted; [t]."""
         if not q.size:
             return
-        bins = (q * N_BINS).astype(np.int64)
-        number = self._ids(classes).take(row)
+        bins = np.minimum((q * N_BINS).astype(np.int64), N_BINS - 1)
+        number, groups = self._ids(classes).take(row), 0 if group is None else group
         # Correct by class first, then by request: otherwise both would correct the same error.
-        believed = q * self._factors[number, bins]
+        believed = q * self._factors[number, bins + groups * _PLACES]
         np.minimum(believed, CEILING, out=believed)
-        self._add(number * N_BINS + np.minimum(bins, N_BINS - 1), q, accepted)
+        self._add((number * GROUPS + groups) * N_BINS + bins, q, accepted)
         n = len(rids)
         due = np.bincount(row, believed, n)
         sums = self._requests.of(rids)
@@ -140,7 +161,8 @@ class Calibrator:
         self._refresh()
 
     def reliability(self) -> dict[str, list[tuple[float, float, float]]]:
-        """Reliability curve per class: (mean claimed q, observed acceptance, tests) of non-empty bins."""
+        """Reliability curve per class, of drafted candidates: (mean claimed q, observed acceptance, tests) of
+        non-empty bins."""
         curves: dict[str, list[tuple[float, float, float]]] = {}
         accepted, claimed, tests = self._sums
         for name, i in self._numbers.number.items():

@@ -16,6 +16,7 @@ class PolicyConfig:
     costs: LearnedCosts | None = None  # of the server, learned by all its policies; None = the policy's own
     budget: int | None = None  # B: verify tokens per iteration, roots included; None = knee of the costs
     knee: float = 2.0  # B by the knee costs at most this many times what one token does
+    drafts: bool = True  # whether draft steps can be made at all; False: only offered candidates
     d_min: int = 1
     d_max: int = 8
     w_max: int = 3

@@ -143,7 +143,7 @@ class LearnedCosts(Latency):
             return
         tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
         self.verify.observe(tokens, context, outcome.verify_s)
-        n, depth = len(outcome.plan.running), int(outcome.trees.depth.max(initial=0))
+        n, depth = outcome.plan.drafting_rows, outcome.trees.draft_steps
         if depth:
             self._observe_draft(n, depth, outcome.plan.width, context, outcome.draft_s)
         if outcome.since_last_s:

@@ -25,14 +25,50 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+DRAFTED = 1
+"""Bit of ``CandidateTrees.source`` for nodes that draft steps made. The other bits belong to the driver."""
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
+class CandidateTrees:
+    """Candidate trees of all rows, flat. Nodes of a row are ordered by depth, parents first."""
+
+    row_start: IntArray  # [n + 1]: nodes of row r are row_start[r] : row_start[r + 1]
+    token: IntArray  # [m]
+    parent: IntArray  # [m]: index of the parent inside its row; -1 = child of the root
+    depth: IntArray  # [m]: 1 for children of the root
+    logprob: FloatArray  # [m]: log of the path probability root..node under the draft, <= 0
+    source: IntArray | None = None
+    """[m]: who proposed each node, bits. Nodes without ``DRAFTED`` cost nothing to draft, and nodes with
+    another bit as well would be there without a draft step. None = draft steps made all."""
+
+    @staticmethod
+    def empty(n: int) -> CandidateTrees:
+        none = np.zeros(0, np.int64)
+        return CandidateTrees(np.zeros(n + 1, np.int64), none, none, none, np.zeros(0))
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.row_start) - 1
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.token)
+
+    @property
+    def draft_steps(self) -> int:
+        """Draft steps that were run: the depth of the deepest node that one made."""
+        depth = self.depth if self.source is None else self.depth[self.source & DRAFTED > 0]
+        return int(depth.max(initial=0))
+
+
+@dataclass(frozen=True, slots=True)
 class RunningBatch:
-    """The requests that decode in this iteration; every array has shape [n]."""
+    """The requests that decode in this iteration; every array has shape [n], offered candidates aside."""
 
     rids: tuple[str, ...]
     slo_class: tuple[str, ...]  # bounded set of names, "default" when the request named none
@@ -45,6 +81,9 @@ class RunningBatch:
     temperature: FloatArray  # 0 = greedy
     prefill_tokens: int = 0
     """Prefill tokens that will share this iteration's verify forward (mixed chunks); 0 = none."""
+    offered: CandidateTrees | None = None
+    """Candidates that are there before a plan is made, at no cost, within ``max_depth``. What is drafted
+    joins them."""
 
     def __len__(self) -> int:
         return len(self.rids)
@@ -69,34 +108,17 @@ class IterationPlan:
     t_spec_s: float = 0.0  # predicted duration of this iteration
     cap: IntArray | None = None
     """Deepest node per row that may be kept, [n]; None = no row is limited below ``depth``."""
+    drafting: BoolArray | None = None
+    """Rows that draft steps are made for, [n]; None = all. Others have the offered candidates."""
+
+    @property
+    def drafting_rows(self) -> int:
+        """How many rows draft steps are made for."""
+        return len(self.running) if self.drafting is None else int(np.count_nonzero(self.drafting))
 
     def __post_init__(self) -> None:
         assert self.depth >= 0 and (self.depth == 0 or self.width >= 1)
         assert self.branching is None or len(self.branching) == self.depth
-
-
-@dataclass(frozen=True, slots=True)
-class CandidateTrees:
-    """Candidate trees of all rows, flat. Nodes of a row are ordered by depth, parents first."""
-
-    row_start: IntArray  # [n + 1]: nodes of row r are row_start[r] : row_start[r + 1]
-    token: IntArray  # [m]
-    parent: IntArray  # [m]: index of the parent inside its row; -1 = child of the root
-    depth: IntArray  # [m]: 1 for children of the root
-    logprob: FloatArray  # [m]: log of the path probability root..node under the draft, <= 0
-
-    @staticmethod
-    def empty(n: int) -> CandidateTrees:
-        none = np.zeros(0, np.int64)
-        return CandidateTrees(np.zeros(n + 1, np.int64), none, none, none, np.zeros(0))
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.row_start) - 1
-
-    @property
-    def n_nodes(self) -> int:
-        return len(self.token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +131,10 @@ class Selection:
     expected_tokens: FloatArray  # [n]: 1 + sum of estimated path probabilities of kept nodes
 
     @staticmethod
-    def nothing(n: int) -> Selection:
-        """Of n rows without candidates."""
+    def nothing(n: int, candidates: int = 0) -> Selection:
+        """The roots of n rows alone."""
         zeros = np.zeros(n, np.int64)
-        return Selection(np.zeros(0, np.bool_), zeros, zeros, np.ones(n))
+        return Selection(np.zeros(candidates, np.bool_), zeros, zeros, np.ones(n))
 
     @property
     def verify_tokens(self) -> int:

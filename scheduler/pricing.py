@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, Selection
-from adaserve.scheduler.selection import row_of
+from adaserve.scheduler.selection import path_probability, row_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +68,14 @@ def _token_price(rate: float, seconds: FloatArray, best: int, trees: CandidateTr
     price = rate * float(seconds[high] - seconds[low]) / max(1, high - low)
     # If B limits the selection, a place costs as much as the last chosen node is worth.
     return max(price, last) if 0 < best == most < trees.n_nodes else price
+
+
+def uncovered(offered: CandidateTrees | None, n: int, levels: int) -> FloatArray:
+    """Probability that a row's text leaves the offered candidates before each of its next ``levels`` tokens
+    or at it: what is left there for draft steps; [n, levels]."""
+    left = np.ones((n, levels))
+    if offered is not None:
+        near = offered.depth <= levels
+        place = row_of(offered)[near], offered.depth[near] - 1
+        np.subtract.at(left, place, path_probability(offered)[near])
+    return np.maximum(left, 0.0)

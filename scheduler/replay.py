@@ -16,7 +16,7 @@ import gzip
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -65,6 +65,8 @@ def _out(value: Any) -> Any:
         if value.dtype == np.bool_:
             return "".join("1" if v else "0" for v in value.tolist())
         return [_out(v) for v in value.tolist()]
+    if isinstance(value, CandidateTrees):
+        return _fields_out(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -127,9 +129,9 @@ def _open(path: Path, mode: str) -> IO[str]:
 
 
 _INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "row_start", "token", "parent"}
-_INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap"}
+_INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap", "source"}
 _FLOATS = {"tpot_slo_s", "decode_start_s", "temperature", "need", "weight", "logprob", "expected_tokens"}
-_BOOLS = {"keep", "accepted", "tested"}
+_BOOLS = {"keep", "accepted", "tested", "drafting"}
 
 
 def _in(name: str, value: Any) -> Any:
@@ -172,6 +174,8 @@ def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
 
 def _iteration(data: dict[str, Any]) -> RecordedIteration:
     running = RunningBatch(**_fields_in(data["running"]))
+    if running.offered is not None:
+        running = replace(running, offered=CandidateTrees(**_fields_in(data["running"]["offered"])))
     plan = IterationPlan(running=running, **_fields_in(data["plan"]))
     trees = CandidateTrees(**_fields_in(data["trees"]))
     selection = Selection(**_fields_in(data["selection"]))

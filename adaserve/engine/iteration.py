@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve.engine.parts import HostCopy, Mark, Run
+from adaserve.engine.sources.suffix import SUFFIX
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
-from adaserve.scheduler.interface import IterationOutcome, IterationPlan, Policy, Selection
+from adaserve.scheduler.interface import DRAFTED, IterationOutcome, IterationPlan, Policy, Selection
+from adaserve.scheduler.selection import row_of
 from adaserve.slo.events import IterationSample
 
 
@@ -71,7 +73,31 @@ class Iteration:
         )
 
 
-def sample_of(outcome: IterationOutcome) -> IterationSample:
+SOURCES = {"model": DRAFTED, "suffix": SUFFIX}
+"""Bits of ``CandidateTrees.source`` by the names that the configuration and the metrics use."""
+
+
+def counts_by_source(outcome: IterationOutcome) -> dict[str, np.ndarray]:
+    """Tokens of each row that each source proposed, and of these the verified and the accepted ones; int64
+    [n, 3]. A token that two sources proposed counts for both."""
+    trees, n = outcome.trees, outcome.trees.n_rows
+    if not trees.n_nodes:
+        return {}
+    if trees.source is None:
+        proposed = np.diff(trees.row_start)
+        return {"model": np.stack([proposed, outcome.selection.counts, outcome.new_tokens - 1], axis=1)}
+    row = row_of(trees)
+    stages = np.stack([np.ones(trees.n_nodes, np.int64), outcome.selection.keep, outcome.accepted], axis=1)
+    counts = {}
+    for name, bit in SOURCES.items():
+        mine = np.flatnonzero(trees.source & bit)
+        if len(mine):
+            counts[name] = np.zeros((n, 3), np.int64)
+            np.add.at(counts[name], row[mine], stages[mine])
+    return counts
+
+
+def sample_of(outcome: IterationOutcome, sources: dict[str, np.ndarray]) -> IterationSample:
     """What the statistics record of an iteration."""
     plan, selection = outcome.plan, outcome.selection
     return IterationSample(
@@ -87,4 +113,5 @@ def sample_of(outcome: IterationOutcome) -> IterationSample:
         select_s=outcome.select_s,
         verify_s=outcome.verify_s,
         total_s=outcome.total_s,
+        sources={name: counts.sum(axis=0).tolist() for name, counts in sources.items()},
     )

@@ -22,7 +22,7 @@ import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.host_load import OtherProcesses
-from adaserve.engine.parts import Device
+from adaserve.engine.parts import Device, ModelForward
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.host import cpu_name
@@ -36,6 +36,9 @@ ENGINE_OVERHEAD_S = 1.0e-3
 
 BUSY_SHARE = 0.2
 """Above this share of the host's processors, other processes disturb a measurement."""
+
+NO_DRAFT = 1e-3
+"""Without a draft model its steps stand in a profile as this share of a verification: next to nothing."""
 
 FAR = 1.5
 """Beyond this ratio, two measurements of the same forwards differ by more than noise."""
@@ -94,7 +97,10 @@ def measure(
     room = _Room(device, req_to_token, slots)
     try:
         verify = _sweep(room, _verify_step(device), grid.verify_tokens, 4, grid, progress, "verify")
-        drafts = _sweep(room, _draft_step(device, width), grid.draft_rows, width, grid, progress, "draft")
+        drafts = verify * (1.0, 1.0, NO_DRAFT)
+        if device.draft is not None:
+            step = _draft_step(device.draft, width)
+            drafts = _sweep(room, step, grid.draft_rows, width, grid, progress, "draft")
     finally:
         room.leave()
     return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)
@@ -107,8 +113,8 @@ def _verify_step(device: Device) -> Step:
     return lambda batch: device.target.argmax(device.target.run(batch))
 
 
-def _draft_step(device: Device, width: int) -> Step:
-    return lambda batch: device.draft.candidates(batch, Reading.plain(np.ones(len(batch))), width)
+def _draft_step(draft: ModelForward, width: int) -> Step:
+    return lambda batch: draft.candidates(batch, Reading.plain(np.ones(len(batch))), width)
 
 
 @dataclass(frozen=True)

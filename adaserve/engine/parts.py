@@ -123,7 +123,9 @@ class Device(Protocol):
     def target(self) -> ModelForward: ...
 
     @property
-    def draft(self) -> ModelForward: ...
+    def draft(self) -> ModelForward | None:
+        """None where no draft model is served."""
+        ...
 
     @property
     def stops_early(self) -> bool:

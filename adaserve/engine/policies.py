@@ -39,6 +39,7 @@ class ServedPolicies:
                 costs=self._costs,
                 budget=self._config.budget,
                 knee=KNEE,
+                drafts=self._config.has_model,
                 d_max=self._config.max_depth,
                 w_max=self._config.max_width,
                 # If the draft cannot be stopped early, the planned depth itself must pay.

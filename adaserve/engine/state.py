@@ -26,6 +26,7 @@ class RequestState:
     decoded: int = 0  # tokens since decode_start_s
     generated: list[int] = field(default_factory=list)  # all output tokens, first one included
     key: int = 0  # of its noise when it samples (adaserve/noise.py)
+    speculation: int | None = None  # deepest node that its client allows; None = no limit
 
     def advance(self, tokens: list[int]) -> None:
         """Takes in what an iteration emitted."""
@@ -59,10 +60,12 @@ class DecodeRows:
 
 
 def max_tree_depth(req: Any, state: RequestState) -> int:
-    """Deepest useful node: 0 for requests whose logits depend on more than their own tokens."""
+    """Deepest useful node that is allowed: 0 for requests whose logits depend on more than their own
+    tokens."""
     if req.grammar is not None or req.custom_logit_processor is not None or req.to_finish is not None:
         return 0
-    return max(0, remaining_tokens(req, state) - 1)
+    useful = max(0, remaining_tokens(req, state) - 1)
+    return useful if state.speculation is None else min(useful, state.speculation)
 
 
 def remaining_tokens(req: Any, state: RequestState) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from adaserve.config import AdaServeConfig, slo_classes
 from adaserve.engine import measure, sampling
 from adaserve.engine.agree import Agreement
 from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
-from adaserve.engine.iteration import Iteration, Marks, sample_of
+from adaserve.engine.iteration import Iteration, Marks, counts_by_source, sample_of
 from adaserve.engine.parts import Device
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
@@ -32,9 +33,10 @@ from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.source import Drafting, TreeSource
+from adaserve.engine.sources.suffix import SuffixSource
 from adaserve.engine.state import DecodeRows, RequestState, running_batch
 from adaserve.engine.trees import verify
-from adaserve.engine.trees.proposal import merge
+from adaserve.engine.trees.proposal import Proposal, merge
 from adaserve.host import on_device
 from adaserve.identity import ensure_registered
 from adaserve.noise import request_key
@@ -44,6 +46,7 @@ from adaserve.scheduler.interface import IterationOutcome, IterationPlan, Policy
 from adaserve.scheduler.replay import Recorder
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
+from adaserve.slo.resolve import RequestSLO
 from adaserve.slo.stats import SLOStats
 
 logger = logging.getLogger(__name__)
@@ -64,13 +67,15 @@ class AdaServeWorker(BaseSpecWorker):
         ensure_registered()
         self.config = AdaServeConfig.load()
         self._target_worker = target_worker
-        self._draft_worker = DraftModel(server_args, gpu_id, nccl_port, target_worker)
-        self._models = (server_args.model_path, server_args.speculative_draft_model_path)
+        self._draft_worker = None
+        if self.config.has_model:
+            self._draft_worker = DraftModel(server_args, gpu_id, nccl_port, target_worker)
+        self._models = (server_args.model_path, server_args.speculative_draft_model_path or "none")
         self._seed = (server_args.random_seed, get_parallel().dp_rank or 0)  # of the requests' noise
         self._init_state(overlaps=not get_schedule().disable_overlap_schedule)
 
     def _init_state(self, overlaps: bool) -> None:
-        self.stride = self.config.max_depth + 1
+        self.stride = self.config.deepest + 1
         self._overlaps = overlaps
         self._times = dict.fromkeys(
             ("decode_s", "iterations", "prefill_s", "prefills", "target_s", "draft_s"), 0.0
@@ -91,11 +96,12 @@ class AdaServeWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """Last step of SGLang's start: pools and backends are there, so the host can be measured."""
         super().init_cuda_graphs()
-        target, draft = self.target_worker.model_runner, self._draft_worker.draft_runner
-        self._kv_pools = (target.token_to_kv_pool, draft.token_to_kv_pool)
+        target = self.target_worker.model_runner
+        draft = None if self._draft_worker is None else self._draft_worker.draft_runner
+        self._kv_pools = tuple(runner.token_to_kv_pool for runner in (target, draft) if runner is not None)
         self._agreement = Agreement(get_tp_group())
         self.device = open_device(target, draft, self.config)
-        self._sources: tuple[TreeSource, ...] = (self._beam_source(),)
+        self._sources = tuple(self._make_sources())
         self._measure(target)
         self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
         self._policies = ServedPolicies(self.config, self.costs, self.device)
@@ -110,11 +116,25 @@ class AdaServeWorker(BaseSpecWorker):
             tenant_share=slo_classes().limits.tenant_share,
         )
 
-    def _beam_source(self) -> BeamSource:
+    def _make_sources(self) -> Iterator[TreeSource]:
+        """Draft models come first: their KV lies in the columns that they choose."""
+        config = self.config
+        if self._draft_worker is not None:
+            yield self._beam_source(self._draft_worker)
+        if config.has_suffix:
+            yield SuffixSource(
+                config.suffix_depth,
+                config.suffix_candidates,
+                config.suffix_memory_mb * 1_000_000,
+                tenant=(lambda req: asked_of(req).tenant) if config.suffix_scope == "key" else None,
+            )
+
+    def _beam_source(self, model: DraftModel) -> BeamSource:
         table = self.req_to_token_pool.req_to_token
+        assert self.device.draft is not None
         cache = DraftCache(self.device.draft, table, self._kv_pools[1].k_buffer[0].shape[0])
         sharpening = load_sharpening(Path(self._models[1]))
-        return BeamSource(self.device, cache, sharpening, self.config.max_candidates, self._draft_worker)
+        return BeamSource(self.device, cache, sharpening, self.config.beam_candidates, model)
 
     def _measure(self, target: Any) -> None:
         """What forwards cost here: from an earlier run, a profile, or a short measurement."""
@@ -131,7 +151,8 @@ class AdaServeWorker(BaseSpecWorker):
         self.costs = LearnedCosts(self.latency)
         self._meta = meta
         for model in (self.device.target, self.device.draft):
-            model.take_runs()  # the measurements'
+            if model is not None:
+                model.take_runs()  # the measurements'
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -207,6 +228,7 @@ class AdaServeWorker(BaseSpecWorker):
         for req, row, token in zip(batch.reqs, _pool_rows(batch).tolist(), first_tokens, strict=True):
             slo = self.ledger.slo(req)
             state = RequestState(req.rid, slo.slo_class, slo.tpot_s, now_s, key=self._key(req))
+            state.speculation = asked_of(req).speculation
             old = self._states.get(row)
             if old is not None and old.rid != req.rid and self._pool_row.get(old.rid) == row:
                 # Its request has ended (SGLang does not report one that is aborted in the queue) or waits
@@ -237,12 +259,12 @@ class AdaServeWorker(BaseSpecWorker):
         """One iteration (docs/architecture.md). Everything is queued; what is read has been waited for."""
         self._advance()  # what the last iteration accepted, if that comes late (overlap)
         start_s, start = time.perf_counter(), self.device.mark()
-        rows = self._rows(batch)
+        rows, offers = self._offered(self._rows(batch))
         plan = self._agreement.plan(lambda: self.policy.plan(rows.running, start_s), rows.running)
         drafts = self._draft(plan, rows)
         drafted = self.device.mark()
         self._observe()  # the last iteration, while the device drafts
-        proposal = merge([d.read() for d in drafts], len(rows))
+        proposal = merge([*(d.read() for d in drafts), *offers], len(rows))
         selection = self._agreement.selection(lambda: self.policy.select(plan, proposal.trees))
         selected = self.device.mark()
         verified = verify.build(rows, proposal, selection)
@@ -269,9 +291,19 @@ class AdaServeWorker(BaseSpecWorker):
         states = [self._states[row] for row in pool_rows.tolist()]
         lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
         seq_lens = lens.cpu().numpy().astype(np.int64, copy=False)
-        running = running_batch(batch.reqs, states, seq_lens, self.config.max_depth)
+        running = running_batch(batch.reqs, states, seq_lens, self.config.deepest)
         seeded = batch.sampling_info.sampling_seed is not None
         return DecodeRows(states, seq_lens, pool_rows, running, noisy=not seeded)
+
+    def _offered(self, rows: DecodeRows) -> tuple[DecodeRows, list[Proposal]]:
+        """What sources propose without a forward, which the policy is told before it plans."""
+        if not self._drafts:
+            return rows, []
+        offers = [offer for source in self._sources if (offer := source.offer(rows)) is not None]
+        if not offers:
+            return rows, []
+        trees = merge(offers, len(rows)).trees
+        return replace(rows, running=replace(rows.running, offered=trees)), offers
 
     def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
         """What the sources have queued."""
@@ -365,7 +397,8 @@ class AdaServeWorker(BaseSpecWorker):
         self.prefill.observe(outcome)
         if self._recorder is not None:
             self._recorder.observed(outcome)
-        self.ledger.iteration(outcome.plan.running.rids, sample_of(outcome))
+        sources = counts_by_source(outcome)
+        self.ledger.iteration(outcome.plan.running.rids, sample_of(outcome, sources), sources)
         self.host_costs.observed(outcome.end_s)
         leaving, self._leaving = self._leaving, []
         for rid in leaving:
@@ -380,7 +413,8 @@ class AdaServeWorker(BaseSpecWorker):
             times["loops"] += 1
         self._prefilled = False
         for name, model in (("draft_s", self.device.draft), ("target_s", self.device.target)):
-            times[name] += sum(start.seconds_until(end) for start, end in model.take_runs())
+            runs = [] if model is None else model.take_runs()
+            times[name] += sum(start.seconds_until(end) for start, end in runs)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Called before SGLang gives the request's slots to the radix cache."""
@@ -396,6 +430,11 @@ class AdaServeWorker(BaseSpecWorker):
         self._policies.forget(rid)
         if self._recorder is not None:
             self._recorder.forget(rid)
+
+
+def asked_of(req: Any) -> RequestSLO:
+    """What the HTTP process has resolved of one of SGLang's requests."""
+    return RequestSLO.from_params(req.sampling_params.custom_params)
 
 
 def _pool_rows(batch: Any) -> np.ndarray:

@@ -10,6 +10,9 @@ import msgspec
 from adaserve.slo.classes import SLO
 from adaserve.slo.metrics import within
 
+STAGES = ("proposed", "verified", "accepted")
+"""What is counted of the tokens of each source of drafts."""
+
 
 @dataclass(slots=True)
 class FinishedRequest:
@@ -57,5 +60,6 @@ class IterationSample(msgspec.Struct):
     select_s: float
     verify_s: float
     total_s: float
+    sources: dict[str, list[int]] = {}  # tokens that each proposed, and of these verified and accepted
     queue: int = 0
     kv_use: float = 0.0  # share of the KV pool in use

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
+
 from adaserve.slo.classes import SLO
-from adaserve.slo.events import FinishedRequest, IterationSample
+from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
 from adaserve.slo.resolve import RequestSLO
 from adaserve.slo.stats import SLOStats
 
@@ -28,6 +30,7 @@ class _Company:
     stall_s: float = 0.0  # prefills of others until its last iteration
     iterations: int = 0
     running: int = 0  # summed over its iterations
+    sources: dict[str, list[int]] = field(default_factory=dict)  # tokens by STAGES
 
 
 class SLOLedger:
@@ -70,11 +73,17 @@ class SLOLedger:
             else:
                 self._company[req] = self._by_rid[req.rid] = _Company(self._prefills_s)
 
-    def iteration(self, rids: Sequence[str], sample: IterationSample) -> None:
-        """Counts a decode iteration of the requests ``rids``."""
-        for rid in rids:
+    def iteration(
+        self, rids: Sequence[str], sample: IterationSample, sources: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """Counts a decode iteration of the requests ``rids``; ``sources``: their tokens by source, [n, 3]."""
+        by_source = {name: counts.tolist() for name, counts in (sources or {}).items()}
+        for i, rid in enumerate(rids):
             company = self._by_rid.get(rid)
             if company is not None:
+                for name, counts in by_source.items():
+                    known = company.sources.get(name, (0, 0, 0))
+                    company.sources[name] = [a + b for a, b in zip(known, counts[i], strict=True)]
                 company.iterations += 1
                 company.running += len(rids)
                 company.stall_s = self._prefills_s - company.prefills_before_s
@@ -89,6 +98,7 @@ class SLOLedger:
         them. A request that the server gave up counts as failed."""
         aborted = type(req.finished_reason).__name__ == "FINISH_ABORT"
         failed = aborted and int(req.finished_reason.status_code or 0) >= SERVER_FAULT
+        sources = self._company[req].sources if req in self._company else {}
         request = self._finished(req, failed)
         served = not req.rid.startswith(HEALTH_CHECK) and req.sampling_params.max_new_tokens != 0
         if served and (failed or not aborted):
@@ -101,6 +111,7 @@ class SLOLedger:
             "ttft_ms": _ms(request.ttft_s),
             "ttft_slo_ms": _ms(slo.ttft_s),
             "met": not aborted and request.met_tpot and request.met_ttft,
+            "drafts": {name: dict(zip(STAGES, counts, strict=True)) for name, counts in sources.items()},
         }
 
     def _finished(self, req: Any, failed: bool) -> FinishedRequest:

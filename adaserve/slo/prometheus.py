@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from adaserve.slo.events import FinishedRequest, IterationSample
+from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
 from adaserve.slo.metrics import RATIO_EDGES
 
 _TOKEN_EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
@@ -60,6 +60,8 @@ class ServerMetrics:
         self.counters = {
             field: counter(f"adaserve:{name}", says) for field, (name, says) in _COUNTERS.items()
         }
+        says = "Tokens that each source of drafts proposed, and of these the verified and accepted ones"
+        self.sources = counter("adaserve:source_tokens", says, ("source", "stage"))
         self.histograms = {
             field: histogram(f"adaserve:{name}", says, buckets=edges)
             for field, (name, says, edges) in _HISTOGRAMS.items()
@@ -106,6 +108,9 @@ class ServerMetrics:
             self.seconds.labels(phase).inc(max(0.0, seconds))
         for field, counter in self.counters.items():
             counter.inc(max(0.0, getattr(sample, field)))
+        for source, counts in sample.sources.items():
+            for stage, tokens in zip(STAGES, counts, strict=True):
+                self.sources.labels(source, stage).inc(tokens)
         for field, histogram in self.histograms.items():
             histogram.observe(getattr(sample, field))
         if sample.running:

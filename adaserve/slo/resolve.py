@@ -7,6 +7,9 @@ The first place that speaks wins, for TPOT and TTFT separately::
     class    custom_params {slo_class} or header x-slo-class
     default  the server's default class, else no SLO
 
+A request may limit its speculation: custom_params {adaserve_speculation} or header x-adaserve-speculation,
+"off" or the most tokens that may be speculated at once.
+
 The server answers a bad value with 400 and the text of the SLOError, so each message names the value
 and the remedy. The HTTP process calls :func:`resolve`, once; what it found travels to the scheduler
 (:meth:`RequestSLO.in_params`), which alone knows the baseline that classes multiply.
@@ -40,12 +43,16 @@ HEADER_KEYS = ("authorization", "x-api-key")
 HEADER_CLASS = "x-slo-class"
 HEADER_TPOT = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 HEADER_TTFT = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+HEADER_SPECULATION = "x-adaserve-speculation"
 BODY_KEYS = ("slo_class", "slo_tpot_ms", "slo_ttft_ms")
+SPECULATION_KEY = "adaserve_speculation"
+MOST_SPECULATION = 64
 WIRE_KEY = "adaserve_slo"
 """Where the resolved SLO stands in ``custom_params`` on its way to the scheduler."""
 
 Headers = Mapping[str, str] | Iterable[tuple[str, str]]
 T = TypeVar("T")
+_COUNT = re.compile(r"\d{1,2}", re.ASCII)
 _NUMBER = re.compile(r"\+?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 
 
@@ -58,6 +65,7 @@ class RequestSLO:
     ttft_s: float = math.inf
     x_baseline: float | None = None  # in place of tpot_s: a multiple of the baseline
     tenant: str = ANONYMOUS  # who asks: a hash of the API key
+    speculation: int | None = None  # tokens that may be speculated at once; 0 = off, None = no limit
 
     def at(self, baseline_s: float | None) -> SLO:
         """The objectives in seconds. Raises SLOError when they need a baseline that is unknown."""
@@ -68,7 +76,8 @@ class RequestSLO:
 
     def in_params(self, custom_params: Mapping[str, Any] | None) -> dict[str, Any]:
         """SGLang's ``custom_params`` with this SLO in place of what the client wrote about SLOs."""
-        kept = {k: v for k, v in (custom_params or {}).items() if k not in (*BODY_KEYS, "nvext")}
+        ours = (*BODY_KEYS, SPECULATION_KEY, "nvext")
+        kept = {k: v for k, v in (custom_params or {}).items() if k not in ours}
         return kept | {WIRE_KEY: asdict(self)}
 
     @classmethod
@@ -106,7 +115,27 @@ def resolve(
         ttft_s=seconds(_first(ttft_ms, cls.ttft_ms)),
         x_baseline=cls.x_baseline if tpot_ms is None else None,
         tenant=_tenant(sent),
+        speculation=_speculation(sent, custom_params or {}),
     )
+
+
+def _speculation(sent: Mapping[str, list[str]], params: Mapping[str, Any]) -> int | None:
+    """The body's limit, else the header's."""
+    places: Values = [(f"header {HEADER_SPECULATION}", text) for text in sent.get(HEADER_SPECULATION, [])]
+    if params.get(SPECULATION_KEY) is not None:
+        places = [(f"custom_params.{SPECULATION_KEY}", params[SPECULATION_KEY])]
+    limits = set()
+    for where, value in places:
+        text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+        number = 0 if text == "off" else int(text) if _COUNT.fullmatch(text) else -1
+        if not 0 <= number <= MOST_SPECULATION:
+            raise SLOError(
+                f'{where} is {shown(value)}: accepted is "off" or a number of tokens, 0 to {MOST_SPECULATION}'
+            )
+        limits.add(number)
+    if len(limits) > 1:
+        raise SLOError(f"header {HEADER_SPECULATION} was sent twice with different values: send one of them")
+    return limits.pop() if limits else None
 
 
 @dataclass(frozen=True, slots=True)

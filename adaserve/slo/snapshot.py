@@ -95,6 +95,7 @@ class Snapshot(msgspec.Struct):
     depth: int | None  # d, w, B of the last iteration
     width: int | None
     budget: int | None
+    drafts: dict[str, dict[str, float]]  # source -> tokens/s proposed, verified and accepted
     iteration_ms: dict[str, float]  # mean per phase: draft, select, verify, other
     calibration_error: float | None  # expected / emitted tokens - 1
     classes: list[ClassSnapshot]
@@ -147,6 +148,7 @@ def build_snapshot(
         throughput_tps=sum(c.tokens for c in total.classes.values()) * per_s,
         accept_length=accepted,
         **_shape(lasts),
+        drafts=_drafts(total, per_s),
         iteration_ms=_phases(total),
         calibration_error=None if expected is None else expected - 1,
         classes=[_class(name, ranks, total.classes.get(name, ClassCounts()), per_s) for name in names],
@@ -188,6 +190,16 @@ def _phases(total: Bucket) -> dict[str, float]:
     }
     whole = mean_ms.pop("total")
     return mean_ms | {"other": max(0.0, whole - sum(mean_ms.values()))}
+
+
+def _drafts(total: Bucket, per_s: float) -> dict[str, dict[str, float]]:
+    """By source, of those that proposed anything."""
+    drafts: dict[str, dict[str, float]] = {}
+    for key, tokens in total.sums.items():
+        stage, by, source = key.partition(" by ")
+        if by:
+            drafts.setdefault(source, {})[stage] = tokens * per_s
+    return drafts
 
 
 def _class(name: str, ranks: Sequence[RankState], c: ClassCounts, per_s: float) -> ClassSnapshot:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested_in
-from adaserve.scheduler.calibration import Calibrator, claimed_probability
+from adaserve.scheduler.calibration import Calibrator, claimed_probability, group_of
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import (
+    BoolArray,
     CandidateTrees,
     FloatArray,
     IntArray,
@@ -39,6 +40,7 @@ class Shape:
     budget: int = NO_BUDGET
     n_max: int | None = None
     branching: tuple[int, ...] | None = None
+    drafting: BoolArray | None = None
 
 
 class BasePolicy:
@@ -80,10 +82,11 @@ class BasePolicy:
         n = len(running)
         cap = depth_cap(running)
         shape = self.shape(running, cap, now_s)
-        depth = min(shape.depth, int(cap.max()))
-        budget = min(shape.budget, n * (1 + _most_nodes(depth, shape)))
-        if shape.budget <= n or depth <= 0:  # only the roots fit: a draft step would be wasted
-            depth, budget = 0, n
+        depth = min(shape.depth, int(cap.max())) if self.config.drafts else 0
+        if shape.budget <= n:  # only the roots fit: a draft step would be wasted
+            depth = 0
+        offered = 0 if running.offered is None else running.offered.n_nodes
+        budget = max(n, min(shape.budget, n * (1 + _most_nodes(depth, shape)) + offered))
         branching = shape.branching[:depth] if shape.branching and depth else None
         t_spec = self._t_spec(running, depth, shape.width, budget)
         plan = IterationPlan(
@@ -96,9 +99,10 @@ class BasePolicy:
             budget=budget,
             branching=branching,
             n_max=shape.n_max,
-            weight=self.weights(running, now_s, t_spec) if depth else None,
+            weight=self.weights(running, now_s, t_spec) if depth or offered else None,
             t_spec_s=t_spec,
             cap=cap if depth and cap.min() < depth else None,
+            drafting=shape.drafting if depth else None,
         )
         self._iterations += 1
         return plan
@@ -113,7 +117,8 @@ class BasePolicy:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
         context = self.context(running)
         n = len(running)
-        tokens = min(budget, n * (1 + depth * width)) + running.prefill_tokens
+        offered = 0 if running.offered is None else running.offered.n_nodes
+        tokens = min(budget, n * (1 + depth * width) + offered) + running.prefill_tokens
         return self.costs.iteration_s(n, depth, width, tokens, context)
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
@@ -157,8 +162,9 @@ class BasePolicy:
         if len(told) < len(outcomes):
             seen = Verified.of(told)
             tests = find_tested_in(seen)
-        claimed = claimed_probability(seen.trees)[tests.node]
-        self.calibrator.observe(claimed, tests.row % n, tests.accepted, rids, classes)
+        claimed, group = claimed_probability(seen.trees)[tests.node], group_of(seen.trees)
+        groups = None if group is None else group[tests.node]
+        self.calibrator.observe(claimed, tests.row % n, tests.accepted, rids, classes, groups)
 
     def observe_prefill(self, tokens: int, duration_s: float, now_s: float) -> None:
         """Separate prefill forwards teach the verify cost nothing (other kernels); ignored here."""
@@ -178,6 +184,6 @@ def _per_request(levels: IntArray, n: int) -> IntArray:
 
 def _most_nodes(depth: int, shape: Shape) -> int:
     """Largest candidate tree of one row, root not counted."""
-    if shape.branching is None:
-        return depth * shape.width
+    if shape.branching is None or depth <= 0:
+        return max(0, depth) * shape.width
     return sum(itertools.accumulate(shape.branching[:depth], operator.mul))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import mul
 
 import numpy as np
 
 from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
+    DRAFTED,
+    BoolArray,
     CandidateTrees,
     FloatArray,
     IntArray,
@@ -17,9 +20,9 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
-from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.pricing import Priced, price_nodes
-from adaserve.scheduler.selection import never_rising, path_probability, within_cap
+from adaserve.scheduler.policies.base import NO_BUDGET, BasePolicy, Shape
+from adaserve.scheduler.pricing import Priced, price_nodes, uncovered
+from adaserve.scheduler.selection import never_rising, path_probability, row_of, within_cap
 from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.worth import attainment_weight
 
@@ -76,14 +79,15 @@ class PricedPolicy(BasePolicy):
         if len(running) >= SMALL or self._iterations % RELAXED == 0 or running.rids != self._weighed:
             self._weight, self._weighed = self._weigh(running, context, now_s), running.rids
         deepest = min(self.config.d_max, int(cap.max()))
-        depth, width = self._best_shape(len(running), context, deepest)
+        left = uncovered(running.offered, len(running), self.config.d_max)
+        depth, width = self._best_shape(left, context, deepest) if self.config.drafts else (0, 1)
+        drafting = self._worth_drafting(left, depth, width, context)
+        if drafting is not None and not drafting.any():
+            depth, drafting = 0, None
         if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
             depth = min(deepest, depth + 2)
-        n = len(running)
-        budget = n * (1 + depth * width)
-        if self.config.budget is not None:
-            budget = min(budget, self.config.budget)
-        return Shape(depth, width, budget)
+        budget = NO_BUDGET if self.config.budget is None else self.config.budget
+        return Shape(depth, width, budget, drafting=drafting)
 
     def _regime(self, n: int) -> _Regime:
         """What is known about batches of the size of ``n``, up to a factor of two; large ones are alike."""
@@ -114,14 +118,15 @@ class PricedPolicy(BasePolicy):
             weight = np.where(hopeless, 0.25, weight)
         return weight
 
-    def _best_shape(self, n: int, context: float, deepest: int) -> tuple[int, int]:
+    def _best_shape(self, left: FloatArray, context: float, deepest: int) -> tuple[int, int]:
         """(d, w): levels and beams whose learned surplus pays for their draft forwards.
 
         ``surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of its verify
-        token. Now and then one more level or beam is drafted, because otherwise its worth could never be
-        learned.
+        token, where nothing was offered. ``left`` [n, d_max]: what ``uncovered`` leaves of that. Now and then
+        one more level or beam is drafted, because otherwise its worth could never be learned.
         """
-        c, regime = self.config, self._regime(n)
+        n, c = len(left), self.config
+        regime, open_rows = self._regime(n), left.sum(axis=0).tolist()
         if deepest <= 0:
             return 0, 1
         if not regime.rate.value:  # before the first selection: as if nothing were drafted
@@ -131,15 +136,15 @@ class PricedPolicy(BasePolicy):
         row_s = max(0.0, self.costs.draft_step_s(2 * n, context) - first_s)
         surplus = regime.surplus.tolist()  # small: plain numbers are faster
         beam_price = rate * row_s * max(0, regime.depth - 1)
-        width = 1
-        while width < c.w_max and n * sum(level[width] for level in surplus[:deepest]) > beam_price:
+        width, levels = 1, surplus[:deepest]
+        while width < c.w_max and sum(map(mul, open_rows, (lv[width] for lv in levels))) > beam_price:
             width += 1
         if self._iterations % c.width_probe_every == c.width_probe_every - 1:
             width = min(c.w_max, width + 1)
         step_price = rate * (first_s + row_s * (width - 1))
         depth, gain = 0, -rate * self.costs.draft_start_s(n, context)
         while depth < deepest:
-            more = n * sum(surplus[depth][:width]) - (step_price if depth else rate * first_s)
+            more = open_rows[depth] * sum(surplus[depth][:width]) - (step_price if depth else rate * first_s)
             if more <= 0:
                 break
             depth, gain = depth + 1, gain + more
@@ -155,22 +160,51 @@ class PricedPolicy(BasePolicy):
         regime.depth = depth
         return depth, width
 
-    def _learn_surplus(self, plan: IterationPlan, f: FloatArray, priced: Priced) -> None:
-        """Moves the surplus table towards this iteration's trees; [n * d * w] nodes in beam order only."""
-        n, w = len(plan.running), plan.width
-        if len(f) % (n * w):
-            return
-        worth = np.maximum(priced.value - priced.price, 0.0)
-        mean = worth.reshape(n, -1, w).mean(axis=0)
-        surplus, rate = self._regime(n).surplus, self.config.surplus_rate
-        seen = surplus[: len(mean), :w]
-        seen[:] = blend(seen, mean, rate)
-        # Beams bring nothing at levels that were not drafted; what they once brought must not pay for width.
-        surplus[len(mean) :, 1:] *= 1.0 - rate
-        reach = 1.0 + f.reshape(n, -1, w).max(axis=2).sum(axis=1)
+    def _worth_drafting(self, left: FloatArray, depth: int, width: int, context: float) -> BoolArray | None:
+        """Rows [n] for which draft steps bring more than they cost; None = all of them."""
+        n = len(left)
+        if not depth or float(left.min()) == 1.0:
+            return None
+        regime = self._regime(n)
+        row_s = self.costs.draft_step_s(2 * n, context) - self.costs.draft_step_s(n, context)
+        price = regime.rate.value * max(0.0, row_s) / n * (1 + width * (depth - 1))
+        drafting: BoolArray = left[:, :depth] @ regime.surplus[:depth, :width].sum(axis=1) > price
+        return drafting
+
+    def _learn_surplus(self, outcome: IterationOutcome, f: FloatArray, priced: Priced) -> None:
+        """Moves the surplus table towards what this iteration's draft steps were worth beyond the offers."""
+        plan, trees = outcome.plan, outcome.trees
+        n, row, level = len(plan.running), row_of(trees), trees.depth - 1
+        steps = min(trees.draft_steps, self.config.d_max)
+        best = np.zeros((n, int(trees.depth.max(initial=0))))
+        np.maximum.at(best, (row, level), f)
+        if steps:
+            self._learn_levels(plan, trees, np.maximum(priced.value - priced.price, 0.0), steps)
+        reach = 1.0 + best.sum(axis=1)
         rows = self._potential.rows(plan.running.rids)
         known = self._potential.values[rows, 0]
         self._potential.values[rows, 0] = np.where(known > 0, blend(known, reach, REACH_WEIGHT), reach)
+
+    def _learn_levels(
+        self, plan: IterationPlan, trees: CandidateTrees, worth: FloatArray, steps: int
+    ) -> None:
+        n, w, row = len(plan.running), plan.width, row_of(trees)
+        surplus, rate = self._regime(n).surplus, self.config.surplus_rate
+        # Drafted nodes stand first in their level, in the order of beams.
+        first = np.append(True, (row[1:] != row[:-1]) | (trees.depth[1:] != trees.depth[:-1]))
+        beam = np.arange(trees.n_nodes) - np.maximum.accumulate(np.where(first, np.arange(trees.n_nodes), 0))
+        source = np.full(trees.n_nodes, DRAFTED) if trees.source is None else trees.source
+        drafted = source & DRAFTED > 0
+        mine = (source == DRAFTED) & (trees.depth <= steps) & (beam < w)
+        place = (trees.depth[mine] - 1) * w + beam[mine]
+        total = np.bincount(place, worth[mine], steps * w).reshape(steps, w)
+        left = uncovered(plan.running.offered, n, steps)
+        left[np.bincount(row[drafted], minlength=n) == 0] = 0.0
+        rows = left.sum(axis=0)[:, None]
+        seen = surplus[:steps, :w]
+        seen[:] = blend(seen, total / np.maximum(rows, 1e-9), rate * rows / n)
+        # Beams bring nothing at levels that were not drafted; what they once brought must not pay for width.
+        surplus[steps:, 1:] *= 1.0 - rate
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Whether another draft step pays: the frontier's expected value against the worth of its time.
@@ -209,6 +243,10 @@ class PricedPolicy(BasePolicy):
             while len(self._bought) > 1:  # under overlap two iterations are not observed yet
                 del self._bought[next(iter(self._bought))]
             self._bought[plan.iteration] = f, priced
+        roots_rate = float(weight.sum() / seconds[0])
+        if not trees.draft_steps and priced.rate <= roots_rate * (1.0 + self.config.least_gain):
+            self._regime(n).rate.add(roots_rate)
+            return Selection.nothing(n, trees.n_nodes)
         self._regime(n).rate.add(priced.rate)
         return priced.selection
 
@@ -221,8 +259,8 @@ class PricedPolicy(BasePolicy):
         """
         running, n = plan.running, len(plan.running)
         context = self.context(running)
-        depth = int(trees.depth.max(initial=0))
-        constant = self.costs.draft_s(n, depth, plan.width, context) + self.costs.other_s()
+        draft_s = self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, context)
+        constant = draft_s + self.costs.other_s()
         chunk = running.prefill_tokens
         verify = self.costs.verify_curve(n + chunk, most + 1, context)
         if chunk and not self.config.price_prefill:
@@ -240,7 +278,7 @@ class PricedPolicy(BasePolicy):
         plan = outcome.plan
         bought = self._bought.pop(plan.iteration, None)
         if bought is not None and (len(plan.running) >= SMALL or plan.iteration % RELAXED == RELAXED - 1):
-            self._learn_surplus(plan, *bought)
+            self._learn_surplus(outcome, *bought)
         if (period := outcome.since_last_s or outcome.total_s) > 0:
             self._period_s.add(period)
         self._pace.add(float(outcome.new_tokens.mean()))

@@ -33,7 +33,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adaserve_server(
     folder: Path,
     pair: Path,
-    draft: str,
+    draft: str | None,
     config: dict[str, Any],
     probe: dict[str, Any] | None = None,
     *,
@@ -53,7 +53,9 @@ def adaserve_server(
         # After a retraction SGLang admits cautiously for hundreds of iterations; here for a few.
         "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1",
     }
-    flags = {"speculative-algorithm": "ADASERVE", "speculative-draft-model-path": pair / draft, **arguments}
+    flags: dict[str, Any] = {"speculative-algorithm": "ADASERVE", **arguments}
+    if draft is not None:
+        flags["speculative-draft-model-path"] = pair / draft
     return Server(folder, pair / "target", flags, environment), watch
 
 
@@ -91,15 +93,20 @@ class Served:
 def served(
     request: pytest.FixtureRequest, zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """A draft that agrees on most tokens, trees of several policies, little KV; both scheduler modes."""
+    """A draft that agrees on most tokens, trees of several policies, little KV; both scheduler modes.
+
+    Under overlap earlier text is a second source, shared between requests.
+    """
     name = str(request.param)
+    overlap = name == "overlap"
+    suffix = {"drafts": "model,suffix", "suffix_scope": "key", "suffix_depth": 6} if overlap else {}
     server, probe = adaserve_server(
         tmp_path_factory.mktemp(name),
         pair,
         "noisy",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **suffix},
         {"rotate": POLICIES, "hold_back": True, "retract_every": 40},
-        overlap=name == "overlap",
+        overlap=overlap,
         **TIGHT,
     )
     with server.running(zygote):
@@ -124,6 +131,24 @@ def copied(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
     with server.running(zygote):
         yield Served("copied", server, probe)
         server.assert_idle_and_clean()
+
+
+@pytest.fixture(scope="session")
+def retrieving(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """No draft model: earlier text alone is the draft, shared among the requests of one API key."""
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("retrieving"),
+        pair,
+        None,
+        {"policy": "chain-4", "max_depth": 4, "drafts": "suffix", "suffix_scope": "key"},
+        overlap=True,
+    )
+    with server.running(zygote):
+        yield Served("retrieving", server, probe)
+        server.assert_idle_and_clean()
+        stats = probe.read()
+        assert stats["wrong_lengths"] == []
+        assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,14 @@ def arguments(**changes: Any) -> SimpleNamespace:
 
 
 def test_what_is_supported_passes() -> None:
-    refuse_unsupported(arguments())
+    refuse_unsupported(arguments(), AdaServeConfig())
+    refuse_unsupported(arguments(), AdaServeConfig(drafts="model,suffix"))
+    refuse_unsupported(arguments(speculative_draft_model_path=None), AdaServeConfig(drafts="suffix"))
+
+
+def test_a_draft_model_without_a_use_is_refused() -> None:
+    with pytest.raises(ValueError, match="remove --speculative-draft-model-path"):
+        refuse_unsupported(arguments(), AdaServeConfig(drafts="suffix"))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +55,7 @@ def test_what_is_supported_passes() -> None:
 )
 def test_refusals_name_the_remedy(changes: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=r"ADASERVE: ") as refused:
-        refuse_unsupported(arguments(**changes))
+        refuse_unsupported(arguments(**changes), AdaServeConfig())
     assert remedy in str(refused.value)
 
 

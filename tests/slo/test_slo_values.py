@@ -37,6 +37,42 @@ def test_precedence_is_body_header_class_default() -> None:
     assert ask({}, None, config).slo_class == "summarization"
 
 
+SPECULATION = "x-adaserve-speculation"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "limit"),
+    [
+        ({}, None, None),
+        ({SPECULATION: "off"}, None, 0),
+        ({SPECULATION: "3"}, None, 3),
+        ({}, {"adaserve_speculation": "off"}, 0),
+        ({}, {"adaserve_speculation": 64}, 64),
+        ({SPECULATION: "off"}, {"adaserve_speculation": 2}, 2),
+        ([(SPECULATION, "4"), (SPECULATION.upper(), "4")], None, 4),
+    ],
+)
+def test_a_client_limits_its_speculation(headers: Any, body: Any, limit: int | None) -> None:
+    resolved = resolve(headers, body, CONFIG)
+    assert resolved.speculation == limit
+    carried = resolved.in_params(body)
+    assert "adaserve_speculation" not in carried and RequestSLO.from_params(carried) == resolved
+
+
+@pytest.mark.parametrize("value", ["on", "", "-1", "65", "1.5", "1e3", 65, -1, 2.0, True, [3], {"a": 1}])
+def test_a_limit_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(SLOError, match=r'accepted is "off" or a number of tokens, 0 to 64'):
+        resolve({}, {"adaserve_speculation": value}, CONFIG)
+    if isinstance(value, str):
+        with pytest.raises(SLOError, match=f"header {SPECULATION} is "):
+            resolve({SPECULATION: value}, None, CONFIG)
+
+
+def test_two_limits_are_refused() -> None:
+    with pytest.raises(SLOError, match="sent twice"):
+        resolve([(SPECULATION, "4"), (SPECULATION, "5")], None, CONFIG)
+
+
 def test_ttft_and_tpot_are_resolved_separately() -> None:
     config = SLOConfig(classes={"a": SLOClass(name="a", tpot_ms=20, ttft_ms=500)})
     r = ask({"x-slo-ttft-ms": "900"}, {"slo_class": "a"}, config)

@@ -119,3 +119,19 @@ def test_no_flag_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_setting_has_a_flag() -> None:
     names = {name.removeprefix("adaserve_") for name in vars(parse())}
     assert names == set(AdaServeConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "beam", "suffix", "deepest"),
+    [("model", 15, 0, 5), ("suffix", 0, 18, 12), ("model,suffix", 15, 18, 12), ("suffix,model", 15, 18, 12)],
+)
+def test_a_window_has_room_for_every_source(drafts: str, beam: int, suffix: int, deepest: int) -> None:
+    config = AdaServeConfig(drafts=drafts)
+    assert (config.beam_candidates, config.suffix_candidates, config.deepest) == (beam, suffix, deepest)
+    assert config.max_candidates == beam + suffix
+
+
+@pytest.mark.parametrize("drafts", ["", "eagle", "model,", "model,model", "Model"])
+def test_unknown_drafts(drafts: str) -> None:
+    with pytest.raises(ConfigError, match="accepted are model, suffix, and model,suffix"):
+        AdaServeConfig(drafts=drafts)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from adaserve import server
+from adaserve.config import AdaServeConfig
 from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port
 
 LINE = (
@@ -48,3 +49,26 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server, "_PORTS", range(port, port + 1))
         with pytest.raises(ServerError, match="choose one with --port"):
             free_port()
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "drafts", "says"),
+    [
+        (None, "d", "model", "--model-path"),
+        ("m", None, "model", "--drafts suffix"),
+        ("m", None, "model,suffix", "--draft-model-path"),
+        ("m", "d", "suffix", "--drafts model,suffix"),
+    ],
+)
+def test_models_that_do_not_fit_the_drafts(
+    model: str | None, draft: str | None, drafts: str, says: str
+) -> None:
+    with pytest.raises(ServerError, match=says):
+        ServerSpec(model, draft, config=AdaServeConfig(drafts=drafts))
+
+
+def test_a_model_alone_is_served_without_a_draft() -> None:
+    command = ServerSpec("m", config=AdaServeConfig(drafts="suffix")).command()
+    assert "--speculative-draft-model-path" not in command and "m" in command
+    both = ServerSpec("m", "d", config=AdaServeConfig(drafts="model,suffix")).command()
+    assert both[both.index("--speculative-draft-model-path") + 1] == "d"

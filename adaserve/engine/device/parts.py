@@ -44,13 +44,14 @@ class GraphDevice:
     stops_early = False
     least_gain = 0.0
 
-    def __init__(self, target: DeviceForward, draft: DeviceForward) -> None:
+    def __init__(self, target: DeviceForward, draft: DeviceForward | None) -> None:
         self.target, self.draft = target, draft
         self.device = target.device
 
     @classmethod
     def of(cls, target: Any, draft: Any, config: AdaServeConfig) -> GraphDevice:
-        """For two ``ModelRunner``s: static buffers of the sizes that will be served, and their graphs."""
+        """For two ``ModelRunner``s (``draft`` may be None): static buffers of the sizes that will be served,
+        and their graphs."""
         device = torch.device(target.device)
         table = target.req_to_token_pool.req_to_token
         most_rows, widest = int(target.max_running_requests), 1 + config.max_candidates
@@ -87,11 +88,14 @@ class GraphDevice:
         drafts, verifications = list(sizes.drafts(config.max_width)), list(sizes.verifications())
         parts = cls(
             forward(target, replace(sizes, captured=frozenset(verifications)), 1),
-            forward(draft, replace(sizes, captured=frozenset(drafts)), max(config.max_width, 3)),
+            None
+            if draft is None
+            else forward(draft, replace(sizes, captured=frozenset(drafts)), max(config.max_width, 3)),
         )
         if capture:
             # Before the first request; the largest first, so that the smaller ones reuse its memory.
-            capture_all("draft", drafts, parts.draft.capture, parts.draft.table)
+            if parts.draft is not None:
+                capture_all("draft", drafts, parts.draft.capture, parts.draft.table)
             capture_all("verification", verifications, parts.target.capture, parts.target.table)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
@@ -126,7 +130,7 @@ class GraphDevice:
             "captured": self.target.table.capture,
             "row_tiers": list(sizes.rows.sizes),
             "token_tiers": list(sizes.tokens.sizes),
-            "draft_graphs": self.draft.table.report.to_json(),
+            "draft_graphs": None if self.draft is None else self.draft.table.report.to_json(),
             "verification_graphs": self.target.table.report.to_json(),
         }
 
@@ -134,7 +138,7 @@ class GraphDevice:
         """One line for the log."""
         if not self.target.table.capture:
             return "without CUDA graphs"
-        total = [t.report for t in (self.draft.table, self.target.table)]
+        total = [f.table.report for f in (self.draft, self.target) if f is not None]
         return (
             f"{sum(r.graphs for r in total)} CUDA graphs in {sum(r.seconds for r in total):.1f} s, "
             f"{sum(r.bytes for r in total) / 1e6:.0f} MB"

@@ -34,13 +34,13 @@ class HostDevice:
     stops_early = True
     least_gain = LEAST_GAIN
 
-    def __init__(self, target: HostForward, draft: HostForward) -> None:
+    def __init__(self, target: HostForward, draft: HostForward | None) -> None:
         self.target, self.draft = target, draft
 
     @classmethod
     def of(cls, target: Any, draft: Any) -> HostDevice:
-        """For two ``ModelRunner``s."""
-        return cls(host_forward(target), host_forward(draft))
+        """For two ``ModelRunner``s; ``draft`` may be None."""
+        return cls(host_forward(target), None if draft is None else host_forward(draft))
 
     def mark(self) -> HostMark:
         return HostMark()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.engine.parts import Beams, Device, KeepGoing, Ready, Run, Search
+from adaserve.engine.parts import Beams, Device, KeepGoing, ModelForward, Ready, Run, Search
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.source import Drafting, KeepDrafting
@@ -22,8 +22,9 @@ from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.pair.acceptance import DraftSharpening
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan
 
-USUALLY_PENDING = 2
-"""Tokens that the draft has not seen after an iteration that drafted: the last accepted node, at most."""
+MOST_PENDING = 8
+"""Tokens that the first step takes in besides the root: the draft has not seen accepted tokens of other
+sources, nor the last one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class _Searched:
 
 
 class BeamSource:
-    """``TreeSource`` over a draft model. ``max_nodes``: KV slots that a window has for candidates."""
+    """``TreeSource`` over a draft model. ``max_nodes``: KV slots that a window has for its candidates."""
 
     def __init__(
         self,
@@ -47,6 +48,8 @@ class BeamSource:
         model: DraftModel | None = None,
     ) -> None:
         self.cache = cache
+        assert device.draft is not None
+        self._forward: ModelForward = device.draft
         self._device, self._sharpening, self._max_nodes, self._model = device, sharpening, max_nodes, model
         self._searched: _Searched | None = None
 
@@ -90,14 +93,19 @@ class BeamSource:
 
     # -- what it proposes ---------------------------------------------------------------------
 
+    def offer(self, rows: DecodeRows) -> Proposal | None:
+        """Nothing: a draft model makes no candidate without a forward."""
+        return None
+
     def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
-        """Up to plan.depth draft steps; None when no row may have a tree."""
-        active = np.flatnonzero(rows.running.max_depth > 0)
-        depth = min(plan.depth, int(rows.running.max_depth.max(initial=0)))
+        """Up to plan.depth draft steps; None when no row may have a tree, or none is to be drafted for."""
+        may = rows.running.max_depth > 0
+        active = np.flatnonzero(may if plan.drafting is None else may & plan.drafting)
+        depth = min(plan.depth, int(rows.running.max_depth[active].max(initial=0)))
         shape = self.shape(depth, plan)
         if shape is None or not len(active):
             return None
-        forward, pool_rows = self._device.draft, rows.pool_rows[active]
+        forward, pool_rows = self._forward, rows.pool_rows[active]
         caught_up = self._catch_up(pool_rows)
         first = self.cache.first_batch(pool_rows, rows.roots[active], shape.width)
         ready = forward.search(
@@ -109,7 +117,7 @@ class BeamSource:
 
     def _catch_up(self, pool_rows: np.ndarray) -> Run | None:
         """Separate from the first step, so that the policy does not count it as the cost of drafting."""
-        most = USUALLY_PENDING if self._device.draft.first_tokens is None else 1
+        most = MOST_PENDING if self._forward.first_tokens is None else 1
         start = self._device.mark()
         return (start, self._device.mark()) if self.cache.catch_up(pool_rows, most) else None
 

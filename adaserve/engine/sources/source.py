@@ -39,6 +39,11 @@ class TreeSource(Protocol):
         cache had of them. ``drafts``: whether the policy will want drafts; if not, reading may wait."""
         ...
 
+    def offer(self, rows: DecodeRows) -> Proposal | None:
+        """Candidates within ``rows.running.max_depth`` that need no forward, before there is a plan; None
+        when there are none. The policy plans the depth of the others on top."""
+        ...
+
     def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
         """Queues candidates for a plan with a depth; None when there will be none.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from adaserve.scheduler.interface import CandidateTrees
+from adaserve.scheduler.interface import DRAFTED, CandidateTrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,63 +29,84 @@ class Proposal:
 
 
 def merge(proposals: Sequence[Proposal], n: int) -> Proposal:
-    """One tree per row: nodes with the same path are one, with the larger of their probabilities.
+    """One tree per row: nodes with the same path are one, with the larger of their probabilities and the
+    bits of all their sources.
 
-    A node keeps the column of the first proposal that has it, since that source's KV lies there. The nodes
-    that later proposals add get columns behind it.
+    A node keeps the column of the first proposal that has a tree for its row, since that source's KV lies
+    there. The nodes that later proposals add get columns behind it.
     """
     some = [p for p in proposals if p.trees.n_nodes]
     if not some:
         return Proposal.nothing(n)
     if len(some) == 1:
         return some[0]
-    rows = [_merge_row(some, r) for r in range(n)]
-    counts = np.array([len(row) for row in rows])
-    flat = [node for row in rows for node in row]
-    trees = CandidateTrees(
-        row_start=np.concatenate([[0], np.cumsum(counts)]),
-        token=np.array([node.token for node in flat], np.int64),
-        parent=np.array([node.parent for node in flat], np.int64),
-        depth=np.array([node.depth for node in flat], np.int64),
-        logprob=np.array([node.logprob for node in flat]),
+    lists = [(p.trees.row_start.tolist(), _Nodes.of(p), p.width) for p in some]
+    merged, starts = _Nodes([], [], [], [], [], []), [0]
+    for r in range(n):
+        trees = [(nodes.part(at[r], at[r + 1]), width) for at, nodes, width in lists if at[r] < at[r + 1]]
+        if trees:
+            merged.extend(trees[0][0] if len(trees) == 1 else _merge_row(trees))
+        starts.append(len(merged.token))
+    joined = CandidateTrees(
+        row_start=np.array(starts),
+        token=np.array(merged.token, np.int64),
+        parent=np.array(merged.parent, np.int64),
+        depth=np.array(merged.depth, np.int64),
+        logprob=np.array(merged.logprob),
+        source=np.array(merged.source, np.int64),
     )
-    column = np.array([node.column for node in flat], np.int64)
-    return Proposal(trees, column, 1 + int(column.max()))
+    return Proposal(joined, np.array(merged.column, np.int64), 1 + max(merged.column))
 
 
 @dataclass(slots=True)
-class _Node:
-    token: int
-    parent: int
-    depth: int
-    logprob: float
-    column: int
+class _Nodes:
+    """Nodes in lists: a row has too few of them for arrays."""
+
+    token: list[int]
+    parent: list[int]
+    depth: list[int]
+    logprob: list[float]
+    column: list[int]
+    source: list[int]
+
+    @staticmethod
+    def of(proposal: Proposal) -> _Nodes:
+        t = proposal.trees
+        source = [DRAFTED] * t.n_nodes if t.source is None else t.source.tolist()
+        values = (t.token, t.parent, t.depth, t.logprob, proposal.column)
+        token, parent, depth, logprob, column = (v.tolist() for v in values)
+        return _Nodes(token, parent, depth, logprob, column, source)
+
+    def part(self, start: int, end: int) -> _Nodes:
+        return _Nodes(*(values[start:end] for values in self.columns()))
+
+    def columns(self) -> tuple[list[Any], ...]:
+        return self.token, self.parent, self.depth, self.logprob, self.column, self.source
+
+    def extend(self, other: _Nodes) -> None:
+        for mine, more in zip(self.columns(), other.columns(), strict=True):
+            mine.extend(more)
 
 
-def _merge_row(proposals: Sequence[Proposal], r: int) -> list[_Node]:
-    """The row's nodes by depth, parents first."""
-    free = proposals[0].width
-    nodes: list[_Node] = []
-    at: dict[tuple[int, int], int] = {}  # (merged parent, token) -> merged node
-    for k, proposal in enumerate(proposals):
-        trees, start = proposal.trees, int(proposal.trees.row_start[r])
-        merged: list[int] = []  # merged node of each of this proposal's nodes
-        for i in range(start, int(trees.row_start[r + 1])):
-            parent = int(trees.parent[i])
+def _merge_row(trees: Sequence[tuple[_Nodes, int]]) -> _Nodes:
+    """The row's nodes by depth, parents first; within a depth those of the first tree come first."""
+    (nodes, free), *later = trees
+    at = {key: i for i, key in enumerate(zip(nodes.parent, nodes.token, strict=True))}
+    for tree, _ in later:
+        merged: list[int] = []  # merged node of each of this tree's nodes
+        for token, parent, depth, logprob, _, source in zip(*tree.columns(), strict=True):
             above = merged[parent] if parent >= 0 else -1
-            key = (above, int(trees.token[i]))
-            if key in at:
-                node = nodes[at[key]]
-                node.logprob = max(node.logprob, float(trees.logprob[i]))
+            i = at.get((above, token))
+            if i is None:
+                i = at[above, token] = len(nodes.token)
+                nodes.extend(_Nodes([token], [above], [depth], [logprob], [free], [source]))
+                free += 1
             else:
-                column = int(proposal.column[i])
-                if k > 0:
-                    column, free = free, free + 1
-                at[key] = len(nodes)
-                nodes.append(_Node(key[1], above, int(trees.depth[i]), float(trees.logprob[i]), column))
-            merged.append(at[key])
-    order = sorted(range(len(nodes)), key=lambda i: nodes[i].depth)
+                nodes.logprob[i] = max(nodes.logprob[i], logprob)
+                nodes.source[i] |= source
+            merged.append(i)
+    order = sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__)
     place = {old: new for new, old in enumerate(order)} | {-1: -1}
-    for node in nodes:
-        node.parent = place[node.parent]
-    return [nodes[i] for i in order]
+    sorted_nodes = _Nodes(*([values[i] for i in order] for values in nodes.columns()))
+    sorted_nodes.parent = [place[parent] for parent in sorted_nodes.parent]
+    return sorted_nodes

@@ -14,11 +14,12 @@ import torch
 
 from adaserve.engine.agree import Agreement
 from adaserve.engine.policies import ServedPolicies
+from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.engine.worker import AdaServeWorker
 from adaserve.scheduler.costs import LearnedCosts
-from adaserve.scheduler.interface import IterationOutcome
+from adaserve.scheduler.interface import DRAFTED, IterationOutcome
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from tests.engine.device.factories import Pool, Requests, TinyModel, graph_device, host_device
@@ -27,7 +28,11 @@ LENGTHS = [5, 17, 1, 9]
 TOKENS = 24
 DEPTH, WIDTH = 4, 3
 DEVICES = {"host": host_device, "graphs": graph_device}
-CONFIG: Any = SimpleNamespace(max_depth=DEPTH, max_width=WIDTH, max_candidates=DEPTH * WIDTH, budget=None)
+SUFFIX_DEPTH = 7
+CONFIG: Any = SimpleNamespace(
+    max_depth=DEPTH, max_width=WIDTH, deepest=SUFFIX_DEPTH, max_candidates=DEPTH * WIDTH + SUFFIX_DEPTH + 3,
+    budget=None, has_model=True,
+)  # fmt: skip
 
 
 class TinyWorker(AdaServeWorker):
@@ -42,11 +47,11 @@ class TinyWorker(AdaServeWorker):
         self.device = DEVICES[device](requests, target, draft)  # type: ignore[operator]
         self._kv_pools = (Pool(target), Pool(draft))
         self._recorder = None
-        self.policy = build_policy(policy, policy_config())
+        self.policy, self._drafts = build_policy(policy, policy_config()), policy != "none"
         self.forgotten: list[str] = []
         self._policies = SimpleNamespace(forget=self.forgotten.append)  # type: ignore[assignment]
         self.prefill = SimpleNamespace(observe=len_of)  # type: ignore[assignment]
-        self.ledger = SimpleNamespace(iteration=lambda rids, sample: None)  # type: ignore[assignment]
+        self.ledger = SimpleNamespace(iteration=lambda rids, sample, sources: None)  # type: ignore[assignment]
         self.host_costs = SimpleNamespace(observed=float)  # type: ignore[assignment]
         self.req_to_token_pool = SimpleNamespace(req_to_token=requests.req_to_token)
         self.outcomes: list[IterationOutcome] = []
@@ -92,6 +97,7 @@ class Run:
         device: str = "graphs",
         copied: bool = False,
         draft_knows_prompts: bool = True,
+        drafts: str = "model",
     ) -> None:
         self.requests = requests = Requests(LENGTHS, 1)
         self.target = TinyModel(requests.slots)
@@ -107,6 +113,26 @@ class Run:
         self.got = [e[:1] for e in self.expected]
         self.reqs = [self._request(r) for r in range(len(LENGTHS))]
         self.lens, self.iterations = torch.tensor(LENGTHS), 0
+        if "suffix" in drafts:
+            self._retrieve("model" in drafts)
+
+    def _retrieve(self, drafts_too: bool) -> None:
+        """Earlier requests of the same key were served the same texts, except for a token here and there."""
+        suffix = SuffixSource(SUFFIX_DEPTH, SUFFIX_DEPTH + 3, 1_000_000, lambda req: "key")
+        n = len(LENGTHS)
+        for first, damage in ((n, 9), (0, 0)):
+            reqs = []
+            for r, expected in enumerate(self.expected):
+                text = self.requests.text(r)
+                if damage:
+                    text = [t + (i % damage == 8) for i, t in enumerate([*text, *expected])]
+                reqs.append(SimpleNamespace(rid=f"r{first + r}", origin_input_ids=text))
+            rows = torch.from_numpy(self.requests.pool_rows) + first
+            lens = torch.tensor([len(r.origin_input_ids) for r in reqs])
+            suffix.prefilled(SimpleNamespace(reqs=reqs, req_pool_indices=rows, seq_lens=lens), True)
+        for row in range(n + 1, 2 * n + 1):
+            suffix.finished(row)
+        self.worker._sources = (self.source, suffix) if drafts_too else (suffix,)
 
     def _request(self, r: int) -> Any:
         row = int(self.requests.pool_rows[r])
@@ -178,6 +204,26 @@ def test_greedy(policy: str, overlap: bool, device: str) -> None:
     accepted = sum(int(o.accepted.sum()) for o in run.worker.outcomes)
     if policy not in ("none", "turbospec", "priced"):  # what these draft depends on measured times
         assert accepted > 10, "the draft agrees too rarely to test anything"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafts", ["model,suffix", "suffix"])
+@pytest.mark.parametrize("policy", ["adaserve", "priced", "chain-3", "fixed-tree", "equal-greedy"])
+def test_greedy_with_earlier_text(policy: str, drafts: str, overlap: bool, device: str) -> None:
+    run = Run(policy, overlap, device, drafts=drafts).finish()
+    run.check()
+    by_source = dict.fromkeys((DRAFTED, SUFFIX, SUFFIX | DRAFTED), 0)
+    for outcome in run.worker.outcomes:
+        trees = outcome.trees
+        source = np.full(trees.n_nodes, DRAFTED) if trees.source is None else trees.source
+        for bits in source[outcome.accepted].tolist():
+            by_source[bits] += 1
+    assert by_source[SUFFIX] > 10, "earlier text was not used"
+    if policy != "priced":
+        assert (by_source[SUFFIX | DRAFTED] > 0) == ("model" in drafts), "sources never agreed"
+    if "model" in drafts:
+        check_draft_cache(run)
 
 
 def test_depth_is_planned_without_a_frontier_where_nobody_asks() -> None:
@@ -265,7 +311,10 @@ def test_catching_up_is_no_price_of_drafting(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_draft_cache_holds_what_it_should(device: str) -> None:
     """After all those moves, a fresh prefill of the same tokens gives the same keys and values."""
-    run = Run("adaserve", overlap=True, device=device).finish()
+    check_draft_cache(Run("adaserve", overlap=True, device=device).finish())
+
+
+def check_draft_cache(run: Run) -> None:
     fresh = noisy(TinyModel(run.requests.slots))
     for r, req in enumerate(run.reqs):
         held = run.source.cache[req.req_pool_idx]

@@ -18,7 +18,7 @@ from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.parts import HostDevice
 from adaserve.engine.parts import Beams, KeepGoing, Ready, Search
 from adaserve.engine.reading import Reading
-from adaserve.engine.sources.beam import USUALLY_PENDING, BeamSource
+from adaserve.engine.sources.beam import MOST_PENDING, BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache, Held
 from adaserve.engine.sources.source import KeepDrafting
 from adaserve.engine.state import DecodeRows, RequestState
@@ -121,13 +121,13 @@ def same(one: Setting, by_one: Proposal, other: Setting, by_other: Proposal) -> 
     assert one.caught_up == other.caught_up
 
 
-@pytest.mark.parametrize("behind", [0, 1, 3])
+@pytest.mark.parametrize("behind", [0, 1, 3, 9])
 @pytest.mark.parametrize(("depth", "width"), SHAPES)
 def test_the_same_trees(depth: int, width: int, behind: int) -> None:
     one, other = Setting(NativeForward, behind), Setting(WalkingForward, behind)
     same(one, one.propose(depth, width), other, other.propose(depth, width))
     assert one.held() == [Held(length, [], text[-1]) for length, text in zip(LENGTHS, one.texts, strict=True)]
-    assert one.caught_up == (behind > USUALLY_PENDING)
+    assert one.caught_up == (behind > MOST_PENDING)
 
 
 def logprobs_of(case: Setting, row: int, path: tuple[int, ...]) -> torch.Tensor:

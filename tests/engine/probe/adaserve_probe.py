@@ -118,8 +118,9 @@ def probed(base: type) -> type:
                 for r, state in enumerate(rows.states):
                     if (len(state.generated) // 7 + len(state.rid)) % 3 == 0:
                         rows.running.max_depth[r] = 0
-            held = [self._sources[0].cache[row] for row in rows.pool_rows.tolist()]
-            self.stats["catch_ups"] += sum(bool(h.pending) for h in held)
+            if self._draft_worker is not None:
+                held = [self._sources[0].cache[row] for row in rows.pool_rows.tolist()]
+                self.stats["catch_ups"] += sum(bool(h.pending) for h in held)
             return rows
 
         def _advance(self) -> None:
@@ -138,18 +139,21 @@ def probed(base: type) -> type:
 
         def _audit(self, rows: Any, r: int, length: int) -> None:
             state, pool_row = rows.states[r], int(rows.pool_rows[r])
-            held = self._sources[0].cache[pool_row]
             tokens = [*self._reqs[state.rid].origin_input_ids, *state.generated][:-1]
             stats = self.stats
             stats["audits"] += 1
-            if len(tokens) != length or held.length + len(held.pending) != length:
-                stats["wrong_lengths"].append(
-                    [state.rid, len(tokens), length, held.length, len(held.pending)]
-                )
+            if len(tokens) != length:
+                stats["wrong_lengths"].append([state.rid, len(tokens), length])
                 return
             slots = self.req_to_token_pool.req_to_token[pool_row, :length].long()
             errors = kv_errors(self.target_worker, tokens, slots)
             stats["target_kv_error"] = max(stats["target_kv_error"], errors.max().item())
+            if self._draft_worker is None:
+                return
+            held = self._sources[0].cache[pool_row]
+            if held.length + len(held.pending) != length:
+                stats["wrong_lengths"].append([state.rid, length, held.length, len(held.pending)])
+                return
             known = kv_errors(self._draft_worker.draft_worker, tokens, slots)[: held.length]
             if len(known):
                 stats["draft_audits"] += 1

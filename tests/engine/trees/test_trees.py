@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.sources.beam import USUALLY_PENDING
+from adaserve.engine.sources.beam import MOST_PENDING
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.attention import attention_plan, token_slots
 from adaserve.engine.trees.proposal import Proposal, merge
@@ -81,7 +81,7 @@ def test_the_draft_catches_up_and_writes_into_its_window(behind: int) -> None:
     case = Drafted(rows, behind=behind)
     proposal = case.propose(3, 2)
     assert proposal is not None
-    late = behind > USUALLY_PENDING  # then in a forward of its own, whose time is not that of drafting
+    late = behind > MOST_PENDING  # then in a forward of its own, whose time is not that of drafting
     assert case.caught_up == late
     expected = [*range(5 - behind, 5), *range(9 - behind, 9)]
     fed: dict[int, list[int]] = {7: [], 1: [], 2: []}
@@ -145,7 +145,7 @@ def by_path(proposal: Proposal, row: int) -> dict[tuple[int, ...], tuple[float, 
     }
 
 
-def random_proposal(rng: np.random.Generator, n: int, depth: int) -> Proposal:
+def random_proposal(rng: np.random.Generator, n: int, depth: int, source: int) -> Proposal:
     """Few tokens, so that proposals share paths."""
     trees, columns = [], []
     for _ in range(n):
@@ -167,14 +167,16 @@ def random_proposal(rng: np.random.Generator, n: int, depth: int) -> Proposal:
     width = 1 + max(map(len, trees))
     values = [np.array(c) for c in zip(*flat, strict=True)] or [np.zeros(0, np.int64)] * 3 + [np.zeros(0)]
     starts = np.cumsum([0, *map(len, trees)])
-    return Proposal(CandidateTrees(starts, *values), np.concatenate(columns).astype(np.int64), width)
+    bits = np.full(len(flat), source)
+    return Proposal(CandidateTrees(starts, *values, bits), np.concatenate(columns).astype(np.int64), width)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_merged_proposals_are_one_tree_by_path(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    proposals = [random_proposal(rng, 3, 4) for _ in range(3)]
+    proposals = [random_proposal(rng, 3, 4, source=1 << k) for k in range(3)]
     merged = merge(proposals, 3)
+    assert merged.trees.source is not None
     for row in range(3):
         each = [by_path(p, row) for p in proposals]
         got = by_path(merged, row)
@@ -183,10 +185,13 @@ def test_merged_proposals_are_one_tree_by_path(seed: int) -> None:
         assert len(set(columns)) == len(columns) and all(0 < c < merged.width for c in columns)
         for path, (logprob, column) in got.items():
             assert logprob == max(e[path][0] for e in each if path in e)
-            if path in each[0]:
-                assert column == each[0][path][1], "the first source's KV lies at its own columns"
+            first = next(i for i, e in enumerate(each) if e)
+            if path in each[first]:
+                assert column == each[first][path][1], "the first source's KV lies at its own columns"
             else:
-                assert column >= proposals[0].width
+                assert column >= proposals[first].width
+            place = int(merged.trees.row_start[row]) + paths(merged.trees, row).index(path)
+            assert merged.trees.source[place] == sum(1 << i for i, e in enumerate(each) if path in e)
         start, end = merged.trees.row_start[row : row + 2]
         depth, parent = merged.trees.depth[start:end], merged.trees.parent[start:end]
         assert (np.diff(depth) >= 0).all() and (parent < np.arange(end - start)).all()

@@ -1,0 +1,246 @@
+"""The suffix source: whose text it proposes, how it learns what a match is worth, what it holds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from adaserve.engine.sources.match_rates import KINDS, OTHER, PER_KIND, START, MatchRates
+from adaserve.engine.sources.suffix import LEAST, SUFFIX, SuffixSource
+from adaserve.engine.sources.text_index import BYTES_PER_TOKEN
+from adaserve.engine.state import DecodeRows, RequestState
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.noise import gumbel, quantile
+from adaserve.scheduler.interface import RunningBatch
+
+ENOUGH = 1_000_000
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+class Server:
+    """What a worker tells its source, for a few requests at once."""
+
+    def __init__(self, memory: int = ENOUGH, tenants: bool = False, depth: int = 6) -> None:
+        tenant = (lambda req: req.tenant) if tenants else None
+        self.source = SuffixSource(depth, 9, memory, tenant)
+        self.states: dict[int, RequestState] = {}
+        self.prompts: dict[int, list[int]] = {}
+
+    def start(self, row: int, prompt: list[int], first: int, tenant: str = "a", rid: str = "") -> None:
+        rid = rid or f"{tenant}-{row}-{len(self.prompts)}"
+        req = SimpleNamespace(rid=rid, origin_input_ids=prompt, tenant=tenant)
+        for length in dict.fromkeys((min(5, len(prompt)), len(prompt))):  # in two chunks
+            where = {"req_pool_indices": torch.tensor([row]), "seq_lens": torch.tensor([length])}
+            self.source.prefilled(SimpleNamespace(reqs=[req], **where), True)
+        state = RequestState(rid, "default", np.inf, 0.0, key=17 + row)
+        state.generated = [first]
+        self.states[row], self.prompts[row] = state, prompt
+
+    def rows(self, *rows: int, temperature: float = 0.0, max_depth: int = 6) -> DecodeRows:
+        states, n = [self.states[r] for r in rows], len(rows)
+        lens = np.array([len(self.prompts[r]) + len(self.states[r].generated) - 1 for r in rows])
+        running = RunningBatch(
+            rids=tuple(s.rid for s in states), slo_class=("default",) * n, tpot_slo_s=np.full(n, np.inf),
+            decode_start_s=np.zeros(n), decoded_tokens=np.zeros(n, np.int64), context_tokens=lens,
+            remaining_tokens=np.full(n, 100), max_depth=np.full(n, max_depth),
+            temperature=np.full(n, temperature),
+        )  # fmt: skip
+        return DecodeRows(states, lens, np.array(rows), running)
+
+    def offer(self, *rows: int, **more: Any) -> Proposal | None:
+        return self.source.offer(self.rows(*rows, **more))
+
+    def emit(self, row: int, *tokens: int) -> None:
+        rows = self.rows(row)
+        self.states[row].advance(list(tokens))
+        nothing: Any = None  # neither what was verified nor what was accepted matters
+        self.source.advanced(rows, nothing, nothing)
+
+
+def chain(proposal: Proposal | None) -> list[int]:
+    """The tokens of the first continuation."""
+    assert proposal is not None
+    tokens, at = [], -1
+    for i, parent in enumerate(proposal.trees.parent.tolist()):
+        if parent == at:
+            tokens.append(int(proposal.trees.token[i]))
+            at = i
+    return tokens
+
+
+def test_what_followed_in_the_prompt_is_proposed() -> None:
+    server = Server()
+    server.start(0, [*PROMPT, 1, 2], 3)
+    proposal = server.offer(0)
+    assert proposal is not None and chain(proposal) == [4, 5, 6, 7, 8, 1]
+    trees = proposal.trees
+    assert (trees.source == SUFFIX).all() and trees.depth.tolist() == [1, 2, 3, 4, 5, 6]
+    assert proposal.column.tolist() == [1, 2, 3, 4, 5, 6], "an accepted continuation need not move"
+    assert (np.diff(trees.logprob) < 0).all() and trees.logprob[0] < 0
+
+
+def test_what_followed_in_the_output_is_proposed() -> None:
+    server = Server()
+    server.start(0, [50, 51], 60)
+    assert server.offer(0) is None
+    server.emit(0, 61, 62, 63, 64)
+    assert server.offer(0) is None
+    server.emit(0, 60, 61, 62)
+    assert chain(server.offer(0)) == [63, 64, 60, 61, 62, 63]
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_no_deeper_than_a_request_may_go(most: int) -> None:
+    server = Server()
+    server.start(0, [*PROMPT, 1, 2], 3)
+    proposal = server.offer(0, max_depth=most)
+    assert (0 if proposal is None else int(proposal.trees.depth.max())) == most
+
+
+def test_requests_see_their_own_text_alone_unless_asked_for() -> None:
+    server = Server()
+    server.start(0, PROMPT, 9)
+    server.start(1, [1, 2, 3], 4)
+    server.source.finished(0)
+    assert server.offer(1) is None
+
+
+def test_one_tenant_is_never_proposed_what_another_was_served() -> None:
+    server = Server(tenants=True)
+    server.start(0, PROMPT, 9, tenant="a")
+    server.emit(0, 10, 11)
+    server.start(1, [1, 2, 3], 4, tenant="b")
+    assert server.offer(1) is None, "another tenant's running request"
+    server.start(2, [1, 2, 3], 4, tenant="a")
+    assert chain(server.offer(2)) == [5, 6, 7, 8, 9, 10]
+    server.source.finished(0)
+    server.emit(1, 5), server.emit(2, 5)
+    assert server.offer(1) is None, "another tenant's finished request"
+    assert chain(server.offer(2)) == [6, 7, 8, 9, 10, 11]
+
+
+def test_both_of_two_continuations_are_in_one_tree() -> None:
+    server = Server(tenants=True)
+    server.start(0, [20, 21, 22, 1, 2, 3, 4, 5], 6)
+    server.emit(0, 7, 8, 9)
+    server.start(1, [30, 31, 32, 1, 2, 3, 4, 70, 71], 72)
+    server.emit(1, 73)
+    server.start(2, [20, 21, 22, 1, 2, 3], 4)  # six tokens of the first, and the second's are newer
+    proposal = server.offer(2)
+    assert proposal is not None
+    firsts = proposal.trees.token[proposal.trees.depth == 1].tolist()
+    assert firsts == [5, 70]
+    columns = proposal.column.tolist()
+    assert len(set(columns)) == len(columns) and max(columns) < proposal.width
+
+
+def test_a_retracted_request_goes_on_where_it_was() -> None:
+    server = Server()
+    server.start(0, [*PROMPT, 1, 2], 3, rid="x")
+    server.emit(0, 4, 5)
+    state = server.states[0]
+    server.start(1, server.prompts[0], 3, rid="x")  # in another row
+    server.states[1].generated = [*state.generated, 6]
+    assert chain(server.offer(1))[:3] == [7, 8, 1]
+    server.source.finished(1)
+    assert server.source.tokens == 0
+
+
+def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
+    server = Server(memory=100 * BYTES_PER_TOKEN, tenants=True)
+    for row in range(6):
+        server.start(row, [row * 40 + t for t in range(29)], 1000 + row)
+        server.emit(row, 2000)
+        server.source.finished(row)
+        assert server.source.tokens <= 100
+    server.start(6, list(range(10)), 10)
+    assert server.offer(6) is None, "the first text has made room"
+    server.start(7, [200 + t for t in range(10)], 210)
+    assert chain(server.offer(7)) == [211, 212, 213, 214, 215, 216]
+
+
+def test_a_request_too_many_goes_without() -> None:
+    server = Server(memory=20 * BYTES_PER_TOKEN)
+    server.start(0, PROMPT, 1)
+    server.start(1, [*PROMPT, *PROMPT], 1)
+    assert server.source.tokens <= 20
+    server.emit(0, 2, 3), server.emit(1, 2, 3)
+    assert chain(server.offer(0))[:2] == [4, 5] and server.offer(1) is None
+    server.source.finished(0), server.source.finished(1)
+    assert server.source.tokens == 0
+
+
+# -- what a match is worth ----------------------------------------------------------------------
+
+
+def test_probabilities_follow_what_was_emitted() -> None:
+    server = Server()
+    server.start(0, [*PROMPT, 1, 2], 3)
+    before = server.offer(0)
+    assert before is not None and np.isclose(np.exp(before.trees.logprob[0]), START[0])
+    for i in range(40):  # the first proposed token is always right and the second never
+        server.emit(0, 4, 100 + i, 1, 2, 3)
+        last = server.offer(0)
+    assert last is not None
+    f = np.exp(last.trees.logprob)
+    assert chain(last)[0] == 4 and f[0] > 0.85
+    assert len(f) == 1 or f[1] < 0.4 * f[0]
+
+
+def test_only_tokens_whose_parents_were_right_are_tested() -> None:
+    server = Server()
+    server.start(0, [*PROMPT, 1, 2], 3)
+    server.offer(0)
+    tests = list(server.source.rates.tests)
+    server.emit(0, 99, 5, 6)
+    tested = [a - b for a, b in zip(server.source.rates.tests, tests, strict=True)]
+    assert sum(tested) == 1
+
+
+def test_rates_fade_so_that_a_change_shows() -> None:
+    rates = MatchRates()
+    cell = rates.cells(1, True, True, 1)[0]
+    for hit, expected in ((True, 1.0), (False, 0.0)):
+        for _ in range(2000):
+            rates.learn(cell, hit)
+        assert rates.rate[cell] == pytest.approx(expected, abs=0.02)
+    assert rates.rate[cell + PER_KIND] == START[1], "sampled requests are on their own"
+    assert rates.rate[rates.cells(1, False, True, 1)[0]] == START[1] * OTHER
+
+
+def test_cells_are_all_different() -> None:
+    cells = [
+        MatchRates.cells(order, longest, own, depth)[-1] + kind * PER_KIND
+        for kind in range(KINDS)
+        for order in range(len(START))
+        for longest in (False, True)
+        for own in (False, True)
+        for depth in (1, 2, 3, 5, 9)
+    ]
+    assert sorted(cells) == list(range(len(MatchRates().rate)))
+
+
+def test_a_quantile_is_where_the_noise_of_a_token_stands() -> None:
+    keys, positions = np.array([3, 900], np.uint64), np.array([5, 6])
+    u = quantile(keys[:, None], positions[:, None], np.arange(50)[None, :])
+    assert np.allclose(np.exp(-np.exp(-gumbel(keys, positions, 50).astype(np.float64))), u, atol=1e-6)
+
+
+@pytest.mark.parametrize("row", range(8))
+def test_sampled_requests_are_told_by_their_noise(row: int) -> None:
+    """Tokens whose own noise, at the position of their parent, favours them are proposed as likelier."""
+    server = Server()
+    server.start(row, [*PROMPT, 1, 2], 3)
+    proposal = server.offer(row, temperature=0.8)
+    position = np.array([len(PROMPT) + 2])
+    quarter = int(quantile(np.array([17 + row], np.uint64), position, np.array([4]))[0] * 4)
+    middle = (quarter + 0.5) / 4
+    expected = middle ** ((1 - START[0]) / START[0])
+    if expected < LEAST:
+        assert proposal is None
+    else:
+        assert proposal is not None and np.exp(proposal.trees.logprob[0]) == pytest.approx(expected)

@@ -1,0 +1,170 @@
+"""Candidates that cost no draft step: how policies price them, and what is left for a draft."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve.scheduler.calibration import GROUPS, Calibrator
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.interface import DRAFTED, CandidateTrees, IterationOutcome, RunningBatch, Selection
+from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.policies.priced import PricedPolicy
+from adaserve.scheduler.pricing import uncovered
+from adaserve.scheduler.replay import Recorder, read_recording, replay
+from adaserve.scheduler.selection import parent_kept
+from tests.scheduler.sched_factories import beam_trees, running, trees_from
+
+OFFERED = 2
+CHEAP = LatencyModel(
+    ForwardCost(fixed_s=1e-3, per_token_s=1e-4), ForwardCost(fixed_s=1e-2, per_token_s=1e-5), 1e-3
+)
+DEAR = LatencyModel(
+    ForwardCost(fixed_s=1.0, per_token_s=1.0), ForwardCost(fixed_s=1e-2, per_token_s=1e-5), 1e-3
+)
+
+
+def offers(*rows: list[float]) -> CandidateTrees:
+    """A chain per row with these one-step probabilities."""
+    trees = trees_from([[(i - 1, p) for i, p in enumerate(row)] for row in rows])
+    return replace(trees, source=np.full(trees.n_nodes, OFFERED))
+
+
+def offered_to(n: int, trees: CandidateTrees) -> RunningBatch:
+    return replace(running(n), offered=trees)
+
+
+def test_uncovered_is_what_the_best_offers_leave() -> None:
+    left = uncovered(offers([0.9, 0.5], [], [1.0]), 3, 3)
+    assert np.allclose(left, [[0.1, 0.55, 1], [1, 1, 1], [0, 1, 1]])
+    assert (uncovered(None, 2, 2) == 1).all()
+
+
+@pytest.mark.parametrize("name", ["priced", "adaserve", "chain-2", "turbospec", "global-greedy"])
+def test_offers_are_verified_where_nothing_can_be_drafted(name: str) -> None:
+    policy = build_policy(name, PolicyConfig(latency=CHEAP, drafts=False))
+    trees = offers([0.9, 0.9, 0.9], [0.9])
+    plan = policy.plan(offered_to(2, trees), 1.0)
+    assert plan.depth == 0 and plan.budget >= 2 + trees.n_nodes
+    selection = policy.select(plan, trees)
+    assert selection.keep.all() and selection.counts.tolist() == [3, 1]
+
+
+def test_priced_verifies_offers_where_drafting_does_not_pay() -> None:
+    policy = build_policy("priced", PolicyConfig(latency=DEAR))
+    for _ in range(40):
+        plan = policy.plan(offered_to(2, offers([0.9, 0.9], [0.8])), 1.0)
+        selection = policy.select(plan, offers([0.9, 0.9], [0.8]))
+        assert selection.counts.tolist() == [2, 1]
+    assert plan.depth == 0 or plan.iteration % 16 == 15
+
+
+def test_offers_are_weighed_by_what_their_requests_need() -> None:
+    policy = build_policy("priced", PolicyConfig(latency=CHEAP, drafts=False))
+    late = replace(running(2, tpot_slo_s=np.array([0.5, 0.0125])), offered=offers([0.5], [0.5]))
+    plan = policy.plan(late, 0.2)
+    assert plan.weight is not None and plan.weight[1] > plan.weight[0]
+
+
+def test_priced_leaves_out_offers_that_do_not_pay() -> None:
+    slope = LatencyModel(
+        ForwardCost(fixed_s=1.0, per_token_s=1.0), ForwardCost(fixed_s=1e-2, per_token_s=1e-2), 1e-3
+    )
+    policy = build_policy("priced", PolicyConfig(latency=slope))
+    trees = offers([0.1, 0.1], [0.9])
+    selection = policy.select(policy.plan(offered_to(2, trees), 1.0), trees)
+    assert selection.counts.tolist() == [0, 1]
+
+
+def test_a_small_gain_is_not_worth_a_tree() -> None:
+    trees = offers([0.2])
+    for gain, kept in ((0.0, 1), (0.5, 0)):
+        policy = build_policy("priced", PolicyConfig(latency=DEAR, least_gain=gain))
+        assert policy.select(policy.plan(offered_to(1, trees), 1.0), trees).verify_tokens == 1 + kept
+
+
+def test_priced_drafts_less_where_offers_are_sure() -> None:
+    sure, unsure = [1.0] * 8, [0.3, 0.3]
+
+    def plan(*rows: list[float]):
+        policy = build_policy("priced", PolicyConfig(latency=CHEAP))
+        return policy.plan(offered_to(len(rows), offers(*rows)), 1.0)
+
+    without = build_policy("priced", PolicyConfig(latency=CHEAP)).plan(running(2), 1.0)
+    assert without.depth > 0 and without.drafting is None
+    assert plan(sure, sure).depth == 0
+    mixed = plan(sure, unsure)
+    assert mixed.depth > 0 and mixed.drafting is not None
+    assert mixed.drafting.tolist() == [False, True] and mixed.drafting_rows == 1
+
+
+def joined(drafted: CandidateTrees, bits: list[int]) -> CandidateTrees:
+    return replace(drafted, source=np.array(bits))
+
+
+def test_draft_steps_are_those_of_drafted_nodes() -> None:
+    trees = joined(trees_from([[(-1, 0.9), (0, 0.9), (1, 0.9)]]), [DRAFTED, DRAFTED | OFFERED, OFFERED])
+    assert trees.draft_steps == 2 and trees_from([[(-1, 0.5)]]).draft_steps == 1
+    assert replace(trees, source=np.full(3, OFFERED)).draft_steps == 0
+
+
+def test_calibration_keeps_offers_apart() -> None:
+    calibrator, n = Calibrator(), 4000
+    q, zeros = np.full(n, 0.52), np.zeros(n, np.int64)
+    for group, hit in ((0, False), (1, True)):
+        groups = np.full(n, group)
+        calibrator.observe(q, zeros, np.full(n, hit), ["r"], ["c"], groups)
+    calibrator.forget("r")
+    chain = trees_from([[(-1, 0.52)]])
+    values = [
+        float(calibrator.path_values(replace(chain, source=np.array([bits])), ["r"], ["c"])[0])
+        for bits in (DRAFTED, OFFERED, DRAFTED | OFFERED)
+    ]
+    assert GROUPS == 3 and values[0] < 0.1 and values[1] > 0.9 and values[2] == pytest.approx(0.52)
+    assert calibrator.path_values(chain, ["r"], ["c"])[0] == pytest.approx(values[0])
+
+
+def test_the_worth_of_levels_counts_what_only_the_draft_had() -> None:
+    """Nodes that were offered as well would have been there without a draft."""
+
+    def surplus(source: int) -> float:
+        policy = build_policy("priced", PolicyConfig(latency=CHEAP, surplus_rate=0.5))
+        assert isinstance(policy, PricedPolicy)
+        for _ in range(64):
+            plan = replace(policy.plan(running(1), 1.0), depth=1, width=1)
+            trees = replace(beam_trees(1, 1, 1), source=np.array([source]))
+            selection = policy.select(plan, trees)
+            policy.observe(outcome_of(plan, trees, selection))
+        return float(policy._regime(1).surplus[0, 0])
+
+    assert surplus(DRAFTED) > 0.3 and surplus(DRAFTED | OFFERED) == pytest.approx(0.0, abs=1e-3)
+
+
+def outcome_of(plan, trees: CandidateTrees, selection: Selection) -> IterationOutcome:
+    accepted = selection.keep & parent_kept(trees, selection.keep)
+    return IterationOutcome(
+        plan=plan, trees=trees, selection=selection, accepted=accepted,
+        new_tokens=selection.counts + 1, end_s=1.0, draft_s=1e-3, select_s=0.0, verify_s=1e-2, total_s=1.1e-2,
+    )  # fmt: skip
+
+
+def test_a_recording_knows_what_was_offered(tmp_path: Path) -> None:
+    config = PolicyConfig(latency=CHEAP, learn_costs=False)
+    policy, path = build_policy("priced", config), tmp_path / "recorded.jsonl"
+    with Recorder(path) as recorder:
+        for p in (0.9, 0.2, 0.6):
+            trees = offers([p, p], [1.0, 1.0])
+            plan = policy.plan(offered_to(2, trees), 1.0)
+            recorder.planned(plan)
+            outcome = outcome_of(plan, trees, policy.select(plan, trees))
+            policy.observe(outcome)
+            recorder.observed(outcome)
+    first, *_ = read_recording(path)
+    offered = first.plan.running.offered
+    assert offered is not None and offered.source is not None
+    assert offered.source.tolist() == [OFFERED] * 4 and offered.depth.tolist() == [1, 2, 1, 2]
+    assert replay(path, build_policy("priced", config)) == []
