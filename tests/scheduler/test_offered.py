@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from adaserve.scheduler.acceptance import AcceptanceRates
 from adaserve.scheduler.calibration import GROUPS, Calibrator
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import DRAFTED, CandidateTrees, IterationOutcome, RunningBatch, Selection
@@ -168,3 +169,25 @@ def test_a_recording_knows_what_was_offered(tmp_path: Path) -> None:
     assert offered is not None and offered.source is not None
     assert offered.source.tolist() == [OFFERED] * 4 and offered.depth.tolist() == [1, 2, 1, 2]
     assert replay(path, build_policy("priced", config)) == []
+
+
+def test_turbospec_verifies_as_much_of_a_fixed_proposal_as_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt lookup, TurboSpec section 4: the proposal is there, and k is how much of it is verified."""
+    steep = LatencyModel(ForwardCost(fixed_s=1.0), ForwardCost(fixed_s=1e-2, per_token_s=2e-3), 1e-3)
+    trees = offers([0.9] * 6, [0.9] * 2)
+    kept = []
+    for latency, rate in ((CHEAP, 0.9), (steep, 0.5), (steep, 0.0)):
+        policy = build_policy("turbospec", PolicyConfig(latency=latency, drafts=False))
+        monkeypatch.setattr(AcceptanceRates, "overall", rate)
+        plan = policy.plan(offered_to(2, trees), 1.0)
+        assert plan.depth == 0
+        kept.append(policy.select(plan, trees).counts.tolist())
+    assert kept[0] == [6, 2] and 0 < kept[1][0] < 6 and kept[2] == [0, 0]
+
+
+def test_turbospec_keeps_one_chain_per_row() -> None:
+    policy = build_policy("turbospec", PolicyConfig(latency=CHEAP, drafts=False))
+    branches = trees_from([[(-1, 0.9), (-1, 0.8), (0, 0.9), (1, 0.9), (2, 0.9)]])
+    branches = replace(branches, source=np.full(5, OFFERED))
+    selection = policy.select(policy.plan(offered_to(1, branches), 1.0), branches)
+    assert selection.keep.tolist() == [True, False, True, False, True]
