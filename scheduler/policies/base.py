@@ -83,7 +83,7 @@ class BasePolicy:
         n = len(running)
         cap = depth_cap(running)
         shape = self.shape(running, cap, now_s)
-        depth = min(shape.depth, int(cap.max())) if self.config.drafts else 0
+        depth = min(shape.depth, int(cap.max()), self.config.d_max) if self.config.drafts else 0
         if shape.budget <= n:  # only the roots fit: a draft step would be wasted
             depth = 0
         offered = 0 if running.offered is None else running.offered.n_nodes

@@ -30,7 +30,7 @@ from adaserve.scheduler.interface import IterationPlan
 from tests.engine.host.factories import Chunk, Pool, hf_model, read_hf, run
 from tests.engine.trees.factories import iteration_plan, paths, running, selection_of
 
-LENGTHS = [5, 40, 17]
+LENGTHS = [12, 40, 17]
 ROOTS = [3, 5, 9]
 TEMPERATURES = np.array([0.0, 0.7, 1.0])
 WINDOW = 64
