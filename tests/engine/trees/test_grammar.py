@@ -16,7 +16,7 @@ import transformers
 
 from adaserve.engine.grammar import Grammars
 from adaserve.engine.matchers import can_walk, is_live
-from adaserve.engine.state import max_tree_depth
+from adaserve.engine.state import RequestState, max_tree_depth
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.pairs import VOCAB, save_tokenizer
@@ -219,7 +219,7 @@ def test_a_grammar_that_has_ended_masks_nothing_and_drafts_nothing(backend: Back
     grammar = backend.make("ebnf")
     for token in [*backend.before, *tokenizer.encode("ba")]:
         grammar.accept_token(token)
-    state: Any = SimpleNamespace(generated=[1, 2])
+    state = RequestState("r", "chat", 1.0, 0.0, generated=[1, 2])
     assert is_live(grammar) and max_tree_depth(request(grammar), state) > 0
     grammar.accept_token(tokenizer.eos_token_id)
     assert grammar.is_terminated() and not is_live(grammar)
@@ -233,6 +233,6 @@ def test_a_matcher_that_cannot_step_back_drafts_nothing() -> None:
     class Forward(BaseGrammarObject):
         pass
 
-    state: Any = SimpleNamespace(generated=[1])
+    state = RequestState("r", "chat", 1.0, 0.0, generated=[1])
     assert not can_walk(Forward())
     assert max_tree_depth(request(Forward()), state) == 0
