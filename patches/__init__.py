@@ -50,6 +50,7 @@ def apply_all() -> None:
         scheduler_guard,
         slo_requests,
         slo_responses,
+        stop_strings,
     )
 
     for module in (
@@ -62,6 +63,7 @@ def apply_all() -> None:
         slo_responses,
         boundary,  # after the SLO hooks: what wraps last is asked first
         scheduler_guard,
+        stop_strings,
         internal_state,
         live_page,
         routes,

@@ -95,6 +95,8 @@ def test_stop_tokens_and_strings(served: Served, stock: Server) -> None:
             jobs.append(Job(tuple(prompt), greedy(stop_token_ids=[free["output_ids"][place]])))
             jobs.append(Job(tuple(prompt), greedy(stop=free["text"][place : place + 3])))
             jobs.append(Job(tuple(prompt), greedy(stop=free["text"][place : place + 3], no_stop_trim=True)))
+            several = [free["text"][p : p + 3] for p in (place + 3, place + 1, place)]
+            jobs.append(Job(tuple(prompt), greedy(stop=several)))
     assert_equal_answers(served.server, stock, jobs)
 
 

@@ -1,0 +1,47 @@
+"""A request ends at its first stop, however many tokens were accepted at once.
+
+Why: SGLang looks for stops in all tokens of an iteration together. It takes the first of the request's list
+that it finds, not the first of the text, and any string rather than an end token in front of it. So with
+several stops the answer would depend on how many candidates happened to be accepted. Here every token is
+checked as if it had come alone, as in plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.identity import is_ours
+from adaserve.patches import hook
+
+Check = Callable[[Any, int], bool]
+
+
+def register() -> None:
+    hook("sglang.srt.managers.schedule_batch.Req._check_str_based_finish", _check, HookType.AROUND)
+
+
+def _check(original: Check, self: Any, new_accepted_len: int = 1) -> bool:
+    from sglang.srt.runtime_context import get_spec
+
+    params = self.sampling_params
+    strings = bool(params.stop_strs or params.stop_regex_strs)
+    if new_accepted_len < 2 or not strings or not is_ours(get_spec().speculative_algorithm):
+        return original(self, new_accepted_len)
+    return ends_within(original, self, new_accepted_len)
+
+
+def ends_within(original: Check, req: Any, new_tokens: int) -> bool:
+    """Whether one of the last tokens ends the request; if so, it is noted how and after which of them."""
+    whole = req.output_ids
+    try:
+        for end in range(len(whole) - new_tokens + 1, len(whole) + 1):
+            req.output_ids = whole[:end]
+            if original(req, 1) or req._check_token_based_finish(whole[end - 1 : end]):
+                req.finished_len = end
+                return True
+    finally:
+        req.output_ids = whole
+    return False
