@@ -98,6 +98,7 @@ class BeamSource:
         if shape is None or not len(active):
             return None
         forward, pool_rows = self._device.draft, rows.pool_rows[active]
+        self.cache.find_holes(pool_rows.tolist())
         caught_up = self._catch_up(pool_rows)
         first = self.cache.first_batch(pool_rows, rows.roots[active], shape.width)
         ready = forward.search(

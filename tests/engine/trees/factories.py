@@ -114,7 +114,8 @@ class Drafted:
         self.cache = DraftCache(self.forward, self.table, int(self.table.max()) + 1)
         self.source = BeamSource(self.device, self.cache, PLAIN, self.max_nodes)
         for length, row in zip(self.rows.seq_lens.tolist(), self.rows.pool_rows.tolist(), strict=True):
-            self.cache.started(row, [7] * (length - self.behind), self.table[row, :0], read=True)
+            seen = length - self.behind
+            self.cache.started(row, [7] * seen, self.table[row, :seen], read=True)
             if self.behind:
                 self.cache.advanced(row, [7] * self.behind, 0)
 
