@@ -84,6 +84,7 @@ class BeamSource:
                 known = int(unknown[0]) if len(unknown) else end - start
             self.cache.advanced(row, tokens[start:end], known)
             start = end
+        self.cache.find_holes(rows.pool_rows.tolist())
 
     def finished(self, pool_row: int) -> None:
         self.cache.finished(pool_row)

@@ -42,10 +42,11 @@ class _Exchangeable:
 
 
 class DraftCache:
-    """``slots``: size of the KV pool. All tensors stand on the device of ``req_to_token``."""
+    """``slots``: size of the KV pool. ``stride``: tokens that an iteration commits at most. All tensors stand
+    on the device of ``req_to_token``."""
 
-    def __init__(self, forward: ModelForward, req_to_token: Tensor, slots: int) -> None:
-        self._forward, self._req_to_token = forward, req_to_token
+    def __init__(self, forward: ModelForward, req_to_token: Tensor, slots: int, stride: int) -> None:
+        self._forward, self._req_to_token, self._stride = forward, req_to_token, stride
         self._is_held = torch.zeros(slots, dtype=torch.bool, device=req_to_token.device)
         self._held: dict[int, Held] = {}
         self._exchangeable: dict[int, _Exchangeable] = {}  # by row of the request pool
@@ -183,10 +184,11 @@ class DraftCache:
         """Remembers, for those who may share the request's slots, which of them hold KV of the draft.
 
         Under overlap a finished request rides in one iteration more, so its row is known until the next
-        request has it.
+        request has it. And if nobody else runs, this comes before the draft hears of the last tokens.
         """
         self.find_holes([pool_row])
         held = self._held[pool_row]
         slots = self._req_to_token[pool_row].long()
         self._is_held[slots[: held.length]] = True
-        self._is_held[slots[held.length : held.length + len(held.pending)]] = False
+        end = held.length + len(held.pending) + self._stride
+        self._is_held[slots[held.length : end]] = False

@@ -130,7 +130,7 @@ class Requests:
         self, device: Device, lag: list[int], sharpening: DraftSharpening = PLAIN, max_nodes: int = 48
     ) -> BeamSource:
         """A beam search on a draft that has not seen the last ``lag`` tokens of each request."""
-        cache = DraftCache(device.draft, self.req_to_token, self.slots)
+        cache = DraftCache(device.draft, self.req_to_token, self.slots, stride=9)
         for r, (row, behind) in enumerate(zip(self.pool_rows.tolist(), lag, strict=True)):
             text = self.text(r)
             known = text[: len(text) - behind]
