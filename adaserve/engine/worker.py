@@ -133,7 +133,7 @@ class AdaServeWorker(BaseSpecWorker):
     def _beam_source(self, model: DraftModel) -> BeamSource:
         table = self.req_to_token_pool.req_to_token
         assert self.device.draft is not None
-        cache = DraftCache(self.device.draft, table, self._kv_pools[1].k_buffer[0].shape[0])
+        cache = DraftCache(self.device.draft, table, self._kv_pools[1].k_buffer[0].shape[0], self.stride)
         sharpening = load_sharpening(Path(self._models[1]))
         return BeamSource(self.device, cache, sharpening, self.config.beam_candidates, model)
 

@@ -40,6 +40,7 @@ from tests.engine.trees.factories import (
 MAX_NODES = 16
 PROMPTS = [[5, 9, 2], [7] * 11, [101, 3, 55, 20, 77, 8]]
 ROOTS = [40, 41, 42]
+RNG = np.random.default_rng
 
 
 class DenseModel:
@@ -71,7 +72,7 @@ class Case:
         n = len(PROMPTS)
         self.table = slot_table(n)
         self.target, self.draft = (HostForward(model, self.table) for model in self.models)
-        self.cache = DraftCache(self.draft, self.table, self.models[0].pool.slots)
+        self.cache = DraftCache(self.draft, self.table, self.models[0].pool.slots, stride=5)
         self.device = HostDevice(self.target, self.draft)
         self.source = BeamSource(self.device, self.cache, PLAIN, MAX_NODES)
         self.rows = factories.decode_rows([len(p) for p in PROMPTS])
@@ -216,6 +217,62 @@ def _check_caches(case: Case) -> None:
             for name in ("k", "v"):
                 for got, right in zip(getattr(model.pool, name), getattr(fresh.pool, name), strict=True):
                     torch.testing.assert_close(got[at], right[at], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_whose_slots_are_exchanged_for_some_with_holes(overlap: bool) -> None:
+    """Another request put the same text into the radix cache meanwhile, and its draft was behind."""
+    case, row, hole = alike([0, 0, 0], [4, 4, 4]), 1, 6
+    if not overlap:
+        exchange(case, row, hole)
+    else:
+        proposal = case.propose(depth=2, width=2)
+        verified = verify.build(case.rows, proposal, random_selection(proposal.trees, RNG(4), 0.8))
+        case.target.run(verified.batch)
+        exchange(case, row, hole)
+        case.commit(verified, lucky_draws(verified, RNG(4)))
+    trees = case.propose(depth=3, width=3).trees
+    for r in range(len(PROMPTS)):
+        check_proposal(trees, r, case.text(r), 3, 3)
+    assert case.caught_up
+    _check_caches(case)
+
+
+def test_holes_of_exchanged_slots_are_remembered_when_the_request_ends() -> None:
+    case, row, hole = alike([0, 0, 0], [4, 4, 4]), 1, 6
+    exchange(case, row, hole)
+    pool_row = int(case.rows.pool_rows[row])
+    case.cache.finished(pool_row)
+    case.cache.fill_holes([pool_row], [len(PROMPTS[row])], [PROMPTS[row]])
+    _check_caches(case)
+    assert case.held(row) == (hole, PROMPTS[row][hole:])
+
+
+def test_an_end_that_the_draft_has_not_heard_of() -> None:
+    """The last request ends under overlap: SGLang reports it before the next iteration would."""
+    case, row, prompt = alike([0, 0, 0], [4, 4, 4]), 1, PROMPTS[1]
+    pool_row, unheard = int(case.rows.pool_rows[row]), [3, 4, 5]
+    slots = case.table[pool_row, len(prompt) : len(prompt) + len(unheard)]
+    case.cache.started(99, unheard, slots, read=True)  # as the slots' last user left them
+    case.cache.finished(pool_row)
+    text = [*prompt, *unheard]
+    case.cache.fill_holes([pool_row], [len(text)], [text])
+    fresh = DenseModel(hf_model())
+    one = (np.array([pool_row]), np.array([0]), np.array([len(text)]))
+    HostForward(fresh, case.table).run(TreeBatch.causal(np.array(text), *one))
+    torch.testing.assert_close(case.models[1].pool.k[0][slots.long()], fresh.pool.k[0][slots.long()])
+
+
+def exchange(case: Case, row: int, hole: int) -> None:
+    """Gives a prompt other slots of the same text, of which the draft read only the first ``hole``."""
+    pool_row, prompt = int(case.rows.pool_rows[row]), PROMPTS[row]
+    old = case.table[pool_row, : len(prompt)].long()
+    new = case.models[0].pool.slots - 1 - torch.arange(len(prompt))
+    case.models[0].move_kv_cache(new, old)
+    case.models[1].move_kv_cache(new[:hole], old[:hole])
+    case.cache.started(99, prompt[:hole], new[:hole], read=True)
+    case.cache.started(99, prompt, new[hole:], read=False)
+    case.table[pool_row, : len(prompt)] = new.int()
 
 
 def test_only_rows_that_may_have_trees_are_drafted_for() -> None:

@@ -87,6 +87,7 @@ class BeamSource:
                 known = int(unknown[0]) if len(unknown) else end - start
             self.cache.advanced(row, tokens[start:end], known)
             start = end
+        self.cache.find_holes(rows.pool_rows.tolist())
 
     def finished(self, pool_row: int) -> None:
         self.cache.finished(pool_row)
@@ -106,6 +107,7 @@ class BeamSource:
         if shape is None or not len(active):
             return None
         forward, pool_rows = self._forward, rows.pool_rows[active]
+        self.cache.find_holes(pool_rows.tolist())
         caught_up = self._catch_up(pool_rows)
         first = self.cache.first_batch(pool_rows, rows.roots[active], shape.width)
         ready = forward.search(

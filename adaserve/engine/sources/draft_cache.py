@@ -4,6 +4,10 @@ The draft shares the target's slots but not its forwards: it has not seen what w
 drafted, nor the last token of a path that was accepted whole. Such tokens are pending until it catches up.
 A request may end before that, and its answer may become the prefix of another prompt, with holes in the
 draft's KV. So each slot is known to be held or not, and a prompt's holes are filled before it is read.
+
+Once SGLang has processed a prefill it exchanges the prompt's slots for those that the radix cache has of the
+same text, if another request put it there meanwhile. Under overlap that comes after the request's first
+decode iteration has begun, so holes are looked for until that one is over.
 """
 
 from __future__ import annotations
@@ -28,13 +32,24 @@ class Held:
     last: int  # the last cached token
 
 
-class DraftCache:
-    """``slots``: size of the KV pool. All tensors stand on the device of ``req_to_token``."""
+@dataclass(slots=True)
+class _Exchangeable:
+    """A prompt whose slots SGLang may exchange."""
 
-    def __init__(self, forward: ModelForward, req_to_token: Tensor, slots: int) -> None:
-        self._forward, self._req_to_token = forward, req_to_token
+    text: list[int]  # its tokens, and those committed since
+    length: int  # of the prompt
+    iterations: int = 0  # that are over
+
+
+class DraftCache:
+    """``slots``: size of the KV pool. ``stride``: tokens that an iteration commits at most. All tensors stand
+    on the device of ``req_to_token``."""
+
+    def __init__(self, forward: ModelForward, req_to_token: Tensor, slots: int, stride: int) -> None:
+        self._forward, self._req_to_token, self._stride = forward, req_to_token, stride
         self._is_held = torch.zeros(slots, dtype=torch.bool, device=req_to_token.device)
         self._held: dict[int, Held] = {}
+        self._exchangeable: dict[int, _Exchangeable] = {}  # by row of the request pool
 
     def __getitem__(self, pool_row: int) -> Held:
         return self._held[pool_row]
@@ -44,19 +59,39 @@ class DraftCache:
     ) -> None:
         """Feeds what is missing of the prefixes that prompts have in the radix cache."""
         late = []
-        for row, prefix, text in zip(pool_rows, prefix_lens, texts, strict=True):
-            held = self._is_held[self._req_to_token[row, :prefix].long()].cpu().numpy()
-            if prefix and not held.all():
-                start = int(held.argmin())  # what follows a hole was read without it
+        starts = self._held_lengths(pool_rows, prefix_lens)
+        for row, start, prefix, text in zip(pool_rows, starts, prefix_lens, texts, strict=True):
+            if start < prefix:  # what follows a hole was read without it
                 late.append((row, start, list(text[start:prefix])))
         if late:
             self._feed([row for row, _, _ in late], [s for _, s, _ in late], [t for _, _, t in late])
+
+    def _held_lengths(self, pool_rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """How many of the first ``lengths`` tokens of each row come before the first one that is missing."""
+        slots = [self._req_to_token[row, :n] for row, n in zip(pool_rows, lengths, strict=True)]
+        held = self._is_held[torch.cat(slots).long()].cpu().numpy()
+        parts = np.split(held, np.cumsum(lengths)[:-1])
+        return [len(part) if part.all() else int(part.argmin()) for part in parts]
 
     def started(self, pool_row: int, text: Sequence[int], slots: Tensor, read: bool) -> None:
         """A prompt, or all of it so far (``text``), is cached; its new tokens at ``slots`` were ``read`` by
         the draft or were not."""
         self._is_held[slots.long()] = read
         self._held[pool_row] = Held(len(text) if read else 0, [] if read else list(text), text[-1])
+        self._exchangeable[pool_row] = _Exchangeable(list(text), len(text))
+
+    def find_holes(self, pool_rows: Sequence[int]) -> None:
+        """Takes back what the draft has of prompts whose slots were exchanged for some that have holes."""
+        rows = [row for row in pool_rows if row in self._exchangeable]
+        if not rows:
+            return
+        lengths = [min(self._exchangeable[row].length, self._held[row].length) for row in rows]
+        for row, length, start in zip(rows, lengths, self._held_lengths(rows, lengths), strict=True):
+            prompt, held = self._exchangeable[row], self._held[row]
+            if start < length:
+                held.length, held.pending = start, prompt.text[start:]
+            if prompt.iterations:
+                del self._exchangeable[row]
 
     def catch_up(self, pool_rows: np.ndarray, most_pending: int) -> bool:
         """Feeds requests with more than ``most_pending`` missed tokens all of these; whether there were any.
@@ -141,14 +176,19 @@ class DraftCache:
         else:
             held.length, held.pending = held.length + known, tokens[known:]
         held.last = tokens[-1]
+        if (prompt := self._exchangeable.get(pool_row)) is not None:
+            prompt.text += tokens
+            prompt.iterations += 1
 
     def finished(self, pool_row: int) -> None:
         """Remembers, for those who may share the request's slots, which of them hold KV of the draft.
 
         Under overlap a finished request rides in one iteration more, so its row is known until the next
-        request has it.
+        request has it. And if nobody else runs, this comes before the draft hears of the last tokens.
         """
+        self.find_holes([pool_row])
         held = self._held[pool_row]
         slots = self._req_to_token[pool_row].long()
         self._is_held[slots[: held.length]] = True
-        self._is_held[slots[held.length : held.length + len(held.pending)]] = False
+        end = held.length + len(held.pending) + self._stride
+        self._is_held[slots[held.length : end]] = False

@@ -130,10 +130,11 @@ class Requests:
         self, device: Device, lag: list[int], sharpening: DraftSharpening = PLAIN, max_nodes: int = 48
     ) -> BeamSource:
         """A beam search on a draft that has not seen the last ``lag`` tokens of each request."""
-        cache = DraftCache(device.draft, self.req_to_token, self.slots)
+        cache = DraftCache(device.draft, self.req_to_token, self.slots, stride=9)
         for r, (row, behind) in enumerate(zip(self.pool_rows.tolist(), lag, strict=True)):
-            text, slots = self.text(r), self.req_to_token[row, :0]
+            text = self.text(r)
             known = text[: len(text) - behind]
+            slots = self.req_to_token[row, : len(known)]
             cache.started(row, known or text, slots, read=bool(known))
             if known and behind:
                 cache.advanced(row, text[len(known) :], 0)

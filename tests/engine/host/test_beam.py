@@ -74,7 +74,7 @@ class Setting:
         self.table = torch.zeros(n, 128, dtype=torch.int32)
         pools = SimpleNamespace(k_buffer=self.pool.k, v_buffer=self.pool.v)
         self.forward = forward(LeanForward(self.lean, pools), self.table)
-        self.cache = DraftCache(self.forward, self.table, self.pool.slots)
+        self.cache = DraftCache(self.forward, self.table, self.pool.slots, stride=9)
         device = HostDevice(self.forward, self.forward)
         self.source = BeamSource(device, self.cache, SHARPENING, WINDOW - 1)
         states = [RequestState(f"r{r}", "chat", 1.0, 0.0, generated=[ROOTS[r]], key=r + 1) for r in range(n)]

@@ -99,7 +99,7 @@ def probed(base: type) -> type:
             """Inside of what the worker times as a prefill."""
             time.sleep(options.get("slow_ms", 0.0) / 1e3 * batch.extend_num_tokens)
             super()._start_requests(batch, first_tokens)
-            self._reqs.update((req.rid, req) for req in batch.reqs)
+            self._reqs.update((req.rid, (req, req.retraction_count)) for req in batch.reqs)
             self._trace(int(batch.extend_num_tokens))
 
         def _trace(self, tokens: int) -> None:
@@ -134,12 +134,20 @@ def probed(base: type) -> type:
             if self._audits % options.get("audit_every", 1 << 30) == 0:
                 lengths = iteration.rows.seq_lens + [len(tokens) for tokens in iteration.emitted()]
                 for r, state in enumerate(iteration.rows.states):
-                    if state.rid in self._pool_row:  # under overlap it may have finished since
+                    if self._holds_its_slots(state.rid, int(iteration.rows.pool_rows[r])):
                         self._audit(iteration.rows, r, int(lengths[r]))
+
+        def _holds_its_slots(self, rid: str, pool_row: int) -> bool:
+            """Under overlap a request may have ended or been retracted since the iteration, and the slots
+            in its row may hold another prompt by now."""
+            if rid not in self._pool_row:
+                return False
+            req, retractions = self._reqs[rid]
+            return bool(req.kv.req_pool_idx == pool_row and req.retraction_count == retractions)
 
         def _audit(self, rows: Any, r: int, length: int) -> None:
             state, pool_row = rows.states[r], int(rows.pool_rows[r])
-            tokens = [*self._reqs[state.rid].origin_input_ids, *state.generated][:-1]
+            tokens = [*self._reqs[state.rid][0].origin_input_ids, *state.generated][:-1]
             stats = self.stats
             stats["audits"] += 1
             if len(tokens) != length:

@@ -111,10 +111,11 @@ class Drafted:
         self.table = slot_table(len(self.rows))
         self.forward = HostForward(self.model, self.table)
         self.device = HostDevice(self.forward, self.forward)
-        self.cache = DraftCache(self.forward, self.table, int(self.table.max()) + 1)
+        self.cache = DraftCache(self.forward, self.table, int(self.table.max()) + 1, stride=9)
         self.source = BeamSource(self.device, self.cache, PLAIN, self.max_nodes)
         for length, row in zip(self.rows.seq_lens.tolist(), self.rows.pool_rows.tolist(), strict=True):
-            self.cache.started(row, [7] * (length - self.behind), self.table[row, :0], read=True)
+            seen = length - self.behind
+            self.cache.started(row, [7] * seen, self.table[row, :seen], read=True)
             if self.behind:
                 self.cache.advanced(row, [7] * self.behind, 0)
 
