@@ -222,7 +222,7 @@ def _check_caches(case: Case) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_prompt_whose_slots_are_exchanged_for_some_with_holes(overlap: bool) -> None:
     """Another request put the same text into the radix cache meanwhile, and its draft was behind."""
-    case, row, hole = alike([0, 0, 0], [4, 4, 4]), 1, 6
+    case, row, hole = alike([0, 0, 0], [4, 4, 4]), 1, 1
     if not overlap:
         exchange(case, row, hole)
     else:
@@ -239,7 +239,7 @@ def test_a_prompt_whose_slots_are_exchanged_for_some_with_holes(overlap: bool) -
 
 
 def test_holes_of_exchanged_slots_are_remembered_when_the_request_ends() -> None:
-    case, row, hole = alike([0, 0, 0], [4, 4, 4]), 1, 6
+    case, row, hole = alike([0, 0, 0], [4, 4, 4]), 1, 1
     exchange(case, row, hole)
     pool_row = int(case.rows.pool_rows[row])
     case.cache.finished(pool_row)
