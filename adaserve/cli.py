@@ -167,6 +167,10 @@ def demo(
     rps: Annotated[
         float | None, typer.Option(help="Requests per second.", show_default="from this host's speed")
     ] = None,
+    repetition: Annotated[
+        bool,
+        typer.Option("--repetition", help="Prompts whose answers repeat earlier text; drafts from it too."),
+    ] = False,
     size: Size = "100M",
     out: Annotated[
         Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-demo")
@@ -182,7 +186,7 @@ def demo(
     from adaserve.server import ServerError
 
     try:
-        run_demo(seconds, policy, rps, size, out, console)
+        run_demo(seconds, policy, rps, size, out, console, repetition=repetition)
     except (ServerError, LoadgenError) as error:
         _fail(error)
 

@@ -10,34 +10,52 @@ from typing import Any
 from rich.console import Console
 
 from adaserve.bench.busy import BUSY
+from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import table
 from adaserve.bench.turns import TURN_S, Turns
 from adaserve.config import AdaServeConfig
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import COLUMNS, class_cells
-from adaserve.loadgen.config import BenchConfig, Endpoint, default_classes
+from adaserve.loadgen.config import BenchConfig, Endpoint, TraceSpec, default_classes
 from adaserve.loadgen.report import read_run, write_report
 from adaserve.loadgen.results import check_results_dir, new_results_dir
+from adaserve.loadgen.schedule import build_schedule
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.server import ServerProcess, ServerSpec
+from adaserve.slo.trace import TraceRow, write_jsonl
 
 PLAIN = "none"
 TURN_OVERHEAD_S = 5.0  # a first guess: the load generator's start, and the last answers
 UTILIZATION = 0.55
 """Share of the time that plain decoding, four requests at once, would be busy with the traffic."""
+REPETITIVE = {"coding": "edits", "chat": "turns", "summarization": "templates"}
+"""Class -> the kind of repetitive prompts (:mod:`adaserve.bench.repetition`) that it asks with."""
 
 
 def run_demo(
-    seconds: float, policy: str, rps: float | None, size: str, out: Path | None, console: Console
+    seconds: float,
+    policy: str,
+    rps: float | None,
+    size: str,
+    out: Path | None,
+    console: Console,
+    *,
+    repetition: bool = False,
 ) -> dict[str, Any]:
-    """Runs everything, prints the table, writes ``out``. Raises ServerError, LoadgenError."""
+    """Runs everything, prints the table, writes ``out``. Raises ServerError, LoadgenError.
+
+    ``repetition``: prompts whose answers repeat what the text says, and drafts from that text as well.
+    """
     folder = out or new_results_dir(Path("results"), "demo")
     check_results_dir(folder)
     _introduce(console, seconds, policy)
-    spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy))
+    drafts = "model,suffix" if repetition else "model"
+    spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy, drafts=drafts))
     with running(spec, folder / "server.log", console) as server:
         config = _traffic(server, seconds, rps)
+        if repetition:
+            config = _repetitive(config, folder / "repetition.jsonl")
         console.print(
             f"baseline {config.baseline_ms:.1f} ms per token; {config.arrivals.rps:.2f} requests/s\n"
             f"watch it live: {server.url}/slo",
@@ -75,6 +93,22 @@ def _traffic(server: ServerProcess, seconds: float, rps: float | None) -> BenchC
         duration_s=seconds,
         baseline_ms=state["baseline_ms"],
     )
+
+
+def _repetitive(config: BenchConfig, path: Path) -> BenchConfig:
+    """The same arrivals and lengths of answers, greedy, with repetitive prompts; writes them to ``path``."""
+    greedy = {name: load.changed(temperature=0.0) for name, load in config.classes.items()}
+    planned = build_schedule(config).requests
+    prompts = {name: iter(repetitive((kind,), len(planned))) for name, kind in REPETITIVE.items()}
+    rows = [
+        TraceRow(
+            r.at_s, r.prompt_tokens, r.max_tokens, r.slo_class, text=str(next(prompts[r.slo_class]).prompt)
+        )
+        for r in planned
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(rows, path)
+    return config.changed(classes=greedy, trace=TraceSpec(path=str(path), format="jsonl"))
 
 
 def _bearable_rps(latency: LatencyModel, classes: dict[str, Any]) -> float:

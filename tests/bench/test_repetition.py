@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from adaserve.bench.demo import REPETITIVE, _repetitive
 from adaserve.bench.repetition import KINDS, SCHEMA, repetitive
+from adaserve.loadgen.config import BenchConfig, Endpoint, default_classes
+from adaserve.loadgen.schedule import build_schedule
 
 
 def test_the_same_seed_gives_the_same_requests_in_turn_of_kinds() -> None:
@@ -29,3 +33,17 @@ def test_a_schema_ends_an_answer_before_its_tokens_do() -> None:
     ask, plain = repetitive(["json", "turns"], 2)
     assert json.loads(ask.body()["sampling_params"]["json_schema"]) == SCHEMA
     assert not ask.body()["sampling_params"]["ignore_eos"] and plain.body()["sampling_params"]["ignore_eos"]
+
+
+def test_the_demo_keeps_arrivals_and_lengths_and_changes_what_is_asked(tmp_path: Path) -> None:
+    config = BenchConfig(
+        server=Endpoint(url="http://127.0.0.1:1"), classes=default_classes(), duration_s=30, baseline_ms=20
+    )
+    plain = build_schedule(config).requests
+    changed = build_schedule(_repetitive(config, tmp_path / "repetition.jsonl")).requests
+    assert len(changed) == len(plain) > 10
+    for a, b in zip(changed, plain, strict=True):
+        assert (round(a.at_s, 5), a.slo_class, a.max_tokens) == (round(b.at_s, 5), b.slo_class, b.max_tokens)
+        assert a.prompt != b.prompt and a.temperature == 0
+        kind = REPETITIVE[a.slo_class]
+        assert a.prompt in {ask.prompt for ask in repetitive((kind,), len(plain))}
