@@ -55,8 +55,12 @@ def fit_roofline(points: FloatArray) -> ForwardCost:
 
 def _fit_at_sharpness(points: FloatArray, sharpness: float) -> ForwardCost:
     """Gauss-Newton on (fixed, weights, per_token, per_context); the roof is homogeneous of degree 1,
-    so roof = sum of coefficient x gradient holds exactly and each step is a linear solve."""
+    so roof = sum of coefficient x gradient holds exactly and each step is a linear solve.
+
+    No part can have cost more than the slowest forward took: a host that is very busy while it is measured
+    gives points without an order, on which the steps would run away."""
     x, context, seconds = points.T
+    most = float(seconds.max()) / np.array([1.0, 1.0, float(x.min()), max(1.0, float(context.max()))])
     knee = float(np.median(x))
     floor = float(seconds.min())
     coef = np.array([0.2 * floor, 0.8 * floor, 0.8 * floor / knee, 0.0])
@@ -67,7 +71,7 @@ def _fit_at_sharpness(points: FloatArray, sharpness: float) -> ForwardCost:
         d_memory, d_compute = (memory / roof) ** (sharpness - 1), (compute / roof) ** (sharpness - 1)
         design = np.stack([np.ones_like(x), d_memory, d_compute * x, d_memory * context], axis=1)
         solved, _ = nnls(design / seconds[:, None], np.ones_like(seconds))
-        coef = 0.5 * coef + 0.5 * solved
+        coef = 0.5 * coef + 0.5 * np.minimum(solved, most)
     return ForwardCost(float(coef[0]), float(coef[1]), float(coef[2]), float(coef[3]), sharpness)
 
 

@@ -58,6 +58,17 @@ class TestLatency:
         assert errors["roofline"].mean < 0.02 < errors["linear"].mean
         assert fit_roofline(data).sharpness > 1
 
+    def test_a_host_that_was_very_busy_while_it_was_measured_can_be_fitted(self):
+        sizes, rng = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64), np.random.default_rng(0)
+        for _ in range(300):
+            data = np.array(
+                [(n, c * max(1, n // 4), rng.lognormal(-6, 1.5)) for c in (128, 512) for n in sizes]
+            )
+            some = data[: rng.integers(1, len(data) + 1)]
+            cost = fit_roofline(some)
+            assert np.isfinite(cost.seconds(some[:, 0], 256.0)).all()
+            assert cost.fixed_s <= some[:, 2].max()
+
     def test_steps_are_kept_by_the_table(self):
         steps = np.array([[t, 0.0, 0.01 * np.ceil(t / 16)] for t in range(1, 65)])
         fit = fit_latency(Profile(steps, steps))
