@@ -76,7 +76,8 @@ class AdaptiveVerifyPolicy(BasePolicy):
         if not trees.n_nodes:
             return Selection.nothing(trees.n_rows)
         n, parent = trees.n_rows, parents_flat(trees, row_of(trees))
-        p = self.acceptance.predict(step_probability(trees, parent), trees.depth)
+        q = step_probability(trees, parent)
+        p = np.where(q > 0, self.acceptance.predict(q, trees.depth), 0.0)  # impossible ones stay so
         f = within_cap(trees, path_product(p, parent, int(trees.depth.max())), plan.cap)
         most, context = max(0, min(plan.budget - n, trees.n_nodes)), self.context(plan.running)
         draft_s = self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, context)
