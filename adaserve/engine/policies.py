@@ -22,8 +22,7 @@ class ServedPolicies:
     @property
     def names(self) -> tuple[str, ...]:
         """What ``get`` accepts."""
-        named = tuple(n for n in policy_names() if n != "chain-K")
-        return named + tuple(f"chain-{k}" for k in range(1, self._config.max_depth + 1))
+        return policy_names(self._config.max_depth)
 
     def get(self, name: str) -> Policy:
         """Raises ValueError for an unknown name."""

@@ -19,7 +19,7 @@ from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.fairness import HoldBudget, binding_rows
 from adaserve.scheduler.interface import IterationOutcome, RunningBatch
-from adaserve.scheduler.policies import SLO_AWARE
+from adaserve.scheduler.policies import is_slo_aware
 from adaserve.scheduler.prefill import (
     PrefillConfig,
     PrefillPlan,
@@ -86,7 +86,7 @@ class PrefillPacer:
         """Whether prefills are paced. Slack comes from SLOs, so policies that ignore SLOs get SGLang's own
         prefills unless the configuration says otherwise.
         """
-        return self.mode == "slack" or (self.mode is None and policy in SLO_AWARE)
+        return self.mode == "slack" or (self.mode is None and is_slo_aware(policy))
 
     def check_mode(self, mode: str | None) -> None:
         """``slack``, ``exclusive``, or None for what fits the policy. Raises ValueError.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Policy
+from adaserve.scheduler.policies.adaptive_verify import AdaptiveVerifyPolicy
 from adaserve.scheduler.policies.fixed import FixedPolicy
 from adaserve.scheduler.policies.paper import (
     AdaServePolicy,
@@ -16,11 +17,11 @@ from adaserve.scheduler.policies.paper import (
 )
 from adaserve.scheduler.policies.priced import PricedPolicy
 from adaserve.scheduler.policies.turbospec import TurboSpecPolicy
+from adaserve.scheduler.policies.urgency import UrgencyPolicy
 
-__all__ = ["SLO_AWARE", "PolicyConfig", "build_policy", "policy_names"]
+__all__ = ["PolicyConfig", "build_policy", "chain_length", "is_slo_aware", "policy_names"]
 
-SLO_AWARE = ("priced", "adaserve", "adaserve-v1")
-"""Policies that look at requests' SLOs. The others are baselines, and nothing around them may look either."""
+_SLO_AWARE = ("priced", "adaserve", "adaserve-v1", "urgency")
 
 _BUILDERS: dict[str, Callable[[str, PolicyConfig], Policy]] = {
     "adaserve": AdaServePolicy,
@@ -32,12 +33,31 @@ _BUILDERS: dict[str, Callable[[str, PolicyConfig], Policy]] = {
     "turbospec": TurboSpecPolicy,
     "none": lambda name, config: FixedPolicy(name, config, ()),
 }
-_CHAIN = re.compile(r"chain-([1-9][0-9]?)")
+_BY_LENGTH: dict[str, Callable[[str, PolicyConfig, int], Policy]] = {
+    "chain": lambda name, config, k: FixedPolicy(name, config, (1,) * k),
+    "adaptive-verify": AdaptiveVerifyPolicy,
+    "urgency": UrgencyPolicy,
+}
+_WITH_LENGTH = re.compile(rf"({'|'.join(_BY_LENGTH)})-([1-9][0-9]?)")
 
 
-def policy_names() -> tuple[str, ...]:
-    """Accepted names; ``chain-K`` stands for chain-1 to chain-99."""
-    return (*_BUILDERS, "chain-K")
+def policy_names(longest: int | None = None) -> tuple[str, ...]:
+    """Accepted names. K stands for 1 to 99, as in ``chain-4``; ``longest`` writes out 1 to that instead."""
+    lengths = ["K"] if longest is None else range(1, longest + 1)
+    return (*_BUILDERS, *(f"{name}-{k}" for name in _BY_LENGTH for k in lengths))
+
+
+def chain_length(name: str) -> int | None:
+    """K of a policy that is named by the length of its chains."""
+    found = _WITH_LENGTH.fullmatch(name)
+    return int(found.group(2)) if found else None
+
+
+def is_slo_aware(name: str) -> bool:
+    """Whether the policy looks at requests' SLOs. The others are baselines, and nothing around them may look
+    either."""
+    found = _WITH_LENGTH.fullmatch(name)
+    return (found.group(1) if found else name) in _SLO_AWARE
 
 
 def build_policy(name: str, config: PolicyConfig | None = None) -> Policy:
@@ -45,6 +65,6 @@ def build_policy(name: str, config: PolicyConfig | None = None) -> Policy:
     config = PolicyConfig() if config is None else config
     if builder := _BUILDERS.get(name):
         return builder(name, config)
-    if chain := _CHAIN.fullmatch(name):
-        return FixedPolicy(name, config, (1,) * int(chain.group(1)))
+    if found := _WITH_LENGTH.fullmatch(name):
+        return _BY_LENGTH[found.group(1)](name, config, int(found.group(2)))
     raise ValueError(f"unknown policy {name!r}; choose one of {', '.join(policy_names())}")

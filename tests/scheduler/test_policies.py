@@ -21,7 +21,7 @@ from adaserve.scheduler.pricing import price_nodes
 from adaserve.scheduler.selection import parent_kept
 from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
 
-NAMES = [n if n != "chain-K" else "chain-3" for n in policy_names()]
+NAMES = [n.replace("-K", "-3") for n in policy_names()]
 
 
 def drafted(plan: IterationPlan, seed: int = 0) -> CandidateTrees:

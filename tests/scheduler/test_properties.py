@@ -22,7 +22,7 @@ from adaserve.scheduler.policies.base import BasePolicy
 from adaserve.scheduler.policies.priced import PricedPolicy
 from adaserve.scheduler.selection import parent_kept, path_probability, rank, row_of, take_prefix, two_phase
 
-NAMES = [n if n != "chain-K" else "chain-3" for n in policy_names()]
+NAMES = [n.replace("-K", "-3") for n in policy_names()]
 STEPS = LatencyModel(
     TableCost((1.0, 8.0, 32.0), (6e-4, 8e-4, 1.5e-3)),
     TableCost((1.0, 4.0, 8.0, 13.0, 16.0, 32.0), (9.7e-3, 13.7e-3, 13.7e-3, 16.7e-3, 21e-3, 41e-3)),

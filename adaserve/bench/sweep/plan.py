@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from adaserve.config import AdaServeConfig
-from adaserve.scheduler.policies import SLO_AWARE
+from adaserve.scheduler.policies import chain_length, is_slo_aware
 
 AXES = ("load", "scale", "share", "peaks")
 PLAIN = "none"
@@ -39,12 +39,12 @@ def default_policy() -> str:
 
 
 def slo_aware(policy: str) -> bool:
-    return policy in SLO_AWARE or policy == default_policy()
+    return is_slo_aware(policy) or policy == default_policy()
 
 
 def is_baseline(policy: str) -> bool:
     """Whether it is a policy of this engine that ignores SLOs (a bound of the simulator is not)."""
-    known = policy in ALL_POLICIES or policy.startswith("chain-")
+    known = policy in ALL_POLICIES or chain_length(policy) is not None
     return known and not slo_aware(policy)
 
 

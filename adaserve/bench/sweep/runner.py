@@ -23,6 +23,7 @@ from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.workload import Workload, build_rows
 from adaserve.host import describe_host
 from adaserve.loadgen.results import command_line
+from adaserve.scheduler.policies import chain_length
 from adaserve.server import ServerSpec
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.trace import Trace, read_trace, write_jsonl
@@ -338,6 +339,6 @@ class _LeftColumn(ProgressColumn):
 
 def with_depth(spec: ServerSpec, policies: Sequence[str]) -> ServerSpec:
     """The server with trees as deep as the deepest chain among the policies."""
-    chains = [int(p.removeprefix("chain-")) for p in policies if p.startswith("chain-")]
+    chains = [k for p in policies if (k := chain_length(p)) is not None]
     depth = max([spec.config.max_depth, *chains])
     return replace(spec, config=spec.config.changed(max_depth=depth))

@@ -1,0 +1,93 @@
+"""Adaptive verification as vLLM has it: one token budget over all requests, without SLOs.
+
+Source: vLLM's documentation, ``features/speculative_decoding/adaptive_verification``, and its pull requests
+47808 and 52228. Every request drafts the same chain. Each drafted token is scored by its probability to
+survive, a running product of estimates per position; the best ones of all requests are verified, as many as
+promise the most accepted tokens per second by the profiled costs. vLLM sizes the budget by the iteration
+before, since it must not wait for its GPU; here it is sized by the chains themselves, and the costs are the
+learned ones, so this is the rule at its best.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaserve.scheduler.acceptance import find_tested
+from adaserve.scheduler.calibration import claimed_probability, path_product, step_probability
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.interface import (
+    BoolArray,
+    CandidateTrees,
+    FloatArray,
+    IntArray,
+    IterationOutcome,
+    IterationPlan,
+    RunningBatch,
+    Selection,
+)
+from adaserve.scheduler.policies.base import NO_BUDGET, BasePolicy, Shape
+from adaserve.scheduler.pricing import price_nodes
+from adaserve.scheduler.selection import parents_flat, row_of, within_cap
+
+RATE = 0.05
+"""Step of the stochastic gradient."""
+SURE = 1e-4
+"""Draft probabilities are kept this far from 0 and 1."""
+
+
+class AcceptanceModel:
+    """p = sigmoid(a + b logit(q) + c (depth - 1)), learned online; it starts as p = q."""
+
+    def __init__(self) -> None:
+        self.weights = np.array([0.0, 1.0, 0.0])
+
+    @staticmethod
+    def _features(q: FloatArray, depth: IntArray) -> FloatArray:
+        q = np.clip(q, SURE, 1.0 - SURE)
+        return np.stack([np.ones_like(q), np.log(q / (1.0 - q)), depth - 1.0], axis=1)
+
+    def predict(self, q: FloatArray, depth: IntArray) -> FloatArray:
+        """Probability that a token is accepted if its parent is, [m]."""
+        p: FloatArray = 1.0 / (1.0 + np.exp(-self._features(q, depth) @ self.weights))
+        return p
+
+    def learn(self, q: FloatArray, depth: IntArray, accepted: BoolArray) -> None:
+        """One gradient step on the log-loss of the tested tokens, [t]."""
+        if len(q):
+            x = self._features(q, depth)
+            self.weights -= RATE * (x * (self.predict(q, depth) - accepted)[:, None]).mean(axis=0)
+
+
+class AdaptiveVerifyPolicy(BasePolicy):
+    """Chains of ``k``, of which the tokens with the best rate are verified."""
+
+    def __init__(self, name: str, config: PolicyConfig, k: int) -> None:
+        super().__init__(name, config)
+        self._k = k
+        self._budget = NO_BUDGET if config.budget is None else config.budget
+        self.acceptance = AcceptanceModel()
+
+    def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
+        """The same chain for all."""
+        return Shape(self._k, 1, self._budget)
+
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """The prefix of all chains' tokens that promises the most tokens per second."""
+        if not trees.n_nodes:
+            return Selection.nothing(trees.n_rows)
+        n, parent = trees.n_rows, parents_flat(trees, row_of(trees))
+        q = step_probability(trees, parent)
+        p = np.where(q > 0, self.acceptance.predict(q, trees.depth), 0.0)  # impossible ones stay so
+        f = within_cap(trees, path_product(p, parent, int(trees.depth.max())), plan.cap)
+        most, context = max(0, min(plan.budget - n, trees.n_nodes)), self.context(plan.running)
+        draft_s = self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, context)
+        verify_s = self.costs.verify_curve(n + plan.running.prefill_tokens, most + 1, context)
+        return price_nodes(trees, f, np.ones(n), verify_s + draft_s + self.costs.other_s()).selection
+
+    def observe(self, outcome: IterationOutcome) -> None:
+        """Recalibrates the acceptance model as well."""
+        super().observe(outcome)
+        if outcome.trees.n_nodes:
+            tested = find_tested(outcome)
+            q = claimed_probability(outcome.trees)[tested.node]
+            self.acceptance.learn(q, outcome.trees.depth[tested.node], tested.accepted)

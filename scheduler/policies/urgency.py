@@ -1,0 +1,70 @@
+"""Urgency order as xLLM has it: SLOs decide who gets the time of an iteration, not how much is speculated.
+
+Source: xLLM's mix scheduler (``xllm/core/scheduler/mix_scheduler.cpp``). An iteration may take as long as the
+most urgent request that can still be in time has left, and at least 0.65 of the tightest TPOT. Requests are
+taken in the order of the time they have left, each with its whole chain, as long as the iteration stays
+within that. xLLM lets the others wait; in SGLang every running request decodes, so here they get their root.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.interface import (
+    CandidateTrees,
+    FloatArray,
+    IntArray,
+    IterationPlan,
+    RunningBatch,
+    Selection,
+)
+from adaserve.scheduler.policies.base import NO_BUDGET, BasePolicy, Shape
+from adaserve.scheduler.selection import path_probability, rank, take_prefix
+
+LEAST_SHARE = 0.65
+"""Share of the tightest TPOT that an iteration may always take."""
+
+
+def time_left(running: RunningBatch, now_s: float) -> FloatArray:
+    """Seconds until each request's next token is due by its TPOT SLO, [n]; negative when it is late."""
+    due = running.decode_start_s + (running.decoded_tokens + 1) * running.tpot_slo_s
+    left: FloatArray = due - now_s
+    return left
+
+
+class UrgencyPolicy(BasePolicy):
+    """Chains of ``k`` for the most urgent requests, as many as the latency budget holds."""
+
+    def __init__(self, name: str, config: PolicyConfig, k: int) -> None:
+        super().__init__(name, config)
+        self._k = k
+        self._budget = NO_BUDGET if config.budget is None else config.budget
+
+    def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
+        """The same chain for all."""
+        return Shape(self._k, 1, self._budget)
+
+    def latency_budget(self, running: RunningBatch, now_s: float, least_s: float) -> float:
+        """Seconds that the iteration may take; ``least_s``: without speculation, so who has less is late."""
+        left = time_left(running, now_s)
+        in_time = left[left >= least_s]
+        tightest = LEAST_SHARE * float(running.tpot_slo_s.min())
+        return max(float(in_time.min()), tightest) if len(in_time) else tightest
+
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """Whole chains in the order of urgency, while the iteration's predicted time is within the budget."""
+        running, n = plan.running, trees.n_rows
+        ranked = rank(trees, path_probability(trees), plan.cap)
+        context = self.context(running)
+        constant = self.costs.other_s()
+        constant += self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, context)
+        seconds = constant + self.costs.verify_curve(n + running.prefill_tokens, trees.n_nodes + 1, context)
+        within = seconds <= self.latency_budget(running, plan.now_s, float(seconds[0]))
+        most = int(np.flatnonzero(within)[-1]) if within.any() else 0
+        most = min(most, max(0, plan.budget - n))
+        order = np.argsort(time_left(running, plan.now_s), kind="stable")
+        fits = ranked.available[order].cumsum() <= most
+        counts = np.zeros(n, np.int64)
+        counts[order] = np.where(fits, ranked.available[order], 0)
+        return take_prefix(ranked, counts, np.zeros(n, np.int64), trees.n_nodes)
