@@ -57,6 +57,12 @@ class AdaServeConfig(Checked):
         description="text that suffix searches: request (the request's own), or key (also what was served to "
         "others with the same API key)",
     )
+    forced_depth: int = Field(
+        default=8,
+        ge=0,
+        le=64,
+        description="tokens that are proposed in a row because a grammar forces them, at most (0 = none)",
+    )
     slo_config: str | None = Field(
         default=None, description="YAML file with the SLO classes (default: the paper's classes)"
     )
@@ -146,12 +152,12 @@ class AdaServeConfig(Checked):
     @property
     def max_candidates(self) -> int:
         """Nodes that one request's candidate tree can have, root not counted."""
-        return self.beam_candidates + self.suffix_candidates
+        return self.beam_candidates + self.suffix_candidates + self.forced_depth
 
     @property
     def deepest(self) -> int:
         """Tokens that one iteration can accept per request."""
-        return max(self.max_depth * self.has_model, self.suffix_depth * self.has_suffix)
+        return max(self.max_depth * self.has_model, self.suffix_depth * self.has_suffix, self.forced_depth)
 
     def to_json(self) -> str:
         return self.model_dump_json()

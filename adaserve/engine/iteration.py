@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve.engine.parts import HostCopy, Mark, Run
+from adaserve.engine.sources.forced import FORCED
 from adaserve.engine.sources.suffix import SUFFIX
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.proposal import Proposal
@@ -73,8 +74,8 @@ class Iteration:
         )
 
 
-SOURCES = {"model": DRAFTED, "suffix": SUFFIX}
-"""Bits of ``CandidateTrees.source`` by the names that the configuration and the metrics use."""
+SOURCES = {"model": DRAFTED, "forced": FORCED, "suffix": SUFFIX}
+"""Bits of ``CandidateTrees.source`` by the names that the metrics use."""
 
 
 def counts_by_source(outcome: IterationOutcome) -> dict[str, np.ndarray]:

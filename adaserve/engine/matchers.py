@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,17 @@ from torch import Tensor
 
 BITS = 32
 """Tokens per word of a packed mask."""
+
+MOST_SPELLINGS = 32
+"""Tokens that may be allowed where text is forced: beginnings of one token, so there are few."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedToken:
+    """A token that spells forced text."""
+
+    token: int
+    alone: bool  # no other token is allowed; otherwise shorter ones could spell the same text
 
 
 def is_live(grammar: Any) -> bool:
@@ -40,6 +53,51 @@ def walk(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -
     if isinstance(grammar, XGrammarGrammar):
         return _walk_natively(grammar, tokens, parents, masks)
     return _walk_by_steps(grammar, tokens, parents, masks)
+
+
+def forced(grammar: Any, spelling: Sequence[bytes], depth: int, mask: Tensor) -> list[ForcedToken]:
+    """Up to ``depth`` tokens that must follow where the matcher stands; it comes back there.
+
+    Text is forced where every allowed token is a beginning of the longest one, and the longest is how a
+    tokenizer mostly writes it. ``spelling``: bytes of each token; ``mask``: of one place, overwritten.
+    (xgrammar's own ``find_jump_forward_string`` never returns for ``root ::= "a" root``, and fails where the
+    forced bytes begin or end inside of a character.)
+    """
+    chain: list[ForcedToken] = []
+    while len(chain) < depth:
+        mask.fill_(-1)
+        grammar.fill_vocab_mask(mask, 0)
+        found = _spelled(_few_allowed(mask.numpy()[0]), spelling)
+        if found is None:
+            break
+        grammar.accept_token(found.token)
+        if grammar.is_terminated():
+            grammar.rollback(1)
+            break
+        chain.append(found)
+    if chain:
+        grammar.rollback(len(chain))
+    return chain
+
+
+def _few_allowed(words: np.ndarray) -> list[int]:
+    """Tokens that a mask allows; none where they are too many."""
+    some = np.flatnonzero(words)
+    if len(some) > MOST_SPELLINGS:
+        return []
+    place, bit = np.nonzero(words[some, None] >> np.arange(BITS) & 1)
+    return [] if len(place) > MOST_SPELLINGS else (some[place] * BITS + bit).tolist()
+
+
+def _spelled(tokens: Sequence[int], spelling: Sequence[bytes]) -> ForcedToken | None:
+    """The longest of ``tokens``, if all others are beginnings of it."""
+    tokens = [t for t in tokens if t < len(spelling)]
+    if not tokens:
+        return None
+    longest = max(tokens, key=lambda t: len(spelling[t]))
+    if not all(spelling[longest].startswith(spelling[t]) for t in tokens):
+        return None
+    return ForcedToken(longest, len(tokens) == 1)
 
 
 def _walk_natively(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -> np.ndarray:

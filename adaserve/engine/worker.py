@@ -33,6 +33,7 @@ from adaserve.engine.roots import RootTokens
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
+from adaserve.engine.sources.forced import ForcedSource, spelling_of
 from adaserve.engine.sources.source import Drafting, TreeSource
 from adaserve.engine.sources.suffix import SuffixSource
 from adaserve.engine.state import DecodeRows, RequestState, running_batch
@@ -122,6 +123,9 @@ class AdaServeWorker(BaseSpecWorker):
         config = self.config
         if self._draft_worker is not None:
             yield self._beam_source(self._draft_worker)
+        tokenizer = self.target_worker.tokenizer  # None where SGLang has none, and so no grammars
+        if config.forced_depth and tokenizer is not None and (spelling := spelling_of(tokenizer)):
+            yield ForcedSource(spelling, config.forced_depth)
         if config.has_suffix:
             yield SuffixSource(
                 config.suffix_depth,

@@ -104,7 +104,7 @@ def served(
         tmp_path_factory.mktemp(name),
         pair,
         "noisy",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **suffix},
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "forced_depth": 6, **suffix},
         {"rotate": POLICIES, "hold_back": True, "retract_every": 40},
         overlap=overlap,
         **TIGHT,
@@ -125,7 +125,7 @@ def copied(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         tmp_path_factory.mktemp("copied"),
         pair,
         "target",
-        {"policy": "chain-4", "max_depth": 4, "max_width": 3},
+        {"policy": "chain-4", "max_depth": 4, "max_width": 3, "forced_depth": 0},  # all comes from the draft
         overlap=True,  # every iteration advances by the most that the reserve of KV slots has room for
     )
     with server.running(zygote):

@@ -72,6 +72,45 @@ def assert_valid(job: Job, answer: dict[str, Any]) -> bool:
     return True
 
 
+FORCING = {
+    "type": "object",
+    "properties": {"ZQJ_WVK_BZQ_日本": {"type": "boolean"}, "YXZ_KJQ_VWB_東京": {"type": "boolean"}},
+    "required": ["ZQJ_WVK_BZQ_日本", "YXZ_KJQ_VWB_東京"],
+    "additionalProperties": False,
+}
+"""With keys that the tokenizer of the tests can write in one way only, since the model of the tests writes
+at random."""
+
+
+def forced_counts(server: Server, stock: Server) -> list[dict[str, int]]:
+    """Of requests whose text is that of plain decoding: what was forced, and in how many verifications."""
+    jobs = [job(p, json_schema=json.dumps(FORCING), max_new_tokens=90) for p in PROMPTS]
+    counts = []
+    for got, right in zip(run_jobs(server, jobs), run_jobs(stock, jobs), strict=True):
+        assert got is not None and right is not None
+        assert got["output_ids"] == right["output_ids"]
+        info = got["meta_info"]
+        tokens = {"tokens": info["completion_tokens"] - 1, "verifications": info["spec_verify_ct"]}
+        counts.append(tokens | info["slo"]["drafts"]["forced"])
+    return counts
+
+
+def test_what_is_forced_is_accepted_without_a_draft_model(retrieving: Served, stock: Server) -> None:
+    for count in forced_counts(retrieving.server, stock):
+        assert count["proposed"] == count["verified"] and count["accepted"] >= 14
+        assert count["accepted"] >= 0.75 * count["verified"], "most of it can be written in one way only"
+        assert count["tokens"] >= count["verifications"] + count["accepted"]
+    plain = retrieving.server.generate(input_ids=PROMPTS[0], sampling_params=greedy())
+    assert "forced" not in plain["meta_info"]["slo"]["drafts"]
+
+
+def test_what_is_forced_is_accepted_beside_a_draft_model(served: Served, stock: Server) -> None:
+    """Under all policies in turn, one of which verifies nothing and others what their budget allows."""
+    for count in forced_counts(served.server, stock):
+        assert count["proposed"] >= count["verified"] >= count["accepted"] >= 5
+        assert count["accepted"] >= 0.75 * count["verified"]
+
+
 def test_greedy_text_is_that_of_plain_decoding(served: Served, stock: Server) -> None:
     """Every kind of grammar, beside every other feature that changes logits or ends, among plain requests."""
     jobs = [

@@ -76,7 +76,7 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch, text: str, message: st
 
 
 def test_candidates() -> None:
-    assert AdaServeConfig(max_depth=5, max_width=4).max_candidates == 20
+    assert AdaServeConfig(max_depth=5, max_width=4, forced_depth=0).max_candidates == 20
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -125,10 +125,14 @@ def test_every_setting_has_a_flag() -> None:
     ("drafts", "beam", "suffix", "deepest"),
     [("model", 15, 0, 5), ("suffix", 0, 18, 12), ("model,suffix", 15, 18, 12), ("suffix,model", 15, 18, 12)],
 )
-def test_a_window_has_room_for_every_source(drafts: str, beam: int, suffix: int, deepest: int) -> None:
-    config = AdaServeConfig(drafts=drafts)
-    assert (config.beam_candidates, config.suffix_candidates, config.deepest) == (beam, suffix, deepest)
-    assert config.max_candidates == beam + suffix
+@pytest.mark.parametrize("forced", [0, 8, 20])
+def test_a_window_has_room_for_every_source(
+    drafts: str, beam: int, suffix: int, deepest: int, forced: int
+) -> None:
+    config = AdaServeConfig(drafts=drafts, forced_depth=forced)
+    assert (config.beam_candidates, config.suffix_candidates) == (beam, suffix)
+    assert config.deepest == max(deepest, forced)
+    assert config.max_candidates == beam + suffix + forced
 
 
 @pytest.mark.parametrize("drafts", ["", "eagle", "model,", "model,model", "Model"])

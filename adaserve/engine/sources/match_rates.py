@@ -1,8 +1,7 @@
 """How likely a token that followed an earlier match is the next one: learned while serving.
 
-The server knows every token that a request really emitted, so each proposed token whose parents were right
-was tested, verified or not. Rates are kept apart by what they depend on: the length of the match, the depth
-behind it, whether it is the longest match, whose text it is in, and how the request draws.
+Rates are kept apart by what they depend on: the length of the match, the depth behind it, whether it is the
+longest match, whose text it is in, and how the request draws.
 
 A sampled request draws by noise that is known beforehand (adaserve/noise.py). A token of probability p whose
 noise stands at quantile u wins with probability u^((1 - p) / p) when nothing is known of the others' noise.
@@ -11,6 +10,7 @@ This is where learning starts; since p differs from token to token, each quarter
 
 from __future__ import annotations
 
+from adaserve.engine.sources.rates import Rates
 from adaserve.engine.sources.text_index import ORDERS
 
 GREEDY, UNKNOWN_NOISE, FIRST_QUARTER = 0, 1, 2
@@ -27,26 +27,23 @@ OTHER = 0.35
 DEEPER = 0.5
 """Share of the first token's misses that later ones start with: a match that went on is longer by then."""
 
-WEIGHT, MOST = 4, 400
-"""Tests that a start counts for, and tests that are remembered: older ones fade."""
-
 _DEPTHS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4)  # class of a depth; deeper ones are in the last
 _DEPTH_CLASSES = 5
 PER_KIND = len(ORDERS) * 2 * 2 * _DEPTH_CLASSES
 
 
-class MatchRates:
-    """Acceptance given that the parent was accepted, by cell."""
+class MatchRates(Rates):
+    """Rates of tokens behind a match."""
 
     def __init__(self) -> None:
-        self.rate: list[float] = []
+        every: list[float] = []
         for kind in range(KINDS):
             for start in START:
                 for of_longest in (OTHER, 1.0):
                     first, deeper = start * of_longest, 1.0 - (1.0 - start) * DEEPER
                     rates = [_start(p, kind) for p in (first, *[deeper] * (_DEPTH_CLASSES - 1))]
-                    self.rate += rates * 2  # in the own text and in another
-        self.tests = [WEIGHT] * len(self.rate)
+                    every += rates * 2  # in the own text and in another
+        super().__init__(every)
 
     @staticmethod
     def cells(order: int, longest: bool, own: bool, depth: int) -> list[int]:
@@ -54,11 +51,6 @@ class MatchRates:
         of kind ``GREEDY``; those of the other kinds are multiples of ``PER_KIND`` behind them."""
         first = ((order * 2 + longest) * 2 + own) * _DEPTH_CLASSES
         return [first + _DEPTHS[min(d, len(_DEPTHS) - 1)] for d in range(1, depth + 1)]
-
-    def learn(self, cell: int, hit: bool) -> None:
-        """One test."""
-        self.tests[cell] = tests = min(self.tests[cell] + 1, MOST)
-        self.rate[cell] += (hit - self.rate[cell]) / tests
 
 
 def _start(p: float, kind: int) -> float:

@@ -15,7 +15,8 @@ import torch
 import transformers
 
 from adaserve.engine.grammar import Grammars
-from adaserve.engine.matchers import can_walk, is_live
+from adaserve.engine.matchers import can_walk, forced, is_live
+from adaserve.engine.sources.forced import spelling_of
 from adaserve.engine.state import RequestState, max_tree_depth
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.interface import CandidateTrees
@@ -213,6 +214,60 @@ def test_a_search_chooses_among_what_is_allowed(backend: Backend, kind: str) -> 
             exact = replayed(backend, kind, [*text, token])
             if exact is not None:
                 assert ((got == 0).numpy() == allowed_by(exact)).all()
+
+
+def forced_by(backend: Backend, kind: str, text: list[int], spelling: list[bytes]) -> list[tuple[int, bool]]:
+    """What ``forced`` should find, with matchers that read everything from the beginning."""
+    chain: list[tuple[int, bool]] = []
+    while len(chain) < 100:
+        path = [*text, *(token for token, _ in chain)]
+        exact = replayed(backend, kind, path)
+        assert exact is not None
+        tokens = np.flatnonzero(allowed_by(exact)).tolist()
+        longest = max(tokens, key=lambda t: len(spelling[t]))
+        if any(not spelling[longest].startswith(spelling[t]) for t in tokens):
+            break
+        if replayed(backend, kind, [*path, longest]) is None:
+            break
+        chain.append((longest, len(tokens) == 1))
+    return chain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_forced_is_what_masks_allow(backend: Backend, tokenizer: Any, kind: str) -> None:
+    spelling = spelling_of(tokenizer)
+    assert spelling is not None and spelling[tokenizer.encode("é")[0]] == b"\xc3"
+    found = []
+    for seed in range(5):
+        text = walked(backend, kind, np.random.default_rng(seed), 2 * seed)
+        grammar, expected = replayed(backend, kind, text), forced_by(backend, kind, text, spelling)
+        assert grammar is not None
+        mask, before = grammar.allocate_vocab_mask(VOCAB, 1, "cpu"), allowed_by(grammar)
+        for depth in (0, 1, 3, 100):
+            got = forced(grammar, spelling, depth, mask)
+            assert [(t.token, t.alone) for t in got] == expected[:depth]
+            assert (allowed_by(grammar) == before).all(), "the matcher has not come back"
+        found += expected
+    assert found or kind == "ebnf"
+
+
+def test_forced_text_may_be_endless_and_of_any_bytes(tokenizer: Any) -> None:
+    """xgrammar's own search never comes back from the first, and raises an error in the others."""
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+
+    xgrammar = XGrammarGrammarBackend(tokenizer, VOCAB, [tokenizer.eos_token_id])
+    spelling = spelling_of(tokenizer)
+    assert spelling is not None
+
+    def text(grammar: Any) -> bytes:
+        mask = grammar.allocate_vocab_mask(VOCAB, 1, "cpu")
+        return b"".join(spelling[t.token] for t in forced(grammar, spelling, 20, mask))
+
+    assert set(text(xgrammar.dispatch_ebnf('root ::= "a" root'))) == {ord("a")}
+    assert text(xgrammar.dispatch_regex("日本|日木")) == "日本".encode()[:5]
+    inside = xgrammar.dispatch_regex("été")
+    inside.accept_token(tokenizer.encode("é")[0])
+    assert text(inside) == "été".encode()[1:]
 
 
 def test_a_grammar_that_has_ended_masks_nothing_and_drafts_nothing(backend: Backend, tokenizer: Any) -> None:
