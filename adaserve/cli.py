@@ -49,6 +49,13 @@ Drafts = Annotated[
         show_default="model; suffix where --model-path has no --draft-model-path",
     ),
 ]
+Window = Annotated[
+    str,
+    typer.Option(
+        help="Recent tokens of the context that a draft model reads, besides the first ones: a number, 0 for "
+        "the whole context, or auto: the policy priced chooses for each request."
+    ),
+]
 Size = Annotated[str, typer.Option(help="Parameters that the embedded target is widened to.")]
 PolicyName = Annotated[
     str,
@@ -100,6 +107,10 @@ def serve(
     model: Model = None,
     draft: Draft = None,
     drafts: Drafts = None,
+    draft_window: Window = "0",
+    draft_sinks: Annotated[
+        int, typer.Option(min=0, help="First tokens of the context that a draft with a window reads.")
+    ] = 4,
     suffix_scope: Annotated[
         str,
         typer.Option(
@@ -144,7 +155,8 @@ def serve(
     """
     spec = _spec(
         model, draft, size, tuple(context.args), host, port,
-        drafts=drafts, suffix_scope=suffix_scope, suffix_memory_mb=suffix_memory_mb,
+        drafts=drafts, draft_window=draft_window, draft_sinks=draft_sinks,
+        suffix_scope=suffix_scope, suffix_memory_mb=suffix_memory_mb,
         policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
     )  # fmt: skip

@@ -21,6 +21,8 @@ ENV = "ADASERVE_CONFIG"
 POLICY_ENV = "ADASERVE_POLICY"
 PREFILLS = ("slack", "exclusive")
 DRAFTS = ("model", "suffix")
+AUTO_WINDOWS = (0, 256, 64)
+"""What the policy chooses among with ``draft_window`` auto."""
 
 
 class ConfigError(ValueError):
@@ -45,6 +47,14 @@ class AdaServeConfig(Checked):
         default="model",
         description="who proposes tokens: model (a draft model), suffix (earlier text that repeats), or "
         "model,suffix: both in one tree",
+    )
+    draft_window: int | Literal["auto"] = Field(
+        default=0,
+        description="recent tokens of the context that a draft model reads, besides the first ones: 0 = all; "
+        "auto: the policy `priced` chooses for each request",
+    )
+    draft_sinks: int = Field(
+        default=4, ge=0, le=256, description="first tokens of the context that a draft with a window reads"
     )
     suffix_depth: int = Field(
         default=12, ge=1, le=64, description="tokens that suffix proposes in a row, at most"
@@ -122,6 +132,20 @@ class AdaServeConfig(Checked):
             raise ConfigError(f"drafts are {shown(value)}: accepted are model, suffix, and model,suffix")
         return value
 
+    @field_validator("draft_window", mode="before")
+    @classmethod
+    def _auto_or_tokens(cls, value: Any) -> Any:
+        from adaserve.scheduler.interface import LEAST_WINDOW
+
+        number = int(value) if isinstance(value, str) and value.isdigit() else value
+        whole = isinstance(number, int) and not isinstance(number, bool)
+        if number != "auto" and not (whole and (number == 0 or LEAST_WINDOW <= number <= 1 << 20)):
+            raise ConfigError(
+                f"draft_window is {shown(value)}: accepted are auto, 0 (the whole context), and from "
+                f"{LEAST_WINDOW} to {1 << 20} recent tokens"
+            )
+        return number
+
     @field_validator("slo_config", "profile")
     @classmethod
     def _a_file(cls, path: str | None) -> str | None:
@@ -133,6 +157,11 @@ class AdaServeConfig(Checked):
     def has_model(self) -> bool:
         """Whether a draft model is served."""
         return "model" in self.drafts.split(",")
+
+    @property
+    def draft_windows(self) -> tuple[int, ...]:
+        """What a draft model may read of a context: so many recent tokens, 0 = all."""
+        return AUTO_WINDOWS if self.draft_window == "auto" else (self.draft_window,)
 
     @property
     def has_suffix(self) -> bool:

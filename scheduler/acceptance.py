@@ -101,12 +101,13 @@ def find_tested_in(seen: Verified) -> Tested:
 class AcceptanceRates:
     """Level acceptance per request, per class and global, each shrunk towards the next wider one."""
 
-    REQUEST_PRIOR = 6.0  # levels' worth of trust in the class rate
     CLASS_PRIOR = 12.0
     DECAY = 0.98  # per observed iteration, class and global
     REQUEST_DECAY = 0.96
 
-    def __init__(self, start: float = 0.7) -> None:
+    def __init__(self, start: float = 0.7, request_prior: float = 6.0) -> None:
+        """``request_prior``: levels' worth of trust in the class rate."""
+        self._request_prior = request_prior
         self._passed, self._tried = 4.0 * start, 4.0
         self._numbers = ClassNumbers()
         self._classes: FloatArray = np.zeros((0, 2))  # passed, tried
@@ -155,8 +156,8 @@ class AcceptanceRates:
         number = self._numbers.of(classes)
         rate = np.array([self.of_class(name) for name in self._numbers.number])
         mine = self._requests.of(rids)
-        out = mine[:, 0] + self.REQUEST_PRIOR * rate[number]
-        out /= mine[:, 1] + self.REQUEST_PRIOR
+        out = mine[:, 0] + self._request_prior * rate[number]
+        out /= mine[:, 1] + self._request_prior
         return np.minimum(np.maximum(out, 0.01), 0.99)
 
     def forget(self, rid: str) -> None:

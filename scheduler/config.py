@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.interface import LEAST_WINDOW
 from adaserve.scheduler.latency import LatencyModel, default_latency
 
 
@@ -17,6 +18,10 @@ class PolicyConfig:
     budget: int | None = None  # B: verify tokens per iteration, roots included; None = knee of the costs
     knee: float = 2.0  # B by the knee costs at most this many times what one token does
     drafts: bool = True  # whether draft steps can be made at all; False: only offered candidates
+    draft_windows: tuple[int, ...] = (0,)
+    """Recent tokens that draft steps may read of a context, 0 = all. `priced` chooses among them, and the
+    other policies use the first."""
+    draft_sinks: int = 4  # first tokens that draft steps with a window read
     d_min: int = 1
     d_max: int = 8
     w_max: int = 3
@@ -58,5 +63,9 @@ class PolicyConfig:
             raise ValueError(f"w_max must be >= 1, got {self.w_max}")
         if self.triage_every < 1 or self.turbo_probe_every < 1 or self.turbo_reset_steps < 1:
             raise ValueError("triage_every, turbo_probe_every and turbo_reset_steps must be >= 1")
+        if not self.draft_windows or any(0 < w < LEAST_WINDOW or w < 0 for w in self.draft_windows):
+            raise ValueError(f"draft_windows must be 0 or at least {LEAST_WINDOW}, got {self.draft_windows}")
+        if len(self.draft_windows) > 1 and self.draft_windows[0] != 0:
+            raise ValueError(f"the first of several draft_windows must be 0, got {self.draft_windows}")
         if not self.fixed_branching or min(self.fixed_branching) < 1:
             raise ValueError(f"fixed_branching needs children >= 1 at every step, got {self.fixed_branching}")

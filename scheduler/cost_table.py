@@ -211,7 +211,7 @@ class CostTable:
                 self._curves.clear()
             sizes = np.arange(max(256, 1 << size.bit_length()))
             ratio = np.interp(sizes, SIZES, self._sizes.values) + self._contexts.values[_doubling(step)]
-            curve = self._guess(sizes.astype(np.float64), _context_at(step)) * np.exp(ratio)
+            curve = self._guess(sizes.astype(np.float64), context_at(step)) * np.exp(ratio)
             known = self._curves[step] = (curve, curve.tolist())
         return known
 
@@ -245,5 +245,6 @@ def context_step(context: float) -> int:
     return round(8.0 * math.log2(1.0 + context / 64.0))
 
 
-def _context_at(step: int) -> float:
+def context_at(step: int) -> float:
+    """Cached tokens of a step."""
     return 64.0 * (2.0 ** (step / 8.0) - 1.0)

@@ -14,7 +14,15 @@ from typing import overload
 
 import numpy as np
 
-from adaserve.scheduler.cost_table import LATEST, LEARN_EVERY, MUCH, QUANTILE, CostTable
+from adaserve.scheduler.cost_table import (
+    LATEST,
+    LEARN_EVERY,
+    MUCH,
+    QUANTILE,
+    CostTable,
+    context_at,
+    context_step,
+)
 from adaserve.scheduler.interface import FloatArray, IterationOutcome
 from adaserve.scheduler.latency import ForwardCost, Latency, LatencyModel, StepCost, TableCost
 
@@ -23,10 +31,12 @@ STEP_RANGE = 2.0
 
 
 class FirstStep:
-    """What the first draft step for n requests takes, and all around the steps: fixed + n x per_row.
+    """What the first draft step for n requests takes, and all around the steps, without reading their
+    contexts: fixed + n x per_row.
 
-    Only whole drafts are timed. So this is a least squares fit of fixed + n x per_row + factor x the first
-    guess of the later steps, by relative errors: a time that was far too long hardly counts.
+    Only whole drafts are timed. So this is a least squares fit of fixed + n x per_row and two factors, of the
+    first guess of the later steps and of that of reading contexts, by relative errors: a time that was far
+    too long hardly counts.
     """
 
     KEPT = 0.98  # of the weight of older drafts, per draft
@@ -35,32 +45,36 @@ class FirstStep:
     def __init__(self, prior: StepCost) -> None:
         one, eight = prior.seconds(np.array([1.0, 8.0]), 0.0).tolist()
         # The prior counts little: that it was ten times too fast must not look like ten drafts that were not.
-        rows = np.array([[1 / one, 1 / one, 0], [1 / eight, 8 / eight, 0], [0, 0, 1.0]]) * self.PRIOR
-        self._prior = rows.T @ rows, rows.T @ np.ones(3) * self.PRIOR
-        self._square: FloatArray = np.zeros((3, 3))
-        self._right: FloatArray = np.zeros(3)
-        self._new: list[tuple[float, float, float]] = []
+        rows = np.eye(4)
+        rows[:2, :2] = [[1 / one, 1 / one], [1 / eight, 8 / eight]]
+        rows *= self.PRIOR
+        self._prior = rows.T @ rows, rows.T @ np.ones(4) * self.PRIOR
+        self._square: FloatArray = np.zeros((4, 4))
+        self._right: FloatArray = np.zeros(4)
+        self._new: list[tuple[float, float, float, float]] = []
         self._work_out()
 
-    def observe(self, n: int, later_s: float, seconds: float) -> None:
-        """A draft for n requests took ``seconds``; ``later_s`` was the first guess of its later steps."""
-        self._new.append((1.0 / seconds, n / seconds, later_s / seconds))
+    def observe(self, n: int, later_s: float, seconds: float, reading_s: float = 0.0) -> None:
+        """A draft for n requests took ``seconds``. First guesses: ``later_s`` for its later steps, and
+        ``reading_s`` for what all steps read of the contexts."""
+        self._new.append((1.0 / seconds, n / seconds, later_s / seconds, reading_s / seconds))
         if len(self._new) >= LEARN_EVERY:
             self._work_out()
 
     def _work_out(self) -> None:
-        rows = np.array(self._new).reshape(-1, 3)
+        rows = np.array(self._new).reshape(-1, 4)
         kept = self.KEPT ** len(rows)
         self._square = kept * self._square + rows.T @ rows
         self._right = kept * self._right + rows.sum(axis=0)
         self._new.clear()
         square, right = self._prior
-        fixed, per_row, factor = np.linalg.solve(square + self._square, right + self._right).tolist()
-        self.factor = max(factor, 0.01)  # of the first guess of later steps
+        fixed, per_row, *factors = np.linalg.solve(square + self._square, right + self._right).tolist()
+        # Of the first guesses of later steps, and of reading contexts.
+        self.factor, self.reading = (max(f, 0.01) for f in factors)
         self.cost = ForwardCost(fixed_s=max(0.0, fixed), per_token_s=max(0.0, per_row))
 
     def seconds(self, n: int) -> float:
-        """Predicted."""
+        """Predicted, where there is no context to read."""
         return self.cost.fixed_s + n * self.cost.per_token_s
 
 
@@ -73,7 +87,8 @@ class LearnedCosts(Latency):
         self.verify = CostTable(start.verify.seconds, _learned_sizes(start, start.verify))
         self.first = FirstStep(start.draft_first or start.draft)
         self.step = CostTable(start.draft.seconds, _learned_sizes(start, start.draft))
-        self._guess_s = lru_cache(maxsize=1024)(start.draft_step_s)
+        # By step of the context, as in the tables.
+        self._guess_s = lru_cache(maxsize=1024)(lambda rows, step: start.draft_step_s(rows, context_at(step)))
         self._latest_other = deque([start.overhead_s] * 3, maxlen=LATEST)
         self._other_s = start.overhead_s
 
@@ -103,7 +118,7 @@ class LearnedCosts(Latency):
         return self.step.quiet_s(int(rows), context) * self.slowdown
 
     def draft_start_s(self, n: int, context: float = 0.0) -> float:
-        return max(0.0, self.first.seconds(n) - self.step.quiet_s(n, context)) * self.slowdown
+        return max(0.0, self._first_s(n, context) - self.step.quiet_s(n, context)) * self.slowdown
 
     def other_s(self) -> float:
         return self._other_s
@@ -135,17 +150,25 @@ class LearnedCosts(Latency):
             lambda tokens, context: target.seconds(tokens, context) + draft.seconds(tokens, context)
         )
 
+    def _reading_s(self, n: int, context: float) -> float:
+        """The first guess of what a draft step of n rows takes for the cached tokens that it reads."""
+        return self._guess_s(n, context_step(context)) - self._guess_s(n, 0)
+
+    def _first_s(self, n: int, context: float) -> float:
+        """The first draft step for n requests, and all around the steps."""
+        return self.first.seconds(n) + self.first.reading * self._reading_s(n, context)
+
     # -- learning -----------------------------------------------------------------------------
 
     def observe(self, outcome: IterationOutcome, context: float) -> None:
-        """An iteration that was served, with ``context`` cached tokens in all."""
+        """An iteration that was served with ``context`` cached tokens. Its draft may have read fewer."""
         if not self._learn:
             return
         tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
         self.verify.observe(tokens, context, outcome.verify_s)
         n, depth = outcome.plan.drafting_rows, outcome.trees.draft_steps
         if depth:
-            self._observe_draft(n, depth, outcome.plan.width, context, outcome.draft_s)
+            self._observe_draft(n, depth, outcome.plan.width, outcome.plan.draft_context, outcome.draft_s)
         if outcome.since_last_s:
             self._observe_other(outcome.since_last_s - outcome.draft_s - outcome.verify_s)
 
@@ -153,10 +176,12 @@ class LearnedCosts(Latency):
         if not (math.isfinite(seconds) and seconds > 0) or math.log(self.slowdown) > MUCH:
             return
         rows, later = n * width, depth - 1
-        guess_s = self._guess_s(rows)
-        self.first.observe(n, later * guess_s, seconds)
+        guess_s, reading_s = self._guess_s(rows, 0), self._reading_s(rows, context)
+        all_reading_s = later * reading_s + self._reading_s(n, context)
+        self.first.observe(n, later * guess_s, seconds, all_reading_s)
         if later:
-            line_s, step_s = self.first.factor * guess_s, (seconds - self.first.seconds(n)) / later
+            line_s = self.first.factor * guess_s + self.first.reading * reading_s
+            step_s = (seconds - self._first_s(n, context)) / later
             step_s = min(max(step_s, line_s / STEP_RANGE), line_s * STEP_RANGE)
             self.step.observe(rows, context, step_s, self.slowdown)
 

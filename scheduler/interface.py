@@ -28,6 +28,9 @@ import numpy.typing as npt
 DRAFTED = 1
 """Bit of ``CandidateTrees.source`` for nodes that draft steps made. The other bits belong to the driver."""
 
+LEAST_WINDOW = 16
+"""Recent tokens that a draft step reads at least: those that a draft model takes in late are among them."""
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -112,6 +115,21 @@ class IterationPlan:
     """Deepest node per row that may be kept, [n]; None = no row is limited below ``depth``."""
     drafting: BoolArray | None = None
     """Rows that draft steps are made for, [n]; None = all. Others have the offered candidates."""
+    draft_window: IntArray | None = None
+    """Most recent cached tokens that draft steps read of each row, besides its first ``draft_sinks``, [n];
+    0 = all that are cached. None = 0 for every row. At least ``LEAST_WINDOW`` otherwise."""
+    draft_sinks: int = 0
+
+    @property
+    def draft_reads(self) -> IntArray:
+        """Cached tokens that a draft step reads of each row, [n]."""
+        return tokens_read(self.running.context_tokens, self.draft_window, self.draft_sinks)
+
+    @property
+    def draft_context(self) -> float:
+        """Cached tokens that a draft step reads, all rows that are drafted for together."""
+        reads = self.draft_reads if self.drafting is None else self.draft_reads[self.drafting]
+        return float(reads.sum())
 
     @property
     def drafting_rows(self) -> int:
@@ -121,6 +139,13 @@ class IterationPlan:
     def __post_init__(self) -> None:
         assert self.depth >= 0 and (self.depth == 0 or self.width >= 1)
         assert self.branching is None or len(self.branching) == self.depth
+
+
+def tokens_read(context: IntArray, window: IntArray | None, sinks: int) -> IntArray:
+    """How many of ``context`` [n] cached tokens draft steps read: the sinks and the last ``window`` [n]."""
+    if window is None:
+        return context
+    return np.where(window > 0, np.minimum(window + sinks, context), context)
 
 
 @dataclass(frozen=True, slots=True)

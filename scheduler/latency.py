@@ -118,7 +118,8 @@ class TableCost:
 class Latency(ABC):
     """Predicts a decode iteration: ``depth`` draft forwards, one verify forward, a fixed overhead.
 
-    All times in seconds; ``context`` is the sum of cached tokens over the batch.
+    All times in seconds; ``context`` is the sum of cached tokens over the batch. For draft steps it is what
+    they read of them.
     """
 
     __slots__ = ()
@@ -151,10 +152,17 @@ class Latency(ABC):
         return self.draft_start_s(n, context) + self.draft_step_s(n, context) + later
 
     def iteration_s(
-        self, n: int, depth: int, width: int, verify_tokens: float, context: float = 0.0
+        self,
+        n: int,
+        depth: int,
+        width: int,
+        verify_tokens: float,
+        context: float = 0.0,
+        draft_context: float | None = None,
     ) -> float:
-        """One whole decode iteration, prefill not included."""
-        return self.draft_s(n, depth, width, context) + self.verify_s(verify_tokens, context) + self.other_s()
+        """One whole decode iteration, prefill not included. ``draft_context``: if it is not ``context``."""
+        draft_s = self.draft_s(n, depth, width, context if draft_context is None else draft_context)
+        return draft_s + self.verify_s(verify_tokens, context) + self.other_s()
 
     def knee_tokens(self, factor: float = 2.0, most: int = 4096) -> int:
         """Largest B whose verify forward costs at most ``factor`` times that of one token (>= 1).

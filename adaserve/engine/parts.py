@@ -112,7 +112,7 @@ class ModelForward(Protocol):
         ...
 
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
-        """Queues a whole beam search. ``first`` ends, per row, in the root.
+        """Queues a whole beam search. ``first`` ends, per row, in the root; its gap is that of all steps.
 
         ``keep`` is asked between steps by devices that can stop early.
         """

@@ -39,6 +39,8 @@ class ServedPolicies:
                 budget=self._config.budget,
                 knee=KNEE,
                 drafts=self._config.has_model,
+                draft_windows=self._config.draft_windows,
+                draft_sinks=self._config.draft_sinks,
                 d_max=self._config.max_depth,
                 w_max=self._config.max_width,
                 # If the draft cannot be stopped early, the planned depth itself must pay.

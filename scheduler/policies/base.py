@@ -21,9 +21,11 @@ from adaserve.scheduler.interface import (
     IterationPlan,
     RunningBatch,
     Selection,
+    tokens_read,
 )
 from adaserve.scheduler.need import check_batch, depth_cap, need_tokens
 from adaserve.scheduler.selection import path_probability, two_phase
+from adaserve.scheduler.windows import DraftWindows
 
 NO_BUDGET = 1 << 30
 
@@ -41,6 +43,7 @@ class Shape:
     n_max: int | None = None
     branching: tuple[int, ...] | None = None
     drafting: BoolArray | None = None
+    window: IntArray | None = None  # that draft steps read of each row; None = the configured one
     deepest: int | None = None  # node that is verified; None = no limit but the row's
 
 
@@ -55,6 +58,8 @@ class BasePolicy:
         self.costs = config.costs or LearnedCosts(config.latency, config.learn_costs)
         self.rates = AcceptanceRates()
         self.calibrator = Calibrator()
+        several = len(config.draft_windows) > 1
+        self.windows = DraftWindows(config.draft_windows, config.draft_sinks) if several else None
         self._iterations = 0
         self._unlearned: list[IterationOutcome] = []  # of one batch, with trees
         self._knee = 0
@@ -89,7 +94,8 @@ class BasePolicy:
         offered = 0 if running.offered is None else running.offered.n_nodes
         budget = max(n, min(shape.budget, n * (1 + _most_nodes(depth, shape)) + offered))
         branching = shape.branching[:depth] if shape.branching and depth else None
-        t_spec = self._t_spec(running, depth, shape.width, budget)
+        window = shape.window if shape.window is not None else self._fixed_window(len(running))
+        t_spec = self._t_spec(running, depth, shape.width, budget, self._draft_context(running, window))
         plan = IterationPlan(
             iteration=self._iterations,
             now_s=now_s,
@@ -104,6 +110,8 @@ class BasePolicy:
             t_spec_s=t_spec,
             cap=_limit(cap, depth, shape.deepest),
             drafting=shape.drafting if depth else None,
+            draft_window=window if depth else None,
+            draft_sinks=self.config.draft_sinks if depth and window is not None else 0,
         )
         self._iterations += 1
         return plan
@@ -114,13 +122,26 @@ class BasePolicy:
             self._context = running, float(running.context_tokens.sum())
         return self._context[1]
 
-    def _t_spec(self, running: RunningBatch, depth: int, width: int, budget: int) -> float:
+    def _fixed_window(self, n: int) -> IntArray | None:
+        """The configured window of n rows, the first where there are several; None = no row has one."""
+        window = self.config.draft_windows[0]
+        return np.full(n, window) if window else None
+
+    def _draft_context(self, running: RunningBatch, window: IntArray | None) -> float:
+        """Cached tokens that a draft step reads when it is made for all rows."""
+        if window is None:
+            return self.context(running)
+        return float(tokens_read(running.context_tokens, window, self.config.draft_sinks).sum())
+
+    def _t_spec(
+        self, running: RunningBatch, depth: int, width: int, budget: int, draft_context: float
+    ) -> float:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
         context = self.context(running)
         n = len(running)
         offered = 0 if running.offered is None else running.offered.n_nodes
         tokens = min(budget, n * (1 + depth * width) + offered) + running.prefill_tokens
-        return self.costs.iteration_s(n, depth, width, tokens, context)
+        return self.costs.iteration_s(n, depth, width, tokens, context, draft_context)
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Keeps every usable candidate; the globally best ones if the budget binds."""
@@ -157,6 +178,8 @@ class BasePolicy:
         seen = Verified.of(outcomes)
         tests = find_tested_in(seen)
         self.rates.observe(rids, classes, _per_request(tests.tried, n), _per_request(tests.passed, n))
+        if self.windows is not None:
+            self.windows.observe(outcomes, tests)
         told = [o for o in outcomes if o.plan.iteration % self.calibrate_every == 0]
         if not told:
             return
@@ -174,6 +197,8 @@ class BasePolicy:
         """Drops the request's acceptance and calibration state."""
         self.learn()  # what was collected earlier must not bring it back
         self.rates.forget(rid)
+        if self.windows is not None:
+            self.windows.forget(rid)
         self.calibrator.forget(rid)
 
 

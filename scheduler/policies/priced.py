@@ -48,6 +48,7 @@ class _Regime:
     surplus: FloatArray  # [d_max, w_max], see ``_best_shape``
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))  # value per second
     depth: int = 1  # of the last plan
+    width: int = 1
     in_vain: int = 0  # probes in a row after which drafting still did not pay
 
 
@@ -80,14 +81,31 @@ class PricedPolicy(BasePolicy):
             self._weight, self._weighed = self._weigh(running, context, now_s), running.rids
         deepest = min(self.config.d_max, int(cap.max()))
         left = uncovered(running.offered, len(running), self.config.d_max)
-        depth, width = self._best_shape(left, context, deepest) if self.config.drafts else (0, 1)
-        drafting = self._worth_drafting(left, depth, width, context)
+        window = self._best_window(running)
+        read = self._draft_context(running, window)
+        depth, width = self._best_shape(left, context, read, deepest) if self.config.drafts else (0, 1)
+        drafting = self._worth_drafting(left, depth, width, read)
         if drafting is not None and not drafting.any():
             depth, drafting = 0, None
         if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
             depth = min(deepest, depth + 2)
         budget = NO_BUDGET if self.config.budget is None else self.config.budget
-        return Shape(depth, width, budget, drafting=drafting)
+        return Shape(depth, width, budget, drafting=drafting, window=window)
+
+    def _best_window(self, running: RunningBatch) -> IntArray | None:
+        """What draft steps read of each row, given what reading so much takes and has brought, [n]."""
+        n = len(running)
+        if self.windows is None or not self.config.drafts:
+            return self._fixed_window(n)
+        regime = self._regime(n)
+        rows = n * regime.width
+        return self.windows.choose(
+            running,
+            self._weight,
+            max(1, regime.depth),
+            regime.rate.value,
+            lambda read: self.costs.draft_step_s(rows, read),
+        )
 
     def _regime(self, n: int) -> _Regime:
         """What is known about batches of the size of ``n``, up to a factor of two; large ones are alike."""
@@ -118,12 +136,13 @@ class PricedPolicy(BasePolicy):
             weight = np.where(hopeless, 0.25, weight)
         return weight
 
-    def _best_shape(self, left: FloatArray, context: float, deepest: int) -> tuple[int, int]:
+    def _best_shape(self, left: FloatArray, context: float, read: float, deepest: int) -> tuple[int, int]:
         """(d, w): levels and beams whose learned surplus pays for their draft forwards.
 
         ``surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of its verify
-        token, where nothing was offered. ``left`` [n, d_max]: what ``uncovered`` leaves of that. Now and then
-        one more level or beam is drafted, because otherwise its worth could never be learned.
+        token, where nothing was offered. ``left`` [n, d_max]: what ``uncovered`` leaves of that. ``read``:
+        what a step reads of the ``context``. Now and then one more level or beam is drafted, because
+        otherwise its worth could never be learned.
         """
         n, c = len(left), self.config
         regime, open_rows = self._regime(n), left.sum(axis=0).tolist()
@@ -132,8 +151,8 @@ class PricedPolicy(BasePolicy):
         if not regime.rate.value:  # before the first selection: as if nothing were drafted
             regime.rate.add(self._weight.sum() / self.costs.iteration_s(n, 0, 1, n, context))
         rate = regime.rate.value
-        first_s = self.costs.draft_step_s(n, context)
-        row_s = max(0.0, self.costs.draft_step_s(2 * n, context) - first_s)
+        first_s = self.costs.draft_step_s(n, read)
+        row_s = max(0.0, self.costs.draft_step_s(2 * n, read) - first_s)
         surplus = regime.surplus.tolist()  # small: plain numbers are faster
         beam_price = rate * row_s * max(0, regime.depth - 1)
         width, levels = 1, surplus[:deepest]
@@ -142,7 +161,7 @@ class PricedPolicy(BasePolicy):
         if self._iterations % c.width_probe_every == c.width_probe_every - 1:
             width = min(c.w_max, width + 1)
         step_price = rate * (first_s + row_s * (width - 1))
-        depth, gain = 0, -rate * self.costs.draft_start_s(n, context)
+        depth, gain = 0, -rate * self.costs.draft_start_s(n, read)
         while depth < deepest:
             more = open_rows[depth] * sum(surplus[depth][:width]) - (step_price if depth else rate * first_s)
             if more <= 0:
@@ -157,16 +176,16 @@ class PricedPolicy(BasePolicy):
         if since == c.depth_probe_every - 1 and (depth or turn % (1 << regime.in_vain) == 0):
             regime.in_vain = min(RAREST_PROBE, regime.in_vain + (depth == 0))
             depth = min(deepest, depth + 1)
-        regime.depth = depth
+        regime.depth, regime.width = depth, width
         return depth, width
 
-    def _worth_drafting(self, left: FloatArray, depth: int, width: int, context: float) -> BoolArray | None:
+    def _worth_drafting(self, left: FloatArray, depth: int, width: int, read: float) -> BoolArray | None:
         """Rows [n] for which draft steps bring more than they cost; None = all of them."""
         n = len(left)
         if not depth or float(left.min()) == 1.0:
             return None
         regime = self._regime(n)
-        row_s = self.costs.draft_step_s(2 * n, context) - self.costs.draft_step_s(n, context)
+        row_s = self.costs.draft_step_s(2 * n, read) - self.costs.draft_step_s(n, read)
         price = regime.rate.value * max(0.0, row_s) / n * (1 + width * (depth - 1))
         drafting: BoolArray = left[:, :depth] @ regime.surplus[:depth, :width].sum(axis=1) > price
         return drafting
@@ -220,7 +239,7 @@ class PricedPolicy(BasePolicy):
         tokens = n * (1 + step)
         slope = self.costs.verify_s(tokens + n, context) - self.costs.verify_s(tokens, context)
         token_price = rate * slope / n
-        step_price = rate * self.costs.draft_step_s(n * frontier_logprob.shape[1], context)
+        step_price = rate * self.costs.draft_step_s(n * frontier_logprob.shape[1], plan.draft_context)
         gain = plan.weight[:, None] * np.exp(frontier_logprob) * self._level_acceptance.value - token_price
         return bool(np.maximum(gain, 0.0).sum() > step_price)
 
@@ -259,7 +278,8 @@ class PricedPolicy(BasePolicy):
         """
         running, n = plan.running, len(plan.running)
         context = self.context(running)
-        draft_s = self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, context)
+        read = plan.draft_context
+        draft_s = self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, read)
         constant = draft_s + self.costs.other_s()
         chunk = running.prefill_tokens
         verify = self.costs.verify_curve(n + chunk, most + 1, context)

@@ -53,7 +53,8 @@ class TurboSpecPolicy(BasePolicy):
         tokens = chain_length(self.rates.overall, lengths).sum(axis=1)
         verify = self.costs.verify_s((n + lengths.sum(axis=1)).astype(np.float64), context)
         steps = ks if self.config.drafts else np.zeros_like(ks)
-        draft = np.array([self.costs.draft_s(n, int(k), 1, context) for k in steps])
+        read = self._draft_context(running, self._fixed_window(n))
+        draft = np.array([self.costs.draft_s(n, int(k), 1, read) for k in steps])
         out: FloatArray = tokens / (draft + verify + self.costs.other_s())
         return out
 

@@ -119,6 +119,28 @@ def served(
 
 
 @pytest.fixture(scope="session")
+def sparse(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The draft reads another part of each context in every iteration, mostly by chance and else as `priced`
+    says; little KV, requests taken back."""
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("sparse"),
+        pair,
+        "noisy",
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "draft_window": "auto"},
+        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "windows": [0, 16, 17, 40, 100]},
+        overlap=True,
+        **TIGHT,
+    )
+    with server.running(zygote):
+        yield Served("sparse", server, probe)
+        server.assert_idle_and_clean()
+        stats = probe.read()
+        assert stats["wrong_lengths"] == []
+        assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
+        assert stats["draft_kv_error"] < 1e-4, "the draft's cache holds something else than its tokens"
+
+
+@pytest.fixture(scope="session")
 def copied(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Draft = target: every draft of a greedy request must be accepted."""
     server, probe = adaserve_server(

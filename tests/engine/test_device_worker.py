@@ -17,13 +17,14 @@ from tests.engine.test_greedy import assert_same
 
 @pytest.fixture(scope="module")
 def device(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A draft that agrees on most tokens, all policies in turn, little KV."""
+    """A draft that agrees on most tokens and reads another part of each context in every iteration, all
+    policies in turn, little KV."""
     server, probe = adaserve_server(
         tmp_path_factory.mktemp("device"),
         pair,
         "noisy",
         {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
-        {"rotate": POLICIES},
+        {"rotate": POLICIES, "windows": [0, 0, 16, 40]},
         overlap=True,
         **TIGHT,
     )
@@ -44,6 +45,7 @@ def test_greedy_is_the_target_alone(device: Served, stock: Server, pair: Path) -
     stats = device.probe.read()
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 5, "the draft agrees too rarely or too often"
     assert len(stats["depths"]) >= 3, "the policies all drafted alike"
+    assert stats["unread"] > 1000, "the draft has read nearly everything"
     state = device.server.internal_state()["adaserve"]
     assert state["device"]["device"] == "cpu" and state["device"]["captured"] is False
     device.server.assert_idle_and_clean()

@@ -27,6 +27,12 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_depth": 0}, "max_depth is 0: it should be greater than or equal to 1"),
         ({"max_depth": "4"}, "max_depth is '4': it should be a valid integer"),
         ({"max_width": 17}, "max_width.*less than or equal to 16"),
+        ({"draft_window": 15}, "draft_window is 15: accepted are auto, 0 .the whole context., and from 16"),
+        ({"draft_window": "some"}, "draft_window is 'some': accepted are auto, 0"),
+        ({"draft_window": -1}, "draft_window is -1: accepted are auto, 0"),
+        ({"draft_window": 64.0}, "draft_window is 64.0: accepted are auto, 0"),
+        ({"draft_window": True}, "draft_window is True: accepted are auto, 0"),
+        ({"draft_sinks": -1}, "draft_sinks.*greater than or equal to 0"),
         ({"budget": 0}, "budget.*greater than or equal to 1"),
         ({"prefill": "mixed"}, "prefill is 'mixed': it should be 'slack' or 'exclusive'"),
         ({"prefill_interval": 0}, "prefill_interval.*greater than or equal to 1"),
@@ -100,9 +106,12 @@ def test_flags_reach_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "3",
         "--adaserve-slo-config",
         str(classes),
+        "--adaserve-draft-window",
+        "64",
     )
     flags._export_flags(None, parse(*words))
     loaded = AdaServeConfig.load()
+    assert loaded.draft_window == 64
     assert (loaded.policy, loaded.max_depth, loaded.budget) == ("chain-2", 3, 9)
     assert loaded.slo_config == str(classes)
 
@@ -133,6 +142,15 @@ def test_a_window_has_room_for_every_source(
     assert (config.beam_candidates, config.suffix_candidates) == (beam, suffix)
     assert config.deepest == max(deepest, forced)
     assert config.max_candidates == beam + suffix + forced
+
+
+@pytest.mark.parametrize(
+    ("window", "among"), [(0, (0,)), ("auto", (0, 256, 64)), (128, (128,)), ("128", (128,)), ("0", (0,))]
+)
+def test_what_a_draft_reads(window: int | str, among: tuple[int, ...]) -> None:
+    config = AdaServeConfig(draft_window=window)  # type: ignore[arg-type]
+    assert config.draft_windows == among
+    assert AdaServeConfig(**json.loads(config.to_json())) == config
 
 
 @pytest.mark.parametrize("drafts", ["", "eagle", "model,", "model,model", "Model"])

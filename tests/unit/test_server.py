@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import sys
 import time
@@ -9,8 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from adaserve import server
+from adaserve.cli import app
 from adaserve.config import AdaServeConfig
 from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port
 
@@ -77,6 +81,19 @@ def test_models_that_do_not_fit_the_drafts(
 ) -> None:
     with pytest.raises(ServerError, match=says):
         ServerSpec(model, draft, config=AdaServeConfig(drafts=drafts))
+
+
+def test_what_the_draft_reads_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
+    monkeypatch.setattr("os.environ", os.environ.copy())
+    serve = ["serve", "--model-path", "m", "--draft-model-path", "d", "--draft-window"]
+    refused = CliRunner().invoke(app, [*serve, "7"])
+    assert refused.exit_code == 2 and "draft_window is '7': accepted are auto, 0" in refused.output
+    assert not started
+    assert CliRunner().invoke(app, [*serve, "auto", "--draft-sinks", "6"]).exit_code == 0
+    config = AdaServeConfig(**json.loads(os.environ["ADASERVE_CONFIG"]))
+    assert (config.draft_window, config.draft_sinks, len(started)) == ("auto", 6, 1)
 
 
 def test_a_model_alone_is_served_without_a_draft() -> None:

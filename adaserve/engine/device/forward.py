@@ -33,7 +33,7 @@ from adaserve.engine.device.transfer import QueuedCopy, put
 from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search
 from adaserve.engine.reading import Reading
 from adaserve.engine.search import Levels
-from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.batch import Gap, TreeBatch, without_gap
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 
@@ -139,6 +139,7 @@ class DeviceForward:
 
     def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
         """Where its keys and the bits of its mask stand; see ``_load``."""
+        assert batch.gap is None, "only the steps of a search leave places out"
         extent = Extent(batch.q_lens, batch.kv_lens)
         seen = seen_by(batch)
         byte, clear = window_bits(extent, seen.shape[1])
@@ -185,7 +186,8 @@ class DeviceForward:
         shape, a = search.shape, len(search.base)
         levels = Levels(shape, a, self.device)
         reading = Reading(search.scale, search.spread, search.keys, search.base)
-        steps = _Steps(self, search.pool_rows, search.base + shape.width, shape.width, reading)
+        kv_lens = without_gap(search.base + shape.width, first.gap)
+        steps = _Steps(self, search.pool_rows, kv_lens, shape.width, reading, first.gap)
         there = put({"tokens": first.tokens, "places": first.places, "base": search.base}, self.device)
         tokens, places = (there[name].view(a, FIRST) for name in ("tokens", "places"))
         before = torch.zeros(a, FIRST, shape.width, dtype=torch.bool, device=self.device)
@@ -236,8 +238,15 @@ class DeviceForward:
             i.positions[count:padded].zero_()
             i.slots[count:padded].fill_(SCRATCH_SLOT)
 
-    def _set_slots(self, pool_rows: Tensor, kv_ends: Tensor, total: int, spare: int) -> None:
-        self.buffers.set_slots(gather_slots(self._req_to_token, pool_rows, kv_ends, total), spare)
+    def _set_slots(
+        self,
+        pool_rows: Tensor,
+        kv_ends: Tensor,
+        total: int,
+        spare: int,
+        gap: tuple[int, Tensor] | None = None,
+    ) -> None:
+        self.buffers.set_slots(gather_slots(self._req_to_token, pool_rows, kv_ends, total, gap), spare)
 
     def _replay(self, key: Key, extent: Extent, planned: bool) -> Any:
         """The forward of ``key`` on what the buffers hold. Its output is valid until the key's next run.
@@ -298,11 +307,17 @@ class _Steps:
     """Draft steps of a requests, padded to R: they share slots, sizes and mask layouts.
 
     ``kv_lens`` int64 [a]; ``width``: keys at their end that a mask tells of; ``reading``: of the requests,
-    whose positions the forwards have.
+    whose positions the forwards have; ``gap``: what their keys leave out.
     """
 
     def __init__(
-        self, forward: DeviceForward, pool_rows: np.ndarray, kv_lens: np.ndarray, width: int, reading: Reading
+        self,
+        forward: DeviceForward,
+        pool_rows: np.ndarray,
+        kv_lens: np.ndarray,
+        width: int,
+        reading: Reading,
+        gap: Gap | None = None,
     ) -> None:
         self._forward, self._width = forward, width
         self._a, self._padded = len(kv_lens), forward.sizes.rows.fit(len(kv_lens))
@@ -313,12 +328,14 @@ class _Steps:
             {
                 "pool_rows": pool_rows, "kv_ends": np.cumsum(kv_lens), "scale": reading.scale,
                 "spread": reading.spread, "keys": reading.keys,
+                **({} if gap is None else {"gap": gap.length}),
             },
             forward.device,
         )  # fmt: skip
         self._pool_rows = there["pool_rows"]
         self._reading = [there[name] for name in ("scale", "spread", "keys")]
-        forward._set_slots(self._pool_rows, there["kv_ends"], int(kv_lens.sum()), spare)
+        left_out = None if gap is None else (gap.start, there["gap"])
+        forward._set_slots(self._pool_rows, there["kv_ends"], int(kv_lens.sum()), spare, left_out)
         self._layout: tuple[int, Extent, dict[str, Tensor]] | None = None
 
     def run(

@@ -84,12 +84,23 @@ def unpack(mask: Tensor, byte_start: int, queries: int, keys: int) -> Tensor:
     return bits.flatten()[:count].view(queries, keys).bool()
 
 
-def gather_slots(req_to_token: Tensor, pool_rows: Tensor, kv_ends: Tensor, total: int) -> Tensor:
+def gather_slots(
+    req_to_token: Tensor,
+    pool_rows: Tensor,
+    kv_ends: Tensor,
+    total: int,
+    gap: tuple[int, Tensor] | None = None,
+) -> Tensor:
     """int32 [total]: KV slots of each request's leading places, request after request.
 
-    ``pool_rows`` int64 [n]; ``kv_ends`` int64 [n]: where each request's entries end; ``total`` the last end.
+    ``pool_rows`` int64 [n]; ``kv_ends`` int64 [n]: where each request's entries end; ``total`` the last end;
+    ``gap``: start and lengths int64 [n] of the places that are left out.
     """
     every = torch.arange(total, device=req_to_token.device)
     row = torch.searchsorted(kv_ends, every, right=True)
     starts = torch.nn.functional.pad(kv_ends, (1, 0))
-    return req_to_token[pool_rows[row], every - starts[row]].int()
+    place = every - starts[row]
+    if gap is not None:
+        start, length = gap
+        place = place + length[row] * (place >= start)
+    return req_to_token[pool_rows[row], place].int()

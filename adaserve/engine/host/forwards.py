@@ -19,7 +19,7 @@ from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search
 from adaserve.engine.reading import Reading
 from adaserve.engine.search import Levels
 from adaserve.engine.trees.attention import attention_plan, gather_slots, indptr, token_slots
-from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.batch import TreeBatch, without_gap
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 CPU = torch.device("cpu")
@@ -123,8 +123,8 @@ class HostForward:
         self, forward: LeanForward, first: TreeBatch, search: Search, keep: KeepGoing | None
     ) -> Beams:
         shape, a = search.shape, len(search.base)
-        kv_lens = search.base + shape.width
-        kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens)
+        kv_lens = without_gap(search.base + shape.width, first.gap)
+        kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens, first.gap)
         # One list of slots serves the first forward too, where its keys are the same.
         shared = kv_slots if first.seen is not None else None
         plan = attention_plan(self._req_to_token, first, shared)
@@ -169,8 +169,8 @@ class HostForward:
         forbid = _forbid(search, levels, 1)
         logprob, token = self._best(self.run(first)[roots], search.reading(1, 1), shape.beams[0], forbid)
         levels.start(logprob.double(), token)
-        kv_lens = search.base + shape.width
-        kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens)
+        kv_lens = without_gap(search.base + shape.width, first.gap)
+        kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens, first.gap)
         for step in range(2, len(shape.beams) + 1):
             if keep is not None and not keep(step - 1, levels.frontier(step - 1)):
                 return self._found(levels, step - 1)

@@ -16,6 +16,7 @@ from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.source import Drafting, KeepDrafting
 from adaserve.engine.state import DecodeRows
+from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import TreeShape, tree_shape
 from adaserve.engine.trees.verify import VerifyBatch
@@ -24,7 +25,7 @@ from adaserve.scheduler.interface import CandidateTrees, IterationPlan
 
 MOST_PENDING = 8
 """Tokens that the first step takes in besides the root: the draft has not seen accepted tokens of other
-sources, nor the last one of its own."""
+sources, nor the last one of its own. At most ``LEAST_WINDOW``, so that no gap reaches into them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ class BeamSource:
         forward, pool_rows = self._forward, rows.pool_rows[active]
         self.cache.find_holes(pool_rows.tolist())
         caught_up = self._catch_up(pool_rows)
-        first = self.cache.first_batch(pool_rows, rows.roots[active], shape.width)
+        gap = _gap(plan, rows.seq_lens, active)
+        first = self.cache.first_batch(pool_rows, rows.roots[active], shape.width, gap)
         ready = forward.search(
             first, self._search(rows, active, shape), _for_rows(keep, plan, active, len(rows))
         )
@@ -146,6 +148,14 @@ class BeamSource:
             keys=rows.keys[active],
             forbid=None if rows.grammars is None else rows.grammars.forbid(active),
         )
+
+
+def _gap(plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
+    """What is left out of the ``cached`` tokens [n] of the active rows; None = nothing."""
+    if plan.draft_window is None:
+        return None
+    length = (cached - plan.draft_reads)[active]
+    return Gap(plan.draft_sinks, length) if length.any() else None
 
 
 def proposal(shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:

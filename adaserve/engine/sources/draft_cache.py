@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.parts import ModelForward
-from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.batch import Gap, TreeBatch, without_gap
 
 
 @dataclass(slots=True)
@@ -142,25 +142,28 @@ class DraftCache:
             )
         )
 
-    def first_batch(self, pool_rows: np.ndarray, roots: np.ndarray, width: int) -> TreeBatch:
+    def first_batch(
+        self, pool_rows: np.ndarray, roots: np.ndarray, width: int, gap: Gap | None = None
+    ) -> TreeBatch:
         """The first step of a search: what the draft has not seen of each request, and the root.
 
-        ``width``: columns of the window, which the whole search has in its list of keys.
+        ``width``: columns of the window, which the whole search has in its list of keys. ``gap``: what the
+        whole search leaves out; it ends before the tokens that the draft has not seen.
         """
         held = [self._held[row] for row in pool_rows.tolist()]
         base = np.array([h.length + len(h.pending) for h in held], np.int64)
         if self._forward.first_tokens is None:
             texts = [[*h.pending, root] for h, root in zip(held, roots.tolist(), strict=True)]
-        else:  # writing the last cached token's KV again changes nothing
+        else:  # writing the last cached token's KV again changes nothing, or little where there is a gap
             texts = [[h.last, root] for h, root in zip(held, roots.tolist(), strict=True)]
         q_lens = np.array([len(t) for t in texts], np.int64)
         tokens = np.array([t for text in texts for t in text], np.int64)
-        batch = TreeBatch.causal(tokens, pool_rows, base + 1 - q_lens, q_lens)
+        batch = TreeBatch.causal(tokens, pool_rows, base + 1 - q_lens, q_lens, gap)
         if int(q_lens.max()) > 1:
             return batch
         seen = np.zeros((len(tokens), width), np.bool_)
         seen[:, 0] = True
-        return TreeBatch(tokens, base, base, pool_rows, q_lens, base + width, seen)
+        return TreeBatch(tokens, base, base, pool_rows, q_lens, without_gap(base + width, gap), seen, gap)
 
     def drafted(self, pool_rows: np.ndarray) -> None:
         """A search has fed the draft all that was pending. The root's KV is there, but not committed yet."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.batch import Gap, TreeBatch
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 
@@ -16,12 +16,19 @@ def indptr(lengths: np.ndarray) -> np.ndarray:
     return out
 
 
-def gather_slots(req_to_token: torch.Tensor, pool_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int32 [sum]: KV slots of the first ``lengths[r]`` places of every request."""
+def gather_slots(
+    req_to_token: torch.Tensor, pool_rows: np.ndarray, lengths: np.ndarray, gap: Gap | None = None
+) -> np.ndarray:
+    """int32 [sum]: KV slots of the first ``lengths[r]`` places of every request that are not in its gap."""
     ptr, table = indptr(lengths), req_to_token.numpy()
     slots = np.empty(ptr[-1], np.int32)
     for row, at, length in zip(pool_rows.tolist(), ptr.tolist(), lengths.tolist(), strict=False):
         slots[at : at + length] = table[row, :length]
+    if gap is not None:
+        for r in np.flatnonzero(gap.length).tolist():
+            behind = lengths[r] - gap.start
+            resumed = gap.start + gap.length[r]
+            slots[ptr[r + 1] - behind : ptr[r + 1]] = table[pool_rows[r], resumed : resumed + behind]
     return slots
 
 
@@ -36,7 +43,7 @@ def attention_plan(
 ) -> TreeAttentionPlan:
     """``kv_slots``: the batch's ``gather_slots``, where the caller has them already."""
     if kv_slots is None:
-        kv_slots = gather_slots(req_to_token, batch.pool_rows, batch.kv_lens)
+        kv_slots = gather_slots(req_to_token, batch.pool_rows, batch.kv_lens, batch.gap)
     mask = None if batch.seen is None else window_mask(batch.q_lens, batch.kv_lens, batch.seen)
     return TreeAttentionPlan(
         qo_indptr=torch.from_numpy(indptr(batch.q_lens).astype(np.int32)),

@@ -8,11 +8,24 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """Places between a request's first tokens and its recent ones that a sparse draft does not read.
+
+    The first tokens are attention sinks (StreamingLLM, section 3.2); a draft over sinks and recent tokens is
+    that of MagicDec, section 4.
+    """
+
+    start: int  # places before it, which are read
+    length: np.ndarray  # int64 [n]: places left out; 0 = everything is read
+
+
+@dataclass(frozen=True, slots=True)
 class TreeBatch:
     """T tokens of n requests, request after request.
 
-    A request's keys are the KV slots of its first ``kv_lens`` places in SGLang's ``req_to_token``. The last
-    of them are its window: the root and the candidates, each at a place of its own.
+    A request's keys are the KV slots of the first ``kv_lens`` places in SGLang's ``req_to_token``, those in
+    the gap not counted. The last of them are its window: the root and the candidates, each at a place of its
+    own.
     """
 
     tokens: np.ndarray  # int64 [T]
@@ -24,6 +37,7 @@ class TreeBatch:
     seen: np.ndarray | None = None
     """bool [T, width]: which of its request's last ``width`` keys a token sees, besides all earlier ones.
     None = causal: a request's tokens are the last ones of its keys."""
+    gap: Gap | None = None  # None = every place is read
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -35,9 +49,19 @@ class TreeBatch:
 
     @staticmethod
     def causal(
-        tokens: np.ndarray, pool_rows: np.ndarray, starts: np.ndarray, q_lens: np.ndarray
+        tokens: np.ndarray,
+        pool_rows: np.ndarray,
+        starts: np.ndarray,
+        q_lens: np.ndarray,
+        gap: Gap | None = None,
     ) -> TreeBatch:
         """Tokens that follow one another in their texts: row r's stand at ``starts[r]`` and behind it."""
         first = np.cumsum(q_lens) - q_lens
         at = np.arange(len(tokens)) + np.repeat(starts - first, q_lens)
-        return TreeBatch(tokens, at, at, pool_rows, q_lens, starts + q_lens)
+        kv_lens = without_gap(starts + q_lens, gap)
+        return TreeBatch(tokens, at, at, pool_rows, q_lens, kv_lens, gap=gap)
+
+
+def without_gap(places: np.ndarray, gap: Gap | None) -> np.ndarray:
+    """int64 [n]: how many of the first ``places`` [n] of each request are read."""
+    return places if gap is None else places - gap.length

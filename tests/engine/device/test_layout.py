@@ -8,7 +8,8 @@ import torch
 
 from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel
 from adaserve.engine.device.layout import Extent, gather_slots, seen_by, unpack, window_bits, write_mask
-from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees import attention
+from adaserve.engine.trees.batch import Gap, TreeBatch
 from tests.engine.device.factories import CPU
 
 
@@ -67,6 +68,27 @@ def test_gathered_slots() -> None:
     table = torch.arange(40).view(4, 10)
     slots = gather_slots(table, torch.tensor([2, 0, 3]), torch.tensor([3, 3, 5]), 5)
     assert slots.tolist() == [20, 21, 22, 30, 31] and slots.dtype == torch.int32
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gathered_slots_with_a_gap(seed: int) -> None:
+    """By the host's code and the device's, against lists that are cut by hand."""
+    rng = np.random.default_rng(seed)
+    table = torch.from_numpy(rng.permutation(200).reshape(5, 40).astype(np.int32))
+    rows, places, start = rng.permutation(5)[:3], rng.integers(1, 40, 3), int(rng.integers(0, 6))
+    length = np.maximum(0, places - start - rng.integers(0, 30, 3))
+    right = [
+        slot
+        for row, end, left_out in zip(rows, places, length, strict=True)
+        for place, slot in enumerate(table[row, :end].tolist())
+        if not start <= place < start + left_out
+    ]
+    kv_lens = places - length
+    ends = torch.from_numpy(np.cumsum(kv_lens))
+    gap = start, torch.from_numpy(length)
+    by_device = gather_slots(table, torch.from_numpy(rows), ends, int(ends[-1]), gap)
+    by_host = attention.gather_slots(table, rows, kv_lens, Gap(start, length))
+    assert by_device.tolist() == by_host.tolist() == right
 
 
 @pytest.mark.parametrize("seed", range(10))

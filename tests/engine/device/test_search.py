@@ -25,12 +25,14 @@ SHAPES = [(1, 1, None), (4, 1, None), (5, 3, None), (3, 2, None), (3, 1, (2, 1, 
 def both(
     requests: Requests, depth: int, width: int, branching: tuple[int, ...] | None = None,
     max_depth: list[int] | None = None, lag: list[int] | None = None, max_nodes: int = 48,
-    temperature: float = 0.3,
+    temperature: float = 0.3, recent: list[int] | None = None,
 ) -> tuple[Proposal | None, Proposal | None, TinyModel]:  # fmt: skip
     """The same draft by host and device, each on its own copy of the cache; the device's model last."""
     lag = lag or [0] * len(requests.lengths)
     running = requests.running(max_depth, temperature)
     plan = iteration_plan(running, depth, width, branching)
+    if recent is not None:
+        plan = dataclasses.replace(plan, draft_window=np.array(recent), draft_sinks=2)
     known = [length - behind for length, behind in zip(requests.lengths, lag, strict=True)]
     models = [TinyModel(requests.slots), TinyModel(requests.slots)]
     found: list[Proposal | None] = []
@@ -57,6 +59,20 @@ def test_same_trees(
 ) -> None:
     host, device, _ = both(Requests([5, 17, 1], seed), depth, width, branching, temperature=temperature)
     assert_same(host, device)
+
+
+def test_same_trees_of_a_draft_that_reads_little() -> None:
+    """The device feeds the last cached token in any case, so the host's draft has not seen it either."""
+    requests, lag = Requests([5, 30, 21]), [1, 1, 1]
+    host, device, _ = both(requests, 4, 3, lag=lag, recent=[8, 5, 0])
+    assert_same(host, device)
+    everything, _, _ = both(requests, 4, 3, lag=lag)
+    assert host is not None and everything is not None
+    start = host.trees.row_start
+    few, full = (p.trees.logprob for p in (host, everything))
+    np.testing.assert_allclose(few[: start[1]], full[: start[1]])
+    assert np.abs(few[start[1] : start[2]] - full[start[1] : start[2]]).max() > 1e-3
+    np.testing.assert_allclose(few[start[2] :], full[start[2] :])
 
 
 def test_noise_makes_other_trees() -> None:

@@ -34,6 +34,7 @@ LENGTHS = [12, 40, 17]
 ROOTS = [3, 5, 9]
 TEMPERATURES = np.array([0.0, 0.7, 1.0])
 WINDOW = 64
+SINKS, RECENT = 2, np.array([0, 16, 9])  # what a sparse draft reads of the three contexts
 SHARPENING = DraftSharpening(
     (0.0, 1.0), (0.5, 1.0), shared=((0.0, 0.7, 1.0), (0.5, 0.7, 1.0), (0.0, 0.56, 0.8))
 )
@@ -65,6 +66,7 @@ class Setting:
         max_depth: list[int] | None = None,
         *,
         noisy: bool = True,
+        recent: np.ndarray | None = None,
     ) -> None:
         self.hf = hf_model()
         weights, config = read_hf(self.hf)
@@ -78,7 +80,8 @@ class Setting:
         device = HostDevice(self.forward, self.forward)
         self.source = BeamSource(device, self.cache, SHARPENING, WINDOW - 1)
         states = [RequestState(f"r{r}", "chat", 1.0, 0.0, generated=[ROOTS[r]], key=r + 1) for r in range(n)]
-        view = replace(running(n, max_depth), temperature=TEMPERATURES)
+        view = replace(running(n, max_depth), temperature=TEMPERATURES, context_tokens=np.array(LENGTHS))
+        self.behind, self.recent = behind, recent
         self.rows = DecodeRows(states, np.array(LENGTHS), np.array([2, 0, 1]), view, noisy)
         for row, text in zip(self.rows.pool_rows.tolist(), self.texts, strict=True):
             self._prefill(row, text, behind)
@@ -92,7 +95,13 @@ class Setting:
             self.cache.advanced(pool_row, text[seen:], 0)
 
     def propose(self, depth: int, width: int, keep: KeepDrafting | None = None) -> Proposal:
-        drafting = self.source.propose(iteration_plan(len(LENGTHS), depth, width), self.rows, keep)
+        plan = replace(
+            iteration_plan(len(LENGTHS), depth, width),
+            running=self.rows.running,
+            draft_window=self.recent,
+            draft_sinks=SINKS,
+        )
+        drafting = self.source.propose(plan, self.rows, keep)
         assert drafting is not None
         self.caught_up = drafting.caught_up is not None
         return drafting.read()
@@ -121,10 +130,11 @@ def same(one: Setting, by_one: Proposal, other: Setting, by_other: Proposal) -> 
     assert one.caught_up == other.caught_up
 
 
+@pytest.mark.parametrize("recent", [None, RECENT])
 @pytest.mark.parametrize("behind", [0, 1, 3, 9])
 @pytest.mark.parametrize(("depth", "width"), SHAPES)
-def test_the_same_trees(depth: int, width: int, behind: int) -> None:
-    one, other = Setting(NativeForward, behind), Setting(WalkingForward, behind)
+def test_the_same_trees(depth: int, width: int, behind: int, recent: np.ndarray | None) -> None:
+    one, other = (Setting(forward, behind, recent=recent) for forward in (NativeForward, WalkingForward))
     same(one, one.propose(depth, width), other, other.propose(depth, width))
     assert one.held() == [Held(length, [], text[-1]) for length, text in zip(LENGTHS, one.texts, strict=True)]
     assert one.caught_up == (behind > MOST_PENDING)
@@ -132,8 +142,13 @@ def test_the_same_trees(depth: int, width: int, behind: int) -> None:
 
 def logprobs_of(case: Setting, row: int, path: tuple[int, ...]) -> torch.Tensor:
     """float64 [vocab]: of what may follow ``path``, as the draft's logits are read, computed from scratch."""
+    text = torch.tensor([[*case.texts[row], ROOTS[row], *path]])
+    hidden = torch.full((1, 1, text.shape[1], text.shape[1]), -torch.inf).triu(1)
+    if case.recent is not None and case.recent[row]:
+        known = LENGTHS[row] - case.behind  # before these everything was read
+        hidden[..., known:, SINKS : LENGTHS[row] - case.recent[row]] = -torch.inf
     with torch.no_grad():
-        logits = case.hf(torch.tensor([[*case.texts[row], ROOTS[row], *path]])).logits[0, -1:]
+        logits = case.hf(text, attention_mask=hidden).logits[0, -1:]
     reading = SHARPENING.reading if case.rows.noisy else SHARPENING.alone
     scale, spread = reading(TEMPERATURES[row : row + 1])
     position = np.array([LENGTHS[row] + len(path)])
@@ -145,11 +160,12 @@ def logprobs_of(case: Setting, row: int, path: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("noisy", [True, False])
 @pytest.mark.parametrize("forward", [NativeForward, WalkingForward])
 @pytest.mark.parametrize(("depth", "width", "behind"), [(4, 3, 0), (3, 2, 3), (2, 16, 1)])
+@pytest.mark.parametrize("recent", [None, RECENT])
 def test_the_best_of_all_extensions(
-    forward: type[HostForward], depth: int, width: int, behind: int, noisy: bool
+    forward: type[HostForward], depth: int, width: int, behind: int, noisy: bool, recent: np.ndarray | None
 ) -> None:
     """Every beam expanded by the whole vocabulary, in a fresh forward of its whole text."""
-    case = Setting(forward, behind, noisy=noisy)
+    case = Setting(forward, behind, noisy=noisy, recent=recent)
     trees = case.propose(depth, width).trees
     for row in range(len(LENGTHS)):
         found, start = paths(trees, row), int(trees.row_start[row])

@@ -10,8 +10,10 @@ With ``rotate`` it hands each iteration to another real policy, and with ``hold_
 chunk size after the other take the place of what the pacing rule says (0 = decode first), ``slow_ms``
 stretches a prefill by that much per token, and ``trace`` writes down every forward: n > 0 is a prefill of
 n tokens, 0 a decode iteration. ``retract_every`` switches on SGLang's own test of retraction: every so many
-forwards it takes one running request back, as if the KV pool were full, if there are several. ``fail_on``
-names a request that cannot be taken in: an exception comes up while the scheduler makes it.
+forwards it takes one running request back, as if the KV pool were full, if there are several. ``windows``
+are what the draft may read of a context: each request gets another one in two of three iterations, and of the
+draft's KV the first layer alone is audited, since what lies above depends on what was read. ``fail_on`` names
+a request that cannot be taken in: an exception comes up while the scheduler makes it.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ import dataclasses
 import itertools
 import json
 import os
+import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ENV = "ADASERVE_PROBE"
 
@@ -65,6 +71,7 @@ def probed(base: type) -> type:
                     "verify_tokens",
                     "audits",
                     "catch_ups",
+                    "unread",
                 ),
                 0,
             )
@@ -74,6 +81,7 @@ def probed(base: type) -> type:
                 draft_audits=0,
                 forgotten=0,
                 depths={},
+                windows={},
             )
             self.stats["wrong_lengths"] = []
             self.stats["forwards"] = []
@@ -110,7 +118,8 @@ def probed(base: type) -> type:
         def set_policy(self, name: str) -> None:
             super().set_policy(name)
             if options.get("rotate"):
-                self.policy = Rotation(self.policy, [self._policies.build(n) for n in options["rotate"]])
+                policies = [self._policies.build(n) for n in options["rotate"]]
+                self.policy = Rotation(self.policy, policies, options.get("windows", ()))
 
         def _rows(self, batch: Any) -> Any:
             rows = super()._rows(batch)
@@ -162,7 +171,8 @@ def probed(base: type) -> type:
             if held.length + len(held.pending) != length:
                 stats["wrong_lengths"].append([state.rid, length, held.length, len(held.pending)])
                 return
-            known = kv_errors(self._draft_worker.draft_worker, tokens, slots)[: held.length]
+            layers = 1 if options.get("windows") else None
+            known = kv_errors(self._draft_worker.draft_worker, tokens, slots, layers)[: held.length]
             if len(known):
                 stats["draft_audits"] += 1
                 stats["draft_kv_error"] = max(stats["draft_kv_error"], known.max().item())
@@ -179,6 +189,11 @@ def probed(base: type) -> type:
             stats["accepted"] += int(outcome.accepted.sum())
             stats["drafted"] += outcome.trees.n_nodes
             stats["verify_tokens"] += outcome.selection.verify_tokens
+            plan = outcome.plan
+            if plan.draft_window is not None:
+                for window in plan.draft_window.tolist():
+                    stats["windows"][str(window)] = stats["windows"].get(str(window), 0) + 1
+            stats["unread"] += int((plan.running.context_tokens - plan.draft_reads).sum())
             depth = str(outcome.plan.depth)
             stats["depths"][depth] = stats["depths"].get(depth, 0) + 1
             self._trace(0)
@@ -223,9 +238,9 @@ def policy_size(policy: Any) -> int:
     return max(sizes)
 
 
-def kv_errors(worker: Any, tokens: list[int], slots: Any) -> Any:
-    """Largest difference of any key or value of each position from a fresh prefill, [positions]."""
-    import numpy as np
+def kv_errors(worker: Any, tokens: list[int], slots: Any, layers: int | None = None) -> Any:
+    """Largest difference of any key or value of each position from a fresh prefill, [positions]; of the
+    first ``layers`` (None = all)."""
     import torch
 
     from adaserve.engine.host.install import LEAN_ATTRIBUTE
@@ -240,16 +255,19 @@ def kv_errors(worker: Any, tokens: list[int], slots: Any) -> Any:
     lean.forward(torch.tensor(tokens), every, every, *scratch, causal_plan(every, lengths, lengths))
     errors = torch.zeros(n)
     for fresh, paged in zip(scratch, (pool.k_buffer, pool.v_buffer), strict=True):
-        for a, b in zip(fresh, paged, strict=True):
+        for a, b in zip(fresh[:layers], paged[:layers], strict=True):
             errors = torch.maximum(errors, (a - b[slots]).abs().flatten(1).amax(1).float())
     return errors
 
 
 class Rotation:
-    """Iteration i is planned, selected and observed by real policy number i modulo their count."""
+    """Iteration i is planned, selected and observed by real policy number i modulo their count.
 
-    def __init__(self, first: Any, policies: list[Any]) -> None:
+    Each row of two in three plans gets one of ``windows`` by chance, if there are any."""
+
+    def __init__(self, first: Any, policies: list[Any], windows: Sequence[int] = ()) -> None:
         self.name = first.name
+        self._windows, self._chance = windows, random.Random(1)
         self.policies = policies
         self._turn = 0
         self._planned: dict[int, Any] = {}  # by plan: under overlap the next one is planned before observing
@@ -261,6 +279,10 @@ class Rotation:
         self._turn = (self._turn + 1) % len(self.policies)
         policy = self.policies[self._turn]
         plan = policy.plan(running, now_s)
+        if self._windows and self._chance.random() < 2 / 3:
+            chosen = [self._chance.choice(self._windows) for _ in running.rids]
+            sinks = self._chance.choice([0, 4, 5])
+            plan = dataclasses.replace(plan, draft_window=np.array(chosen), draft_sinks=sinks)
         self._planned[id(plan)] = policy
         return plan
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,8 +125,15 @@ class Drafted:
         width: int,
         branching: tuple[int, ...] | None = None,
         keep: KeepDrafting | None = None,
+        recent: list[int] | None = None,
     ) -> Proposal | None:
-        plan = iteration_plan(len(self.rows), depth, width, branching)
+        """``recent``: what is read of each context besides its first two tokens; 0 = all."""
+        plan = replace(
+            iteration_plan(len(self.rows), depth, width, branching),
+            running=replace(self.rows.running, context_tokens=self.rows.seq_lens),
+            draft_window=None if recent is None else np.array(recent),
+            draft_sinks=2,
+        )
         drafting = self.source.propose(plan, self.rows, keep)
         self.caught_up = drafting is not None and drafting.caught_up is not None
         return None if drafting is None else drafting.read()

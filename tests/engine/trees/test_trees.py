@@ -100,6 +100,27 @@ def test_the_draft_catches_up_and_writes_into_its_window(behind: int) -> None:
     assert set(later) <= set(torch.cat(windows).tolist())
 
 
+@pytest.mark.parametrize("behind", [0, 1, 3])
+def test_what_is_read_of_a_context(behind: int) -> None:
+    """By every forward of the draft: the first two tokens, the recent ones, and the candidates."""
+    lengths, recent = [30, 9, 25, 10], [4, 8, 0, 7]
+    case = Drafted(decode_rows(lengths), behind=behind)
+    proposal = case.propose(3, 2, recent=recent)
+    assert proposal is not None and len(case.model.calls) == 3
+    for step, (_, positions, _, plan) in enumerate(case.model.calls):
+        for r, (q0, q1, k0, k1) in enumerate(plan.spans):
+            length = lengths[r]
+            # Tokens that the draft has not seen follow one another, and nothing stands behind the root.
+            end = length + (1 if step == 0 and behind else proposal.width)
+            places = [p for p in range(end) if p < 2 or p >= length - recent[r] or not recent[r]]
+            right = case.table[case.rows.pool_rows[r], places]
+            assert plan.kv_indices[k0:k1].tolist() == right.tolist()
+            if step == 0:
+                assert positions[q0:q1].tolist() == list(range(length - behind, length + 1))
+            else:
+                assert positions[q0:q1].tolist() == [length + step] * 2
+
+
 def test_rows_without_a_tree() -> None:
     case = Drafted(decode_rows([5, 9, 3], max_depth=[4, 0, 2]), behind=1)
     proposal = case.propose(6, 2)

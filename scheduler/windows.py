@@ -1,0 +1,107 @@
+"""How much of its context a draft reads: learned acceptance against learned cost, per request.
+
+A draft that reads the first and the recent tokens only is cheap at any length (MagicDec, section 4), but may
+agree less often with the target, or more often where the draft was trained on shorter texts. Which of the two
+outweighs the other differs by request and load, so each way of reading has its acceptance and its cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from adaserve.scheduler.acceptance import AcceptanceRates, Tested
+from adaserve.scheduler.interface import (
+    FloatArray,
+    IntArray,
+    IterationOutcome,
+    RunningBatch,
+    tokens_read,
+)
+
+PROBE_EVERY = 32
+"""Drafts after which a window that was not used meanwhile is tried again; more where it costs more."""
+
+PRIOR = 24.0
+"""Levels' worth of trust in what all requests say of a window: windows differ by little, and a request's own
+rate is noisy."""
+
+
+class DraftWindows:
+    """Chooses among ``windows`` (0 = the whole context) and learns what each brings."""
+
+    def __init__(self, windows: Sequence[int], sinks: int) -> None:
+        self._windows, self._sinks = np.array(windows, np.int64), sinks
+        self._rates = [AcceptanceRates(request_prior=PRIOR) for _ in windows]
+        self._unused: IntArray = np.zeros(len(windows), np.int64)  # drafts since a window was used
+
+    def _reads(self, context: IntArray) -> IntArray:
+        """Cached tokens that a step reads of each row under each window, [k, n]."""
+        return np.stack([tokens_read(context, np.full(len(context), w), self._sinks) for w in self._windows])
+
+    def choose(
+        self,
+        running: RunningBatch,
+        weight: FloatArray,
+        depth: int,
+        rate: float,
+        step_s: Callable[[float], float],
+    ) -> IntArray | None:
+        """The window of each row, [n]; None where none leaves anything out.
+
+        A chain of ``depth`` is expected to bring ``weight`` [n] times sum a^d. ``rate``: value of a second;
+        ``step_s``: seconds of a draft step by the cached tokens that it reads, all rows together.
+        """
+        reads = self._reads(running.context_tokens)
+        everything, least = float(reads[0].sum()), float(reads.min(axis=0).sum())
+        if everything == least:
+            return None
+        token_s = max(0.0, step_s(everything) - step_s(least)) / (everything - least)
+        accepted = np.stack([r.of_rows(running.rids, running.slo_class) for r in self._rates])
+        worth = weight * _expected(accepted, depth) - rate * depth * token_s * reads
+        cuts = reads < running.context_tokens  # a window that leaves nothing out is not another way to read
+        worth[1:][~cuts[1:]] = -np.inf
+        best: IntArray = worth.argmax(axis=0)
+        if (due := self._due(reads, best, step_s)) is not None:
+            best = np.where(cuts[due] if due else True, due, best)
+        window: IntArray = self._windows[best]
+        return window
+
+    def _due(self, reads: IntArray, best: IntArray, step_s: Callable[[float], float]) -> int | None:
+        """A window that has to be tried again; None = none."""
+        usual_s = step_s(float(np.take_along_axis(reads, best[None, :], axis=0).sum()))
+        for k in np.flatnonzero(self._unused >= PROBE_EVERY).tolist():
+            if self._unused[k] >= PROBE_EVERY * step_s(float(reads[k].sum())) / usual_s:
+                self._unused[k] = 0  # now, since nothing may be drafted with it
+                return k
+        return None
+
+    def observe(self, outcomes: Sequence[IterationOutcome], tests: Tested) -> None:
+        """Iterations of one batch, and what of all of them together was tested."""
+        running, shape = outcomes[0].plan.running, (len(outcomes), -1)
+        none = np.zeros(len(running), np.int64)
+        used = np.stack([none if (w := o.plan.draft_window) is None else w for o in outcomes])
+        context = np.stack([o.plan.running.context_tokens for o in outcomes])
+        smallest = self._windows[self._windows > 0].min() + self._sinks
+        chosen = (context > smallest) & (tests.tried.reshape(shape) > 0)  # shorter ones leave no choice
+        if not chosen.any():
+            return
+        self._unused += len(outcomes)
+        for k, window in enumerate(self._windows.tolist()):
+            mine = chosen & (used == window)
+            if mine.any():
+                self._unused[k] = 0
+                tried, passed = ((v.reshape(shape) * mine).sum(axis=0) for v in (tests.tried, tests.passed))
+                self._rates[k].observe(running.rids, running.slo_class, tried, passed)
+
+    def forget(self, rid: str) -> None:
+        """Drops a finished request."""
+        for rates in self._rates:
+            rates.forget(rid)
+
+
+def _expected(acceptance: FloatArray, depth: int) -> FloatArray:
+    """Tokens that a chain of ``depth`` brings: a + a^2 + ... for each a below 1."""
+    chain: FloatArray = acceptance * (1.0 - acceptance**depth) / (1.0 - acceptance)
+    return chain

@@ -1,0 +1,185 @@
+"""How much of a context drafts read: the choice, what it learns from, and what it may cost to learn it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sched_factories import beam_trees, outcome, running
+
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, tokens_read
+from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.policies import build_policy, policy_names
+from adaserve.scheduler.policies.base import BasePolicy
+from adaserve.scheduler.policies.priced import PricedPolicy
+
+WINDOWS, SINKS = (0, 256, 64), 4
+
+
+def latency(token_s: float) -> LatencyModel:
+    """Reading a cached token takes a draft step ``token_s``."""
+    return LatencyModel(
+        draft=ForwardCost(fixed_s=5e-4, per_token_s=1e-5, per_context_s=token_s),
+        verify=ForwardCost(fixed_s=1.5e-2, per_token_s=2e-4, per_context_s=4e-7),
+        overhead_s=1e-3,
+    )
+
+
+def priced(token_s: float, **over: object) -> PricedPolicy:
+    config = PolicyConfig(latency=latency(token_s), draft_windows=WINDOWS, draft_sinks=SINKS, **over)  # type: ignore[arg-type]
+    policy = build_policy("priced", config)
+    assert isinstance(policy, PricedPolicy)
+    return policy
+
+
+class Engine:
+    """Serves n requests of the given contexts; a draft that reads window w agrees with ``accepts[w]``."""
+
+    def __init__(self, policy: BasePolicy, context: list[int], token_s: float, seed: int = 0) -> None:
+        self.policy, self.context, self.token_s = policy, np.array(context), token_s
+        self.rng = np.random.default_rng(seed)
+
+    def iterate(self, accepts: Callable[[int, int], float]) -> IterationPlan:
+        """``accepts`` (row, window) -> probability that a drafted token is accepted."""
+        n = len(self.context)
+        plan = self.policy.plan(running(n, context_tokens=self.context, remaining_tokens=10_000), 1.0)
+        trees = beam_trees(n, plan.depth, plan.width) if plan.depth else CandidateTrees.empty(n)
+        selection = self.policy.select(plan, trees)
+        accepted = np.zeros(trees.n_nodes, np.bool_)
+        for r in range(n):
+            window = 0 if plan.draft_window is None else int(plan.draft_window[r])
+            nodes = range(trees.row_start[r], trees.row_start[r + 1])
+            path = -1
+            for j, node in enumerate(nodes):
+                below = trees.parent[node] == path and selection.keep[node]
+                if below and self.rng.random() < accepts(r, window):
+                    accepted[node], path = True, j
+        draft_s = plan.depth * (6e-4 + self.token_s * plan.draft_context)
+        self.policy.observe(outcome(plan, trees, selection, accepted, draft_s=draft_s, verify_s=0.02))
+        return plan
+
+    def serve(self, iterations: int, accepts: Callable[[int, int], float]) -> list[IterationPlan]:
+        return [self.iterate(accepts) for _ in range(iterations)]
+
+
+def used(plans: list[IterationPlan], row: int = 0) -> list[int]:
+    """The windows of a row in those iterations that drafted."""
+    return [0 if p.draft_window is None else int(p.draft_window[row]) for p in plans if p.depth]
+
+
+def share(plans: list[IterationPlan], window: int, row: int = 0) -> float:
+    chosen = used(plans, row)
+    assert chosen, "nothing was drafted"
+    return chosen.count(window) / len(chosen)
+
+
+def test_tokens_that_are_read() -> None:
+    context = np.array([10, 68, 69, 5000, 5000])
+    assert tokens_read(context, None, SINKS) is context
+    window = np.array([64, 64, 64, 256, 0])
+    assert tokens_read(context, window, SINKS).tolist() == [10, 68, 68, 260, 5000]
+
+
+def test_short_contexts_leave_no_choice() -> None:
+    plans = Engine(priced(2e-7), [40, 68], 2e-7).serve(50, lambda r, w: 0.7)
+    assert all(p.draft_window is None for p in plans)
+
+
+def test_a_small_window_where_all_agree_alike() -> None:
+    plans = Engine(priced(2e-7), [8000] * 4, 2e-7).serve(300, lambda r, w: 0.7)
+    assert share(plans[50:], 64) > 0.8
+    assert plans[-1].draft_context < 5 * 4 * 260
+
+
+def test_the_whole_context_where_a_window_agrees_less() -> None:
+    plans = Engine(priced(2e-8), [2000] * 4, 2e-8).serve(400, lambda r, w: 0.4 if w else 0.85)
+    assert share(plans[150:], 0) > 0.8
+
+
+def test_a_window_that_leaves_nothing_out_is_no_choice() -> None:
+    plans = Engine(priced(2e-8), [200] * 2, 2e-8).serve(300, lambda r, w: 0.3 if w == 64 else 0.5)
+    assert set(used(plans)) == {0, 64}
+
+
+def test_each_request_has_its_own_window() -> None:
+    """The first one's draft needs the whole context, the second one's is better without."""
+    engine = Engine(priced(2e-8), [3000, 3000], 2e-8)
+    plans = engine.serve(800, lambda r, w: (0.9 if w == 0 else 0.3) if r == 0 else (0.3 if w == 0 else 0.9))
+    assert share(plans[400:], 0, row=0) > 0.7
+    assert share(plans[400:], 0, row=1) < 0.3
+
+
+def test_other_windows_are_tried_now_and_then_and_a_change_is_noticed() -> None:
+    engine = Engine(priced(2e-8), [2000] * 4, 2e-8)
+    before = engine.serve(400, lambda r, w: 0.4 if w else 0.85)
+    tried = set(used(before[-150:]))
+    assert tried == {0, 256, 64}
+    after = engine.serve(1500, lambda r, w: 0.85 if w == 256 else 0.4)
+    assert share(after[-200:], 256) > 0.7
+
+
+def test_costly_windows_are_tried_rarely() -> None:
+    """At this length reading everything takes a draft twenty times as long."""
+    plans = Engine(priced(2e-7), [32_000] * 2, 2e-7).serve(1500, lambda r, w: 0.7)
+    assert share(plans[100:], 0) < 0.01
+
+
+def test_what_cannot_be_drafted_is_not_tried_for_ever() -> None:
+    """Nothing is learned from a plan that drafts nothing, so a try ends with the plan."""
+    policy = priced(1e-5)
+    engine = Engine(policy, [32_000] * 2, 1e-5)
+    engine.serve(200, lambda r, w: 0.7)
+    assert policy.windows is not None
+    policy.windows._unused[:] = 1 << 20
+    plans = engine.serve(10, lambda r, w: 0.7)
+    assert sum(p.depth > 0 for p in plans) >= 7
+
+
+@pytest.mark.parametrize("name", [n for n in policy_names() if n not in ("none", "chain-K")])
+def test_a_fixed_window_holds_for_every_policy(name: str) -> None:
+    config = PolicyConfig(latency=latency(2e-7), draft_windows=(128,), draft_sinks=3)
+    plans = Engine(build_policy(name, config), [4000, 50], 2e-7).serve(20, lambda r, w: 0.7)  # type: ignore[arg-type]
+    drafted = [p for p in plans if p.depth]
+    assert drafted and all(p.draft_reads.tolist() == [131, 50] for p in drafted)
+
+
+def test_without_choice_the_others_read_everything() -> None:
+    config = PolicyConfig(latency=latency(2e-7), draft_windows=WINDOWS)
+    plans = Engine(build_policy("adaserve", config), [4000], 2e-7).serve(5, lambda r, w: 0.7)  # type: ignore[arg-type]
+    assert all(p.draft_window is None and p.draft_context == 4000 for p in plans)
+
+
+@pytest.mark.parametrize("windows", [(), (8,), (-1,), (64, 0)])
+def test_windows_that_make_no_sense(windows: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="draft_windows"):
+        PolicyConfig(draft_windows=windows)
+
+
+def drafted(plan: IterationPlan, seconds: float) -> IterationOutcome:
+    n = len(plan.running)
+    trees = beam_trees(n, plan.depth, plan.width)
+    none = np.zeros(trees.n_nodes, np.bool_)
+    selection = build_policy("chain-1").select(replace(plan, depth=0), CandidateTrees.empty(n))
+    return outcome(plan, trees, replace(selection, keep=none), none, draft_s=seconds)
+
+
+@pytest.mark.parametrize("wrong", [0.4, 1.0, 2.5])
+def test_costs_of_reading_are_learned(wrong: float) -> None:
+    """Drafts that read much and drafts that read little, from a guess that is ``wrong`` by so much."""
+    truth = latency(2e-7)
+    costs, rng = LearnedCosts(latency(2e-7 * wrong)), np.random.default_rng(0)
+    batch = running(2, context_tokens=8000)
+    plan = IterationPlan(0, 0.0, batch, np.ones(2), 4, 2, 100)
+    for i in range(600):
+        window = np.array([64, 64]) if i % 2 else None
+        p = replace(plan, depth=int(rng.integers(1, 6)), draft_window=window, draft_sinks=4)
+        seconds = truth.draft_s(2, p.depth, 2, p.draft_context) * (1 + abs(rng.normal(0, 0.02)))
+        costs.observe(drafted(p, seconds), 16_000)
+    for read in (136.0, 16_000.0):
+        for depth in (1, 4):
+            right = truth.draft_s(2, depth, 2, read)
+            assert costs.draft_s(2, depth, 2, read) == pytest.approx(right, rel=0.25), (read, depth)
