@@ -98,6 +98,18 @@ def counts_by_source(outcome: IterationOutcome) -> dict[str, np.ndarray]:
     return counts
 
 
+def rows_by_window(outcome: IterationOutcome) -> dict[str, int]:
+    """How many requests were drafted for by the recent tokens that were read, or "all" the context."""
+    plan = outcome.plan
+    if not outcome.trees.draft_steps:
+        return {}
+    window = np.zeros(len(plan.running), np.int64)
+    if plan.draft_window is not None:
+        window = np.where(plan.draft_reads < plan.running.context_tokens, plan.draft_window, 0)
+    used, counts = np.unique(window if plan.drafting is None else window[plan.drafting], return_counts=True)
+    return {str(w) if w else "all": c for w, c in zip(used.tolist(), counts.tolist(), strict=True)}
+
+
 def sample_of(outcome: IterationOutcome, sources: dict[str, np.ndarray]) -> IterationSample:
     """What the statistics record of an iteration."""
     plan, selection = outcome.plan, outcome.selection
@@ -115,4 +127,5 @@ def sample_of(outcome: IterationOutcome, sources: dict[str, np.ndarray]) -> Iter
         verify_s=outcome.verify_s,
         total_s=outcome.total_s,
         sources={name: counts.sum(axis=0).tolist() for name, counts in sources.items()},
+        windows=rows_by_window(outcome),
     )

@@ -13,6 +13,9 @@ from adaserve.slo.metrics import within
 STAGES = ("proposed", "verified", "accepted")
 """What is counted of the tokens of each source of drafts."""
 
+READING = "drafts reading "
+"""Before what is read of a context, in the names of sums."""
+
 
 @dataclass(slots=True)
 class FinishedRequest:
@@ -61,5 +64,6 @@ class IterationSample(msgspec.Struct):
     verify_s: float
     total_s: float
     sources: dict[str, list[int]] = {}  # tokens that each proposed, and of these verified and accepted
+    windows: dict[str, int] = {}  # requests that were drafted for, by what was read of their contexts
     queue: int = 0
     kv_use: float = 0.0  # share of the KV pool in use

@@ -62,6 +62,8 @@ class ServerMetrics:
         }
         says = "Tokens that each source of drafts proposed, and of these the verified and accepted ones"
         self.sources = counter("adaserve:source_tokens", says, ("source", "stage"))
+        says = "Requests drafted for, over iterations, by the recent tokens of the context that were read"
+        self.windows = counter("adaserve:draft_window_rows", says, ("window",))
         self.histograms = {
             field: histogram(f"adaserve:{name}", says, buckets=edges)
             for field, (name, says, edges) in _HISTOGRAMS.items()
@@ -111,6 +113,8 @@ class ServerMetrics:
         for source, counts in sample.sources.items():
             for stage, tokens in zip(STAGES, counts, strict=True):
                 self.sources.labels(source, stage).inc(tokens)
+        for window, rows in sample.windows.items():
+            self.windows.labels(window).inc(rows)
         for field, histogram in self.histograms.items():
             histogram.observe(getattr(sample, field))
         if sample.running:

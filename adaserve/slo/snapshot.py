@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS
-from adaserve.slo.events import IterationSample
+from adaserve.slo.events import READING, IterationSample
 from adaserve.slo.stats import (
     BUCKET_S,
     HISTORY_S,
@@ -96,6 +96,7 @@ class Snapshot(msgspec.Struct):
     width: int | None
     budget: int | None
     drafts: dict[str, dict[str, float]]  # source -> tokens/s proposed, verified and accepted
+    draft_windows: dict[str, float]  # recent tokens of the context, or "all" -> share of drafts that read it
     iteration_ms: dict[str, float]  # mean per phase: draft, select, verify, other
     calibration_error: float | None  # expected / emitted tokens - 1
     classes: list[ClassSnapshot]
@@ -149,6 +150,7 @@ def build_snapshot(
         accept_length=accepted,
         **_shape(lasts),
         drafts=_drafts(total, per_s),
+        draft_windows=_windows(total),
         iteration_ms=_phases(total),
         calibration_error=None if expected is None else expected - 1,
         classes=[_class(name, ranks, total.classes.get(name, ClassCounts()), per_s) for name in names],
@@ -200,6 +202,12 @@ def _drafts(total: Bucket, per_s: float) -> dict[str, dict[str, float]]:
         if by:
             drafts.setdefault(source, {})[stage] = tokens * per_s
     return drafts
+
+
+def _windows(total: Bucket) -> dict[str, float]:
+    """Shares of the drafts that were made."""
+    rows = {k.removeprefix(READING): v for k, v in total.sums.items() if k.startswith(READING)}
+    return {window: count / sum(rows.values()) for window, count in rows.items()}
 
 
 def _class(name: str, ranks: Sequence[RankState], c: ClassCounts, per_s: float) -> ClassSnapshot:

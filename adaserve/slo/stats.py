@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from adaserve.slo.classes import CUSTOM_CLASS, SLOConfig
-from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
+from adaserve.slo.events import READING, STAGES, FinishedRequest, IterationSample
 from adaserve.slo.prometheus import ServerMetrics
 
 BUCKET_S = 2.0
@@ -62,7 +62,7 @@ class ClassCounts(msgspec.Struct):
         add_numbers(self.ratio, other.ratio)
 
 
-_NOT_SUMMED = ("queue", "kv_use", "sources")
+_NOT_SUMMED = ("queue", "kv_use", "sources", "windows")
 _SUMMED = tuple(name for name in IterationSample.__struct_fields__ if name not in _NOT_SUMMED)
 
 
@@ -175,6 +175,7 @@ class SLOStats:
             sums[key] = sums.get(key, 0.0) + getattr(sample, key)
         for source, counts in sample.sources.items():
             add_numbers(sums, {f"{stage} by {source}": c for stage, c in zip(STAGES, counts, strict=True)})
+        add_numbers(sums, {READING + window: rows for window, rows in sample.windows.items()})
         bucket.queue_max = max(bucket.queue_max, sample.queue)
         self._last, self._last_at = sample, self._clock()
         if self._metrics is not None:

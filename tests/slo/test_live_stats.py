@@ -61,8 +61,9 @@ def test_snapshot_figures() -> None:
     s.finish(request())
     s.finish(request(tpot_s=0.060))
     s.finish(request(slo_class="chat", failed=True, tpot_s=None, output_tokens=0))
-    s.iteration(iteration(sources={"model": [24, 12, 5], "suffix": [8, 4, 4]}))
-    s.iteration(iteration(new_tokens=6, depth=1, sources={"suffix": [8, 0, 0]}))
+    read = {"all": 3, "256": 1}
+    s.iteration(iteration(sources={"model": [24, 12, 5], "suffix": [8, 4, 4]}, windows=read))
+    s.iteration(iteration(new_tokens=6, depth=1, sources={"suffix": [8, 0, 0]}, windows={"256": 4}))
     clock.now += 4
     snap = build_snapshot([json.loads(json.dumps(s.state()))], "m", "adaserve", 25.0)
     coding, chat, _ = snap.classes
@@ -75,6 +76,7 @@ def test_snapshot_figures() -> None:
     assert snap.calibration_error == pytest.approx(22 / 16 - 1)
     assert snap.drafts["model"] == {"proposed": 24 / 4, "verified": 12 / 4, "accepted": 5 / 4}
     assert snap.drafts["suffix"] == {"proposed": 16 / 4, "verified": 4 / 4, "accepted": 4 / 4}
+    assert snap.draft_windows == {"all": 3 / 8, "256": 5 / 8}
     assert snap.iteration_ms == pytest.approx({"draft": 4, "select": 1, "verify": 20, "other": 5})
     assert (snap.depth, snap.width, snap.budget, snap.running, snap.queue) == (1, 2, 24, 4, 1)
     assert [e.slo_class for e in snap.slow] == ["coding", "chat"]
@@ -184,7 +186,7 @@ def test_prometheus_counts() -> None:
     s.finish(request(ttft_slo_s=0.05))
     s.finish(request())
     s.finish(request(failed=True, tpot_s=None))
-    s.iteration(iteration(sources={"suffix": [8, 4, 3]}))
+    s.iteration(iteration(sources={"suffix": [8, 4, 3]}, windows={"all": 3, "64": 2}))
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
@@ -202,6 +204,8 @@ def test_prometheus_counts() -> None:
     assert value("adaserve:iteration_seconds_total", phase="other") == pytest.approx(0.005)
     for stage, tokens in (("proposed", 8), ("verified", 4), ("accepted", 3)):
         assert value("adaserve:source_tokens_total", source="suffix", stage=stage) == tokens
+    assert value("adaserve:draft_window_rows_total", window="all") == 3
+    assert value("adaserve:draft_window_rows_total", window="64") == 2
     assert value("adaserve:slo_target", slo_class="coding") == 0.9
 
 

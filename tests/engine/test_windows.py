@@ -1,0 +1,45 @@
+"""A draft that reads the first and the recent tokens of a context: the text is the target's all the same."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.engine.conftest import Served
+from tests.engine.harness import Job, Server, run_jobs, workload
+from tests.engine.test_greedy import assert_same
+
+
+def long_jobs(count: int, seed: int) -> list[Job]:
+    """Prompts of several chunks each (of 64 tokens), half of them behind a common prefix."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(2, 500) for _ in range(130)]
+    jobs = []
+    for i in range(count):
+        prompt = [rng.randrange(2, 500) for _ in range(rng.choice((5, 40, 66)))]
+        prompt = prefix + prompt if i % 2 else prompt
+        params = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+        jobs.append(Job(tuple(prompt), params, arrival_s=rng.random() * 4))
+    return jobs
+
+
+def test_text_is_the_targets_at_any_window(sparse: Served, stock: Server, pair: Path) -> None:
+    jobs = workload(60, seed=23, leave_every=13) + long_jobs(24, seed=24)
+    staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]
+    expected = [a["output_ids"] for a in run_jobs(stock, staying) if a is not None]
+    answers = run_jobs(sparse.server, jobs)
+    assert_same(pair, jobs, answers, expected)
+    finished = [a["meta_info"] for a in answers if a is not None]
+    assert sum(m["num_retractions"] for m in finished) > 1, "too few retractions"
+    assert any(m["cached_tokens"] > 100 for m in finished), "no long prefix was shared"
+    stats = sparse.probe.read()
+    assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 5, "the draft agrees too rarely or too often"
+    assert stats["catch_ups"] > 20, "no draft ever had to catch up"
+    assert stats["draft_audits"] > 20, "hardly any draft cache could be audited"
+    assert stats["unread"] > 10_000, "the draft has read nearly everything"
+    assert stats["windows"]["64"] > 0, "priced has never chosen"
+    shares = httpx.get(sparse.server.url + "/slo/snapshot.json", timeout=30).json()["draft_windows"]
+    assert {"all", "16", "64"} <= set(shares) and sum(shares.values()) == pytest.approx(1)
