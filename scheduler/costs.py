@@ -45,10 +45,12 @@ class FirstStep:
     def __init__(self, prior: StepCost) -> None:
         one, eight = prior.seconds(np.array([1.0, 8.0]), 0.0).tolist()
         # The prior counts little: that it was ten times too fast must not look like ten drafts that were not.
+        # What short contexts seem to say of reading is noise, and must not be taken for what long ones cost.
+        weight = np.array([self.PRIOR, self.PRIOR, self.PRIOR, 1.0])
         rows = np.eye(4)
         rows[:2, :2] = [[1 / one, 1 / one], [1 / eight, 8 / eight]]
-        rows *= self.PRIOR
-        self._prior = rows.T @ rows, rows.T @ np.ones(4) * self.PRIOR
+        rows *= weight[:, None]
+        self._prior = rows.T @ rows, rows.T @ weight
         self._square: FloatArray = np.zeros((4, 4))
         self._right: FloatArray = np.zeros(4)
         self._new: list[tuple[float, float, float, float]] = []

@@ -269,9 +269,8 @@ class Replica:
         )
         selection = self.policy.select(plan, drafted.trees)
         accepted = self.sampler.verify(drafted, selection)
-        context = float(plan.running.context_tokens.sum())
         fed = [n, *(n * (s.stop - s.start) for s in drafted.levels[:-1])]  # rows of each draft forward
-        seconds = sum(self.config.latency.draft_step_s(rows, context) for rows in fed)
+        seconds = sum(self.config.latency.draft_step_s(rows, plan.draft_context) for rows in fed)
         return drafted.trees, selection, accepted, self._noisy(seconds)
 
     def _report(self, outcome: IterationOutcome) -> None:

@@ -183,3 +183,16 @@ def test_costs_of_reading_are_learned(wrong: float) -> None:
         for depth in (1, 4):
             right = truth.draft_s(2, depth, 2, read)
             assert costs.draft_s(2, depth, 2, read) == pytest.approx(right, rel=0.25), (read, depth)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_short_contexts_say_nothing_of_long_ones(seed: int) -> None:
+    """Noise of what takes a hundredth of a draft's time must not be blown up."""
+    truth, rng = latency(2e-8), np.random.default_rng(seed)
+    costs = LearnedCosts(truth)
+    for _ in range(300):
+        batch = running(2, context_tokens=int(rng.integers(50, 400)))
+        plan = IterationPlan(0, 0.0, batch, np.ones(2), int(rng.integers(1, 6)), 2, 100)
+        seconds = truth.draft_s(2, plan.depth, 2, plan.draft_context) * (1 + abs(rng.normal(0, 0.1)))
+        costs.observe(drafted(plan, seconds), plan.draft_context)
+    assert costs.draft_s(2, 1, 2, 32_000) == pytest.approx(truth.draft_s(2, 1, 2, 32_000), rel=0.5)
