@@ -80,7 +80,7 @@ class AdaptiveVerifyPolicy(BasePolicy):
         p = np.where(q > 0, self.acceptance.predict(q, trees.depth), 0.0)  # impossible ones stay so
         f = within_cap(trees, path_product(p, parent, int(trees.depth.max())), plan.cap)
         most, context = max(0, min(plan.budget - n, trees.n_nodes)), self.context(plan.running)
-        draft_s = self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, context)
+        draft_s = self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, plan.draft_context)
         verify_s = self.costs.verify_curve(n + plan.running.prefill_tokens, most + 1, context)
         return price_nodes(trees, f, np.ones(n), verify_s + draft_s + self.costs.other_s()).selection
 

@@ -58,7 +58,7 @@ class UrgencyPolicy(BasePolicy):
         ranked = rank(trees, path_probability(trees), plan.cap)
         context = self.context(running)
         constant = self.costs.other_s()
-        constant += self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, context)
+        constant += self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, plan.draft_context)
         seconds = constant + self.costs.verify_curve(n + running.prefill_tokens, trees.n_nodes + 1, context)
         within = seconds <= self.latency_budget(running, plan.now_s, float(seconds[0]))
         most = int(np.flatnonzero(within)[-1]) if within.any() else 0
