@@ -17,7 +17,7 @@ from adaserve.config import slo_classes
 from adaserve.patches import hook
 from adaserve.patches.boundary import native_response
 from adaserve.slo.classes import SLOError
-from adaserve.slo.resolve import resolve
+from adaserve.slo.resolve import RequestSLO, resolve
 
 
 def register() -> None:
@@ -34,7 +34,9 @@ async def _openai_request(
     if "custom_params" in type(request).model_fields:
         try:
             nvext = (await raw_request.json()).get("nvext")
-            request.custom_params = _with_slo(request.custom_params, raw_request, nvext)
+            slo = _resolved(request.custom_params, raw_request, nvext)
+            request.custom_params = slo.in_params(request.custom_params)
+            _prioritize(request, {slo.priority})
         except SLOError as error:
             return self.create_error_response(message=str(error), err_type="BadRequest", status_code=400)
         raw_request.state.adaserve_resolved = True
@@ -64,6 +66,8 @@ def _any_request(self: Any, obj: Any, request: Any = None) -> None:
 def _attach(obj: Any, request: Any, nvext: Any = None) -> None:
     """``obj``: a GenerateReqInput, with the sampling parameters of one request or of a batch."""
 
+    priorities = set()
+
     def resolved(params: Any) -> Any:
         if params is not None and not isinstance(params, dict):
             return params  # SGLang says what is wrong with it
@@ -71,14 +75,27 @@ def _attach(obj: Any, request: Any, nvext: Any = None) -> None:
         custom = params.get("custom_params")
         if custom is not None and not isinstance(custom, dict):
             return params  # the boundary says what is wrong with it
-        return {**params, "custom_params": _with_slo(custom, request, nvext)}
+        slo = _resolved(custom, request, nvext)
+        priorities.add(slo.priority)
+        return {**params, "custom_params": slo.in_params(custom)}
 
     given = obj.sampling_params
     obj.sampling_params = [resolved(p) for p in given] if isinstance(given, list) else resolved(given)
+    _prioritize(obj, priorities)
 
 
-def _with_slo(custom_params: Any, request: Any, nvext: Any = None) -> dict[str, Any]:
-    """``custom_params`` with the request's SLO in them. Raises SLOError."""
+def _resolved(custom_params: Any, request: Any, nvext: Any = None) -> RequestSLO:
+    """What a request asks for. Raises SLOError."""
     raw = [] if request is None else request.headers.raw
     headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]
-    return resolve(headers, custom_params, slo_classes(), nvext).in_params(custom_params)
+    return resolve(headers, custom_params, slo_classes(), nvext)
+
+
+def _prioritize(obj: Any, hinted: set[int | None]) -> None:
+    """SGLang's own field for it is used, and wins when the request has set it. Raises SLOError."""
+    if len(hinted) > 1:
+        raise SLOError(
+            "the requests of a batch share one priority: give all the same nvext.agent_hints.priority"
+        )
+    if hinted and getattr(obj, "priority", None) is None:
+        obj.priority = hinted.pop()

@@ -89,9 +89,17 @@ class RunningBatch:
     offered: CandidateTrees | None = None
     """Candidates that are there before a plan is made, at no cost, within ``max_depth``. What is drafted
     joins them."""
+    likely_tokens: IntArray | None = None
+    """What is likely still to be generated, [n], where clients said so; None = ``remaining_tokens``. It may
+    be wrong, so it never limits a tree."""
 
     def __len__(self) -> int:
         return len(self.rids)
+
+    @property
+    def tokens_ahead(self) -> IntArray:
+        """Tokens until the end as far as it is known, [n]: what an SLO's slack is judged by."""
+        return self.remaining_tokens if self.likely_tokens is None else self.likely_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ def stall_slack(
     token_s = period_s / np.maximum(pace, 1e-6)
     slo = np.where(np.isfinite(running.tpot_slo_s), running.tpot_slo_s, 0.0)
     ahead_s = running.decode_start_s + slo * running.decoded_tokens - now_s
-    left = running.remaining_tokens.astype(np.float64)
+    left = running.tokens_ahead.astype(np.float64)
     at_end = ahead_s + left * (slo - token_s)
     near = ahead_s + np.minimum(left, float(horizon_tokens)) * (slo - token_s)
     lost = (at_end < 0) & (near < 0)

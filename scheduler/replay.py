@@ -130,6 +130,7 @@ def _open(path: Path, mode: str) -> IO[str]:
 
 _INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "row_start", "token", "parent"}
 _INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap", "source", "draft_window"}
+_INTS |= {"likely_tokens"}
 _FLOATS = {"tpot_slo_s", "decode_start_s", "temperature", "need", "weight", "logprob", "expected_tokens"}
 _BOOLS = {"keep", "accepted", "tested", "drafting"}
 

@@ -24,7 +24,7 @@ def attainment_weight(
     Without weights verify tokens go to the requests that are easiest to draft for, and those that are hard
     fall behind their SLO.
     """
-    left = np.minimum(running.remaining_tokens, config.horizon_tokens)
+    left = np.minimum(running.tokens_ahead, config.horizon_tokens)
     elapsed = np.maximum(now_s - running.decode_start_s, 0.0)
     # A request without SLO has all the time in the world: it comes out as safe.
     due = np.minimum(running.tpot_slo_s, NO_SLO_S) * (running.decoded_tokens + left) - elapsed

@@ -29,6 +29,7 @@ class RequestState:
     generated: list[int] = field(default_factory=list)  # all output tokens, first one included
     key: int = 0  # of its noise when it samples (adaserve/noise.py)
     speculation: int | None = None  # deepest node that its client allows; None = no limit
+    osl: int | None = None  # output tokens that its client expects
 
     def advance(self, tokens: list[int]) -> None:
         """Takes in what an iteration emitted."""
@@ -79,10 +80,19 @@ def remaining_tokens(req: Any, state: RequestState) -> int:
     return max(1, limit - len(state.generated)) if limit is not None else 1 << 20
 
 
+def likely_tokens(req: Any, state: RequestState) -> int:
+    """What the client expects still to come; ``remaining_tokens`` where it said nothing, or was wrong."""
+    left, ahead = remaining_tokens(req, state), (state.osl or 0) - len(state.generated)
+    return min(left, ahead) if ahead > 0 else left
+
+
 def running_batch(
     reqs: Sequence[Any], states: Sequence[RequestState], seq_lens: np.ndarray, deepest: int
 ) -> RunningBatch:
     """The policy's view of the batch. ``deepest``: levels that a request's KV window has room for."""
+    likely = None
+    if any(s.osl is not None for s in states):
+        likely = np.array([likely_tokens(r, s) for r, s in zip(reqs, states, strict=True)], np.int64)
     return RunningBatch(
         rids=tuple(s.rid for s in states),
         slo_class=tuple(s.slo_class for s in states),
@@ -100,4 +110,5 @@ def running_batch(
         temperature=np.array(
             [0.0 if r.sampling_params.top_k == 1 else r.sampling_params.temperature for r in reqs]
         ),
+        likely_tokens=likely,
     )

@@ -237,7 +237,8 @@ class AdaServeWorker(BaseSpecWorker):
         for req, row, token in zip(batch.reqs, _pool_rows(batch).tolist(), first_tokens, strict=True):
             slo = self.ledger.slo(req)
             state = RequestState(req.rid, slo.slo_class, slo.tpot_s, now_s, key=self._key(req))
-            state.speculation = asked_of(req).speculation
+            asked = asked_of(req)
+            state.speculation, state.osl = asked.speculation, asked.osl
             old = self._states.get(row)
             if old is not None and old.rid != req.rid and self._pool_row.get(old.rid) == row:
                 # Its request has ended (SGLang does not report one that is aborted in the queue) or waits

@@ -3,9 +3,13 @@
 The first place that speaks wins, for TPOT and TTFT separately::
 
     body     custom_params {slo_tpot_ms, slo_ttft_ms}, or nvext.router {itl_target, ttft_target}
-    header   x-slo-tpot-ms, x-slo-ttft-ms (also spelled x-llm-d-slo-...)
+    header   x-slo-tpot-ms, x-slo-ttft-ms (also spelled x-llm-d-slo-...),
+             or sgl-router's x-sgl-tps-slo (tokens per second) and x-sgl-ttft-slo-ms
     class    custom_params {slo_class} or header x-slo-class
     default  the server's default class, else no SLO
+
+Hints come from Dynamo: nvext.agent_hints {priority, osl} and header x-dynamo-request-priority. A header that
+looks like one of these and is none (``x-slo-tpot``) is refused, and the message names the nearest.
 
 A request may limit its speculation: custom_params {adaserve_speculation} or header x-adaserve-speculation,
 "off" or the most tokens that may be speculated at once.
@@ -21,6 +25,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -42,17 +47,24 @@ from adaserve.slo.classes import (
 HEADER_KEYS = ("authorization", "x-api-key")
 HEADER_CLASS = "x-slo-class"
 HEADER_TPOT = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
-HEADER_TTFT = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+HEADER_TTFT = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-sgl-ttft-slo-ms")
+HEADER_TPS = "x-sgl-tps-slo"
+HEADER_PRIORITY = "x-dynamo-request-priority"
 HEADER_SPECULATION = "x-adaserve-speculation"
+KNOWN_HEADERS = (HEADER_CLASS, *HEADER_TPOT, *HEADER_TTFT, HEADER_TPS, HEADER_SPECULATION)
+_LOOKS_LIKE_OURS = re.compile(r"x-(slo|llm-d-slo|adaserve)(-|$)|x-sgl-(.*-)?slo(-|$)")
 BODY_KEYS = ("slo_class", "slo_tpot_ms", "slo_ttft_ms")
 SPECULATION_KEY = "adaserve_speculation"
 MOST_SPECULATION = 64
+MOST_OSL = 1 << 20
+PRIORITY_RANGE = (-(1 << 31), (1 << 31) - 1)
 WIRE_KEY = "adaserve_slo"
 """Where the resolved SLO stands in ``custom_params`` on its way to the scheduler."""
 
 Headers = Mapping[str, str] | Iterable[tuple[str, str]]
 T = TypeVar("T")
 _COUNT = re.compile(r"\d{1,2}", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d{1,10}", re.ASCII)
 _NUMBER = re.compile(r"\+?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 
 
@@ -66,6 +78,8 @@ class RequestSLO:
     x_baseline: float | None = None  # in place of tpot_s: a multiple of the baseline
     tenant: str = ANONYMOUS  # who asks: a hash of the API key
     speculation: int | None = None  # tokens that may be speculated at once; 0 = off, None = no limit
+    osl: int | None = None  # output tokens that the client expects
+    priority: int | None = None  # higher = sooner, where the server schedules by priority
 
     def at(self, baseline_s: float | None) -> SLO:
         """The objectives in seconds. Raises SLOError when they need a baseline that is unknown."""
@@ -98,11 +112,18 @@ def resolve(
     ``headers``: a mapping or pairs (pairs show a header that was sent twice), names in any case. An API
     key among them tells the tenant.
     ``custom_params``: SGLang's body field; keys that do not start with ``slo_`` are left alone.
-    ``nvext``: Dynamo's body field, taken from ``custom_params["nvext"]`` when not given.
+    ``nvext``: Dynamo's body field, taken from ``custom_params["nvext"]`` when not given. What only its router
+    acts upon is left alone.
     Raises SLOError for every value that is not understood: nothing is ignored silently.
     """
     sent = _by_name(headers)
-    body, header = _in_body(custom_params, nvext, config.limits), _in_headers(sent, config.limits)
+    _refuse_misspelt(sent)
+    if custom_params is not None and not isinstance(custom_params, Mapping):
+        raise SLOError(f"custom_params must be an object, not {shown(custom_params)}")
+    params = custom_params or {}
+    nvext = params.get("nvext") if nvext is None else nvext
+    body, header = _in_body(params, nvext, config.limits), _in_headers(sent, config.limits)
+    hints = _part(nvext, "agent_hints", "{'osl': 256}")
     name = _first(body.slo_class, header.slo_class)
     tpot_ms, ttft_ms = _first(body.tpot_ms, header.tpot_ms), _first(body.ttft_ms, header.ttft_ms)
     cls = config.get(DEFAULT_CLASS if name is None else name)
@@ -115,8 +136,39 @@ def resolve(
         ttft_s=seconds(_first(ttft_ms, cls.ttft_ms)),
         x_baseline=cls.x_baseline if tpot_ms is None else None,
         tenant=_tenant(sent),
-        speculation=_speculation(sent, custom_params or {}),
+        speculation=_speculation(sent, params),
+        osl=_integer("nvext.agent_hints.osl", hints.get("osl"), (1, MOST_OSL)),
+        priority=_priority(sent, hints),
     )
+
+
+def _refuse_misspelt(sent: Mapping[str, list[str]]) -> None:
+    for name in sent:
+        if name not in KNOWN_HEADERS and _LOOKS_LIKE_OURS.match(name):
+            nearest = get_close_matches(name, KNOWN_HEADERS, n=1, cutoff=0.0)[0]
+            raise SLOError(
+                f"unknown header {shown(name)}: did you mean {nearest}? Known are {', '.join(KNOWN_HEADERS)}"
+            )
+
+
+def _priority(sent: Mapping[str, list[str]], hints: Mapping[str, Any]) -> int | None:
+    """The body's, else the header's."""
+    body = _integer("nvext.agent_hints.priority", hints.get("priority"), PRIORITY_RANGE)
+    texts = [int(t) if _INTEGER.fullmatch(t) else t for t in sent.get(HEADER_PRIORITY, [])]
+    header = {_integer(f"header {HEADER_PRIORITY}", t, PRIORITY_RANGE) for t in texts}
+    if len(header) > 1:
+        raise SLOError(f"header {HEADER_PRIORITY} was sent twice with different values: send one of them")
+    return _first(body, header.pop() if header else None)
+
+
+def _integer(where: str, value: Any, accepted: tuple[int, int]) -> int | None:
+    """None for None. Raises SLOError for all else that is no integer inside the range."""
+    low, high = accepted
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise SLOError(f"{where} is {shown(value)}: accepted is an integer from {low} to {high}")
+    return value
 
 
 def _speculation(sent: Mapping[str, list[str]], params: Mapping[str, Any]) -> int | None:
@@ -161,14 +213,11 @@ def _tenant(sent: Mapping[str, list[str]]) -> str:
     return sha256(keys[0].encode()).hexdigest()[:16] if keys else ANONYMOUS
 
 
-def _in_body(params: Mapping[str, Any] | None, nvext: Mapping[str, Any] | None, limits: SLOLimits) -> _Wish:
-    if params is not None and not isinstance(params, Mapping):
-        raise SLOError(f"custom_params must be an object, not {shown(params)}")
-    params = params or {}
+def _in_body(params: Mapping[str, Any], nvext: Any, limits: SLOLimits) -> _Wish:
     for key in map(str, params):
         if key == WIRE_KEY or (key.startswith("slo_") and key not in BODY_KEYS):
             raise SLOError(f"custom_params has no {key!r}: SLO keys are {', '.join(BODY_KEYS)}")
-    router = _router(nvext if nvext is not None else params.get("nvext"))
+    router = _part(nvext, "router", "{'itl_target': 50}")
     name = params.get("slo_class")
     if name is not None and not isinstance(name, str):
         raise SLOError(f"custom_params.slo_class must be a class name, not {shown(name)}")
@@ -183,13 +232,14 @@ def _in_body(params: Mapping[str, Any] | None, nvext: Mapping[str, Any] | None, 
     return _Wish(name, _tpot_ms(tpot, limits), _ttft_ms(ttft, limits))
 
 
-def _router(nvext: Any) -> Mapping[str, Any]:
-    router = nvext.get("router") if isinstance(nvext, Mapping) else nvext
-    if router is None:
+def _part(nvext: Any, name: str, example: str) -> Mapping[str, Any]:
+    """One object of Dynamo's body field; empty where there is none."""
+    part = nvext.get(name) if isinstance(nvext, Mapping) else nvext
+    if part is None:
         return {}
-    if not isinstance(router, Mapping):
-        raise SLOError(f"nvext.router must be an object like {{'itl_target': 50}}, not {shown(router)}")
-    return router
+    if not isinstance(part, Mapping):
+        raise SLOError(f"nvext.{name} must be an object like {example}, not {shown(part)}")
+    return part
 
 
 def _in_headers(sent: Mapping[str, list[str]], limits: SLOLimits) -> _Wish:
@@ -201,39 +251,50 @@ def _in_headers(sent: Mapping[str, list[str]], limits: SLOLimits) -> _Wish:
         texts = [(f"header {name}", text) for name in spellings for text in sent.get(name, [])]
         return [(name, float(text) if _NUMBER.fullmatch(text) else text) for name, text in texts]
 
-    tpot, ttft = values(HEADER_TPOT), values(HEADER_TTFT)
-    return _Wish(names[0] if names else None, _tpot_ms(tpot, limits), _ttft_ms(ttft, limits))
+    tpot, tps, ttft = values(HEADER_TPOT), values((HEADER_TPS,)), values(HEADER_TTFT)
+    return _Wish(names[0] if names else None, _tpot_ms(tpot, limits, tps), _ttft_ms(ttft, limits))
 
 
 Values = list[tuple[str, Any]]
 """What is written in several places, each with its name."""
 
 
-def _tpot_ms(values: Values, limits: SLOLimits) -> float | None:
-    return _one(values, (limits.least_tpot_ms, TPOT_RANGE_MS[1]))
+def _tpot_ms(values: Values, limits: SLOLimits, per_second: Values | None = None) -> float | None:
+    """``per_second``: the same wish as tokens per second, TPOT = 1000 ms / value."""
+    low, high = limits.least_tpot_ms, TPOT_RANGE_MS[1]
+    given = _in_range(values, (low, high), "ms")
+    rates = _in_range(per_second or [], (1e3 / high, 1e3 / low), "tokens per second")
+    return _agreed(given + [(name, 1e3 / rate) for name, rate in rates])
 
 
 def _ttft_ms(values: Values, limits: SLOLimits) -> float | None:
-    return _one(values, (limits.least_ttft_ms, TTFT_RANGE_MS[1]))
+    return _agreed(_in_range(values, (limits.least_ttft_ms, TTFT_RANGE_MS[1]), "ms"))
 
 
-def _one(values: Values, accepted: tuple[float, float]) -> float | None:
-    """The one number of milliseconds, inside the range, that several spellings agree on."""
-    given = [(name, _checked(value, accepted, name)) for name, value in values if value is not None]
-    for name, value in given[1:]:
-        if value != given[0][1]:
+def _in_range(values: Values, accepted: tuple[float, float], unit: str) -> list[tuple[str, float]]:
+    """The values that were given. Raises SLOError for one that is no number inside the range."""
+    low, high = accepted
+    for where, value in values:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and low <= value <= high):  # NaN fails both comparisons
             raise SLOError(
-                f"{given[0][0]} = {given[0][1]:g} and {name} = {value:g} disagree: send one of them"
+                f"{where} is {shown(value)}: accepted is a number from {low:.4g} to {high:.10g} {unit}"
+            )
+    return [(where, float(value)) for where, value in values if value is not None]
+
+
+SAME = 1e-3
+"""Relative difference of two spellings of one wish: 30 ms are 33.33 tokens per second."""
+
+
+def _agreed(given: list[tuple[str, float]]) -> float | None:
+    """The one number of milliseconds that several spellings agree on."""
+    for name, value in given[1:]:
+        if not math.isclose(value, given[0][1], rel_tol=SAME):
+            raise SLOError(
+                f"{given[0][0]} = {given[0][1]:g} ms and {name} = {value:g} ms disagree: send one of them"
             )
     return given[0][1] if given else None
-
-
-def _checked(value: Any, accepted: tuple[float, float], where: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    low, high = accepted
-    if not is_number or not low <= value <= high:  # NaN fails both comparisons
-        raise SLOError(f"{where} is {shown(value)}: accepted is a number from {low:g} to {high:.0f} ms")
-    return float(value)
 
 
 def _first(one: T | None, other: T | None) -> T | None:

@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.config import AdaServeConfig
 from adaserve.engine.prefill import PrefillPacer
-from adaserve.engine.state import RequestState
+from adaserve.engine.state import RequestState, running_batch
 from adaserve.identity import NAME
 from adaserve.patches.prefill_slack import _paced
 from adaserve.scheduler.averages import MovingAverage
@@ -111,6 +111,14 @@ def test_tight_requests_defer_and_bound_the_chunk() -> None:
     some = step(scheduler(pacer(0.022), [Request("w")]))
     assert some is not None and 16 <= some < 200
     assert step(scheduler(pacer(1.0), [Request("w")])) == 256  # a second of slack and more
+
+
+@pytest.mark.parametrize(("osl", "likely"), [(60, 9), (51, 149), (9, 149), (1000, 149), (None, None)])
+def test_an_expected_length_counts_until_it_proves_wrong(osl: int | None, likely: int | None) -> None:
+    state = RequestState("r0", "coding", 0.02, NOW, 50, generated=[1] * 51, osl=osl)
+    batch = running_batch([Request("r0")], [state], np.zeros(1, np.int64), 5)
+    assert batch.remaining_tokens.tolist() == [149] and batch.max_depth.tolist() == [5]
+    assert (batch.likely_tokens is None) if likely is None else batch.tokens_ahead.tolist() == [likely]
 
 
 def test_the_interval_bounds_the_wait() -> None:

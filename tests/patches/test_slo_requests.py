@@ -106,3 +106,16 @@ def test_tenants_are_told_apart_and_their_keys_not_told() -> None:
     assert tenant() == "anonymous" and "secret" not in mine
     assert mine == tenant(authorization="bearer secret-1") == tenant(x_api_key="secret-1")
     assert mine != tenant(authorization="Bearer secret-2")
+
+
+def test_a_priority_hint_fills_sglangs_field_unless_the_request_did() -> None:
+    hints = {"nvext": {"agent_hints": {"priority": 7}}}
+    obj = GenerateReqInput(text="a")
+    generate(obj, http(hints))
+    assert obj.priority == 7
+    obj = GenerateReqInput(text="a", priority=2)
+    generate(obj, http(hints, x_dynamo_request_priority="3"))
+    assert obj.priority == 2
+    unlike = [{"custom_params": {"nvext": {"agent_hints": {"priority": p}}}} for p in (1, 2)]
+    answer = generate(GenerateReqInput(text=["a", "b"], sampling_params=unlike), http())
+    assert answer.status_code == 400 and b"share one priority" in answer.body

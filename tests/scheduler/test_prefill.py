@@ -67,6 +67,8 @@ def test_slack_by_hand():
     assert slack_of(tpot_slo_s=0.02, decoded_tokens=50) == pytest.approx(0.32)
     # 10 tokens to come: 100 ms.
     assert slack_of(tpot_slo_s=0.02, decoded_tokens=50, remaining_tokens=10) == pytest.approx(0.1)
+    # Likely 10 tokens to come, whatever the limit: the same 100 ms.
+    assert slack_of(tpot_slo_s=0.02, decoded_tokens=50, likely_tokens=np.array([10])) == pytest.approx(0.1)
     # A pace of 1 token is just the SLO: what it is ahead stays.
     assert slack_of(pace=1.0, tpot_slo_s=0.02, decoded_tokens=60) == pytest.approx(0.2)
 

@@ -120,6 +120,90 @@ def test_dynamo_fields() -> None:
     assert ask(body={"nvext": {"router": {"itl_target": 20}}}).tpot_s == pytest.approx(0.020)
 
 
+@pytest.mark.parametrize(
+    ("headers", "tpot_s", "ttft_s"),
+    [
+        ({"X-SGL-TPS-SLO": "40"}, 0.025, math.inf),
+        ({"x-sgl-tps-slo": "2.5e1", "x-sgl-ttft-slo-ms": "700"}, 0.040, 0.7),
+        ({"x-sgl-tps-slo": "33.33", "x-slo-tpot-ms": "30"}, 0.030, math.inf),
+        ({"x-llm-d-slo-ttft-ms": "700", "x-sgl-ttft-slo-ms": "700.0"}, math.inf, 0.7),
+    ],
+)
+def test_headers_of_sgl_router(headers: Any, tpot_s: float, ttft_s: float) -> None:
+    r = ask(headers)
+    assert (r.slo_class, r.tpot_s, r.ttft_s) == ("custom", pytest.approx(tpot_s), pytest.approx(ttft_s))
+
+
+def test_tokens_per_second_are_limited_like_milliseconds() -> None:
+    config = SLOConfig(limits=SLOLimits(least_tpot_ms=20))
+    assert ask({"x-sgl-tps-slo": "50"}, None, config).tpot_s == 0.020
+    with pytest.raises(SLOError, match=r"x-sgl-tps-slo is 51.*from 0.01667 to 50 tokens per second"):
+        ask({"x-sgl-tps-slo": "51"}, None, config)
+    with pytest.raises(SLOError, match="name a class"):
+        ask({"x-sgl-tps-slo": "50"}, None, SLOConfig(limits=SLOLimits(own_ms=False)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["nan", "inf", "-40", "0", "", "fast", "40tps", "1e-3", "1e5", "4_0", "0x10", "40, 41", "9" * 400],
+)
+def test_bad_tokens_per_second(value: str) -> None:
+    with pytest.raises(SLOError, match=r"x-sgl-tps-slo.*from 0.01667 to 10000 tokens per second"):
+        ask({"x-sgl-tps-slo": value})
+
+
+def test_hints_of_dynamo() -> None:
+    hints = {"agent_hints": {"priority": 5, "strict_priority": 1, "osl": 1024, "speculative_prefill": True}}
+    r = resolve({}, None, CONFIG, hints)
+    assert (r.osl, r.priority, r.slo_class) == (1024, 5, "default")
+    assert resolve({}, {"nvext": hints}, CONFIG).osl == 1024
+    assert resolve({"x-dynamo-request-priority": "-3"}, None, CONFIG).priority == -3
+    assert resolve({"x-dynamo-request-priority": "-3"}, None, CONFIG, hints).priority == 5
+    assert RequestSLO.from_params(r.in_params(None)) == r
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 1.5, True, "64", [64], math.nan, 10**5000], ids=lambda v: str(type(v))
+)
+def test_bad_hints(value: Any) -> None:
+    with pytest.raises(SLOError, match=r"agent_hints.osl is .*an integer from 1 to 1048576"):
+        ask(nvext={"agent_hints": {"osl": value}})
+    if type(value) is not int or value > 1:
+        with pytest.raises(SLOError, match=r"agent_hints.priority is .*an integer from -2147483648"):
+            ask(nvext={"agent_hints": {"priority": value}})
+
+
+@pytest.mark.parametrize("value", ["high", "", "1.5", "2147483648", "9" * 5000, "\u0665"])
+def test_a_bad_priority_header(value: str) -> None:
+    with pytest.raises(SLOError, match=r"x-dynamo-request-priority is .*an integer from -2147483648"):
+        ask({"x-dynamo-request-priority": value})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("x-slo-tpot", "x-slo-tpot-ms"),
+        ("X-SLO-TTFT", "x-slo-ttft-ms"),
+        ("x-slo-", "x-slo-class"),
+        ("x-slo-clas", "x-slo-class"),
+        ("x-slo-tpot-ms-", "x-slo-tpot-ms"),
+        ("x-llm-d-slo-tpot", "x-llm-d-slo-tpot-ms"),
+        ("x-sgl-tpot-slo", "x-sgl-tps-slo"),
+        ("x-sgl-slo-ttft-ms", "x-slo-ttft-ms"),
+        ("x-adaserve-speculate", "x-adaserve-speculation"),
+        ("x-slo-" + "\xff" * 300, "x-slo-class"),
+    ],
+)
+def test_an_unknown_header_is_refused_with_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(SLOError, match=f"did you mean {nearest}\\?"):
+        ask({name: "50"})
+
+
+def test_other_headers_are_left_alone() -> None:
+    others = ("x-slot", "x-sgl-request-id", "x-llm-d-inference-objective", "x-slog-level", "x-sgl-slow")
+    assert ask(dict.fromkeys(others, "50")).slo_class == "default"
+
+
 BAD_HEADERS = [
     "nan",
     "inf",
@@ -168,6 +252,9 @@ def test_bad_body_values(value: Any) -> None:
         ([("x-slo-class", "chat"), ("x-slo-class", "coding")], None, "sent twice"),
         ({}, {"slo_tpot_ms": 50, "nvext": {"router": {"itl_target": 51}}}, "disagree"),
         ({}, {"nvext": {"router": 5}}, "must be an object"),
+        ({}, {"nvext": {"agent_hints": [1]}}, "nvext.agent_hints must be an object"),
+        ({"x-sgl-tps-slo": "40", "x-slo-tpot-ms": "30"}, None, "= 30 ms and .* = 25 ms disagree"),
+        ([("x-dynamo-request-priority", "1"), ("x-dynamo-request-priority", "2")], None, "sent twice"),
     ],
 )
 def test_refusals_say_what_is_accepted(headers: Any, body: Any, says: str) -> None:
