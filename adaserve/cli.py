@@ -143,6 +143,13 @@ def serve(
         typer.Option(help="ms per token of the idle server, for x_baseline SLOs.", show_default="measured"),
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Record every iteration here, for replay.")] = None,
+    shed: Annotated[
+        bool,
+        typer.Option("--shed", help="Answer 429 to requests that would miss their TTFT SLO in the queue."),
+    ] = False,
+    orca: Annotated[
+        bool, typer.Option("--orca", help="Add ORCA's response header endpoint-load-metrics (Envoy).")
+    ] = False,
     cpu_weights: Weights = "auto",
 ) -> None:
     """Serve a model with per-request SLOs: SGLang's HTTP API, plus AdaServe.
@@ -159,6 +166,7 @@ def serve(
         suffix_scope=suffix_scope, suffix_memory_mb=suffix_memory_mb,
         policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
+        shed=shed, orca=orca,
     )  # fmt: skip
     command = spec.command()
     os.environ.update(spec.environment())

@@ -113,6 +113,16 @@ class AdaServeConfig(Checked):
         "with less headroom than this factor, until its own TTFT aim comes near (0 = never wait)",
     )
 
+    shed: bool = Field(
+        default=False,
+        description="answer 429 with Retry-After to waiting requests that will miss their TTFT SLO, or whose "
+        "class is over its share",
+    )
+    orca: bool = Field(
+        default=False,
+        description="add ORCA's response header endpoint-load-metrics, by which Envoy weighs servers",
+    )
+
     @field_validator("policy")
     @classmethod
     def _known_policy(cls, name: str) -> str:

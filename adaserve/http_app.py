@@ -12,10 +12,11 @@ load_plugins()
 
 from sglang.srt.entrypoints.http_server import app  # noqa: E402 - hooks must be in place first
 
-from adaserve.patches import routes  # noqa: E402
+from adaserve.patches import load_headers, routes  # noqa: E402
 from adaserve.patches.live_page import mount  # noqa: E402
 
 mount(app)
 routes.mount(app)
+load_headers.mount(app)
 
 __all__ = ["app"]

@@ -45,9 +45,12 @@ def apply_all() -> None:
         kv_reserve,
         kv_sizing,
         live_page,
+        load_headers,
+        load_reports,
         prefill_slack,
         routes,
         scheduler_guard,
+        shedding,
         slo_requests,
         slo_responses,
         stop_strings,
@@ -66,6 +69,9 @@ def apply_all() -> None:
         stop_strings,
         internal_state,
         live_page,
+        load_reports,
+        shedding,
         routes,
+        load_headers,  # around everything, refusals included
     ):
         module.register()

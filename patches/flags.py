@@ -25,6 +25,15 @@ def _add_flags(_: Any, parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("AdaServe", "with --speculative-algorithm ADASERVE")
     for name, field in AdaServeConfig.model_fields.items():
         kind = _without_none(field.annotation)
+        if kind is bool:
+            group.add_argument(
+                "--adaserve-" + name.replace("_", "-"),
+                dest="adaserve_" + name,
+                action="store_const",
+                const=True,
+                help=field.description,
+            )
+            continue
         usual = "" if field.default is None else f" (default: {field.default})"
         group.add_argument(
             "--adaserve-" + name.replace("_", "-"),

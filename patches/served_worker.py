@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from adaserve.identity import is_ours
 from adaserve.scheduler.interface import Policy
 from adaserve.scheduler.prefill import PrefillPlan
+from adaserve.slo.forecast import Forecast
 from adaserve.slo.ledger import SLOLedger
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The requests of a scheduler; all of them are SGLang's ``Req``."""
+
+    running: Sequence[Any]  # those that decode
+    started: Any | None  # whose prompt is partly in the cache
+    waiting: Sequence[Any]  # the queue
+    slots: int  # requests that may run at the same time
+    most_tokens: int  # of a prefill
+    paced: bool  # whether prefills are paced
+
+    @property
+    def joining(self) -> int:
+        """Requests that will decode beside the running ones before one that arrives now."""
+        return int(self.started is not None) + len(self.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request gets 429 in place of an answer."""
+
+    reason: str  # as llm-d's header x-llm-d-request-dropped-reason says it
+    message: str
+    retry_after_s: int
 
 
 class Pacer(Protocol):
@@ -38,6 +66,34 @@ class Pacer(Protocol):
         ...
 
 
+class Forecasts(Protocol):
+    """Says what one more request would get."""
+
+    latest: Forecast | None
+
+    def is_due(self, idle: bool, now_s: float) -> bool:
+        """Whether the latest forecast is too old."""
+        ...
+
+    def renew(self, load: Load, now_s: float) -> Forecast:
+        """Makes a forecast and publishes it."""
+        ...
+
+    def arrived(self, req: Any, load: Load) -> None:
+        """Predicts the TPOT of a request that is about to be queued."""
+        ...
+
+
+class Sheds(Protocol):
+    """Decides which waiting requests are refused."""
+
+    enabled: bool
+
+    def refusals(self, load: Load, now_s: float) -> list[tuple[Any, Refusal]]:
+        """Requests of the queue that must not wait any longer, each with the reason."""
+        ...
+
+
 class ServedWorker(Protocol):
     """The speculative worker of one scheduler process."""
 
@@ -46,6 +102,12 @@ class ServedWorker(Protocol):
 
     @property
     def prefill(self) -> Pacer: ...
+
+    @property
+    def forecaster(self) -> Forecasts: ...
+
+    @property
+    def shedder(self) -> Sheds: ...
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -65,3 +127,16 @@ def worker_of(scheduler: Any) -> ServedWorker | None:
         return None
     worker: ServedWorker = scheduler.draft_worker
     return worker
+
+
+def load_of(scheduler: Any, worker: ServedWorker) -> Load:
+    """What runs and waits in an SGLang scheduler now."""
+    started = scheduler.chunked_req
+    return Load(
+        running=[r for r in scheduler.running_batch.reqs if r is not started and not r.finished()],
+        started=started,
+        waiting=scheduler.waiting_queue,
+        slots=scheduler.max_running_requests,
+        most_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
+        paced=worker.prefill.paces(worker.policy.name),
+    )

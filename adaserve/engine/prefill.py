@@ -18,6 +18,7 @@ from adaserve.engine.state import RequestState, running_batch
 from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.fairness import HoldBudget, binding_rows
+from adaserve.scheduler.forecast import Outlook
 from adaserve.scheduler.interface import IterationOutcome, RunningBatch
 from adaserve.scheduler.policies import is_slo_aware
 from adaserve.scheduler.prefill import (
@@ -50,6 +51,16 @@ class Chunks(NamedTuple):
     seconds: np.ndarray
 
 
+class Situation(NamedTuple):
+    """What a decision about prefills is based on."""
+
+    rule: PrefillConfig
+    queue: WaitingBatch
+    reqs: list[Any]  # the rows of ``batch``
+    batch: RunningBatch
+    pressure: Pressure
+
+
 class PrefillPacer:
     """Answers ``plan`` before each scheduling step; learns from every prefill and iteration."""
 
@@ -72,6 +83,7 @@ class PrefillPacer:
         self._gate = config.prefill_headroom or None
         self._costs, self._ledger, self._states = costs, ledger, states
         self._prefills = costs.prefills()
+        self.outlook = Outlook(costs)
         self._period_s = MovingAverage(NEWEST)  # of decode iterations
         self._cycle_s = MovingAverage(NEWEST)  # the same with the prefills between them
         self._verified = MovingAverage(NEWEST)  # tokens per verification
@@ -121,6 +133,7 @@ class PrefillPacer:
         self._decodes, self._spent_s = self._decodes + 1, 0.0
         self._holds.charge(self._holders, outcome.total_s, outcome.end_s)
         self._holders = set()
+        self.outlook.observe(outcome, any(rid in self._pace for rid in outcome.plan.running.rids))
         self._mean_pace.add(float(outcome.new_tokens.mean()))
         known, usual = self._pace, self._mean_pace.value
         self._pace = {
@@ -145,14 +158,8 @@ class PrefillPacer:
         requests are the further rows. ``most_tokens``: SGLang's own chunk size. Rows that the plan's order
         leaves out have to wait.
         """
-        sizes = np.unique(np.linspace(1, most_tokens, 128).astype(np.int64))
-        curve = self._prefills.quiet_curve(0.0, most_tokens)[sizes] * self._costs.slowdown
-        chunks = Chunks(sizes, np.maximum.accumulate(curve))
-        rule = self._rule(most_tokens, least_chunk(*chunks))
         waiting = [*([] if started is None else [started]), *waiting[:MOST_WAITING]]
-        queue = self._waiting(waiting, started)
-        known, batch = self._decoding(running, now_s)
-        pressure = self._pressure(rule, batch, len(queue.arrival_s), now_s, chunks)
+        rule, queue, known, batch, pressure = self.situation(running, started, waiting, most_tokens, now_s)
         plan = plan_prefill(rule, queue, len(running), now_s, pressure)
         if self._holds.limits:
             gone = set(plan.order.tolist()) if plan.tokens else set()
@@ -160,6 +167,25 @@ class PrefillPacer:
             tight = [known[i] for i in binding_rows(pressure.slack_s, batch.tpot_slo_s)]
             self._holders = {t for t in map(self._tenant, tight) if held - ({t} - {ANONYMOUS})}
         return plan
+
+    def situation(
+        self,
+        running: Sequence[Any],
+        started: Any | None,
+        waiting: Sequence[Any],
+        most_tokens: int,
+        now_s: float,
+    ) -> Situation:
+        """As for ``plan``; ``waiting`` are the rows, ``started`` is one of them. The pressure foresees one
+        request more than those."""
+        sizes = np.unique(np.linspace(1, most_tokens, 128).astype(np.int64))
+        curve = self._prefills.quiet_curve(0.0, most_tokens)[sizes] * self._costs.slowdown
+        chunks = Chunks(sizes, np.maximum.accumulate(curve))
+        rule = self._rule(most_tokens, least_chunk(*chunks))
+        queue = self._waiting(waiting, started)
+        known, batch = self._decoding(running, now_s)
+        pressure = self._pressure(rule, batch, len(queue.arrival_s) + 1, now_s, chunks)
+        return Situation(rule, queue, known, batch, pressure)
 
     def _tenant(self, req: Any) -> str:
         return self._ledger.slo(req).tenant
@@ -187,7 +213,7 @@ class PrefillPacer:
         )
 
     def _pressure(
-        self, rule: PrefillConfig, batch: RunningBatch, n_waiting: int, now_s: float, chunks: Chunks
+        self, rule: PrefillConfig, batch: RunningBatch, joining: int, now_s: float, chunks: Chunks
     ) -> Pressure:
         n = max(1, len(batch))
         pace = np.array([self._pace.get(rid, self._mean_pace.value) for rid in batch.rids])
@@ -197,7 +223,7 @@ class PrefillPacer:
         if self._gate is not None and len(batch):
             usual, cycle_s = np.full(len(batch), self._mean_pace.value), self._cycle_s.value or period_s
             slos, verified = batch.tpot_slo_s, self._verified.value
-            room = predicted_room(self._costs, slos, usual, cycle_s, verified, n_waiting)
+            room = predicted_room(self._costs, slos, usual, cycle_s, verified, joining)
         return Pressure(slack, period_s, *chunks, self._decodes, self._spent_s, room)
 
     def _waiting(self, reqs: Sequence[Any], started: Any | None) -> WaitingBatch:

@@ -23,6 +23,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from adaserve.config import AdaServeConfig, slo_classes
 from adaserve.engine import measure, sampling
 from adaserve.engine.agree import Agreement
+from adaserve.engine.forecast import Forecaster
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
 from adaserve.engine.iteration import Iteration, Marks, counts_by_source, sample_of
@@ -30,6 +31,7 @@ from adaserve.engine.parts import Device
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.roots import RootTokens
+from adaserve.engine.shedding import Shedder
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
@@ -117,6 +119,8 @@ class AdaServeWorker(BaseSpecWorker):
             alone=self._agreement.alone,
             tenant_share=slo_classes().limits.tenant_share,
         )
+        self.forecaster = Forecaster(self.prefill, self.ledger, slo_classes())
+        self.shedder = Shedder(self.config.shed, self.forecaster, self.ledger, slo_classes())
 
     def _make_sources(self) -> Iterator[TreeSource]:
         """Draft models come first: their KV lies in the columns that they choose."""

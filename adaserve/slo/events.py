@@ -25,6 +25,7 @@ class FinishedRequest:
     ttft_s: float | None
     tpot_s: float | None  # None when fewer than two tokens were generated
     output_tokens: int
+    predicted_tpot_s: float | None = None  # when it arrived
     failed: bool = False
     iterations: int = 0  # decode iterations that it took part in
     stall_s: float = 0.0  # of its decode time, how much went into prefills of others
@@ -46,6 +47,13 @@ class FinishedRequest:
         """TPOT / SLO; None without either."""
         bounded = self.tpot_s is not None and math.isfinite(self.slo.tpot_s)
         return self.tpot_s / self.slo.tpot_s if bounded and self.tpot_s is not None else None
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted / delivered TPOT - 1; None without either, and for requests that failed."""
+        if self.failed or self.predicted_tpot_s is None or not self.tpot_s:
+            return None
+        return self.predicted_tpot_s / self.tpot_s - 1
 
 
 class IterationSample(msgspec.Struct):

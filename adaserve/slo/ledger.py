@@ -44,6 +44,7 @@ class SLOLedger:
         self._slos: WeakKeyDictionary[Any, SLO] = WeakKeyDictionary()
         self._company: WeakKeyDictionary[Any, _Company] = WeakKeyDictionary()
         self._by_rid: WeakValueDictionary[str, _Company] = WeakValueDictionary()
+        self._predicted_s: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # TPOT, said at its arrival
         self._queue = 0
         self._kv_use = 0.0
 
@@ -57,6 +58,17 @@ class SLOLedger:
             asked = RequestSLO.from_params(req.sampling_params.custom_params)
             known = self._slos[req] = asked.at(self.baseline_s)
         return known
+
+    def arrival_s(self, req: Any) -> float:
+        """When the request came to the HTTP process, by the clock of ``time.perf_counter``; the earliest time
+        known."""
+        times = req.time_stats
+        arrival_s: float = times.created_time or times.scheduler_recv_time or times.wait_queue_entry_time
+        return arrival_s
+
+    def predicted(self, req: Any, tpot_s: float) -> None:
+        """Notes the TPOT that was predicted for a request when it arrived."""
+        self._predicted_s[req] = tpot_s
 
     def load(self, queue: int, kv_use: float) -> None:
         """Notes the number of waiting requests and the share of the KV pool in use (0 to 1)."""
@@ -108,6 +120,7 @@ class SLOLedger:
             "class": slo.slo_class,
             "tpot_ms": _ms(request.tpot_s),
             "tpot_slo_ms": _ms(slo.tpot_s),
+            "tpot_predicted_ms": _ms(request.predicted_tpot_s),
             "ttft_ms": _ms(request.ttft_s),
             "ttft_slo_ms": _ms(slo.ttft_s),
             "met": not aborted and request.met_tpot and request.met_ttft,
@@ -121,12 +134,13 @@ class SLOLedger:
         first_s = times.prefill_finished_time
         # A retraction resets both; a request may end in the prefill that follows.
         last_s = max(times.last_decode_finish_time, times.last_prefill_finished_time)
-        started_s = times.created_time or times.scheduler_recv_time or times.wait_queue_entry_time
+        started_s = self.arrival_s(req)
         company = self._company.pop(req, None) or _Company(self._prefills_s)
         return FinishedRequest(
             slo=self.slo(req),
             ttft_s=first_s - started_s if first_s and started_s else None,
             tpot_s=(last_s - first_s) / (tokens - 1) if tokens > 1 and first_s else None,
+            predicted_tpot_s=self._predicted_s.pop(req, None),
             output_tokens=tokens,
             failed=failed,
             iterations=req.spec_verify_ct,

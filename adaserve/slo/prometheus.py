@@ -12,11 +12,14 @@ from functools import partial
 from typing import Any
 
 from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
+from adaserve.slo.forecast import Forecast
 from adaserve.slo.metrics import RATIO_EDGES
 
 _TOKEN_EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _SMALL_EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _ACCEPT_EDGES = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8)
+
+_ERROR_EDGES = (-0.5, -0.25, -0.15, -0.05, 0.05, 0.15, 0.25, 0.5, 1.0)
 
 # Fields of IterationSample -> metric.
 _COUNTERS = {
@@ -75,6 +78,21 @@ class ServerMetrics:
         target = "Share of requests of a class that should meet all their SLOs"
         self.target = gauge("adaserve:slo_target", target, by_class)
         self._expected, self._emitted = 0.0, 0.0
+        shed = "Requests answered with 429 by class and reason (see --shed)"
+        self.refused = counter("adaserve:shed_requests", shed, ("slo_class", "reason"))
+        error = "Predicted / delivered TPOT - 1 of finished requests, predicted when they arrived"
+        self.error = histogram("adaserve:predicted_tpot_error", error, by_class, buckets=_ERROR_EDGES)
+        # What data-parallel ranks say is added up as a router sees it: the best of them serves the request.
+        best_least = partial(prometheus.Gauge, multiprocess_mode="min", **where)
+        best_most = partial(prometheus.Gauge, multiprocess_mode="max", **where)
+        tpot = "Predicted TPOT of one more request, seconds"
+        self.tpot = best_least("adaserve:predicted_tpot_seconds", tpot, by_class)
+        headroom = "TPOT SLO of the class / predicted TPOT of one more request"
+        self.headroom = best_most("adaserve:predicted_headroom", headroom, by_class)
+        wait = "Predicted wait of one more request until its prefill starts, seconds"
+        self.wait = best_least("adaserve:predicted_wait_seconds", wait, by_class)
+        admission = "1 = a new prompt starts at once, below 1 = it waits while it can for those that run"
+        self.admission = best_most("adaserve:admission_open", admission)
 
     def start(self, targets: Mapping[str, float]) -> None:
         """Publishes the targets, and zeros for each class: a rate needs a first value."""
@@ -82,7 +100,7 @@ class ServerMetrics:
             self.target.labels(name).set(target)
             for outcome in ("met", "missed", "failed"):
                 self.requests.labels(name, "all", outcome)
-            for metric in (self.tokens, self.goodput, self.ratio):
+            for metric in (self.tokens, self.goodput, self.ratio, self.error):
                 metric.labels(name)
 
     def finish(self, name: str, request: FinishedRequest) -> None:
@@ -100,6 +118,21 @@ class ServerMetrics:
             self.goodput.labels(name).inc(request.output_tokens)
         if (ratio := request.tpot_ratio) is not None:
             self.ratio.labels(name).observe(ratio)
+        if (error := request.prediction_error) is not None:
+            self.error.labels(name).observe(error)
+
+    def forecast(self, forecast: Forecast) -> None:
+        """Publishes what one more request would get."""
+        self.admission.set(forecast.admission_open)
+        for name, told in forecast.classes.items():
+            self.tpot.labels(name).set(told.tpot_ms / 1e3)
+            self.wait.labels(name).set(told.wait_ms / 1e3)
+            if told.headroom is not None:
+                self.headroom.labels(name).set(told.headroom)
+
+    def shed(self, name: str, reason: str) -> None:
+        """Counts a request that got 429."""
+        self.refused.labels(name, reason).inc()
 
     def iteration(self, sample: IterationSample) -> None:
         """Counts a decode iteration."""

@@ -17,6 +17,7 @@ import msgspec
 
 from adaserve.slo.classes import CUSTOM_CLASS, SLOConfig
 from adaserve.slo.events import READING, STAGES, FinishedRequest, IterationSample
+from adaserve.slo.forecast import Forecast
 from adaserve.slo.prometheus import ServerMetrics
 
 BUCKET_S = 2.0
@@ -180,6 +181,16 @@ class SLOStats:
         self._last, self._last_at = sample, self._clock()
         if self._metrics is not None:
             self._metrics.iteration(sample)
+
+    def forecast(self, forecast: Forecast) -> None:
+        """Publishes what one more request would get."""
+        if self._metrics is not None:
+            self._metrics.forecast(forecast)
+
+    def shed(self, slo_class: str, reason: str) -> None:
+        """Counts a request that got 429."""
+        if self._metrics is not None:
+            self._metrics.shed(slo_class, reason)
 
     def state(self) -> dict[str, Any]:
         """A RankState as JSON values; see :func:`adaserve.slo.snapshot.build_snapshot`."""

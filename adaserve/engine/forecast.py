@@ -1,0 +1,113 @@
+"""What one request more would get: the engine's side of ``scheduler/forecast.py``.
+
+Nothing here runs in a decode iteration. A forecast is made once a second at most, and when the server has
+become idle or is no longer; for a request that arrives, its TPOT is predicted once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from adaserve.engine.prefill import MOST_WAITING, PrefillPacer, Situation
+from adaserve.patches.served_worker import Load
+from adaserve.scheduler.averages import MovingAverage
+from adaserve.scheduler.forecast import predicted_wait_s
+from adaserve.scheduler.interface import FloatArray
+from adaserve.scheduler.prefill import WaitingBatch
+from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS, SLO, SLOConfig
+from adaserve.slo.forecast import ClassForecast, Forecast
+from adaserve.slo.ledger import SLOLedger
+
+LEAST_AGE_S = 1.0
+"""A forecast is kept this long."""
+
+PROMPT_TOKENS = 256.0
+"""Length of a prompt, before one was seen."""
+
+
+class Forecaster:
+    """Says what one more request would get."""
+
+    def __init__(self, pacer: PrefillPacer, ledger: SLOLedger, classes: SLOConfig) -> None:
+        self._pacer, self._ledger, self._classes = pacer, ledger, classes
+        self._prompt_tokens = MovingAverage(0.1, start=PROMPT_TOKENS)
+        self._made_s = -np.inf
+        self._idle = False
+        self.latest: Forecast | None = None
+
+    def is_due(self, idle: bool, now_s: float) -> bool:
+        """Whether the latest forecast is too old, or was made before the server became idle."""
+        return now_s - self._made_s >= LEAST_AGE_S or idle != self._idle
+
+    def arrived(self, req: Any, load: Load) -> None:
+        """Predicts the TPOT of a request that is about to be queued, to be compared with what it gets."""
+        self._prompt_tokens.add(float(len(req.origin_input_ids)))
+        slo = self._ledger.slo(req)
+        self._ledger.predicted(req, self._tpot_s(slo.slo_class, load))
+
+    def renew(self, load: Load, now_s: float) -> Forecast:
+        """Makes a forecast and publishes it."""
+        self._made_s, self._idle = now_s, not (load.running or load.joining)
+        situation, finish_s = self._situation(load, now_s)
+        room = situation.pressure.room
+        open_to = 1.0
+        if load.paced and situation.rule.gate is not None and room is not None:
+            open_to = min(1.0, float(room[-1]) / situation.rule.gate)
+        told = {}
+        for name in self._classes.labels:
+            slo = self._slo(name)
+            tpot_s = self._tpot_s(name, load)
+            headroom = slo.tpot_s / tpot_s if np.isfinite(slo.tpot_s) else None
+            wait_s = self._wait_s(slo, self._prompt_tokens.value, situation, finish_s, load, now_s)
+            told[name] = ClassForecast(tpot_s * 1e3, headroom, wait_s * 1e3)
+        self.latest = Forecast(open_to, told)
+        self._ledger.stats.forecast(self.latest)
+        return self.latest
+
+    def wait_s(self, req: Any, load: Load, now_s: float) -> float:
+        """Predicted seconds from now until the prefill of a request that arrives now starts."""
+        situation, finish_s = self._situation(load, now_s)
+        tokens = float(len(req.origin_input_ids))
+        return self._wait_s(self._ledger.slo(req), tokens, situation, finish_s, load, now_s)
+
+    def _tpot_s(self, slo_class: str, load: Load) -> float:
+        n = len(load.running)
+        joining = max(1, min(load.joining + 1, load.slots - n))
+        return self._pacer.outlook.tpot_s(slo_class, n, joining)
+
+    def _slo(self, name: str) -> SLO:
+        known = name in self._classes.classes or name not in (DEFAULT_CLASS, CUSTOM_CLASS)
+        return self._classes.get(name).slo(self._ledger.baseline_s) if known else SLO(name)
+
+    def _situation(self, load: Load, now_s: float) -> tuple[Situation, FloatArray]:
+        """The state of queue and batch, and the seconds until each running request ends, rising."""
+        waiting = [*([] if load.started is None else [load.started]), *load.waiting[:MOST_WAITING]]
+        situation = self._pacer.situation(load.running, load.started, waiting, load.most_tokens, now_s)
+        if not load.paced:
+            situation = situation._replace(rule=replace(situation.rule, gate=None, pacing="fixed"))
+        batch, outlook = situation.batch, self._pacer.outlook
+        n = len(load.running)
+        pace = np.array([outlook.pace(name, n) for name in batch.slo_class])
+        finish_s: FloatArray = np.sort(batch.tokens_ahead * outlook.cycle_s(n) / pace)
+        return situation, finish_s
+
+    def _wait_s(
+        self, slo: SLO, tokens: float, situation: Situation, finish_s: FloatArray, load: Load, now_s: float
+    ) -> float:
+        queue = situation.queue
+        rows = len(queue.arrival_s)
+        # Prompts that were not looked at are like those that were.
+        unseen = (load.joining - rows) / rows if rows else 0.0
+        with_it = WaitingBatch(
+            arrival_s=np.append(queue.arrival_s, now_s),
+            ttft_slo_s=np.append(queue.ttft_slo_s, slo.ttft_s),
+            prompt_left=np.append(np.round(queue.prompt_left * (1.0 + unseen)), max(1.0, tokens)).astype(
+                np.int64
+            ),
+            started=np.append(queue.started, False),
+        )
+        slots = load.slots - (load.joining - rows)
+        return predicted_wait_s(situation.rule, with_it, finish_s, slots, now_s, situation.pressure)

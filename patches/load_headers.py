@@ -1,0 +1,121 @@
+"""Response headers for routers: ORCA's ``endpoint-load-metrics``, and ``Retry-After`` of a shed request.
+
+Why: SGLang's routes make their responses from a status and a message alone. What a header is made of is noted
+while the request is handled, and added when its response starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.config import AdaServeConfig
+from adaserve.patches import hook
+from adaserve.patches.routes import App, Message, Receive, Send
+from adaserve.patches.shedding import REASON, RETRY_AFTER
+
+ORCA = b"endpoint-load-metrics"
+ORCA_FORMAT = b"endpoint-load-metrics-format"
+
+_noted: ContextVar[dict[str, Any] | None] = ContextVar("adaserve_noted", default=None)
+"""Why the request at hand was shed; one object for all tasks that serve it."""
+
+
+def register() -> None:
+    hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", _before_run, HookType.BEFORE)
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    hook(f"{manager}._handle_abort_finish_reason", _note, HookType.BEFORE)
+
+
+def _before_run(*_: Any, **__: Any) -> None:
+    from sglang.srt.entrypoints.http_server import app
+
+    mount(app)
+
+
+def mount(app: Any) -> None:
+    """Puts the headers around SGLang's app, once, before it serves."""
+    if getattr(app.state, "adaserve_load_headers", False):
+        return
+    app.state.adaserve_load_headers = True
+    build, orca = app.build_middleware_stack, AdaServeConfig.load().orca
+    app.build_middleware_stack = lambda: LoadHeaders(build(), orca)
+
+
+def _note(self: Any, out: dict[str, Any], state: Any, is_stream: bool) -> None:
+    reason, noted = out["meta_info"]["finish_reason"], _noted.get()
+    if noted is not None and isinstance(reason, dict) and REASON in reason:
+        noted.update({name: reason[name] for name in (REASON, RETRY_AFTER)})
+
+
+class LoadHeaders:
+    """ASGI middleware."""
+
+    def __init__(self, app: App, orca: bool) -> None:
+        self._app, self._orca = app, orca
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        noted: dict[str, Any] = {}
+        _noted.set(noted)
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                more = [*_of_shed(message["status"], noted)]
+                if self._orca and scope["method"] == "POST":
+                    more += _of_load(scope["headers"])
+                message = {**message, "headers": [*message.get("headers", []), *more]}
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+def _of_shed(status: int, noted: dict[str, Any]) -> Iterable[tuple[bytes, bytes]]:
+    if status == 429 and noted:
+        yield b"retry-after", str(noted[RETRY_AFTER]).encode()
+        yield b"x-llm-d-request-dropped-reason", noted[REASON].encode()
+
+
+def _of_load(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[bytes, bytes]]:
+    """The latest load of the scheduler, as Envoy's ORCA writes it in text or, when asked for, in JSON."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    loads = get_global_state().tokenizer_manager.load_snapshot_reader.read_all()
+    metrics = orca_metrics([load.to_dict({"core", "slo"}) for load in loads])
+    if metrics:
+        wanted = dict(headers).get(ORCA_FORMAT, b"").strip().lower()
+        yield ORCA, (as_json(metrics) if wanted == b"json" else as_text(metrics)).encode()
+
+
+def orca_metrics(loads: list[dict[str, Any]]) -> dict[str, float]:
+    """Named metrics of the least loaded data-parallel rank, which would get one more request."""
+    if not loads:
+        return {}
+    best = min(loads, key=lambda load: load["num_running_reqs"] + load["num_waiting_reqs"])
+    metrics = {
+        "kv_cache_usage": float(best["token_usage"]),
+        "running_requests": float(best["num_running_reqs"]),
+        "waiting_requests": float(best["num_waiting_reqs"]),
+    }
+    if (forecast := best.get("slo")) is not None:
+        metrics["admission_open"] = forecast["admission_open"]
+        for name, told in forecast["classes"].items():
+            if told["headroom"] is not None:
+                metrics[f"headroom_{name}"] = told["headroom"]
+    return metrics
+
+
+def as_text(metrics: dict[str, float]) -> str:
+    """``TEXT named_metrics.a=1, named_metrics.b=2``."""
+    return "TEXT " + ", ".join(f"named_metrics.{name}={value:.6g}" for name, value in metrics.items())
+
+
+def as_json(metrics: dict[str, float]) -> str:
+    """``JSON {"named_metrics": {"a": 1, "b": 2}}``."""
+    return "JSON " + json.dumps({"named_metrics": {name: float(f"{v:.6g}") for name, v in metrics.items()}})

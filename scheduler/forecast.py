@@ -1,0 +1,130 @@
+"""What one request more would get: its TPOT, and how long it would wait for its prefill.
+
+The TPOT of a request is the time from one decode iteration to the next over its tokens per iteration. Both
+are remembered by batch size. How much longer iterations get with requests that join, the latency model of
+the policies says, with the shape of the trees that are usual now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaserve.scheduler.averages import blend
+from adaserve.scheduler.interface import FloatArray, IterationOutcome
+from adaserve.scheduler.latency import Latency
+from adaserve.scheduler.prefill import PrefillConfig, Pressure, WaitingBatch, aims_s, plan_prefill
+
+NEWEST = 0.05
+"""Weight of the newest iteration: the last two dozen count."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    """Means over recent iterations of one batch size, up to a factor of two."""
+
+    n: float
+    cycle_s: float  # from the end of one iteration to the end of the next, prefills included
+    pace: float  # tokens per request and iteration
+    verified: float  # tokens of a verification
+    depth: float
+    width: float
+    context: float  # cached tokens, all requests
+
+
+class Outlook:
+    """Learns from iterations; knows no clock."""
+
+    def __init__(self, latency: Latency) -> None:
+        self._latency = latency
+        self._means: dict[int, FloatArray] = {}  # the fields of _Usual, by the bits of the batch size
+        self._paces: dict[tuple[int, str], float] = {}  # the same for each class
+
+    def observe(self, outcome: IterationOutcome, continued: bool) -> None:
+        """An iteration. ``continued``: some of its requests decoded in the one before it as well, so the time
+        since then is theirs."""
+        running, new = outcome.plan.running, outcome.new_tokens
+        n = len(running)
+        size = n.bit_length()
+        cycle_s = outcome.since_last_s if continued and outcome.since_last_s else outcome.total_s
+        verified, steps = outcome.selection.verify_tokens, outcome.trees.draft_steps
+        context = float(running.context_tokens.sum())
+        seen = np.array([n, cycle_s, new.sum() / n, verified, steps, outcome.plan.width, context], np.float64)
+        known = self._means.get(size)
+        self._means[size] = seen if known is None else blend(known, seen, NEWEST)
+        sums: dict[str, list[int]] = {}
+        for name, tokens in zip(running.slo_class, new.tolist(), strict=True):
+            total = sums.setdefault(name, [0, 0])
+            total[0] += tokens
+            total[1] += 1
+        for name, (tokens, rows) in sums.items():
+            pace = self._paces.get((size, name))
+            self._paces[size, name] = tokens / rows if pace is None else blend(pace, tokens / rows, NEWEST)
+
+    def cycle_s(self, running: int, joining: int = 0) -> float:
+        """Seconds per iteration if ``joining`` more requests decoded beside the ``running`` ones."""
+        n = max(1, running + joining)
+        usual = self._usual(running)
+        if usual is None:
+            return self._latency.iteration_s(n, 0, 1, n)
+        grown = self._iteration_s(usual, n) - self._iteration_s(usual, usual.n)
+        return max(usual.cycle_s + grown, self._latency.verify_s(float(n)))
+
+    def tpot_s(self, slo_class: str, running: int, joining: int) -> float:
+        """Predicted TPOT of a request of the class that is the last of ``joining`` ones."""
+        return self.cycle_s(running, joining) / self.pace(slo_class, running)
+
+    def pace(self, slo_class: str, running: int) -> float:
+        """Tokens per iteration of a request of the class; 1 while nothing is known."""
+        size = self._size(running)
+        if size is None:
+            return 1.0
+        return max(1.0, self._paces.get((size, slo_class), _Usual(*self._means[size].tolist()).pace))
+
+    def _usual(self, running: int) -> _Usual | None:
+        size = self._size(running)
+        return None if size is None else _Usual(*self._means[size].tolist())
+
+    def _size(self, running: int) -> int | None:
+        """The size that is known and nearest; for an idle server that of a lone request."""
+        wanted = max(1, running).bit_length()
+        return min(self._means, key=lambda size: abs(size - wanted), default=None)
+
+    def _iteration_s(self, usual: _Usual, n: float) -> float:
+        rows, per_row = max(1, round(n)), usual.verified / usual.n
+        depth, width = round(usual.depth), max(1, round(usual.width))
+        context = usual.context / usual.n * n
+        return self._latency.iteration_s(rows, depth, width, max(1, round(per_row * n)), context)
+
+
+def predicted_wait_s(
+    config: PrefillConfig,
+    waiting: WaitingBatch,
+    finish_s: FloatArray,
+    slots: int,
+    now_s: float,
+    pressure: Pressure,
+) -> float:
+    """Seconds until the prefill of the last row of ``waiting`` starts.
+
+    ``finish_s`` [n]: seconds until each running request ends, rising. ``slots``: requests that may run at the
+    same time. It waits for the prompts that are due before it, for a slot, and while it would take too much
+    of the tightest running SLO (``held_back``). Prompts that the cache holds are counted in full.
+    """
+    last, n = len(waiting.arrival_s) - 1, len(finish_s)
+    token_s = float(pressure.seconds[-1] / pressure.sizes[-1])
+    aims = aims_s(config, waiting)
+    ahead = waiting.started | (aims <= aims[last])
+    ahead[last] = False
+    work_s = float(waiting.prompt_left[ahead].sum()) * token_s
+    wait_s = work_s / (config.late_share if n and config.pacing == "slack" else 1.0)
+    plan = plan_prefill(config, waiting, n, now_s, pressure)
+    if last not in plan.order:
+        claim_s = (work_s + float(waiting.prompt_left[last]) * token_s) / config.gate_claim
+        latest_s = float(aims[last]) - now_s - config.most_decodes * pressure.period_s - claim_s
+        wait_s = max(wait_s, min(latest_s, float(finish_s[0]) if n else 0.0))
+    missing = n + last + 1 - slots
+    if missing > 0 and n:
+        wait_s = max(wait_s, float(finish_s[min(missing, n) - 1]))
+    return wait_s
