@@ -20,6 +20,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
 from adaserve.patches.served_worker import load_of, worker_of
+from adaserve.slo.ledger import HEALTH_CHECK
 
 SECTION = "slo"
 
@@ -71,7 +72,7 @@ def _with_forecast(_: None, self: Any) -> None:
 
 def _publish(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
     worker = worker_of(self)
-    if worker is None:
+    if worker is None or self.load_snapshot_writer is None:  # not the first rank
         return original(self, force)
     idle = not (self.running_batch.reqs or self.waiting_queue or self.chunked_req)
     now_s = time.perf_counter()
@@ -83,5 +84,5 @@ def _publish(original: Callable[..., Any], self: Any, force: bool = False) -> An
 
 def _arrived(refused: bool, self: Any, req: Any) -> None:
     worker = worker_of(self)
-    if worker is not None and not refused and not req.output_ids:
+    if worker is not None and not refused and not req.output_ids and not req.rid.startswith(HEALTH_CHECK):
         worker.forecaster.arrived(req, load_of(self, worker))

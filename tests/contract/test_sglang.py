@@ -35,6 +35,13 @@ TARGETS = {
     ],
     "sglang.srt.entrypoints.http_server.serve_generate_request": ["obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.generate_request": ["self", "obj", "request"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_abort_finish_reason": [
+        "self", "out", "state", "is_stream",
+    ],
+    f"{MANAGERS}.scheduler.Scheduler.init_load_inquirer": ["self"],
+    f"{MANAGERS}.scheduler.Scheduler.publish_load_snapshot": ["self", "force"],
+    f"{MANAGERS}.scheduler.Scheduler._abort_on_queued_limit": ["self", "recv_req"],
+    f"{MANAGERS}.scheduler.Scheduler._poll_timeout_aborts": ["self"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._validate_one_request": ["self", "obj", "input_ids"],
     **{
         f"sglang.srt.entrypoints.ollama.serving.OllamaServing.{answer}": [
@@ -148,6 +155,10 @@ MEMBERS = [
     "sglang.srt.runtime_context.get_schedule",
     "sglang.srt.runtime_context.get_spec",
     "sglang.srt.platforms.device_mixin.PlatformEnum.OOT",
+    "sglang.srt.managers.load_snapshot.snapshot_decoder",
+    "sglang.srt.managers.load_snapshot.ShmLoadSnapshotReader.read_all",
+    "sglang.srt.managers.load_snapshot.LoadSnapshot.to_dict",
+    "sglang.srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer.get_loads",
     "sglang.srt.managers.schedule_policy.CacheAgnosticPolicy.FCFS",
     "sglang.srt.managers.scheduler.Scheduler._reqs_finishing_inflight",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
@@ -215,6 +226,24 @@ def test_a_prefill_batch_reads_its_chunk_size_anew() -> None:
     for attribute in ("chunked_prefill_size", "max_prefill_tokens", "chunked_req", "truncation_align_size"):
         assert f"self.{attribute}" in source, f"Scheduler.{attribute} moved: prefills would not be paced"
     assert "for req in self.waiting_queue" in source, "the queue is no longer served in its order"
+
+
+def test_what_load_snapshots_are_made_and_read_with() -> None:
+    """patches/load_reports.py puts a section of ours between."""
+    from sglang.srt.managers import load_snapshot
+    from sglang.srt.managers.scheduler import Scheduler
+
+    assert "self.load_inquirer.get_loads()" in inspect.getsource(Scheduler.publish_load_snapshot)
+    assert "snapshot_decoder.decode" in inspect.getsource(load_snapshot.ShmLoadSnapshotReader._read_slot)
+
+
+def test_the_reason_of_an_abort_reaches_the_http_process() -> None:
+    """patches/shedding.py puts fields of ours into it."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    assert "finished_reason=recv_req.finished_reason" in inspect.getsource(Scheduler.abort_request)
+    assert "finish_reason = recv_obj.finished_reason" in inspect.getsource(TokenizerManager._handle_abort_req)
 
 
 def test_the_worker_is_given_the_barrier_of_the_grammars() -> None:

@@ -1,0 +1,114 @@
+"""What one request more is told: its TPOT from iterations that were seen, its wait from the queue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sched_factories import outcome, running, trees_from
+
+from adaserve.scheduler.forecast import Outlook, predicted_wait_s
+from adaserve.scheduler.interface import IterationPlan, Selection
+from adaserve.scheduler.latency import ForwardCost, LatencyModel
+from adaserve.scheduler.prefill import PrefillConfig, Pressure, WaitingBatch
+
+# 10 ms and 1 ms per verified token; a draft step takes 1 ms.
+LATENCY = LatencyModel(ForwardCost(0.001), ForwardCost(0.010, per_token_s=0.001))
+CONFIG = PrefillConfig(order="deadline", pacing="slack", gate=1.1, patience_s=3.0, most_decodes=4)
+
+
+def iteration(classes, tokens, cycle_s, total_s=0.5, kept=0):
+    """One iteration of plain decoding, or with ``kept`` verified nodes for each request."""
+    n = len(classes)
+    batch = running(n, slo_class=tuple(classes), context_tokens=0)
+    trees = trees_from([[(-1, 0.9)] * kept for _ in range(n)])
+    plan = IterationPlan(0, 0.0, batch, np.ones(n), int(kept > 0), 1, n * (1 + kept))
+    counts = np.full(n, kept)
+    selection = Selection(np.ones(n * kept, np.bool_), counts, counts, np.ones(n))
+    made = outcome(plan, trees, selection, np.zeros(n * kept, np.bool_))
+    return replace(made, new_tokens=np.asarray(tokens), since_last_s=cycle_s, total_s=total_s)
+
+
+def outlook(*iterations, continued=True):
+    seen = Outlook(LATENCY)
+    for one in iterations:
+        seen.observe(one, continued)
+    return seen
+
+
+def test_before_anything_was_served_it_is_plain_decoding():
+    assert Outlook(LATENCY).tpot_s("chat", 0, 1) == pytest.approx(0.011)
+    assert Outlook(LATENCY).tpot_s("chat", 3, 2) == pytest.approx(0.015)
+
+
+def test_a_class_gets_what_it_got():
+    seen = outlook(iteration(["coding", "chat", "chat"], [4, 1, 3], cycle_s=0.040))
+    # One more adds one verified token: a millisecond.
+    assert seen.tpot_s("coding", 3, 1) == pytest.approx(0.041 / 4)
+    assert seen.tpot_s("chat", 3, 1) == pytest.approx(0.041 / 2)
+    assert seen.tpot_s("unseen", 3, 1) == pytest.approx(0.041 / (8 / 3))
+    assert seen.tpot_s("coding", 3, 5) == pytest.approx(0.045 / 4)
+
+
+def test_speculation_counts_for_those_that_join():
+    seen = outlook(iteration(["chat"] * 4, [2] * 4, cycle_s=0.030, kept=2))
+    assert seen.tpot_s("chat", 4, 1) == pytest.approx((0.030 + 3 * 0.001) / 2)
+
+
+def test_sizes_are_remembered_apart():
+    seen = outlook(iteration(["chat"], [3], 0.012), iteration(["chat"] * 8, [2] * 8, 0.030))
+    assert seen.tpot_s("chat", 0, 1) == pytest.approx(0.012 / 3)
+    assert seen.tpot_s("chat", 8, 1) == pytest.approx(0.031 / 2)
+    assert seen.tpot_s("chat", 40, 1) == pytest.approx((0.030 + 33 * 0.001) / 2)
+
+
+def test_time_before_the_first_iteration_is_nobodys():
+    """The prefill of a request, or idle time before it came, is no part of its TPOT."""
+    assert outlook(iteration(["chat"], [2], 9.0, total_s=0.014), continued=False).cycle_s(1) == 0.014
+
+
+def test_recent_iterations_count():
+    slow, fast = iteration(["chat"], [1], 0.100), iteration(["chat"], [1], 0.020)
+    assert outlook(slow, *[fast] * 100).tpot_s("chat", 0, 1) == pytest.approx(0.020, rel=0.05)
+
+
+# -- waiting --------------------------------------------------------------------------------
+
+
+def wait(left=(100,), ttft=np.inf, finish=(), room=None, slots=64, config=CONFIG, arrival=0.0):
+    """Rows of ``left`` prompt tokens at 1 ms each; the last one has just arrived."""
+    n = len(left)
+    ttft = np.broadcast_to(np.asarray(ttft, np.float64), (n,))
+    queue = WaitingBatch(np.full(n, arrival), ttft, np.asarray(left), np.zeros(n, np.bool_))
+    room = None if room is None else np.full(n, room)
+    sizes, idle = np.array([1, 100]), np.full(len(finish), np.inf)
+    pressure = Pressure(idle, 0.01, sizes, sizes * 1e-3, room=room)
+    return predicted_wait_s(config, queue, np.asarray(finish, np.float64), slots, 0.0, pressure)
+
+
+def test_an_idle_server_lets_nobody_wait():
+    assert wait() == 0.0
+
+
+def test_prompts_that_are_due_before_come_first():
+    assert wait(left=[300, 100]) == pytest.approx(0.3)
+    assert wait(left=[300, 100], ttft=[9.0, 1.0]) == 0.0, "it is due first"
+    # While others decode, prefills get a share of the time.
+    assert wait(left=[300, 100], finish=[9.0]) == pytest.approx(0.3 / 0.7)
+    fixed = replace(CONFIG, pacing="fixed")
+    assert wait(left=[300, 100], finish=[9.0], config=fixed) == pytest.approx(0.3)
+
+
+def test_the_gate_holds_a_prompt_until_its_aim_or_until_one_ends():
+    # 3 s of patience, less 4 iterations of 10 ms, less 0.1 s of prefill / 0.25.
+    assert wait(finish=[9.0, 9.0], room=1.0) == pytest.approx(3.0 - 0.04 - 0.4)
+    assert wait(finish=[0.5, 9.0], room=1.0) == pytest.approx(0.5)
+    assert wait(finish=[9.0, 9.0], room=1.2) == 0.0
+    assert wait(finish=[9.0], room=1.0) == 0.0, "a second request may always join"
+
+
+def test_without_a_free_slot_it_waits_for_one():
+    assert wait(finish=[2.0, 5.0], slots=2) == 2.0
+    assert wait(left=[10, 10], finish=[2.0, 5.0], slots=2) == 5.0
+    assert wait(finish=[2.0, 5.0], slots=3) == 0.0
