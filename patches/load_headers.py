@@ -1,16 +1,18 @@
 """Response headers for routers: ORCA's ``endpoint-load-metrics``, and ``Retry-After`` of a shed request.
 
 Why: SGLang's routes make their responses from a status and a message alone. What a header is made of is noted
-while the request is handled, and added when its response starts.
+while the request is handled, and added when its response starts. A stream's status is sent with its first
+output, so a stream that is shed must fail there, and not by an event in a good answer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
+from fastapi import HTTPException
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.config import AdaServeConfig
@@ -22,13 +24,16 @@ ORCA = b"endpoint-load-metrics"
 ORCA_FORMAT = b"endpoint-load-metrics-format"
 
 _noted: ContextVar[dict[str, Any] | None] = ContextVar("adaserve_noted", default=None)
-"""Why the request at hand was shed; one object for all tasks that serve it."""
+"""The request at hand, and why it was shed; one object for all tasks that serve it."""
+
+_REQUEST = "request"
 
 
 def register() -> None:
     hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", _before_run, HookType.BEFORE)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-    hook(f"{manager}._handle_abort_finish_reason", _note, HookType.BEFORE)
+    hook(f"{manager}.generate_request", _remember, HookType.BEFORE)
+    hook(f"{manager}._handle_abort_finish_reason", _ended, HookType.AROUND)
 
 
 def _before_run(*_: Any, **__: Any) -> None:
@@ -46,10 +51,23 @@ def mount(app: Any) -> None:
     app.build_middleware_stack = lambda: LoadHeaders(build(), orca)
 
 
-def _note(self: Any, out: dict[str, Any], state: Any, is_stream: bool) -> None:
+def _remember(self: Any, obj: Any, request: Any = None) -> None:
+    if (noted := _noted.get()) is not None:
+        noted[_REQUEST] = obj
+
+
+async def _ended(
+    original: Callable[..., Awaitable[Any]], self: Any, out: dict[str, Any], state: Any, is_stream: bool
+) -> Any:
+    """Also raises for a stream that was shed; of a batch, other parts may have been answered already."""
     reason, noted = out["meta_info"]["finish_reason"], _noted.get()
-    if noted is not None and isinstance(reason, dict) and REASON in reason:
-        noted.update({name: reason[name] for name in (REASON, RETRY_AFTER)})
+    if noted is None or REASON not in reason:
+        return await original(self, out, state, is_stream)
+    noted.update({name: reason[name] for name in (REASON, RETRY_AFTER)})
+    handled = await original(self, out, state, is_stream)
+    if is_stream and getattr(noted.get(_REQUEST), "is_single", False):
+        raise HTTPException(reason["status_code"], reason["message"])
+    return handled
 
 
 class LoadHeaders:
@@ -77,7 +95,7 @@ class LoadHeaders:
 
 
 def _of_shed(status: int, noted: dict[str, Any]) -> Iterable[tuple[bytes, bytes]]:
-    if status == 429 and noted:
+    if status == 429 and REASON in noted:
         yield b"retry-after", str(noted[RETRY_AFTER]).encode()
         yield b"x-llm-d-request-dropped-reason", noted[REASON].encode()
 

@@ -233,7 +233,7 @@ class PrefillPacer:
             arrival_s=np.array([a for a, _ in aims]),
             ttft_slo_s=np.array([t for _, t in aims]),
             prompt_left=np.array(left, np.int64),
-            started=np.array([r is started for r in reqs]),
+            started=np.array([r is started for r in reqs], np.bool_),
         )
 
     def _aim(self, req: Any) -> tuple[float, float]:

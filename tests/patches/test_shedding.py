@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 
 from adaserve.engine.shedding import Shedder
 from adaserve.patches import load_headers
@@ -120,15 +121,24 @@ def test_an_abort_says_why() -> None:
 
 # -- headers --------------------------------------------------------------------------------
 
-REASON = {"type": "abort", "status_code": 429, "dropped_reason": "rejected-saturated", "retry_after_s": 7}
+REASON = {
+    "type": "abort",
+    "status_code": 429,
+    "message": "late",
+    "dropped_reason": "rejected-saturated",
+    "retry_after_s": 7,
+}
 
 
-def answer(status: int, reason: dict[str, Any] | None, orca: bool = False) -> dict[bytes, bytes]:
+def answer(status: int, reason: dict[str, Any], orca: bool = False) -> dict[bytes, bytes]:
     """The response headers of a request that SGLang ended with ``reason``, in a task of its own."""
+
+    async def ended(*_: Any) -> None:
+        return None
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         async def ends() -> None:
-            load_headers._note(None, {"meta_info": {"finish_reason": reason}}, None, False)
+            await load_headers._ended(ended, None, {"meta_info": {"finish_reason": reason}}, None, False)
 
         await asyncio.create_task(ends())
         await send({"type": "http.response.start", "status": status, "headers": [(b"a", b"b")]})
@@ -148,7 +158,27 @@ def test_headers_of_a_request_that_was_shed() -> None:
     assert got == {b"a": b"b", b"retry-after": b"7", b"x-llm-d-request-dropped-reason": b"rejected-saturated"}
     assert answer(429, {"type": "abort", "status_code": 429}) == {b"a": b"b"}, "somebody else's 429"
     assert answer(200, REASON) == {b"a": b"b"}
-    assert answer(429, None) == {b"a": b"b"}
+
+
+@pytest.mark.parametrize("is_single", [True, False])
+def test_a_stream_fails_before_its_status_is_sent(is_single: bool) -> None:
+    """A batch may have been answered in part; its stream goes on, and an event says what was refused."""
+    out = {"meta_info": {"finish_reason": REASON}}
+
+    async def ended(*_: Any) -> Any:
+        return out
+
+    async def stream() -> Any:
+        load_headers._noted.set({})
+        load_headers._remember(None, SimpleNamespace(is_single=is_single))
+        return await load_headers._ended(ended, None, out, None, True)
+
+    if not is_single:
+        assert asyncio.run(stream()) is out
+        return
+    with pytest.raises(HTTPException) as caught:
+        asyncio.run(stream())
+    assert (caught.value.status_code, caught.value.detail) == (429, "late")
 
 
 def test_orca_in_text_and_in_json() -> None:
