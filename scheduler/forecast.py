@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from adaserve.scheduler.averages import blend
 from adaserve.scheduler.interface import FloatArray, IterationOutcome
 from adaserve.scheduler.latency import Latency
@@ -38,29 +36,28 @@ class Outlook:
 
     def __init__(self, latency: Latency) -> None:
         self._latency = latency
-        self._means: dict[int, FloatArray] = {}  # the fields of _Usual, by the bits of the batch size
+        self._means: dict[int, tuple[float, ...]] = {}  # the fields of _Usual, by the bits of the batch size
         self._paces: dict[tuple[int, str], float] = {}  # the same for each class
 
     def observe(self, outcome: IterationOutcome, continued: bool) -> None:
         """An iteration. ``continued``: some of its requests decoded in the one before it as well, so the time
         since then is theirs."""
-        running, new = outcome.plan.running, outcome.new_tokens
+        running, tokens = outcome.plan.running, outcome.new_tokens.tolist()
         n = len(running)
         size = n.bit_length()
         cycle_s = outcome.since_last_s if continued and outcome.since_last_s else outcome.total_s
         verified, steps = outcome.selection.verify_tokens, outcome.trees.draft_steps
         context = float(running.context_tokens.sum())
-        seen = np.array([n, cycle_s, new.sum() / n, verified, steps, outcome.plan.width, context], np.float64)
-        known = self._means.get(size)
-        self._means[size] = seen if known is None else blend(known, seen, NEWEST)
-        sums: dict[str, list[int]] = {}
-        for name, tokens in zip(running.slo_class, new.tolist(), strict=True):
-            total = sums.setdefault(name, [0, 0])
-            total[0] += tokens
-            total[1] += 1
-        for name, (tokens, rows) in sums.items():
-            pace = self._paces.get((size, name))
-            self._paces[size, name] = tokens / rows if pace is None else blend(pace, tokens / rows, NEWEST)
+        # Plain numbers: for so few of them arrays are slower, and this runs in every iteration.
+        seen = (n, cycle_s, sum(tokens) / n, verified, steps, outcome.plan.width, context)
+        known = self._means.get(size, seen)
+        self._means[size] = tuple(blend(k, s, NEWEST) for k, s in zip(known, seen, strict=True))
+        emitted: dict[str, list[int]] = {}
+        for name, new in zip(running.slo_class, tokens, strict=True):
+            emitted.setdefault(name, []).append(new)
+        for name, mine in emitted.items():
+            pace = sum(mine) / len(mine)
+            self._paces[size, name] = blend(self._paces.get((size, name), pace), pace, NEWEST)
 
     def cycle_s(self, running: int, joining: int = 0) -> float:
         """Seconds per iteration if ``joining`` more requests decoded beside the ``running`` ones."""
@@ -80,11 +77,11 @@ class Outlook:
         size = self._size(running)
         if size is None:
             return 1.0
-        return max(1.0, self._paces.get((size, slo_class), _Usual(*self._means[size].tolist()).pace))
+        return max(1.0, self._paces.get((size, slo_class), _Usual(*self._means[size]).pace))
 
     def _usual(self, running: int) -> _Usual | None:
         size = self._size(running)
-        return None if size is None else _Usual(*self._means[size].tolist())
+        return None if size is None else _Usual(*self._means[size])
 
     def _size(self, running: int) -> int | None:
         """The size that is known and nearest; for an idle server that of a lone request."""
