@@ -7,11 +7,13 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import prometheus_client
 import pytest
 
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.events import IterationSample
 from adaserve.slo.ledger import SLOLedger
+from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.resolve import resolve
 from adaserve.slo.stats import SLOStats
 
@@ -208,3 +210,22 @@ def test_a_request_without_an_slo() -> None:
     plain = Req(sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=11))
     slo = ledger().slo(plain)
     assert (slo.slo_class, slo.tpot_s, slo.ttft_s) == ("default", math.inf, math.inf)
+
+
+def test_a_prediction_is_compared_with_what_was_delivered() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    books = SLOLedger(BASELINE_S, SLOStats(SLOConfig(), ServerMetrics(registry)))
+    for predicted_s in (0.022, 0.030, None):  # delivered: 20 ms per token
+        req = Req()
+        if predicted_s is not None:
+            books.predicted(req, predicted_s)
+        report = books.close(req)
+        assert report["tpot_predicted_ms"] == (None if predicted_s is None else predicted_s * 1e3)
+    name, labels = "adaserve:predicted_tpot_error", {"slo_class": "coding"}
+    assert registry.get_sample_value(f"{name}_count", labels) == 2
+    for edge, below in (("0.05", 0), ("0.15", 1), ("1.0", 2)):  # +10% and +50%
+        assert registry.get_sample_value(f"{name}_bucket", {**labels, "le": edge}) == below
+    gave_up = Req(finished_reason=FINISH_ABORT(500))
+    books.predicted(gave_up, 0.022)
+    books.close(gave_up)
+    assert registry.get_sample_value(f"{name}_count", labels) == 2, "a failed request has no TPOT to compare"
