@@ -16,6 +16,7 @@ from adaserve.bench.terminal import table
 
 if TYPE_CHECKING:
     from adaserve.bench.gpu_check.check import CheckPlan
+    from adaserve.bench.gpu_check.shapes import Cost
 
 
 def gpu_check(
@@ -30,10 +31,10 @@ def gpu_check(
         str | None,
         typer.Option("--draft-model-path", help="Draft.", show_default="the embedded one, widened"),
     ] = None,
-    size: Annotated[str, typer.Option(help="Parameters of the widened target.", show_default="8B")] = "",
-    layers: Annotated[int, typer.Option(help="Layers of the widened target.")] = 32,
-    draft_size: Annotated[str, typer.Option(help="Parameters of the widened draft.", show_default="1B")] = "",
-    draft_layers: Annotated[int, typer.Option(help="Layers of the widened draft.")] = 16,
+    size: Annotated[
+        Literal["small", "large"] | None,
+        typer.Option(help="Embedded pair: 100M, or widened to 8B and 1B.", show_default="large; small on a CPU"),
+    ] = None,
     batches: Annotated[
         Any, typer.Option(parser=counts, metavar="A,B", help="Concurrent requests.", show_default="1,8,32,64")
     ] = None,
@@ -72,12 +73,7 @@ def gpu_check(
         if (model is None) != (draft is None):
             raise ServerError("give both --model-path and --draft-model-path, or neither")
         if model is None or draft is None:
-            sizes = (
-                (size or "8M", 0, draft_size or None, 0)
-                if dry
-                else (size or "8B", layers, draft_size or "1B", draft_layers)
-            )
-            model, draft = map(str, widened_pair(*sizes))
+            model, draft = map(str, widened_pair(*_costs(dry, size)))
         plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, mixed_s=mixed_seconds)
         common = ("--max-running-requests", str(max(64, *plan.batches)), *shlex.split(flags))
         if "--context-length" not in common:
@@ -94,6 +90,15 @@ def gpu_check(
     console.print(f"written to {folder}")
     if any(t["met"] is False for t in report["targets"]) and not dry:
         raise typer.Exit(1)
+
+
+def _costs(dry: bool, size: str | None) -> tuple[Cost, Cost | None]:
+    """Of the target and of the draft (None = as shipped); a dry run has the shipped target."""
+    from adaserve.bench.gpu_check.shapes import LARGE_DRAFT, LARGE_TARGET, Cost
+
+    if (size or ("small" if dry else "large")) == "large":
+        return LARGE_TARGET, LARGE_DRAFT
+    return Cost("8M" if dry else "100M", 0), None
 
 
 def _plan(dry: bool, **given: Any) -> CheckPlan:
