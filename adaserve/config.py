@@ -86,8 +86,8 @@ class AdaServeConfig(Checked):
     )
     attention: Literal["auto", "flashinfer", "triton"] = Field(
         default="auto",
-        description="attention kernel of tree forwards on a GPU: auto is flashinfer, or triton where it cannot "
-        "be compiled",
+        description="attention kernel of tree forwards on a GPU: flashinfer, triton, or auto (flashinfer, or "
+        "triton where that cannot be compiled)",
     )
     baseline_ms: float | None = Field(
         default=None,

@@ -158,7 +158,10 @@ def split(wheels: Sequence[Path], out: Path, part_bytes: int = PART_BYTES) -> di
         "schema_version": 1,
         "target": TARGET,
         "bytes": offset,
-        "parts": [{"name": f"{p.parent.name}/{p.name}", "bytes": p.stat().st_size, "sha256": sha256(p)} for p in names],
+        "parts": [
+            {"name": f"{p.parent.name}/{p.name}", "bytes": p.stat().st_size, "sha256": sha256(p)}
+            for p in names
+        ],
         "files": files,
     }
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")

@@ -19,11 +19,11 @@ import json
 import os
 import shutil
 import tempfile
-from math import sqrt
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from math import sqrt
 from pathlib import Path
 from typing import Any
 

@@ -37,3 +37,7 @@ def widened_pair(target: Cost, draft: Cost | None) -> tuple[Path, Path]:
     """
     wide = ensure_widened("target", target.width("target"))
     return wide, shipped_draft() if draft is None else ensure_widened("draft", draft.width("draft"))
+
+
+if __name__ == "__main__":  # makes the large pair while something else runs
+    print(*widened_pair(LARGE_TARGET, LARGE_DRAFT), sep="\n")

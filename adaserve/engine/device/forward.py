@@ -300,7 +300,6 @@ class DeviceForward:
         best = scaled.topk(self._candidates, dim=-1)
         return best.values - scaled.logsumexp(dim=-1, keepdim=True), best.indices
 
-
     def _shared(self, key: Key, logits: Tensor) -> Tensor:
         """Logits of a graph in a buffer that all graphs share; those of eager forwards as they are."""
         if key not in self.sizes.captured:

@@ -1,4 +1,4 @@
-"""Compares the Triton kernel with SDPA. With TRITON_INTERPRET=1, before Triton is imported, it needs no GPU."""
+"""The Triton kernel against SDPA. With TRITON_INTERPRET=1, before Triton is imported, it needs no GPU."""
 
 from __future__ import annotations
 
