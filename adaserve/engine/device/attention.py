@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 Attention = Literal["auto", "flashinfer", "triton"]
 """A setting: auto is FlashInfer, or Triton where FlashInfer cannot be compiled."""
+Kernel = Literal["sdpa", "flashinfer", "triton"]
 
 WORKSPACE_BYTES = 256 << 20
 INT_WORKSPACE_BYTES = 8 << 20
@@ -246,7 +247,7 @@ MakeKernel = Callable[[AttentionBuffers, int], TreeKernel]
 """A kernel for so many requests, padding included."""
 
 
-def kernel_maker(setting: Attention, runner: Any, device: torch.device) -> tuple[str, MakeKernel]:
+def kernel_maker(setting: Attention | Kernel, runner: Any, device: torch.device) -> tuple[Kernel, MakeKernel]:
     """The kernel that serves, by name: what ``setting`` says on CUDA, SDPA elsewhere."""
     heads = HeadShape.of(runner)
     if device.type != "cuda":
@@ -264,7 +265,7 @@ def kernel_maker(setting: Attention, runner: Any, device: torch.device) -> tuple
     return compiled("flashinfer", flashinfer, device)
 
 
-def compiled(name: str, make: MakeKernel, device: torch.device) -> tuple[str, MakeKernel]:
+def compiled(name: Kernel, make: MakeKernel, device: torch.device) -> tuple[Kernel, MakeKernel]:
     """``make`` if its kernel can be planned here, which compiles it; else Triton's, with a sentence."""
     try:
         make(AttentionBuffers.allocate(8, 8, device), 1).plan(Extent(np.array([1]), np.array([1])))
