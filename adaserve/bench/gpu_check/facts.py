@@ -44,7 +44,9 @@ def remedies(found: dict[str, Any]) -> list[str]:
         what = ", ".join(
             [*missing, *(["libcuda.so of CUDA's stubs"] if found["libcuda_stub"] is None else [])]
         )
-        said.append(f"{what} missing: FlashInfer cannot be compiled; go on with ATTENTION=triton")
+        said.append(
+            f"{what} missing: FlashInfer may not compile (see kernels); ATTENTION=triton does without"
+        )
     if found["cuda"] is None:
         said.append("PyTorch sees no GPU: only --device cpu will run")
     if found["disk_free_gb"] < 40:
