@@ -84,6 +84,11 @@ class AdaServeConfig(Checked):
     cpu_weights: Literal["auto", "fp32", "fp16", "bf16", "off"] = Field(
         default="auto", description="storage of weights on CPU hosts"
     )
+    attention: Literal["auto", "flashinfer", "triton"] = Field(
+        default="auto",
+        description="attention kernel of tree forwards on a GPU: flashinfer, triton, or auto (flashinfer, or "
+        "triton where that cannot be compiled)",
+    )
     baseline_ms: float | None = Field(
         default=None,
         gt=0,

@@ -40,6 +40,7 @@ def apply_all() -> None:
     from adaserve.patches import (
         boundary,
         cpu_kernels,
+        dual_gemm,
         flags,
         internal_state,
         kv_reserve,
@@ -61,6 +62,7 @@ def apply_all() -> None:
         kv_reserve,
         kv_sizing,
         cpu_kernels,
+        dual_gemm,
         prefill_slack,
         slo_requests,
         slo_responses,

@@ -17,7 +17,11 @@ from adaserve.identity import is_ours
 from adaserve.patches import hook
 
 DEVICE_RESERVE_BYTES = 1 << 30
-"""Attention workspace (264 MiB), static inputs, and CUDA graphs of draft steps and verifications."""
+"""Attention workspaces (264 MiB each), static inputs, and CUDA graphs of draft steps and verifications."""
+
+RESERVE_BYTES_PER_WORD = 6 << 10
+"""For each token of the vocabulary: 512 rows of logits in fp32 in the buffer that graphs share, as many in
+the graphs' own memory, and those of the draft."""
 
 
 def register() -> None:
@@ -32,7 +36,8 @@ def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
         config = _draft_config(kvc.server_args)
         configurator._cell_size += draft_bytes_per_token(config, kvc.kv_cache_dtype)
     if str(kvc.device).startswith("cuda"):
-        configurator._fixed_overhead_bytes += DEVICE_RESERVE_BYTES
+        vocabulary = int(kvc.model_config.vocab_size)
+        configurator._fixed_overhead_bytes += DEVICE_RESERVE_BYTES + RESERVE_BYTES_PER_WORD * vocabulary
 
 
 def _draft_config(server_args: Any) -> Any:

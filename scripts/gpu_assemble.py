@@ -106,7 +106,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{len(names)} wheels in {given.to}. Now:\n")
-    print(f"  export PYTHONPATH={given.to.resolve()} SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1")
+    # PYTHONSAFEPATH: in the repository's root its folder adaserve/, which lacks the scheduler, would be found
+    # before the installed package.
+    print(f"  export PYTHONSAFEPATH=1 PYTHONPATH={given.to.resolve()} SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1")
     print("  python -m adaserve.cli doctor")
     return 0
 

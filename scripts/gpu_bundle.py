@@ -2,9 +2,9 @@
 """Builds what a GPU host without network needs: wheels, in parts small enough to be carried one by one.
 
     python scripts/gpu_bundle.py list                    # what would be fetched and left out; no network
-    python scripts/gpu_bundle.py build --out bundle      # here, with network
-    python bundle/assemble.py --to site                  # there, after all parts have arrived
-    PYTHONPATH=site python -m adaserve.cli serve ...
+    python scripts/gpu_bundle.py build                   # here, with network: gpu-bundle/
+    python gpu-bundle/assemble.py --to site              # there, after all parts have arrived
+    PYTHONSAFEPATH=1 PYTHONPATH=site python -m adaserve.cli serve ...
 
 Wheels are fetched through pip as it is configured, for the platform in ``TARGET``. Three large ones are
 slimmed of what a server never reads. A manifest names every wheel and part with its SHA-256.
@@ -26,7 +26,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PART_BYTES = 60 << 20
+PART_BYTES = 44 << 20
+"""With the repository itself a part fits a transfer of 64 MiB. Each lies in a folder of its own, which git
+ignores, so that parts can be carried one by one."""
+
 TARGET = {"python": "3.12", "torch": "2.11.0+cu130", "cuda": "13", "machine": "x86_64"}
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
@@ -155,7 +158,10 @@ def split(wheels: Sequence[Path], out: Path, part_bytes: int = PART_BYTES) -> di
         "schema_version": 1,
         "target": TARGET,
         "bytes": offset,
-        "parts": [{"name": p.name, "bytes": p.stat().st_size, "sha256": sha256(p)} for p in names],
+        "parts": [
+            {"name": f"{p.parent.name}/{p.name}", "bytes": p.stat().st_size, "sha256": sha256(p)}
+            for p in names
+        ],
         "files": files,
     }
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
@@ -173,7 +179,8 @@ class _Parts:
     def write(self, block: bytes) -> None:
         while block:
             if not self._room:
-                self._paths.append(self._folder / f"part-{len(self._paths):03}")
+                self._paths.append(self._folder / f"part-{len(self._paths):03}" / "data")
+                self._paths[-1].parent.mkdir()
                 self._paths[-1].write_bytes(b"")
                 self._room = self._limit
             piece, block = block[: self._room], block[self._room :]
@@ -204,7 +211,7 @@ def build(out: Path, only: str | None) -> None:
     assert isinstance(parts, list)
     print(
         f"{len(wanted) + 1} wheels in {len(parts)} parts below {out}\n"
-        f"on the GPU host: python {out.name}/assemble.py --to site"
+        f"on the GPU host: python {out.name}/assemble.py --to site, or scripts/gpu_stages.sh"
     )
 
 

@@ -86,21 +86,25 @@ def measure(
     width: int = 3,
     progress: Callable[[str], None] = lambda _: None,
     context_len: int = 1 << 30,
+    most_rows: int = 1 << 30,
 ) -> Profile:
-    """Times both models' forwards as they are served. ``slots``: size of the KV pool, which is empty."""
+    """Times both models' forwards as they are served. ``slots``: size of the KV pool, which is empty;
+    ``most_rows``: requests that run at a time."""
     # Longer contexts than the models have positions for would read past their rotary tables.
     short = tuple(c for c in grid.contexts if c < context_len) or (max(1, context_len // 2),)
     grid = dataclasses.replace(grid, contexts=short)
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         # Tensor-parallel ranks run the same forwards, so none may stop by its own clock.
         grid = dataclasses.replace(grid, stop_s=float("inf"))
-    room = _Room(device, req_to_token, slots)
+    room = _Room(device, req_to_token, slots, most_rows)
     try:
-        verify = _sweep(room, _verify_step(device), grid.verify_tokens, 4, grid, progress, "verify")
+        verify = _sweep(
+            room, device.target, _verify_step(device), grid.verify_tokens, 4, grid, progress, "verify"
+        )
         drafts = verify * (1.0, 1.0, NO_DRAFT)
         if device.draft is not None:
             step = _draft_step(device.draft, width)
-            drafts = _sweep(room, step, grid.draft_rows, width, grid, progress, "draft")
+            drafts = _sweep(room, device.draft, step, grid.draft_rows, width, grid, progress, "draft")
     finally:
         room.leave()
     return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)
@@ -124,6 +128,7 @@ class _Room:
     device: Device
     req_to_token: torch.Tensor
     slots: int
+    most_rows: int
 
     def batch(self, rows: int, q_lens: np.ndarray, context: int) -> TreeBatch | None:
         """``rows`` requests with ``context`` cached tokens; None where there is no room for them."""
@@ -144,6 +149,7 @@ class _Room:
 
 def _sweep(
     room: _Room,
+    model: ModelForward,
     step: Step,
     sizes: Iterable[int],
     per_row: int,
@@ -152,18 +158,20 @@ def _sweep(
     what: str,
 ) -> np.ndarray:
     """(tokens, cached tokens, seconds) of forwards over ``sizes`` tokens, ``per_row`` of each request where
-    that divides them: about as under load."""
+    that divides them, and more where there are not as many requests: about as under load."""
     points = []
     for context in grid.contexts:
         for tokens in sizes:
             rows = max(1, tokens // per_row)
+            if what == "verify":
+                rows = min(rows, room.most_rows)
             q_lens = np.full(rows, tokens // rows, np.int64)
             if what == "verify":
                 q_lens[: tokens % rows] += 1
             batch = room.batch(rows, q_lens, context)
             if batch is None:
                 continue
-            seconds = _time(room.device, step, batch, grid.repeats)
+            seconds = _time(room.device, model, step, batch, grid.repeats)
             points.append((len(batch), rows * context, seconds))
             progress(f"{what} {len(batch)} tokens, context {context}: {seconds * 1e3:.1f} ms")
             if seconds > grid.stop_s:
@@ -171,19 +179,12 @@ def _sweep(
     return np.array(points, np.float64)
 
 
-def _time(device: Device, step: Step, batch: TreeBatch, repeats: int) -> float:
+def _time(device: Device, model: ModelForward, step: Step, batch: TreeBatch, repeats: int) -> float:
     """Seconds of one forward, the shortest of several runs: what other programs cost is left to online
     learning.
     """
     step(batch)
-    times = []
-    for _ in range(repeats):
-        start = device.mark()
-        step(batch)
-        end = device.mark()
-        device.synchronize()
-        times.append(start.seconds_until(end))
-    return min(times)
+    return min(device.time(model, lambda: step(batch)) for _ in range(repeats))
 
 
 def fingerprint(target: str, draft: str, config: AdaServeConfig) -> dict[str, str]:

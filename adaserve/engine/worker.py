@@ -153,6 +153,7 @@ class AdaServeWorker(BaseSpecWorker):
             self.req_to_token_pool.req_to_token,
             target.token_to_kv_pool.size,
             context_len=target.model_config.context_len,
+            most_rows=int(target.max_running_requests),
         )
         meta = measure.fingerprint(*self._models, self.config)
         self._profile = measure.save_full_profile(meta, lambda grid, tick: run(grid, progress=tick))

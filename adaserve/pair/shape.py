@@ -13,7 +13,7 @@ ROPE_THETA = 10000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Architecture of one model; the embedding is tied to the output layer."""
+    """Architecture of one model; the embedding is tied to the output layer unless ``tied`` is False."""
 
     vocab: int = VOCAB_SIZE
     hidden: int = 256
@@ -21,16 +21,19 @@ class Shape:
     mlp: int = 768
     heads: int = 4
     kv_heads: int = 2
+    head_width: int | None = None  # None: what the hidden size gives each head
+    tied: bool = True
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.hidden // self.heads if self.head_width is None else self.head_width
 
     @property
     def parameters(self) -> int:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         per_layer = attention + 3 * self.hidden * self.mlp + 2 * self.hidden
-        return self.vocab * self.hidden + self.layers * per_layer + self.hidden
+        tables = 1 if self.tied else 2
+        return tables * self.vocab * self.hidden + self.layers * per_layer + self.hidden
 
 
 TARGET = Shape()
@@ -52,7 +55,7 @@ def hf_config(shape: Shape) -> dict[str, Any]:
         "rms_norm_eps": NORM_EPS,
         "rope_theta": ROPE_THETA,
         "max_position_embeddings": MAX_CONTEXT_TOKENS,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tied,
         "attention_bias": False,
         "mlp_bias": False,
         "bos_token_id": BOS_ID,
@@ -62,11 +65,14 @@ def hf_config(shape: Shape) -> dict[str, Any]:
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    return Shape(
+    shape = Shape(
         vocab=config["vocab_size"],
         hidden=config["hidden_size"],
         layers=config["num_hidden_layers"],
         mlp=config["intermediate_size"],
         heads=config["num_attention_heads"],
         kv_heads=config["num_key_value_heads"],
+        tied=config["tie_word_embeddings"],
     )
+    head_dim = config["head_dim"]
+    return shape if head_dim == shape.head_dim else replace(shape, head_width=head_dim)

@@ -1,8 +1,15 @@
 """Makes the shipped target as expensive as a model of a chosen size without changing what it says.
 
-New MLP columns get small random input weights and zero output weights; new layers get zero output weights in
-attention and MLP alike. Both add exactly nothing to the residual stream, yet every weight is read and
-multiplied like any other, so the cost of a forward is that of a model of the requested size.
+New MLP columns and attention heads get small random input weights and zero output weights; new layers get
+zero output weights in attention and MLP alike. All add exactly nothing to the residual stream, yet every
+weight is read and multiplied like any other, so the cost of a forward is that of a model of the requested
+size.
+
+A residual stream of more dimensions is the old one and zeros. That makes the mean square under each RMSNorm
+smaller, so the norms' weights shrink with it (exactly, in float16, when the size grows by a power of four),
+and so does their epsilon. New rows of the vocabulary must never win: one new dimension holds a small constant
+in every token, which the layers ignore, and the last norm lifts it until those rows' logits are far below all
+others.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +37,13 @@ from adaserve.pair.shape import Shape, hf_config, shape_of
 
 DEFAULT_PARAMETERS = 100_000_000
 WEIGHTS_VARIABLE = "ADASERVE_PAIR_WEIGHTS"
-_FORMAT = 1  # part of the cache key: raise it when the files below change
+_FORMAT = 2  # part of the cache key: raise it when the files below change
 _WIDTH_STEP = 256  # widths that divide evenly over SIMD lanes and tensor-parallel ranks
 _NEW_WEIGHT_STD = 0.02
+_NOISE_WEIGHTS = (1 << 22) - 3  # made once and repeated: billions of random numbers would take minutes
+_CONSTANT, _LIFT = 2.0**-9, 2.0**15
+"""What every token holds in the new dimension, and by how much the last norm lifts that: the constant adds
+less to the mean square than float16 resolves, and logits of new tokens end up below -20."""
 _SHARD_BYTES = 2_000_000_000
 _UNITS = {"K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
 
@@ -42,16 +54,30 @@ class PairError(Exception):
 
 @dataclass(frozen=True)
 class Width:
-    """What to widen to: total parameters, and layers beyond the shipped ones."""
+    """What to widen to: total parameters, and layers beyond the shipped ones. ``hidden`` and ``vocabulary``
+    0: as shipped; a larger hidden size brings heads along, half as many per dimension."""
 
     parameters: int = DEFAULT_PARAMETERS
     extra_layers: int = 0
+    hidden: int = 0
+    vocabulary: int = 0
 
     def __post_init__(self) -> None:
         if self.parameters < 1 or self.extra_layers < 0:
             raise PairError(
                 f"cannot widen to {self.parameters} parameters and {self.extra_layers} extra layers"
             )
+        if self.vocabulary and not self.hidden:
+            raise PairError("a larger vocabulary needs a larger hidden size: new tokens take a dimension")
+
+    @property
+    def name(self) -> str:
+        """Part of a folder's name."""
+        parts = [str(self.parameters)]
+        parts += [f"{self.extra_layers}-extra-layers"] if self.extra_layers else []
+        parts += [f"{self.hidden}-hidden"] if self.hidden else []
+        parts += [f"{self.vocabulary}-tokens"] if self.vocabulary else []
+        return "-".join(parts)
 
 
 def parse_size(size: int | str) -> int:
@@ -67,26 +93,69 @@ def parse_size(size: int | str) -> int:
 
 
 def widened_shape(shape: Shape, width: Width) -> Shape:
-    """The nearest shape with at least the shipped MLP width."""
+    """The nearest shape with at least the shipped MLP width. Raises PairError."""
     deeper = replace(shape, layers=shape.layers + width.extra_layers)
-    per_column = 3 * shape.hidden * deeper.layers
+    if width.hidden:
+        times, rest = divmod(width.hidden, shape.hidden)
+        if times < 2 or rest or 0 < width.vocabulary <= shape.vocab:
+            raise PairError(
+                f"cannot widen a hidden size of {shape.hidden} to {width.hidden} and {shape.vocab} tokens to "
+                f"{width.vocabulary}: give a multiple of the size, and more tokens or none"
+            )
+        deeper = replace(
+            deeper,
+            hidden=width.hidden,
+            heads=shape.heads * (times // 2),
+            kv_heads=shape.kv_heads * (times // 2),
+            head_width=shape.head_dim,
+            vocab=width.vocabulary or shape.vocab,
+            tied=not width.vocabulary,
+        )
+    per_column = 3 * deeper.hidden * deeper.layers
     missing = width.parameters - replace(deeper, mlp=0).parameters
     columns = round(missing / per_column / _WIDTH_STEP) * _WIDTH_STEP
     return replace(deeper, mlp=max(columns, shape.mlp))
 
 
-def _padded(weight: Tensor, rows: int, columns: int, random: torch.Generator | None) -> Tensor:
-    """The weight in the upper left corner of a larger one, which is zero or (with `random`) small noise."""
-    out = torch.zeros(rows, columns, dtype=torch.float16)
-    if random is not None:
-        out.copy_(torch.randn(rows, columns, generator=random).mul_(_NEW_WEIGHT_STD))
+class _Noise:
+    """Small random weights of any number, out of one store."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._store = torch.randn(_NOISE_WEIGHTS, generator=generator).mul_(_NEW_WEIGHT_STD).half()
+        self._next = 0
+
+    def fill(self, out: Tensor) -> None:
+        flat, done = out.view(-1), 0
+        while done < flat.numel():
+            count = min(flat.numel() - done, _NOISE_WEIGHTS - self._next)
+            flat[done : done + count] = self._store[self._next : self._next + count]
+            done, self._next = done + count, (self._next + count) % _NOISE_WEIGHTS
+
+
+def _padded(weight: Tensor, rows: int, columns: int, noise: _Noise | None = None) -> Tensor:
+    """The weight in the upper left corner of a larger one, which is zero or (with `noise`) random."""
+    if noise is None:
+        out = torch.zeros(rows, columns, dtype=torch.float16)
+    else:
+        noise.fill(out := torch.empty(rows, columns, dtype=torch.float16))
     out[: weight.shape[0], : weight.shape[1]] = weight
     return out
 
 
-def _layer(old: dict[str, Tensor] | None, shape: Shape, seed: int) -> dict[str, Tensor]:
-    """One widened layer by short names; `old` is None for a layer that adds nothing."""
-    random = torch.Generator().manual_seed(seed)
+def _norm(weight: Tensor, shape: Shape) -> Tensor:
+    """A norm's weights for the wider stream, whose first new dimension (the constant's) it blocks."""
+    old = weight.shape[0]
+    if old == shape.hidden:
+        return weight
+    out = torch.ones(shape.hidden)
+    out[:old] = weight.float() * sqrt(old / shape.hidden)
+    out[old] = 0.0
+    return out.half()
+
+
+def _layer(old: dict[str, Tensor] | None, hidden: int, shape: Shape, noise: _Noise) -> dict[str, Tensor]:
+    """One widened layer by short names; `old` (of size `hidden`) is None for a layer that adds nothing."""
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {
         "self_attn.q_proj.weight": (heads, shape.hidden),
@@ -101,19 +170,38 @@ def _layer(old: dict[str, Tensor] | None, shape: Shape, seed: int) -> dict[str, 
     layer = {}
     for name, (rows, columns) in sizes.items():
         base = torch.zeros(0, 0, dtype=torch.float16) if old is None else old[name]
-        layer[name] = _padded(base, rows, columns, None if name in writes_residual else random)
+        layer[name] = _padded(base, rows, columns, None if name in writes_residual else noise)
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-        layer[name] = torch.ones(shape.hidden, dtype=torch.float16) if old is None else old[name]
+        weight = torch.ones(hidden, dtype=torch.float16) if old is None else old[name]
+        layer[name] = _norm(weight, shape)
     return layer
+
+
+def _outside_layers(source: dict[str, Tensor], old: Shape, new: Shape) -> dict[str, Tensor]:
+    """Embedding, last norm, and the output layer where new tokens need one of their own."""
+    tensors = {name: tensor for name, tensor in source.items() if not name.startswith("model.layers.")}
+    if new.hidden == old.hidden:
+        return tensors
+    table, norm = "model.embed_tokens.weight", "model.norm.weight"
+    small = tensors[table]
+    tensors[table] = _padded(small, new.vocab, new.hidden)
+    tensors[norm] = _norm(tensors[norm], new)
+    if not new.tied:
+        tensors["lm_head.weight"] = _padded(small, new.vocab, new.hidden)
+        tensors["lm_head.weight"][old.vocab :, old.hidden] = -1.0
+        tensors[table][:, old.hidden] = _CONSTANT
+        tensors[norm][old.hidden] = _LIFT
+    return tensors
 
 
 def _tensors(source: dict[str, Tensor], old: Shape, new: Shape) -> Iterator[dict[str, Tensor]]:
     """The widened model in portions of one layer."""
-    yield {name: tensor for name, tensor in source.items() if not name.startswith("model.layers.")}
-    for index in track(range(new.layers), description="Widening the target"):
+    noise = _Noise()
+    yield _outside_layers(source, old, new)
+    for index in track(range(new.layers), description="Widening the model"):
         prefix = f"model.layers.{index}."
         present = {n.removeprefix(prefix): t for n, t in source.items() if n.startswith(prefix)}
-        layer = _layer(present if index < old.layers else None, new, seed=index)
+        layer = _layer(present if index < old.layers else None, old.hidden, new, noise)
         yield {prefix + name: tensor for name, tensor in layer.items()}
 
 
@@ -160,7 +248,8 @@ def widen(source: Path, out: Path, width: Width) -> Shape:
     with _published(out) as folder:
         copy_companions(source, folder)
         _save(_tensors(read_weights(source), old, new), folder)
-        (folder / "config.json").write_text(json.dumps({**config, **hf_config(new)}, indent=2) + "\n")
+        more = {"rms_norm_eps": config["rms_norm_eps"] * old.hidden / new.hidden}
+        (folder / "config.json").write_text(json.dumps({**config, **hf_config(new), **more}, indent=2) + "\n")
     return new
 
 
@@ -222,14 +311,23 @@ def ensure_embedded_pair(size: int | str = DEFAULT_PARAMETERS, *, extra_layers: 
     `size` is the target's parameter count, as a number or like "100M"; sizes below the shipped one give the
     shipped target itself.
     """
+    return ensure_widened("target", Width(parse_size(size), extra_layers)), shipped_draft()
+
+
+def shipped_draft() -> Path:
+    """The folder of the draft as it is, for the server."""
     weights = weights_folder()
-    width = Width(parse_size(size), extra_layers)
-    deeper = f"-{extra_layers}-extra-layers" if extra_layers else ""
-    target = cache_folder() / f"target-{width.parameters}{deeper}-{_digest(weights / 'target')}"
-    if not (target / "config.json").exists():
-        widen(weights / "target", target, width)
     draft = cache_folder() / f"draft-{_digest(weights / 'draft')}"
     if not (draft / "config.json").exists():
         with _published(draft) as folder:
             unpack(weights / "draft", folder)
-    return target, draft
+    return draft
+
+
+def ensure_widened(model: str, width: Width) -> Path:
+    """The folder of the shipped ``target`` or ``draft``, widened, made in the cache at first use."""
+    weights = weights_folder()
+    folder = cache_folder() / f"{model}-{width.name}-{_digest(weights / model)}"
+    if not (folder / "config.json").exists():
+        widen(weights / model, folder, width)
+    return folder

@@ -60,7 +60,7 @@ def assemble(out: Path, to: Path) -> subprocess.CompletedProcess[str]:
 def test_split_and_put_together(wheels: list[Path], tmp_path: Path) -> None:
     out, site = tmp_path / "bundle", tmp_path / "site"
     manifest = bundle.split(wheels, out, part_bytes=100_000)
-    parts = sorted(out.glob("part-*"))
+    parts = sorted(out.glob("part-*/data"))
     assert len(parts) == len(manifest["parts"]) >= 4
     assert all(p.stat().st_size <= 100_000 for p in parts)
     done = assemble(out, site)
@@ -82,7 +82,7 @@ def test_split_and_put_together(wheels: list[Path], tmp_path: Path) -> None:
 def test_a_bad_part_is_named(wheels: list[Path], tmp_path: Path, harm: str) -> None:
     out = tmp_path / "bundle"
     bundle.split(wheels, out, part_bytes=100_000)
-    part = out / "part-002"
+    part = out / "part-002" / "data"
     content = part.read_bytes()
     if harm == "missing":
         part.unlink()
@@ -131,6 +131,7 @@ def test_manifest(wheels: list[Path], tmp_path: Path) -> None:
     manifest = bundle.split(wheels, tmp_path / "bundle", part_bytes=100_000)
     assert json.loads((tmp_path / "bundle" / "manifest.json").read_text()) == manifest
     assert manifest["target"]["torch"] == "2.11.0+cu130"
+    assert bundle.PART_BYTES <= 44 << 20, "with the repository it must fit a transfer of 64 MiB"
     assert sum(p["bytes"] for p in manifest["parts"]) == sum(w.stat().st_size for w in wheels)
 
 

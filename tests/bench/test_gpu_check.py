@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from collections.abc import Iterator
@@ -15,10 +16,13 @@ from rich.console import Console
 
 from adaserve.bench.gpu_check import answers
 from adaserve.bench.gpu_check.answers import Answer
-from adaserve.bench.gpu_check.check import Check, CheckPlan, Findings, Sections, targets
+from adaserve.bench.gpu_check.check import Check, Sections, StageError
 from adaserve.bench.gpu_check.cli import _plan
 from adaserve.bench.gpu_check.figures import draw
+from adaserve.bench.gpu_check.findings import CheckPlan, Findings
 from adaserve.bench.gpu_check.servers import ADASERVE, PLAIN, STANDALONE, Pair, spec_of
+from adaserve.bench.gpu_check.targets import outside_share, targets
+from adaserve.bench.gpu_check.traces import STEPS, summary
 from adaserve.server import ServerError
 
 
@@ -73,13 +77,20 @@ def test_outputs_are_compared_with_mercy_for_ties(tmp_path: Path) -> None:
 
 def findings() -> Findings:
     clean = {"requests": 2, "identical": 2, "ties": 0, "different": []}
-    spent = {"decode_s": 1.0, "target_s": 0.7, "draft_s": 0.28}
-    mixed = {"0.5": {"priced": {"token_goodput": 5.0}},
-             "1.3": {"priced": {"token_goodput": 90.0}, "adaserve": {"token_goodput": 110.0},
-                     STANDALONE: {"token_goodput": 100.0}}}  # fmt: skip
+    spent = {"iterations": 10.0, "target_s": 0.7, "draft_s": 0.28, "loops": 5.0, "loop_s": 0.5}
+    goodput = {"priced": 90.0, "adaserve": 110.0, STANDALONE[0]: 100.0, STANDALONE[1]: 99.0}
+    mixed = {
+        "0.5": {"priced": {"token_goodput": 5.0}},
+        "1.3": {name: {"token_goodput": value} for name, value in goodput.items()},
+    }
     return Findings(
         exact={"adaserve": clean, f"{PLAIN}, one by one": {**clean, "different": [{}]}},
-        tpot_ms={PLAIN: {1: 10.0, 32: 12.0}, "adaserve": {1: 4.0, 32: 9.0}},
+        tpot_ms={
+            PLAIN: {1: 10.0, 32: 12.0},
+            "adaserve": {1: 4.0, 32: 9.0},
+            STANDALONE[0]: {1: 6.0, 32: 8.1},
+            STANDALONE[1]: {1: 5.0, 32: 10.0},
+        },
         details={"adaserve": {32: spent}, "verification": {"ratio": 1.2}},
         mixed=mixed,
     )
@@ -90,6 +101,7 @@ def test_targets() -> None:
     assert list(met.values()) == [
         (0, True),
         (2.5, True),
+        (pytest.approx(0.9), False),
         (1.2, False),
         (pytest.approx(0.02), True),
         (1.1, True),
@@ -97,63 +109,175 @@ def test_targets() -> None:
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    assert [t["met"] for t in targets(Findings())] == [None] * 5
+    assert [t["met"] for t in targets(Findings())] == [None] * 6
 
 
 def test_a_dry_run_claims_no_speed() -> None:
     rows = targets(findings(), dry=True)
-    assert [t["met"] for t in rows] == [True, None, None, None, None]
+    assert [t["met"] for t in rows] == [True] + [None] * 5
     assert [t["value"] for t in rows] == [t["value"] for t in targets(findings())]
 
 
 def test_speed_is_asked_of_the_default_policy_first() -> None:
     found = findings()
-    found.details["priced"] = {32: {"decode_s": 1.0, "target_s": 0.6, "draft_s": 0.3}}
+    found.details["priced"] = {
+        32: {"iterations": 1.0, "target_s": 0.6, "draft_s": 0.3, "loops": 1.0, "loop_s": 1.0}
+    }
     found.tpot_ms["priced"] = {1: 3.0}
     values = [t["value"] for t in targets(found)]
-    assert values[1] == pytest.approx(3.3333) and values[3] == pytest.approx(0.1)
+    assert values[1] == pytest.approx(3.3333) and values[4] == pytest.approx(0.1)
 
 
-def test_an_interrupted_check_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sections that were done are not run again, their results come back, and another plan is refused."""
-    runs: list[str] = []
+def test_the_share_outside_is_taken_over_the_whole_loop() -> None:
+    """Also the time between iterations, which the worker does not see; iterations after a prefill have no
+    loop time and count for the models alone."""
+    spent = {"decode_s": 8.0, "iterations": 100.0, "target_s": 6.0, "draft_s": 1.0, "loops": 50.0}
+    assert outside_share({**spent, "loop_s": 5.0}) == pytest.approx(0.3)
+    assert outside_share({**spent, "loops": 0.0, "loop_s": 0.0}) is None and outside_share(None) is None
 
-    class Broken(Check):
-        broken = True
 
-        def _plain(self) -> Sections:
-            def speed(_: Any) -> None:
-                runs.append("speed")
-                if self.broken:
-                    raise ServerError("the machine was taken away")
-                self.found.tpot_ms[PLAIN] = {1: 2.0, 8: 3.0}
+class FakeServer:
+    """Alive until it is stopped."""
 
-            def exactness(_: Any) -> None:
-                runs.append("exactness")
-                self.found.reference = [Answer((1, 2), 0.5, (0.25, 1.0))]
+    url = "http://127.0.0.1:1"
 
-            return {"exactness": exactness, "speed": speed}
+    def __init__(self) -> None:
+        self.gone = threading.Event()
 
-        def _adaserve(self) -> Sections:
-            return {}
+    @property
+    def alive(self) -> bool:
+        return not self.gone.is_set()
 
-        _standalone = _adaserve
+    def stop(self) -> None:
+        self.gone.set()
 
-    monkeypatch.setattr("adaserve.bench.gpu_check.check.serving", lambda *_: nullcontext())
+
+class Staged(Check):
+    """Two servers with stages of a test's own."""
+
+    stages: dict[str, Any] = {}  # noqa: RUF012
+
+    def _plain(self) -> Sections:
+        return {n.partition(":")[2]: s for n, s in self.stages.items() if n.startswith(PLAIN)}
+
+    def _adaserve(self) -> Sections:
+        return {n.partition(":")[2]: s for n, s in self.stages.items() if n.startswith(ADASERVE)}
+
+    def _standalone(self, kind: str) -> Sections:
+        return {}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeServer]:
+    """Servers that a check has started."""
+    servers: list[FakeServer] = []
+
+    def serving(*_: Any) -> Any:
+        servers.append(FakeServer())
+        return nullcontext(servers[-1])
+
+    monkeypatch.setattr("adaserve.bench.gpu_check.check.serving", serving)
     monkeypatch.setattr("adaserve.bench.gpu_check.check._prompts", lambda *_: [])
-    console = Console(quiet=True)
-    with pytest.raises(ServerError, match="taken away"):
-        Broken(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, console).run()
-    assert json.loads((tmp_path / "gpu-check.json").read_text())["done"] == [f"{PLAIN}: exactness"]
-    Broken.broken = False
-    for again in range(2):
-        check = Broken(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, console)
-        report = check.run()
-        assert check.found.reference == [Answer((1, 2), 0.5, (0.25, 1.0))]
-        assert check.found.tpot_ms == {PLAIN: {1: 2.0, 8: 3.0}}, f"run {again}"
-    assert runs == ["exactness", "speed", "speed"] and len(report["done"]) == 2 and report["dry_run"]
+    return servers
+
+
+def check(out: Path, stages: dict[str, Any], **options: Any) -> dict[str, Any]:
+    kind = type("Check", (Staged,), {"stages": stages})
+    return kind(Pair("t", "d", "cpu"), CheckPlan(), out, Console(quiet=True), **options).run()
+
+
+def test_a_failing_stage_does_not_cost_the_next(tmp_path: Path, started: list[FakeServer]) -> None:
+    """It is run again by the same command; what was done is not, and its results come back."""
+    runs: list[str] = []
+    broken = True
+
+    def stage(name: str) -> Any:
+        def run(server: FakeServer) -> None:
+            runs.append(name)
+            if name == "dies" and broken:
+                server.stop()
+                raise ServerError("the machine was taken away")
+            if name == "fails" and broken:
+                raise ValueError("no such thing")
+
+        return run
+
+    names = ("dies", "fails", "last")
+    stages = {**{f"{PLAIN}:{n}": stage(n) for n in names}, f"{ADASERVE}:other": stage("other")}
+    report = check(tmp_path, stages)
+    assert runs == ["dies", "fails", "last", "other"] and len(started) == 3, "a new server after the death"
+    assert report["failed"] == {
+        f"{PLAIN}:dies": "the machine was taken away", f"{PLAIN}:fails": "ValueError: no such thing",
+    }  # fmt: skip
+    assert report["done"] == [f"{PLAIN}:last", f"{ADASERVE}:other"]
+    broken = False
+    report = check(tmp_path, stages)
+    assert runs[4:] == ["dies", "fails"] and report["failed"] == {} and len(report["done"]) == 4
+    again = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert again["done"] == report["done"] and again["dry_run"]
+
+
+def test_results_come_back(tmp_path: Path, started: list[FakeServer]) -> None:
+    def measured(_: Any) -> None:
+        made.found.tpot_ms[PLAIN] = {1: 2.0, 8: 3.0}
+        made.found.reference = [Answer((1, 2), 0.5, (0.25, 1.0))]
+
+    kind = type("Check", (Staged,), {"stages": {f"{PLAIN}:speed": measured}})
+    for _ in range(2):
+        made = kind(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+        made.run()
+        assert made.found.reference == [Answer((1, 2), 0.5, (0.25, 1.0))]
+        assert made.found.tpot_ms == {PLAIN: {1: 2.0, 8: 3.0}}
+    assert len(started) == 1
     with pytest.raises(ServerError, match="another --out"):
-        Broken(Pair("t", "d", "cpu"), CheckPlan(tokens=5), tmp_path, console).run()
+        kind(Pair("t", "d", "cpu"), CheckPlan(tokens=5), tmp_path, Console(quiet=True)).run()
+
+
+def test_a_stage_that_hangs_is_ended(tmp_path: Path, started: list[FakeServer]) -> None:
+    """Its server is stopped, which ends what its clients wait for; the next stage gets a new one."""
+
+    def hangs(server: FakeServer) -> None:
+        assert server.gone.wait(30)
+        raise ConnectionError
+
+    stages = {f"{PLAIN}:hangs": hangs, f"{PLAIN}:next": lambda _: None}
+    report = check(tmp_path, stages, limit_s=0.2)
+    assert report["failed"] == {f"{PLAIN}:hangs": "took longer than 0 s"}
+    assert report["done"] == [f"{PLAIN}:next"] and len(started) == 2
+
+
+def test_one_stage_alone(tmp_path: Path, started: list[FakeServer]) -> None:
+    runs: list[str] = []
+    stages = {f"{kind}:{n}": (lambda _, k=kind, n=n: runs.append(f"{k}:{n}"))
+              for kind in (PLAIN, ADASERVE) for n in ("exactness", "speed")}  # fmt: skip
+    check(tmp_path, stages, only=[f"{PLAIN}:speed", ADASERVE])
+    assert runs == [f"{PLAIN}:speed", f"{ADASERVE}:exactness", f"{ADASERVE}:speed"]
+    with pytest.raises(StageError, match="known are sglang:exactness"):
+        check(tmp_path, stages, only=["sglang:sped"])
+
+
+def test_a_stage_says_what_it_needs(tmp_path: Path) -> None:
+    alone = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+    server: Any = FakeServer()
+    with pytest.raises(StageError, match="run sglang:exactness first"):
+        alone._outputs(server, "priced")
+    with pytest.raises(StageError, match="sglang:speed"):
+        alone._mixed(server, STANDALONE[0])
+
+
+def test_what_a_trace_says(tmp_path: Path) -> None:
+    """Overlapping kernels are busy once."""
+    events = [{"cat": "kernel", "name": n, "ts": ts, "dur": dur}
+              for n, ts, dur in [("a", 0, 10), ("b", 5, 10), ("a", 30, 10), ("c", 32, 2)]]  # fmt: skip
+    trace = tmp_path / "x.trace.json.gz"
+    other = [{"cat": "cpu_op", "name": "x", "ts": 0, "dur": 99}, {"cat": "kernel", "name": "mark"}]
+    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, *other]}).encode()))
+    said = summary(trace, "kernel")
+    assert said["events"] == 4 and said["events_per_step"] == 4 / STEPS
+    assert said["busy_share"] == pytest.approx(25 / 40)
+    assert next(iter(said["longest_us"].items())) == ("a", {"calls": 2, "us": 20})
+    with pytest.raises(ServerError, match="no events"):
+        summary(trace, "gpu_memcpy")
 
 
 def test_a_wrong_output_is_no_tie() -> None:
@@ -173,14 +297,16 @@ def test_figures(tmp_path: Path) -> None:
 
 def test_commands() -> None:
     flags = {}
-    for kind in (ADASERVE, PLAIN, STANDALONE):
+    for kind in (ADASERVE, PLAIN, *STANDALONE):
         command = spec_of(Pair("target", "draft", "cuda", ("--x", "1")), kind).command()
         flags[kind] = " ".join(command)
         assert "--model-path target" in flags[kind] and flags[kind].count("--x 1") == 1
     assert "--speculative-algorithm ADASERVE" in flags[ADASERVE]
     assert "speculative" not in flags[PLAIN]
-    assert "--speculative-algorithm STANDALONE" in flags[STANDALONE]
-    assert "--speculative-draft-model-path draft" in flags[STANDALONE]
+    for kind, topk in zip(STANDALONE, ("1", "2"), strict=True):
+        assert "--speculative-algorithm STANDALONE" in flags[kind]
+        assert "--speculative-draft-model-path draft" in flags[kind]
+        assert f"--speculative-eagle-topk {topk}" in flags[kind]
 
 
 def test_plans() -> None:

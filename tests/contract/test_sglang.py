@@ -26,6 +26,7 @@ TARGETS = {
         "req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size",
     ],
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": ["self", "kvc"],
+    "sglang.srt.layers.dual_gemm.DualGemm._select_mode": ["self", "gate_up_proj", "hidden_size"],
     f"{OPENAI}.serving_base.OpenAIServingBase.handle_request": ["self", "request", "raw_request"],
     f"{OPENAI}.serving_completions.OpenAIServingCompletion._generate_completion_stream": [
         "self", "adapted_request", "request", "raw_request",

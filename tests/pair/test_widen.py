@@ -51,6 +51,39 @@ def test_outputs_stay_equal(tmp_path: Path, parameters: int, extra_layers: int) 
     assert (actual.argmax(-1) == expected.argmax(-1)).all()
 
 
+@pytest.mark.parametrize(("times", "vocabulary"), [(4, 0), (4, 300), (8, 300), (16, 300)])
+def test_a_wider_stream_says_the_same(tmp_path: Path, times: int, vocabulary: int) -> None:
+    """Exact up to float32's rounding when the size grows by a power of four; else norms are rounded."""
+    from transformers import LlamaForCausalLM
+
+    make_model(tmp_path / "small")
+    width = Width(2_000_000, 1, hidden=times * SMALL.hidden, vocabulary=vocabulary)
+    shape = widen(tmp_path / "small", tmp_path / "wide", width)
+    tokens = torch.randint(0, SMALL.vocab, (3, 40), generator=torch.Generator().manual_seed(1))
+    small, wide = (
+        LlamaForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("small", "wide")
+    )
+    with torch.no_grad():
+        expected, actual = small(tokens).logits, wide(tokens).logits
+
+    loose = 2e-2 if times == 8 else 1e-4
+    torch.testing.assert_close(actual[..., : SMALL.vocab], expected, rtol=loose, atol=loose)
+    if vocabulary:
+        assert (actual[..., SMALL.vocab :] < expected.amin() - 20).all()
+    assert shape.head_dim == SMALL.head_dim and shape.heads == SMALL.heads * times // 2
+    assert shape_of(json.loads((tmp_path / "wide" / "config.json").read_text())) == shape
+    assert wide.num_parameters() == shape.parameters
+
+
+def test_an_odd_wider_stream_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path / "small")
+    for width in (Width(10**6, 0, hidden=48), Width(10**6, 0, hidden=64, vocabulary=97)):
+        with pytest.raises(PairError, match="give a multiple"):
+            widen(tmp_path / "small", tmp_path / "wide", width)
+    with pytest.raises(PairError, match="larger hidden size"):
+        Width(10**6, 0, vocabulary=300)
+
+
 def test_new_columns_are_real_work(tmp_path: Path) -> None:
     """A column of zeros might be skipped or compressed by a runtime; only the output weights may be zero."""
     make_model(tmp_path / "small")
@@ -72,6 +105,10 @@ def test_size_is_what_was_asked_for() -> None:
         shape = widened_shape(Shape(), Width(wanted, extra_layers=4))
         assert shape.parameters == pytest.approx(wanted, rel=0.02)
         assert shape.mlp % 256 == 0
+    for wanted, layers, hidden in ((8_000_000_000, 28, 4096), (1_500_000_000, 14, 2048)):
+        shape = widened_shape(Shape(), Width(wanted, layers, hidden, 128_256))
+        assert shape.parameters == pytest.approx(wanted, rel=0.02)
+        assert shape.head_dim == 64 and 3 * hidden < shape.mlp < 5 * hidden
 
 
 def test_written_parameters_match_the_shape(tmp_path: Path) -> None:

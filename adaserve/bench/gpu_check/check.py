@@ -1,25 +1,28 @@
-"""Exactness, speed and mixed SLOs on three servers, judged against the project's targets."""
+"""Exactness, speed, profiles and mixed SLOs on four servers, in stages that save as they go."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 
 from adaserve.bench.gpu_check import answers
 from adaserve.bench.gpu_check.answers import Answer
 from adaserve.bench.gpu_check.figures import draw
+from adaserve.bench.gpu_check.findings import STATE_FILE, CheckPlan, Findings, resume, write
 from adaserve.bench.gpu_check.mixed import run_mixed
 from adaserve.bench.gpu_check.servers import ADASERVE, PLAIN, STANDALONE, Pair, serving
+from adaserve.bench.gpu_check.targets import targets
+from adaserve.bench.gpu_check.traces import profile
 from adaserve.bench.prompts import held_out
 from adaserve.bench.terminal import progress
 from adaserve.loadgen.results import provenance
@@ -28,7 +31,6 @@ from adaserve.server import ServerError, ServerProcess
 Sections = dict[str, Callable[[ServerProcess], None]]
 """What is measured on one server, by name, in order."""
 
-STATE_FILE = "gpu-check.state.json"
 NOT_SHOWN_ON_CPU = (
     "speed: the tiny pair on SDPA is bound by Python, so TPOT, price of verification, the share outside "
     "of the models and goodput mean nothing",
@@ -38,89 +40,109 @@ NOT_SHOWN_ON_CPU = (
 
 NONE = "none"
 MIXED_POLICIES = ("priced", "adaserve", "chain-4", NONE)
-SPECULATING = ("priced", "adaserve")
-"""Policies that the targets apply to; the default one first."""
+STAGE_LIMIT_S = 900.0
 
 
-@dataclass(frozen=True, slots=True)
-class CheckPlan:
-    """What to run."""
-
-    batches: tuple[int, ...] = (1, 8, 32, 64)
-    policies: tuple[str, ...] = ("priced", "adaserve")
-    tokens: int = 128
-    rounds: int = 3
-    exact_prompts: int = 64
-    mixed_s: float = 60.0
-    loads: tuple[float, ...] = (0.5, 0.9, 1.3)  # requests offered, as shares of plain decoding's capacity
-    tie_margin: float = 0.15
-    """Two best log-probabilities closer than that may swap with the shapes of kernels (bf16, fp16)."""
-    seed: int = 0
-
-
-@dataclass
-class Findings:
-    """Everything that was measured; JSON values. None = not measured, with the reason in ``skipped``."""
-
-    exact: dict[str, Any] = field(default_factory=dict)  # by server or policy
-    tpot_ms: dict[str, dict[int, float]] = field(default_factory=dict)  # by server or policy, by batch
-    details: dict[str, Any] = field(default_factory=dict)  # iterations of the AdaServe server
-    mixed: dict[str, Any] = field(default_factory=dict)  # by load, by server or policy
-    skipped: dict[str, str] = field(default_factory=dict)
-    latency_model: dict[str, Any] = field(default_factory=dict)
-    device: dict[str, Any] = field(default_factory=dict)
-    baseline_ms: float | None = None
-    reference: list[Answer] = field(default_factory=list)
-    done: list[str] = field(default_factory=list)  # sections, "server: section"
+class StageError(Exception):
+    """A stage needs what another one finds, or there is no such stage; the message says which."""
 
 
 class Check:
     """One run of ``adaserve gpu-check``."""
 
-    def __init__(self, pair: Pair, plan: CheckPlan, out: Path, console: Console) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        plan: CheckPlan,
+        out: Path,
+        console: Console,
+        only: Sequence[str] = (),
+        limit_s: float = STAGE_LIMIT_S,
+    ) -> None:
+        """``only``: "server" or "server:stage", all without; ``limit_s``: of one stage."""
         self.pair, self.plan, self.out, self.console = pair, plan, out, console
+        self.limit_s = limit_s
         self.found = Findings()
         self._prompts: list[list[int]] = []
+        self._servers: dict[str, Sections] = {
+            PLAIN: self._plain(),
+            ADASERVE: self._adaserve(),
+            **{kind: self._standalone(kind) for kind in STANDALONE},
+        }
+        self._only = self._chosen(only)
+
+    def _chosen(self, only: Sequence[str]) -> set[str]:
+        """Stages, "server:stage". Raises StageError."""
+        every = [f"{kind}:{name}" for kind, sections in self._servers.items() for name in sections]
+        for word in only:
+            if not any(stage == word or stage.startswith(f"{word}:") for stage in every):
+                raise StageError(f"there is no stage {word!r}; known are {', '.join(every)}")
+        return {s for s in every if not only or any(s == w or s.startswith(f"{w}:") for w in only)}
 
     def run(self) -> dict[str, Any]:
-        """Runs what is still to be done, writes ``out`` after every section; returns the report.
+        """Runs what is still to be done, writes ``out`` after every stage; returns the report.
 
-        Raises ServerError, PairError.
+        A stage that fails, or takes too long, is written down, and the next one runs. Raises ServerError
+        where ``out`` is another check's.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         self.found = resume(self.out, self._identity())
         if self.found.done:
-            self.console.print(f"{len(self.found.done)} sections are there already: {self.out}")
+            self.console.print(f"{len(self.found.done)} stages are there already: {self.out}")
         self._prompts = _prompts(
             self.pair.target, max(*self.plan.batches, self.plan.exact_prompts), self.plan.seed
         )
-        self._on(PLAIN, self._plain())
-        self._on(ADASERVE, self._adaserve())
-        self._on(STANDALONE, self._standalone(), optional=True)
+        for kind, sections in self._servers.items():
+            left = {
+                name: run
+                for name, run in sections.items()
+                if f"{kind}:{name}" in self._only and f"{kind}:{name}" not in self.found.done
+            }
+            while left and self._on(kind, left):
+                pass
         report = self._save()
         draw(report, self.out)
         return report
 
-    def _on(self, kind: str, sections: Sections, optional: bool = False) -> None:
-        """Starts a server of ``kind`` and runs those of its sections that were not run before."""
-        left = [(name, run) for name, run in sections.items() if f"{kind}: {name}" not in self.found.done]
-        if not left:
-            return
+    def _on(self, kind: str, left: Sections) -> bool:
+        """Starts a server of ``kind`` and takes stages off ``left`` as they are run; False when no server
+        can be had. Returns early when the server died with a stage."""
         self.console.print(f"[bold]{kind}[/]")
         try:
             with serving(self.pair, kind, self.out / f"{kind}.log", self.console) as server:
                 self.found.skipped.pop(kind, None)
-                for name, run in left:
-                    run(server)
-                    self.found.done.append(f"{kind}: {name}")
+                for name in list(left):
+                    self._stage(f"{kind}:{name}", left.pop(name), server)
                     self._save()
-        except (ServerError, httpx.HTTPError) as error:
-            if not optional:
-                raise
+                    if not server.alive:
+                        break
+        except ServerError as error:
             self.found.skipped[kind] = _reason(error)
             self.console.print(f"skipped: {self.found.skipped[kind]}", highlight=False, soft_wrap=True)
+            self._save()
+            return False
+        return True
 
-    # -- the three servers ----------------------------------------------------------------------
+    def _stage(self, stage: str, run: Callable[[ServerProcess], None], server: ServerProcess) -> None:
+        start_s = time.monotonic()
+        # A server that hangs would hold up its clients for as long as they wait; one that is gone does not.
+        timer = threading.Timer(self.limit_s, server.stop)
+        timer.start()
+        try:
+            run(server)
+        except Exception as error:  # whatever it is, the next stage may still tell something
+            late = time.monotonic() - start_s >= self.limit_s
+            reason = f"took longer than {self.limit_s:.0f} s" if late else _reason(error)
+            self.found.failed[stage] = reason
+            self.console.print(f"[red]{stage} failed:[/] {reason}", highlight=False, soft_wrap=True)
+        else:
+            self.found.failed.pop(stage, None)
+            self.found.done.append(stage)
+            self.console.print(f"{stage}: {time.monotonic() - start_s:.0f} s", highlight=False)
+        finally:
+            timer.cancel()
+
+    # -- the servers ----------------------------------------------------------------------------
 
     def _plain(self) -> Sections:
         return {"exactness": self._reference_outputs, "speed": lambda s: self._speed(s, [PLAIN])}
@@ -130,17 +152,18 @@ class Check:
         sections: Sections = {"exactness": self._policies_outputs}
         sections["speed"] = partial(self._speed, names=(*p.policies, NONE), switch=True)
         sections["verification"] = self._verification_cost
+        sections["profile"] = self._profiles
         for policy in MIXED_POLICIES if p.mixed_s > 0 else ():
-            sections[f"mixed SLOs with {policy}"] = partial(self._mixed, name=policy, policy=policy)
+            sections[f"mixed-{policy}"] = partial(self._mixed, name=policy, policy=policy)
         return sections
 
-    def _standalone(self) -> Sections:
+    def _standalone(self, kind: str) -> Sections:
         sections: Sections = {
-            "exactness": lambda s: self._outputs(s, STANDALONE),
-            "speed": lambda s: self._speed(s, [STANDALONE]),
+            "exactness": lambda s: self._outputs(s, kind),
+            "speed": lambda s: self._speed(s, [kind]),
         }
         if self.plan.mixed_s > 0:
-            sections["mixed SLOs"] = lambda s: self._mixed(s, STANDALONE)
+            sections["mixed"] = lambda s: self._mixed(s, kind)
         return sections
 
     def _reference_outputs(self, server: ServerProcess) -> None:
@@ -161,6 +184,8 @@ class Check:
             self._outputs(server, policy)
 
     def _outputs(self, server: ServerProcess, name: str) -> None:
+        if not self.found.reference:
+            raise StageError(f"there is nothing to compare with: run {PLAIN}:exactness first")
         prompts = self._prompts[: self.plan.exact_prompts]
         self.found.exact[name] = self._compare(answers.generate(server.url, prompts, self.plan.tokens))
 
@@ -219,10 +244,22 @@ class Check:
             "ratio": costs["chain-3"] / costs[NONE] if costs[NONE] else None,
         }  # fmt: skip
 
+    def _profiles(self, server: ServerProcess) -> None:
+        """At batch 1 and 32, or the largest that is measured."""
+        server.set_policy(self.plan.policies[0])
+        largest = max(self.plan.batches)
+        for batch in sorted({1, min(32, largest)}):
+            prompts = self._prompts[:batch]
+            folder = self.out / "profiles" / f"batch-{batch}"
+            self.found.profiles[str(batch)] = profile(
+                server, folder, prompts, self.plan.tokens, self.pair.device
+            )
+
     def _mixed(self, server: ServerProcess, name: str, policy: str | None = None) -> None:
         if policy is not None:
             server.set_policy(policy)
-        assert self.found.baseline_ms is not None  # AdaServe's server came first
+        if self.found.baseline_ms is None or PLAIN not in self.found.tpot_ms:
+            raise StageError(f"the load follows from {PLAIN}:speed and {ADASERVE}:exactness: run them first")
         busiest = max(self.found.tpot_ms[PLAIN])
         capacity_tps = busiest / self.found.tpot_ms[PLAIN][busiest] * 1e3
         for load in self.plan.loads:
@@ -246,9 +283,9 @@ class Check:
         dry = self.pair.device == "cpu"
         found = asdict(self.found)
         kept = {"identity": self._identity(), "found": found}
-        _write(self.out / STATE_FILE, kept)
+        write(self.out / STATE_FILE, kept)
         report = {
-            "schema_version": 3,
+            "schema_version": 4,
             "kind": "gpu-check",
             "dry_run": dry,
             "does_not_show": list(NOT_SHOWN_ON_CPU) if dry else [],
@@ -258,97 +295,20 @@ class Check:
             **{k: v for k, v in found.items() if k != "reference"},
             "targets": targets(self.found, dry),
         }
-        _write(self.out / "gpu-check.json", report)
+        write(self.out / "gpu-check.json", report)
         return report
 
 
-def resume(out: Path, identity: dict[str, Any]) -> Findings:
-    """What an interrupted run of the same check left in ``out``. Raises ServerError for another check's."""
-    path = out / STATE_FILE
-    if not path.exists():
-        return Findings()
-    kept = json.loads(path.read_text())
-    if kept["identity"] != identity:
-        raise ServerError(f"{out} holds the check of another pair or plan: give another --out, or remove it")
-    found = Findings(**kept["found"])
-    found.reference = [
-        Answer(tuple(a["output_ids"]), a["seconds"], tuple(a["margins"])) for a in kept["found"]["reference"]
-    ]
-    for table in (found.tpot_ms, found.details):
-        for name, values in table.items():
-            if name != "verification":  # JSON has no numbers for keys
-                table[name] = {int(batch): value for batch, value in values.items()}
-    return found
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all, so that an interrupted run leaves the last good file."""
-    partial_ = path.with_suffix(".partial")
-    partial_.write_text(json.dumps(value, indent=1) + "\n")
-    partial_.replace(path)
-
-
 def _reason(error: Exception) -> str:
-    """The line of a server's error that says why it ended."""
+    """The line of a server's error that says why it ended; of another one, what it is."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[1] if len(lines) > 1 else str(error)
-
-
-def targets(found: Findings, dry: bool = False) -> list[dict[str, Any]]:
-    """The project's targets on a GPU host, and whether each was met; None where it was not measured.
-
-    ``dry``: on a CPU, where the measured speed means nothing: only exactness can be met or missed.
-    """
-    tpot, rows = found.tpot_ms, []
-
-    def add(what: str, value: float | None, holds: bool | None, timed: bool = True) -> None:
-        holds = None if dry and timed else holds
-        rows.append({"target": what, "value": None if value is None else round(value, 4), "met": holds})
-
-    ours = {k: v for k, v in found.exact.items() if not k.startswith(PLAIN)}
-    wrong = sum(len(v["different"]) for v in ours.values())
-    add(
-        "greedy outputs that differ from SGLang's other than by ties: 0",
-        wrong,
-        wrong == 0 if ours else None,
-        False,
-    )
-    ours_ms = min((tpot[p][1] for p in SPECULATING if 1 in tpot.get(p, {})), default=None)
-    speedup = _ratio(tpot.get(PLAIN, {}).get(1), ours_ms)
-    add("TPOT at batch 1 at least 2x better than without speculation", speedup, _at_least(speedup, 2.0))
-    ratio = found.details.get("verification", {}).get("ratio")
-    add("verification within 1.15x of as many plainly decoded tokens", ratio, _at_most(ratio, 1.15))
-    shares = [_other_share(found.details.get(p, {}).get(32)) for p in SPECULATING]
-    share = next((s for s in shares if s is not None), None)
-    add("time outside of both models below 5% at batch 32", share, _at_most(share, 0.05))
-    highest = max(found.mixed, key=float, default=None)
-    goodput = {} if highest is None else {k: v["token_goodput"] for k, v in found.mixed[highest].items()}
-    best = max((goodput[p] for p in SPECULATING if p in goodput), default=None)
-    gain = _ratio(best, goodput.get(STANDALONE))
-    add("goodput at the highest load above SGLang's own speculation", gain, _at_least(gain, 1.0))
-    return rows
-
-
-def _other_share(spent: dict[str, float] | None) -> float | None:
-    if not spent or not spent["decode_s"]:
-        return None
-    return 1.0 - (spent["target_s"] + spent["draft_s"]) / spent["decode_s"]
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return a / b if a is not None and b else None
-
-
-def _at_least(value: float | None, bound: float) -> bool | None:
-    return None if value is None else value >= bound
-
-
-def _at_most(value: float | None, bound: float) -> bool | None:
-    return None if value is None else value <= bound
+    if isinstance(error, ServerError):
+        return lines[1] if len(lines) > 1 else str(error)
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
 
 
 def _times(server: ServerProcess, name: str) -> dict[str, float] | None:
-    return None if name in (PLAIN, STANDALONE) else server.report()["times"]
+    return None if name == PLAIN or name in STANDALONE else server.report()["times"]
 
 
 def _spent(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import httpx
 import typer
 from rich.console import Console
 
@@ -15,7 +14,8 @@ from adaserve.bench.options import counts
 from adaserve.bench.terminal import table
 
 if TYPE_CHECKING:
-    from adaserve.bench.gpu_check.check import CheckPlan
+    from adaserve.bench.gpu_check.findings import CheckPlan
+    from adaserve.bench.gpu_check.shapes import Cost
 
 
 def gpu_check(
@@ -30,10 +30,10 @@ def gpu_check(
         str | None,
         typer.Option("--draft-model-path", help="Draft.", show_default="the embedded one, widened"),
     ] = None,
-    size: Annotated[str, typer.Option(help="Parameters of the widened target.", show_default="8B")] = "",
-    layers: Annotated[int, typer.Option(help="Layers of the widened target.")] = 32,
-    draft_size: Annotated[str, typer.Option(help="Parameters of the widened draft.", show_default="1B")] = "",
-    draft_layers: Annotated[int, typer.Option(help="Layers of the widened draft.")] = 16,
+    size: Annotated[
+        Literal["small", "large"] | None,
+        typer.Option(help="Embedded pair: as shipped, or 8B and 1B.", show_default="large; small on a CPU"),
+    ] = None,
     batches: Annotated[
         Any, typer.Option(parser=counts, metavar="A,B", help="Concurrent requests.", show_default="1,8,32,64")
     ] = None,
@@ -43,19 +43,24 @@ def gpu_check(
         float | None, typer.Option(help="Length of each mixed run; 0 = none.", show_default="60")
     ] = None,
     flags: Annotated[str, typer.Option(help="Further SGLang flags for every server, in one string.")] = "",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SERVER[:STAGE]", help="Run this alone; may be repeated.", show_default="all"),
+    ] = None,
+    stage_limit: Annotated[float, typer.Option(min=1, help="Seconds that one stage may take.")] = 900.0,
     out: Annotated[
         Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-gpu-check")
     ] = None,
 ) -> None:
     """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.
 
-    Writes gpu-check.json and figures. Takes about 40 minutes on a pair of the size of an 8B model, which is
-    made without downloads. An interrupted run continues when it is started again with the same --out.
+    Writes gpu-check.json and figures, after every stage; a stage that fails does not keep the others from
+    running, and is run again when the command is started again with the same --out. Takes about 40 minutes on
+    a pair of the size of an 8B model, which is made without downloads.
     """
-    from adaserve.bench.gpu_check.check import Check
+    from adaserve.bench.gpu_check.check import Check, StageError
     from adaserve.bench.gpu_check.servers import Pair
     from adaserve.bench.gpu_check.shapes import widened_pair
-    from adaserve.loadgen.errors import LoadgenError
     from adaserve.loadgen.results import new_results_dir
     from adaserve.pair.widen import PairError
     from adaserve.server import ServerError, on_cpu
@@ -72,33 +77,38 @@ def gpu_check(
         if (model is None) != (draft is None):
             raise ServerError("give both --model-path and --draft-model-path, or neither")
         if model is None or draft is None:
-            sizes = (
-                (size or "8M", 0, draft_size or None, 0)
-                if dry
-                else (size or "8B", layers, draft_size or "1B", draft_layers)
-            )
-            model, draft = map(str, widened_pair(*sizes))
+            model, draft = map(str, widened_pair(*_costs(dry, size)))
         plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, mixed_s=mixed_seconds)
         common = ("--max-running-requests", str(max(64, *plan.batches)), *shlex.split(flags))
         if "--context-length" not in common:
             common += ("--context-length", "4096")
         folder = out or new_results_dir(Path("results"), "gpu-check")
-        check = Check(Pair(model, draft, device, common), plan, folder, console)
+        check = Check(Pair(model, draft, device, common), plan, folder, console, only or (), stage_limit)
         report = check.run()
-    except (ServerError, PairError, LoadgenError, httpx.HTTPError, ValueError) as error:
+    except (ServerError, StageError, PairError, ValueError) as error:
         console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     _show(report, Console())
     for sentence in report["does_not_show"]:
         console.print(f"not shown by a dry run: {sentence}", highlight=False, soft_wrap=True)
     console.print(f"written to {folder}")
-    if any(t["met"] is False for t in report["targets"]) and not dry:
+    missed = any(t["met"] is False for t in report["targets"]) and not dry
+    if missed or report["failed"]:
         raise typer.Exit(1)
+
+
+def _costs(dry: bool, size: str | None) -> tuple[Cost, Cost | None]:
+    """Of the target and of the draft (None = as shipped); a dry run has the shipped target."""
+    from adaserve.bench.gpu_check.shapes import LARGE_DRAFT, LARGE_TARGET, Cost
+
+    if (size or ("small" if dry else "large")) == "large":
+        return LARGE_TARGET, LARGE_DRAFT
+    return Cost("8M" if dry else "100M", 0), None
 
 
 def _plan(dry: bool, **given: Any) -> CheckPlan:
     """The plan of a GPU, or a small one, with what was given."""
-    from adaserve.bench.gpu_check.check import CheckPlan
+    from adaserve.bench.gpu_check.findings import CheckPlan
 
     plan = CheckPlan()
     if dry:
@@ -128,3 +138,5 @@ def _show(report: dict[str, Any], console: Console) -> None:
         console.print(made)
     for name, reason in report["skipped"].items():
         console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
+    for name, reason in report["failed"].items():
+        console.print(f"failed {name}: {reason}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The servers that are compared: AdaServe, SGLang without speculation, SGLang's STANDALONE speculation."""
+"""The servers that are compared: AdaServe, SGLang without speculation, and with its own, STANDALONE."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from adaserve.bench.servers import running
 from adaserve.config import AdaServeConfig
 from adaserve.server import ServerProcess, ServerSpec
 
-ADASERVE, PLAIN, STANDALONE = "adaserve", "sglang", "sglang-standalone"
-STANDALONE_FLAGS = ("--speculative-num-steps", "4", "--speculative-eagle-topk", "2",
-                    "--speculative-num-draft-tokens", "7")  # fmt: skip
-"""The tree that SGLang's documentation gives for a stand-alone draft."""
+ADASERVE, PLAIN = "adaserve", "sglang"
+TREES = {
+    "sglang-standalone-topk1": ("--speculative-num-steps", "4", "--speculative-eagle-topk", "1",
+                                "--speculative-num-draft-tokens", "5"),
+    "sglang-standalone-topk2": ("--speculative-num-steps", "4", "--speculative-eagle-topk", "2",
+                                "--speculative-num-draft-tokens", "7"),
+}  # fmt: skip
+"""SGLang's own speculation: a chain, and the tree that its documentation gives for a stand-alone draft."""
+STANDALONE = tuple(TREES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +36,11 @@ class Pair:
 
 
 def spec_of(pair: Pair, kind: str) -> ServerSpec:
-    """A server of one of the three kinds on the same models and flags."""
+    """A server of one of the kinds on the same models and flags."""
     flags = (*(("--max-total-tokens", "65536") if pair.device == "cpu" else ()), *pair.flags)
     spec = ServerSpec(pair.target, pair.draft, config=pair.config, extra=flags)
-    if kind == STANDALONE:
-        return replace(spec, algorithm="STANDALONE", extra=(*flags, *STANDALONE_FLAGS))
+    if kind in TREES:
+        return replace(spec, algorithm="STANDALONE", extra=(*flags, *TREES[kind]))
     return spec if kind == ADASERVE else replace(spec, algorithm=None)
 
 

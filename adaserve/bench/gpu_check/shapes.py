@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from adaserve.pair.widen import Width, cache_folder, ensure_embedded_pair, parse_size, weights_folder, widen
+from adaserve.pair.widen import Width, ensure_widened, parse_size, shipped_draft
 
-SHIPPED_LAYERS = 4
-SHIPPED_DRAFT_LAYERS = 2
+SHIPPED_LAYERS = {"target": 4, "draft": 2}
 
 
-def widened_pair(size: str, layers: int, draft_size: str | None, draft_layers: int) -> tuple[Path, Path]:
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a model that one is widened to; ``hidden`` and ``vocabulary`` 0 = as shipped."""
+
+    size: str  # parameters
+    layers: int  # in all: each costs kernel launches and KV
+    hidden: int = 0
+    vocabulary: int = 0
+
+    def width(self, model: str) -> Width:
+        extra = max(0, self.layers - SHIPPED_LAYERS[model])
+        return Width(parse_size(self.size), extra, self.hidden, self.vocabulary)
+
+
+LARGE_TARGET = Cost("8B", 32, 4096, 128_256)
+LARGE_DRAFT = Cost("1.5B", 16, 2048, 128_256)
+"""What a forward of Llama 3.1 8B and of Llama 3.2 1B costs, KV per token included. The draft has more
+parameters than the latter since its embedding, which is only looked up, is apart from its output layer."""
+
+
+def widened_pair(target: Cost, draft: Cost | None) -> tuple[Path, Path]:
     """Folders of a target and a draft with the outputs of the embedded pair and the cost of larger models.
 
-    ``layers`` in all: a real model of that size has as many, and each costs kernel launches and KV.
-    ``draft_size`` None: the shipped draft. Raises PairError.
+    ``draft`` None: the shipped draft. Raises PairError.
     """
-    target, draft = ensure_embedded_pair(size, extra_layers=max(0, layers - SHIPPED_LAYERS))
-    if draft_size is None:
-        return target, draft
-    width = Width(parse_size(draft_size), max(0, draft_layers - SHIPPED_DRAFT_LAYERS))
-    wide = cache_folder() / f"{draft.name}-{width.parameters}-{width.extra_layers}-extra-layers"
-    if not (wide / "config.json").exists():
-        widen(weights_folder() / "draft", wide, width)
-    return target, wide
+    wide = ensure_widened("target", target.width("target"))
+    return wide, shipped_draft() if draft is None else ensure_widened("draft", draft.width("draft"))
+
+
+if __name__ == "__main__":  # makes the large pair while something else runs
+    print(*widened_pair(LARGE_TARGET, LARGE_DRAFT), sep="\n")

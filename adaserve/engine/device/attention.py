@@ -1,9 +1,12 @@
-"""Attention of tree forwards on a device: FlashInfer's kernels, or SDPA reading the very same arrays."""
+"""Attention of tree forwards on a device: FlashInfer's kernels, SGLang's in Triton, or SDPA, all reading the
+very same arrays."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -11,9 +14,15 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from adaserve.engine.device.layout import Extent, unpack, write_mask
+from adaserve.engine.device.layout import Extent, unpack, unpack_bits, write_mask
 from adaserve.engine.host.torch_forward import attend
 from adaserve.engine.trees.plan import TreeAttentionPlan
+
+logger = logging.getLogger(__name__)
+
+Attention = Literal["auto", "flashinfer", "triton"]
+"""A setting: auto is FlashInfer, or Triton where FlashInfer cannot be compiled."""
+Kernel = Literal["sdpa", "flashinfer", "triton"]
 
 WORKSPACE_BYTES = 256 << 20
 INT_WORKSPACE_BYTES = 8 << 20
@@ -25,12 +34,17 @@ class AttentionBuffers:
 
     kv_indices: Tensor  # int32 [capacity]
     mask: Tensor  # uint8 [capacity]: packed bits, ``layout``
+    mask_bytes: Tensor | None = None  # uint8 [capacity, 8]: not 0 where the bit is set, for the Triton kernel
 
     @staticmethod
-    def allocate(kv_entries: int, mask_bytes: int, device: torch.device) -> AttentionBuffers:
+    def allocate(
+        kv_entries: int, mask_bytes: int, device: torch.device, unpacked: bool = False
+    ) -> AttentionBuffers:
+        mask = torch.zeros(mask_bytes, dtype=torch.uint8, device=device)
         return AttentionBuffers(
             torch.zeros(kv_entries, dtype=torch.int32, device=device),
-            torch.zeros(mask_bytes, dtype=torch.uint8, device=device),
+            mask,
+            mask[:, None].repeat(1, 8) if unpacked else None,
         )
 
     def set_slots(self, slots: Tensor, padding: int) -> None:
@@ -52,6 +66,8 @@ class AttentionBuffers:
                 "lower --max-running-requests or --context-length"
             )
         write_mask(self.mask, used, byte, clear, seen)
+        if self.mask_bytes is not None:
+            unpack_bits(self.mask, used, self.mask_bytes)
 
 
 class TreeKernel(Protocol):
@@ -191,6 +207,77 @@ class FlashInferKernel:
     def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         # A pool is [slots, heads, D]; a page of one slot is [slots, 1, heads, D].
         return self._wrapper.run(q.contiguous(), (keys.unsqueeze(1), values.unsqueeze(1))).flatten(1)
+
+
+class TritonKernel:
+    """SGLang's attention over one list of KV slots per request, with a mask of bytes.
+
+    Compiled by Triton, so it needs no nvcc; reads device tensors only, so it can stand inside a CUDA graph.
+    It splits no KV and packs no heads, so it is slower than FlashInfer at long contexts.
+    """
+
+    def __init__(self, buffers: AttentionBuffers, rows: int) -> None:
+        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
+
+        assert buffers.mask_bytes is not None
+        self._attend, self._buffers = extend_attention_fwd_unified, buffers
+        self._mask = buffers.mask_bytes.view(-1)
+        device = buffers.kv_indices.device
+        self._starts = torch.zeros(3, rows + 1, dtype=torch.int64, device=device)
+        """Of each request's queries, keys and mask bytes."""
+        self._no_prefix = torch.zeros(rows, dtype=torch.int64, device=device)  # the mask says what is seen
+
+    def plan(self, extent: Extent) -> None:
+        starts = np.stack([extent.qo_starts, extent.kv_starts, 8 * extent.byte_starts])
+        host = torch.from_numpy(starts)
+        self._starts.copy_(host.pin_memory() if torch.cuda.is_available() else host, non_blocking=True)
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        queries, slots, mask = self._starts
+        out = torch.empty_like(q)
+        self._attend(
+            q, out, keys, values, 1.0, 1.0, queries, slots, self._buffers.kv_indices, self._no_prefix,
+            max_len_extend=q.shape[0],  # at most: one request may have all tokens
+            custom_mask=self._mask, mask_indptr=mask, sm_scale=scaling, is_causal=False,
+        )  # fmt: skip
+        return out.flatten(1)
+
+
+MakeKernel = Callable[[AttentionBuffers, int], TreeKernel]
+"""A kernel for so many requests, padding included."""
+
+
+def kernel_maker(setting: Attention | Kernel, runner: Any, device: torch.device) -> tuple[Kernel, MakeKernel]:
+    """The kernel that serves, by name: what ``setting`` says on CUDA, SDPA elsewhere."""
+    heads = HeadShape.of(runner)
+    if device.type != "cuda":
+        return "sdpa", lambda buffers, rows: SdpaKernel(buffers)
+    if setting == "triton":
+        return "triton", TritonKernel
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    integers = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def flashinfer(buffers: AttentionBuffers, rows: int) -> TreeKernel:
+        return FlashInferKernel(buffers, rows, heads, workspace, integers)
+
+    if setting == "flashinfer":
+        return "flashinfer", flashinfer
+    return compiled("flashinfer", flashinfer, device)
+
+
+def compiled(name: Kernel, make: MakeKernel, device: torch.device) -> tuple[Kernel, MakeKernel]:
+    """``make`` if its kernel can be planned here, which compiles it; else Triton's, with a sentence."""
+    try:
+        make(AttentionBuffers.allocate(8, 8, device), 1).plan(Extent(np.array([1]), np.array([1])))
+    except Exception as error:  # nvcc, ninja, a header, a library: it can be anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
+        logger.warning(
+            "AdaServe: %s cannot be compiled on this host, so trees are verified with SGLang's Triton kernel "
+            "(slower at long contexts; --adaserve-attention flashinfer shows the whole error): %s",
+            name, reason,
+        )  # fmt: skip
+        return "triton", TritonKernel
+    return name, make
 
 
 class TreeAttentionBackend(AttentionBackend):

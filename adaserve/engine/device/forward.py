@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Protocol
@@ -17,12 +17,8 @@ from torch import Tensor
 from adaserve.engine.clock import mark
 from adaserve.engine.device import noise
 from adaserve.engine.device.attention import (
-    INT_WORKSPACE_BYTES,
-    WORKSPACE_BYTES,
     AttentionBuffers,
-    FlashInferKernel,
-    HeadShape,
-    SdpaKernel,
+    MakeKernel,
     TreeAttentionBackend,
     TreeKernel,
 )
@@ -116,7 +112,7 @@ class DeviceForward:
     def __init__(
         self,
         call: ModelCall,
-        make_kernel: Callable[[AttentionBuffers, int], TreeKernel],
+        make_kernel: MakeKernel,
         table: GraphTable,
         inputs: Inputs,
         buffers: AttentionBuffers,
@@ -134,6 +130,7 @@ class DeviceForward:
         self._req_to_token = req_to_token
         self._kernels: dict[tuple[int, int], TreeKernel] = {}
         self._runs: list[Run] = []
+        self._logits: Tensor | None = None  # of all graphs: 16 sizes with 128k tokens would take a gigabyte
 
     # -- one forward --------------------------------------------------------------------------
 
@@ -289,6 +286,7 @@ class DeviceForward:
         inputs = self.inputs.front(key.tokens)
         logits = self._call(inputs, key.rows, kernel)
         if key.head == "logits":
+            logits = self._shared(key, logits)
             return logits, logits.argmax(dim=-1)
         i = inputs
         scale, spread, keys, positions = i.scale, i.spread, i.keys, i.positions
@@ -301,6 +299,15 @@ class DeviceForward:
             scaled = logits.float() * scale[:, None]
         best = scaled.topk(self._candidates, dim=-1)
         return best.values - scaled.logsumexp(dim=-1, keepdim=True), best.indices
+
+    def _shared(self, key: Key, logits: Tensor) -> Tensor:
+        """Logits of a graph in a buffer that all graphs share; those of eager forwards as they are."""
+        if key not in self.sizes.captured:
+            return logits
+        if self._logits is None:  # before the first capture: graphs are made after a warm-up
+            most = max(k.tokens for k in self.sizes.captured)
+            self._logits = torch.empty(most, logits.shape[1], dtype=logits.dtype, device=self.device)
+        return self._logits[: key.tokens].copy_(logits)
 
 
 class _Steps:
@@ -367,13 +374,3 @@ class _Steps:
         extent = Extent(np.full(self._padded, q, np.int64), self._kv_lens)
         byte, clear = window_bits(extent, self._width)
         return q, extent, put({"byte": byte, "clear": clear}, self._forward.device)
-
-
-def kernel_maker(runner: Any, device: torch.device) -> Callable[[AttentionBuffers, int], TreeKernel]:
-    """FlashInfer on CUDA, SDPA elsewhere: the one place where devices differ in kernels."""
-    heads = HeadShape.of(runner)
-    if device.type != "cuda":
-        return lambda buffers, rows: SdpaKernel(buffers)
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    integers = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return lambda buffers, rows: FlashInferKernel(buffers, rows, heads, workspace, integers)

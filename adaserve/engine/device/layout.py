@@ -84,6 +84,12 @@ def unpack(mask: Tensor, byte_start: int, queries: int, keys: int) -> Tensor:
     return bits.flatten()[:count].view(queries, keys).bool()
 
 
+def unpack_bits(mask: Tensor, used: int, out: Tensor) -> None:
+    """Fills the first ``used`` rows of ``out`` (uint8 [capacity, 8]): not 0 where the byte's bit is set."""
+    weight = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
+    torch.bitwise_and(mask[:used, None], weight, out=out[:used])
+
+
 def gather_slots(
     req_to_token: Tensor,
     pool_rows: Tensor,

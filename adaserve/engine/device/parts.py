@@ -6,7 +6,7 @@ On a CPU they run the same code on SDPA and without graphs, for tests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,14 @@ from torch import Tensor
 from adaserve.config import AdaServeConfig
 from adaserve.engine.clock import mark
 from adaserve.engine.device import noise
-from adaserve.engine.device.attention import AttentionBuffers
-from adaserve.engine.device.forward import DeviceForward, Inputs, SGLangCall, kernel_maker
+from adaserve.engine.device.attention import AttentionBuffers, MakeKernel, kernel_maker
+from adaserve.engine.device.forward import DeviceForward, Inputs, SGLangCall
 from adaserve.engine.device.graphs import GraphTable, capture_all
 from adaserve.engine.device.sizes import FIRST, Sizes, Tiers
 from adaserve.engine.device.transfer import QueuedCopy, put
-from adaserve.engine.parts import Mark
+from adaserve.engine.parts import Mark, ModelForward
 from adaserve.engine.reading import Reading
+from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +45,10 @@ class GraphDevice:
     stops_early = False
     least_gain = 0.0
 
-    def __init__(self, target: DeviceForward, draft: DeviceForward | None) -> None:
+    def __init__(self, target: DeviceForward, draft: DeviceForward | None, attention: str = "sdpa") -> None:
         self.target, self.draft = target, draft
         self.device = target.device
+        self._attention = attention  # its kernel's name
 
     @classmethod
     def of(cls, target: Any, draft: Any, config: AdaServeConfig) -> GraphDevice:
@@ -67,14 +69,15 @@ class GraphDevice:
         kv_entries = max((most_rows + 1) * (context + widest), MEASURED_KEYS)
         # All tokens of the largest forward against the longest list there can be, every request on a byte.
         mask_bytes = most_tokens * (context + widest) // 8 + most_rows + 1
-        buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device)
+        attention, make = kernel_maker(config.attention, target, device)
+        buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device, unpacked=attention == "triton")
         inputs = Inputs.allocate(sizes.tokens.fit(most_tokens), device)
         capture = device.type == "cuda" and not bool(target.server_args.disable_cuda_graph)
 
-        def forward(runner: Any, sizes: Sizes, candidates: int) -> DeviceForward:
+        def forward(runner: Any, make: MakeKernel, sizes: Sizes, candidates: int) -> DeviceForward:
             return DeviceForward(
                 SGLangCall(runner),
-                kernel_maker(runner, device),
+                make,
                 GraphTable(capture),
                 inputs,
                 buffers,
@@ -87,11 +90,18 @@ class GraphDevice:
 
         drafts, verifications = list(sizes.drafts(config.max_width)), list(sizes.verifications())
         parts = cls(
-            forward(target, replace(sizes, captured=frozenset(verifications)), 1),
+            forward(target, make, replace(sizes, captured=frozenset(verifications)), 1),
             None
             if draft is None
-            else forward(draft, replace(sizes, captured=frozenset(drafts)), max(config.max_width, 3)),
+            else forward(
+                draft,
+                kernel_maker(attention, draft, device)[1],  # the target's: they share the buffers
+                replace(sizes, captured=frozenset(drafts)),
+                max(config.max_width, 3),
+            ),
+            attention,
         )
+        parts.warm_moves([r.token_to_kv_pool for r in (target, draft) if r is not None], widest * most_rows)
         if capture:
             # Before the first request; the largest first, so that the smaller ones reuse its memory.
             if parts.draft is not None:
@@ -118,15 +128,30 @@ class GraphDevice:
         for pool in pools:
             pool.move_kv_cache(target, source)
 
-    def synchronize(self) -> None:
+    def warm_moves(self, pools: Sequence[Any], most: int) -> None:
+        """Compiles SGLang's moves of up to ``most`` slots, one kernel for each power of two: before the first
+        request, which would wait for them."""
+        if self.device.type != "cuda":
+            return
+        for exponent in range(most.bit_length() + 1):
+            scratch = torch.full((1 << exponent,), SCRATCH_SLOT, dtype=torch.int64, device=self.device)
+            self.move(pools, scratch, scratch)
+
+    def time(self, model: ModelForward, step: Callable[[], Any]) -> float:
+        """The forwards of ``step`` alone, between events around their graphs: what the host prepares for each
+        is not what a search or a verification costs."""
+        model.take_runs()
+        step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        return sum(start.seconds_until(end) for start, end in model.take_runs())
 
     def report(self) -> dict[str, Any]:
         """Also what the graphs cost."""
         sizes = self.target.sizes
         return {
             "device": str(self.device),
+            "attention": self._attention,
             "captured": self.target.table.capture,
             "row_tiers": list(sizes.rows.sizes),
             "token_tiers": list(sizes.tokens.sizes),

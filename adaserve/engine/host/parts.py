@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,8 +61,10 @@ class HostDevice:
         for pool in pools:
             pool.move_kv_cache(target[moved], source[moved])
 
-    def synchronize(self) -> None:
-        pass
+    def time(self, model: HostForward, step: Callable[[], Any]) -> float:
+        start = HostMark()
+        step()
+        return start.seconds_until(HostMark())
 
     def report(self) -> dict[str, Any]:
         return {"device": "cpu"}

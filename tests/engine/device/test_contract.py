@@ -72,14 +72,15 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) ->
     def sized(**over: Any) -> Any:
         algorithm = AdaServeAlgorithm(NAME, lambda _: object)
         values = {"is_draft_worker": False, "spec_algorithm": algorithm, "server_args": None,
-                  "kv_cache_dtype": torch.bfloat16, "device": "cuda"}  # fmt: skip
+                  "kv_cache_dtype": torch.bfloat16, "device": "cuda",
+                  "model_config": SimpleNamespace(vocab_size=1000)}  # fmt: skip
         configurator = SimpleNamespace(_cell_size=1000, _fixed_overhead_bytes=5)
         kv_sizing._count_draft(None, configurator, SimpleNamespace(**values | over))
         return configurator
 
     # Keys and values, 16 layers, 4 of 8 heads on this rank, 64 wide, 2 bytes.
     assert sized()._cell_size == 1000 + 2 * 16 * 4 * 64 * 2
-    assert sized()._fixed_overhead_bytes == 5 + kv_sizing.DEVICE_RESERVE_BYTES
+    assert sized()._fixed_overhead_bytes == 5 + kv_sizing.DEVICE_RESERVE_BYTES + 6_144_000
     assert sized(device="cpu")._fixed_overhead_bytes == 5
     assert sized(is_draft_worker=True)._cell_size == sized(spec_algorithm=object())._cell_size == 1000
 

@@ -17,6 +17,7 @@ from adaserve.engine.device.attention import (
 from adaserve.engine.device.layout import Extent, window_bits
 from adaserve.engine.device.transfer import put
 from tests.engine.device.test_layout import random_case
+from tests.engine.device.triton_check import compare
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,3 +63,8 @@ def test_flashinfer_reads_our_arrays_as_sdpa_does(seed: int) -> None:
         out = kernel.run(q, keys, values, HEADS.scaling)
     graph.replay()
     torch.testing.assert_close(out[sees], right[sees], rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_triton_reads_our_arrays_as_sdpa_does(seed: int) -> None:
+    assert compare(seed, torch.device("cuda"), torch.float16) < 2e-2

@@ -1,0 +1,74 @@
+"""What a GPU check is to do and what it has found, on disk after every stage."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adaserve.bench.gpu_check.answers import Answer
+from adaserve.server import ServerError
+
+STATE_FILE = "gpu-check.state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPlan:
+    """What to run."""
+
+    batches: tuple[int, ...] = (1, 8, 32, 64)
+    policies: tuple[str, ...] = ("priced", "adaserve")
+    tokens: int = 128
+    rounds: int = 3
+    exact_prompts: int = 64
+    mixed_s: float = 60.0
+    loads: tuple[float, ...] = (0.5, 0.9, 1.3)  # requests offered, as shares of plain decoding's capacity
+    tie_margin: float = 0.15
+    """Two best log-probabilities closer than that may swap with the shapes of kernels (bf16, fp16)."""
+    seed: int = 0
+
+
+@dataclass
+class Findings:
+    """Everything that was measured; JSON values. None = not measured, with the reason in ``skipped`` (a
+    server) or ``failed`` (a stage)."""
+
+    exact: dict[str, Any] = field(default_factory=dict)  # by server or policy
+    tpot_ms: dict[str, dict[int, float]] = field(default_factory=dict)  # by server or policy, by batch
+    details: dict[str, Any] = field(default_factory=dict)  # iterations of the AdaServe server
+    mixed: dict[str, Any] = field(default_factory=dict)  # by load, by server or policy
+    profiles: dict[str, Any] = field(default_factory=dict)  # by batch
+    skipped: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    latency_model: dict[str, Any] = field(default_factory=dict)
+    device: dict[str, Any] = field(default_factory=dict)
+    baseline_ms: float | None = None
+    reference: list[Answer] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)  # stages, "server:stage"
+
+
+def resume(out: Path, identity: dict[str, Any]) -> Findings:
+    """What an interrupted run of the same check left in ``out``. Raises ServerError for another check's."""
+    path = out / STATE_FILE
+    if not path.exists():
+        return Findings()
+    kept = json.loads(path.read_text())
+    if kept["identity"] != identity:
+        raise ServerError(f"{out} holds the check of another pair or plan: give another --out, or remove it")
+    found = Findings(**kept["found"])
+    found.reference = [
+        Answer(tuple(a["output_ids"]), a["seconds"], tuple(a["margins"])) for a in kept["found"]["reference"]
+    ]
+    for table in (found.tpot_ms, found.details):
+        for name, values in table.items():
+            if name != "verification":  # JSON has no numbers for keys
+                table[name] = {int(batch): value for batch, value in values.items()}
+    return found
+
+
+def write(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all, so that an interrupted run leaves the last good file."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)

@@ -1,0 +1,177 @@
+"""The attention kernels of tree forwards against SDPA, at the sizes that are served; compiles them, too.
+
+``python -m adaserve.bench.gpu_check.kernels --out kernels.json``: every kernel runs in a process of its own,
+all at once, so that their compilers share the host's cores and one that fails does not cost the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaserve.engine.device.attention import (
+    INT_WORKSPACE_BYTES,
+    WORKSPACE_BYTES,
+    AttentionBuffers,
+    FlashInferKernel,
+    HeadShape,
+    SdpaKernel,
+    TreeKernel,
+    TritonKernel,
+)
+from adaserve.engine.device.layout import Extent, window_bits
+
+KERNELS = ("flashinfer", "triton")
+TYPES = {"fp16": (torch.float16, 4e-3), "bf16": (torch.bfloat16, 3e-2), "fp32": (torch.float32, 1e-4)}
+"""Types, and the largest difference from SDPA in fp32 that rounding explains."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """``rows`` requests of ``queries`` tokens over ``context`` cached ones, with a window of random bits."""
+
+    rows: int
+    queries: int
+    context: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+LLAMA, WIDENED = (32, 8, 128), (32, 16, 64)
+"""Heads of Llama 3.1 8B, and of the embedded target widened to its cost."""
+SERVED = tuple(
+    Case(rows, queries, context, *heads, dtype)
+    for heads in (WIDENED, LLAMA)
+    for dtype in ("fp16", "bf16")
+    for rows, queries, context in ((1, 1, 500), (1, 16, 500), (64, 1, 1000), (16, 4, 1000), (64, 8, 1000))
+)
+SMALL = (Case(3, 2, 20, 4, 2, 32, "fp32"), Case(2, 5, 9, 4, 2, 32, "fp16"))
+"""For Triton's interpreter on a CPU."""
+
+
+def check(name: str, case: Case, device: torch.device, seed: int = 0) -> dict[str, Any]:
+    """The largest difference from SDPA, eagerly and (on a GPU) from a graph, and the time of a run there."""
+    dtype, bound = TYPES[case.dtype]
+    generator = torch.Generator().manual_seed(seed)
+    kv, tokens = case.context + case.queries, case.rows * case.queries
+    pool = case.rows * kv + 1
+    q, keys, values = (
+        torch.randn(n, heads, case.head_dim, generator=generator).to(device, dtype)
+        for n, heads in ((tokens, case.q_heads), (pool, case.kv_heads), (pool, case.kv_heads))
+    )
+    extent = Extent(np.full(case.rows, case.queries), np.full(case.rows, kv))
+    buffers = AttentionBuffers.allocate(case.rows * kv, tokens * kv // 8 + case.rows, device, unpacked=True)
+    buffers.set_slots((torch.randperm(pool - 1, generator=generator) + 1).int().to(device), 0)
+    byte, clear = (torch.from_numpy(a).to(device) for a in window_bits(extent, case.queries))
+    seen = torch.rand(tokens, case.queries, generator=generator) < 0.5
+    buffers.set_mask(int(extent.byte_starts[-1]), byte, clear, seen.to(device))
+    reference, kernel = SdpaKernel(buffers), _kernel(name, case, buffers)
+    scaling = case.head_dim**-0.5
+    for one in (reference, kernel):
+        one.plan(extent)
+    right = reference.run(q.float(), keys.float(), values.float(), scaling)
+    got = {"eager": kernel.run(q, keys, values, scaling)}
+    us = None
+    if device.type == "cuda":
+        got["graph"], us = _captured(kernel, (q, keys, values, scaling))
+    worst = max(float((right - out.float()).abs().max()) for out in got.values())
+    return {**asdict(case), "difference": worst, "right": worst < bound, "us": us}
+
+
+def _kernel(name: str, case: Case, buffers: AttentionBuffers) -> TreeKernel:
+    if name == "triton":
+        return TritonKernel(buffers, case.rows)
+    dtype = TYPES[case.dtype][0]
+    heads = HeadShape(case.q_heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, dtype, dtype)
+    device = buffers.mask.device
+    workspace, integers = (
+        torch.empty(n, dtype=torch.uint8, device=device) for n in (WORKSPACE_BYTES, INT_WORKSPACE_BYTES)
+    )
+    return FlashInferKernel(buffers, case.rows, heads, workspace, integers)
+
+
+def _captured(kernel: TreeKernel, arguments: tuple[Tensor, Tensor, Tensor, float]) -> tuple[Tensor, float]:
+    """A replayed graph's output, and microseconds of one replay."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel.run(*arguments)
+    for _ in range(3):
+        graph.replay()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(20):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return out, start.elapsed_time(end) / 20 * 1e3
+
+
+def run_one(name: str, device: str) -> dict[str, Any]:
+    start_s = time.perf_counter()
+    cases = SERVED if device == "cuda" else SMALL
+    results = [check(name, case, torch.device(device)) for case in cases]
+    right = all(r["right"] for r in results)
+    return {"right": right, "seconds": round(time.perf_counter() - start_s, 1), "cases": results}
+
+
+def run_all(device: str, limit_s: float) -> dict[str, Any]:
+    """Every kernel by name; {"right": False, "error": ...} for one that could not be run."""
+    names = KERNELS if device == "cuda" else ("triton",)
+    env = {**os.environ, **({} if device == "cuda" else {"TRITON_INTERPRET": "1"})}
+    command = [sys.executable, "-m", "adaserve.bench.gpu_check.kernels", "--device", device, "--kernel"]
+    jobs = {
+        name: subprocess.Popen([*command, name], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for name in names
+    }
+    end_s, results = time.monotonic() + limit_s, {}
+    for name, job in jobs.items():
+        try:
+            out, errors = job.communicate(timeout=max(1.0, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.communicate()
+            results[name] = {"right": False, "error": f"took longer than {limit_s:.0f} s"}
+            continue
+        lines = errors.decode(errors="replace").strip().splitlines()
+        if job.returncode:
+            results[name] = {"right": False, "error": "\n".join(lines[-8:])}
+        else:
+            results[name] = json.loads(out.splitlines()[-1])
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--kernel", choices=KERNELS, help="this one, in this process")
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds")
+    parser.add_argument("--out", type=Path, default=Path("kernels.json"))
+    given = parser.parse_args()
+    if given.kernel:
+        print(json.dumps(run_one(given.kernel, given.device)))
+        return 0
+    results = run_all(given.device, given.limit)
+    given.out.write_text(json.dumps(results, indent=1) + "\n")
+    for name, result in results.items():
+        print(f"{name}: {'right' if result['right'] else 'NOT right'} {result.get('error', '')}")
+    # 0: the preferred kernel is right; 3: another one is; 1: none is.
+    order = [results[name]["right"] for name in results]
+    return 0 if order[0] else 3 if any(order) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
