@@ -65,7 +65,7 @@ class Shedder:
 
     def _over_share(self, name: str, load: Load) -> str:
         """A sentence if the class has its share of the running requests, or more."""
-        share = self._classes.get(name).share
+        share = self._classes.get(name).running_share
         if share >= 1.0:
             return ""
         started = [] if load.started is None else [load.started]

@@ -58,7 +58,7 @@ class SLOClass(Checked):
     # Share of requests that should attain, for dashboards and alerts.
     target: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
     # Share of the running requests that the class may have while others wait; counts with --shed only.
-    share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    running_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
 
     @model_validator(mode="after")
     def _one_tpot(self) -> SLOClass:

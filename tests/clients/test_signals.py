@@ -20,7 +20,7 @@ SLOS = """
 classes:
   tight: {tpot_ms: 0.2}
   chat: {tpot_ms: 60000}
-  bulk: {tpot_ms: 60000, share: 0.5}
+  bulk: {tpot_ms: 60000, running_share: 0.5}
 """
 SLOTS = 4
 

@@ -18,7 +18,7 @@ from adaserve.patches.shedding import _with_refusals
 from adaserve.slo.classes import SLO, SLOClass, SLOConfig
 
 NOW = 100.0
-CLASSES = SLOConfig(classes={"bulk": SLOClass(name="bulk", share=0.5), "chat": SLOClass(name="chat")})
+CLASSES = SLOConfig(classes={"bulk": SLOClass(name="bulk", running_share=0.5), "chat": SLOClass(name="chat")})
 
 
 class Request:
@@ -203,4 +203,4 @@ def test_orca_in_text_and_in_json() -> None:
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, math.nan])
 def test_a_share_that_is_none(share: float) -> None:
     with pytest.raises(ValueError, match="share"):
-        SLOClass(name="bulk", share=share)
+        SLOClass(name="bulk", running_share=share)
