@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve.scheduler.interface import (
-    DRAFTED,
+    MODEL,
     BoolArray,
     CandidateTrees,
     FloatArray,
@@ -66,7 +66,7 @@ def _joined(trees: Sequence[CandidateTrees]) -> CandidateTrees:
     ends = starts[:, -1].cumsum()
     starts[1:] += ends[:-1, None]
     parent = join([t.parent for t in trees])
-    sources = [np.full(t.n_nodes, DRAFTED) if t.source is None else t.source for t in trees]
+    sources = [np.full(t.n_nodes, MODEL) if t.source is None else t.source for t in trees]
     return CandidateTrees(
         row_start=np.append(starts[:, :-1], ends[-1]),
         token=np.zeros_like(parent),

@@ -12,8 +12,11 @@ from adaserve.scheduler.tables import ClassNumbers, RequestTable
 
 N_BINS = 20  # equal bins of the claimed q: finding a bin is one multiplication
 MIDDLE = (np.arange(N_BINS) + 0.5) / N_BINS
-GROUPS = 3
-"""Bins are kept apart for candidates that were drafted, that were offered, and that were both."""
+GROUPS = 5
+"""Bins are kept apart for candidates that were drafted, that were offered, that were both, that the second
+draft model made, and that two draft models agree on."""
+_GROUP = np.array([1, 0, 3, 4, 1, 2, 2, 2])
+"""Group by the bits of the draft models, plus 4 if it was offered."""
 _PLACES = N_BINS + 1  # of a group: q = 1 falls behind the last bin
 _WITH_ONE = np.minimum(np.arange(_PLACES), N_BINS - 1) + N_BINS * np.arange(GROUPS)[:, None]
 CEILING = 0.985  # no token is certain; also keeps f strictly falling along a path
@@ -29,7 +32,7 @@ def group_of(trees: CandidateTrees) -> IntArray | None:
     """Group of every node, [m]; None = all were drafted."""
     if trees.source is None:
         return None
-    groups: IntArray = np.where(trees.source & DRAFTED > 0, np.where(trees.source == DRAFTED, 0, 2), 1)
+    groups: IntArray = _GROUP[(trees.source & DRAFTED) + 4 * (trees.source > DRAFTED)]
     return groups
 
 

@@ -17,7 +17,8 @@ class PolicyConfig:
     costs: LearnedCosts | None = None  # of the server, learned by all its policies; None = the policy's own
     budget: int | None = None  # B: verify tokens per iteration, roots included; None = knee of the costs
     knee: float = 2.0  # B by the knee costs at most this many times what one token does
-    drafts: bool = True  # whether draft steps can be made at all; False: only offered candidates
+    drafts: int = 1
+    """Draft models, which all draft to the planned depth and width; 0: only offered candidates."""
     draft_windows: tuple[int, ...] = (0,)
     """Recent tokens that draft steps may read of a context, 0 = all. `priced` chooses among them, and the
     other policies use the first."""

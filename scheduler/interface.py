@@ -25,8 +25,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-DRAFTED = 1
-"""Bit of ``CandidateTrees.source`` for nodes that draft steps made. The other bits belong to the driver."""
+MODEL, SECOND_MODEL = 1, 2
+"""Bits of ``CandidateTrees.source`` for nodes that the first draft model made, and the second one."""
+DRAFTED = MODEL | SECOND_MODEL
+"""Nodes that draft steps made. All other bits belong to the driver."""
 
 LEAST_WINDOW = 16
 """Recent tokens that a draft step reads at least: those that a draft model takes in late are among them."""
@@ -46,8 +48,8 @@ class CandidateTrees:
     depth: IntArray  # [m]: 1 for children of the root
     logprob: FloatArray  # [m]: log of the path probability root..node under the draft, <= 0
     source: IntArray | None = None
-    """[m]: who proposed each node, bits. Nodes without ``DRAFTED`` cost nothing to draft, and nodes with
-    another bit as well would be there without a draft step. None = draft steps made all."""
+    """[m]: who proposed each node, bits. Nodes without ``DRAFTED`` cost nothing to draft, and nodes with a
+    bit of the driver as well would be there without a draft step. None = all are from one draft model."""
 
     @staticmethod
     def empty(n: int) -> CandidateTrees:

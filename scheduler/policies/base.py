@@ -92,7 +92,8 @@ class BasePolicy:
         if shape.budget <= n:  # only the roots fit: a draft step would be wasted
             depth = 0
         offered = 0 if running.offered is None else running.offered.n_nodes
-        budget = max(n, min(shape.budget, n * (1 + _most_nodes(depth, shape)) + offered))
+        drafted = _most_nodes(depth, shape) * self.config.drafts
+        budget = max(n, min(shape.budget, n * (1 + drafted) + offered))
         branching = shape.branching[:depth] if shape.branching and depth else None
         window = shape.window if shape.window is not None else self._fixed_window(len(running))
         t_spec = self._t_spec(running, depth, shape.width, budget, self._draft_context(running, window))
@@ -140,7 +141,8 @@ class BasePolicy:
         context = self.context(running)
         n = len(running)
         offered = 0 if running.offered is None else running.offered.n_nodes
-        tokens = min(budget, n * (1 + depth * width) + offered) + running.prefill_tokens
+        drafted = depth * width * self.config.drafts
+        tokens = min(budget, n * (1 + drafted) + offered) + running.prefill_tokens
         return self.costs.iteration_s(n, depth, width, tokens, context, draft_context)
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
@@ -216,7 +218,7 @@ def _limit(cap: IntArray, depth: int, deepest: int | None) -> IntArray | None:
 
 
 def _most_nodes(depth: int, shape: Shape) -> int:
-    """Largest candidate tree of one row, root not counted."""
+    """Largest candidate tree of one row that one draft model makes, root not counted."""
     if shape.branching is None or depth <= 0:
         return max(0, depth) * shape.width
     return sum(itertools.accumulate(shape.branching[:depth], operator.mul))

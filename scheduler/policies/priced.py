@@ -11,6 +11,7 @@ from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     DRAFTED,
+    MODEL,
     BoolArray,
     CandidateTrees,
     FloatArray,
@@ -209,13 +210,14 @@ class PricedPolicy(BasePolicy):
     ) -> None:
         n, w, row = len(plan.running), plan.width, row_of(trees)
         surplus, rate = self._regime(n).surplus, self.config.surplus_rate
-        # Drafted nodes stand first in their level, in the order of beams.
+        # Drafted nodes stand first in their level, in the order of beams; those that only a second draft
+        # model made stand behind them.
         first = np.append(True, (row[1:] != row[:-1]) | (trees.depth[1:] != trees.depth[:-1]))
         beam = np.arange(trees.n_nodes) - np.maximum.accumulate(np.where(first, np.arange(trees.n_nodes), 0))
-        source = np.full(trees.n_nodes, DRAFTED) if trees.source is None else trees.source
+        source = np.full(trees.n_nodes, MODEL) if trees.source is None else trees.source
         drafted = source & DRAFTED > 0
-        mine = (source == DRAFTED) & (trees.depth <= steps) & (beam < w)
-        place = (trees.depth[mine] - 1) * w + beam[mine]
+        mine = (source & ~DRAFTED == 0) & (trees.depth <= steps)
+        place = (trees.depth[mine] - 1) * w + beam[mine] % w
         total = np.bincount(place, worth[mine], steps * w).reshape(steps, w)
         left = uncovered(plan.running.offered, n, steps)
         left[np.bincount(row[drafted], minlength=n) == 0] = 0.0

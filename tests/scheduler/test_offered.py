@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 
 from adaserve.scheduler.acceptance import AcceptanceRates
-from adaserve.scheduler.calibration import GROUPS, Calibrator
+from adaserve.scheduler.calibration import GROUPS, Calibrator, group_of
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import DRAFTED, CandidateTrees, IterationOutcome, RunningBatch, Selection
+from adaserve.scheduler.interface import (
+    MODEL,
+    SECOND_MODEL,
+    CandidateTrees,
+    IterationOutcome,
+    RunningBatch,
+    Selection,
+)
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.policies.priced import PricedPolicy
@@ -20,7 +27,7 @@ from adaserve.scheduler.replay import Recorder, read_recording, replay
 from adaserve.scheduler.selection import parent_kept
 from tests.scheduler.sched_factories import beam_trees, running, trees_from
 
-OFFERED = 2
+OFFERED = 4
 CHEAP = LatencyModel(
     ForwardCost(fixed_s=1e-3, per_token_s=1e-4), ForwardCost(fixed_s=1e-2, per_token_s=1e-5), 1e-3
 )
@@ -47,7 +54,7 @@ def test_uncovered_is_what_the_best_offers_leave() -> None:
 
 @pytest.mark.parametrize("name", ["priced", "adaserve", "chain-2", "turbospec", "global-greedy"])
 def test_offers_are_verified_where_nothing_can_be_drafted(name: str) -> None:
-    policy = build_policy(name, PolicyConfig(latency=CHEAP, drafts=False))
+    policy = build_policy(name, PolicyConfig(latency=CHEAP, drafts=0))
     trees = offers([0.9, 0.9, 0.9], [0.9])
     plan = policy.plan(offered_to(2, trees), 1.0)
     assert plan.depth == 0 and plan.budget >= 2 + trees.n_nodes
@@ -65,7 +72,7 @@ def test_priced_verifies_offers_where_drafting_does_not_pay() -> None:
 
 
 def test_offers_are_weighed_by_what_their_requests_need() -> None:
-    policy = build_policy("priced", PolicyConfig(latency=CHEAP, drafts=False))
+    policy = build_policy("priced", PolicyConfig(latency=CHEAP, drafts=0))
     late = replace(running(2, tpot_slo_s=np.array([0.5, 0.0125])), offered=offers([0.5], [0.5]))
     plan = policy.plan(late, 0.2)
     assert plan.weight is not None and plan.weight[1] > plan.weight[0]
@@ -108,41 +115,52 @@ def joined(drafted: CandidateTrees, bits: list[int]) -> CandidateTrees:
 
 
 def test_draft_steps_are_those_of_drafted_nodes() -> None:
-    trees = joined(trees_from([[(-1, 0.9), (0, 0.9), (1, 0.9)]]), [DRAFTED, DRAFTED | OFFERED, OFFERED])
+    trees = joined(trees_from([[(-1, 0.9), (0, 0.9), (1, 0.9)]]), [MODEL, SECOND_MODEL | OFFERED, OFFERED])
     assert trees.draft_steps == 2 and trees_from([[(-1, 0.5)]]).draft_steps == 1
     assert replace(trees, source=np.full(3, OFFERED)).draft_steps == 0
 
 
-def test_calibration_keeps_offers_apart() -> None:
+SOURCES = (MODEL, OFFERED, MODEL | OFFERED, SECOND_MODEL, MODEL | SECOND_MODEL)
+
+
+@pytest.mark.parametrize("taught", SOURCES)
+def test_calibration_keeps_sources_apart(taught: int) -> None:
+    """And what several agree on. Those who were not observed keep what they claim."""
     calibrator, n = Calibrator(), 4000
     q, zeros = np.full(n, 0.52), np.zeros(n, np.int64)
-    for group, hit in ((0, False), (1, True)):
-        groups = np.full(n, group)
-        calibrator.observe(q, zeros, np.full(n, hit), ["r"], ["c"], groups)
-    calibrator.forget("r")
     chain = trees_from([[(-1, 0.52)]])
-    values = [
-        float(calibrator.path_values(replace(chain, source=np.array([bits])), ["r"], ["c"])[0])
-        for bits in (DRAFTED, OFFERED, DRAFTED | OFFERED)
-    ]
-    assert GROUPS == 3 and values[0] < 0.1 and values[1] > 0.9 and values[2] == pytest.approx(0.52)
-    assert calibrator.path_values(chain, ["r"], ["c"])[0] == pytest.approx(values[0])
+    of = {bits: replace(chain, source=np.array([bits])) for bits in SOURCES}
+    group = group_of(of[taught])
+    assert group is not None
+    calibrator.observe(q, zeros, np.ones(n, np.bool_), ["r"], ["c"], np.repeat(group, n))
+    calibrator.forget("r")
+    values = {bits: float(calibrator.path_values(trees, ["r"], ["c"])[0]) for bits, trees in of.items()}
+    assert len(SOURCES) == GROUPS and values.pop(taught) > 0.9
+    assert all(value == pytest.approx(0.52) for value in values.values())
+    assert (calibrator.path_values(chain, ["r"], ["c"])[0] > 0.9) == (taught == MODEL)
+
+
+def test_what_models_offer_beside_earlier_text_is_one_group() -> None:
+    trees = joined(trees_from([[(-1, 0.9), (0, 0.9), (1, 0.9)]]), [b | OFFERED for b in (1, 2, 3)])
+    assert group_of(trees).tolist() == [2, 2, 2]
 
 
 def test_the_worth_of_levels_counts_what_only_the_draft_had() -> None:
     """Nodes that were offered as well would have been there without a draft."""
 
-    def surplus(source: int) -> float:
+    def surplus(*source: int) -> float:
         policy = build_policy("priced", PolicyConfig(latency=CHEAP, surplus_rate=0.5))
         assert isinstance(policy, PricedPolicy)
         for _ in range(64):
             plan = replace(policy.plan(running(1), 1.0), depth=1, width=1)
-            trees = replace(beam_trees(1, 1, 1), source=np.array([source]))
+            trees = replace(beam_trees(1, 1, len(source)), source=np.array(source))
             selection = policy.select(plan, trees)
             policy.observe(outcome_of(plan, trees, selection))
         return float(policy._regime(1).surplus[0, 0])
 
-    assert surplus(DRAFTED) > 0.3 and surplus(DRAFTED | OFFERED) == pytest.approx(0.0, abs=1e-3)
+    one, both = surplus(MODEL), surplus(MODEL, SECOND_MODEL)
+    assert one > 0.3 and surplus(MODEL | OFFERED) == pytest.approx(0.0, abs=1e-3)
+    assert both > one, "what only the second model had is worth something, too"
 
 
 def outcome_of(plan, trees: CandidateTrees, selection: Selection) -> IterationOutcome:
@@ -177,7 +195,7 @@ def test_turbospec_verifies_as_much_of_a_fixed_proposal_as_pays(monkeypatch: pyt
     trees = offers([0.9] * 6, [0.9] * 2)
     kept = []
     for latency, rate in ((CHEAP, 0.9), (steep, 0.5), (steep, 0.0)):
-        policy = build_policy("turbospec", PolicyConfig(latency=latency, drafts=False))
+        policy = build_policy("turbospec", PolicyConfig(latency=latency, drafts=0))
         monkeypatch.setattr(AcceptanceRates, "overall", rate)
         plan = policy.plan(offered_to(2, trees), 1.0)
         assert plan.depth == 0
@@ -186,7 +204,7 @@ def test_turbospec_verifies_as_much_of_a_fixed_proposal_as_pays(monkeypatch: pyt
 
 
 def test_turbospec_keeps_one_chain_per_row() -> None:
-    policy = build_policy("turbospec", PolicyConfig(latency=CHEAP, drafts=False))
+    policy = build_policy("turbospec", PolicyConfig(latency=CHEAP, drafts=0))
     branches = trees_from([[(-1, 0.9), (-1, 0.8), (0, 0.9), (1, 0.9), (2, 0.9)]])
     branches = replace(branches, source=np.full(5, OFFERED))
     selection = policy.select(policy.plan(offered_to(1, branches), 1.0), branches)
