@@ -56,6 +56,10 @@ Window = Annotated[
         "the whole context, or auto: the policy priced chooses for each request."
     ),
 ]
+SecondDraft = Annotated[
+    str | None,
+    typer.Option(help="Another draft model, whose candidates join the first one's in one tree."),
+]
 Size = Annotated[str, typer.Option(help="Parameters that the embedded target is widened to.")]
 PolicyName = Annotated[
     str,
@@ -106,6 +110,7 @@ def serve(
     *,
     model: Model = None,
     draft: Draft = None,
+    second_draft: SecondDraft = None,
     drafts: Drafts = None,
     draft_window: Window = "0",
     draft_sinks: Annotated[
@@ -162,7 +167,7 @@ def serve(
     """
     spec = _spec(
         model, draft, size, tuple(context.args), host, port,
-        drafts=drafts, draft_window=draft_window, draft_sinks=draft_sinks,
+        second_draft=second_draft, drafts=drafts, draft_window=draft_window, draft_sinks=draft_sinks,
         suffix_scope=suffix_scope, suffix_memory_mb=suffix_memory_mb,
         policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
@@ -216,6 +221,7 @@ def profile(
     *,
     model: Model = None,
     draft: Draft = None,
+    second_draft: SecondDraft = None,
     size: Size = "100M",
     cpu_weights: Weights = "auto",
     out: Annotated[
@@ -231,7 +237,8 @@ def profile(
     from adaserve.server import ServerError
 
     try:
-        run_profile(_spec(model, draft, size, cpu_weights=cpu_weights), out, console)
+        spec = _spec(model, draft, size, second_draft=second_draft, cpu_weights=cpu_weights)
+        run_profile(spec, out, console)
     except ServerError as error:
         _fail(error)
 

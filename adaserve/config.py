@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from adaserve.checked import Checked, shown
 from adaserve.slo.classes import SLOConfig
@@ -23,6 +24,8 @@ PREFILLS = ("slack", "exclusive")
 DRAFTS = ("model", "suffix")
 AUTO_WINDOWS = (0, 256, 64)
 """What the policy chooses among with ``draft_window`` auto."""
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""Of a model that is no folder here."""
 
 
 class ConfigError(ValueError):
@@ -47,6 +50,11 @@ class AdaServeConfig(Checked):
         default="model",
         description="who proposes tokens: model (a draft model), suffix (earlier text that repeats), or "
         "model,suffix: both in one tree",
+    )
+    second_draft: str | None = Field(
+        default=None,
+        description="another draft model with the target's vocabulary, whose candidates join the first one's "
+        "in one tree",
     )
     draft_window: int | Literal["auto"] = Field(
         default=0,
@@ -161,6 +169,22 @@ class AdaServeConfig(Checked):
             )
         return number
 
+    @field_validator("second_draft")
+    @classmethod
+    def _a_model(cls, path: str | None) -> str | None:
+        if path is None or (path and Path(path).is_dir()) or HUB_NAME.fullmatch(path):
+            return path
+        raise ConfigError(f"there is no folder {path}")
+
+    @model_validator(mode="after")
+    def _second_needs_first(self) -> Self:
+        if self.second_draft is not None and not self.has_model:
+            raise ConfigError(
+                f"drafts are {self.drafts}, so that a second draft model has no use: leave it out, or let "
+                "drafts be model or model,suffix"
+            )
+        return self
+
     @field_validator("slo_config", "profile")
     @classmethod
     def _a_file(cls, path: str | None) -> str | None:
@@ -179,13 +203,18 @@ class AdaServeConfig(Checked):
         return AUTO_WINDOWS if self.draft_window == "auto" else (self.draft_window,)
 
     @property
+    def draft_models(self) -> int:
+        """How many draft models are served."""
+        return 0 if not self.has_model else 1 if self.second_draft is None else 2
+
+    @property
     def has_suffix(self) -> bool:
         """Whether earlier text is searched for drafts."""
         return "suffix" in self.drafts.split(",")
 
     @property
     def beam_candidates(self) -> int:
-        """Nodes that a draft model makes for one request."""
+        """Nodes that one draft model makes for one request."""
         return self.max_depth * self.max_width if self.has_model else 0
 
     @property
@@ -196,7 +225,8 @@ class AdaServeConfig(Checked):
     @property
     def max_candidates(self) -> int:
         """Nodes that one request's candidate tree can have, root not counted."""
-        return self.beam_candidates + self.suffix_candidates + self.forced_depth
+        drafted = self.draft_models * self.beam_candidates
+        return drafted + self.suffix_candidates + self.forced_depth
 
     @property
     def deepest(self) -> int:

@@ -1,7 +1,7 @@
-"""KV memory of a token counts for target and draft, and memory for our own buffers on a GPU is set aside.
+"""KV memory of a token counts for target and drafts, and memory for our own buffers on a GPU is set aside.
 
-Why: SGLang sizes the KV pools from what is free after both models were loaded, but adds the draft's KV to a
-token's cost for its own EAGLE and STANDALONE only. Without this hook the draft's pool, which has as many
+Why: SGLang sizes the KV pools from what is free after all models were loaded, but adds a draft's KV to a
+token's cost for its own EAGLE and STANDALONE only. Without this hook a draft's pool, which has as many
 slots as the target's, would be allocated on top of memory that is already given away.
 """
 
@@ -32,22 +32,33 @@ def register() -> None:
 def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
     if kvc.is_draft_worker or not is_ours(kvc.spec_algorithm):
         return
-    if AdaServeConfig.load().has_model:
-        config = _draft_config(kvc.server_args)
+    for path in draft_paths(AdaServeConfig.load()):
+        config = draft_config(kvc.server_args, path)
         configurator._cell_size += draft_bytes_per_token(config, kvc.kv_cache_dtype)
     if str(kvc.device).startswith("cuda"):
         vocabulary = int(kvc.model_config.vocab_size)
         configurator._fixed_overhead_bytes += DEVICE_RESERVE_BYTES + RESERVE_BYTES_PER_WORD * vocabulary
 
 
-def _draft_config(server_args: Any) -> Any:
-    from sglang.srt.configs.model_config import ModelConfig
+def draft_paths(config: AdaServeConfig) -> tuple[str, ...]:
+    """The draft models that this process serves: SGLang's own, and ours behind it."""
+    from sglang.srt.runtime_context import get_spec
 
+    if not config.has_model:
+        return ()
+    return tuple(path for path in (get_spec().speculative_draft_model_path, config.second_draft) if path)
+
+
+def draft_config(server_args: Any, path: str, **more: Any) -> Any:
+    """SGLang's configuration of the draft model at ``path``."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_spec
+
+    spec = get_spec()
+    first = path == spec.speculative_draft_model_path
+    revision = spec.speculative_draft_model_revision if first else "main"
     return ModelConfig.from_server_args(
-        server_args,
-        model_path=server_args.speculative_draft_model_path,
-        model_revision=server_args.speculative_draft_model_revision,
-        is_draft_model=True,
+        server_args, model_path=path, model_revision=revision, is_draft_model=True, **more
     )
 
 

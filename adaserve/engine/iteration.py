@@ -12,7 +12,14 @@ from adaserve.engine.sources.suffix import SUFFIX
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
-from adaserve.scheduler.interface import DRAFTED, IterationOutcome, IterationPlan, Policy, Selection
+from adaserve.scheduler.interface import (
+    MODEL,
+    SECOND_MODEL,
+    IterationOutcome,
+    IterationPlan,
+    Policy,
+    Selection,
+)
 from adaserve.scheduler.selection import row_of
 from adaserve.slo.events import IterationSample
 
@@ -74,7 +81,7 @@ class Iteration:
         )
 
 
-SOURCES = {"model": DRAFTED, "forced": FORCED, "suffix": SUFFIX}
+SOURCES = {"model": MODEL, "second_model": SECOND_MODEL, "forced": FORCED, "suffix": SUFFIX}
 """Bits of ``CandidateTrees.source`` by the names that the metrics use."""
 
 

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def measure(
     context_len: int = 1 << 30,
     most_rows: int = 1 << 30,
 ) -> Profile:
-    """Times both models' forwards as they are served. ``slots``: size of the KV pool, which is empty;
+    """Times all models' forwards as they are served. ``slots``: size of the KV pool, which is empty;
     ``most_rows``: requests that run at a time."""
     # Longer contexts than the models have positions for would read past their rotary tables.
     short = tuple(c for c in grid.contexts if c < context_len) or (max(1, context_len // 2),)
@@ -99,12 +99,12 @@ def measure(
     room = _Room(device, req_to_token, slots, most_rows)
     try:
         verify = _sweep(
-            room, device.target, _verify_step(device), grid.verify_tokens, 4, grid, progress, "verify"
+            room, [device.target], _verify_step(device), grid.verify_tokens, 4, grid, progress, "verify"
         )
         drafts = verify * (1.0, 1.0, NO_DRAFT)
-        if device.draft is not None:
-            step = _draft_step(device.draft, width)
-            drafts = _sweep(room, device.draft, step, grid.draft_rows, width, grid, progress, "draft")
+        if device.drafts:
+            step = _draft_step(device.drafts, width)
+            drafts = _sweep(room, device.drafts, step, grid.draft_rows, width, grid, progress, "draft")
     finally:
         room.leave()
     return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)
@@ -117,8 +117,14 @@ def _verify_step(device: Device) -> Step:
     return lambda batch: device.target.argmax(device.target.run(batch))
 
 
-def _draft_step(draft: ModelForward, width: int) -> Step:
-    return lambda batch: draft.candidates(batch, Reading.plain(np.ones(len(batch))), width)
+def _draft_step(drafts: Sequence[ModelForward], width: int) -> Step:
+    """Of all draft models, one after the other."""
+
+    def step(batch: TreeBatch) -> None:
+        for draft in drafts:
+            draft.candidates(batch, Reading.plain(np.ones(len(batch))), width)
+
+    return step
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ class _Room:
 
 def _sweep(
     room: _Room,
-    model: ModelForward,
+    models: Sequence[ModelForward],
     step: Step,
     sizes: Iterable[int],
     per_row: int,
@@ -171,7 +177,7 @@ def _sweep(
             batch = room.batch(rows, q_lens, context)
             if batch is None:
                 continue
-            seconds = _time(room.device, model, step, batch, grid.repeats)
+            seconds = _time(room.device, models, step, batch, grid.repeats)
             points.append((len(batch), rows * context, seconds))
             progress(f"{what} {len(batch)} tokens, context {context}: {seconds * 1e3:.1f} ms")
             if seconds > grid.stop_s:
@@ -179,15 +185,17 @@ def _sweep(
     return np.array(points, np.float64)
 
 
-def _time(device: Device, model: ModelForward, step: Step, batch: TreeBatch, repeats: int) -> float:
+def _time(
+    device: Device, models: Sequence[ModelForward], step: Step, batch: TreeBatch, repeats: int
+) -> float:
     """Seconds of one forward, the shortest of several runs: what other programs cost is left to online
     learning.
     """
     step(batch)
-    return min(device.time(model, lambda: step(batch)) for _ in range(repeats))
+    return min(device.time(models, lambda: step(batch)) for _ in range(repeats))
 
 
-def fingerprint(target: str, draft: str, config: AdaServeConfig) -> dict[str, str]:
+def fingerprint(target: str, drafts: Sequence[str], config: AdaServeConfig) -> dict[str, str]:
     """What a profile is valid for; models by name and size on disk."""
     import sglang
 
@@ -197,7 +205,7 @@ def fingerprint(target: str, draft: str, config: AdaServeConfig) -> dict[str, st
         "threads": str(torch.get_num_threads()),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "target": _model_name(target),
-        "draft": _model_name(draft),
+        "draft": " + ".join(map(_model_name, drafts)) or "none",
         "weights": config.cpu_weights,
         "torch": torch.__version__,
         "sglang": sglang.__version__,

@@ -130,8 +130,8 @@ class Device(Protocol):
     def target(self) -> ModelForward: ...
 
     @property
-    def draft(self) -> ModelForward | None:
-        """None where no draft model is served."""
+    def drafts(self) -> Sequence[ModelForward]:
+        """Of the draft models, in their order; empty where none is served."""
         ...
 
     @property
@@ -160,12 +160,12 @@ class Device(Protocol):
         """The best token of every row of fp32 ``logits`` [rows, vocab] as read, int64 [rows]."""
         ...
 
-    def move(self, pools: Sequence[Any], target: Tensor, source: Tensor) -> None:
-        """Moves KV between slots of SGLang's pools; entries that move onto themselves do nothing."""
+    def move(self, pool: Any, target: Tensor, source: Tensor) -> None:
+        """Moves KV between slots of one of SGLang's pools; entries that move onto themselves do nothing."""
         ...
 
-    def time(self, model: Any, step: Callable[[], Any]) -> float:
-        """Seconds of the forwards of ``model`` in ``step``, which nothing else runs beside."""
+    def time(self, models: Sequence[Any], step: Callable[[], Any]) -> float:
+        """Seconds of the forwards of ``models`` in ``step``, which nothing else runs beside."""
         ...
 
     def report(self) -> dict[str, Any]:

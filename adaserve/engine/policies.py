@@ -38,7 +38,7 @@ class ServedPolicies:
                 costs=self._costs,
                 budget=self._config.budget,
                 knee=KNEE,
-                drafts=self._config.has_model,
+                drafts=self._config.draft_models,
                 draft_windows=self._config.draft_windows,
                 draft_sinks=self._config.draft_sinks,
                 d_max=self._config.max_depth,

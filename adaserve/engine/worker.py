@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from adaserve.engine.roots import RootTokens
 from adaserve.engine.shedding import Shedder
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
-from adaserve.engine.sources.draft_model import DraftModel
+from adaserve.engine.sources.draft_model import DraftModel, DraftModels
 from adaserve.engine.sources.forced import ForcedSource, spelling_of
 from adaserve.engine.sources.source import Drafting, TreeSource
 from adaserve.engine.sources.suffix import SuffixSource
@@ -45,6 +45,7 @@ from adaserve.host import on_device
 from adaserve.identity import ensure_registered
 from adaserve.noise import request_key
 from adaserve.pair.acceptance import load_sharpening
+from adaserve.patches.kv_sizing import draft_paths
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import IterationOutcome, IterationPlan, Policy
 from adaserve.scheduler.replay import Recorder
@@ -71,10 +72,11 @@ class AdaServeWorker(BaseSpecWorker):
         ensure_registered()
         self.config = AdaServeConfig.load()
         self._target_worker = target_worker
-        self._draft_worker = None
-        if self.config.has_model:
-            self._draft_worker = DraftModel(server_args, gpu_id, nccl_port, target_worker)
-        self._models = (server_args.model_path, server_args.speculative_draft_model_path or "none")
+        paths = draft_paths(self.config)
+        self._draft_worker = (
+            DraftModels(paths, server_args, gpu_id, nccl_port, target_worker) if paths else None
+        )
+        self._models = (server_args.model_path, paths)
         self._seed = (server_args.random_seed, get_parallel().dp_rank or 0)  # of the requests' noise
         self._init_state(overlaps=not get_schedule().disable_overlap_schedule)
 
@@ -101,10 +103,10 @@ class AdaServeWorker(BaseSpecWorker):
         """Last step of SGLang's start: pools and backends are there, so the host can be measured."""
         super().init_cuda_graphs()
         target = self.target_worker.model_runner
-        draft = None if self._draft_worker is None else self._draft_worker.draft_runner
-        self._kv_pools = tuple(runner.token_to_kv_pool for runner in (target, draft) if runner is not None)
+        drafts = [] if self._draft_worker is None else self._draft_worker.draft_runners
+        self._kv_pools = tuple(runner.token_to_kv_pool for runner in (target, *drafts))
         self._agreement = Agreement(get_tp_group())
-        self.device = open_device(target, draft, self.config)
+        self.device = open_device(target, drafts, self.config)
         self._sources = tuple(self._make_sources())
         self._measure(target)
         self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
@@ -123,10 +125,11 @@ class AdaServeWorker(BaseSpecWorker):
         self.shedder = Shedder(self.config.shed, self.forecaster, self.ledger, slo_classes())
 
     def _make_sources(self) -> Iterator[TreeSource]:
-        """Draft models come first: their KV lies in the columns that they choose."""
+        """Draft models come first: where the target has the KV of their nodes, too, nothing has to move."""
         config = self.config
         if self._draft_worker is not None:
-            yield self._beam_source(self._draft_worker)
+            for number, model in enumerate(self._draft_worker.models):
+                yield self._beam_source(model, number)
         tokenizer = self.target_worker.tokenizer  # None where SGLang has none, and so no grammars
         if config.forced_depth and tokenizer is not None and (spelling := spelling_of(tokenizer)):
             yield ForcedSource(spelling, config.forced_depth)
@@ -138,12 +141,12 @@ class AdaServeWorker(BaseSpecWorker):
                 tenant=(lambda req: asked_of(req).tenant) if config.suffix_scope == "key" else None,
             )
 
-    def _beam_source(self, model: DraftModel) -> BeamSource:
-        table = self.req_to_token_pool.req_to_token
-        assert self.device.draft is not None
-        cache = DraftCache(self.device.draft, table, self._kv_pools[1].k_buffer[0].shape[0], self.stride)
-        sharpening = load_sharpening(Path(self._models[1]))
-        return BeamSource(self.device, cache, sharpening, self.config.beam_candidates, model)
+    def _beam_source(self, model: DraftModel, number: int) -> BeamSource:
+        table, config = self.req_to_token_pool.req_to_token, self.config
+        slots = self._kv_pools[1 + number].k_buffer[0].shape[0]
+        cache = DraftCache(self.device.drafts[number], table, slots, self.stride)
+        sharpening = load_sharpening(Path(model.path))
+        return BeamSource(self.device, cache, sharpening, config.beam_candidates, model, number)
 
     def _measure(self, target: Any) -> None:
         """What forwards cost here: from an earlier run, a profile, or a short measurement."""
@@ -160,9 +163,8 @@ class AdaServeWorker(BaseSpecWorker):
         self.latency = measure.start_model(self.config, meta, lambda: run(measure.QUICK))
         self.costs = LearnedCosts(self.latency)
         self._meta = meta
-        for model in (self.device.target, self.device.draft):
-            if model is not None:
-                model.take_runs()  # the measurements'
+        for model in (self.device.target, *self.device.drafts):
+            model.take_runs()  # the measurements'
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -379,13 +381,15 @@ class AdaServeWorker(BaseSpecWorker):
     def _compact(
         self, verified: verify.VerifyBatch, tensors: verify.Tensors, acceptance: verify.Acceptance
     ) -> None:
-        """Makes the accepted paths contiguous in both KV caches."""
-        if not (verified.column != verified.depth).any():
+        """Makes the accepted paths contiguous in all KV caches."""
+        if verified.in_place:
             return  # everything accepted is already in place
         table = self.req_to_token_pool.req_to_token
         n = len(verified.root)
-        target, source = verify.moves(tensors, acceptance, table, n, verified.deepest)
-        self.device.move(self._kv_pools, target, source)
+        target, sources = verify.moves(tensors, acceptance, table, n, verified.deepest)
+        pools = [self._kv_pools[0], *(self._kv_pools[1 + number] for number in verified.drafted)]
+        for pool, source in zip(pools, sources, strict=True):
+            self.device.move(pool, target, source)
 
     # -- what follows -------------------------------------------------------------------------
 
@@ -432,9 +436,9 @@ class AdaServeWorker(BaseSpecWorker):
             times["loop_s"] += outcome.since_last_s
             times["loops"] += 1
         self._prefilled = False
-        for name, model in (("draft_s", self.device.draft), ("target_s", self.device.target)):
-            runs = [] if model is None else model.take_runs()
-            times[name] += sum(start.seconds_until(end) for start, end in runs)
+        names = ("target_s", *("draft_s" for _ in self.device.drafts))
+        for name, model in zip(names, (self.device.target, *self.device.drafts), strict=True):
+            times[name] += sum(start.seconds_until(end) for start, end in model.take_runs())
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Called before SGLang gives the request's slots to the radix cache."""
@@ -463,12 +467,12 @@ def _pool_rows(batch: Any) -> np.ndarray:
     return rows.cpu().numpy().astype(np.int64, copy=False)
 
 
-def open_device(target: Any, draft: Any, config: AdaServeConfig) -> Device:
-    """The parts for the device that holds both models (``ModelRunner``s)."""
+def open_device(target: Any, drafts: Sequence[Any], config: AdaServeConfig) -> Device:
+    """The parts for the device that holds the models (``ModelRunner``s)."""
     if on_device(target.device):
         from adaserve.engine.device.parts import GraphDevice
 
-        return GraphDevice.of(target, draft, config)
+        return GraphDevice.of(target, drafts, config)
     from adaserve.engine.host.parts import HostDevice
 
-    return HostDevice.of(target, draft)
+    return HostDevice.of(target, drafts)

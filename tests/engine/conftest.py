@@ -93,18 +93,19 @@ class Served:
 def served(
     request: pytest.FixtureRequest, zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """A draft that agrees on most tokens, trees of several policies, little KV; both scheduler modes.
+    """Two drafts that agree on most tokens, trees of several policies, little KV; both scheduler modes.
 
-    Under overlap earlier text is a second source, shared between requests.
+    Under overlap earlier text is another source, shared between requests.
     """
     name = str(request.param)
     overlap = name == "overlap"
     suffix = {"drafts": "model,suffix", "suffix_scope": "key", "suffix_depth": 6} if overlap else {}
+    config = {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **suffix}
     server, probe = adaserve_server(
         tmp_path_factory.mktemp(name),
         pair,
         "noisy",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "forced_depth": 6, **suffix},
+        {**config, "forced_depth": 6, "second_draft": str(pair / "second")},
         {"rotate": POLICIES, "hold_back": True, "retract_every": 40},
         overlap=overlap,
         **TIGHT,

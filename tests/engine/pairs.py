@@ -75,8 +75,9 @@ def agreement(target: Any, draft: Any, ids: torch.Tensor) -> float:
         return float((target(ids).logits.argmax(-1) == draft(ids).logits.argmax(-1)).float().mean())
 
 
-def agreeing_copy(target: Any, share: float = 0.6) -> Any:
-    """A noisy copy whose best token is the target's at about ``share`` of the positions."""
+def agreeing_copy(target: Any, share: float = 0.6, seed: int = 2) -> Any:
+    """A noisy copy whose best token is the target's at about ``share`` of the positions; copies of different
+    seeds go wrong at different ones."""
     prompts = torch.randint(2, VOCAB, (8, 8), generator=torch.Generator().manual_seed(3))
     ids = target.generate(
         prompts,
@@ -90,16 +91,19 @@ def agreeing_copy(target: Any, share: float = 0.6) -> Any:
     for _ in range(7):
         middle = (low + high) / 2
         low, high = (
-            (middle, high) if agreement(target, noisy_copy(target, middle), ids) > share else (low, middle)
+            (middle, high)
+            if agreement(target, noisy_copy(target, middle, seed), ids) > share
+            else (low, middle)
         )
-    return noisy_copy(target, low)
+    return noisy_copy(target, low, seed)
 
 
 def save_pair(folder: Path) -> None:
-    """Writes ``target``, ``noisy`` and ``swapped`` below ``folder``."""
+    """Writes ``target``, ``noisy``, ``second`` and ``swapped`` below ``folder``."""
     torch.set_num_threads(1)  # for models this small, threads only wait for each other
     target = random_target()
-    for name, model in (("target", target), ("noisy", agreeing_copy(target))):
+    drafts = {"noisy": agreeing_copy(target), "second": agreeing_copy(target, seed=7)}
+    for name, model in {"target": target, **drafts}.items():
         model.save_pretrained(folder / name)
         save_tokenizer(folder / name)
     _save_with_swapped_tokens(target, folder / "swapped")

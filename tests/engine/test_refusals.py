@@ -72,6 +72,8 @@ def test_vocabularies(pair: Path) -> None:
         require_common_vocabulary(target, worker(pair / "noisy", size=300))
     with pytest.raises(ValueError, match=r"first difference: 'a' .* choose a draft"):
         require_common_vocabulary(target, worker(pair / "swapped"))
+    with pytest.raises(ValueError, match="the draft model lab/second has a vocabulary of 300"):
+        require_common_vocabulary(target, worker(pair / "second", size=300), "lab/second")
 
 
 def test_a_larger_target_may_pad_its_vocabulary_on_a_gpu(pair: Path) -> None:

@@ -78,13 +78,13 @@ def test_a_client_can_limit_speculation(retrieving: Served, limit: str, most: in
 
 
 def test_each_source_is_counted(served: Served) -> None:
-    """Beside a draft model, under little memory; other tests say that the text is right."""
+    """Beside draft models, under little memory; other tests say that the text is right."""
     prompt = prompt_of(3)
     answers = [ask(served.server, prompt) for _ in range(3)]
-    sources = ["model", "suffix"] if served.name == "overlap" else ["model"]
+    sources = ["model", "second_model", *(["suffix"] if served.name == "overlap" else [])]
     assert (accepted(answers[-1]) > 8) == ("suffix" in sources)
     buckets = served.server.internal_state()["adaserve"]["stats"]["buckets"]
-    for source in ("model", "suffix"):
+    for source in ("model", "second_model", "suffix"):
         proposed, verified, taken = (
             sum(b["sums"].get(f"{stage} by {source}", 0) for b in buckets)
             for stage in ("proposed", "verified", "accepted")

@@ -117,7 +117,9 @@ class Case:
         """Accepts along ``draws``, as the worker does; accepted nodes of each row."""
         n, deepest, tensors = len(PROMPTS), verified.deepest, tensors_of(verified.arrays())
         got = verify.accept(tensors, torch.from_numpy(draws), n, deepest, deepest + 1)
-        self.device.move(self.models, *verify.moves(tensors, got, self.table, n, deepest))
+        target, sources = verify.moves(tensors, got, self.table, n, deepest)
+        for model, source in zip(self.models, sources, strict=False):  # the draft's, if it proposed
+            self.device.move(model, target, source)
         for r, state in enumerate(self.rows.states):
             state.advance(got.emitted[r, : int(got.count[r]) + 1].tolist())
         self.source.advanced(self.rows, verified, got.accepted.numpy())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -141,7 +142,11 @@ def test_a_window_has_room_for_every_source(
     config = AdaServeConfig(drafts=drafts, forced_depth=forced)
     assert (config.beam_candidates, config.suffix_candidates) == (beam, suffix)
     assert config.deepest == max(deepest, forced)
-    assert config.max_candidates == beam + suffix + forced
+    assert config.max_candidates == beam + suffix + forced and config.draft_models == ("model" in drafts)
+    if config.has_model:
+        two = config.changed(second_draft="lab/model")
+        assert (two.draft_models, two.deepest) == (2, config.deepest)
+        assert two.max_candidates == 2 * beam + suffix + forced
 
 
 @pytest.mark.parametrize(
@@ -151,6 +156,19 @@ def test_what_a_draft_reads(window: int | str, among: tuple[int, ...]) -> None:
     config = AdaServeConfig(draft_window=window)  # type: ignore[arg-type]
     assert config.draft_windows == among
     assert AdaServeConfig(**json.loads(config.to_json())) == config
+
+
+def test_a_second_draft_model_is_a_folder_or_on_the_hub(tmp_path: Path) -> None:
+    for path in (str(tmp_path), "meta-llama/Llama-3.2-1B"):
+        assert AdaServeConfig(second_draft=path).second_draft == path
+    for path in (str(tmp_path / "gone"), "./gone", "gone", "a/b/c", ""):
+        with pytest.raises(ConfigError, match="second_draft: there is no folder " + re.escape(path)):
+            AdaServeConfig(second_draft=path)
+
+
+def test_a_second_draft_model_needs_a_first() -> None:
+    with pytest.raises(ConfigError, match="a second draft model has no use: leave it out, or"):
+        AdaServeConfig(drafts="suffix", second_draft="lab/model")
 
 
 @pytest.mark.parametrize("drafts", ["", "eagle", "model,", "model,model", "Model"])

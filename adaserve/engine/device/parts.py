@@ -45,15 +45,14 @@ class GraphDevice:
     stops_early = False
     least_gain = 0.0
 
-    def __init__(self, target: DeviceForward, draft: DeviceForward | None, attention: str = "sdpa") -> None:
-        self.target, self.draft = target, draft
+    def __init__(self, target: DeviceForward, *drafts: DeviceForward, attention: str = "sdpa") -> None:
+        self.target, self.drafts = target, drafts
         self.device = target.device
         self._attention = attention  # its kernel's name
 
     @classmethod
-    def of(cls, target: Any, draft: Any, config: AdaServeConfig) -> GraphDevice:
-        """For two ``ModelRunner``s (``draft`` may be None): static buffers of the sizes that will be served,
-        and their graphs."""
+    def of(cls, target: Any, drafts: Sequence[Any], config: AdaServeConfig) -> GraphDevice:
+        """For ``ModelRunner``s: static buffers of the sizes that will be served, and their graphs."""
         device = torch.device(target.device)
         table = target.req_to_token_pool.req_to_token
         most_rows, widest = int(target.max_running_requests), 1 + config.max_candidates
@@ -88,24 +87,26 @@ class GraphDevice:
                 int(runner.model_config.vocab_size),
             )
 
-        drafts, verifications = list(sizes.drafts(config.max_width)), list(sizes.verifications())
+        steps, verifications = list(sizes.drafts(config.max_width)), list(sizes.verifications())
+        drafting = replace(sizes, captured=frozenset(steps))
         parts = cls(
             forward(target, make, replace(sizes, captured=frozenset(verifications)), 1),
-            None
-            if draft is None
-            else forward(
-                draft,
-                kernel_maker(attention, draft, device)[1],  # the target's: they share the buffers
-                replace(sizes, captured=frozenset(drafts)),
-                max(config.max_width, 3),
+            *(
+                forward(
+                    draft,
+                    kernel_maker(attention, draft, device)[1],  # the target's: they share the buffers
+                    drafting,
+                    max(config.max_width, 3),
+                )
+                for draft in drafts
             ),
-            attention,
+            attention=attention,
         )
-        parts.warm_moves([r.token_to_kv_pool for r in (target, draft) if r is not None], widest * most_rows)
+        parts.warm_moves([runner.token_to_kv_pool for runner in (target, *drafts)], widest * most_rows)
         if capture:
             # Before the first request; the largest first, so that the smaller ones reuse its memory.
-            if parts.draft is not None:
-                capture_all("draft", drafts, parts.draft.capture, parts.draft.table)
+            for draft in parts.drafts:
+                capture_all("draft", steps, draft.capture, draft.table)
             capture_all("verification", verifications, parts.target.capture, parts.target.table)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
@@ -124,9 +125,8 @@ class GraphDevice:
         there = self.put({name: getattr(reading, name) for name in names})
         return noise.read(logits, *there.values()).argmax(dim=-1)
 
-    def move(self, pools: Sequence[Any], target: Tensor, source: Tensor) -> None:
-        for pool in pools:
-            pool.move_kv_cache(target, source)
+    def move(self, pool: Any, target: Tensor, source: Tensor) -> None:
+        pool.move_kv_cache(target, source)
 
     def warm_moves(self, pools: Sequence[Any], most: int) -> None:
         """Compiles SGLang's moves of up to ``most`` slots, one kernel for each power of two: before the first
@@ -135,16 +135,18 @@ class GraphDevice:
             return
         for exponent in range(most.bit_length() + 1):
             scratch = torch.full((1 << exponent,), SCRATCH_SLOT, dtype=torch.int64, device=self.device)
-            self.move(pools, scratch, scratch)
+            for pool in pools:
+                self.move(pool, scratch, scratch)
 
-    def time(self, model: ModelForward, step: Callable[[], Any]) -> float:
+    def time(self, models: Sequence[ModelForward], step: Callable[[], Any]) -> float:
         """The forwards of ``step`` alone, between events around their graphs: what the host prepares for each
         is not what a search or a verification costs."""
-        model.take_runs()
+        for model in models:
+            model.take_runs()
         step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return sum(start.seconds_until(end) for start, end in model.take_runs())
+        return sum(start.seconds_until(end) for model in models for start, end in model.take_runs())
 
     def report(self) -> dict[str, Any]:
         """Also what the graphs cost."""
@@ -155,7 +157,7 @@ class GraphDevice:
             "captured": self.target.table.capture,
             "row_tiers": list(sizes.rows.sizes),
             "token_tiers": list(sizes.tokens.sizes),
-            "draft_graphs": None if self.draft is None else self.draft.table.report.to_json(),
+            "draft_graphs": [draft.table.report.to_json() for draft in self.drafts],
             "verification_graphs": self.target.table.report.to_json(),
         }
 
@@ -163,7 +165,7 @@ class GraphDevice:
         """One line for the log."""
         if not self.target.table.capture:
             return "without CUDA graphs"
-        total = [f.table.report for f in (self.draft, self.target) if f is not None]
+        total = [f.table.report for f in (*self.drafts, self.target)]
         return (
             f"{sum(r.graphs for r in total)} CUDA graphs in {sum(r.seconds for r in total):.1f} s, "
             f"{sum(r.bytes for r in total) / 1e6:.0f} MB"

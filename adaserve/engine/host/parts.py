@@ -34,13 +34,13 @@ class HostDevice:
     stops_early = True
     least_gain = LEAST_GAIN
 
-    def __init__(self, target: HostForward, draft: HostForward | None) -> None:
-        self.target, self.draft = target, draft
+    def __init__(self, target: HostForward, *drafts: HostForward) -> None:
+        self.target, self.drafts = target, drafts
 
     @classmethod
-    def of(cls, target: Any, draft: Any) -> HostDevice:
-        """For two ``ModelRunner``s; ``draft`` may be None."""
-        return cls(host_forward(target), None if draft is None else host_forward(draft))
+    def of(cls, target: Any, drafts: Sequence[Any]) -> HostDevice:
+        """For ``ModelRunner``s."""
+        return cls(host_forward(target), *map(host_forward, drafts))
 
     def mark(self) -> HostMark:
         return HostMark()
@@ -54,14 +54,12 @@ class HostDevice:
     def draw(self, logits: Tensor, reading: Reading) -> Tensor:
         return gumbel.draw(logits, reading)
 
-    def move(self, pools: Sequence[Any], target: Tensor, source: Tensor) -> None:
+    def move(self, pool: Any, target: Tensor, source: Tensor) -> None:
         moved = target != source
-        if not moved.any():  # mostly, since the likeliest path is already in place
-            return
-        for pool in pools:
+        if moved.any():  # mostly not, since the likeliest path is already in place
             pool.move_kv_cache(target[moved], source[moved])
 
-    def time(self, model: HostForward, step: Callable[[], Any]) -> float:
+    def time(self, models: Sequence[HostForward], step: Callable[[], Any]) -> float:
         start = HostMark()
         step()
         return start.seconds_until(HostMark())

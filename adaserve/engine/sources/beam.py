@@ -21,7 +21,7 @@ from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import TreeShape, tree_shape
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.pair.acceptance import DraftSharpening
-from adaserve.scheduler.interface import CandidateTrees, IterationPlan
+from adaserve.scheduler.interface import MODEL, CandidateTrees, IterationPlan
 
 MOST_PENDING = 8
 """Tokens that the first step takes in besides the root: the draft has not seen accepted tokens of other
@@ -38,7 +38,8 @@ class _Searched:
 
 
 class BeamSource:
-    """``TreeSource`` over a draft model. ``max_nodes``: KV slots that a window has for its candidates."""
+    """``TreeSource`` over a draft model, number ``number`` of the device's. ``max_nodes``: KV slots that a
+    window has for its candidates."""
 
     def __init__(
         self,
@@ -47,11 +48,12 @@ class BeamSource:
         sharpening: DraftSharpening,
         max_nodes: int,
         model: DraftModel | None = None,
+        number: int = 0,
     ) -> None:
         self.cache = cache
-        assert device.draft is not None
-        self._forward: ModelForward = device.draft
+        self._forward: ModelForward = device.drafts[number]
         self._device, self._sharpening, self._max_nodes, self._model = device, sharpening, max_nodes, model
+        self._number = number
         self._searched: _Searched | None = None
 
     # -- what it reads ------------------------------------------------------------------------
@@ -74,11 +76,10 @@ class BeamSource:
     def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:
         """The draft has the KV of the root and of every node it expanded: all but the last level."""
         searched, self._searched = self._searched, None
-        expanded, own = 0, 0
-        if searched is not None:
-            expanded, own = searched.ready().steps - 1, searched.shape.width
+        expanded = 0 if searched is None else searched.ready().steps - 1
         path = np.flatnonzero(accepted)
-        ours = (verified.depth[path] <= expanded) & (verified.column[path] < own)
+        made = verified.is_root | verified.drafted.get(self._number, False)
+        ours = made[path] & (verified.depth[path] <= expanded)
         ends = np.searchsorted(verified.row[path], np.arange(len(rows)), side="right").tolist()
         tokens, start = verified.tokens[path].tolist(), 0
         for row, end in zip(rows.pool_rows.tolist(), ends, strict=True):
@@ -117,7 +118,7 @@ class BeamSource:
         )
         self.cache.drafted(pool_rows)
         self._searched = _Searched(frozenset(pool_rows.tolist()), shape, ready)
-        return Drafting(lambda: proposal(shape, active, ready(), len(rows)), caught_up)
+        return Drafting(lambda: proposal(shape, active, ready(), len(rows), self._number), caught_up)
 
     def _catch_up(self, pool_rows: np.ndarray) -> Run | None:
         """Separate from the first step, so that the policy does not count it as the cost of drafting."""
@@ -158,8 +159,8 @@ def _gap(plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | N
     return Gap(plan.draft_sinks, length) if length.any() else None
 
 
-def proposal(shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
-    """The candidates of a search over the rows ``active`` of n."""
+def proposal(shape: TreeShape, active: np.ndarray, beams: Beams, n: int, number: int = 0) -> Proposal:
+    """The candidates of a search over the rows ``active`` of n, by draft model ``number``."""
     nodes = shape.start[beams.steps]
     counts = np.zeros(n, np.int64)
     counts[active] = nodes
@@ -169,8 +170,10 @@ def proposal(shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Prop
         parent=beams.parents[:, :nodes].ravel(),
         depth=np.tile(shape.depth[:nodes], len(active)),
         logprob=beams.logprobs[:, :nodes].ravel(),
+        source=np.full(counts.sum(), MODEL << number) if number else None,
     )
-    return Proposal(trees, np.tile(shape.columns[:nodes], len(active)), shape.width)
+    columns = np.tile(shape.columns[:nodes], len(active))
+    return Proposal(trees, columns, shape.width, {number: columns})
 
 
 def _for_rows(keep: KeepDrafting | None, plan: IterationPlan, active: np.ndarray, n: int) -> KeepGoing | None:

@@ -26,7 +26,7 @@ from adaserve.scheduler.interface import CandidateTrees, IterationPlan
 
 logger = logging.getLogger(__name__)
 
-FORCED = 4
+FORCED = 8
 """Bit of ``CandidateTrees.source``."""
 
 START = 0.9

@@ -24,7 +24,7 @@ from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.noise import quantile
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan
 
-SUFFIX = 2
+SUFFIX = 4
 """Bit of ``CandidateTrees.source``."""
 
 MOST_MATCHES = 2

@@ -38,6 +38,10 @@ class VerifyBatch:
     root: np.ndarray  # int64 [n]: index of each row's root
     node: np.ndarray  # int64 [T - n]: candidate that stands at each non-root token, in token order
     column: np.ndarray  # int64 [T]: window column of each token, 0 for roots
+    drafted: Mapping[int, np.ndarray]  # bool [T]: nodes that each draft model made, by its number
+    held_at: np.ndarray
+    """int64 [1 + models, T]: places of the tokens' KV in the pools of the target and of the models in
+    ``drafted``. What a pool does not have stands where it would be committed, so that nothing moves."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -53,6 +57,11 @@ class VerifyBatch:
     @property
     def deepest(self) -> int:
         return int(self.depth.max())
+
+    @property
+    def in_place(self) -> bool:
+        """Whether all KV is where it belongs if it is accepted."""
+        return bool((self.held_at == self.positions).all())
 
     @property
     def is_root(self) -> np.ndarray:
@@ -77,6 +86,7 @@ class VerifyBatch:
             "depth": self.depth,
             "parent": self.parent,
             "root": self.root,
+            "held_at": self.held_at,
         }
 
 
@@ -97,6 +107,8 @@ def build(rows: DecodeRows, proposal: Proposal, selection: Selection) -> VerifyB
 
     depth = spread(0, trees.depth[node])
     column = spread(0, proposal.column[node])
+    own = {model: spread(0, there[node]) for model, there in proposal.drafted.items()}
+    held = [column, *(np.where(there > 0, there, depth) for there in own.values())]
     stands_at = np.zeros(trees.n_nodes, np.int64)  # where a candidate stands in this batch
     stands_at[node] = np.flatnonzero(is_node)
     above, of = trees.parent[node], row[is_node]
@@ -114,7 +126,8 @@ def build(rows: DecodeRows, proposal: Proposal, selection: Selection) -> VerifyB
         kv_lens=rows.seq_lens + width,
         seen=_lineage(depth, parent, column, width) if len(node) else None,
     )
-    return VerifyBatch(batch, row, depth, parent, root, node, column)
+    drafted = {model: there > 0 for model, there in own.items()}
+    return VerifyBatch(batch, row, depth, parent, root, node, column, drafted, limit + np.stack(held))
 
 
 def _lineage(depth: np.ndarray, parent: np.ndarray, column: np.ndarray, width: int) -> np.ndarray:
@@ -169,18 +182,18 @@ def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acce
 def moves(
     t: Tensors, acceptance: Acceptance, req_to_token: Tensor, n: int, deepest: int
 ) -> tuple[Tensor, Tensor]:
-    """(target, source) slots, int64 [n * deepest]: accepted nodes go where committed tokens belong.
+    """Slots where committed tokens belong, int64 [n * deepest], and where each pool has the accepted nodes,
+    int64 [1 + models, n * deepest], in the order of ``VerifyBatch.drafted`` behind the target.
 
-    Entries of the list that no node takes move the scratch slot onto itself.
+    Entries that no node takes move the scratch slot onto itself.
     """
     depth, row = t["depth"], t["row"]
     taken = torch.where(acceptance.accepted & (depth > 0), depth - 1, deepest)
-    both = []
-    for place in (t["positions"], t["places"]):
-        slots = torch.full((n, deepest + 1), SCRATCH_SLOT, dtype=torch.int64, device=depth.device)
-        slots[row, taken] = req_to_token[t["pool_row"], place].long()
-        both.append(slots[:, :deepest].flatten())
-    return both[0], both[1]
+    places = torch.cat([t["positions"][None], t["held_at"]])
+    slots = torch.full((len(places), n, deepest + 1), SCRATCH_SLOT, dtype=torch.int64, device=depth.device)
+    slots[:, row, taken] = req_to_token[t["pool_row"], places].long()
+    flat = slots[:, :, :deepest].flatten(1)
+    return flat[0], flat[1:]
 
 
 def path_index(t: Tensors, acceptance: Acceptance, stride: int) -> Tensor:

@@ -127,10 +127,15 @@ class Requests:
         return DecodeRows(states, np.array(self.lengths), self.pool_rows, running)
 
     def source(
-        self, device: Device, lag: list[int], sharpening: DraftSharpening = PLAIN, max_nodes: int = 48
+        self,
+        device: Device,
+        lag: list[int],
+        sharpening: DraftSharpening = PLAIN,
+        max_nodes: int = 48,
+        number: int = 0,
     ) -> BeamSource:
         """A beam search on a draft that has not seen the last ``lag`` tokens of each request."""
-        cache = DraftCache(device.draft, self.req_to_token, self.slots, stride=9)
+        cache = DraftCache(device.drafts[number], self.req_to_token, self.slots, stride=9)
         for r, (row, behind) in enumerate(zip(self.pool_rows.tolist(), lag, strict=True)):
             text = self.text(r)
             known = text[: len(text) - behind]
@@ -138,22 +143,22 @@ class Requests:
             cache.started(row, known or text, slots, read=bool(known))
             if known and behind:
                 cache.advanced(row, text[len(known) :], 0)
-        return BeamSource(device, cache, sharpening, max_nodes)
+        return BeamSource(device, cache, sharpening, max_nodes, number=number)
 
 
-def host_device(requests: Requests, target: TinyModel, draft: TinyModel) -> HostDevice:
-    return HostDevice(*(HostForward(m, requests.req_to_token) for m in (target, draft)))
+def host_device(requests: Requests, target: TinyModel, *drafts: TinyModel) -> HostDevice:
+    return HostDevice(*(HostForward(m, requests.req_to_token) for m in (target, *drafts)))
 
 
 ROWS, TOKENS = Tiers((1, 2, 4, 8)), Tiers((1, 2, 4, 8, 16, 32, 64))
 
 
-def graph_device(requests: Requests, target: TinyModel, draft: TinyModel) -> GraphDevice:
+def graph_device(requests: Requests, target: TinyModel, *drafts: TinyModel) -> GraphDevice:
     """The GPU's parts on a CPU: SDPA over the packed arrays, functions in place of graphs."""
     sizes = Sizes(ROWS, TOKENS, most_rows=8, most_tokens=64)
     served = frozenset(sizes.verifications()), frozenset(sizes.drafts(4))
     return GraphDevice(
-        device_forward(requests, target, served[0]), device_forward(requests, draft, served[1])
+        device_forward(requests, target, served[0]), *(device_forward(requests, d, served[1]) for d in drafts)
     )
 
 

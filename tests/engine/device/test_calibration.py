@@ -35,7 +35,7 @@ def test_only_forwards_count() -> None:
     device = GraphDevice(SimpleNamespace(device=torch.device("cpu")), None)  # type: ignore[arg-type]
     model: Any = SimpleNamespace(take_runs=take_runs)
     step = lambda: runs.extend([(at(1.0), at(3.0)), (at(7.0), at(8.5))])  # noqa: E731
-    assert device.time(model, step) == pytest.approx(3.5)
+    assert device.time([model], step) == pytest.approx(3.5)
 
 
 @pytest.mark.parametrize("most_rows", [8, 64])

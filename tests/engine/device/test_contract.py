@@ -65,7 +65,9 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) ->
     from adaserve.patches import kv_sizing
 
     draft = SimpleNamespace(num_hidden_layers=16, head_dim=64, get_num_kv_heads=lambda tp, dcp: 8 // tp)
-    monkeypatch.setattr(kv_sizing, "_draft_config", lambda args: draft)
+    drafts = ["first"]
+    monkeypatch.setattr(kv_sizing, "draft_paths", lambda config: drafts)
+    monkeypatch.setattr(kv_sizing, "draft_config", lambda args, path: draft)
     parallel = SimpleNamespace(attn_tp_size=2, attn_dcp_size=1)
     monkeypatch.setattr(f"{SGLANG}.runtime_context.get_parallel", lambda: parallel)
 
@@ -81,6 +83,8 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) ->
     # Keys and values, 16 layers, 4 of 8 heads on this rank, 64 wide, 2 bytes.
     assert sized()._cell_size == 1000 + 2 * 16 * 4 * 64 * 2
     assert sized()._fixed_overhead_bytes == 5 + kv_sizing.DEVICE_RESERVE_BYTES + 6_144_000
+    drafts.append("second")
+    assert sized()._cell_size == 1000 + 2 * (2 * 16 * 4 * 64 * 2)
     assert sized(device="cpu")._fixed_overhead_bytes == 5
     assert sized(is_draft_worker=True)._cell_size == sized(spec_algorithm=object())._cell_size == 1000
 

@@ -164,7 +164,7 @@ def test_graphs_are_bounded_and_reused() -> None:
 
     for depth, width in [(1, 1), (2, 2), (4, 3), (3, 3), (4, 2), (4, 3)]:
         draft(depth, width, [0, 0, 0])
-    table = device.draft.table
+    table = device.drafts[0].table
     assert len(table) == 1 + 2  # the first step, and steps of 2 and 3 beams; the chain has one step
     draft(3, 3, [4, 0, 0])
     assert len(table) == 3, "catching up makes no graph"

@@ -116,7 +116,7 @@ def test_a_draft_step(q: int) -> None:
     batch = TreeBatch.causal(tokens, requests.pool_rows, lengths - q, np.full(3, q))
     reading = Reading.plain(np.full(3 * q, 1.5))
     host, device = host_device(requests, models[0], models[0]), graph_device(requests, models[1], models[1])
-    right, got = (d.draft.candidates(batch, reading, 3) for d in (host, device))
+    right, got = (d.drafts[0].candidates(batch, reading, 3) for d in (host, device))
     assert torch.equal(got[1], right[1])
     torch.testing.assert_close(got[0].float(), right[0], rtol=1e-4, atol=1e-4)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch
 
 from adaserve.engine.agree import Agreement
 from adaserve.engine.policies import ServedPolicies
+from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.engine.worker import AdaServeWorker
 from adaserve.scheduler.costs import LearnedCosts
-from adaserve.scheduler.interface import DRAFTED, IterationOutcome
+from adaserve.scheduler.interface import MODEL, SECOND_MODEL, IterationOutcome
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from tests.engine.device.factories import Pool, Requests, TinyModel, graph_device, host_device
@@ -29,9 +31,11 @@ TOKENS = 24
 DEPTH, WIDTH = 4, 3
 DEVICES = {"host": host_device, "graphs": graph_device}
 SUFFIX_DEPTH = 7
+NOISE = (2, 5)  # seeds of the draft models
 CONFIG: Any = SimpleNamespace(
-    max_depth=DEPTH, max_width=WIDTH, deepest=SUFFIX_DEPTH, max_candidates=DEPTH * WIDTH + SUFFIX_DEPTH + 3,
-    budget=None, has_model=True,
+    max_depth=DEPTH, max_width=WIDTH, deepest=SUFFIX_DEPTH,
+    max_candidates=2 * DEPTH * WIDTH + SUFFIX_DEPTH + 3,
+    budget=None, draft_models=1,
 )  # fmt: skip
 
 
@@ -39,15 +43,21 @@ class TinyWorker(AdaServeWorker):
     """The worker without SGLang around it: its iterations only, hence no parent's constructor."""
 
     def __init__(
-        self, requests: Requests, target: TinyModel, draft: TinyModel, device: str, policy: str, overlap: bool
+        self,
+        requests: Requests,
+        target: TinyModel,
+        drafts: list[TinyModel],
+        device: str,
+        policy: str,
+        overlap: bool,
     ) -> None:
         self.config = CONFIG
         self._init_state(overlap)
         self._agreement = Agreement(SimpleNamespace(world_size=1, rank_in_group=0))  # type: ignore[arg-type]
-        self.device = DEVICES[device](requests, target, draft)  # type: ignore[operator]
-        self._kv_pools = (Pool(target), Pool(draft))
+        self.device = DEVICES[device](requests, target, *drafts)  # type: ignore[operator]
+        self._kv_pools = tuple(Pool(model) for model in (target, *drafts))
         self._recorder = None
-        self.policy, self._drafts = build_policy(policy, policy_config()), policy != "none"
+        self.policy, self._drafts = build_policy(policy, policy_config(len(drafts))), policy != "none"
         self.forgotten: list[str] = []
         self._policies = SimpleNamespace(forget=self.forgotten.append)  # type: ignore[assignment]
         self.prefill = SimpleNamespace(observe=len_of)  # type: ignore[assignment]
@@ -65,8 +75,8 @@ def len_of(outcome: IterationOutcome) -> int:
     return len(outcome.new_tokens)
 
 
-def policy_config() -> PolicyConfig:
-    return PolicyConfig(latency=default_latency(), budget=24, d_max=DEPTH, w_max=WIDTH)
+def policy_config(drafts: int = 1) -> PolicyConfig:
+    return PolicyConfig(latency=default_latency(), budget=24, drafts=drafts, d_max=DEPTH, w_max=WIDTH)
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
@@ -79,16 +89,16 @@ def greedy(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def noisy(model: TinyModel) -> TinyModel:
+def noisy(model: TinyModel, seed: int) -> TinyModel:
     """A draft that agrees often, not always."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     embed = model.backend._embed
     model.backend._embed = embed + 0.02 * torch.randn(embed.shape, generator=generator)
     return model
 
 
 class Run:
-    """Some requests from their first token to the end."""
+    """Some requests from their first token to the end. ``copied``: the last draft model is the target."""
 
     def __init__(
         self,
@@ -101,14 +111,23 @@ class Run:
     ) -> None:
         self.requests = requests = Requests(LENGTHS, 1)
         self.target = TinyModel(requests.slots)
-        self.draft = TinyModel(requests.slots) if copied else noisy(TinyModel(requests.slots))
+        seeds = NOISE[: 2 if "second" in drafts else 1]
+        self.models = [noisy(TinyModel(requests.slots), seed) for seed in seeds]
+        if copied:
+            self.models[-1] = TinyModel(requests.slots)
+        self.draft = self.models[0]
         requests.prefill(self.target)
         if draft_knows_prompts:
-            requests.prefill(self.draft)
-        self.worker = TinyWorker(requests, self.target, self.draft, device, policy, overlap)
+            for model in self.models:
+                requests.prefill(model)
+        self.worker = TinyWorker(requests, self.target, self.models, device, policy, overlap)
         lag = [0] * len(LENGTHS) if draft_knows_prompts else LENGTHS
-        self.source = requests.source(self.worker.device, lag, max_nodes=DEPTH * WIDTH)
-        self.worker._sources = (self.source,)
+        self.beams = [
+            requests.source(self.worker.device, lag, max_nodes=DEPTH * WIDTH, number=k)
+            for k in range(len(self.models))
+        ]
+        self.source = self.beams[0]
+        self.worker._sources = tuple(self.beams)
         self.expected = [greedy(requests.text(r), TOKENS) for r in range(len(LENGTHS))]
         self.got = [e[:1] for e in self.expected]
         self.reqs = [self._request(r) for r in range(len(LENGTHS))]
@@ -132,7 +151,7 @@ class Run:
             suffix.prefilled(SimpleNamespace(reqs=reqs, req_pool_indices=rows, seq_lens=lens), True)
         for row in range(n + 1, 2 * n + 1):
             suffix.finished(row)
-        self.worker._sources = (self.source, suffix) if drafts_too else (suffix,)
+        self.worker._sources = (*self.beams, suffix) if drafts_too else (suffix,)
 
     def _request(self, r: int) -> Any:
         row = int(self.requests.pool_rows[r])
@@ -213,17 +232,51 @@ def test_greedy(policy: str, overlap: bool, device: str) -> None:
 def test_greedy_with_earlier_text(policy: str, drafts: str, overlap: bool, device: str) -> None:
     run = Run(policy, overlap, device, drafts=drafts).finish()
     run.check()
-    by_source = dict.fromkeys((DRAFTED, SUFFIX, SUFFIX | DRAFTED), 0)
-    for outcome in run.worker.outcomes:
-        trees = outcome.trees
-        source = np.full(trees.n_nodes, DRAFTED) if trees.source is None else trees.source
-        for bits in source[outcome.accepted].tolist():
-            by_source[bits] += 1
+    by_source = accepted_by_source(run)
     assert by_source[SUFFIX] > 10, "earlier text was not used"
     if policy != "priced":
-        assert (by_source[SUFFIX | DRAFTED] > 0) == ("model" in drafts), "sources never agreed"
+        assert (by_source[SUFFIX | MODEL] > 0) == ("model" in drafts), "sources never agreed"
     if "model" in drafts:
         check_draft_cache(run)
+
+
+def accepted_by_source(run: Run) -> Counter[int]:
+    """Accepted nodes by the bits of those that proposed them."""
+    by_source: Counter[int] = Counter()
+    for outcome in run.worker.outcomes:
+        trees = outcome.trees
+        source = np.full(trees.n_nodes, MODEL) if trees.source is None else trees.source
+        by_source.update(source[outcome.accepted].tolist())
+    return by_source
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafts", ["model,second", "model,second,suffix"])
+@pytest.mark.parametrize("policy", ["adaserve", "priced", "fixed-tree"])
+def test_greedy_with_two_draft_models(policy: str, drafts: str, overlap: bool, device: str) -> None:
+    run = Run(policy, overlap, device, drafts=drafts).finish()
+    run.check()
+    if policy != "priced":  # what it drafts depends on measured times
+        by_source = accepted_by_source(run)
+        assert by_source[MODEL | SECOND_MODEL] or by_source[MODEL | SECOND_MODEL | SUFFIX], (
+            "they never agreed"
+        )
+        if drafts == "model,second":
+            assert by_source[MODEL] and by_source[SECOND_MODEL], "one of them was of no use"
+    check_draft_cache(run)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_draft_model_keeps_what_it_made(device: str) -> None:
+    """The second model is right throughout. In the merged tree the first one's nodes come first, but the
+    second one lacks no more than its last token, as if it were alone."""
+    run = Run("chain-2", overlap=False, device=device, drafts="model,second", copied=True)
+    for _ in range(5):
+        run.step()
+        assert (run.worker.outcomes[-1].new_tokens == 3).all()
+        assert [len(run.beams[1].cache[req.req_pool_idx].pending) for req in run.reqs] == [1] * len(LENGTHS)
+    assert any(len(run.beams[0].cache[req.req_pool_idx].pending) > 1 for req in run.reqs)
 
 
 def test_depth_is_planned_without_a_frontier_where_nobody_asks() -> None:
@@ -315,9 +368,13 @@ def test_the_draft_cache_holds_what_it_should(device: str) -> None:
 
 
 def check_draft_cache(run: Run) -> None:
-    fresh = noisy(TinyModel(run.requests.slots))
+    for source, model, seed in zip(run.beams, run.models, NOISE, strict=False):
+        check_cache_of(run, source, model, noisy(TinyModel(run.requests.slots), seed))
+
+
+def check_cache_of(run: Run, source: BeamSource, model: TinyModel, fresh: TinyModel) -> None:
     for r, req in enumerate(run.reqs):
-        held = run.source.cache[req.req_pool_idx]
+        held = source.cache[req.req_pool_idx]
         cached = [*run.requests.text(r), *run.got[r]][:-1]
         assert held.length + len(held.pending) == len(cached) and held.last == cached[-1]
         assert held.pending == cached[held.length :]
@@ -325,7 +382,7 @@ def check_draft_cache(run: Run) -> None:
         ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
         at = torch.arange(len(tokens))
         fresh.hidden(torch.tensor(tokens), at, slots.long(), TreeAttentionPlan(ends, ends, slots))
-        for a, b in zip(fresh.k + fresh.v, run.draft.k + run.draft.v, strict=True):
+        for a, b in zip(fresh.k + fresh.v, model.k + model.v, strict=True):
             torch.testing.assert_close(a[slots.long()], b[slots.long()], rtol=1e-3, atol=1e-4)
 
 

@@ -78,10 +78,11 @@ def probed(base: type) -> type:
             self.stats.update(
                 target_kv_error=0.0,
                 draft_kv_error=0.0,
-                draft_audits=0,
+                draft_audits=[0, 0],  # of the first draft model and the second
                 forgotten=0,
                 depths={},
                 windows={},
+                by_source={},  # accepted nodes by the bits of their sources
             )
             self.stats["wrong_lengths"] = []
             self.stats["forwards"] = []
@@ -127,10 +128,15 @@ def probed(base: type) -> type:
                 for r, state in enumerate(rows.states):
                     if (len(state.generated) // 7 + len(state.rid)) % 3 == 0:
                         rows.running.max_depth[r] = 0
-            if self._draft_worker is not None:
-                held = [self._sources[0].cache[row] for row in rows.pool_rows.tolist()]
+            for source, _ in self._drafting():
+                held = [source.cache[row] for row in rows.pool_rows.tolist()]
                 self.stats["catch_ups"] += sum(bool(h.pending) for h in held)
             return rows
+
+        def _drafting(self) -> list[tuple[Any, Any]]:
+            """Every draft model's source and SGLang's worker of it."""
+            models = () if self._draft_worker is None else self._draft_worker.models
+            return [(self._sources[k], model.worker) for k, model in enumerate(models)]
 
         def _advance(self) -> None:
             iteration = self._arriving
@@ -165,17 +171,16 @@ def probed(base: type) -> type:
             slots = self.req_to_token_pool.req_to_token[pool_row, :length].long()
             errors = kv_errors(self.target_worker, tokens, slots)
             stats["target_kv_error"] = max(stats["target_kv_error"], errors.max().item())
-            if self._draft_worker is None:
-                return
-            held = self._sources[0].cache[pool_row]
-            if held.length + len(held.pending) != length:
-                stats["wrong_lengths"].append([state.rid, length, held.length, len(held.pending)])
-                return
             layers = 1 if options.get("windows") else None
-            known = kv_errors(self._draft_worker.draft_worker, tokens, slots, layers)[: held.length]
-            if len(known):
-                stats["draft_audits"] += 1
-                stats["draft_kv_error"] = max(stats["draft_kv_error"], known.max().item())
+            for k, (source, worker) in enumerate(self._drafting()):
+                held = source.cache[pool_row]
+                if held.length + len(held.pending) != length:
+                    stats["wrong_lengths"].append([state.rid, k, length, held.length, len(held.pending)])
+                    continue
+                known = kv_errors(worker, tokens, slots, layers)[: held.length]
+                if len(known):
+                    stats["draft_audits"][k] += 1
+                    stats["draft_kv_error"] = max(stats["draft_kv_error"], known.max().item())
 
         def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
             self.stats["forgotten"] += 1
@@ -187,6 +192,9 @@ def probed(base: type) -> type:
             stats["iterations"] += 1
             stats["rows"] += len(outcome.new_tokens)
             stats["accepted"] += int(outcome.accepted.sum())
+            if outcome.trees.source is not None:
+                for bits in outcome.trees.source[outcome.accepted].tolist():
+                    stats["by_source"][str(bits)] = stats["by_source"].get(str(bits), 0) + 1
             stats["drafted"] += outcome.trees.n_nodes
             stats["verify_tokens"] += outcome.selection.verify_tokens
             plan = outcome.plan

@@ -166,8 +166,10 @@ def by_path(proposal: Proposal, row: int) -> dict[tuple[int, ...], tuple[float, 
     }
 
 
-def random_proposal(rng: np.random.Generator, n: int, depth: int, source: int) -> Proposal:
-    """Few tokens, so that proposals share paths."""
+def random_proposal(
+    rng: np.random.Generator, n: int, depth: int, source: int, model: int | None = None
+) -> Proposal:
+    """Few tokens, so that proposals share paths. ``model``: number of the draft model that makes it."""
     trees, columns = [], []
     for _ in range(n):
         nodes: list[tuple[int, int, int, float]] = []
@@ -188,8 +190,9 @@ def random_proposal(rng: np.random.Generator, n: int, depth: int, source: int) -
     width = 1 + max(map(len, trees))
     values = [np.array(c) for c in zip(*flat, strict=True)] or [np.zeros(0, np.int64)] * 3 + [np.zeros(0)]
     starts = np.cumsum([0, *map(len, trees)])
-    bits = np.full(len(flat), source)
-    return Proposal(CandidateTrees(starts, *values, bits), np.concatenate(columns).astype(np.int64), width)
+    bits, column = np.full(len(flat), source), np.concatenate(columns).astype(np.int64)
+    drafted = {} if model is None else {model: column}
+    return Proposal(CandidateTrees(starts, *values, bits), column, width, drafted)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -216,6 +219,30 @@ def test_merged_proposals_are_one_tree_by_path(seed: int) -> None:
         start, end = merged.trees.row_start[row : row + 2]
         depth, parent = merged.trees.depth[start:end], merged.trees.parent[start:end]
         assert (np.diff(depth) >= 0).all() and (parent < np.arange(end - start)).all()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_each_pool_moves_what_it_holds(seed: int) -> None:
+    """Two models and one source without KV of its own: of every kept node the target has the KV at the merged
+    tree's column, a model at its own, and what a model did not make is not moved in its pool."""
+    rng, rows = np.random.default_rng(seed), decode_rows([5, 9, 3])
+    proposals = [random_proposal(rng, 3, 4, 1 << k, k if k < 2 else None) for k in range(3)]
+    merged = merge(proposals, 3)
+    if merged.trees.n_nodes:
+        assert merged.drafted.keys() == {k for k in (0, 1) if proposals[k].trees.n_nodes}
+    verified = verify.build(rows, merged, random_selection(merged.trees, rng))
+    assert (verified.held_at[0] == verified.batch.places).all()
+    for at, k in enumerate(verified.drafted, 1):
+        own = [by_path(proposals[k], r) for r in range(3)]
+        for i, candidate in enumerate(verified.candidate.tolist()):
+            row, depth = int(verified.row[i]), int(verified.depth[i])
+            start = int(merged.trees.row_start[row])
+            path = () if candidate < 0 else paths(merged.trees, row)[candidate - start]
+            made = path in own[row]
+            assert verified.drafted[k][i] == made
+            column = own[row][path][1] if made else depth
+            assert verified.held_at[at, i] == rows.seq_lens[row] + column
+    assert verified.in_place == (verified.held_at == verified.positions).all()
 
 
 def test_a_single_proposal_is_left_alone() -> None:
@@ -258,11 +285,8 @@ def test_accept_walks_the_tree(seed: int) -> None:
     draws, stride = random_draws(batch, rng), 5
     tensors, table = tensors_of(batch.arrays()), slot_table(4)
     got = verify.accept(tensors, torch.from_numpy(draws), 4, batch.deepest, stride)
-    targets, sources = (
-        (m.view(4, -1) for m in verify.moves(tensors, got, table, 4, batch.deepest))
-        if batch.deepest
-        else (torch.zeros(4, 0), torch.zeros(4, 0))
-    )
+    targets, sources = verify.moves(tensors, got, table, 4, batch.deepest)
+    targets, sources = targets.view(4, -1), sources.view(-1, 4, batch.deepest)
     index = verify.path_index(tensors, got, stride)
     for row in range(4):
         path = accepted_by_hand(batch, draws, row)
@@ -275,9 +299,10 @@ def test_accept_walks_the_tree(seed: int) -> None:
         for step in range(batch.deepest):
             if step + 1 < len(path):
                 assert targets[row, step] == slots[length + step + 1]
-                assert sources[row, step] == slots[length + batch.column[path[step + 1]]]
+                assert (sources[:, row, step] == slots[length + batch.column[path[step + 1]]]).all()
             else:
-                assert targets[row, step] == sources[row, step] == verify.SCRATCH_SLOT
+                assert (sources[:, row, step] == targets[row, step]).all()
+                assert targets[row, step] == verify.SCRATCH_SLOT
 
 
 @pytest.mark.parametrize("seed", range(5))
