@@ -35,7 +35,7 @@ NOISE = (2, 5)  # seeds of the draft models
 CONFIG: Any = SimpleNamespace(
     max_depth=DEPTH, max_width=WIDTH, deepest=SUFFIX_DEPTH,
     max_candidates=2 * DEPTH * WIDTH + SUFFIX_DEPTH + 3,
-    budget=None, draft_models=1,
+    budget=None, draft_models=1, draft_windows=(0,), draft_sinks=4,
 )  # fmt: skip
 
 
