@@ -32,7 +32,7 @@ def test_only_forwards_count() -> None:
         runs.clear()
         return taken
 
-    device = GraphDevice(SimpleNamespace(device=torch.device("cpu")), None)  # type: ignore[arg-type]
+    device = GraphDevice(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
     model: Any = SimpleNamespace(take_runs=take_runs)
     step = lambda: runs.extend([(at(1.0), at(3.0)), (at(7.0), at(8.5))])  # noqa: E731
     assert device.time([model], step) == pytest.approx(3.5)
