@@ -47,6 +47,7 @@ def tree_batch(children: list[list[int]], repeat: int) -> verify.VerifyBatch:
         batch=batch, row=np.repeat(rows, size), depth=np.tile(depth, repeat),
         parent=np.tile(parent, repeat) + np.repeat(rows * size, size), root=rows * size,
         node=np.arange(repeat * (size - 1)), column=np.tile(column, repeat),
+        drafted={}, held_at=np.tile(column, repeat)[None],
     )  # fmt: skip
 
 

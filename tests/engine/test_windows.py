@@ -38,7 +38,7 @@ def test_text_is_the_targets_at_any_window(sparse: Served, stock: Server, pair: 
     stats = sparse.probe.read()
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 5, "the draft agrees too rarely or too often"
     assert stats["catch_ups"] > 20, "no draft ever had to catch up"
-    assert stats["draft_audits"] > 20, "hardly any draft cache could be audited"
+    assert stats["draft_audits"][0] > 20, "hardly any draft cache could be audited"
     assert stats["unread"] > 10_000, "the draft has read nearly everything"
     assert stats["windows"]["64"] > 0, "priced has never chosen"
     shares = httpx.get(sparse.server.url + "/slo/snapshot.json", timeout=30).json()["draft_windows"]
