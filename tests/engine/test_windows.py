@@ -40,6 +40,6 @@ def test_text_is_the_targets_at_any_window(sparse: Served, stock: Server, pair: 
     assert stats["catch_ups"] > 20, "no draft ever had to catch up"
     assert stats["draft_audits"][0] > 20, "hardly any draft cache could be audited"
     assert stats["unread"] > 10_000, "the draft has read nearly everything"
-    assert stats["windows"]["64"] > 0, "priced has never chosen"
+    assert stats["windows"].keys() >= {"16", "17", "40", "100"}, "chance has left a window out"
     shares = httpx.get(sparse.server.url + "/slo/snapshot.json", timeout=30).json()["draft_windows"]
-    assert {"all", "16", "64"} <= set(shares) and sum(shares.values()) == pytest.approx(1)
+    assert {"all", "16"} <= set(shares) and sum(shares.values()) == pytest.approx(1)
