@@ -192,13 +192,18 @@ class AdaServeWorker(BaseSpecWorker):
         )
 
     def report(self) -> dict[str, Any]:
-        """State for ``/server_info`` and the live page; JSON values."""
+        """State for ``/server_info`` and the live page; JSON values.
+
+        ``latency`` is where learning started, ``latency_learned`` what is known by now of the quiet host.
+        """
         self._settle()
+        learned = self.costs.learned()
         return {
             "policy": self.policy.name,
             "profile": None if self._profile is None else str(self._profile),
             "baseline_ms": self.ledger.baseline_s * 1e3,
             "latency": self.latency.to_json(),
+            "latency_learned": None if learned is None else learned.to_json(),
             "times": dict(self._times),
             "stats": self.ledger.stats.state(),
             "device": self.device.report(),

@@ -39,7 +39,9 @@ def recorded(
     server, _ = adaserve_server(folder, pair, "noisy", config, overlap=overlap)
     with server.running(zygote):
         run_jobs(server, workload(40, seed=5, leave_every=8, spread_s=3.0))
-        latency = LatencyModel.from_json(server.internal_state()["adaserve"]["latency"])
+        state = server.internal_state()["adaserve"]
+        latency = LatencyModel.from_json(state["latency"])
+        assert LatencyModel.from_json(state["latency_learned"]).learned and not latency.learned
         server.assert_idle_and_clean()
     limits = {"budget": LIMITS["budget"], "d_max": LIMITS["max_depth"], "w_max": LIMITS["max_width"]}
     # As the worker builds it, which stops drafting where the frontier says so; but priced in Python.
