@@ -48,6 +48,7 @@ def apply_all() -> None:
         live_page,
         load_headers,
         load_reports,
+        prefill_logprobs,
         prefill_slack,
         routes,
         scheduler_guard,
@@ -69,6 +70,7 @@ def apply_all() -> None:
         boundary,  # after the SLO hooks: what wraps last is asked first
         scheduler_guard,
         stop_strings,
+        prefill_logprobs,
         internal_state,
         live_page,
         load_reports,

@@ -68,6 +68,8 @@ TARGETS = {
     f"{MANAGERS}.scheduler.Scheduler.handle_generate_request": ["self", "recv_req", "mm_input_error"],
     f"{MANAGERS}.scheduler.Scheduler.abort_request": ["self", "recv_req"],
     f"{MANAGERS}.schedule_batch.Req._check_str_based_finish": ["self", "new_accepted_len"],
+    f"{MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    ".process_batch_result_prefill": ["self", "batch", "result"],
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],

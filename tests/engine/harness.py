@@ -214,17 +214,13 @@ def workload(
     return jobs
 
 
-def run_jobs(
-    server: Server, jobs: Sequence[Job], speed: float = 1.0, running: int = 200
-) -> list[dict[str, Any] | None]:
+def run_jobs(server: Server, jobs: Sequence[Job], speed: float = 1.0) -> list[dict[str, Any] | None]:
     """Answers in the jobs' order; None for those whose client disconnected."""
-    return asyncio.run(_run_jobs(server, jobs, speed, running))
+    return asyncio.run(_run_jobs(server, jobs, speed))
 
 
-async def _run_jobs(
-    server: Server, jobs: Sequence[Job], speed: float, running: int
-) -> list[dict[str, Any] | None]:
-    limits = httpx.Limits(max_connections=running, max_keepalive_connections=0)
+async def _run_jobs(server: Server, jobs: Sequence[Job], speed: float) -> list[dict[str, Any] | None]:
+    limits = httpx.Limits(max_connections=200, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
         return list(await asyncio.gather(*(_run_job(client, job, speed) for job in jobs)))
 
