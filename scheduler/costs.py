@@ -1,7 +1,8 @@
 """What an iteration takes on this host, learned from those that were served.
 
 A latency model comes from a short measurement, from a file, or from an earlier run. It may be wrong: the host
-was busy then, or it is another host. So it is only where learning starts (``scheduler/cost_table.py``).
+was busy then, or it is another host. So it is only where learning starts. What forwards take by size is
+learned in ``scheduler/cost_table.py``, and what reading the KV cache adds in ``scheduler/reading.py``.
 """
 
 from __future__ import annotations
@@ -9,71 +10,96 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import overload
 
 import numpy as np
 
-from adaserve.scheduler.cost_table import (
-    LATEST,
-    LEARN_EVERY,
-    MUCH,
-    QUANTILE,
-    CostTable,
-    context_at,
-    context_step,
-)
-from adaserve.scheduler.interface import FloatArray, IterationOutcome
-from adaserve.scheduler.latency import ForwardCost, Latency, LatencyModel, StepCost, TableCost
+from adaserve.scheduler.cost_table import LATEST, LEARN_EVERY, MUCH, QUANTILE, CostTable
+from adaserve.scheduler.interface import NO_CONTEXT, Context, FloatArray, IterationOutcome
+from adaserve.scheduler.latency import ForwardCost, Latency, LatencyModel, ReadingCost, StepCost, TableCost
+from adaserve.scheduler.reading import FadingFit, LearnedReading, scales
 
 STEP_RANGE = 2.0
 """A draft step costs at most this many times as much, or as little, as the line through all drafts says."""
 
+LITTLE = 0.25
+"""Up to this share of the rest of a forward, what it reads hardly matters: its time teaches what sizes take,
+and whether the host is busy. Above, it teaches what reading takes."""
+
+
+class LearnedForward:
+    """One kind of forward: what it takes by size, and what it takes to read the KV cache."""
+
+    def __init__(self, guess: StepCost, known: Sequence[float]) -> None:
+        """``known``: sizes of which ``guess`` was learned on this host."""
+        self.sizes = CostTable(guess.alone, known)
+        self.reading = LearnedReading(guess.reading, self.sizes.quiet_s(1))
+
+    def quiet_s(self, tokens: int, context: Context) -> float:
+        """Seconds of one forward on a quiet host."""
+        return self.sizes.quiet_s(tokens) + self.reading.seconds(tokens, context)
+
+    def quiet_curve(self, first: int, count: int, context: Context) -> FloatArray:
+        """Of forwards of first, first + 1, ... tokens, [count]."""
+        sizes = np.arange(first, first + count, dtype=np.float64)
+        alone = self.sizes.quiet_curve(first + count)[first : first + count]
+        return alone + self.reading.cost.seconds(sizes, context)
+
+    def observe(self, tokens: int, context: Context, seconds: float) -> None:
+        """A forward that was served; nonsense (not finite, not positive) is ignored."""
+        if not (math.isfinite(seconds) and seconds > 0):
+            return
+        alone_s, reading_s = self.sizes.quiet_s(tokens), self.reading.seconds(tokens, context)
+        little = reading_s < LITTLE * alone_s
+        if little or math.log(self.sizes.slowdown) > MUCH:  # is the host still busy?
+            self.sizes.judge(tokens, seconds, reading_s)
+        busy = math.log(self.sizes.slowdown) > MUCH and seconds > math.exp(MUCH) * (alone_s + reading_s)
+        if not busy and (self.sizes.knows(tokens) or not little):
+            self.reading.observe(tokens, context, seconds, alone_s)
+        if little and seconds > 2.0 * reading_s:
+            self.sizes.learn(tokens, seconds - reading_s)
+
 
 class FirstStep:
     """What the first draft step for n requests takes, and all around the steps, without reading their
-    contexts: fixed + n x per_row.
+    contexts: fixed + n x per_row; and what all steps take to read them.
 
-    Only whole drafts are timed. So this is a least squares fit of fixed + n x per_row and two factors, of the
-    first guess of the later steps and of that of reading contexts, by relative errors: a time that was far
-    too long hardly counts.
+    Only whole drafts are timed. So this is a least squares fit of fixed + n x per_row, of a factor of the
+    first guess of the later steps, and of the cost of reading contexts, by relative errors: a time that was
+    far too long hardly counts.
     """
 
     KEPT = 0.98  # of the weight of older drafts, per draft
     PRIOR = 0.1  # of the weight of a draft's time, for the prior's
 
-    def __init__(self, prior: StepCost) -> None:
-        one, eight = prior.seconds(np.array([1.0, 8.0]), 0.0).tolist()
+    def __init__(self, prior: StepCost, reading: ReadingCost) -> None:
+        """``prior``: first guess of a first step; ``reading``: what draft steps take to read contexts."""
+        one, eight = prior.alone(np.array([1.0, 8.0])).tolist()
+        self._scales = scales(reading, one)
         # The prior counts little: that it was ten times too fast must not look like ten drafts that were not.
         # What short contexts seem to say of reading is noise, and must not be taken for what long ones cost.
-        weight = np.array([self.PRIOR, self.PRIOR, self.PRIOR, 1.0])
-        rows = np.eye(4)
+        weight = np.array([self.PRIOR, self.PRIOR, self.PRIOR, 1.0, 1.0])
+        rows = np.eye(5)
         rows[:2, :2] = [[1 / one, 1 / one], [1 / eight, 8 / eight]]
-        rows *= weight[:, None]
-        self._prior = rows.T @ rows, rows.T @ weight
-        self._square: FloatArray = np.zeros((4, 4))
-        self._right: FloatArray = np.zeros(4)
-        self._new: list[tuple[float, float, float, float]] = []
+        guessed = [c / s for c, s in zip(reading, self._scales, strict=True)]
+        values = weight * np.array([1.0, 1.0, 1.0, *guessed])
+        self._fit = FadingFit(rows * weight[:, None], values, self.KEPT)
         self._work_out()
 
-    def observe(self, n: int, later_s: float, seconds: float, reading_s: float = 0.0) -> None:
-        """A draft for n requests took ``seconds``. First guesses: ``later_s`` for its later steps, and
-        ``reading_s`` for what all steps read of the contexts."""
-        self._new.append((1.0 / seconds, n / seconds, later_s / seconds, reading_s / seconds))
-        if len(self._new) >= LEARN_EVERY:
+    def observe(self, n: int, later_s: float, seconds: float, read: float = 0.0, pairs: float = 0.0) -> None:
+        """A draft for n requests took ``seconds``. ``later_s``: first guess for its later steps; ``read`` and
+        ``pairs``: sum L and sum q L over all of its steps."""
+        scale, pair_scale = self._scales
+        row = (1.0, n, later_s, read * scale, pairs * pair_scale)
+        self._fit.add(tuple(x / seconds for x in row), 1.0)
+        if len(self._fit) >= LEARN_EVERY:
             self._work_out()
 
     def _work_out(self) -> None:
-        rows = np.array(self._new).reshape(-1, 4)
-        kept = self.KEPT ** len(rows)
-        self._square = kept * self._square + rows.T @ rows
-        self._right = kept * self._right + rows.sum(axis=0)
-        self._new.clear()
-        square, right = self._prior
-        fixed, per_row, *factors = np.linalg.solve(square + self._square, right + self._right).tolist()
-        # Of the first guesses of later steps, and of reading contexts.
-        self.factor, self.reading = (max(f, 0.01) for f in factors)
-        self.cost = ForwardCost(fixed_s=max(0.0, fixed), per_token_s=max(0.0, per_row))
+        fixed, per_row, factor, *found = self._fit.solve()
+        self.factor = max(factor, 0.01)  # of the first guess of later steps
+        self.reading = ReadingCost(*(c * s for c, s in zip(found, self._scales, strict=True)))
+        self.cost = ForwardCost(fixed_s=fixed, per_token_s=per_row)
 
     def seconds(self, n: int) -> float:
         """Predicted, where there is no context to read."""
@@ -86,11 +112,10 @@ class LearnedCosts(Latency):
     def __init__(self, start: LatencyModel, learn: bool = True) -> None:
         """``learn`` False: take the start as it is."""
         self._start, self._learn = start, learn
-        self.verify = CostTable(start.verify.seconds, _learned_sizes(start, start.verify))
-        self.first = FirstStep(start.draft_first or start.draft)
-        self.step = CostTable(start.draft.seconds, _learned_sizes(start, start.draft))
-        # By step of the context, as in the tables.
-        self._guess_s = lru_cache(maxsize=1024)(lambda rows, step: start.draft_step_s(rows, context_at(step)))
+        self.verify = LearnedForward(start.verify, _learned_sizes(start, start.verify))
+        self.first = FirstStep(start.draft_first or start.draft, start.draft.reading)
+        self.step = CostTable(start.draft.alone, _learned_sizes(start, start.draft))
+        self._guess = CostTable(start.draft.alone)  # never taught: the first guess
         self._latest_other = deque([start.overhead_s] * 3, maxlen=LATEST)
         self._other_s = start.overhead_s
 
@@ -99,28 +124,28 @@ class LearnedCosts(Latency):
     @property
     def slowdown(self) -> float:
         """How many times as long as on a quiet host forwards take at present; 1 = the host is quiet."""
-        return self.verify.slowdown
+        return self.verify.sizes.slowdown
 
-    def verify_curve(self, first: int, count: int, context: float = 0.0) -> FloatArray:
+    def verify_curve(self, first: int, count: int, context: Context = NO_CONTEXT) -> FloatArray:
         """Seconds of target forwards of first, first + 1, ... tokens, [count]."""
-        return self.verify.quiet_curve(context, first + count)[first : first + count] * self.slowdown
+        return self.verify.quiet_curve(first, count, context) * self.slowdown
 
     @overload
-    def verify_s(self, tokens: float, context: float = ...) -> float: ...
+    def verify_s(self, tokens: float, context: Context = ...) -> float: ...
     @overload
-    def verify_s(self, tokens: FloatArray, context: float = ...) -> FloatArray: ...
-    def verify_s(self, tokens: float | FloatArray, context: float = 0.0) -> float | FloatArray:
+    def verify_s(self, tokens: FloatArray, context: Context = ...) -> FloatArray: ...
+    def verify_s(self, tokens: float | FloatArray, context: Context = NO_CONTEXT) -> float | FloatArray:
         if not isinstance(tokens, np.ndarray):
             return self.verify.quiet_s(int(tokens), context) * self.slowdown
-        curve = self.verify.quiet_curve(context, int(tokens.max(initial=0.0)) + 1)
+        curve = self.verify.quiet_curve(0, int(tokens.max(initial=0.0)) + 2, context)
         seconds: FloatArray = np.interp(tokens, np.arange(len(curve)), curve) * self.slowdown
         return seconds
 
-    def draft_step_s(self, rows: float, context: float = 0.0) -> float:
-        return self.step.quiet_s(int(rows), context) * self.slowdown
+    def draft_step_s(self, rows: float, context: Context = NO_CONTEXT) -> float:
+        return (self.step.quiet_s(int(rows)) + self._reading_s(rows, context)) * self.slowdown
 
-    def draft_start_s(self, n: int, context: float = 0.0) -> float:
-        return max(0.0, self._first_s(n, context) - self.step.quiet_s(n, context)) * self.slowdown
+    def draft_start_s(self, n: int, context: Context = NO_CONTEXT) -> float:
+        return max(0.0, self.first.seconds(n) - self.step.quiet_s(n)) * self.slowdown
 
     def other_s(self) -> float:
         return self._other_s
@@ -128,14 +153,14 @@ class LearnedCosts(Latency):
     def baseline_s(self, context: float) -> float:
         """Seconds per token of a lone request without speculation on a quiet host, with ``context`` cached
         tokens."""
-        return self.verify.quiet_s(1, context) + self._other_s
+        return self.verify.quiet_s(1, Context(context)) + self._other_s
 
     def learned(self) -> LatencyModel | None:
         """What is known of the quiet host, a start for the next run; None while nothing is known."""
-        verify = self.verify.learned(_points(self._start.verify))
+        verify = self.verify.sizes.learned(_points(self._start.verify), self.verify.reading.cost)
         if verify is None:
             return None
-        draft = self.step.learned(_points(self._start.draft))
+        draft = self.step.learned(_points(self._start.draft), self.first.reading)
         return LatencyModel(
             draft=self._start.draft if draft is None else draft,
             verify=verify,
@@ -148,22 +173,17 @@ class LearnedCosts(Latency):
     def prefills(self) -> CostTable:
         """A table for prefills, which go through both models."""
         target, draft = self._start.verify, self._start.draft
-        return CostTable(
-            lambda tokens, context: target.seconds(tokens, context) + draft.seconds(tokens, context)
-        )
+        return CostTable(lambda tokens: target.alone(tokens) + draft.alone(tokens))
 
-    def _reading_s(self, n: int, context: float) -> float:
-        """The first guess of what a draft step of n rows takes for the cached tokens that it reads."""
-        return self._guess_s(n, context_step(context)) - self._guess_s(n, 0)
-
-    def _first_s(self, n: int, context: float) -> float:
-        """The first draft step for n requests, and all around the steps."""
-        return self.first.seconds(n) + self.first.reading * self._reading_s(n, context)
+    def _reading_s(self, rows: float, context: Context) -> float:
+        """What a draft step of ``rows`` tokens takes for the cached tokens that it reads."""
+        reading = self.first.reading
+        return reading.per_context_s * context.tokens + reading.per_pair_s * context.each * rows
 
     # -- learning -----------------------------------------------------------------------------
 
-    def observe(self, outcome: IterationOutcome, context: float) -> None:
-        """An iteration that was served with ``context`` cached tokens. Its draft may have read fewer."""
+    def observe(self, outcome: IterationOutcome, context: Context) -> None:
+        """An iteration that was served with ``context`` in the KV cache. Its draft may have read less."""
         if not self._learn:
             return
         tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
@@ -174,18 +194,19 @@ class LearnedCosts(Latency):
         if outcome.since_last_s:
             self._observe_other(outcome.since_last_s - outcome.draft_s - outcome.verify_s)
 
-    def _observe_draft(self, n: int, depth: int, width: int, context: float, seconds: float) -> None:
+    def _observe_draft(self, n: int, depth: int, width: int, context: Context, seconds: float) -> None:
         if not (math.isfinite(seconds) and seconds > 0) or math.log(self.slowdown) > MUCH:
             return
         rows, later = n * width, depth - 1
-        guess_s, reading_s = self._guess_s(rows, 0), self._reading_s(rows, context)
-        all_reading_s = later * reading_s + self._reading_s(n, context)
-        self.first.observe(n, later * guess_s, seconds, all_reading_s)
+        guess_s = self._guess.quiet_s(rows)
+        pairs = context.each * (n + later * rows)
+        self.first.observe(n, later * guess_s, seconds, depth * context.tokens, pairs)
         if later:
-            line_s = self.first.factor * guess_s + self.first.reading * reading_s
-            step_s = (seconds - self._first_s(n, context)) / later
+            line_s = self.first.factor * guess_s
+            first_s = self.first.seconds(n) + self._reading_s(n, context)
+            step_s = (seconds - first_s) / later - self._reading_s(rows, context)
             step_s = min(max(step_s, line_s / STEP_RANGE), line_s * STEP_RANGE)
-            self.step.observe(rows, context, step_s, self.slowdown)
+            self.step.observe(rows, step_s, self.slowdown)
 
     def _observe_other(self, seconds: float) -> None:
         """A prefill or an idle time in between makes it longer, so the low quantile counts here, too."""

@@ -8,10 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import nnls
 
-from adaserve.scheduler.interface import FloatArray
-from adaserve.scheduler.latency import ForwardCost, LatencyModel, Profile, StepCost, TableCost
+from adaserve.scheduler.interface import Context, FloatArray
+from adaserve.scheduler.latency import (
+    ForwardCost,
+    LatencyModel,
+    Profile,
+    ReadingCost,
+    StepCost,
+    TableCost,
+    forward_s,
+)
 
 SHARPNESS_GRID = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
+LEAST_ALONE = 0.1
+"""Of a forward's time that is never put down to its cached tokens."""
+
 Fitter = Callable[[FloatArray], StepCost]
 
 
@@ -33,16 +44,51 @@ class LatencyFit:
     errors: dict[str, dict[str, FitError]]
 
 
+def fit_reading(points: FloatArray) -> ReadingCost:
+    """What cached tokens add: c1 sum L + c2 sum q L, from forwards that differ in nothing but their contexts.
+
+    Relative least squares, >= 0; 0 where no two such forwards were measured."""
+    tokens, context, requests, seconds = points.T
+    pairs = context / requests * tokens
+    rows, more = [], []
+    for shape in np.unique(points[:, [0, 2]], axis=0):
+        same = np.flatnonzero((tokens == shape[0]) & (requests == shape[1]))
+        shortest = same[context[same].argmin()]
+        for i in same[context[same] > context[shortest]]:
+            rows.append(np.array([context[i] - context[shortest], pairs[i] - pairs[shortest]]) / seconds[i])
+            more.append((seconds[i] - seconds[shortest]) / seconds[i])
+    if not rows:
+        return ReadingCost()
+    (per_context, per_pair), _ = nnls(np.array(rows), np.array(more))
+    return ReadingCost(float(per_context), float(per_pair))
+
+
+def _alone(points: FloatArray) -> tuple[FloatArray, FloatArray, ReadingCost]:
+    """Tokens, seconds without what cached tokens add, and what that is.
+
+    Most of a forward's time at least is left: what a busy host was measured at must not turn negative."""
+    reading = fit_reading(points)
+    tokens, context, requests, seconds = points.T
+    read = reading.per_context_s * context + reading.per_pair_s * context / requests * tokens
+    return tokens, np.maximum(seconds - read, LEAST_ALONE * seconds), reading
+
+
 def fit_linear(points: FloatArray) -> ForwardCost:
-    """T = alpha N_context + gamma N_batched + delta (TurboSpec section 4), relative least squares, >= 0."""
-    x, context, seconds = points.T
-    design = np.stack([np.ones_like(x), x, context], axis=1) / seconds[:, None]
-    (delta, gamma, alpha), _ = nnls(design, np.ones_like(seconds))
-    return ForwardCost(fixed_s=float(delta), per_token_s=float(gamma), per_context_s=float(alpha))
+    """T = alpha N_context + gamma N_batched + delta (TurboSpec section 4) and a part for q x L, by relative
+    least squares, >= 0."""
+    x, seconds, reading = _alone(points)
+    design = np.stack([np.ones_like(x), x], axis=1) / seconds[:, None]
+    (delta, gamma), _ = nnls(design, np.ones_like(seconds))
+    return ForwardCost(
+        fixed_s=float(delta),
+        per_token_s=float(gamma),
+        per_context_s=reading.per_context_s,
+        per_pair_s=reading.per_pair_s,
+    )
 
 
 def fit_roofline(points: FloatArray) -> ForwardCost:
-    """fixed + soft-max of memory and compute: alternates a linear solve with the local gradients."""
+    """fixed + soft-max of weights and compute: alternates a linear solve with the local gradients."""
     best = fit_linear(points)
     best_error = _errors(best, points).mean()
     for sharpness in SHARPNESS_GRID[1:]:
@@ -54,42 +100,40 @@ def fit_roofline(points: FloatArray) -> ForwardCost:
 
 
 def _fit_at_sharpness(points: FloatArray, sharpness: float) -> ForwardCost:
-    """Gauss-Newton on (fixed, weights, per_token, per_context); the roof is homogeneous of degree 1,
-    so roof = sum of coefficient x gradient holds exactly and each step is a linear solve.
+    """Gauss-Newton on (fixed, weights, per_token); the roof is homogeneous of degree 1, so roof = sum of
+    coefficient x gradient holds exactly and each step is a linear solve.
 
     No part can have cost more than the slowest forward took: a host that is very busy while it is measured
     gives points without an order, on which the steps would run away."""
-    x, context, seconds = points.T
-    most = float(seconds.max()) / np.array([1.0, 1.0, float(x.min()), max(1.0, float(context.max()))])
+    x, seconds, reading = _alone(points)
+    most = float(seconds.max()) / np.array([1.0, 1.0, float(x.min())])
     knee = float(np.median(x))
     floor = float(seconds.min())
-    coef = np.array([0.2 * floor, 0.8 * floor, 0.8 * floor / knee, 0.0])
+    coef = np.array([0.2 * floor, 0.8 * floor, 0.8 * floor / knee])
     for _ in range(60):
-        memory = np.maximum(coef[1] + coef[3] * context, 1e-12)
-        compute = np.maximum(coef[2] * x, 1e-12)
-        roof = (memory**sharpness + compute**sharpness) ** (1 / sharpness)
-        d_memory, d_compute = (memory / roof) ** (sharpness - 1), (compute / roof) ** (sharpness - 1)
-        design = np.stack([np.ones_like(x), d_memory, d_compute * x, d_memory * context], axis=1)
+        weights, compute = max(coef[1], 1e-12), np.maximum(coef[2] * x, 1e-12)
+        roof = (weights**sharpness + compute**sharpness) ** (1 / sharpness)
+        d_weights, d_compute = (weights / roof) ** (sharpness - 1), (compute / roof) ** (sharpness - 1)
+        design = np.stack([np.ones_like(x), d_weights, d_compute * x], axis=1)
         solved, _ = nnls(design / seconds[:, None], np.ones_like(seconds))
         coef = 0.5 * coef + 0.5 * np.minimum(solved, most)
-    return ForwardCost(float(coef[0]), float(coef[1]), float(coef[2]), float(coef[3]), sharpness)
+    fixed, weights, per_token = map(float, coef)
+    return ForwardCost(fixed, weights, per_token, *reading, sharpness)
 
 
 def fit_table(points: FloatArray) -> TableCost:
-    """Joins the medians at each token count, which may fall: 16 tokens can fill a tile that 12 only begin.
-    The context slope comes from the linear fit."""
-    slope = fit_linear(points).per_context_s
-    x, context, seconds = points.T
-    reference = float(np.median(context))
-    level = seconds - slope * (context - reference)
+    """Joins the medians at each token count, which may fall: 16 tokens can fill a tile that 12 only begin."""
+    x, seconds, reading = _alone(points)
     tokens = np.unique(x)
-    medians = np.array([np.median(level[x == t]) for t in tokens])
-    return TableCost(tuple(map(float, tokens)), tuple(map(float, medians)), slope, reference)
+    medians = [float(np.median(seconds[x == t])) for t in tokens]
+    return TableCost(tuple(map(float, tokens)), tuple(medians), *reading)
 
 
 def _errors(cost: StepCost, points: FloatArray) -> FloatArray:
-    predicted = np.array([float(cost.seconds(np.asarray(x), c)) for x, c, _ in points])
-    relative: FloatArray = np.abs(predicted - points[:, 2]) / points[:, 2]
+    taken = points[:, 3]
+    contexts = [Context(float(c), int(n)) for c, n in points[:, 1:3]]
+    predicted = np.array([forward_s(cost, x, c)[0] for x, c in zip(points[:, :1], contexts, strict=True)])
+    relative: FloatArray = np.abs(predicted - taken) / taken
     return relative
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adaserve.scheduler.averages import blend
-from adaserve.scheduler.interface import FloatArray, IterationOutcome
+from adaserve.scheduler.interface import Context, FloatArray, IterationOutcome
 from adaserve.scheduler.latency import Latency
 from adaserve.scheduler.prefill import PrefillConfig, Pressure, WaitingBatch, aims_s, plan_prefill
 
@@ -91,7 +91,7 @@ class Outlook:
     def _iteration_s(self, usual: _Usual, n: float) -> float:
         rows, per_row = max(1, round(n)), usual.verified / usual.n
         depth, width = round(usual.depth), max(1, round(usual.width))
-        context = usual.context / usual.n * n
+        context = Context(usual.context / usual.n * n, rows)
         return self._latency.iteration_s(rows, depth, width, max(1, round(per_row * n)), context)
 
 

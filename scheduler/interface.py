@@ -20,7 +20,7 @@ values feed SDPA on a CPU, FlashInfer on a GPU and the simulator.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,21 @@ LEAST_WINDOW = 16
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+
+
+class Context(NamedTuple):
+    """Cached tokens that a forward attends to."""
+
+    tokens: float = 0.0  # sum of L over its requests
+    requests: int = 1
+
+    @property
+    def each(self) -> float:
+        """Cached tokens per request: what every token of a forward attends to, on average."""
+        return self.tokens / self.requests
+
+
+NO_CONTEXT = Context()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +151,10 @@ class IterationPlan:
         return tokens_read(self.running.context_tokens, self.draft_window, self.draft_sinks)
 
     @property
-    def draft_context(self) -> float:
-        """Cached tokens that a draft step reads, all rows that are drafted for together."""
+    def draft_context(self) -> Context:
+        """What a draft step reads, all rows that are drafted for together."""
         reads = self.draft_reads if self.drafting is None else self.draft_reads[self.drafting]
-        return float(reads.sum())
+        return Context(float(reads.sum()), max(1, len(reads)))
 
     @property
     def drafting_rows(self) -> int:

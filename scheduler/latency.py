@@ -2,13 +2,14 @@
 
 A profile is a small JSON file that ``adaserve profile`` writes::
 
-    {"schema_version": 1, "device": "...", "target": "...", "draft": "...",
-     "draft_points":  [{"rows": 8, "context": 1024, "seconds": 0.0021}, ...],
-     "verify_points": [{"tokens": 64, "context": 8192, "seconds": 0.031}, ...],
+    {"schema_version": 2, "device": "...", "target": "...", "draft": "...",
+     "draft_points":  [{"rows": 8, "context": 1024, "requests": 4, "seconds": 0.0021}, ...],
+     "verify_points": [{"tokens": 64, "context": 8192, "requests": 16, "seconds": 0.031}, ...],
      "overhead_s": 0.0008}
 
 ``rows`` are the tokens of one draft forward, ``tokens`` those of one target forward (roots
-included), ``context`` is the sum of cached tokens over the batch (N_context, TurboSpec section 4).
+included), ``context`` is the sum of cached tokens over the batch (N_context, TurboSpec section 4) and
+``requests`` is how many requests have them.
 """
 
 from __future__ import annotations
@@ -19,24 +20,44 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 
-from adaserve.scheduler.interface import FloatArray
+from adaserve.scheduler.interface import NO_CONTEXT, Context, FloatArray
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class ProfileError(ValueError):
     """A latency profile is malformed; the message names the field and the remedy."""
 
 
+class ReadingCost(NamedTuple):
+    """What attention to cached tokens takes: ``per_context_s`` x sum L + ``per_pair_s`` x sum q L, over
+    requests with L cached tokens and q tokens in the forward.
+
+    The first part is for fetching the KV cache, the second for multiplying with it.
+    """
+
+    per_context_s: float = 0.0
+    per_pair_s: float = 0.0
+
+    def seconds(self, tokens: FloatArray, context: Context) -> FloatArray:
+        """Of forwards of ``tokens`` [k], spread evenly over the requests; [k]."""
+        return self.per_context_s * context.tokens + self.per_pair_s * context.each * tokens
+
+
 class StepCost(Protocol):
     """Seconds of one forward pass of one model."""
 
-    def seconds(self, tokens: FloatArray, context: float) -> FloatArray:
-        """``tokens`` [k] batch tokens of k alternative forwards, ``context`` cached tokens; [k] seconds."""
+    def alone(self, tokens: FloatArray) -> FloatArray:
+        """Seconds [k] of k alternative forwards of ``tokens`` [k] with nothing in the KV cache."""
+        ...
+
+    @property
+    def reading(self) -> ReadingCost:
+        """What is added for cached tokens."""
         ...
 
     def to_json(self) -> dict[str, Any]: ...
@@ -44,33 +65,38 @@ class StepCost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """``fixed + (memory^s + compute^s)^(1/s)``: one family from TurboSpec's line to a roofline.
+    """``fixed + (weights^s + compute^s)^(1/s) + reading``: one family from TurboSpec's line to a roofline.
 
-    memory = ``weights_s + per_context_s * N_context``; compute = ``per_token_s * N_batched``.
-    ``sharpness`` s = 1 is the linear form T = alpha N_context + gamma N_batched + delta (TurboSpec,
-    section 4); s -> inf is max(memory, compute) (MagicDec, section 3).
+    compute = ``per_token_s * N_batched``; reading as in ``ReadingCost``: attention has kernels of its own, so
+    fetching the KV cache never overlaps with the products. ``sharpness`` s = 1 and no ``per_pair_s`` is the
+    linear form T = alpha N_context + gamma N_batched + delta (TurboSpec, section 4); s -> inf is
+    max(weights, compute) (MagicDec, section 3).
     """
 
     fixed_s: float
     weights_s: float = 0.0
     per_token_s: float = 0.0
     per_context_s: float = 0.0
+    per_pair_s: float = 0.0
     sharpness: float = 1.0
 
     def __post_init__(self) -> None:
-        values = (self.fixed_s, self.weights_s, self.per_token_s, self.per_context_s)
+        values = (self.fixed_s, self.weights_s, self.per_token_s, *self.reading)
         if not all(math.isfinite(v) and v >= 0 for v in values):
             raise ProfileError(f"cost coefficients must be finite and >= 0, got {values}; measure again")
         if not self.sharpness >= 1:
             raise ProfileError(f"sharpness must be >= 1, got {self.sharpness}")
 
-    def seconds(self, tokens: FloatArray, context: float) -> FloatArray:
-        memory = self.weights_s + self.per_context_s * context
+    @property
+    def reading(self) -> ReadingCost:
+        return ReadingCost(self.per_context_s, self.per_pair_s)
+
+    def alone(self, tokens: FloatArray) -> FloatArray:
         compute = self.per_token_s * tokens
         if self.sharpness == 1:
-            return self.fixed_s + memory + compute
-        top = np.maximum(memory, compute)
-        low = np.minimum(memory, compute)
+            return self.fixed_s + self.weights_s + compute
+        top = np.maximum(self.weights_s, compute)
+        low = np.minimum(self.weights_s, compute)
         ratio = np.divide(low, top, out=np.zeros_like(top), where=top > 0)
         roof: FloatArray = top * (1 + ratio**self.sharpness) ** (1 / self.sharpness)
         return self.fixed_s + roof
@@ -81,7 +107,7 @@ class ForwardCost:
 
 @dataclass(frozen=True, slots=True)
 class TableCost:
-    """Measured points at a reference context, joined by lines; the last slope continues beyond them.
+    """Points without cached tokens, joined by lines; the last slope continues beyond them.
 
     Small CPUs and padded CUDA graphs have steps that no smooth curve fits.
     """
@@ -89,7 +115,7 @@ class TableCost:
     tokens: tuple[float, ...]
     seconds_at: tuple[float, ...]
     per_context_s: float = 0.0
-    context_at: float = 0.0
+    per_pair_s: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.seconds_at) or not self.tokens:
@@ -97,12 +123,14 @@ class TableCost:
         if any(b <= a for a, b in zip(self.tokens, self.tokens[1:], strict=False)):
             raise ProfileError("table tokens must be strictly increasing")
 
-    def seconds(self, tokens: FloatArray, context: float) -> FloatArray:
+    @property
+    def reading(self) -> ReadingCost:
+        return ReadingCost(self.per_context_s, self.per_pair_s)
+
+    def alone(self, tokens: FloatArray) -> FloatArray:
         xs, ys = np.asarray(self.tokens), np.asarray(self.seconds_at)
         out: FloatArray = np.interp(tokens, xs, ys) + self._tail_slope() * np.maximum(0.0, tokens - xs[-1])
-        floor = 0.1 * ys[0]  # a far smaller context must not extrapolate below zero
-        seconds: FloatArray = np.maximum(floor, out + self.per_context_s * (context - self.context_at))
-        return seconds
+        return out
 
     def _tail_slope(self) -> float:
         """Seconds per token beyond the last point; 0 for a single point."""
@@ -118,33 +146,33 @@ class TableCost:
 class Latency(ABC):
     """Predicts a decode iteration: ``depth`` draft forwards, one verify forward, a fixed overhead.
 
-    All times in seconds; ``context`` is the sum of cached tokens over the batch. For draft steps it is what
-    they read of them.
+    All times in seconds; ``context`` is what is cached of the batch's requests. For draft steps it is what
+    they read of that.
     """
 
     __slots__ = ()
 
     @overload
-    def verify_s(self, tokens: float, context: float = ...) -> float: ...
+    def verify_s(self, tokens: float, context: Context = ...) -> float: ...
     @overload
-    def verify_s(self, tokens: FloatArray, context: float = ...) -> FloatArray: ...
+    def verify_s(self, tokens: FloatArray, context: Context = ...) -> FloatArray: ...
     @abstractmethod
-    def verify_s(self, tokens: float | FloatArray, context: float = 0.0) -> float | FloatArray:
+    def verify_s(self, tokens: float | FloatArray, context: Context = NO_CONTEXT) -> float | FloatArray:
         """A target forward over ``tokens`` (scalar or array)."""
 
     @abstractmethod
-    def draft_step_s(self, rows: float, context: float = 0.0) -> float:
+    def draft_step_s(self, rows: float, context: Context = NO_CONTEXT) -> float:
         """One draft forward over ``rows`` tokens."""
 
     @abstractmethod
-    def draft_start_s(self, n: int, context: float = 0.0) -> float:
+    def draft_start_s(self, n: int, context: Context = NO_CONTEXT) -> float:
         """What drafting for n requests costs beyond its steps."""
 
     @abstractmethod
     def other_s(self) -> float:
         """What an iteration takes besides draft and verification."""
 
-    def draft_s(self, n: int, depth: int, width: int, context: float = 0.0) -> float:
+    def draft_s(self, n: int, depth: int, width: int, context: Context = NO_CONTEXT) -> float:
         """A beam of ``depth`` steps: n rows first, then n * width (Algorithm 2, step 2)."""
         if depth <= 0:
             return 0.0
@@ -157,8 +185,8 @@ class Latency(ABC):
         depth: int,
         width: int,
         verify_tokens: float,
-        context: float = 0.0,
-        draft_context: float | None = None,
+        context: Context = NO_CONTEXT,
+        draft_context: Context | None = None,
     ) -> float:
         """One whole decode iteration, prefill not included. ``draft_context``: if it is not ``context``."""
         draft_s = self.draft_s(n, depth, width, context if draft_context is None else draft_context)
@@ -187,18 +215,18 @@ class LatencyModel(Latency):
     learned: bool = False  # by serving on this host, not in a short measurement
 
     @overload
-    def verify_s(self, tokens: float, context: float = ...) -> float: ...
+    def verify_s(self, tokens: float, context: Context = ...) -> float: ...
     @overload
-    def verify_s(self, tokens: FloatArray, context: float = ...) -> FloatArray: ...
-    def verify_s(self, tokens: float | FloatArray, context: float = 0.0) -> float | FloatArray:
+    def verify_s(self, tokens: FloatArray, context: Context = ...) -> FloatArray: ...
+    def verify_s(self, tokens: float | FloatArray, context: Context = NO_CONTEXT) -> float | FloatArray:
         if isinstance(tokens, np.ndarray):
-            return self.verify.seconds(np.asarray(tokens, np.float64), context)
+            return forward_s(self.verify, tokens, context)
         return _one(self.verify, tokens, context)
 
-    def draft_step_s(self, rows: float, context: float = 0.0) -> float:
+    def draft_step_s(self, rows: float, context: Context = NO_CONTEXT) -> float:
         return _one(self.draft, rows, context)
 
-    def draft_start_s(self, n: int, context: float = 0.0) -> float:
+    def draft_start_s(self, n: int, context: Context = NO_CONTEXT) -> float:
         if self.draft_first is None:
             return 0.0
         return max(0.0, _one(self.draft_first, n, context) - self.draft_step_s(n, context))
@@ -239,8 +267,14 @@ class LatencyModel(Latency):
         )
 
 
-def _one(cost: StepCost, size: float, context: float) -> float:
-    return float(cost.seconds(np.array([float(size)]), context)[0])
+def forward_s(cost: StepCost, tokens: FloatArray, context: Context) -> FloatArray:
+    """Seconds [k] of forwards of ``tokens`` [k]."""
+    sizes = np.asarray(tokens, np.float64)
+    return cost.alone(sizes) + cost.reading.seconds(sizes, context)
+
+
+def _one(cost: StepCost, size: float, context: Context) -> float:
+    return float(forward_s(cost, np.array([float(size)]), context)[0])
 
 
 def _cost_from_json(data: Mapping[str, Any]) -> StepCost:
@@ -269,7 +303,7 @@ def default_latency() -> LatencyModel:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Measured points; [k, 3] arrays of (rows or tokens, context, seconds)."""
+    """Measured points; [k, 4] arrays of (rows or tokens, cached tokens in all, requests, seconds)."""
 
     draft: FloatArray
     verify: FloatArray
@@ -289,7 +323,8 @@ class Profile:
 
 
 def _points_out(points: FloatArray, axis: str) -> list[dict[str, float]]:
-    return [{axis: float(x), "context": float(c), "seconds": float(s)} for x, c, s in points]
+    names = (axis, "context", "requests", "seconds")
+    return [dict(zip(names, map(float, point), strict=True)) for point in points]
 
 
 def _points_in(data: Mapping[str, Any], name: str, axis: str) -> FloatArray:
@@ -297,11 +332,14 @@ def _points_in(data: Mapping[str, Any], name: str, axis: str) -> FloatArray:
     if not isinstance(raw, list) or not raw:
         raise ProfileError(f"profile needs a non-empty list {name!r}; run `adaserve profile`")
     try:
-        points = np.array([[p[axis], p.get("context", 0), p["seconds"]] for p in raw], dtype=np.float64)
+        rows = [[p[axis], p.get("context", 0), p.get("requests", 1), p["seconds"]] for p in raw]
+        points = np.array(rows, dtype=np.float64)
     except (KeyError, TypeError, AttributeError) as error:
         raise ProfileError(f"{name}: every point needs {axis!r} and 'seconds' ({error})") from error
-    if not np.isfinite(points).all() or (points[:, 0] < 1).any() or (points[:, 2] <= 0).any():
-        raise ProfileError(f"{name}: {axis} must be >= 1 and seconds finite and > 0; measure again")
+    if not np.isfinite(points).all() or (points[:, [0, 2]] < 1).any() or (points[:, 3] <= 0).any():
+        raise ProfileError(
+            f"{name}: {axis} and requests must be >= 1 and seconds finite and > 0; measure again"
+        )
     return points
 
 

@@ -32,7 +32,7 @@ def price_nodes(trees: CandidateTrees, f: FloatArray, weight: FloatArray, second
     [most + 1]: of an iteration in which 0 to ``most`` nodes are verified. Of nodes worth the same the first
     are taken.
     """
-    n, most, row = trees.n_rows, len(seconds) - 1, row_of(trees)
+    most, row = len(seconds) - 1, row_of(trees)
     value = f * weight[row]
     falling = np.sort(value)[::-1][:most]
     worth = np.empty(most + 1)
@@ -43,18 +43,23 @@ def price_nodes(trees: CandidateTrees, f: FloatArray, weight: FloatArray, second
     if best and falling[best - 1] <= 0:  # only where the latency falls with tokens
         best = int(rate[: np.count_nonzero(falling) + 1].argmax())
     last = float(falling[best - 1]) if best else np.inf
-    keep = _best_nodes(value, last, best)
-    expected = np.ones(n)
-    expected += np.bincount(row, f * keep, n)
-    counts = np.bincount(row[keep], minlength=n)
-    selection = Selection(keep, counts, np.zeros(n, np.int64), expected)
-    best_rate = float(rate[best])
+    selection, best_rate = best_nodes(trees, f, value, best), float(rate[best])
     return Priced(selection, value, best_rate, _token_price(best_rate, seconds, best, trees, last))
 
 
-def _best_nodes(value: FloatArray, least: float, count: int) -> BoolArray:
-    """Mask of the ``count`` best of ``value`` [m], of which the last is worth ``least``; of equals the first,
-    so parents before children."""
+def best_nodes(trees: CandidateTrees, f: FloatArray, value: FloatArray, count: int) -> Selection:
+    """The ``count`` nodes that are worth most, as in ``price_nodes``."""
+    n, row = trees.n_rows, row_of(trees)
+    keep = _best(value, count)
+    expected = np.ones(n)
+    expected += np.bincount(row, f * keep, n)
+    counts = np.bincount(row[keep], minlength=n)
+    return Selection(keep, counts, np.zeros(n, np.int64), expected)
+
+
+def _best(value: FloatArray, count: int) -> BoolArray:
+    """Mask of the ``count`` best of ``value`` [m]; of equals the first, so parents before children."""
+    least = np.sort(value)[-count] if count else np.inf
     keep: BoolArray = value >= least
     if surplus := np.count_nonzero(keep) - count:
         keep[np.flatnonzero(value == least)[-surplus:]] = False

@@ -21,6 +21,7 @@ from adaserve.loadgen.config import BenchConfig, Endpoint, TraceSpec, default_cl
 from adaserve.loadgen.report import read_run, write_report
 from adaserve.loadgen.results import check_results_dir, new_results_dir
 from adaserve.loadgen.schedule import build_schedule
+from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.trace import TraceRow, write_jsonl
@@ -118,7 +119,7 @@ def _bearable_rps(latency: LatencyModel, classes: dict[str, Any]) -> float:
     output = sum(c.share * c.output_tokens.median for c in classes.values()) / total
     batch = 4
     per_token_s = (latency.verify_s(64.0) - latency.verify_s(32.0)) / 32
-    decode_s = (latency.verify_s(float(batch), 256.0 * batch) + latency.overhead_s) / batch
+    decode_s = (latency.verify_s(float(batch), Context(256.0 * batch, batch)) + latency.overhead_s) / batch
     return UTILIZATION / (prompt * per_token_s + output * decode_s)
 
 

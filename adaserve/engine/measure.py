@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from adaserve.engine.reading import Reading
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.host import cpu_name
 from adaserve.scheduler.fit import fit_latency, fit_table
+from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import LatencyModel, Profile, ProfileError, load_profile
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,9 @@ BUSY_SHARE = 0.2
 
 NO_DRAFT = 1e-3
 """Without a draft model its steps stand in a profile as this share of a verification: next to nothing."""
+
+LONGEST, LONGEST_TREE = 8192, 8
+"""Cached tokens per request that are measured at most, and tokens that positions must be left for besides."""
 
 FAR = 1.5
 """Beyond this ratio, two measurements of the same forwards differ by more than noise."""
@@ -97,14 +102,15 @@ def measure(
         # Tensor-parallel ranks run the same forwards, so none may stop by its own clock.
         grid = dataclasses.replace(grid, stop_s=float("inf"))
     room = _Room(device, req_to_token, slots, most_rows)
+    longest = min(LONGEST, context_len - LONGEST_TREE)
     try:
-        verify = _sweep(
-            room, [device.target], _verify_step(device), grid.verify_tokens, 4, grid, progress, "verify"
-        )
-        drafts = verify * (1.0, 1.0, NO_DRAFT)
+        verifying = _Timed(room, [device.target], _verify_step(device), grid.repeats, progress, "verify")
+        verify = _sweep(verifying, grid.verify_tokens, 4, grid, longest)
+        drafts = verify * (1.0, 1.0, 1.0, NO_DRAFT)
         if device.drafts:
             step = _draft_step(device.drafts, width)
-            drafts = _sweep(room, device.drafts, step, grid.draft_rows, width, grid, progress, "draft")
+            drafting = _Timed(room, device.drafts, step, grid.repeats, progress, "draft")
+            drafts = _sweep(drafting, grid.draft_rows, width, grid, longest)
     finally:
         room.leave()
     return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)
@@ -149,40 +155,68 @@ class _Room:
         starts, tokens = np.full(rows, context), np.ones(int(q_lens.sum()), np.int64)
         return TreeBatch.causal(tokens, np.arange(rows), starts, q_lens)
 
+    def longest(self, rows: int, tokens: int) -> int:
+        """The most cached tokens that each of ``rows`` requests has room for, besides ``tokens`` new ones."""
+        return min(self.slots // rows, self.req_to_token.shape[1]) - tokens - 1
+
     def leave(self) -> None:
         self.req_to_token.zero_()
 
 
-def _sweep(
-    room: _Room,
-    models: Sequence[ModelForward],
-    step: Step,
-    sizes: Iterable[int],
-    per_row: int,
-    grid: Grid,
-    progress: Callable[[str], None],
-    what: str,
-) -> np.ndarray:
-    """(tokens, cached tokens, seconds) of forwards over ``sizes`` tokens, ``per_row`` of each request where
-    that divides them, and more where there are not as many requests: about as under load."""
+@dataclass(frozen=True)
+class _Timed:
+    """Times one kind of forward."""
+
+    room: _Room
+    models: Sequence[ModelForward]
+    step: Step
+    repeats: int
+    progress: Callable[[str], None]
+    what: str
+
+    def point(self, q_lens: np.ndarray, context: int) -> tuple[float, ...] | None:
+        """(tokens, cached tokens, requests, seconds) of a forward over ``q_lens`` tokens of each request with
+        ``context`` cached ones; None where there is no room."""
+        rows, tokens = len(q_lens), int(q_lens.sum())
+        batch = self.room.batch(rows, q_lens, context)
+        if batch is None:
+            return None
+        seconds = _time(self.room.device, self.models, self.step, batch, self.repeats)
+        self.progress(f"{self.what} {tokens} tokens, context {context}: {seconds * 1e3:.1f} ms")
+        return tokens, rows * context, rows, seconds
+
+
+def _sweep(timed: _Timed, sizes: Iterable[int], per_row: int, grid: Grid, longest: int) -> np.ndarray:
+    """Points [k, 4] of forwards over ``sizes`` tokens, ``per_row`` of each request where that divides them,
+    and more where there are not as many requests: about as under load. Then what long contexts add."""
     points = []
     for context in grid.contexts:
         for tokens in sizes:
             rows = max(1, tokens // per_row)
-            if what == "verify":
-                rows = min(rows, room.most_rows)
+            if timed.what == "verify":
+                rows = min(rows, timed.room.most_rows)
             q_lens = np.full(rows, tokens // rows, np.int64)
-            if what == "verify":
+            if timed.what == "verify":
                 q_lens[: tokens % rows] += 1
-            batch = room.batch(rows, q_lens, context)
-            if batch is None:
+            point = timed.point(q_lens, context)
+            if point is None:
                 continue
-            seconds = _time(room.device, models, step, batch, grid.repeats)
-            points.append((len(batch), rows * context, seconds))
-            progress(f"{what} {len(batch)} tokens, context {context}: {seconds * 1e3:.1f} ms")
-            if seconds > grid.stop_s:
+            points.append(point)
+            if point[-1] > grid.stop_s:
                 break
+    points += _long(timed, per_row, grid.contexts[0], longest)
     return np.array(points, np.float64)
+
+
+def _long(timed: _Timed, per_row: int, short: int, longest: int) -> list[tuple[float, ...]]:
+    """Forwards of one and of ``per_row`` tokens per request, each with a ``short`` context and with one as
+    long as there is room for, up to ``longest``: they tell sum L from sum q L (``fit_reading``)."""
+    points = []
+    for rows, each in itertools.product((1, min(4, timed.room.most_rows)), (1, per_row)):
+        long = min(longest, timed.room.longest(rows, each))
+        pair = [timed.point(np.full(rows, each, np.int64), c) for c in (short, long) if long > short]
+        points += [p for p in pair if p is not None]
+    return points
 
 
 def _time(
@@ -315,7 +349,7 @@ def load_learned(path: Path) -> LatencyModel | None:
 def _more_likely(measured: LatencyModel, kept: LatencyModel) -> LatencyModel:
     """A forward can take longer than it has to but never less: of two that differ, the faster is right."""
     sizes = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
-    ratio = float(np.median(measured.verify_s(sizes, 256.0) / kept.verify_s(sizes, 256.0)))
+    ratio = float(np.median(measured.verify_s(sizes, Context(256.0)) / kept.verify_s(sizes, Context(256.0))))
     if ratio > FAR:
         logger.warning(
             "AdaServe: forwards take %.1f times as long as when this host was last known; it seems to be "

@@ -123,7 +123,7 @@ class PrefillPacer:
         """A prefill forward, target and draft."""
         self._decodes, self._spent_s = 0, self._spent_s + seconds
         if tokens > 0:
-            self._prefills.observe(tokens, 0.0, seconds, self._costs.slowdown)
+            self._prefills.observe(tokens, seconds, self._costs.slowdown)
 
     def observe(self, outcome: IterationOutcome) -> None:
         """A decode iteration."""
@@ -179,7 +179,7 @@ class PrefillPacer:
         """As for ``plan``; ``waiting`` are the rows, ``started`` is one of them. The pressure foresees one
         request more than those."""
         sizes = np.unique(np.linspace(1, most_tokens, 128).astype(np.int64))
-        curve = self._prefills.quiet_curve(0.0, most_tokens)[sizes] * self._costs.slowdown
+        curve = self._prefills.quiet_curve(most_tokens)[sizes] * self._costs.slowdown
         chunks = Chunks(sizes, np.maximum.accumulate(curve))
         rule = self._rule(most_tokens, least_chunk(*chunks))
         queue = self._waiting(waiting, started)

@@ -13,8 +13,10 @@ from adaserve.scheduler.calibration import Calibrator, claimed_probability, grou
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import (
+    NO_CONTEXT,
     BoolArray,
     CandidateTrees,
+    Context,
     FloatArray,
     IntArray,
     IterationOutcome,
@@ -63,7 +65,7 @@ class BasePolicy:
         self._iterations = 0
         self._unlearned: list[IterationOutcome] = []  # of one batch, with trees
         self._knee = 0
-        self._context: tuple[RunningBatch | None, float] = None, 0.0
+        self._context: tuple[RunningBatch | None, Context] = None, NO_CONTEXT
 
     @property
     def budget(self) -> int:
@@ -117,10 +119,10 @@ class BasePolicy:
         self._iterations += 1
         return plan
 
-    def context(self, running: RunningBatch) -> float:
-        """N_context of the batch, as the latency model is asked: cached tokens, all requests together."""
+    def context(self, running: RunningBatch) -> Context:
+        """What the batch has cached, as the latency model is asked."""
         if self._context[0] is not running:  # asked for several times per iteration
-            self._context = running, float(running.context_tokens.sum())
+            self._context = running, Context(float(running.context_tokens.sum()), len(running))
         return self._context[1]
 
     def _fixed_window(self, n: int) -> IntArray | None:
@@ -128,14 +130,15 @@ class BasePolicy:
         window = self.config.draft_windows[0]
         return np.full(n, window) if window else None
 
-    def _draft_context(self, running: RunningBatch, window: IntArray | None) -> float:
-        """Cached tokens that a draft step reads when it is made for all rows."""
+    def _draft_context(self, running: RunningBatch, window: IntArray | None) -> Context:
+        """What a draft step reads when it is made for all rows."""
         if window is None:
             return self.context(running)
-        return float(tokens_read(running.context_tokens, window, self.config.draft_sinks).sum())
+        read = tokens_read(running.context_tokens, window, self.config.draft_sinks)
+        return Context(float(read.sum()), len(running))
 
     def _t_spec(
-        self, running: RunningBatch, depth: int, width: int, budget: int, draft_context: float
+        self, running: RunningBatch, depth: int, width: int, budget: int, draft_context: Context
     ) -> float:
         """Predicted seconds of the iteration: profile, corrected online (the paper leaves it open)."""
         context = self.context(running)

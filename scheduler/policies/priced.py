@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from operator import mul
 
@@ -14,6 +15,7 @@ from adaserve.scheduler.interface import (
     MODEL,
     BoolArray,
     CandidateTrees,
+    Context,
     FloatArray,
     IntArray,
     IterationOutcome,
@@ -22,7 +24,7 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.base import NO_BUDGET, BasePolicy, Shape
-from adaserve.scheduler.pricing import Priced, price_nodes, uncovered
+from adaserve.scheduler.pricing import Priced, best_nodes, price_nodes, uncovered
 from adaserve.scheduler.selection import never_rising, path_probability, row_of, within_cap
 from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.worth import attainment_weight
@@ -38,19 +40,24 @@ LARGE = 32
 RAREST_PROBE = 3
 """While drafting does not pay it is tried every ``depth_probe_every`` << RAREST_PROBE iterations at least."""
 
+PRIOR_WORTH = 4
+"""Iterations that what a regime begins with is worth."""
+
 REACH_WEIGHT = 0.1
 """Of the newest iteration in a request's moving average of tokens on its best chain."""
 
 
 @dataclass(slots=True)
 class _Regime:
-    """What was learned from batches of similar size: what pays with one request does not with thirty."""
+    """What was learned from batches of similar size and context: what pays with one request does not with
+    thirty, and what pays with a thousand cached tokens may not with thirty thousand."""
 
     surplus: FloatArray  # [d_max, w_max], see ``_best_shape``
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))  # value per second
     depth: int = 1  # of the last plan
     width: int = 1
     in_vain: int = 0  # probes in a row after which drafting still did not pay
+    learned: int = 0  # iterations that have taught the surplus
 
 
 class PricedPolicy(BasePolicy):
@@ -68,7 +75,7 @@ class PricedPolicy(BasePolicy):
         self._pace = MovingAverage(0.05, start=2.0)  # tokens per request and iteration
         self._chunk_share = MovingAverage(0.2, start=0.0)  # of iterations that had a prefill chunk with them
         self._level_acceptance = MovingAverage(0.1, start=0.7)
-        self._regimes: dict[int, _Regime] = {}  # by the bits of the batch size
+        self._regimes: dict[tuple[int, int], _Regime] = {}  # by the bits of the batch size and the stretch
         self._weight: FloatArray = np.ones(0)
         self._bought: dict[int, tuple[FloatArray, Priced]] = {}  # f, by iteration, until observed
         self._weighed: tuple[str, ...] = ()
@@ -84,8 +91,8 @@ class PricedPolicy(BasePolicy):
         left = uncovered(running.offered, len(running), self.config.d_max)
         window = self._best_window(running)
         read = self._draft_context(running, window)
-        depth, width = self._best_shape(left, context, read, deepest) if self.config.drafts else (0, 1)
-        drafting = self._worth_drafting(left, depth, width, read)
+        depth, width = self._best_shape(running, left, read, deepest) if self.config.drafts else (0, 1)
+        drafting = self._worth_drafting(running, left, depth, width, read)
         if drafting is not None and not drafting.any():
             depth, drafting = 0, None
         if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
@@ -98,31 +105,42 @@ class PricedPolicy(BasePolicy):
         n = len(running)
         if self.windows is None or not self.config.drafts:
             return self._fixed_window(n)
-        regime = self._regime(n)
+        regime = self._regime(running)
         rows = n * regime.width
         return self.windows.choose(
             running,
             self._weight,
             max(1, regime.depth),
             regime.rate.value,
-            lambda read: self.costs.draft_step_s(rows, read),
+            lambda read: self.costs.draft_step_s(rows, Context(read, n)),
         )
 
-    def _regime(self, n: int) -> _Regime:
-        """What is known about batches of the size of ``n``, up to a factor of two; large ones are alike."""
-        size = min(n, LARGE).bit_length()
-        known = self._regimes.get(size)
+    def _regime(self, running: RunningBatch) -> _Regime:
+        """What is known about batches of that size, up to a factor of two (large ones are alike), whose
+        contexts make a plain iteration as much longer, up to a factor of two."""
+        n = len(running)
+        stretch = self.costs.verify_s(n, self.context(running)) / self.costs.verify_s(n)
+        key = min(n, LARGE).bit_length(), round(math.log2(stretch))
+        known = self._regimes.get(key)
         if known is None:
-            levels = 0.7 ** np.arange(1, self.config.d_max + 1)[:, None]
-            prior: FloatArray = levels * 0.3 ** np.arange(self.config.w_max)[None, :]
-            known = self._regimes[size] = _Regime(prior)
+            known = self._regimes[key] = self._like_nearest(*key)
         return known
+
+    def _like_nearest(self, size: int, stretch: int) -> _Regime:
+        """Where learning begins: as with the nearest contexts that such batches had."""
+        others = [other for bits, other in self._regimes if bits == size]
+        if others:
+            near = self._regimes[size, min(others, key=lambda other: abs(other - stretch))]
+            return _Regime(near.surplus.copy())
+        levels = 0.7 ** np.arange(1, self.config.d_max + 1)[:, None]
+        prior: FloatArray = levels * 0.3 ** np.arange(self.config.w_max)[None, :]
+        return _Regime(prior)
 
     def weights(self, running: RunningBatch, now_s: float, t_spec_s: float) -> FloatArray | None:
         """Weights of this plan, computed by ``shape``."""
         return self._weight
 
-    def _weigh(self, running: RunningBatch, context: float, now_s: float) -> FloatArray:
+    def _weigh(self, running: RunningBatch, context: Context, now_s: float) -> FloatArray:
         n = len(running)
         if n == 1:  # nobody to compare it with
             return np.ones(n)
@@ -137,20 +155,22 @@ class PricedPolicy(BasePolicy):
             weight = np.where(hopeless, 0.25, weight)
         return weight
 
-    def _best_shape(self, left: FloatArray, context: float, read: float, deepest: int) -> tuple[int, int]:
+    def _best_shape(
+        self, running: RunningBatch, left: FloatArray, read: Context, deepest: int
+    ) -> tuple[int, int]:
         """(d, w): levels and beams whose learned surplus pays for their draft forwards.
 
         ``surplus[l, b]`` is what beam b of level l + 1 has been worth per row beyond the price of its verify
         token, where nothing was offered. ``left`` [n, d_max]: what ``uncovered`` leaves of that. ``read``:
-        what a step reads of the ``context``. Now and then one more level or beam is drafted, because
+        what a step reads of the contexts. Now and then one more level or beam is drafted, because
         otherwise its worth could never be learned.
         """
         n, c = len(left), self.config
-        regime, open_rows = self._regime(n), left.sum(axis=0).tolist()
+        regime, open_rows = self._regime(running), left.sum(axis=0).tolist()
         if deepest <= 0:
             return 0, 1
         if not regime.rate.value:  # before the first selection: as if nothing were drafted
-            regime.rate.add(self._weight.sum() / self.costs.iteration_s(n, 0, 1, n, context))
+            regime.rate.add(self._weight.sum() / self.costs.iteration_s(n, 0, 1, n, self.context(running)))
         rate = regime.rate.value
         first_s = self.costs.draft_step_s(n, read)
         row_s = max(0.0, self.costs.draft_step_s(2 * n, read) - first_s)
@@ -180,12 +200,14 @@ class PricedPolicy(BasePolicy):
         regime.depth, regime.width = depth, width
         return depth, width
 
-    def _worth_drafting(self, left: FloatArray, depth: int, width: int, read: float) -> BoolArray | None:
+    def _worth_drafting(
+        self, running: RunningBatch, left: FloatArray, depth: int, width: int, read: Context
+    ) -> BoolArray | None:
         """Rows [n] for which draft steps bring more than they cost; None = all of them."""
         n = len(left)
         if not depth or float(left.min()) == 1.0:
             return None
-        regime = self._regime(n)
+        regime = self._regime(running)
         row_s = self.costs.draft_step_s(2 * n, read) - self.costs.draft_step_s(n, read)
         price = regime.rate.value * max(0.0, row_s) / n * (1 + width * (depth - 1))
         drafting: BoolArray = left[:, :depth] @ regime.surplus[:depth, :width].sum(axis=1) > price
@@ -209,7 +231,9 @@ class PricedPolicy(BasePolicy):
         self, plan: IterationPlan, trees: CandidateTrees, worth: FloatArray, steps: int
     ) -> None:
         n, w, row = len(plan.running), plan.width, row_of(trees)
-        surplus, rate = self._regime(n).surplus, self.config.surplus_rate
+        regime = self._regime(plan.running)
+        regime.learned += 1
+        surplus, rate = regime.surplus, max(self.config.surplus_rate, 1.0 / (PRIOR_WORTH + regime.learned))
         # Drafted nodes stand first in their level, in the order of beams; those that only a second draft
         # model made stand behind them.
         first = np.append(True, (row[1:] != row[:-1]) | (trees.depth[1:] != trees.depth[:-1]))
@@ -234,7 +258,7 @@ class PricedPolicy(BasePolicy):
         the slope of the verify latency.
         """
         running, n = plan.running, len(plan.running)
-        rate = self._regime(n).rate.value
+        rate = self._regime(running).rate.value
         if not self.config.early_stop or rate <= 0 or plan.weight is None:
             return True
         context = self.context(running)
@@ -264,11 +288,14 @@ class PricedPolicy(BasePolicy):
             while len(self._bought) > 1:  # under overlap two iterations are not observed yet
                 del self._bought[next(iter(self._bought))]
             self._bought[plan.iteration] = f, priced
-        roots_rate = float(weight.sum() / seconds[0])
+        roots_rate, regime = float(weight.sum() / seconds[0]), self._regime(plan.running)
         if not trees.draft_steps and priced.rate <= roots_rate * (1.0 + self.config.least_gain):
-            self._regime(n).rate.add(roots_rate)
+            regime.rate.add(roots_rate)
             return Selection.nothing(n, trees.n_nodes)
-        self._regime(n).rate.add(priced.rate)
+        regime.rate.add(priced.rate)
+        if regime.in_vain and trees.draft_steps and not priced.selection.keep.any():
+            # A probe shows what verification costs, too: if nothing were verified, that could not change.
+            return best_nodes(trees, f, priced.value, min(n, len(seconds) - 1))
         return priced.selection
 
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:

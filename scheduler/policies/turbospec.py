@@ -46,7 +46,7 @@ class TurboSpecPolicy(BasePolicy):
 
     def goodput(self, running: RunningBatch, cap: IntArray) -> FloatArray:
         """Expected tokens per second of k = 0..k_max, [k_max + 1] (TurboSpec section 4, Eq. 1)."""
-        n, context = len(running), float(running.context_tokens.sum())
+        n, context = len(running), self.context(running)
         longest = cap if self.config.drafts else np.minimum(cap, _chains(running))
         ks = np.arange(min(self.config.turbo_k_max, int(longest.max())) + 1)
         lengths = np.minimum(longest[None, :], ks[:, None])

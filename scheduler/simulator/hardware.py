@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
@@ -28,6 +28,7 @@ class ModelSpec:
     parameters: float
     layers: int
     kv_bytes_per_token: float
+    heads_dim: int  # query heads x their dimension
 
 
 GPUS = {
@@ -37,11 +38,11 @@ GPUS = {
     "l40s": GpuSpec("L40S 48GB", 362e12, 0.864e12, 48e9),
 }
 MODELS = {
-    "llama-3.1-8b": ModelSpec("Llama-3.1-8B", 8.03e9, 32, 2 * 2 * 32 * 8 * 128),
-    "llama-3.1-70b": ModelSpec("Llama-3.1-70B", 70.6e9, 80, 2 * 2 * 80 * 8 * 128),
-    "qwen2.5-32b": ModelSpec("Qwen2.5-32B", 32.8e9, 64, 2 * 2 * 64 * 8 * 128),
-    "llama-3.2-1b": ModelSpec("Llama-3.2-1B", 1.24e9, 16, 2 * 2 * 16 * 8 * 64),
-    "qwen2.5-0.5b": ModelSpec("Qwen2.5-0.5B", 0.49e9, 24, 2 * 2 * 24 * 2 * 64),
+    "llama-3.1-8b": ModelSpec("Llama-3.1-8B", 8.03e9, 32, 2 * 2 * 32 * 8 * 128, 4096),
+    "llama-3.1-70b": ModelSpec("Llama-3.1-70B", 70.6e9, 80, 2 * 2 * 80 * 8 * 128, 8192),
+    "qwen2.5-32b": ModelSpec("Qwen2.5-32B", 32.8e9, 64, 2 * 2 * 64 * 8 * 128, 5120),
+    "llama-3.2-1b": ModelSpec("Llama-3.2-1B", 1.24e9, 16, 2 * 2 * 16 * 8 * 64, 2048),
+    "qwen2.5-0.5b": ModelSpec("Qwen2.5-0.5B", 0.49e9, 24, 2 * 2 * 24 * 2 * 64, 896),
 }
 DRAFT_OF = {"llama-3.1-8b": "llama-3.2-1b", "llama-3.1-70b": "llama-3.2-1b", "qwen2.5-32b": "qwen2.5-0.5b"}
 
@@ -54,7 +55,10 @@ USABLE_MEMORY = 0.9
 
 
 def forward_cost(model: ModelSpec, gpu: GpuSpec, tp: int) -> ForwardCost:
-    """Seconds of a forward, additive in memory and compute time as the published table is (sharpness 1)."""
+    """Seconds of a forward, additive in memory and compute time as the published table is (sharpness 1).
+
+    A token's attention to a cached one is 2 FLOPs each for its score and its value, per layer and dimension.
+    """
     layer = LAYER_LAUNCH_S + (2 * ALL_REDUCE_S if tp > 1 else 0.0)
     bandwidth = tp * gpu.bytes_per_s * BANDWIDTH_SHARE
     return ForwardCost(
@@ -62,6 +66,7 @@ def forward_cost(model: ModelSpec, gpu: GpuSpec, tp: int) -> ForwardCost:
         weights_s=2 * model.parameters / bandwidth,
         per_token_s=2 * model.parameters / (tp * gpu.flops * COMPUTE_SHARE),
         per_context_s=model.kv_bytes_per_token / bandwidth,
+        per_pair_s=4 * model.layers * model.heads_dim / (tp * gpu.flops * COMPUTE_SHARE),
     )
 
 
@@ -71,7 +76,7 @@ def hardware_latency(model: str, gpu: str, tp: int) -> LatencyModel:
     if tp < 1:
         raise ValueError(f"tensor parallel degree must be >= 1, got {tp}")
     base = forward_cost(_lookup(MODELS, DRAFT_OF.get(model, ""), "target model"), device, 1)
-    draft = ForwardCost(base.fixed_s + DRAFT_SAMPLING_S, base.weights_s, base.per_token_s, base.per_context_s)
+    draft = replace(base, fixed_s=base.fixed_s + DRAFT_SAMPLING_S)
     return LatencyModel(draft, forward_cost(target, device, tp), 0.0, f"{target.name} on {tp}x {device.name}")
 
 

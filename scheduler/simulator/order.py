@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from adaserve.scheduler.interface import FloatArray, IntArray
+from adaserve.scheduler.interface import Context, FloatArray, IntArray
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.rows import Rows
 
@@ -44,9 +44,8 @@ def stta(latency: LatencyModel) -> RowOrder:
         ahead = deadline[deadline > now_s + latency.verify_s(1.0)]
         if not len(ahead):
             return None
-        cost = latency.verify_s(
-            np.arange(1, n + 1, dtype=np.float64), float((rows.prompt + rows.decoded).sum())
-        )
+        context = Context(float((rows.prompt + rows.decoded).sum()), n)
+        cost = latency.verify_s(np.arange(1, n + 1, dtype=np.float64), context)
         fits = int(np.count_nonzero(now_s + cost <= ahead[0]))
         return np.sort(order[: max(1, fits)])
 

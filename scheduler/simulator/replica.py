@@ -12,6 +12,7 @@ from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.interface import (
     BoolArray,
     CandidateTrees,
+    Context,
     FloatArray,
     IntArray,
     IterationOutcome,
@@ -231,7 +232,7 @@ class Replica:
         left = (self.rows.length - self.rows.decoded)[pick]
         new = np.minimum(1 + counts, left)
         tokens = selection.verify_tokens + prefill_tokens
-        context = float(running.context_tokens.sum())
+        context = Context(float(running.context_tokens.sum()), len(running))
         verify_s = self._noisy(self.config.latency.verify_s(tokens, context))
         total = draft_s + verify_s + self.config.latency.overhead_s + self._draft_prefill_s(prefill_tokens)
         self.now_s += total

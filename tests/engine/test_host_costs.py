@@ -15,6 +15,7 @@ from adaserve.engine import measure
 from adaserve.engine.host_costs import BASELINE_CONTEXT, FIRST_LOOK, LOOK_EVERY_S, HostCosts
 from adaserve.engine.host_load import OtherProcesses
 from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import ForwardCost, LatencyModel, Profile, TableCost
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.ledger import SLOLedger
@@ -38,8 +39,8 @@ def slower(times: float, model: LatencyModel = QUIET) -> LatencyModel:
 
 def profile(times: float, **meta: str) -> Profile:
     """What a measurement of a host that is so many times slower gives."""
-    points = np.array([[t, 256.0, times * s] for t, s in zip(TABLE.tokens, TABLE.seconds_at, strict=True)])
-    return Profile(draft=points * [1, 1, 0.02], verify=points, overhead_s=1e-3, meta=meta or META)
+    points = np.array([[t, 256.0, 1, times * s] for t, s in zip(TABLE.tokens, TABLE.seconds_at, strict=True)])
+    return Profile(draft=points * [1, 1, 1, 0.02], verify=points, overhead_s=1e-3, meta=meta or META)
 
 
 def start(times: float, config: AdaServeConfig | None = None) -> LatencyModel:
@@ -48,7 +49,7 @@ def start(times: float, config: AdaServeConfig | None = None) -> LatencyModel:
 
 
 def one_token_ms(model: LatencyModel) -> float:
-    return model.verify_s(1.0, 256.0) * 1e3
+    return model.verify_s(1.0, Context(256.0)) * 1e3
 
 
 class Server:
@@ -64,7 +65,8 @@ class Server:
         """Forwards that take so many times what they do on the quiet host."""
         for i in range(iterations):
             size = (1, 4, 8, 16)[i // 3 % 4]
-            self.costs.verify.observe(size, 256.0, times * QUIET.verify_s(float(size), 256.0))
+            context = Context(256.0)
+            self.costs.verify.observe(size, context, times * QUIET.verify_s(float(size), context))
             self.now_s += LOOK_EVERY_S / 10
             self.host.observed(self.now_s)
 

@@ -14,9 +14,16 @@ from sched_factories import beam_trees, outcome, running
 
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.cost_table import PATIENCE_S, CostTable
-from adaserve.scheduler.costs import FirstStep, LearnedCosts
-from adaserve.scheduler.interface import CandidateTrees, IterationOutcome
-from adaserve.scheduler.latency import ForwardCost, LatencyModel, StepCost, TableCost
+from adaserve.scheduler.costs import FirstStep, LearnedCosts, LearnedForward
+from adaserve.scheduler.interface import CandidateTrees, Context, IterationOutcome
+from adaserve.scheduler.latency import (
+    ForwardCost,
+    LatencyModel,
+    ReadingCost,
+    StepCost,
+    TableCost,
+    forward_s,
+)
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.replica import ReplicaConfig
@@ -44,21 +51,20 @@ class Host:
         while self.clock < end:
             size = int(self.rng.choice(sizes))
             for _ in range(int(self.rng.integers(1, 6))):
-                context = float(self.rng.integers(100, 3000))
-                took = float(self.cost.seconds(np.float64(size), context))
+                took = float(self.cost.alone(np.float64(size)))
                 took *= 1.0 + abs(float(self.rng.normal(0, 0.03)))
                 if busy > 1:
                     took *= busy * float(self.rng.uniform(0.6, 1.4))
                 elif self.rng.random() < self.stalls:
                     took *= float(self.rng.uniform(2, 12))
                 self.clock += took
-                table.observe(size, context, took)
+                table.observe(size, took)
 
 
-def worst(table: CostTable, truth: StepCost, sizes: list[int], context: float = 512.0) -> float:
+def worst(table: CostTable, truth: StepCost, sizes: list[int]) -> float:
     """Largest relative error of the quiet costs."""
-    right = truth.seconds(np.array(sizes, np.float64), context)
-    return max(abs(table.quiet_s(t, context) / r - 1) for t, r in zip(sizes, right.tolist(), strict=True))
+    right = truth.alone(np.array(sizes, np.float64))
+    return max(abs(table.quiet_s(t) / r - 1) for t, r in zip(sizes, right.tolist(), strict=True))
 
 
 def scaled(cost: TableCost, times: float) -> TableCost:
@@ -72,7 +78,7 @@ class TestTable:
     @pytest.mark.parametrize("times", [0.1, 0.5, 1.0, 3.0, 9.0])
     def test_a_start_that_is_times_wrong_is_right_after_a_minute(self, times):
         """The profile of another machine, or one measured while the host was busy."""
-        table = CostTable(scaled(STEPPED, times).seconds)
+        table = CostTable(scaled(STEPPED, times).alone)
         Host(STEPPED).serve(table, SERVED, 60.0)
         assert worst(table, STEPPED, SERVED) < 0.1
         assert worst(table, STEPPED, [5, 14, 28, 48, 64]) < 0.15, "nor served, but between or beside what was"
@@ -81,32 +87,32 @@ class TestTable:
         """Each size by another factor, as on a host where something else came and went."""
         rng = np.random.default_rng(3)
         odd = replace(STEPPED, seconds_at=tuple(s * rng.uniform(1.5, 9) for s in STEPPED.seconds_at))
-        table = CostTable(odd.seconds)
+        table = CostTable(odd.alone)
         Host(STEPPED).serve(table, SERVED, 60.0)
         assert worst(table, STEPPED, SERVED) < 0.1
 
     def test_costs_may_fall_with_tokens(self):
         flat = TableCost((1.0, 10.0, 32.0), (13.8e-3, 17.9e-3, 17.9e-3))
-        table = CostTable(flat.seconds)
+        table = CostTable(flat.alone)
         Host(STEPPED).serve(table, SERVED, 30.0)
-        assert table.quiet_s(12, 512) > 1.05 * table.quiet_s(13, 512)
+        assert table.quiet_s(12) > 1.05 * table.quiet_s(13)
 
     @pytest.mark.parametrize("stalls", [0.05, 0.3, 0.5])
     def test_stalls_teach_nothing(self, stalls):
-        table = CostTable(STEPPED.seconds)
+        table = CostTable(STEPPED.alone)
         Host(STEPPED, stalls=stalls).serve(table, SERVED, 60.0)
         assert worst(table, STEPPED, SERVED) < 0.1
 
     def test_a_first_forward_that_stalled_does_not_condemn_a_size(self):
         """It would not be tried again, so nothing could put it right."""
-        table = CostTable(STEPPED.seconds)
-        table.observe(16, 512, 1.0)
+        table = CostTable(STEPPED.alone)
+        table.observe(16, 1.0)
         for _ in range(16):
-            table.observe(4, 512, 15e-3)
-        assert table.quiet_s(16, 512) < 1.2 * 17.5e-3
+            table.observe(4, 15e-3)
+        assert table.quiet_s(16) < 1.2 * 17.5e-3
 
     def test_a_busy_host_is_noticed_and_its_quiet_costs_are_remembered(self):
-        table, host = CostTable(STEPPED.seconds), Host(STEPPED)
+        table, host = CostTable(STEPPED.alone), Host(STEPPED)
         host.serve(table, SERVED, 30.0)
         assert table.slowdown == pytest.approx(1.0, abs=0.1)
         host.serve(table, SERVED, 120.0, busy=8.0)
@@ -121,14 +127,14 @@ class TestTable:
         """The table was measured on a busy host, which stays busy for a while: nothing quiet was seen."""
         rng = np.random.default_rng(1)
         measured = replace(STEPPED, seconds_at=tuple(s * rng.uniform(5, 9) for s in STEPPED.seconds_at))
-        table, host = CostTable(measured.seconds), Host(STEPPED)
+        table, host = CostTable(measured.alone), Host(STEPPED)
         host.serve(table, SERVED, begin_s, busy=7.0)
         host.serve(table, SERVED, 60.0)
         assert worst(table, STEPPED, SERVED) < 0.1
         assert table.slowdown == pytest.approx(1.0, abs=0.1)
 
     def test_a_host_that_stays_slow_is_believed_in_the_end(self):
-        table, host = CostTable(STEPPED.seconds), Host(STEPPED)
+        table, host = CostTable(STEPPED.alone), Host(STEPPED)
         host.serve(table, SERVED, 20.0)
         slower = Host(scaled(STEPPED, 2.0))
         slower.serve(table, SERVED, PATIENCE_S / 2)
@@ -136,25 +142,80 @@ class TestTable:
         slower.serve(table, SERVED, PATIENCE_S)
         assert worst(table, slower.cost, SERVED) < 0.1
 
-    def test_cached_tokens_are_learned_apart_from_sizes(self):
-        """The guess knows nothing of them, and takes half of what the longest context does."""
-        truth = ForwardCost(0.01, per_token_s=1e-4, per_context_s=2e-6)
-        table = CostTable(ForwardCost(0.01, per_token_s=1e-4).seconds)
-        rng = np.random.default_rng(0)
-        for _ in range(3000):
-            size, context = int(rng.integers(1, 33)), float(rng.choice([200, 1500, 6000]))
-            table.observe(size, context, float(truth.seconds(np.float64(size), context)))
-        for context in (200.0, 1500.0, 6000.0):
-            assert worst(table, truth, [1, 8, 16, 32], context) < 0.2
-
     @settings(max_examples=50)
     @given(st.lists(st.tuples(st.integers(0, 6000), st.floats(0, 1e6), st.floats(-1, 100)), max_size=60))
     def test_whatever_comes_costs_stay_finite_and_positive(self, seen):
-        table = CostTable(STEPPED.seconds)
+        forward = LearnedForward(STEPPED, ())
         for size, context, seconds in [*seen, (4, 100.0, math.nan), (4, 100.0, math.inf)]:
-            table.observe(size, context, seconds)
-        curve = table.quiet_curve(500.0, 5000)
-        assert np.isfinite(curve).all() and (curve > 0).all() and 0 < table.slowdown < math.inf
+            forward.observe(size, Context(context, 2), seconds)
+        curve = forward.quiet_curve(0, 5000, Context(500.0, 2))
+        assert np.isfinite(curve).all() and (curve > 0).all() and 0 < forward.sizes.slowdown < math.inf
+
+
+TRUTH = ForwardCost(0.01, per_token_s=1e-4, per_context_s=2e-7, per_pair_s=5e-8)
+"""40,000 cached tokens take as long as the weights, and a quarter of that more for every token that looks."""
+
+
+def serve(
+    forward: LearnedForward, contexts: list[int], times: int, truth: StepCost = TRUTH, seed: int = 0
+) -> None:
+    """Forwards of 1 to 8 requests with 1 to 6 tokens each."""
+    rng = np.random.default_rng(seed)
+    for _ in range(times):
+        n, q = int(rng.integers(1, 9)), int(rng.integers(1, 7))
+        context = Context(n * float(rng.choice(contexts)), n)
+        took = forward_s(truth, np.array([n * q]), context)[0]
+        forward.observe(n * q, context, took * (1 + abs(float(rng.normal(0, 0.03)))))
+
+
+def off(forward: LearnedForward, length: float, truth: StepCost = TRUTH) -> float:
+    """Largest relative error at contexts of ``length`` each."""
+    errors = []
+    for n, q in [(1, 1), (1, 5), (4, 4), (8, 24)]:
+        context = Context(n * length, n)
+        right = forward_s(truth, np.array([q]), context)[0]
+        errors.append(abs(forward.quiet_s(q, context) / right - 1))
+    return max(errors)
+
+
+class TestReading:
+    @pytest.mark.parametrize("guess", [(2e-7, 5e-8), (2e-7, 0.0), (0.0, 2e-7), (2e-6, 5e-7), (2e-8, 0.0)])
+    def test_what_cached_tokens_cost_is_learned(self, guess):
+        """Both that requests have them and that many tokens attend to them, from any guess."""
+        forward = LearnedForward(ForwardCost(0.01, 0.0, 1e-4, *guess), ())
+        serve(forward, [256, 2048, 8192, 32768], 800)
+        assert forward.sizes.slowdown == pytest.approx(1.0, abs=0.15), "the guess was wrong, nobody is busy"
+        for length in (256, 8192, 32768):
+            assert off(forward, length) < 0.12, length
+
+    def test_long_contexts_after_short_ones_are_no_busy_host(self):
+        """They take ten times what was guessed, and are believed at once."""
+        forward = LearnedForward(replace(TRUTH, per_context_s=2e-8, per_pair_s=5e-9), ())
+        serve(forward, [256, 1024], 300)
+        serve(forward, [32768], 60)
+        assert forward.sizes.slowdown == pytest.approx(1.0, abs=0.1)
+        assert off(forward, 32768) < 0.2
+
+    def test_short_contexts_say_little_of_long_ones(self):
+        forward = LearnedForward(TRUTH, ())
+        serve(forward, [64, 512], 1000)
+        assert off(forward, 8192) < 0.25
+
+    def test_a_busy_host_teaches_nothing_about_reading(self):
+        forward = LearnedForward(TRUTH, ())
+        serve(forward, [1024, 16384], 400)
+        slow = ForwardCost(*(5 * c for c in (0.01, 0.0, 1e-4, 2e-7, 5e-8)))
+        serve(forward, [1024, 16384], 200, slow)
+        assert forward.sizes.slowdown == pytest.approx(5.0, rel=0.2)
+        assert off(forward, 16384) < 0.25
+
+    def test_what_was_learned_is_kept(self):
+        costs = LearnedCosts(LatencyModel(ForwardCost(2e-4), replace(TRUTH, per_context_s=0.0)))
+        serve(costs.verify, [1024, 16384], 400)
+        model = costs.learned()
+        assert model is not None
+        again = LatencyModel.from_json(json.loads(json.dumps(model.to_json())))
+        assert off(LearnedForward(again.verify, ()), 16384) < 0.15
 
 
 def test_first_step_and_later_steps_are_told_apart():
@@ -163,15 +224,15 @@ def test_first_step_and_later_steps_are_told_apart():
     for _ in range(600):
         n, depth = int(rng.integers(1, 9)), int(rng.integers(1, 6))
         drafted = served(n, depth, 3, draft_s=9e-4 + 5e-5 * n + (depth - 1) * (2.5e-4 + 8e-6 * 3 * n))
-        costs.observe(drafted, 512.0)
+        costs.observe(drafted, Context(512.0))
     for n in (1, 4, 8):
         assert costs.first.seconds(n) == pytest.approx(9e-4 + 5e-5 * n, rel=0.15)
-        assert costs.step.quiet_s(3 * n, 512) == pytest.approx(2.5e-4 + 2.4e-5 * n, rel=0.15)
-        assert costs.draft_s(n, 5, 3, 512.0) == pytest.approx(9e-4 + 14.6e-5 * n + 1e-3, rel=0.1)
+        assert costs.step.quiet_s(3 * n) == pytest.approx(2.5e-4 + 2.4e-5 * n, rel=0.15)
+        assert costs.draft_s(n, 5, 3, Context(512.0)) == pytest.approx(9e-4 + 14.6e-5 * n + 1e-3, rel=0.1)
 
 
 def test_a_draft_that_stalled_hardly_counts():
-    first = FirstStep(ForwardCost(2e-4))
+    first = FirstStep(ForwardCost(2e-4), ReadingCost())
     for i in range(64):
         later_s = i % 4 * 2e-4
         first.observe(1 + i % 3, later_s, 0.4 if i % 5 == 0 else 1e-3 + 2 * later_s)
@@ -188,7 +249,7 @@ def served(n: int, depth: int, width: int, **times: float) -> IterationOutcome:
     plan = replace(policy.plan(running(n), 1.0), depth=depth, width=width, budget=n * (1 + depth * width))
     trees = beam_trees(n, depth, width) if depth else CandidateTrees.empty(n)
     selection = policy.select(plan, trees)
-    cost = START.verify_s(float(selection.verify_tokens), 512.0)
+    cost = START.verify_s(float(selection.verify_tokens), Context(512.0))
     return outcome(plan, trees, selection, np.zeros(trees.n_nodes, np.bool_), verify_s=cost, **times)
 
 
@@ -198,48 +259,56 @@ class TestCosts:
         for _ in range(100):
             one = served(2, 0, 1, draft_s=1e-4)
             pause = 5.0 if rng.random() < 0.3 else 0.0
-            costs.observe(replace(one, since_last_s=one.verify_s + 1e-4 + 2.5e-3 + pause), 512.0)
+            costs.observe(replace(one, since_last_s=one.verify_s + 1e-4 + 2.5e-3 + pause), Context(512.0))
         assert costs.other_s() == pytest.approx(2.5e-3, rel=0.01)
-        assert costs.baseline_s(256.0) == pytest.approx(START.verify_s(1.0, 256.0) + 2.5e-3, rel=0.02)
+        assert costs.baseline_s(256.0) == pytest.approx(
+            START.verify_s(1.0, Context(256.0)) + 2.5e-3, rel=0.02
+        )
 
     def test_the_baseline_is_that_of_the_quiet_host(self):
         costs = LearnedCosts(START)
         for _ in range(40):
-            costs.observe(served(1, 0, 1), 512.0)
+            costs.observe(served(1, 0, 1), Context(512.0))
         quiet = costs.baseline_s(256.0)
         for _ in range(60):
             slow = served(1, 0, 1)
-            costs.observe(replace(slow, verify_s=6 * slow.verify_s), 512.0)
+            costs.observe(replace(slow, verify_s=6 * slow.verify_s), Context(512.0))
         assert costs.slowdown == pytest.approx(6.0, rel=0.05)
-        assert costs.verify_s(1.0, 512.0) == pytest.approx(6 * START.verify_s(1.0, 512.0), rel=0.1)
+        assert costs.verify_s(1.0, Context(512.0)) == pytest.approx(
+            6 * START.verify_s(1.0, Context(512.0)), rel=0.1
+        )
         assert costs.baseline_s(256.0) == pytest.approx(quiet, rel=0.01)
 
     def test_what_was_learned_is_a_start_for_the_next_run(self):
         costs, host = LearnedCosts(replace(START, verify=scaled(STEPPED, 4.0))), Host(STEPPED)
         assert costs.learned() is None
-        host.serve(costs.verify, SERVED, 30.0)
+        host.serve(costs.verify.sizes, SERVED, 30.0)
         model = costs.learned()
         assert model is not None and model.learned
         back = LatencyModel.from_json(json.loads(json.dumps(model.to_json())))
         assert back == model
         again = LearnedCosts(back)
-        assert worst(again.verify, STEPPED, SERVED) < 0.1
-        host.serve(again.verify, SERVED, 20.0, busy=6.0)  # known from the first moment, so: the host is busy
-        assert again.slowdown > 3 and worst(again.verify, STEPPED, SERVED) < 0.1
+        assert worst(again.verify.sizes, STEPPED, SERVED) < 0.1
+        host.serve(
+            again.verify.sizes, SERVED, 20.0, busy=6.0
+        )  # known from the first moment, so: the host is busy
+        assert again.slowdown > 3 and worst(again.verify.sizes, STEPPED, SERVED) < 0.1
 
     def test_a_stall_right_after_a_restart_condemns_no_size(self):
-        table = CostTable(STEPPED.seconds, known=SERVED)
+        table = CostTable(STEPPED.alone, known=SERVED)
         for size in SERVED:
-            table.observe(size, 512, 1.0)
+            table.observe(size, 1.0)
         for _ in range(8):
-            table.observe(1, 512, STEPPED.seconds_at[0])
+            table.observe(1, STEPPED.seconds_at[0])
         assert worst(table, STEPPED, SERVED) < 0.1
 
     def test_a_model_that_is_right_is_left_alone(self):
         costs = LearnedCosts(START, learn=False)
         for _ in range(50):
-            costs.observe(replace(served(4, 0, 1), verify_s=1.0), 512.0)
-        assert costs.verify_s(4.0, 512.0) == pytest.approx(START.verify_s(4.0, 512.0), rel=0.01)
+            costs.observe(replace(served(4, 0, 1), verify_s=1.0), Context(512.0))
+        assert costs.verify_s(4.0, Context(512.0)) == pytest.approx(
+            START.verify_s(4.0, Context(512.0)), rel=0.01
+        )
 
     def test_policies_of_one_server_learn_together(self):
         shared = LearnedCosts(START)
@@ -281,9 +350,9 @@ class TestSimulated:
         sizes = np.array([entry[4] + entry[5] for entry in replica.log], np.int64)
         often = [int(t) for t in np.unique(sizes) if np.count_nonzero(sizes == t) >= 40]
         assert len(often) >= 5
-        costs = replica.policy.costs
-        right = self.LATENCY.verify_s(np.array(often, np.float64), 2000.0)
-        learned = [costs.verify.quiet_s(t, 2000.0) for t in often]
+        costs, context = replica.policy.costs, Context(2000.0, 8)
+        right = self.LATENCY.verify_s(np.array(often, np.float64), context)
+        learned = [costs.verify.quiet_s(t, context) for t in often]
         return float(np.max(np.abs(np.array(learned) / right - 1)))
 
     @pytest.mark.parametrize("times", [0.25, 4.0])

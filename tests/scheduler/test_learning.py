@@ -15,6 +15,7 @@ from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested
 from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.calibration import Calibrator, claimed_probability, path_product
 from adaserve.scheduler.fit import fit_latency, fit_roofline
+from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import (
     ForwardCost,
     LatencyModel,
@@ -22,6 +23,7 @@ from adaserve.scheduler.latency import (
     ProfileError,
     TableCost,
     default_latency,
+    forward_s,
     load_profile,
     validate_profile,
 )
@@ -33,9 +35,11 @@ TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512], np.float64)
 
 def points(cost: ForwardCost, noise: float = 0.0, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    grid = [(t, c) for t in TOKENS for c in (1000.0, 20000.0)]
+    grid = [
+        (t, Context(n * c, n)) for t in TOKENS for c in (1000.0, 20000.0) for n in {1, max(1, int(t) // 4)}
+    ]
     return np.array(
-        [[t, c, float(cost.seconds(np.asarray(t), c)) * np.exp(rng.normal(0, noise))] for t, c in grid]
+        [[t, *c, forward_s(cost, np.array([t]), c)[0] * np.exp(rng.normal(0, noise))] for t, c in grid]
     )
 
 
@@ -45,7 +49,7 @@ class TestLatency:
         assert got * 1e3 == pytest.approx([54, 77, 124, 217], rel=0.01)
 
     def test_linear_data_is_fitted_by_the_line(self):
-        truth = ForwardCost(0.03, per_token_s=2e-4, per_context_s=1e-7)
+        truth = ForwardCost(0.03, per_token_s=2e-4, per_context_s=1e-7, per_pair_s=2e-8)
         fit = fit_latency(Profile(points(truth), points(truth)))
         assert fit.chosen["verify"] == "linear"
         assert fit.errors["verify"]["linear"].worst < 1e-6
@@ -62,27 +66,31 @@ class TestLatency:
         sizes, rng = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64), np.random.default_rng(0)
         for _ in range(300):
             data = np.array(
-                [(n, c * max(1, n // 4), rng.lognormal(-6, 1.5)) for c in (128, 512) for n in sizes]
+                [
+                    (n, c * max(1, n // 4), max(1, n // 4), rng.lognormal(-6, 1.5))
+                    for c in (128, 512)
+                    for n in sizes
+                ]
             )
             some = data[: rng.integers(1, len(data) + 1)]
             cost = fit_roofline(some)
-            assert np.isfinite(cost.seconds(some[:, 0], 256.0)).all()
-            assert cost.fixed_s <= some[:, 2].max()
+            assert np.isfinite(forward_s(cost, some[:, 0], Context(256.0))).all()
+            assert cost.fixed_s <= some[:, 3].max()
 
     def test_steps_are_kept_by_the_table(self):
-        steps = np.array([[t, 0.0, 0.01 * np.ceil(t / 16)] for t in range(1, 65)])
+        steps = np.array([[t, 0.0, 1, 0.01 * np.ceil(t / 16)] for t in range(1, 65)])
         fit = fit_latency(Profile(steps, steps))
         assert fit.chosen["verify"] == "table"
         assert fit.model.verify_s(17.0) == pytest.approx(0.02)
 
     @given(st.floats(1, 8), st.floats(0, 1e-3), st.floats(0, 0.05))
     def test_cost_never_falls_with_tokens(self, sharpness, per_token, weights):
-        cost = ForwardCost(0.001, weights, per_token, 0.0, sharpness)
-        assert (np.diff(cost.seconds(TOKENS, 0.0)) >= -1e-15).all()
+        cost = ForwardCost(0.001, weights, per_token, sharpness=sharpness)
+        assert (np.diff(cost.alone(TOKENS)) >= -1e-15).all()
 
     def test_models_and_profiles_survive_a_file(self, tmp_path):
-        table = TableCost((1.0, 8.0), (0.01, 0.02), 1e-7, 100.0)
-        model = LatencyModel(table, ForwardCost(0.1, 0.2, 0.3, 0.0, 2.0), 0.001, "x")
+        table = TableCost((1.0, 8.0), (0.01, 0.02), 1e-7, 1e-8)
+        model = LatencyModel(table, ForwardCost(0.1, 0.2, 0.3, 0.0, 0.0, 2.0), 0.001, "x")
         assert LatencyModel.from_json(json.loads(json.dumps(model.to_json()))) == model
         profile = Profile(points(ForwardCost(0.1)), points(ForwardCost(0.2)), 0.001, {"device": "d"})
         profile.save(tmp_path / "p.json")

@@ -156,7 +156,7 @@ def test_the_worth_of_levels_counts_what_only_the_draft_had() -> None:
             trees = replace(beam_trees(1, 1, len(source)), source=np.array(source))
             selection = policy.select(plan, trees)
             policy.observe(outcome_of(plan, trees, selection))
-        return float(policy._regime(1).surplus[0, 0])
+        return float(next(iter(policy._regimes.values())).surplus[0, 0])
 
     one, both = surplus(MODEL), surplus(MODEL, SECOND_MODEL)
     assert one > 0.3 and surplus(MODEL | OFFERED) == pytest.approx(0.0, abs=1e-3)

@@ -177,7 +177,7 @@ class TestPriced:
         selection = policy.select(plan, trees)
         assert plan.weight is not None
         value = np.sort(np.exp(trees.logprob) * np.repeat(plan.weight, np.diff(trees.row_start)))[::-1]
-        latency, c = policy.config.latency, float(plan.running.context_tokens.sum())
+        latency, c = policy.config.latency, policy.context(plan.running)
         draft = latency.draft_s(6, plan.depth, plan.width, c)
         total = plan.weight.sum() + np.concatenate([[0.0], np.cumsum(value)])
         rate = total / (draft + latency.verify_s(6.0 + np.arange(len(total)), c))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sched_factories import running
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import IterationPlan, Selection
+from adaserve.scheduler.interface import Context, IterationPlan, Selection
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, plan_prefill
 from adaserve.scheduler.replay import Recorder, ReplayError, read_recording, replay
@@ -74,7 +74,7 @@ def test_one_request_alone_takes_the_latency_model_s_time():
     simulate(lone, config("none", noise=0.0))
     context = lone[0].prompt_tokens + 50
     assert lone[0].last_token_s - lone[0].first_token_s == pytest.approx(
-        100 * LATENCY.verify_s(1.0, context), rel=0.01
+        100 * LATENCY.verify_s(1.0, Context(context)), rel=0.01
     )
 
 

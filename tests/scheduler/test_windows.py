@@ -11,7 +11,13 @@ from sched_factories import beam_trees, outcome, running
 
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs import LearnedCosts
-from adaserve.scheduler.interface import CandidateTrees, IterationOutcome, IterationPlan, tokens_read
+from adaserve.scheduler.interface import (
+    CandidateTrees,
+    Context,
+    IterationOutcome,
+    IterationPlan,
+    tokens_read,
+)
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.base import BasePolicy
@@ -58,7 +64,7 @@ class Engine:
                 below = trees.parent[node] == path and selection.keep[node]
                 if below and self.rng.random() < accepts(r, window):
                     accepted[node], path = True, j
-        draft_s = plan.depth * (6e-4 + self.token_s * plan.draft_context)
+        draft_s = plan.depth * (6e-4 + self.token_s * plan.draft_context.tokens)
         self.policy.observe(outcome(plan, trees, selection, accepted, draft_s=draft_s, verify_s=0.02))
         return plan
 
@@ -92,7 +98,7 @@ def test_short_contexts_leave_no_choice() -> None:
 def test_a_small_window_where_all_agree_alike() -> None:
     plans = Engine(priced(2e-7), [8000] * 4, 2e-7).serve(300, lambda r, w: 0.7)
     assert share(plans[50:], 64) > 0.8
-    assert plans[-1].draft_context < 5 * 4 * 260
+    assert plans[-1].draft_context.tokens < 5 * 4 * 260
 
 
 def test_the_whole_context_where_a_window_agrees_less() -> None:
@@ -150,7 +156,7 @@ def test_a_fixed_window_holds_for_every_policy(name: str) -> None:
 def test_without_choice_the_others_read_everything() -> None:
     config = PolicyConfig(latency=latency(2e-7), draft_windows=WINDOWS)
     plans = Engine(build_policy("adaserve", config), [4000], 2e-7).serve(5, lambda r, w: 0.7)  # type: ignore[arg-type]
-    assert all(p.draft_window is None and p.draft_context == 4000 for p in plans)
+    assert all(p.draft_window is None and p.draft_context == Context(4000) for p in plans)
 
 
 @pytest.mark.parametrize("windows", [(), (8,), (-1,), (64, 0)])
@@ -178,8 +184,8 @@ def test_costs_of_reading_are_learned(wrong: float) -> None:
         window = np.array([64, 64]) if i % 2 else None
         p = replace(plan, depth=int(rng.integers(1, 6)), draft_window=window, draft_sinks=4)
         seconds = truth.draft_s(2, p.depth, 2, p.draft_context) * (1 + abs(rng.normal(0, 0.02)))
-        costs.observe(drafted(p, seconds), 16_000)
-    for read in (136.0, 16_000.0):
+        costs.observe(drafted(p, seconds), Context(16_000, 2))
+    for read in (Context(136.0, 2), Context(16_000.0, 2)):
         for depth in (1, 4):
             right = truth.draft_s(2, depth, 2, read)
             assert costs.draft_s(2, depth, 2, read) == pytest.approx(right, rel=0.25), (read, depth)
@@ -195,4 +201,5 @@ def test_short_contexts_say_nothing_of_long_ones(seed: int) -> None:
         plan = IterationPlan(0, 0.0, batch, np.ones(2), int(rng.integers(1, 6)), 2, 100)
         seconds = truth.draft_s(2, plan.depth, 2, plan.draft_context) * (1 + abs(rng.normal(0, 0.1)))
         costs.observe(drafted(plan, seconds), plan.draft_context)
-    assert costs.draft_s(2, 1, 2, 32_000) == pytest.approx(truth.draft_s(2, 1, 2, 32_000), rel=0.5)
+    long = Context(32_000, 2)
+    assert costs.draft_s(2, 1, 2, long) == pytest.approx(truth.draft_s(2, 1, 2, long), rel=0.5)
