@@ -14,8 +14,9 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
+from adaserve.bench.context.simulated import simulate_context
 from adaserve.bench.fit import show_fit
-from adaserve.bench.options import floats
+from adaserve.bench.options import counts, floats
 from adaserve.bench.options import seeds as seed_list
 from adaserve.bench.study import (
     Case,
@@ -27,6 +28,7 @@ from adaserve.bench.study import (
     run_case,
     run_grid,
 )
+from adaserve.loadgen.figures import save
 from adaserve.loadgen.results import command_line
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.latency import LatencyModel, ProfileError, load_latency
@@ -324,3 +326,40 @@ def fit(profile: Annotated[Path, typer.Argument(help="latency profile of `adaser
         show_fit(profile)
     except ProfileError as error:
         _fail(error)
+
+
+@app.command()
+def context(
+    *,
+    model: Annotated[str, typer.Option(help="target")] = "llama-3.1-8b",
+    gpu: Annotated[str, typer.Option(help="a100, h100, ...")] = "a100",
+    tp: TensorParallel = 8,
+    requests: Annotated[
+        Any, typer.Option(parser=counts, metavar="A,B", help="that decode together")
+    ] = "1,16,32,64,128,256",
+    contexts: Annotated[
+        Any, typer.Option(parser=counts, metavar="A,B", help="cached tokens of each")
+    ] = "2000,8000,16000,32000",
+    window: Annotated[int, typer.Option(min=16, help="recent tokens that sparse drafts read")] = 512,
+    acceptance: Annotated[float, typer.Option(min=0.0, max=1.0, help="of a token of the draft model")] = 0.7,
+    own_acceptance: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="of a token where the target drafts for itself")
+    ] = 0.85,
+    out: Annotated[Path | None, typer.Option(help="folder for JSON, Markdown and a figure")] = None,
+) -> None:
+    """Speculation at long contexts by data-sheet costs, for any model and GPU that the simulator knows."""
+    try:
+        found = simulate_context(model, gpu, tp, requests, contexts, window, acceptance, own_acceptance)
+    except ValueError as error:
+        _fail(error)
+    print(found.text)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        record = {
+            "command": command_line(),
+            "cells": [cell.record() for cell in found.cells],
+            "inflection_tokens": found.inflections,
+        }
+        (out / "context.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (out / "context.md").write_text(found.text + "\n", encoding="utf-8")
+        save(found.figure(), out / "context.png")

@@ -1,0 +1,1 @@
+"""`adaserve bench context`: speculation at long contexts, by requests, context and way to draft."""

@@ -1,0 +1,211 @@
+"""Times of plain, draft and verification steps on this host's kernels, and what follows from them.
+
+Forwards are those of the widened embedded pair, over a KV cache of made-up values: what they take does not
+depend on the values. Times are taken in turns and compared by medians.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from adaserve.bench.context.agreement import TextPlan, measure_agreement
+from adaserve.bench.context.report import Cell, Mode, figure, table
+from adaserve.bench.kernels import SETS, Shape, random_model
+from adaserve.bench.terminal import progress
+from adaserve.engine.host import build
+from adaserve.engine.host.linear import Storage
+from adaserve.engine.host.native import NativeBackend
+from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.loadgen.figures import save
+from adaserve.loadgen.results import provenance
+from adaserve.pair import shape as pair_shape
+from adaserve.pair.widen import Width, weights_folder, widened_shape
+from adaserve.scheduler.fit import fit_table
+from adaserve.scheduler.latency import TableCost
+from adaserve.scheduler.speedup import Drafting, Speedup, inflection
+
+DEPTHS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    requests: Sequence[int]
+    contexts: Sequence[int]
+    windows: Sequence[int]  # of drafts, besides everything; the first one also of the target itself
+    rounds: int
+    threads: int
+    storage: Storage
+    text: TextPlan
+    out: Path | None
+
+    @property
+    def modes(self) -> list[Mode]:
+        drafts = [Mode(False, window) for window in (0, *self.windows)]
+        return [*drafts, Mode(True, self.windows[0])]
+
+
+class SyntheticCache:
+    """A model with a KV cache that is full of made-up keys and values."""
+
+    def __init__(self, shape: Shape, storage: Storage, slots: int) -> None:
+        weights, config = random_model(shape)
+        self.backend = NativeBackend(build.load_library(build.build()), weights, config, storage)
+        size = (slots, shape.kv_heads, shape.head_dim)
+        self._k, self._v = ([torch.ones(size) for _ in range(shape.layers)] for _ in range(2))
+        self._vocab = shape.vocab
+
+    def step(self, requests: int, tokens: int, context: int, read: int) -> Callable[[], torch.Tensor]:
+        """A forward of ``tokens`` new ones of each request; it reads the last ``read`` of its ``context``."""
+        own, plan = layout(requests, tokens, context, read)
+        ids = torch.arange(requests * tokens) % self._vocab
+        positions = torch.arange(context, context + tokens).repeat(requests)
+        slots, backend = own.flatten(), self.backend
+        return lambda: backend.argmax(backend.forward(ids, positions, slots, self._k, self._v, plan))
+
+
+def layout(requests: int, tokens: int, context: int, read: int) -> tuple[torch.Tensor, TreeAttentionPlan]:
+    """Slots of the new tokens, [requests, tokens], and what they attend to; requests lie side by side."""
+    first = torch.arange(requests)[:, None] * (context + tokens)
+    own = first + torch.arange(context, context + tokens)
+    keys = torch.cat((first + torch.arange(context - read, context), own), dim=1)
+    rows = torch.arange(requests + 1, dtype=torch.int32)
+    return own, TreeAttentionPlan(rows * tokens, rows * (read + tokens), keys.flatten().int())
+
+
+def _shape(folder: Path) -> pair_shape.Shape:
+    return pair_shape.shape_of(json.loads((folder / "config.json").read_text()))
+
+
+def _kernel_shape(shape: pair_shape.Shape) -> Shape:
+    return Shape(
+        shape.hidden, shape.mlp, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab
+    )
+
+
+Step = tuple[str, int]
+"""("verify", tokens of each request) or (name of a mode, 1)."""
+
+
+def steps(
+    target: SyntheticCache, draft: SyntheticCache, modes: Sequence[Mode], requests: int, context: int
+) -> dict[Step, Callable[[], torch.Tensor]]:
+    """Every forward that a case needs."""
+    calls = {("verify", 1 + k): target.step(requests, 1 + k, context, context) for k in (0, *DEPTHS)}
+    for mode in modes:
+        model = target if mode.is_self else draft
+        calls[mode.name, 1] = model.step(requests, 1, context, mode.reads(context))
+    return calls
+
+
+def in_turns(calls: dict[Step, Callable[[], torch.Tensor]], rounds: int) -> dict[Step, float]:
+    """Median seconds of each call. The first round does not count; each begins where the last one ended."""
+    taken: dict[Step, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for number in range(rounds + 1):
+        for name in order:
+            start = time.perf_counter()
+            calls[name]()
+            if number:
+                taken[name].append(time.perf_counter() - start)
+        order.reverse()
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+Agreement = dict[str, tuple[float, tuple[float, ...]]]
+"""Mode -> share of right tokens, expected tokens of chains of 0, 1, ... tokens."""
+
+
+def best_cells(
+    taken: dict[Step, float], modes: Sequence[Mode], agreed: Agreement, requests: int, context: int
+) -> list[Cell]:
+    """The best depth of every mode, given what its forwards take and how often it agrees."""
+    cells = []
+    for mode in modes:
+        acceptance, tokens = agreed[mode.name]
+        every = [
+            Speedup(k, taken["verify", 1], taken[mode.name, 1], taken["verify", 1 + k], tokens[k])
+            for k in DEPTHS
+        ]
+        cells.append(Cell(requests, context, mode.name, acceptance, max(every, key=lambda s: s.ratio)))
+    return cells
+
+
+def run_context(plan: ContextPlan, console: Console) -> list[Cell]:
+    """Measures, prints the table and writes ``<set>.json``, ``.md`` and ``.png`` below ``plan.out``.
+
+    Raises BuildError where the kernels cannot be compiled.
+    """
+    torch.set_num_threads(plan.threads)
+    console.print(f"acceptance on held-out texts of {plan.text.length} tokens", highlight=False)
+    modes = plan.modes
+    folders = weights_folder() / "target", weights_folder() / "draft"
+    agreed = measure_agreement(*folders, modes, plan.text, max(DEPTHS))
+    slots = max(plan.requests) * (max(plan.contexts) + 1 + max(DEPTHS))
+    wide, slim = (_shape(folder) for folder in folders)
+    target = SyntheticCache(_kernel_shape(widened_shape(wide, Width())), plan.storage, slots)
+    draft = SyntheticCache(_kernel_shape(slim), plan.storage, slots)
+    cases = [(n, c) for c in plan.contexts for n in plan.requests]
+    cells: list[Cell] = []
+    points: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}  # of the target, of the draft
+    with progress(console) as bar:
+        for n, context in bar.track(cases, description="requests x context"):
+            taken = in_turns(steps(target, draft, modes, n, context), plan.rounds)
+            cells += best_cells(taken, modes, agreed, n, context)
+            for (what, tokens), seconds in taken.items():
+                mode = next((m for m in modes if m.name == what), Mode(is_self=True, window=0))
+                points[mode.is_self].append((n * tokens, n * mode.reads(context), n, seconds))
+    fitted = {is_target: fit_table(np.array(taken)) for is_target, taken in points.items()}
+    _report(plan, cells, agreed, _inflections(plan, agreed, fitted), console)
+    return cells
+
+
+def _inflections(plan: ContextPlan, agreed: Agreement, fitted: dict[bool, TableCost]) -> str:
+    """S_inflection of every mode, by the costs that fit what was measured."""
+    lines = ["By costs that fit these times, from any number of requests to the next:", ""]
+    for mode in plan.modes:
+        drafting = Drafting(mode.name, fitted[mode.is_self], agreed[mode.name][0], mode.window, mode.sinks)
+        length = inflection(fitted[True], drafting, plan.requests, max(DEPTHS))
+        lines.append(
+            f"- {mode.name}: {'at no context' if length is None else f'from {length:.0f} tokens on'}"
+        )
+    return "\n".join(lines)
+
+
+def _report(
+    plan: ContextPlan, cells: Sequence[Cell], agreed: Agreement, inflections: str, console: Console
+) -> None:
+    kind = SETS[build.load_library(build.build()).ada_vector_lanes()]
+    title = f"# Speculation at long contexts, {kind}, {plan.threads} threads"
+    text = "\n\n".join((title, _notes(plan), table(cells), inflections))
+    console.print(text, markup=False, soft_wrap=True)
+    if plan.out is None:
+        return
+    plan.out.mkdir(parents=True, exist_ok=True)
+    record = {
+        "made": provenance(), "set": kind, "threads": plan.threads, "storage": plan.storage,
+        "rounds": plan.rounds, "text_tokens": plan.text.length, "temperature": plan.text.temperature,
+        "agreement": {name: {"share": a, "chain_tokens": t} for name, (a, t) in agreed.items()},
+        "cells": [cell.record() for cell in cells],
+    }  # fmt: skip
+    (plan.out / f"{kind}.json").write_text(json.dumps(record, indent=2) + "\n")
+    (plan.out / f"{kind}.md").write_text(text + "\n")
+    save(figure(cells, f"Widened embedded pair, {kind}"), plan.out / f"{kind}.png")
+
+
+def _notes(plan: ContextPlan) -> str:
+    text = plan.text
+    return (
+        f"Times are medians of {plan.rounds} rounds in turns, of forwards alone, over a synthetic KV cache. "
+        f"Acceptance is that of held-out texts of {text.length} tokens at T = {text.temperature:g}, at every "
+        "context: the pair has not been trained on longer ones. Chains; what a server adds around an "
+        "iteration is not in it. T is a plain step, T_D a draft step, T_V a verification; * marks the winner."
+    )
