@@ -21,7 +21,7 @@ from adaserve.slo.classes import SLOConfig
 ENV = "ADASERVE_CONFIG"
 POLICY_ENV = "ADASERVE_POLICY"
 PREFILLS = ("slack", "exclusive")
-DRAFTS = ("model", "suffix")
+DRAFTS = ("model", "self", "suffix")
 AUTO_WINDOWS = (0, 256, 64)
 """What the policy chooses among with ``draft_window`` auto."""
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -48,8 +48,8 @@ class AdaServeConfig(Checked):
     max_width: int = Field(default=3, ge=1, le=16, description="largest beam width W_max")
     drafts: str = Field(
         default="model",
-        description="who proposes tokens: model (a draft model), suffix (earlier text that repeats), or "
-        "model,suffix: both in one tree",
+        description="who proposes tokens: model (a draft model), self (the target, which reads little), "
+        "suffix (earlier text that repeats), or model,suffix or self,suffix: both in one tree",
     )
     second_draft: str | None = Field(
         default=None,
@@ -152,7 +152,11 @@ class AdaServeConfig(Checked):
     def _known_drafts(cls, value: str) -> str:
         names = value.split(",")
         if len(set(names)) < len(names) or not set(names) <= set(DRAFTS):
-            raise ConfigError(f"drafts are {shown(value)}: accepted are model, suffix, and model,suffix")
+            raise ConfigError(
+                f"drafts are {shown(value)}: accepted are model, self, suffix, model,suffix, and self,suffix"
+            )
+        if {"model", "self"} <= set(names):
+            raise ConfigError(f"drafts are {value}: either a draft model drafts or the target itself")
         return value
 
     @field_validator("draft_window", mode="before")
@@ -197,15 +201,29 @@ class AdaServeConfig(Checked):
         """Whether a draft model is served."""
         return "model" in self.drafts.split(",")
 
+    @model_validator(mode="after")
+    def _self_reads_little(self) -> Self:
+        if self.has_self and self.draft_window == 0:
+            raise ConfigError(
+                "drafts are self, and a target that reads everything drafts no faster than it decodes: let "
+                "draft_window be auto or so many recent tokens"
+            )
+        return self
+
+    @property
+    def has_self(self) -> bool:
+        """Whether the target drafts for itself, with little of its KV cache (MagicDec, section 4)."""
+        return "self" in self.drafts.split(",")
+
     @property
     def draft_windows(self) -> tuple[int, ...]:
-        """What a draft model may read of a context: so many recent tokens, 0 = all."""
+        """What drafting may read of a context: so many recent tokens, 0 = all."""
         return AUTO_WINDOWS if self.draft_window == "auto" else (self.draft_window,)
 
     @property
     def draft_models(self) -> int:
-        """How many draft models are served."""
-        return 0 if not self.has_model else 1 if self.second_draft is None else 2
+        """How many models draft; the target counts where it drafts for itself."""
+        return self.has_self if not self.has_model else 1 if self.second_draft is None else 2
 
     @property
     def has_suffix(self) -> bool:
@@ -214,8 +232,8 @@ class AdaServeConfig(Checked):
 
     @property
     def beam_candidates(self) -> int:
-        """Nodes that one draft model makes for one request."""
-        return self.max_depth * self.max_width if self.has_model else 0
+        """Nodes that one model drafts for one request."""
+        return self.max_depth * self.max_width if self.draft_models else 0
 
     @property
     def suffix_candidates(self) -> int:
@@ -231,7 +249,9 @@ class AdaServeConfig(Checked):
     @property
     def deepest(self) -> int:
         """Tokens that one iteration can accept per request."""
-        return max(self.max_depth * self.has_model, self.suffix_depth * self.has_suffix, self.forced_depth)
+        return max(
+            self.max_depth * bool(self.draft_models), self.suffix_depth * self.has_suffix, self.forced_depth
+        )
 
     def to_json(self) -> str:
         return self.model_dump_json()

@@ -92,9 +92,10 @@ def measure(
     progress: Callable[[str], None] = lambda _: None,
     context_len: int = 1 << 30,
     most_rows: int = 1 << 30,
+    drafting: Sequence[ModelForward] = (),
 ) -> Profile:
     """Times all models' forwards as they are served. ``slots``: size of the KV pool, which is empty;
-    ``most_rows``: requests that run at a time."""
+    ``most_rows``: requests that run at a time; ``drafting``: the models that draft."""
     # Longer contexts than the models have positions for would read past their rotary tables.
     short = tuple(c for c in grid.contexts if c < context_len) or (max(1, context_len // 2),)
     grid = dataclasses.replace(grid, contexts=short)
@@ -107,10 +108,10 @@ def measure(
         verifying = _Timed(room, [device.target], _verify_step(device), grid.repeats, progress, "verify")
         verify = _sweep(verifying, grid.verify_tokens, 4, grid, longest)
         drafts = verify * (1.0, 1.0, 1.0, NO_DRAFT)
-        if device.drafts:
-            step = _draft_step(device.drafts, width)
-            drafting = _Timed(room, device.drafts, step, grid.repeats, progress, "draft")
-            drafts = _sweep(drafting, grid.draft_rows, width, grid, longest)
+        if drafting:
+            step = _draft_step(drafting, width)
+            timed = _Timed(room, drafting, step, grid.repeats, progress, "draft")
+            drafts = _sweep(timed, grid.draft_rows, width, grid, longest)
     finally:
         room.leave()
     return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)

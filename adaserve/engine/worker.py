@@ -36,6 +36,7 @@ from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel, DraftModels
 from adaserve.engine.sources.forced import ForcedSource, spelling_of
+from adaserve.engine.sources.own import SelfSource
 from adaserve.engine.sources.source import Drafting, TreeSource
 from adaserve.engine.sources.suffix import SuffixSource
 from adaserve.engine.state import DecodeRows, RequestState, running_batch
@@ -76,7 +77,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._draft_worker = (
             DraftModels(paths, server_args, gpu_id, nccl_port, target_worker) if paths else None
         )
-        self._models = (server_args.model_path, paths)
+        self._models = (server_args.model_path, ("itself",) if self.config.has_self else paths)
         self._seed = (server_args.random_seed, get_parallel().dp_rank or 0)  # of the requests' noise
         self._init_state(overlaps=not get_schedule().disable_overlap_schedule)
 
@@ -130,6 +131,8 @@ class AdaServeWorker(BaseSpecWorker):
         if self._draft_worker is not None:
             for number, model in enumerate(self._draft_worker.models):
                 yield self._beam_source(model, number)
+        if config.has_self:
+            yield SelfSource(self.device, config.beam_candidates)
         tokenizer = self.target_worker.tokenizer  # None where SGLang has none, and so no grammars
         if config.forced_depth and tokenizer is not None and (spelling := spelling_of(tokenizer)):
             yield ForcedSource(spelling, config.forced_depth)
@@ -157,6 +160,7 @@ class AdaServeWorker(BaseSpecWorker):
             target.token_to_kv_pool.size,
             context_len=target.model_config.context_len,
             most_rows=int(target.max_running_requests),
+            drafting=(self.device.target,) if self.config.has_self else self.device.drafts,
         )
         meta = measure.fingerprint(*self._models, self.config)
         self._profile = measure.save_full_profile(meta, lambda grid, tick: run(grid, progress=tick))

@@ -157,6 +157,34 @@ def copied(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
+def alone(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """No draft model: the target drafts for itself and reads another part of each context in every iteration;
+    little KV, requests taken back."""
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("alone"),
+        pair,
+        None,
+        {
+            "policy": "adaserve",
+            "max_depth": 4,
+            "max_width": 3,
+            "budget": 40,
+            "drafts": "self",
+            "draft_window": 64,
+        },
+        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "windows": [0, 16, 17, 40, 100]},
+        overlap=True,
+        **TIGHT,
+    )
+    with server.running(zygote):
+        yield Served("alone", server, probe)
+        server.assert_idle_and_clean()
+        stats = probe.read()
+        assert stats["wrong_lengths"] == []
+        assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
+
+
+@pytest.fixture(scope="session")
 def retrieving(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """No draft model: earlier text alone is the draft, shared among the requests of one API key."""
     server, probe = adaserve_server(

@@ -26,6 +26,21 @@ def long_jobs(count: int, seed: int) -> list[Job]:
     return jobs
 
 
+def test_a_target_that_drafts_for_itself_says_the_same(alone: Served, stock: Server, pair: Path) -> None:
+    """Its own cache is audited by the fixture: what its draft steps write into it must not last."""
+    jobs = workload(40, seed=25, leave_every=13) + long_jobs(16, seed=26)
+    staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]
+    expected = [a["output_ids"] for a in run_jobs(stock, staying) if a is not None]
+    answers = run_jobs(alone.server, jobs)
+    assert_same(pair, jobs, answers, expected)
+    finished = [a["meta_info"] for a in answers if a is not None]
+    assert sum(m["num_retractions"] for m in finished) > 1, "too few retractions"
+    assert any(m["cached_tokens"] > 100 for m in finished), "no long prefix was shared"
+    stats = alone.probe.read()
+    assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 5, "it agrees too rarely with itself, or too often"
+    assert stats["unread"] > 5_000, "its drafts have read nearly everything"
+
+
 def test_text_is_the_targets_at_any_window(sparse: Served, stock: Server, pair: Path) -> None:
     jobs = workload(60, seed=23, leave_every=13) + long_jobs(24, seed=24)
     staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]

@@ -133,20 +133,34 @@ def test_every_setting_has_a_flag() -> None:
 
 @pytest.mark.parametrize(
     ("drafts", "beam", "suffix", "deepest"),
-    [("model", 15, 0, 5), ("suffix", 0, 18, 12), ("model,suffix", 15, 18, 12), ("suffix,model", 15, 18, 12)],
+    [
+        ("model", 15, 0, 5),
+        ("self", 15, 0, 5),
+        ("suffix", 0, 18, 12),
+        ("model,suffix", 15, 18, 12),
+        ("suffix,model", 15, 18, 12),
+        ("self,suffix", 15, 18, 12),
+    ],
 )
 @pytest.mark.parametrize("forced", [0, 8, 20])
 def test_a_window_has_room_for_every_source(
     drafts: str, beam: int, suffix: int, deepest: int, forced: int
 ) -> None:
-    config = AdaServeConfig(drafts=drafts, forced_depth=forced)
+    config = AdaServeConfig(drafts=drafts, forced_depth=forced, draft_window="auto")
     assert (config.beam_candidates, config.suffix_candidates) == (beam, suffix)
     assert config.deepest == max(deepest, forced)
-    assert config.max_candidates == beam + suffix + forced and config.draft_models == ("model" in drafts)
+    assert config.max_candidates == beam + suffix + forced and config.draft_models == (drafts != "suffix")
     if config.has_model:
         two = config.changed(second_draft="lab/model")
         assert (two.draft_models, two.deepest) == (2, config.deepest)
         assert two.max_candidates == 2 * beam + suffix + forced
+
+
+def test_a_target_that_drafts_for_itself_reads_little_and_has_no_rival() -> None:
+    with pytest.raises(ConfigError, match="let draft_window be auto"):
+        AdaServeConfig(drafts="self")
+    with pytest.raises(ConfigError, match="either a draft model drafts or the target itself"):
+        AdaServeConfig(drafts="model,self", draft_window=64)
 
 
 @pytest.mark.parametrize(
@@ -173,5 +187,5 @@ def test_a_second_draft_model_needs_a_first() -> None:
 
 @pytest.mark.parametrize("drafts", ["", "eagle", "model,", "model,model", "Model"])
 def test_unknown_drafts(drafts: str) -> None:
-    with pytest.raises(ConfigError, match="accepted are model, suffix, and model,suffix"):
+    with pytest.raises(ConfigError, match="accepted are model, self, suffix, model,suffix, and self,suffix"):
         AdaServeConfig(drafts=drafts)

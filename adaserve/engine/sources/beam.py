@@ -6,7 +6,7 @@ and its ancestors. Re-parented beams therefore never move KV.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,23 +102,25 @@ class BeamSource:
 
     def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
         """Up to plan.depth draft steps; None when no row may have a tree, or none is to be drafted for."""
-        may = rows.running.max_depth > 0
-        active = np.flatnonzero(may if plan.drafting is None else may & plan.drafting)
-        depth = min(plan.depth, int(rows.running.max_depth[active].max(initial=0)))
-        shape = self.shape(depth, plan)
-        if shape is None or not len(active):
+        active = drafted_rows(plan, rows)
+        shape = fitting_shape(plan, rows, active, self._max_nodes)
+        if shape is None:
             return None
         forward, pool_rows = self._forward, rows.pool_rows[active]
         self.cache.find_holes(pool_rows.tolist())
         caught_up = self._catch_up(pool_rows)
-        gap = _gap(plan, rows.seq_lens, active)
+        gap = left_out(plan, rows.seq_lens, active)
         first = self.cache.first_batch(pool_rows, rows.roots[active], shape.width, gap)
         ready = forward.search(
-            first, self._search(rows, active, shape), _for_rows(keep, plan, active, len(rows))
+            first, search_for(self._sharpening, rows, active, shape), for_rows(keep, plan, active, len(rows))
         )
         self.cache.drafted(pool_rows)
         self._searched = _Searched(frozenset(pool_rows.tolist()), shape, ready)
-        return Drafting(lambda: proposal(shape, active, ready(), len(rows), self._number), caught_up)
+        return Drafting(lambda: self._proposal(shape, active, ready(), len(rows)), caught_up)
+
+    def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
+        made = proposal(shape, active, beams, n, MODEL << self._number)
+        return replace(made, drafted={self._number: made.column})
 
     def _catch_up(self, pool_rows: np.ndarray) -> Run | None:
         """Separate from the first step, so that the policy does not count it as the cost of drafting."""
@@ -126,32 +128,43 @@ class BeamSource:
         start = self._device.mark()
         return (start, self._device.mark()) if self.cache.catch_up(pool_rows, most) else None
 
-    def shape(self, depth: int, plan: IterationPlan) -> TreeShape | None:
-        """The planned shape, cut to the window: a fixed tree knows nothing of this server's limits."""
-        while depth:
-            branching = None if plan.branching is None else plan.branching[:depth]
-            shape = tree_shape(depth, plan.width, branching)
-            if shape.nodes <= self._max_nodes:
-                return shape
-            depth -= 1
-        return None
 
-    def _search(self, rows: DecodeRows, active: np.ndarray, shape: TreeShape) -> Search:
-        temperature = rows.running.temperature[active]
-        read = self._sharpening.reading if rows.noisy else self._sharpening.alone
-        scale, spread = read(temperature)
-        return Search(
-            shape=shape,
-            base=rows.seq_lens[active],
-            pool_rows=rows.pool_rows[active],
-            scale=scale.astype(np.float32),
-            spread=spread.astype(np.float32),
-            keys=rows.keys[active],
-            forbid=None if rows.grammars is None else rows.grammars.forbid(active),
-        )
+def drafted_rows(plan: IterationPlan, rows: DecodeRows) -> np.ndarray:
+    """int64 [a]: the rows that are drafted for."""
+    may = rows.running.max_depth > 0
+    return np.flatnonzero(may if plan.drafting is None else may & plan.drafting)
 
 
-def _gap(plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
+def fitting_shape(plan: IterationPlan, rows: DecodeRows, active: np.ndarray, most: int) -> TreeShape | None:
+    """The planned shape, cut to ``most`` nodes: a fixed tree knows nothing of this server's limits. None =
+    nothing is to be drafted for the rows ``active``."""
+    depth = min(plan.depth, int(rows.running.max_depth[active].max(initial=0)))
+    while depth:
+        branching = None if plan.branching is None else plan.branching[:depth]
+        shape = tree_shape(depth, plan.width, branching)
+        if shape.nodes <= most:
+            return shape
+        depth -= 1
+    return None
+
+
+def search_for(sharpening: DraftSharpening, rows: DecodeRows, active: np.ndarray, shape: TreeShape) -> Search:
+    """A search over the rows ``active``, whose logits are read by ``sharpening``."""
+    temperature = rows.running.temperature[active]
+    read = sharpening.reading if rows.noisy else sharpening.alone
+    scale, spread = read(temperature)
+    return Search(
+        shape=shape,
+        base=rows.seq_lens[active],
+        pool_rows=rows.pool_rows[active],
+        scale=scale.astype(np.float32),
+        spread=spread.astype(np.float32),
+        keys=rows.keys[active],
+        forbid=None if rows.grammars is None else rows.grammars.forbid(active),
+    )
+
+
+def left_out(plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
     """What is left out of the ``cached`` tokens [n] of the active rows; None = nothing."""
     if plan.draft_window is None:
         return None
@@ -159,8 +172,8 @@ def _gap(plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | N
     return Gap(plan.draft_sinks, length) if length.any() else None
 
 
-def proposal(shape: TreeShape, active: np.ndarray, beams: Beams, n: int, number: int = 0) -> Proposal:
-    """The candidates of a search over the rows ``active`` of n, by draft model ``number``."""
+def proposal(shape: TreeShape, active: np.ndarray, beams: Beams, n: int, source: int = MODEL) -> Proposal:
+    """The candidates of a search over the rows ``active`` of n, and the bit of who made it."""
     nodes = shape.start[beams.steps]
     counts = np.zeros(n, np.int64)
     counts[active] = nodes
@@ -170,13 +183,12 @@ def proposal(shape: TreeShape, active: np.ndarray, beams: Beams, n: int, number:
         parent=beams.parents[:, :nodes].ravel(),
         depth=np.tile(shape.depth[:nodes], len(active)),
         logprob=beams.logprobs[:, :nodes].ravel(),
-        source=np.full(counts.sum(), MODEL << number) if number else None,
+        source=None if source == MODEL else np.full(counts.sum(), source),
     )
-    columns = np.tile(shape.columns[:nodes], len(active))
-    return Proposal(trees, columns, shape.width, {number: columns})
+    return Proposal(trees, np.tile(shape.columns[:nodes], len(active)), shape.width)
 
 
-def _for_rows(keep: KeepDrafting | None, plan: IterationPlan, active: np.ndarray, n: int) -> KeepGoing | None:
+def for_rows(keep: KeepDrafting | None, plan: IterationPlan, active: np.ndarray, n: int) -> KeepGoing | None:
     """Asks the policy, which knows all n rows, about the ``active`` ones' newest level."""
     if keep is None:
         return None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.parts import ModelForward
-from adaserve.engine.trees.batch import Gap, TreeBatch, without_gap
+from adaserve.engine.trees.batch import Gap, TreeBatch
 
 
 @dataclass(slots=True)
@@ -158,12 +158,9 @@ class DraftCache:
             texts = [[h.last, root] for h, root in zip(held, roots.tolist(), strict=True)]
         q_lens = np.array([len(t) for t in texts], np.int64)
         tokens = np.array([t for text in texts for t in text], np.int64)
-        batch = TreeBatch.causal(tokens, pool_rows, base + 1 - q_lens, q_lens, gap)
         if int(q_lens.max()) > 1:
-            return batch
-        seen = np.zeros((len(tokens), width), np.bool_)
-        seen[:, 0] = True
-        return TreeBatch(tokens, base, base, pool_rows, q_lens, without_gap(base + width, gap), seen, gap)
+            return TreeBatch.causal(tokens, pool_rows, base + 1 - q_lens, q_lens, gap)
+        return TreeBatch.roots(tokens, pool_rows, base, width, gap)
 
     def drafted(self, pool_rows: np.ndarray) -> None:
         """A search has fed the draft all that was pending. The root's KV is there, but not committed yet."""

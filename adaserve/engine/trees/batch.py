@@ -61,6 +61,16 @@ class TreeBatch:
         kv_lens = without_gap(starts + q_lens, gap)
         return TreeBatch(tokens, at, at, pool_rows, q_lens, kv_lens, gap=gap)
 
+    @staticmethod
+    def roots(
+        tokens: np.ndarray, pool_rows: np.ndarray, base: np.ndarray, width: int, gap: Gap | None = None
+    ) -> TreeBatch:
+        """One token of each request, behind ``base`` [n] cached ones: the heads of windows of ``width``."""
+        seen = np.zeros((len(tokens), width), np.bool_)
+        seen[:, 0] = True
+        kv_lens = without_gap(base + width, gap)
+        return TreeBatch(tokens, base, base, pool_rows, np.ones(len(tokens), np.int64), kv_lens, seen, gap)
+
 
 def without_gap(places: np.ndarray, gap: Gap | None) -> np.ndarray:
     """int64 [n]: how many of the first ``places`` [n] of each request are read."""

@@ -1,0 +1,97 @@
+"""A target that drafts for itself: what it proposes, and that its KV cache stays that of plain decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from adaserve.engine.host.forwards import HostForward
+from adaserve.engine.sources.own import SHARPENING, SelfSource
+from adaserve.engine.trees import verify
+from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.scheduler.interface import IterationPlan
+from tests.engine.host.factories import hf_model
+from tests.engine.test_trees import MAX_NODES, PROMPTS, Case, DenseModel, alike, path_logprobs
+from tests.engine.trees.factories import iteration_plan, random_selection
+
+ROWS = len(PROMPTS)
+
+
+def case_of(max_depth: list[int]) -> Case:
+    case = alike([0] * ROWS, max_depth)
+    case.source = SelfSource(case.device, MAX_NODES)  # type: ignore[assignment]
+    return case
+
+
+def plan_of(case: Case, depth: int, width: int, window: list[int] | np.ndarray | None) -> IterationPlan:
+    plan = iteration_plan(ROWS, depth, width)
+    seen = replace(plan.running, context_tokens=case.rows.seq_lens)
+    reads = None if window is None else np.array(window)
+    return replace(plan, running=seen, draft_window=reads, draft_sinks=1)
+
+
+def proposed(case: Case, plan: IterationPlan) -> Proposal:
+    drafting = case.source.propose(plan, case.rows, None)
+    assert drafting is not None and drafting.caught_up is None
+    return drafting.read()
+
+
+def test_a_window_that_leaves_nothing_out_proposes_what_the_target_would_say() -> None:
+    case, model = case_of([3, 3, 3]), hf_model()
+    case.rows = replace(case.rows, noisy=False)  # the likeliest tokens
+    proposal = proposed(case, plan_of(case, 3, 1, [64] * ROWS))
+    assert not proposal.drafted, "no draft model has any of it"
+    for r in range(ROWS):
+        text = case.text(r)
+        for token in proposal.trees.token[3 * r : 3 * r + 3].tolist():
+            assert token == int(path_logprobs(model, text).argmax())
+            text.append(token)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_draft_steps_write_does_not_last(seed: int) -> None:
+    """Windows change at random, some nodes are not verified, one row never drafts."""
+    rng, case, model = np.random.default_rng(seed), case_of([4, 0, 4]), hf_model()
+    for _ in range(5):
+        proposal = proposed(case, plan_of(case, 3, 2, rng.integers(1, 6, ROWS)))
+        verified = verify.build(case.rows, proposal, random_selection(proposal.trees, rng))
+        draws = case.target.argmax(case.target.run(verified.batch)).numpy()
+        case.commit(verified, draws)
+    for r in range(ROWS):
+        text, prompt = case.text(r), PROMPTS[r]
+        for i in range(len(prompt) + 1, len(text)):
+            assert text[i] == int(path_logprobs(model, text[:i]).argmax()), "another text"
+        _check_cache(case, r, text[:-1])
+
+
+def _check_cache(case: Case, r: int, text: list[int]) -> None:
+    """The target's KV of ``text`` is that of one plain forward."""
+    assert len(text) == case.rows.seq_lens[r]
+    pool_row, fresh = int(case.rows.pool_rows[r]), DenseModel(hf_model())
+    one = (np.array([pool_row]), np.array([0]), np.array([len(text)]))
+    HostForward(fresh, case.table).run(TreeBatch.causal(np.array(text), *one))
+    slots = case.table[pool_row, : len(text)].long()
+    for mine, plain in zip(
+        (*case.models[0].pool.k, *case.models[0].pool.v), (*fresh.pool.k, *fresh.pool.v), strict=True
+    ):
+        torch.testing.assert_close(mine[slots], plain[slots])
+
+
+def test_draws_are_read_as_the_target_reads_them() -> None:
+    """The noise weighs what the temperature gives it, so the best token is the one that is drawn."""
+    for temperature in (0.1, 0.8, 1.5):
+        scale, spread = SHARPENING.reading(temperature)
+        assert spread / scale == pytest.approx(temperature)
+        assert SHARPENING.alone(temperature)[0] == pytest.approx(1 / temperature)
+    assert SHARPENING.reading(0.0)[1] == 0.0
+
+
+def test_it_is_refused_where_searches_begin_with_the_last_cached_token() -> None:
+    device = SimpleNamespace(target=SimpleNamespace(first_tokens=2))
+    with pytest.raises(ValueError, match="on CPUs only"):
+        SelfSource(device, MAX_NODES)  # type: ignore[arg-type]
