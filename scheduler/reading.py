@@ -50,7 +50,7 @@ class FadingFit:
             self._right = kept * self._right + rows.T @ values[:, 0]
             self._new.clear()
         lower = np.linalg.cholesky(self._prior[0] + self._square)
-        solution, _ = nnls(lower.T, np.linalg.solve(lower, self._prior[1] + self._right))
+        solution, _ = nnls(lower.T, np.linalg.solve(lower, self._prior[1] + self._right), maxiter=200)
         coefficients: list[float] = solution.tolist()
         return coefficients
 
