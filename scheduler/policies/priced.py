@@ -76,6 +76,7 @@ class PricedPolicy(BasePolicy):
         self._chunk_share = MovingAverage(0.2, start=0.0)  # of iterations that had a prefill chunk with them
         self._level_acceptance = MovingAverage(0.1, start=0.7)
         self._regimes: dict[tuple[int, int], _Regime] = {}  # by the bits of the batch size and the stretch
+        self._latest: tuple[RunningBatch, _Regime] | None = None
         self._weight: FloatArray = np.ones(0)
         self._bought: dict[int, tuple[FloatArray, Priced]] = {}  # f, by iteration, until observed
         self._weighed: tuple[str, ...] = ()
@@ -118,12 +119,15 @@ class PricedPolicy(BasePolicy):
     def _regime(self, running: RunningBatch) -> _Regime:
         """What is known about batches of that size, up to a factor of two (large ones are alike), whose
         contexts make a plain iteration as much longer, up to a factor of two."""
+        if self._latest is not None and self._latest[0] is running:  # asked for several times per iteration
+            return self._latest[1]
         n = len(running)
         stretch = self.costs.verify_s(n, self.context(running)) / self.costs.verify_s(n)
         key = min(n, LARGE).bit_length(), round(math.log2(stretch))
         known = self._regimes.get(key)
         if known is None:
             known = self._regimes[key] = self._like_nearest(*key)
+        self._latest = running, known
         return known
 
     def _like_nearest(self, size: int, stretch: int) -> _Regime:
