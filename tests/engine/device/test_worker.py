@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from adaserve.engine.agree import Agreement
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.sources.beam import BeamSource
+from adaserve.engine.sources.own import SelfSource
 from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees.plan import TreeAttentionPlan
@@ -277,6 +279,20 @@ def test_each_draft_model_keeps_what_it_made(device: str) -> None:
         assert (run.worker.outcomes[-1].new_tokens == 3).all()
         assert [len(run.beams[1].cache[req.req_pool_idx].pending) for req in run.reqs] == [1] * len(LENGTHS)
     assert any(len(run.beams[0].cache[req.req_pool_idx].pending) > 1 for req in run.reqs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", ["adaserve", "priced", "fixed-tree"])
+def test_greedy_where_the_target_drafts_for_itself(policy: str, overlap: bool) -> None:
+    """With little of its own KV cache, which its draft steps write to."""
+    run = Run(policy, overlap, "host")
+    run.worker._sources = (SelfSource(run.worker.device, DEPTH * WIDTH),)
+    run.worker.policy = build_policy(policy, replace(policy_config(), draft_windows=(16,)))
+    run.finish().check()
+    plans = [outcome.plan for outcome in run.worker.outcomes if outcome.plan.depth]
+    assert any((plan.draft_reads < plan.running.context_tokens).any() for plan in plans)
+    if policy != "priced":  # what it drafts depends on measured times
+        assert accepted_by_source(run)[MODEL] > len(LENGTHS), "it hardly ever agreed with itself"
 
 
 def test_depth_is_planned_without_a_frontier_where_nobody_asks() -> None:
