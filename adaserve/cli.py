@@ -126,6 +126,18 @@ def serve(
     suffix_memory_mb: Annotated[
         int, typer.Option(min=1, help="Most memory for the texts that suffix searches, in MB.")
     ] = 128,
+    learn: Annotated[
+        bool,
+        typer.Option(
+            "--learn",
+            help="Train the draft on what is served, on spare processor time, and swap better ones in. CPU "
+            "hosts only. Requests with x-adaserve-learn: off are left out.",
+        ),
+    ] = False,
+    learn_folder: Annotated[
+        Path | None,
+        typer.Option(help="Keep better drafts here, and start with the last one.", show_default="not kept"),
+    ] = None,
     size: Size = "100M",
     policy: PolicyName = "priced",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -169,6 +181,7 @@ def serve(
         model, draft, size, tuple(context.args), host, port,
         second_draft=second_draft, drafts=drafts, draft_window=draft_window, draft_sinks=draft_sinks,
         suffix_scope=suffix_scope, suffix_memory_mb=suffix_memory_mb,
+        learn=learn, learn_folder=_text(learn_folder),
         policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
         shed=shed, orca=orca,
@@ -339,12 +352,46 @@ def bench_kernels(
         _fail(error)
 
 
+@bench.command("learn")
+def bench_learn(
+    *,
+    size: Size = "100M",
+    order: Annotated[
+        Any,
+        typer.Option(parser=str, metavar="A,B", help="Domains of the stream, part by part: cpp, json, law."),
+    ] = "cpp,json,law,cpp",
+    requests: Annotated[int, typer.Option(min=8, help="Requests of each part.")] = 256,
+    block: Annotated[int, typer.Option(min=4, help="Requests of a turn.")] = 32,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens generated per request.")] = 96,
+    temperature: Annotated[float, typer.Option(min=0, help="Of all requests.")] = 0.8,
+    at_once: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 4,
+    policy: PolicyName = "chain-4",
+    loss: Annotated[str, typer.Option(help="forward, reverse, jsd, lk or hard.")] = "forward",
+    nice: Annotated[int, typer.Option(min=0, max=19, help="How far the trainer stands back.")] = 19,
+    out: Annotated[Path | None, typer.Option(help="Folder.", show_default="results/<UTC>-learn")] = None,
+) -> None:
+    """Compare a draft that learns with the draft as it came, in turns, while the traffic shifts."""
+    from adaserve.bench.learn import PATTERNS, LearnPlan, run_learn
+    from adaserve.server import ServerError
+
+    parts = tuple(w.strip() for w in order.split(","))
+    if wrong := set(parts) - set(PATTERNS):
+        raise typer.BadParameter(f"--order knows {', '.join(PATTERNS)}, not {', '.join(sorted(wrong))}")
+    learning: dict[str, Any] = {"learn": True, "learn_share": 1.0, "learn_loss": loss, "learn_nice": nice}
+    try:
+        plan = LearnPlan(parts, requests, block, tokens, temperature, at_once)
+        run_learn(_spec(None, None, size, policy=policy, **learning), plan, out, console)
+    except ServerError as error:
+        _fail(error)
+
+
 def _mount() -> None:
     """Commands that live in other packages."""
     from adaserve.bench.gpu_check.cli import gpu_check
     from adaserve.bench.simulate import app as simulator
     from adaserve.bench.soak.cli import bench_soak
     from adaserve.bench.sweep.cli import bench_sweep
+    from adaserve.learning.cli import app as draft
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
 
@@ -356,6 +403,7 @@ def _mount() -> None:
     app.command("report")(loadgen.report)
     app.add_typer(simulator, name="simulate")
     app.add_typer(pair, name="pair")
+    app.add_typer(draft, name="draft")
 
 
 def main() -> None:

@@ -253,6 +253,10 @@ class ServerProcess:
         """Changes when the running server prefills: slack or exclusive. Raises ServerError."""
         self._set("prefill", mode)
 
+    def set_draft(self, name: str) -> None:
+        """Where a draft learns: serves the "first" one, or the "present" one again. Raises ServerError."""
+        self._set("draft", name)
+
     def _set(self, setting: str, value: str) -> None:
         body = {"server_args": {f"adaserve_{setting}={value}": 1}}
         answer = httpx.post(self.url + "/set_internal_state", json=body, timeout=30.0)

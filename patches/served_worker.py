@@ -94,6 +94,14 @@ class Sheds(Protocol):
         ...
 
 
+class Comparing(Protocol):
+    """A draft that learns."""
+
+    def serve(self, name: str) -> None:
+        """The "first" draft, or the "present" one again."""
+        ...
+
+
 class ServedWorker(Protocol):
     """The speculative worker of one scheduler process."""
 
@@ -108,6 +116,11 @@ class ServedWorker(Protocol):
 
     @property
     def shedder(self) -> Sheds: ...
+
+    @property
+    def learner(self) -> Comparing | None:
+        """None where no draft learns."""
+        ...
 
     @property
     def policy_names(self) -> tuple[str, ...]:

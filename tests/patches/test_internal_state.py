@@ -21,12 +21,13 @@ LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001
 class Controller(SchedulerInternalStateController):
     """SGLang's own, with our hook applied."""
 
-    def __init__(self, algorithm: str = NAME, alone: bool = True) -> None:
+    def __init__(self, algorithm: str = NAME, alone: bool = True, learns: bool = False) -> None:
         self.chosen: list[str] = []
         costs, ledger = LearnedCosts(LATENCY), SimpleNamespace()
         pacer = PrefillPacer(AdaServeConfig(), costs, ledger, {}, alone)  # type: ignore[arg-type]
+        learner = SimpleNamespace(serve=self.chosen.append) if learns else None
         worker = SimpleNamespace(
-            policy_names=("none", "priced"), set_policy=self.chosen.append, prefill=pacer
+            learner=learner, policy_names=("none", "priced"), set_policy=self.chosen.append, prefill=pacer
         )
         self.pacer = pacer
         super().__init__(SimpleNamespace(spec_algorithm=algorithm, draft_worker=worker), False)  # type: ignore[arg-type]
@@ -45,6 +46,13 @@ def test_policy_and_prefills_change() -> None:
     assert not c.change("adaserve_policy=best")
     assert c.pacer.paces("priced") and c.change("adaserve_prefill=exclusive") and not c.pacer.paces("priced")
     assert c.change("adaserve_prefill=default") and c.pacer.paces("priced") and not c.pacer.paces("none")
+
+
+def test_the_first_draft_can_be_served_for_comparison_where_one_learns() -> None:
+    c = Controller(learns=True)
+    assert c.change("adaserve_draft=first") and c.change("adaserve_draft=present")
+    assert c.chosen == ["first", "present"] and not c.change("adaserve_draft=last")
+    assert not Controller().change("adaserve_draft=first")
 
 
 def test_what_tensor_parallelism_needs_stays() -> None:

@@ -59,6 +59,36 @@ def test_a_client_limits_its_speculation(headers: Any, body: Any, limit: int | N
     assert "adaserve_speculation" not in carried and RequestSLO.from_params(carried) == resolved
 
 
+LEARN = "x-adaserve-learn"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "learns"),
+    [
+        ({}, None, True),
+        ({LEARN: "on"}, {"adaserve_learn": True}, True),
+        ({LEARN: "OFF"}, None, False),
+        ({}, {"adaserve_learn": False}, False),
+        ({LEARN: "off"}, {"adaserve_learn": True}, False),
+        ({LEARN: "on"}, {"adaserve_learn": False}, False),
+        ([(LEARN, "on"), (LEARN, "off")], None, False),
+    ],
+)
+def test_any_place_can_forbid_learning(headers: Any, body: Any, learns: bool) -> None:
+    resolved = resolve(headers, body, CONFIG)
+    assert resolved.learn is learns
+    carried = resolved.in_params(body)
+    assert "adaserve_learn" not in carried and RequestSLO.from_params(carried) == resolved
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"), [({LEARN: "no"}, None), ({LEARN: ""}, None), ({}, {"adaserve_learn": 0})]
+)
+def test_an_unclear_wish_about_learning_is_refused(headers: Any, body: Any) -> None:
+    with pytest.raises(SLOError, match="accepted is"):
+        resolve(headers, body, CONFIG)
+
+
 @pytest.mark.parametrize("value", ["on", "", "-1", "65", "1.5", "1e3", 65, -1, 2.0, True, [3], {"a": 1}])
 def test_a_limit_that_is_none_is_refused(value: Any) -> None:
     with pytest.raises(SLOError, match=r'accepted is "off" or a number of tokens, 0 to 64'):
