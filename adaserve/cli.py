@@ -366,7 +366,7 @@ def bench_learn(
     temperature: Annotated[float, typer.Option(min=0, help="Of all requests.")] = 0.8,
     at_once: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 4,
     policy: PolicyName = "chain-4",
-    loss: Annotated[str, typer.Option(help="forward, reverse, jsd, lk or hard.")] = "forward",
+    loss: Annotated[str, typer.Option(help="forward, reverse, jsd, lk or hard.")] = "jsd",
     nice: Annotated[int, typer.Option(min=0, max=19, help="How far the trainer stands back.")] = 19,
     out: Annotated[Path | None, typer.Option(help="Folder.", show_default="results/<UTC>-learn")] = None,
 ) -> None:

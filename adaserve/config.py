@@ -110,7 +110,7 @@ class AdaServeConfig(Checked):
     )
     learn_share: float = Field(default=0.25, gt=0, le=1, description="share of the requests to learn from")
     learn_loss: Literal["forward", "reverse", "jsd", "lk", "hard"] = Field(
-        default="forward", description="what learning makes small (docs/learning.md)"
+        default="jsd", description="what learning makes small (docs/learning.md)"
     )
     learn_rate: float = Field(default=3e-4, gt=0, lt=1, description="learning rate of AdamW")
     learn_nice: int = Field(

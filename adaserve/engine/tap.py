@@ -33,22 +33,30 @@ class _Open:
     ids: list[np.ndarray] = field(default_factory=list)
     positions: int = 0
 
-    def record(self, temperature: float, key: int) -> Record:
+    def record(self, temperature: float, state: RequestState) -> Record:
         cut = max(0, self.start - MOST_CONTEXT)
         tokens = np.array(self.tokens[cut : self.start + self.positions + 1], np.int32)
         ids = np.concatenate(self.ids) if self.ids else None
-        return Record(tokens, self.start - cut, np.concatenate(self.logprobs), ids, temperature, key)
+        return Record(
+            tokens,
+            self.start - cut,
+            np.concatenate(self.logprobs),
+            ids,
+            temperature,
+            state.key,
+            state.slo_class,
+        )
 
 
 class Tap:
-    """Collects records of running requests and puts finished ones into the trainer's ring.
+    """Collects records of running requests and puts finished ones into the trainer's ``ring``.
 
     ``share``: of the requests, chosen by their noise's key. Where the ring is full nothing is recorded, so a
-    trainer that has ended or hangs costs no time.
+    trainer that hangs costs no time; without a ring there is none.
     """
 
-    def __init__(self, ring: Ring, share: float) -> None:
-        self._ring, self._share = ring, share
+    def __init__(self, share: float, ring: Ring | None = None) -> None:
+        self._share, self.ring = share, ring
         self._open: dict[str, tuple[RequestState, float, _Open]] = {}
         self.recorded = self.dropped = 0
         self.pauses = False  # no request is begun
@@ -78,7 +86,7 @@ class Tap:
 
     @property
     def _is_full(self) -> bool:
-        return self._ring.used > self._ring.capacity // 2
+        return self.ring is None or self.ring.used > self.ring.capacity // 2
 
     def verified(
         self,
@@ -126,8 +134,8 @@ class Tap:
         if (entry := self._open.pop(rid, None)) is None:
             return
         state, temperature, opened = entry
-        if opened.positions < LEAST_POSITIONS:
+        if self.ring is None or opened.positions < LEAST_POSITIONS:
             return
-        written = self._ring.write(opened.record(temperature, state.key).to_bytes())
+        written = self.ring.write(opened.record(temperature, state).to_bytes())
         self.recorded += written
         self.dropped += not written

@@ -134,7 +134,9 @@ class AdaServeWorker(BaseSpecWorker):
         draft = self._draft_worker.models[0]
         if on_device(draft.runner.device) or not self._agreement.alone:
             raise ConfigError("drafts learn on a single CPU rank so far: leave out --learn")
-        return Learner(self.config, draft.runner.model, draft.path, self.ledger.stats)
+        source = self._sources[0]
+        assert isinstance(source, BeamSource)
+        return Learner(self.config, draft.runner.model, source, draft.path, self.ledger.stats)
 
     def _make_sources(self) -> Iterator[TreeSource]:
         """Draft models come first: where the target has the KV of their nodes, too, nothing has to move."""

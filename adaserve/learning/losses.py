@@ -20,12 +20,30 @@ CHAIN = 4
 """Tokens of the chain of drafts that acceptance is told for."""
 _LEAST = 1e-6
 """Probability of all tokens that are not kept, at the least."""
+_LEAST_LOG = -60.0
+"""Log-probabilities below this are taken for it: their inverse must be a float32."""
 _LK_DECAY = 1.0
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:
     """[n]: sum min(p, q), the probability that a token drafted from q is accepted under p."""
     return torch.minimum(p.exp(), q.exp()).sum(-1)
+
+
+def agreement(p: Tensor, q: Tensor) -> Tensor:
+    """[n, k]: for each outcome i, the probability that it is both ``argmax(p + g)`` and ``argmax(q + g)``,
+    where g is one Gumbel noise; the sum over i is how often a draft that shares the noise is right.
+
+    It is ``1 / sum_j max(p_j / p_i, q_j / q_i)``. In the order of falling ``p_j / q_j``, outcomes up to i
+    contribute ``p_j / p_i`` and later ones ``q_j / q_i``, so two running sums do.
+    """
+    p, q = p.clamp(min=_LEAST_LOG), q.clamp(min=_LEAST_LOG)
+    order = (p - q).argsort(-1, descending=True)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    up_to = p.exp().cumsum(-1)
+    after = fn.pad(q.exp().flip(-1).cumsum(-1).flip(-1)[:, 1:], (0, 1))
+    both = 1 / (up_to * (-p).exp() + after * (-q).exp())
+    return torch.zeros_like(both).scatter(-1, order, both)
 
 
 def forward_kl(p: Tensor, q: Tensor) -> Tensor:
@@ -88,11 +106,6 @@ def loss_of(loss: Loss, p: Tensor, q: Tensor, greedy: bool) -> Tensor:
     """[n]: ``loss``; greedy requests care for the best token, so the sharpened distributions count too."""
     plain = loss(p, q)
     return plain + 0.5 * loss(sharpened(p), sharpened(q)) if greedy else plain
-
-
-def acceptance(p: Tensor, q: Tensor, greedy: bool) -> Tensor:
-    """[n]: the probability that the draft's token is accepted; for greedy requests 0 or 1."""
-    return (p.argmax(-1) == q.argmax(-1)).float() if greedy else overlap(p, q)
 
 
 def expected_accepted(accepted: Tensor, chain: int = CHAIN) -> float:

@@ -1,10 +1,24 @@
-"""What server and trainer say to each other: JSON over a socket; weights and records are in shared memory."""
+"""What server and trainer say to each other: JSON over a socket; weights and records are in shared memory.
+
+The server asks (``Load``) and the trainer answers (``Alive``), never the other way round, and the server asks
+again only when it has been answered: so no message of the server's can ever find the socket full.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
+
+from adaserve.pair.acceptance import Correction
+
+
+class ClassScore(msgspec.Struct):
+    """Of the requests of one SLO class, on average: expected accepted tokens of a chain of 4."""
+
+    requests: int
+    present: float
+    first: float
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -20,32 +34,39 @@ class Progress(msgspec.Struct, tag=True):
     first: float
     candidate: float
     verdict: str  # "better", "worse" or "undecided"
+    classes: dict[str, ClassScore]
     requests: int  # taken in since the start
     tokens: int
     updates: int
-    cpu_s: float
 
 
 class Candidate(msgspec.Struct, tag=True):
     """Better weights lie in shared memory: ``size`` bytes of a safetensors file."""
 
-    version: int
+    number: int
     size: int
     score: float
     present: float  # of the draft that it is to replace, on the same requests
+    correction: Correction  # how it is read
 
 
 class Answer(msgspec.Struct, tag=True):
     """The server has swapped the candidate in, or has dropped it."""
 
-    version: int
+    number: int
     taken: bool
 
 
 class Load(msgspec.Struct, tag=True):
-    """Whether the server needs the processor for itself."""
+    """Whether the server needs the processor for itself for the next moments."""
 
     busy: bool
+
+
+class Alive(msgspec.Struct, tag=True):
+    """The answer to ``Load``."""
+
+    cpu_s: float  # that the trainer has used
 
 
 class Settings(msgspec.Struct):
@@ -59,9 +80,10 @@ class Settings(msgspec.Struct):
     ring: int  # descriptors of shared memory and of the socket
     weights: int
     socket: int
+    served: Candidate | None = None  # after a restart: the draft that is served, in shared memory
 
 
-Message = Hello | Progress | Candidate | Answer | Load
+Message = Hello | Progress | Candidate | Answer | Load | Alive
 _DECODER = msgspec.json.Decoder(Message)
 _ENCODER = msgspec.json.Encoder()
 

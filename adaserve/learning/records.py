@@ -12,7 +12,7 @@ FULL_VOCABULARY = 8192
 """Up to this many tokens a distribution is kept whole; above, the likeliest ``TOP`` and what is left."""
 TOP = 32
 
-_HEADER = struct.Struct("<iiiidQ")  # tokens, start, positions, columns (0 = whole), temperature, key
+_HEADER = struct.Struct("<iiiiidQ")  # tokens, start, positions, columns (0 = whole), bytes of the class, ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Record:
     ids: np.ndarray | None  # int32 [n, TOP]: whose log-probabilities these are; None = all tokens
     temperature: float  # 0 = greedy
     key: int  # of the request's noise (adaserve/noise.py)
+    slo_class: str = ""
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -35,16 +36,18 @@ class Record:
 
     def to_bytes(self) -> bytes:
         n, columns = self.logprobs.shape
-        header = (len(self.tokens), self.start, n, 0 if self.ids is None else columns)
-        parts = [_HEADER.pack(*header, self.temperature, self.key), self.tokens.tobytes()]
+        name = self.slo_class.encode()
+        header = (len(self.tokens), self.start, n, 0 if self.ids is None else columns, len(name))
+        parts = [_HEADER.pack(*header, self.temperature, self.key), name, self.tokens.tobytes()]
         if self.ids is not None:
             parts.append(self.ids.tobytes())
         return b"".join([*parts, self.logprobs.tobytes()])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        length, start, n, columns, temperature, key = _HEADER.unpack_from(data)
-        at = _HEADER.size
+        length, start, n, columns, named, temperature, key = _HEADER.unpack_from(data)
+        at = _HEADER.size + named
+        name = data[_HEADER.size : at].decode()
         tokens = np.frombuffer(data, np.int32, length, at)
         at += tokens.nbytes
         ids = None
@@ -52,7 +55,7 @@ class Record:
             ids = np.frombuffer(data, np.int32, n * columns, at).reshape(n, columns)
             at += ids.nbytes
         logprobs = np.frombuffer(data, np.float16, -1, at).reshape(n, -1)
-        return cls(tokens, start, logprobs, ids, temperature, key)
+        return cls(tokens, start, logprobs, ids, temperature, key, name)
 
 
 def kept(logprobs: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.ndarray | None]:

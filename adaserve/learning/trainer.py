@@ -13,39 +13,67 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
+import msgspec
 import torch
 from torch import Tensor
-from torch.nn import functional as fn
 
-from adaserve.learning import losses
+from adaserve.learning import losses, reading
 from adaserve.learning.draft import DraftCopy
+from adaserve.learning.messages import ClassScore
 from adaserve.learning.records import Record
-from adaserve.noise import gumbel
+from adaserve.pair.acceptance import Correction, DraftSharpening
 
-INTERVAL = 8
-"""Requests of an update."""
 JUDGED = 32
 """Requests that a candidate is judged on. They are trained on afterwards."""
-REPLAYED, HOME = 0.5, 0.25
-"""Earlier requests and home texts of an update, as shares of its new requests."""
+FITTED = 16
+"""Requests that the reading of a candidate is fitted to, the newest that it was trained on."""
 WARM_UP, CLIP, BETAS = 10, 1.0, (0.9, 0.95)
 TOKENS_AT_ONCE = 1024
-HARD_TAU, HARD_NOISE = 0.55, 0.95
-"""How a draft's logits and the shared noise are read (adaserve/pair/acceptance.py), for the hard loss."""
 
 Pause = Callable[[], None]
 """Called between small pieces of work: waits while the server needs the processor."""
 
 
+class Recipe(msgspec.Struct, frozen=True):
+    """How a draft is trained."""
+
+    loss: str = "jsd"  # a name of `losses.LOSSES`, or "hard"
+    rate: float = 3e-4  # of AdamW
+    interval: int = 8  # new requests of an update
+    replayed: float = 0.5  # earlier requests of an update, for each new one
+    home: float = 0.25  # home texts of an update, for each new request
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A draft as it would be served."""
+
+    state: Mapping[str, Tensor]  # rounded as the checkpoint is stored
+    correction: Correction  # of how the first draft is read
+
+
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Expected accepted tokens of a chain of 4, of three drafts on the same requests."""
+    """Three drafts on the same requests: expected accepted tokens of a chain of 4, [n] each."""
 
-    candidate: float
-    present: float
-    first: float
-    verdict: str  # "better", "worse" or "undecided"
+    draft: Snapshot  # the candidate
+    candidate: Tensor
+    present: Tensor
+    first: Tensor
+    classes: tuple[str, ...]  # of the n requests
+
+    @property
+    def verdict(self) -> str:
+        """Whether the candidate is "better" than the present draft, "worse", or it is "undecided"."""
+        return verdict(self.candidate - self.present)
+
+    def by_class(self) -> dict[str, ClassScore]:
+        """Class -> how many requests, and the mean scores of the present and the first draft."""
+        at = {name: torch.tensor([c == name for c in self.classes]) for name in sorted(set(self.classes))}
+        return {
+            name: ClassScore(int(of.sum()), float(self.present[of].mean()), float(self.first[of].mean()))
+            for name, of in at.items()
+        }
 
 
 @dataclass
@@ -64,13 +92,19 @@ class Replay:
 
 
 class Trainer:
-    """One draft and all that it learns from. ``loss``: a name of ``losses.LOSSES``, or "hard"."""
+    """One draft and all that it learns from. ``sharpening``: how the first draft is read."""
 
     def __init__(
-        self, draft: DraftCopy, home: Sequence[Record], *, loss: str, rate: float, replay_bytes: int
+        self,
+        draft: DraftCopy,
+        home: Sequence[Record],
+        recipe: Recipe,
+        *,
+        sharpening: DraftSharpening,
+        replay_bytes: int,
     ) -> None:
-        self.draft, self._home, self._loss, self._rate = draft, list(home), loss, rate
-        self.first = draft.state()
+        self.draft, self._home, self.recipe, self._sharpening = draft, list(home), recipe, sharpening
+        self.first = Snapshot(draft.state(), Correction())
         self.present = self.first  # what is served
         self.replay = Replay(replay_bytes)
         self.requests = self.tokens = self.updates = 0
@@ -79,18 +113,20 @@ class Trainer:
 
     def restart(self) -> None:
         """From the weights that are served, forgetting where the optimizer was going."""
-        self.draft.load(self.present)
-        self._optimizer = torch.optim.AdamW(self.draft.weights, lr=self._rate, betas=BETAS, weight_decay=0.0)
+        self.draft.load(self.present.state)
+        rate = self.recipe.rate
+        self._optimizer = torch.optim.AdamW(self.draft.weights, lr=rate, betas=BETAS, weight_decay=0.0)
         self._steps = 0
 
     # -- learning -----------------------------------------------------------------------------
 
     def learn(self, fresh: Sequence[Record], pause: Pause) -> None:
-        """Updates on new requests, ``INTERVAL`` at a time; each has earlier ones and home texts beside it."""
-        for start in range(0, len(fresh), INTERVAL):
-            new = list(fresh[start : start + INTERVAL])
-            earlier = _some(self._random, self.replay.records, round(REPLAYED * len(new)))
-            home = _some(self._random, self._home, round(HOME * len(new)))
+        """Updates on new requests; each update has earlier ones and home texts beside it."""
+        recipe = self.recipe
+        for start in range(0, len(fresh), recipe.interval):
+            new = list(fresh[start : start + recipe.interval])
+            earlier = _some(self._random, self.replay.records, round(recipe.replayed * len(new)))
+            home = _some(self._random, self._home, round(recipe.home * len(new)))
             self._update([*new, *earlier, *home], pause)
             for record in new:
                 self.replay.add(record)
@@ -105,7 +141,7 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
         self._steps += 1
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate * min(1.0, self._steps / WARM_UP)
+            group["lr"] = self.recipe.rate * min(1.0, self._steps / WARM_UP)
         torch.nn.utils.clip_grad_norm_(self.draft.weights, CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -113,46 +149,58 @@ class Trainer:
 
     def _loss_sum(self, records: Sequence[Record]) -> Tensor:
         every = zip(records, self.draft.logits(records), strict=True)
-        return torch.stack([self._loss_on(r, logits).sum() for r, logits in every]).sum()
+        return torch.stack([self.loss_on(r, logits).sum() for r, logits in every]).sum()
 
-    def _loss_on(self, record: Record, logits: Tensor) -> Tensor:
-        if self._loss == "hard" and record.key:
-            return _hard(record, logits)
-        p, q = distributions(record, logits)
-        kind = losses.LOSSES["forward" if self._loss == "hard" else self._loss]
+    def loss_on(self, record: Record, logits: Tensor) -> Tensor:
+        """[n]: of a draft that says ``logits`` [n, vocab] at the record's positions."""
+        if self.recipe.loss == "hard" and record.key:
+            return _hard(record, logits, self._sharpening)
+        p, q = reading.target(record), reading.draft(record, logits, record.temperature or 1.0)
+        kind = losses.LOSSES["forward" if self.recipe.loss == "hard" else self.recipe.loss]
         return losses.loss_of(kind, p, q, greedy=record.temperature == 0)
 
     # -- judging ------------------------------------------------------------------------------
 
     def judge(self, unseen: Sequence[Record], pause: Pause) -> Judgement:
-        """Compares three drafts on requests that none was trained on.
+        """Compares three drafts on requests that none was trained on, each read as it would be served.
 
         The candidate is better when its mean gain is larger than the standard error of that mean, over
         requests, and worse when it is below by twice as much or not a number.
         """
-        candidate = self.draft.state()
         master = {name: t.clone() for name, t in self.draft.model.state_dict().items()}
         try:
-            new = self._scores(candidate, unseen, pause)
-            present = self._scores(self.present, unseen, pause)
-            first = present if self.present is self.first else self._scores(self.first, unseen, pause)
+            candidate = self._snapshot(pause)
+            new = self.scores(candidate, unseen, pause)
+            present = self.scores(self.present, unseen, pause)
+            first = present if self.present is self.first else self.scores(self.first, unseen, pause)
         finally:
             self.draft.model.load_state_dict(master)
-        means = (float(new.mean()), float(present.mean()), float(first.mean()))
-        return Judgement(*means, verdict(new - present))
+        return Judgement(candidate, new, present, first, tuple(r.slo_class for r in unseen))
 
     @torch.no_grad()
-    def _scores(self, state: Mapping[str, Tensor], records: Sequence[Record], pause: Pause) -> Tensor:
-        """[n]: expected accepted tokens of a draft on each request, in the order of ``_parts``."""
+    def _snapshot(self, pause: Pause) -> Snapshot:
+        """The draft in training, rounded, and its reading."""
+        state = self.draft.state()
         self.draft.load(state)
-        scores: list[float] = []
+        newest = list(self.replay.records)[-FITTED:]
+        logits: list[Tensor] = []
+        for record in newest:
+            pause()
+            logits += self.draft.logits([record])
+        return Snapshot(state, reading.fit(newest, logits, self._sharpening))
+
+    @torch.no_grad()
+    def scores(self, draft: Snapshot, records: Sequence[Record], pause: Pause) -> Tensor:
+        """[n]: expected accepted tokens of a chain of 4 on each request. The draft in training is lost."""
+        self.draft.load(draft.state)
+        sharpening = self._sharpening.corrected(draft.correction)
+        found: dict[int, float] = {}
         for part in _parts(records):
             pause()
             for record, logits in zip(part, self.draft.logits(part), strict=True):
-                p, q = distributions(record, logits)
-                accepted = losses.acceptance(p, q, greedy=record.temperature == 0)
-                scores.append(losses.expected_accepted(accepted))
-        return torch.tensor(scores)
+                accepted = reading.accepted(record, logits, sharpening)
+                found[id(record)] = losses.expected_accepted(accepted)
+        return torch.tensor([found[id(r)] for r in records])
 
 
 def verdict(gains: Tensor) -> str:
@@ -164,26 +212,10 @@ def verdict(gains: Tensor) -> str:
     return "better" if mean > error else "undecided"
 
 
-def distributions(record: Record, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(target, draft): log-probabilities over the same outcomes, at the request's temperature."""
-    q = fn.log_softmax(logits / (record.temperature or 1.0), dim=-1)
-    p = torch.from_numpy(record.logprobs.astype("float32"))
-    if record.ids is None:
-        return fn.log_softmax(p, dim=-1), q  # rounding to float16 has moved the sum
-    ids = torch.from_numpy(record.ids.astype("int64"))
-    return losses.with_rest(p), losses.coarse(q, ids)
-
-
-def _hard(record: Record, logits: Tensor) -> Tensor:
-    n = len(record)
-    token = torch.from_numpy(record.tokens[record.start + 1 : record.start + 1 + n].astype("int64"))
-    greedy = record.temperature == 0
-    noise = torch.zeros(1)
-    if not greedy:
-        keys, at = np.full(n, record.key, np.uint64), np.arange(record.start, record.start + n)
-        noise = torch.from_numpy(gumbel(keys, at, logits.shape[1]))
-    tau = losses.SHARPENED if greedy else HARD_TAU
-    return losses.hard_loss(logits, token, noise, tau, 0.0 if greedy else HARD_NOISE)
+def _hard(record: Record, logits: Tensor, sharpening: DraftSharpening) -> Tensor:
+    scale, spread = map(float, sharpening.reading(record.temperature))
+    noise = reading.noise(record, logits.shape[1]) if record.temperature > 0 else torch.zeros(1)
+    return losses.hard_loss(logits, reading.served(record), noise, 1 / scale, spread / scale)
 
 
 def _parts(records: Sequence[Record]) -> list[list[Record]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from adaserve.pair.acceptance import Correction, load_sharpening
 from adaserve.pair.packed import PLAIN_NAME, copy_companions
 
 KEPT = 8
@@ -34,6 +35,7 @@ class Version(msgspec.Struct):
     first: float  # of the draft that the server was started with
     tokens: int  # learned from, in this run of the server
     draft: str  # the checkpoint that it began as
+    correction: Correction = Correction()  # of how that one is read
 
 
 class Versions:
@@ -91,6 +93,7 @@ class Versions:
         if not Path(version.draft).is_dir():
             raise VersionError(f"{version.draft}, whose configuration is needed, is no folder here")
         copy_companions(Path(version.draft), out)
+        load_sharpening(Path(version.draft)).corrected(version.correction).save(out)
         shutil.copy(self._file(number), out / PLAIN_NAME)
 
     def _known(self, number: int) -> Version:

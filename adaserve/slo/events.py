@@ -77,6 +77,14 @@ class IterationSample(msgspec.Struct):
     kv_use: float = 0.0  # share of the KV pool in use
 
 
+class DraftScores(msgspec.Struct):
+    """Of the requests of one class, on average: expected accepted tokens of a chain of 4 of two drafts."""
+
+    requests: int
+    present: float
+    first: float
+
+
 class Judged(msgspec.Struct):
     """Expected accepted tokens of a chain of 4 of three drafts, on the same requests."""
 
@@ -85,12 +93,13 @@ class Judged(msgspec.Struct):
     present: float
     first: float
     verdict: str  # "better", "worse" or "undecided"
+    classes: dict[str, DraftScores] = {}
 
 
 class DraftLearning(msgspec.Struct):
     """A draft that learns, since the server started."""
 
-    trainer: str  # "starting", "running" or "ended"
+    trainer: str  # "starting", "running", "restarting" or, for good, "ended"
     judged: list[Judged] = []  # the newest ones, oldest first
     swaps: int = 0
     rejected: int = 0  # candidates that were worse, or could not be served

@@ -38,7 +38,7 @@ _HISTOGRAMS = {
 
 
 _LEARNING = (
-    ("accepted", "Expected accepted tokens of a chain of 4, on the newest requests judged", ("draft",)),
+    ("accepted", "Expected accepted tokens of a chain of 4, on the newest requests", ("draft", "slo_class")),
     ("swaps", "Better drafts that were swapped in", ()),
     ("rejected", "Drafts in training that were worse or could not be served", ()),
     ("learned_tokens", "Served tokens that the draft has learned from", ()),
@@ -170,9 +170,9 @@ class ServerMetrics:
     def learned(self, learning: DraftLearning) -> None:
         """How a draft that learns is doing."""
         gauges = self._learning
-        if learning.judged:
-            for draft in ("present", "first"):
-                gauges["accepted"].labels(draft).set(getattr(learning.judged[-1], draft))
+        for slo_class, scores in learning.judged[-1].classes.items() if learning.judged else ():
+            gauges["accepted"].labels("present", slo_class).set(scores.present)
+            gauges["accepted"].labels("first", slo_class).set(scores.first)
         gauges["swaps"].set(learning.swaps)
         gauges["rejected"].set(learning.rejected)
         gauges["learned_tokens"].set(learning.tokens)

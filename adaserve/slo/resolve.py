@@ -132,6 +132,7 @@ def resolve(
     tpot_ms, ttft_ms = _first(body.tpot_ms, header.tpot_ms), _first(body.ttft_ms, header.ttft_ms)
     cls = config.get(DEFAULT_CLASS if name is None else name)
     own_ms = tpot_ms is not None or ttft_ms is not None
+    tenant = _tenant(sent)
     if own_ms and not config.limits.own_ms:
         raise SLOError(f"this server takes no SLO in milliseconds: name a class, {', '.join(config.classes)}")
     return RequestSLO(
@@ -139,11 +140,11 @@ def resolve(
         tpot_s=seconds(_first(tpot_ms, cls.tpot_ms)),
         ttft_s=seconds(_first(ttft_ms, cls.ttft_ms)),
         x_baseline=cls.x_baseline if tpot_ms is None else None,
-        tenant=_tenant(sent),
+        tenant=tenant,
         speculation=_speculation(sent, params),
         osl=_integer("nvext.agent_hints.osl", hints.get("osl"), (1, MOST_OSL)),
         priority=_priority(sent, hints),
-        learn=_learn(sent, params),
+        learn=_learn(sent, params) and tenant not in config.limits.never_learn,
     )
 
 

@@ -38,7 +38,7 @@ class Service:
     now and then."""
 
     def __init__(self, ring: Ring, prompts: list[list[int]], share: float = 1.0, **params: Any) -> None:
-        self.tap, self.model = Tap(ring, share), FakeModel()
+        self.tap, self.model = Tap(share, ring), FakeModel()
         self.target = FakeModel(
             self.model.table + torch.randn(23, 23, generator=torch.Generator().manual_seed(9))
         )

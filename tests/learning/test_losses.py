@@ -88,11 +88,28 @@ def test_nothing_left_for_the_rest_is_no_infinity() -> None:
     assert torch.isfinite(sure).all() and sure[0, -1] < -10
 
 
-def test_overlap_and_acceptance() -> None:
+def test_overlap() -> None:
     expected = [sum(map(min, a, b)) for a, b in zip(P.exp().tolist(), Q.exp().tolist(), strict=True)]
-    assert losses.acceptance(P, Q, greedy=False).tolist() == pytest.approx(expected)
-    same = [float(a == b) for a, b in zip(P.argmax(-1).tolist(), Q.argmax(-1).tolist(), strict=True)]
-    assert losses.acceptance(P, Q, greedy=True).tolist() == same
+    assert losses.overlap(P, Q).tolist() == pytest.approx(expected)
+
+
+def test_agreement_is_how_often_one_noise_gives_both_the_same_token() -> None:
+    pairs = zip(P.exp().tolist(), Q.exp().tolist(), strict=True)
+    expected = [
+        [1 / sum(max(a / p[i], b / q[i]) for a, b in zip(p, q, strict=True)) for i in range(7)]
+        for p, q in pairs
+    ]
+    found = losses.agreement(P, Q)
+    assert found.flatten().tolist() == pytest.approx(np.ravel(expected).tolist())
+    keys, draws = np.full(40_000, 5, np.uint64), np.arange(40_000)
+    noise = torch.from_numpy(gumbel(keys, draws, 7)).double()
+    both = torch.where((P[0] + noise).argmax(-1) == (Q[0] + noise).argmax(-1), (P[0] + noise).argmax(-1), 7)
+    assert both.bincount(minlength=8)[:7].div(40_000).tolist() == pytest.approx(found[0].tolist(), abs=0.01)
+
+
+def test_agreement_of_the_same_distribution_is_certain() -> None:
+    for p in (P, fn.log_softmax(torch.tensor([[90.0, -90.0, 0.0, -300.0]]), -1)):
+        assert losses.agreement(p, p).sum(-1).tolist() == pytest.approx([1.0] * len(p))
 
 
 def test_expected_accepted_tokens_of_a_chain() -> None:

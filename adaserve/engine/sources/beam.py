@@ -39,7 +39,7 @@ class _Searched:
 
 class BeamSource:
     """``TreeSource`` over a draft model, number ``number`` of the device's. ``max_nodes``: KV slots that a
-    window has for its candidates."""
+    window has for its candidates. ``sharpening`` may be replaced between iterations, with the weights."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class BeamSource:
         model: DraftModel | None = None,
         number: int = 0,
     ) -> None:
-        self.cache = cache
+        self.cache, self.sharpening = cache, sharpening
         self._forward: ModelForward = device.drafts[number]
-        self._device, self._sharpening, self._max_nodes, self._model = device, sharpening, max_nodes, model
+        self._device, self._max_nodes, self._model = device, max_nodes, model
         self._number = number
         self._searched: _Searched | None = None
 
@@ -138,7 +138,7 @@ class BeamSource:
 
     def _search(self, rows: DecodeRows, active: np.ndarray, shape: TreeShape) -> Search:
         temperature = rows.running.temperature[active]
-        read = self._sharpening.reading if rows.noisy else self._sharpening.alone
+        read = self.sharpening.reading if rows.noisy else self.sharpening.alone
         scale, spread = read(temperature)
         return Search(
             shape=shape,

@@ -147,7 +147,7 @@ def probed(base: type) -> type:
             from adaserve.engine.host.swap import exchange, prepared
 
             self.stats["looks"] = looks = self.stats.get("looks", 0) + 1
-            if self.learner._manifest and not self.stats.get("poisoned"):
+            if self.learner.tensors and not self.stats.get("poisoned"):
                 self._poison()
             if looks % every == 0:
                 folder = folders[looks // every % len(folders)]
@@ -160,16 +160,17 @@ def probed(base: type) -> type:
 
             from adaserve.learning.draft import to_bytes
             from adaserve.learning.messages import Candidate
+            from adaserve.pair.acceptance import Correction
 
             self.stats["poisoned"] = True
             learner = self.learner
             state = {
                 name: torch.full(tuple(shape), float("nan"), dtype=getattr(torch, dtype))
-                for name, (dtype, shape) in learner._manifest.items()
+                for name, (dtype, shape) in learner.tensors.items()
             }
             data = to_bytes(state)
-            learner._weights[: len(data)] = data
-            learner._take_in(Candidate(0, len(data), 4.0, 1.0))
+            learner.link.weights[: len(data)] = data
+            learner.take_in(Candidate(0, len(data), 4.0, 1.0, Correction()))
 
         def _advance(self) -> None:
             iteration = self._arriving
