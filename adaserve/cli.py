@@ -352,42 +352,10 @@ def bench_kernels(
         _fail(error)
 
 
-@bench.command("learn")
-def bench_learn(
-    *,
-    size: Size = "100M",
-    order: Annotated[
-        Any,
-        typer.Option(parser=str, metavar="A,B", help="Domains of the stream, part by part: cpp, json, law."),
-    ] = "cpp,json,law,cpp",
-    requests: Annotated[int, typer.Option(min=8, help="Requests of each part.")] = 256,
-    block: Annotated[int, typer.Option(min=4, help="Requests of a turn.")] = 32,
-    tokens: Annotated[int, typer.Option(min=16, help="Tokens generated per request.")] = 96,
-    temperature: Annotated[float, typer.Option(min=0, help="Of all requests.")] = 0.8,
-    at_once: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 4,
-    policy: PolicyName = "chain-4",
-    loss: Annotated[str, typer.Option(help="forward, reverse, jsd, lk or hard.")] = "jsd",
-    nice: Annotated[int, typer.Option(min=0, max=19, help="How far the trainer stands back.")] = 19,
-    out: Annotated[Path | None, typer.Option(help="Folder.", show_default="results/<UTC>-learn")] = None,
-) -> None:
-    """Compare a draft that learns with the draft as it came, in turns, while the traffic shifts."""
-    from adaserve.bench.learn import PATTERNS, LearnPlan, run_learn
-    from adaserve.server import ServerError
-
-    parts = tuple(w.strip() for w in order.split(","))
-    if wrong := set(parts) - set(PATTERNS):
-        raise typer.BadParameter(f"--order knows {', '.join(PATTERNS)}, not {', '.join(sorted(wrong))}")
-    learning: dict[str, Any] = {"learn": True, "learn_share": 1.0, "learn_loss": loss, "learn_nice": nice}
-    try:
-        plan = LearnPlan(parts, requests, block, tokens, temperature, at_once)
-        run_learn(_spec(None, None, size, policy=policy, **learning), plan, out, console)
-    except ServerError as error:
-        _fail(error)
-
-
 def _mount() -> None:
     """Commands that live in other packages."""
     from adaserve.bench.gpu_check.cli import gpu_check
+    from adaserve.bench.learn.cli import bench_learn
     from adaserve.bench.simulate import app as simulator
     from adaserve.bench.soak.cli import bench_soak
     from adaserve.bench.sweep.cli import bench_sweep
@@ -395,6 +363,7 @@ def _mount() -> None:
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
 
+    bench.command("learn")(bench_learn)
     bench.command("serve")(loadgen.bench_serve)
     bench.command("soak")(bench_soak)
     bench.command("sweep")(bench_sweep)

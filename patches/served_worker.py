@@ -98,7 +98,7 @@ class Comparing(Protocol):
     """A draft that learns."""
 
     def serve(self, name: str) -> None:
-        """The "first" draft, or the "present" one again."""
+        """The "first" draft, the "present" one, or that one "held" as it is."""
         ...
 
 
@@ -120,6 +120,10 @@ class ServedWorker(Protocol):
     @property
     def learner(self) -> Comparing | None:
         """None where no draft learns."""
+        ...
+
+    def number_requests(self, number: int) -> None:
+        """The next request to be prefilled has this number."""
         ...
 
     @property

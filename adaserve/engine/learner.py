@@ -67,28 +67,32 @@ class Learner:
         self._looked_s = 0.0
         self._first = self._serving()
         self._learned: _Draft | None = None  # while the first draft serves instead
+        self._held = False
         self._present: tuple[Candidate, bytes] | None = None  # for a trainer that starts again
         self._offer: _Offer | None = None
         self._helper = ThreadPoolExecutor(1, "adaserve-draft")
         self.state = DraftLearning(trainer="starting")
 
     def serve(self, name: str) -> None:
-        """Serves the "first" draft, for comparison, or the "present" one again, from the next iteration on.
-        While the first one serves, nothing is recorded; the trainer goes on with what it has."""
+        """For comparison, from the next iteration on: the "first" draft, while nothing is recorded but the
+        trainer goes on with what it has; or the present one "held", while the trainer waits, too. "present"
+        ends both."""
         if name == "first" and self._learned is None:
             self._learned = self._serving()
             self._exchange(self._first)
-        elif name == "present" and self._learned is not None:
+        elif name != "first" and self._learned is not None:
             self._exchange(self._learned)
             self._learned = None
-        self.tap.pauses = self._learned is not None
+        self._held = name == "held"
+        self.tap.pauses = name != "present"
 
     def look(self, states: Iterable[RequestState], now_s: float) -> None:
         """Between two iterations: tells the trainer whether to wait, and takes in what it has to say."""
         if now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
-        for message in self.link.look(is_tight(states, now_s), now_s, self._present):
+        busy = self._held or is_tight(states, now_s)
+        for message in self.link.look(busy, now_s, self._present):
             self.take_in(message)
         if self.tap.ring is not self.link.ring:  # a trainer has ended, or another one was started
             self.tap.ring, self._offer = self.link.ring, None

@@ -284,6 +284,10 @@ class AdaServeWorker(BaseSpecWorker):
             if self.learner is not None:
                 self.learner.tap.started(req, state)
 
+    def number_requests(self, number: int) -> None:
+        """The next request to be prefilled has this number, and the noise of the one that had it before."""
+        self._started = number - 1
+
     def _key(self, req: Any) -> int:
         """Of the request's noise: by its number in the order of first prefills, so that text at a fixed seed
         depends neither on chunks nor on retractions."""

@@ -14,6 +14,8 @@ from adaserve.pair.prompts import load_prompts
 
 SEEN, LENGTH, TEXTS = 16, 160, 96
 """Tokens that are context only, tokens of a text, and texts in all."""
+HOME_STEP = 6
+"""Of the shipped prompts every so many are home texts; the others are left to measurements."""
 _AT_ONCE = 8
 
 
@@ -42,7 +44,5 @@ def _tokenized(folder: str) -> list[np.ndarray]:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):  # a draft may come without one: it is served with the target's
         return []
-    prompts = load_prompts()
-    chosen = prompts[:: max(1, len(prompts) // (2 * TEXTS))]
-    rows = [tokenizer(p.text).input_ids[:LENGTH] for p in chosen]
+    rows = [tokenizer(p.text).input_ids[:LENGTH] for p in load_prompts()[::HOME_STEP]]
     return [np.array(r, np.int32) for r in rows if len(r) > 2 * SEEN][:TEXTS]

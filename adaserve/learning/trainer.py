@@ -103,7 +103,7 @@ class Trainer:
         sharpening: DraftSharpening,
         replay_bytes: int,
     ) -> None:
-        self.draft, self._home, self.recipe, self._sharpening = draft, list(home), recipe, sharpening
+        self.draft, self._home, self.recipe, self.sharpening = draft, list(home), recipe, sharpening
         self.first = Snapshot(draft.state(), Correction())
         self.present = self.first  # what is served
         self.replay = Replay(replay_bytes)
@@ -154,7 +154,7 @@ class Trainer:
     def loss_on(self, record: Record, logits: Tensor) -> Tensor:
         """[n]: of a draft that says ``logits`` [n, vocab] at the record's positions."""
         if self.recipe.loss == "hard" and record.key:
-            return _hard(record, logits, self._sharpening)
+            return _hard(record, logits, self.sharpening)
         p, q = reading.target(record), reading.draft(record, logits, record.temperature or 1.0)
         kind = losses.LOSSES["forward" if self.recipe.loss == "hard" else self.recipe.loss]
         return losses.loss_of(kind, p, q, greedy=record.temperature == 0)
@@ -169,7 +169,7 @@ class Trainer:
         """
         master = {name: t.clone() for name, t in self.draft.model.state_dict().items()}
         try:
-            candidate = self._snapshot(pause)
+            candidate = self.snapshot(pause)
             new = self.scores(candidate, unseen, pause)
             present = self.scores(self.present, unseen, pause)
             first = present if self.present is self.first else self.scores(self.first, unseen, pause)
@@ -178,8 +178,8 @@ class Trainer:
         return Judgement(candidate, new, present, first, tuple(r.slo_class for r in unseen))
 
     @torch.no_grad()
-    def _snapshot(self, pause: Pause) -> Snapshot:
-        """The draft in training, rounded, and its reading."""
+    def snapshot(self, pause: Pause) -> Snapshot:
+        """The draft in training, rounded, and its reading. What rounding took is lost."""
         state = self.draft.state()
         self.draft.load(state)
         newest = list(self.replay.records)[-FITTED:]
@@ -187,13 +187,13 @@ class Trainer:
         for record in newest:
             pause()
             logits += self.draft.logits([record])
-        return Snapshot(state, reading.fit(newest, logits, self._sharpening))
+        return Snapshot(state, reading.fit(newest, logits, self.sharpening))
 
     @torch.no_grad()
     def scores(self, draft: Snapshot, records: Sequence[Record], pause: Pause) -> Tensor:
         """[n]: expected accepted tokens of a chain of 4 on each request. The draft in training is lost."""
         self.draft.load(draft.state)
-        sharpening = self._sharpening.corrected(draft.correction)
+        sharpening = self.sharpening.corrected(draft.correction)
         found: dict[int, float] = {}
         for part in _parts(records):
             pause()
