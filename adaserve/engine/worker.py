@@ -285,8 +285,10 @@ class AdaServeWorker(BaseSpecWorker):
                 self.learner.tap.started(req, state)
 
     def number_requests(self, number: int) -> None:
-        """The next request to be prefilled has this number, and the noise of the one that had it before."""
+        """The next request to be prefilled has this number, and the noise of the one that had it before. First
+        tokens are drawn by SGLang, from torch's generator, so that begins anew as well."""
         self._started = number - 1
+        torch.manual_seed(request_key(*self._seed, number) >> 1)
 
     def _key(self, req: Any) -> int:
         """Of the request's noise: by its number in the order of first prefills, so that text at a fixed seed

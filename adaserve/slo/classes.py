@@ -108,7 +108,7 @@ class SLOLimits(Checked):
     # Share of the time that one tenant's requests may hold up the prompts of others for their TPOT SLO.
     tenant_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     # Tenants from whose requests no draft may learn, whatever a request says of it.
-    never_learn: frozenset[TenantId] = frozenset()
+    never_learn: Annotated[frozenset[TenantId], Field(strict=False)] = frozenset()
 
 
 class SLOConfig(Checked):

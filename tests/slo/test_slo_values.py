@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,21 @@ def test_any_place_can_forbid_learning(headers: Any, body: Any, learns: bool) ->
     assert resolved.learn is learns
     carried = resolved.in_params(body)
     assert "adaserve_learn" not in carried and RequestSLO.from_params(carried) == resolved
+
+
+def test_an_operator_excludes_tenants_from_learning(tmp_path: Path) -> None:
+    """By the hash of the key, so that the file holds no keys; what the request says of it does not count."""
+    excluded = sha256(b"sk-secret").hexdigest()[:16]
+    (tmp_path / "slo.yaml").write_text(f"classes: {{}}\nlimits: {{never_learn: ['{excluded}', anonymous]}}")
+    config = SLOConfig.load(tmp_path / "slo.yaml")
+    for headers, learns in (
+        ({"Authorization": "Bearer sk-secret", LEARN: "on"}, False),
+        ({"Authorization": "Bearer sk-other"}, True),
+        ({}, False),
+    ):
+        assert resolve(headers, {"adaserve_learn": True}, config).learn is learns
+    with pytest.raises(SLOError, match="never_learn"):
+        SLOLimits(never_learn=frozenset({"sk-secret"}))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ def bench_learn(
     against: Annotated[
         str, typer.Option(help="first: the draft as it came; held: what was learned, without learning.")
     ] = "first",
+    rest: Annotated[
+        float, typer.Option(min=0, help="Seconds without requests for each second with them: spare capacity.")
+    ] = 0.0,
     classes: Annotated[str, typer.Option(metavar="A,B", help="SLO classes of the requests, in turn.")] = "",
     policy: Annotated[str, typer.Option("--policy", help="adaserve, priced, chain-4, ...")] = "chain-4",
     loss: Annotated[str, typer.Option(help="forward, reverse, jsd, lk or hard.")] = "jsd",
@@ -56,7 +59,7 @@ def bench_learn(
     _known("--variants", chosen, tuple(VARIANTS))
     plan = LearnPlan(
         parts, requests, block, tokens, temperature, at_once, every=every, seed=seed,
-        against="held" if against == "held" else "first", slo_classes=words(classes),
+        against="held" if against == "held" else "first", slo_classes=words(classes), rest=rest,
     )  # fmt: skip
     settings: dict[str, Any] = {"learn": True, "learn_share": 1.0, "learn_loss": loss, "learn_nice": nice}
     try:

@@ -7,6 +7,7 @@ serve the same texts: what differs is how many tokens are accepted, and the time
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
@@ -44,6 +45,7 @@ class LearnPlan:
     against: Literal["first", "held"] = "first"  # what the draft that learns is compared with
     every: int = 1  # blocks after which a block is served by both; the others only by the draft that learns
     slo_classes: tuple[str, ...] = ()  # given to the requests in turn
+    rest: float = 0.0  # seconds without requests, for each second with them
     seed: int = 0
 
     @property
@@ -102,13 +104,17 @@ def _played(server: ServerProcess, asks: Sequence[Ask], plan: LearnPlan, index: 
     both = index % plan.every == 0
     names = plan.settings if both else plan.settings[1:]
     part, domain = plan.blocks[index]
-    answers = {}
+    answers: dict[str, list[dict[str, Any]]] = {}
     for name in names if index % 2 else names[::-1]:
         server.drain()
         server.set_draft(name)
         server.number_requests(1 + index * plan.block)
         groups = [asks[i : i + plan.at_once] for i in range(0, len(asks), plan.at_once)]
-        answers[name] = [answer for group in groups for answer in batch(server.url, group)]
+        answers[name] = []
+        for group in groups:
+            start_s = time.monotonic()
+            answers[name] += batch(server.url, group)
+            time.sleep(plan.rest * (time.monotonic() - start_s))
     written = {name: [a["output_ids"] for a in of] for name, of in answers.items()}
     pairs = zip(written[names[0]], written["present"], strict=True)
     same = float(np.mean([one == other for one, other in pairs]))

@@ -7,6 +7,7 @@ not trained on.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +23,7 @@ PATTERNS = {
 """Domain -> files below the environment's libraries."""
 HOME = "home"
 """The domain of the shipped prompts, which the draft was trained for."""
-LEAST_BYTES, MOST_FILES = 2_000, 400
+LEAST_BYTES, MOST_FILES, MOST_OF_A_FOLDER = 2_000, 400, 10
 HELD_OUT_STEP = 5
 PROMPT_CHARACTERS = (150, 600)
 
@@ -44,7 +45,13 @@ class Texts:
         if not found:
             raise ServerError(f"there are no files for {domain!r} below {library}: choose other domains")
         self._rng.shuffle(found)
-        return [f.read_text(errors="ignore") for f in found[:MOST_FILES]]
+        of_folder = Counter[Path]()
+        chosen = []
+        for file in found:
+            of_folder[file.parent] += 1
+            if of_folder[file.parent] <= MOST_OF_A_FOLDER:
+                chosen.append(file)
+        return list(dict.fromkeys(f.read_text(errors="ignore") for f in chosen[:MOST_FILES]))
 
     def take(self, count: int) -> list[str]:
         rng, prompts = self._rng, []
