@@ -285,8 +285,9 @@ class AdaServeWorker(BaseSpecWorker):
                 self.learner.tap.started(req, state)
 
     def number_requests(self, number: int) -> None:
-        """The next request to be prefilled has this number, and the noise of the one that had it before. First
-        tokens are drawn by SGLang, from torch's generator, so that begins anew as well."""
+        """The next request to be prefilled has this number, and the noise of the one that had it before.
+
+        SGLang draws first tokens from torch's generator, so that one begins anew as well."""
         self._started = number - 1
         torch.manual_seed(request_key(*self._seed, number) >> 1)
 
