@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -129,14 +130,18 @@ def test_a_wrong_learning_rate_never_reaches_serving(
 def test_it_waits_while_the_server_is_busy_and_forgets_that_when_nobody_says_so(
     target: tuple[torch.nn.Module, Path], lines: list[Line], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adaserve.learning.process.BUSY_S", 1e9)
-    lines.append(line := Line(target[1]))
+    lines.append(line := Line(target[1], rate=1.0))  # so wrong that there is never a candidate
     line.start()
     line.next(Hello)
+    start_s = time.monotonic()
+    feed(line, target[0], 2 * JUDGED, seed=1)
+    line.next(Progress)
+    usual_s = time.monotonic() - start_s
+    monkeypatch.setattr("adaserve.learning.process.BUSY_S", 1e9)
     send(line.connection, Load(busy=True))
     assert isinstance(line.next(Alive), Alive)
-    feed(line, target[0], 2 * JUDGED, seed=1)
-    assert not line.connection.poll(2.0), "it works while the server is busy"
+    feed(line, target[0], 2 * JUDGED, seed=2)
+    assert not line.connection.poll(2 * usual_s), "it works while the server is busy"
     monkeypatch.setattr("adaserve.learning.process.BUSY_S", 0.1)
     send(line.connection, Load(busy=True))
     line.next(Alive)
