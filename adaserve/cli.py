@@ -126,6 +126,18 @@ def serve(
     suffix_memory_mb: Annotated[
         int, typer.Option(min=1, help="Most memory for the texts that suffix searches, in MB.")
     ] = 128,
+    learn: Annotated[
+        bool,
+        typer.Option(
+            "--learn",
+            help="Train the draft on what is served, on spare processor time, and swap better ones in. CPU "
+            "hosts only. Requests with x-adaserve-learn: off are left out.",
+        ),
+    ] = False,
+    learn_folder: Annotated[
+        Path | None,
+        typer.Option(help="Keep better drafts here, and start with the last one.", show_default="not kept"),
+    ] = None,
     size: Size = "100M",
     policy: PolicyName = "priced",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -169,6 +181,7 @@ def serve(
         model, draft, size, tuple(context.args), host, port,
         second_draft=second_draft, drafts=drafts, draft_window=draft_window, draft_sinks=draft_sinks,
         suffix_scope=suffix_scope, suffix_memory_mb=suffix_memory_mb,
+        learn=learn, learn_folder=_text(learn_folder),
         policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
         shed=shed, orca=orca,
@@ -377,12 +390,15 @@ def bench_context(
 def _mount() -> None:
     """Commands that live in other packages."""
     from adaserve.bench.gpu_check.cli import gpu_check
+    from adaserve.bench.learn.cli import bench_learn
     from adaserve.bench.simulate import app as simulator
     from adaserve.bench.soak.cli import bench_soak
     from adaserve.bench.sweep.cli import bench_sweep
+    from adaserve.learning.cli import app as draft
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
 
+    bench.command("learn")(bench_learn)
     bench.command("serve")(loadgen.bench_serve)
     bench.command("soak")(bench_soak)
     bench.command("sweep")(bench_sweep)
@@ -391,6 +407,7 @@ def _mount() -> None:
     app.command("report")(loadgen.report)
     app.add_typer(simulator, name="simulate")
     app.add_typer(pair, name="pair")
+    app.add_typer(draft, name="draft")
 
 
 def main() -> None:

@@ -104,6 +104,24 @@ class AdaServeConfig(Checked):
         description="unloaded milliseconds per token, which classes given as x_baseline multiply "
         "(default: measured)",
     )
+    learn: bool = Field(
+        default=False,
+        description="train the draft on what is served, in a process of its own, and serve better ones",
+    )
+    learn_share: float = Field(default=0.25, gt=0, le=1, description="share of the requests to learn from")
+    learn_loss: Literal["forward", "reverse", "jsd", "lk", "hard"] = Field(
+        default="jsd", description="what learning makes small (docs/learning.md)"
+    )
+    learn_rate: float = Field(default=3e-4, gt=0, lt=1, description="learning rate of AdamW")
+    learn_nice: int = Field(
+        default=19, ge=0, le=19, description="how far the trainer stands back for others, as in `nice`"
+    )
+    learn_memory_mb: int = Field(
+        default=128, ge=16, le=1 << 20, description="memory for requests to learn from, in MB"
+    )
+    learn_folder: str | None = Field(
+        default=None, description="keep better drafts in this folder, and start with the last one"
+    )
     prefill: Literal["slack", "exclusive"] | None = Field(
         default=None,
         description="slack (default of policies that know SLOs): prefill chunks between decode iterations, "
@@ -195,6 +213,14 @@ class AdaServeConfig(Checked):
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"there is no file {path}")
         return path
+
+    @model_validator(mode="after")
+    def _something_learns(self) -> Self:
+        if self.learn_folder is not None and not self.learn:
+            raise ConfigError("drafts are kept where they learn: give --learn as well, or no folder")
+        if self.learn and not self.has_model:
+            raise ConfigError(f"drafts are {self.drafts}, so nothing can learn: give --drafts model")
+        return self
 
     @property
     def has_model(self) -> bool:

@@ -253,11 +253,24 @@ class ServerProcess:
         """Changes when the running server prefills: slack or exclusive. Raises ServerError."""
         self._set("prefill", mode)
 
+    def set_draft(self, name: str) -> None:
+        """Where a draft learns: serves the "first" one, the "present" one, or that one "held" as it is.
+
+        Raises ServerError."""
+        self._set("draft", name)
+
+    def number_requests(self, number: int) -> None:
+        """The same requests behind the same number, in one call, get the same texts. Raises ServerError."""
+        self._set_state({"adaserve_next_request": number})
+
     def _set(self, setting: str, value: str) -> None:
-        body = {"server_args": {f"adaserve_{setting}={value}": 1}}
+        self._set_state({f"adaserve_{setting}={value}": 1})
+
+    def _set_state(self, values: dict[str, int]) -> None:
+        body = {"server_args": values}
         answer = httpx.post(self.url + "/set_internal_state", json=body, timeout=30.0)
         if answer.status_code != 200 or answer.json() != [True]:
-            raise ServerError(f"the server refused the {setting} {value!r}: {answer.text}")
+            raise ServerError(f"the server refused {values}: {answer.text}")
 
     def drain(self) -> None:
         """Waits until nothing runs and empties the prefix cache; requests that take too long are aborted.

@@ -33,7 +33,7 @@ from adaserve.loadgen.results import (
     write_summary,
 )
 from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts
-from adaserve.loadgen.server_metrics import Samples, scrape, server_side
+from adaserve.loadgen.server_metrics import Samples, learning, scrape, server_side
 from adaserve.loadgen.stream import Target
 from adaserve.slo.metrics import RequestRecord
 
@@ -156,6 +156,7 @@ class LocalRun:
     def _meta(self, schedule: Schedule) -> dict[str, Any]:
         env = json.loads((self.out / "env.json").read_text(encoding="utf-8"))
         server = self.config.server
+        after = scrape(server)
         return {
             "git_sha": env["git_sha"],
             "command": env["command"],
@@ -167,7 +168,8 @@ class LocalRun:
             "api": server.api,
             "baseline_ms": self.config.baseline_ms,
             "class_targets": {n: c.target for n, c in self.config.classes.items()},
-            "server": server_side(self._before, scrape(server)),
+            "server": server_side(self._before, after),
+            "learning": learning(after),
         }
 
 

@@ -94,10 +94,13 @@ def _summary_of_the_run(folder: Path) -> dict[str, Any]:
     old["warmup_s"] = float(warmup_s) if is_amount(warmup_s) else 0.0
     old["invalid_reasons"] = [str(r) for r in reasons] if isinstance(reasons, list) else []
     targets, server = old.pop("class_targets", None), old.pop("server", None)
+    drafts = old.pop("learning", None)
     if isinstance(targets, dict):
         old["class_targets"] = {n: t for n, t in targets.items() if is_amount(t) and t <= 1}
     if isinstance(server, dict):
         old["server"] = {n: c for n, c in server.items() if _is_count(c)}
+    if isinstance(drafts, dict):
+        old["learning"] = {n: d for n, d in drafts.items() if _is_comparison(d)}
     return old
 
 
@@ -107,6 +110,11 @@ def _is_count(of_class: Any) -> bool:
     if not isinstance(counted, dict) or not is_amount(counted.get("requests")):
         return False
     return counted.get("attainment") is None or is_amount(counted["attainment"])
+
+
+def _is_comparison(of_class: Any) -> bool:
+    """Whether this says how much of the present and of the first draft is accepted."""
+    return isinstance(of_class, dict) and all(is_amount(of_class.get(d)) for d in ("present", "first"))
 
 
 def _config_of_the_run(folder: Path) -> str:
@@ -318,6 +326,7 @@ def _page(runs: Sequence[Run], groups: Sequence[Group], charts: Sequence[Chart])
         names=class_names(groups),
         charts=[{"title": c.title, "note": c.note, "svg": figures.svg(c.figure)} for c in charts],
         runs=runs,
+        drafts=[(r.label, name, d) for r in runs for name, d in r.summary.get("learning", {}).items()],
         agreement=[row for r in runs for row in agreement_rows(r)],
         flips=[row for r in runs for row in flip_rows(r)],
         title=" against ".join(g.label for g in groups) if len(groups) <= 4 else f"{len(groups)} settings",

@@ -12,6 +12,7 @@ from adaserve.loadgen.plain_http import open_url
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 REQUESTS = "adaserve:slo_requests_total"
+DRAFT_ACCEPTED = "adaserve:draft_accepted"
 Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -49,6 +50,16 @@ def server_side(before: Samples, after: Samples) -> dict[str, Any] | None:
     if not counts:
         return None
     return {name: _attainment(by_objective) for name, by_objective in sorted(counts.items())}
+
+
+def learning(after: Samples) -> dict[str, dict[str, float]] | None:
+    """Class -> draft ("present", "first") -> accepted tokens of a chain of 4; None where no draft learns."""
+    found: dict[str, dict[str, float]] = {}
+    for (name, labels), value in after.items():
+        if name == DRAFT_ACCEPTED:
+            label = dict(labels)
+            found.setdefault(label.get("slo_class", ""), {})[label.get("draft", "")] = value
+    return found or None
 
 
 def _attainment(by_objective: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:

@@ -94,6 +94,14 @@ class Sheds(Protocol):
         ...
 
 
+class Comparing(Protocol):
+    """A draft that learns."""
+
+    def serve(self, name: str) -> None:
+        """The "first" draft, the "present" one, or that one "held" as it is."""
+        ...
+
+
 class ServedWorker(Protocol):
     """The speculative worker of one scheduler process."""
 
@@ -108,6 +116,15 @@ class ServedWorker(Protocol):
 
     @property
     def shedder(self) -> Sheds: ...
+
+    @property
+    def learner(self) -> Comparing | None:
+        """None where no draft learns."""
+        ...
+
+    def number_requests(self, number: int) -> None:
+        """The next request to be prefilled has this number."""
+        ...
 
     @property
     def policy_names(self) -> tuple[str, ...]:

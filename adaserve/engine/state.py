@@ -30,6 +30,7 @@ class RequestState:
     key: int = 0  # of its noise when it samples (adaserve/noise.py)
     speculation: int | None = None  # deepest node that its client allows; None = no limit
     osl: int | None = None  # output tokens that its client expects
+    learn: bool = True  # whether its client allows that the draft learns from it
 
     def advance(self, tokens: list[int]) -> None:
         """Takes in what an iteration emitted."""

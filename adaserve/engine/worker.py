@@ -20,13 +20,14 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_observability, get_parallel, get_schedule
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from adaserve.config import AdaServeConfig, slo_classes
+from adaserve.config import AdaServeConfig, ConfigError, slo_classes
 from adaserve.engine import measure, sampling
 from adaserve.engine.agree import Agreement
 from adaserve.engine.forecast import Forecaster
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
 from adaserve.engine.iteration import Iteration, Marks, counts_by_source, sample_of
+from adaserve.engine.learner import Learner
 from adaserve.engine.parts import Device
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
@@ -98,6 +99,7 @@ class AdaServeWorker(BaseSpecWorker):
         self._started = 0  # requests
         self._arriving: Iteration | None = None  # whose tokens requests and sources don't know yet
         self._unobserved: Iteration | None = None  # whose outcome the policy doesn't know yet
+        self.learner: Learner | None = None
         self._leaving: list[str] = []  # finished requests that an unobserved iteration still knows
 
     def init_cuda_graphs(self) -> None:
@@ -124,6 +126,18 @@ class AdaServeWorker(BaseSpecWorker):
         )
         self.forecaster = Forecaster(self.prefill, self.ledger, slo_classes())
         self.shedder = Shedder(self.config.shed, self.forecaster, self.ledger, slo_classes())
+        self.learner = self._make_learner()
+
+    def _make_learner(self) -> Learner | None:
+        """Started last, so that the trainer does not disturb the measurements."""
+        if not self.config.learn or self._draft_worker is None:
+            return None
+        draft = self._draft_worker.models[0]
+        if on_device(draft.runner.device) or not self._agreement.alone:
+            raise ConfigError("drafts learn on a single CPU rank so far: leave out --learn")
+        source = self._sources[0]
+        assert isinstance(source, BeamSource)
+        return Learner(self.config, draft.runner.model, source, draft.path, self.ledger.stats)
 
     def _make_sources(self) -> Iterator[TreeSource]:
         """Draft models come first: where the target has the KV of their nodes, too, nothing has to move."""
@@ -255,6 +269,7 @@ class AdaServeWorker(BaseSpecWorker):
             state = RequestState(req.rid, slo.slo_class, slo.tpot_s, now_s, key=self._key(req))
             asked = asked_of(req)
             state.speculation, state.osl = asked.speculation, asked.osl
+            state.learn = asked.learn
             old = self._states.get(row)
             if old is not None and old.rid != req.rid and self._pool_row.get(old.rid) == row:
                 # Its request has ended (SGLang does not report one that is aborted in the queue) or waits
@@ -270,6 +285,15 @@ class AdaServeWorker(BaseSpecWorker):
                 self._decode_starts[req] = now_s
             self._states[row] = state
             self._pool_row[req.rid] = row
+            if self.learner is not None:
+                self.learner.tap.started(req, state)
+
+    def number_requests(self, number: int) -> None:
+        """The next request to be prefilled has this number, and the noise of the one that had it before.
+
+        SGLang draws first tokens from torch's generator, so that one begins anew as well."""
+        self._started = number - 1
+        torch.manual_seed(request_key(*self._seed, number) >> 1)
 
     def _key(self, req: Any) -> int:
         """Of the request's noise: by its number in the order of first prefills, so that text at a fixed seed
@@ -288,6 +312,9 @@ class AdaServeWorker(BaseSpecWorker):
         self._advance()  # what the last iteration accepted, if that comes late (overlap)
         if grammar_barrier is not None:
             grammar_barrier()  # the same for matchers, which SGLang advances
+        if self.learner is not None:
+            running = (self._states[row] for row in self._pool_row.values())
+            self.learner.look(running, time.perf_counter())
         start_s, start = time.perf_counter(), self.device.mark()
         rows, offers = self._offered(self._rows(batch))
         plan = self._agreement.plan(lambda: self.policy.plan(rows.running, start_s), rows.running)
@@ -302,6 +329,8 @@ class AdaServeWorker(BaseSpecWorker):
         verified = verify.build(rows, proposal, selection)
         tensors, draws, logits = self._verify(batch, rows, verified, allowed)
         acceptance = verify.accept(tensors, draws, len(rows), verified.deepest, self.stride)
+        if self.learner is not None and logits is not None:
+            self.learner.tap.verified(rows, verified, acceptance, logits)
         result = self._result(batch, acceptance, tensors, draws, logits)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
@@ -356,7 +385,8 @@ class AdaServeWorker(BaseSpecWorker):
         tensors = self.device.put({**verified.arrays(), **target.arrays(verified.batch)})
         states = target.run(verified.batch, tensors)
         info = batch.sampling_info
-        if allowed is None and not batch.return_logprob and sampling.is_plain_greedy(info, batch.reqs):
+        wanted = batch.return_logprob or (self.learner is not None and self.learner.tap.is_open)
+        if allowed is None and not wanted and sampling.is_plain_greedy(info, batch.reqs):
             return tensors, target.argmax(states), None
         logits = target.logits(states)
         step = sampling.Step(self.device, batch.reqs, rows.states, info, verified, tensors, allowed)
@@ -461,6 +491,8 @@ class AdaServeWorker(BaseSpecWorker):
 
     def _forget(self, rid: str) -> None:
         self._policies.forget(rid)
+        if self.learner is not None:
+            self.learner.tap.finished(rid)
         if self._recorder is not None:
             self._recorder.forget(rid)
 

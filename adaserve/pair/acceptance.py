@@ -60,6 +60,41 @@ class DraftSharpening:
         scale = 1.0 / np.interp(t, temperatures, taus)
         return scale, np.where(t > 0, np.interp(t, temperatures, noise) * scale, 0.0)
 
+    def corrected(self, correction: Correction) -> DraftSharpening:
+        """For a draft that has learned since this was measured."""
+        temperatures, taus, noise = self.shared
+        shared = (
+            temperatures,
+            correction.taus(temperatures, taus),
+            tuple(w * correction.noise for w in noise),
+        )
+        taus = correction.taus(self.temperatures, self.taus)
+        return DraftSharpening(self.temperatures, taus, self.measured, shared)
+
+    def save(self, draft: Path) -> None:
+        """Writes the tables beside a draft's weights, for ``load_sharpening``."""
+        temperatures, taus, noise = self.shared
+        report = {
+            "draft_temperature": {"request_temperature": self.temperatures, "tau": self.taus},
+            "shared_noise": {"request_temperature": temperatures, "tau": taus, "noise": noise},
+        }
+        (draft / FILE_NAME).write_text(json.dumps(report, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Factors on what was measured for the first draft: of the noise, and of tau where requests sample and
+    where they are greedy."""
+
+    noise: float = 1.0
+    tau: float = 1.0
+    greedy_tau: float = 1.0
+
+    def taus(self, temperatures: tuple[float, ...], taus: tuple[float, ...]) -> tuple[float, ...]:
+        """Corrected taus at these temperatures."""
+        pairs = zip(temperatures, taus, strict=True)
+        return tuple(tau * (self.tau if t > 0 else self.greedy_tau) for t, tau in pairs)
+
 
 def load_sharpening(draft: Path) -> DraftSharpening:
     """The measured sharpening shipped with a draft, or a modest default for drafts without one."""

@@ -28,6 +28,8 @@ MAX_CLASSES = 32
 ANONYMOUS = "anonymous"
 """Tenant of requests that carry no API key."""
 
+TenantId = Annotated[str, Field(pattern="^([0-9a-f]{16}|anonymous)$")]
+"""The first 16 digits of the SHA-256 of an API key, or ``ANONYMOUS``: files of classes need not hold keys."""
 TpotMs = Annotated[float, Field(ge=TPOT_RANGE_MS[0], le=TPOT_RANGE_MS[1])]
 TtftMs = Annotated[float, Field(ge=TTFT_RANGE_MS[0], le=TTFT_RANGE_MS[1])]
 
@@ -105,6 +107,8 @@ class SLOLimits(Checked):
     least_ttft_ms: TtftMs = TTFT_RANGE_MS[0]
     # Share of the time that one tenant's requests may hold up the prompts of others for their TPOT SLO.
     tenant_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    # Tenants from whose requests no draft may learn, whatever a request says of it.
+    never_learn: Annotated[frozenset[TenantId], Field(strict=False)] = frozenset()
 
 
 class SLOConfig(Checked):

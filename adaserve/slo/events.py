@@ -75,3 +75,38 @@ class IterationSample(msgspec.Struct):
     windows: dict[str, int] = {}  # requests that were drafted for, by what was read of their contexts
     queue: int = 0
     kv_use: float = 0.0  # share of the KV pool in use
+
+
+class DraftScores(msgspec.Struct):
+    """Of the requests of one class, on average: expected accepted tokens of a chain of 4 of two drafts."""
+
+    requests: int
+    present: float
+    first: float
+
+
+class Judged(msgspec.Struct):
+    """Expected accepted tokens of a chain of 4 of three drafts, on the same requests."""
+
+    at: float  # epoch seconds
+    candidate: float
+    present: float
+    first: float
+    verdict: str  # "better", "worse" or "undecided"
+    classes: dict[str, DraftScores] = {}
+
+
+class DraftLearning(msgspec.Struct):
+    """A draft that learns, since the server started."""
+
+    trainer: str  # "starting", "running", "restarting" or, for good, "ended"
+    judged: list[Judged] = []  # the newest ones, oldest first
+    swaps: int = 0
+    rejected: int = 0  # candidates that were worse, or could not be served
+    swap_ms: float = 0.0  # of the last swap
+    requests: int = 0  # that were learned from, and their tokens
+    tokens: int = 0
+    updates: int = 0
+    cpu_s: float = 0.0  # that the trainer has used
+    recorded: int = 0  # requests that were handed to the trainer
+    dropped: int = 0  # requests for which there was no room

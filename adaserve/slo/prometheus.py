@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
+from adaserve.slo.events import STAGES, DraftLearning, FinishedRequest, IterationSample
 from adaserve.slo.forecast import Forecast
 from adaserve.slo.metrics import RATIO_EDGES
 
@@ -35,6 +35,16 @@ _HISTOGRAMS = {
     "budget": ("token_budget", "Token budget B of a verification", _TOKEN_EDGES),
     "verify_tokens": ("verify_batch_tokens", "Tokens of a verification", _TOKEN_EDGES),
 }
+
+
+_LEARNING = (
+    ("accepted", "Expected accepted tokens of a chain of 4, on the newest requests", ("draft", "slo_class")),
+    ("swaps", "Better drafts that were swapped in", ()),
+    ("rejected", "Drafts in training that were worse or could not be served", ()),
+    ("learned_tokens", "Served tokens that the draft has learned from", ()),
+    ("trainer_cpu_seconds", "Processor time that the trainer has used", ()),
+    ("trainer_running", "1 while the trainer runs", ()),
+)
 
 
 class ServerMetrics:
@@ -93,6 +103,9 @@ class ServerMetrics:
         self.wait = best_least("adaserve:predicted_wait_seconds", wait, by_class)
         admission = "1 = a new prompt starts at once, below 1 = it waits while it can for those that run"
         self.admission = best_most("adaserve:admission_open", admission)
+        self._learning: dict[str, Any] = {
+            name: gauge(f"adaserve:draft_{name}", says, labels) for name, says, labels in _LEARNING
+        }
 
     def start(self, targets: Mapping[str, float]) -> None:
         """Publishes the targets, and zeros for each class: a rate needs a first value."""
@@ -153,6 +166,18 @@ class ServerMetrics:
         if sample.running:
             self.accept.observe(sample.new_tokens / sample.running)
         self._calibrate(sample)
+
+    def learned(self, learning: DraftLearning) -> None:
+        """How a draft that learns is doing."""
+        gauges = self._learning
+        for slo_class, scores in learning.judged[-1].classes.items() if learning.judged else ():
+            gauges["accepted"].labels("present", slo_class).set(scores.present)
+            gauges["accepted"].labels("first", slo_class).set(scores.first)
+        gauges["swaps"].set(learning.swaps)
+        gauges["rejected"].set(learning.rejected)
+        gauges["learned_tokens"].set(learning.tokens)
+        gauges["trainer_cpu_seconds"].set(learning.cpu_s)
+        gauges["trainer_running"].set(learning.trainer == "running")
 
     def _calibrate(self, sample: IterationSample) -> None:
         """Exponential averages over about 200 iterations: single ones are noise."""

@@ -12,7 +12,8 @@ Hints come from Dynamo: nvext.agent_hints {priority, osl} and header x-dynamo-re
 looks like one of these and is none (``x-slo-tpot``) is refused, and the message names the nearest.
 
 A request may limit its speculation: custom_params {adaserve_speculation} or header x-adaserve-speculation,
-"off" or the most tokens that may be speculated at once.
+"off" or the most tokens that may be speculated at once. It may forbid that a draft learns from it:
+custom_params {adaserve_learn: false} or header x-adaserve-learn: off.
 
 The server answers a bad value with 400 and the text of the SLOError, so each message names the value
 and the remedy. The HTTP process calls :func:`resolve`, once; what it found travels to the scheduler
@@ -51,10 +52,12 @@ HEADER_TTFT = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-sgl-ttft-slo-ms")
 HEADER_TPS = "x-sgl-tps-slo"
 HEADER_PRIORITY = "x-dynamo-request-priority"
 HEADER_SPECULATION = "x-adaserve-speculation"
-KNOWN_HEADERS = (HEADER_CLASS, *HEADER_TPOT, *HEADER_TTFT, HEADER_TPS, HEADER_SPECULATION)
+HEADER_LEARN = "x-adaserve-learn"
+KNOWN_HEADERS = (HEADER_CLASS, *HEADER_TPOT, *HEADER_TTFT, HEADER_TPS, HEADER_SPECULATION, HEADER_LEARN)
 _LOOKS_LIKE_OURS = re.compile(r"x-(slo|llm-d-slo|adaserve)(-|$)|x-sgl-(.*-)?slo(-|$)")
 BODY_KEYS = ("slo_class", "slo_tpot_ms", "slo_ttft_ms")
 SPECULATION_KEY = "adaserve_speculation"
+LEARN_KEY = "adaserve_learn"
 MOST_SPECULATION = 64
 MOST_OSL = 1 << 20
 PRIORITY_RANGE = (-(1 << 31), (1 << 31) - 1)
@@ -80,6 +83,7 @@ class RequestSLO:
     speculation: int | None = None  # tokens that may be speculated at once; 0 = off, None = no limit
     osl: int | None = None  # output tokens that the client expects
     priority: int | None = None  # higher = sooner, where the server schedules by priority
+    learn: bool = True  # whether a draft may learn from it
 
     def at(self, baseline_s: float | None) -> SLO:
         """The objectives in seconds. Raises SLOError when they need a baseline that is unknown."""
@@ -90,7 +94,7 @@ class RequestSLO:
 
     def in_params(self, custom_params: Mapping[str, Any] | None) -> dict[str, Any]:
         """SGLang's ``custom_params`` with this SLO in place of what the client wrote about SLOs."""
-        ours = (*BODY_KEYS, SPECULATION_KEY, "nvext")
+        ours = (*BODY_KEYS, SPECULATION_KEY, LEARN_KEY, "nvext")
         kept = {k: v for k, v in (custom_params or {}).items() if k not in ours}
         return kept | {WIRE_KEY: asdict(self)}
 
@@ -128,6 +132,7 @@ def resolve(
     tpot_ms, ttft_ms = _first(body.tpot_ms, header.tpot_ms), _first(body.ttft_ms, header.ttft_ms)
     cls = config.get(DEFAULT_CLASS if name is None else name)
     own_ms = tpot_ms is not None or ttft_ms is not None
+    tenant = _tenant(sent)
     if own_ms and not config.limits.own_ms:
         raise SLOError(f"this server takes no SLO in milliseconds: name a class, {', '.join(config.classes)}")
     return RequestSLO(
@@ -135,10 +140,11 @@ def resolve(
         tpot_s=seconds(_first(tpot_ms, cls.tpot_ms)),
         ttft_s=seconds(_first(ttft_ms, cls.ttft_ms)),
         x_baseline=cls.x_baseline if tpot_ms is None else None,
-        tenant=_tenant(sent),
+        tenant=tenant,
         speculation=_speculation(sent, params),
         osl=_integer("nvext.agent_hints.osl", hints.get("osl"), (1, MOST_OSL)),
         priority=_priority(sent, hints),
+        learn=_learn(sent, params) and tenant not in config.limits.never_learn,
     )
 
 
@@ -169,6 +175,19 @@ def _integer(where: str, value: Any, accepted: tuple[int, int]) -> int | None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise SLOError(f"{where} is {shown(value)}: accepted is an integer from {low} to {high}")
     return value
+
+
+def _learn(sent: Mapping[str, list[str]], params: Mapping[str, Any]) -> bool:
+    """False when any place forbids it: what is private in one place is private."""
+    allowed = []
+    for text in sent.get(HEADER_LEARN, []):
+        if text.lower() not in ("on", "off"):
+            raise SLOError(f'header {HEADER_LEARN} is {shown(text)}: accepted is "on" or "off"')
+        allowed.append(text.lower() == "on")
+    value = params.get(LEARN_KEY)
+    if value is not None and not isinstance(value, bool):
+        raise SLOError(f"custom_params.{LEARN_KEY} is {shown(value)}: accepted is true or false")
+    return all(allowed) and value is not False
 
 
 def _speculation(sent: Mapping[str, list[str]], params: Mapping[str, Any]) -> int | None:

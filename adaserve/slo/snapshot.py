@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS
-from adaserve.slo.events import READING, IterationSample
+from adaserve.slo.events import READING, DraftLearning, IterationSample
 from adaserve.slo.stats import (
     BUCKET_S,
     HISTORY_S,
@@ -102,6 +102,7 @@ class Snapshot(msgspec.Struct):
     classes: list[ClassSnapshot]
     slow: list[SlowRequest]  # newest first
     history: History
+    learning: DraftLearning | None  # of the first rank where a draft learns
     notes: list[str]  # sentences: what else should be known now
 
     def to_json(self) -> dict[str, Any]:
@@ -156,8 +157,16 @@ def build_snapshot(
         classes=[_class(name, ranks, total.classes.get(name, ClassCounts()), per_s) for name in names],
         slow=sorted((e for r in ranks for e in r.slow), key=lambda e: -e.at)[:12],
         history=_history(buckets, names, last_key),
-        notes=list(dict.fromkeys(notes)) if ranks else ["the scheduler has not reported yet"],
+        learning=next((r.learning for r in ranks if r.learning is not None), None),
+        notes=list(dict.fromkeys([*notes, *_learning_notes(ranks)]))
+        if ranks
+        else ["the scheduler has not reported yet"],
     )
+
+
+def _learning_notes(ranks: Sequence[RankState]) -> list[str]:
+    ended = any(r.learning is not None and r.learning.trainer == "ended" for r in ranks)
+    return ["the draft learns no more: its trainer has ended (the log says when)"] if ended else []
 
 
 def _merged(ranks: Sequence[RankState], last_key: int) -> dict[int, Bucket]:

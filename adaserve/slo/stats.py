@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from adaserve.slo.classes import CUSTOM_CLASS, SLOConfig
-from adaserve.slo.events import READING, STAGES, FinishedRequest, IterationSample
+from adaserve.slo.events import READING, STAGES, DraftLearning, FinishedRequest, IterationSample
 from adaserve.slo.forecast import Forecast
 from adaserve.slo.prometheus import ServerMetrics
 
@@ -110,6 +110,7 @@ class RankState(msgspec.Struct):
     last: IterationSample | None
     last_at: float
     slow: list[SlowRequest]
+    learning: DraftLearning | None = None  # where a draft learns
 
 
 def add_numbers(into: dict[Any, Any], values: Mapping[Any, Any]) -> None:
@@ -145,6 +146,7 @@ class SLOStats:
         self._slos: dict[str, tuple[float | None, float | None]] = {}
         self._totals: dict[str, tuple[int, int]] = {}
         self._last: IterationSample | None = None
+        self._learning: DraftLearning | None = None
         self._last_at = 0.0
         if metrics is not None:
             metrics.start(self._targets)
@@ -192,6 +194,12 @@ class SLOStats:
         if self._metrics is not None:
             self._metrics.shed(slo_class, reason)
 
+    def learned(self, learning: DraftLearning) -> None:
+        """How a draft that learns is doing now."""
+        self._learning = learning
+        if self._metrics is not None:
+            self._metrics.learned(learning)
+
     def state(self) -> dict[str, Any]:
         """A RankState as JSON values; see :func:`adaserve.slo.snapshot.build_snapshot`."""
         state = RankState(
@@ -204,6 +212,7 @@ class SLOStats:
             last=self._last,
             last_at=self._last_at,
             slow=list(self._slow),
+            learning=self._learning,
         )
         built: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
         return built

@@ -225,7 +225,8 @@ def test_client_and_server_are_compared(tmp_path: Path) -> None:
         r.judge()
     (tmp_path / "requests.jsonl").write_text("\n".join(r.to_json() for r in records) + "\n")
     server = {"chat": {"all": {"requests": 3, "attainment": 0.333333}}}
-    (tmp_path / "summary.json").write_text(json.dumps({"server": server}))
+    learning = {"chat": {"present": 1.5, "first": 1.2}, "chat2": {"present": "x"}}
+    (tmp_path / "summary.json").write_text(json.dumps({"server": server, "learning": learning}))
     (row,) = agreement_rows(read_run(tmp_path))
     assert (row["client"], row["client_n"], row["server_n"]) == (0.5, 4, 3)
     assert row["points"] == pytest.approx(16.7, abs=0.1)
@@ -235,6 +236,7 @@ def test_client_and_server_are_compared(tmp_path: Path) -> None:
     )
     page = write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
     assert "Client and server" in page and "+16.7" in page and "1 within 5% of their SLO" in page
+    assert page.count("Draft that learns") == 1 and "+25.0%" in page
 
 
 def told(record: RequestRecord, tpot_ms: float, met: bool, **more: float) -> RequestRecord:

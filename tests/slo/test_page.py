@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from adaserve.slo.classes import SLO, SLOConfig
-from adaserve.slo.events import FinishedRequest, IterationSample
+from adaserve.slo.events import DraftLearning, DraftScores, FinishedRequest, IterationSample, Judged
 from adaserve.slo.page import mount, page_html
 from adaserve.slo.snapshot import build_snapshot
 from adaserve.slo.stats import SLOStats
@@ -64,6 +64,9 @@ def made_up(seconds: float = 300.0, seed: int = 0) -> SLOStats:
             )
         )
         now[0] += 0.22
+    scores = {"coding": DraftScores(12, 1.5, 1.3), "chat": DraftScores(20, 1.3, 1.2)}
+    judged = [Judged(end - 60 * k, 1.42, 1.4, 1.25, "better", scores) for k in (3, 2, 1)]
+    stats.learned(DraftLearning("running", judged, swaps=3, tokens=9000, cpu_s=8.5))
     return stats
 
 
@@ -107,7 +110,7 @@ def serve() -> Iterator[Any]:
         thread.join(10)
 
 
-DRAWN = "return document.querySelectorAll('.u-over').length === 6"
+DRAWN = "return document.querySelectorAll('.u-over').length === 7"
 
 
 @needs_browser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,51 @@ def test_a_client_limits_its_speculation(headers: Any, body: Any, limit: int | N
     assert resolved.speculation == limit
     carried = resolved.in_params(body)
     assert "adaserve_speculation" not in carried and RequestSLO.from_params(carried) == resolved
+
+
+LEARN = "x-adaserve-learn"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "learns"),
+    [
+        ({}, None, True),
+        ({LEARN: "on"}, {"adaserve_learn": True}, True),
+        ({LEARN: "OFF"}, None, False),
+        ({}, {"adaserve_learn": False}, False),
+        ({LEARN: "off"}, {"adaserve_learn": True}, False),
+        ({LEARN: "on"}, {"adaserve_learn": False}, False),
+        ([(LEARN, "on"), (LEARN, "off")], None, False),
+    ],
+)
+def test_any_place_can_forbid_learning(headers: Any, body: Any, learns: bool) -> None:
+    resolved = resolve(headers, body, CONFIG)
+    assert resolved.learn is learns
+    carried = resolved.in_params(body)
+    assert "adaserve_learn" not in carried and RequestSLO.from_params(carried) == resolved
+
+
+def test_an_operator_excludes_tenants_from_learning(tmp_path: Path) -> None:
+    """By the hash of the key, so that the file holds no keys; what the request says of it does not count."""
+    excluded = sha256(b"sk-secret").hexdigest()[:16]
+    (tmp_path / "slo.yaml").write_text(f"classes: {{}}\nlimits: {{never_learn: ['{excluded}', anonymous]}}")
+    config = SLOConfig.load(tmp_path / "slo.yaml")
+    for headers, learns in (
+        ({"Authorization": "Bearer sk-secret", LEARN: "on"}, False),
+        ({"Authorization": "Bearer sk-other"}, True),
+        ({}, False),
+    ):
+        assert resolve(headers, {"adaserve_learn": True}, config).learn is learns
+    with pytest.raises(SLOError, match="never_learn"):
+        SLOLimits(never_learn=frozenset({"sk-secret"}))
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"), [({LEARN: "no"}, None), ({LEARN: ""}, None), ({}, {"adaserve_learn": 0})]
+)
+def test_an_unclear_wish_about_learning_is_refused(headers: Any, body: Any) -> None:
+    with pytest.raises(SLOError, match="accepted is"):
+        resolve(headers, body, CONFIG)
 
 
 @pytest.mark.parametrize("value", ["on", "", "-1", "65", "1.5", "1e3", 65, -1, 2.0, True, [3], {"a": 1}])

@@ -43,6 +43,10 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"baseline_ms": -1.0}, "baseline_ms.*greater than 0"),
         ({"baseline_ms": float("nan")}, "baseline_ms.*finite number"),
         ({"slo_config": "/nowhere.yaml"}, "slo_config: there is no file /nowhere.yaml"),
+        ({"learn": True, "drafts": "suffix"}, "nothing can learn: give --drafts model"),
+        ({"learn_folder": "/kept"}, "give --learn as well"),
+        ({"learn": True, "learn_loss": "l2"}, "learn_loss is 'l2': it should be 'forward'"),
+        ({"learn_share": 1.5}, "learn_share.*less than or equal to 1"),
         ({"profile": "/nowhere.json"}, "profile: there is no file"),
     ],
 )
@@ -103,6 +107,7 @@ def test_flags_reach_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyP
     words = (
         "--adaserve-policy",
         "chain-2",
+        "--adaserve-learn",
         "--adaserve-max-depth",
         "3",
         "--adaserve-slo-config",
@@ -113,7 +118,7 @@ def test_flags_reach_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyP
     flags._export_flags(None, parse(*words))
     loaded = AdaServeConfig.load()
     assert loaded.draft_window == 64
-    assert (loaded.policy, loaded.max_depth, loaded.budget) == ("chain-2", 3, 9)
+    assert (loaded.policy, loaded.max_depth, loaded.budget, loaded.learn) == ("chain-2", 3, 9, True)
     assert loaded.slo_config == str(classes)
 
 

@@ -16,6 +16,9 @@ from adaserve.engine.host.torch_forward import TorchBackend
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
+Backend = NativeBackend | TorchBackend
+"""Packed weights and the forward over them; `name` is "native" with the C kernels, "torch" without."""
+
 
 class LeanModel:
     """Target or draft: prefill, decode, beam steps and tree verification are the same call.
@@ -24,18 +27,13 @@ class LeanModel:
     """
 
     def __init__(self, weights: ModelWeights, config: ModelConfig, linear: Storage = "auto") -> None:
-        self.config = config
-        kernels = build.load_kernels()
-        self._backend: NativeBackend | TorchBackend
-        if kernels is None:
-            self._backend = TorchBackend(weights, config, linear)
-        else:
-            self._backend = NativeBackend(kernels, weights, config, linear)
+        self.config, self._storage = config, linear
+        self.held = _packed(weights, config, linear)
 
     @property
     def backend(self) -> str:
         """ "native" with the C kernels, "torch" without."""
-        return self._backend.name
+        return self.held.name
 
     @classmethod
     def from_sglang(cls, model: Any, linear: Storage = "auto") -> LeanModel:
@@ -45,6 +43,10 @@ class LeanModel:
             raise ValueError(f"the lean CPU forward does not cover this model: {reason}")
         weights, config = read_weights(model)
         return cls(weights, config, linear)
+
+    def packed(self, weights: ModelWeights) -> Backend:
+        """Other weights of the same shape, to be `held` between two forwards."""
+        return _packed(weights, self.config, self._storage)
 
     @torch.no_grad()
     def forward(
@@ -61,12 +63,12 @@ class LeanModel:
         Writes the tokens' keys and values into `out_slots` (int64 [T]) of the pools, per layer
         [slots, kv_heads, head_dim], before attending.
         """
-        return self._backend.forward(input_ids, positions, out_slots, k_buffers, v_buffers, plan)
+        return self.held.forward(input_ids, positions, out_slots, k_buffers, v_buffers, plan)
 
     @property
     def searches_beams(self) -> bool:
         """Whether `beam_search` is there: with the C kernels only."""
-        return isinstance(self._backend, NativeBackend)
+        return isinstance(self.held, NativeBackend)
 
     def beam_search(
         self,
@@ -81,20 +83,18 @@ class LeanModel:
     ) -> int:
         """`forward` of tokens that end in the rows' roots, then up to `beams.depth` levels of candidates
         below them, all in one call. Fills in the arrays of `beams`; returns the levels that were made."""
-        assert isinstance(self._backend, NativeBackend)
-        return self._backend.beam_search(
-            input_ids, positions, out_slots, k_buffers, v_buffers, plan, beams, keep
-        )
+        assert isinstance(self.held, NativeBackend)
+        return self.held.beam_search(input_ids, positions, out_slots, k_buffers, v_buffers, plan, beams, keep)
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [T, H] -> fp32 [T, vocab]."""
-        return self._backend.logits(hidden)
+        return self.held.logits(hidden)
 
     @torch.no_grad()
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """The greedy token of each row, int64 [T]."""
-        return self._backend.argmax(hidden)
+        return self.held.argmax(hidden)
 
     @torch.no_grad()
     def topk_logprobs(
@@ -104,4 +104,11 @@ class LeanModel:
 
         Returns log-probabilities fp32 [T, width] and tokens int64 [T, width].
         """
-        return self._backend.topk_logprobs(hidden, reading, width)
+        return self.held.topk_logprobs(hidden, reading, width)
+
+
+def _packed(weights: ModelWeights, config: ModelConfig, storage: Storage) -> Backend:
+    kernels = build.load_kernels()
+    if kernels is None:
+        return TorchBackend(weights, config, storage)
+    return NativeBackend(kernels, weights, config, storage)

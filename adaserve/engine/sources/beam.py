@@ -39,7 +39,7 @@ class _Searched:
 
 class BeamSource:
     """``TreeSource`` over a draft model, number ``number`` of the device's. ``max_nodes``: KV slots that a
-    window has for its candidates."""
+    window has for its candidates. ``sharpening`` may be replaced between iterations, with the weights."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class BeamSource:
         model: DraftModel | None = None,
         number: int = 0,
     ) -> None:
-        self.cache = cache
+        self.cache, self.sharpening = cache, sharpening
         self._forward: ModelForward = device.drafts[number]
-        self._device, self._sharpening, self._max_nodes, self._model = device, sharpening, max_nodes, model
+        self._device, self._max_nodes, self._model = device, max_nodes, model
         self._number = number
         self._searched: _Searched | None = None
 
@@ -112,7 +112,7 @@ class BeamSource:
         gap = left_out(plan, rows.seq_lens, active)
         first = self.cache.first_batch(pool_rows, rows.roots[active], shape.width, gap)
         ready = forward.search(
-            first, search_for(self._sharpening, rows, active, shape), for_rows(keep, plan, active, len(rows))
+            first, search_for(self.sharpening, rows, active, shape), for_rows(keep, plan, active, len(rows))
         )
         self.cache.drafted(pool_rows)
         self._searched = _Searched(frozenset(pool_rows.tolist()), shape, ready)

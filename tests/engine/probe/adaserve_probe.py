@@ -13,7 +13,8 @@ n tokens, 0 a decode iteration. ``retract_every`` switches on SGLang's own test 
 forwards it takes one running request back, as if the KV pool were full, if there are several. ``windows``
 are what the draft may read of a context: each request gets another one in two of three iterations, and of the
 draft's KV the first layer alone is audited, since what lies above depends on what was read. ``fail_on`` names
-a request that cannot be taken in: an exception comes up while the scheduler makes it.
+a request that cannot be taken in: an exception comes up while the scheduler makes it. ``swap`` is a number of
+iterations and folders of drafts: so often, the next one's weights replace the present ones.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ def probed(base: type) -> type:
 
         def _rows(self, batch: Any) -> Any:
             rows = super()._rows(batch)
+            if options.get("swap"):
+                self._swap(*options["swap"])
             if options.get("hold_back"):
                 for r, state in enumerate(rows.states):
                     if (len(state.generated) // 7 + len(state.rid)) % 3 == 0:
@@ -137,6 +140,37 @@ def probed(base: type) -> type:
             """Every draft model's source and SGLang's worker of it."""
             models = () if self._draft_worker is None else self._draft_worker.models
             return [(self._sources[k], model.worker) for k, model in enumerate(models)]
+
+        def _swap(self, every: int, *folders: str) -> None:
+            from safetensors.torch import load_file
+
+            from adaserve.engine.host.swap import exchange, prepared
+
+            self.stats["looks"] = looks = self.stats.get("looks", 0) + 1
+            if self.learner.tensors and not self.stats.get("poisoned"):
+                self._poison()
+            if looks % every == 0:
+                folder = folders[looks // every % len(folders)]
+                model = self._draft_worker.models[0].runner.model
+                exchange(model, prepared(model, load_file(f"{folder}/model.safetensors")))
+
+        def _poison(self) -> None:
+            """What a trainer that has gone mad would offer."""
+            import torch
+
+            from adaserve.learning.draft import to_bytes
+            from adaserve.learning.messages import Candidate
+            from adaserve.pair.acceptance import Correction
+
+            self.stats["poisoned"] = True
+            learner = self.learner
+            state = {
+                name: torch.full(tuple(shape), float("nan"), dtype=getattr(torch, dtype))
+                for name, (dtype, shape) in learner.tensors.items()
+            }
+            data = to_bytes(state)
+            learner.link.weights[: len(data)] = data
+            learner.take_in(Candidate(0, len(data), 4.0, 1.0, Correction()))
 
         def _advance(self) -> None:
             iteration = self._arriving

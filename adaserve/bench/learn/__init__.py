@@ -1,0 +1,1 @@
+"""``adaserve bench learn``: what learning gains, on a real server and on its own."""

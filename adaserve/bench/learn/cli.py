@@ -1,0 +1,78 @@
+"""The command ``adaserve bench learn``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from adaserve.bench.options import words
+
+
+def bench_learn(
+    *,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Without a server: compare variants of the training itself.")
+    ] = False,
+    variants: Annotated[
+        str | None, typer.Option(metavar="A,B", help="With --offline.", show_default="all")
+    ] = None,
+    order: Annotated[
+        str, typer.Option(metavar="A,B", help="Domains of the stream, part by part: cpp, json, law, home.")
+    ] = "cpp,json,law,cpp",
+    requests: Annotated[int, typer.Option(min=8, help="Requests of each part.")] = 256,
+    block: Annotated[int, typer.Option(min=4, help="Requests of a turn.")] = 32,
+    every: Annotated[int, typer.Option(min=1, help="Compare in every so many blocks.")] = 1,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens generated per request.")] = 96,
+    temperature: Annotated[float, typer.Option(min=0, help="Of all requests.")] = 0.8,
+    at_once: Annotated[int, typer.Option(min=1, help="Requests that are sent together.")] = 8,
+    against: Annotated[
+        str, typer.Option(help="first: the draft as it came; held: what was learned, without learning.")
+    ] = "first",
+    rest: Annotated[
+        float, typer.Option(min=0, help="Seconds without requests for each second with them: spare capacity.")
+    ] = 0.0,
+    classes: Annotated[str, typer.Option(metavar="A,B", help="SLO classes of the requests, in turn.")] = "",
+    policy: Annotated[str, typer.Option("--policy", help="adaserve, priced, chain-4, ...")] = "chain-4",
+    loss: Annotated[str, typer.Option(help="forward, reverse, jsd, lk or hard.")] = "jsd",
+    nice: Annotated[int, typer.Option(min=0, max=19, help="How far the trainer stands back.")] = 19,
+    size: Annotated[
+        str, typer.Option(help="Parameters that the embedded target is widened to, not --offline.")
+    ] = "100M",
+    seed: Annotated[int, typer.Option(help="What is drawn.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder.", show_default="results/<UTC>-learn")] = None,
+) -> None:
+    """Compare a draft that learns with one that does not, on the same texts, while the traffic shifts."""
+    from adaserve.bench.learn.offline import VARIANTS, run_offline
+    from adaserve.bench.learn.online import LearnPlan, run_learn
+    from adaserve.bench.learn.texts import HOME, PATTERNS
+    from adaserve.config import AdaServeConfig, ConfigError
+    from adaserve.server import ServerError, ServerSpec
+
+    console = Console(stderr=True)
+    parts = tuple(w.strip() for w in order.split(","))
+    _known("--order", parts, (*PATTERNS, HOME))
+    _known("--against", (against,), ("first", "held"))
+    chosen = tuple(VARIANTS) if variants is None else words(variants)
+    _known("--variants", chosen, tuple(VARIANTS))
+    plan = LearnPlan(
+        parts, requests, block, tokens, temperature, at_once, every=every, seed=seed,
+        against="held" if against == "held" else "first", slo_classes=words(classes), rest=rest,
+    )  # fmt: skip
+    settings: dict[str, Any] = {"learn": True, "learn_share": 1.0, "learn_loss": loss, "learn_nice": nice}
+    try:
+        if offline:
+            run_offline(plan, chosen, out, console)
+        else:
+            spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy, **settings))
+            run_learn(spec, plan, out, console)
+    except (ServerError, ConfigError) as error:
+        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _known(option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
+    if wrong := set(given) - set(known):
+        raise typer.BadParameter(f"{option} knows {', '.join(known)}, not {', '.join(sorted(wrong))}")

@@ -1,0 +1,180 @@
+"""A draft that learns against one that does not, on one server, while the traffic shifts.
+
+The server gets every block of requests twice, in turns. They are numbered alike both times, so both drafts
+serve the same texts: what differs is how many tokens are accepted, and the time that takes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+
+from adaserve.bench.client import Ask, batch
+from adaserve.bench.learn.texts import Texts
+from adaserve.bench.servers import running
+from adaserve.bench.terminal import progress, table
+from adaserve.loadgen.figures import color, legend, panels, save
+from adaserve.loadgen.results import new_results_dir, provenance
+from adaserve.server import ServerProcess, ServerSpec
+
+SETTINGS = {
+    "first": "draft as it came",
+    "held": "draft that learned, not learning",
+    "present": "draft that learns",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LearnPlan:
+    """``order``: a domain for each part of the stream; a part has ``requests``, in blocks of ``block``."""
+
+    order: tuple[str, ...] = ("cpp", "json", "law", "cpp")
+    requests: int = 256
+    block: int = 32
+    tokens: int = 96
+    temperature: float = 0.8
+    at_once: int = 8
+    against: Literal["first", "held"] = "first"  # what the draft that learns is compared with
+    every: int = 1  # blocks after which a block is served by both; the others only by the draft that learns
+    slo_classes: tuple[str, ...] = ()  # given to the requests in turn
+    rest: float = 0.0  # seconds without requests, for each second with them
+    seed: int = 0
+
+    @property
+    def blocks(self) -> list[tuple[int, str]]:
+        """(part, domain) of every block."""
+        per_part = max(1, self.requests // self.block)
+        return [(part, domain) for part, domain in enumerate(self.order) for _ in range(per_part)]
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What blocks are served by."""
+        return (self.against, "present")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The same requests with one of the two drafts."""
+
+    part: int
+    domain: str
+    draft: str  # of SETTINGS
+    tokens: int  # that were served before, over all blocks that are learned from
+    accepted: float  # tokens accepted per verification, bonus not counted
+    tpot_ms: float  # mean over the requests, of the server's own decode time
+    attained: float | None  # share of the requests with an SLO that met it
+    same: float  # share of the texts that are the same as with the other draft
+
+
+def run_learn(spec: ServerSpec, plan: LearnPlan, out: Path | None, console: Console) -> None:
+    """Starts a server that learns and plays the stream; JSON after every block, a figure at the end.
+
+    Raises ServerError."""
+    folder = out or new_results_dir(Path("results"), "learn")
+    texts = {domain: Texts(domain, plan.seed) for domain in dict.fromkeys(plan.order)}
+    with running(spec, folder / "server.log", console) as server, progress(console) as bar:
+        task = bar.add_task("serving", total=len(plan.blocks))
+        blocks: list[Block] = []
+        for index, (_, domain) in enumerate(plan.blocks):
+            classes = cycle(plan.slo_classes or (None,))
+            asks = [
+                Ask(text, plan.tokens, plan.temperature, slo_class)
+                for text, slo_class in zip(texts[domain].take(plan.block), classes, strict=False)
+            ]
+            blocks += _played(server, asks, plan, index)
+            bar.update(task, advance=1, description=f"{domain}, {blocks[-1].accepted:.2f} accepted")
+            learning = server.report()["stats"]["learning"]
+            result = {"plan": asdict(plan), "learning": learning, "blocks": [asdict(b) for b in blocks]}
+            (folder / "learn.json").write_text(json.dumps({**result, **provenance()}, indent=1) + "\n")
+    _draw(blocks, plan, folder / "learn.png")
+    Console().print(_table(blocks, plan))
+    console.print(f"written to {folder}")
+
+
+def _played(server: ServerProcess, asks: Sequence[Ask], plan: LearnPlan, index: int) -> list[Block]:
+    """Block number ``index`` with both drafts, or with the one that learns alone."""
+    both = index % plan.every == 0
+    names = plan.settings if both else plan.settings[1:]
+    part, domain = plan.blocks[index]
+    answers: dict[str, list[dict[str, Any]]] = {}
+    for name in names if index % 2 else names[::-1]:
+        server.drain()
+        server.set_draft(name)
+        server.number_requests(1 + index * plan.block)
+        groups = [asks[i : i + plan.at_once] for i in range(0, len(asks), plan.at_once)]
+        answers[name] = []
+        for group in groups:
+            start_s = time.monotonic()
+            answers[name] += batch(server.url, group)
+            time.sleep(plan.rest * (time.monotonic() - start_s))
+    written = {name: [a["output_ids"] for a in of] for name, of in answers.items()}
+    pairs = zip(written[names[0]], written["present"], strict=True)
+    same = float(np.mean([one == other for one, other in pairs]))
+    served_before = index * plan.block * plan.tokens
+    return [_block((part, domain, name, served_before), answers[name], same) for name in names]
+
+
+def _block(at: tuple[int, str, str, int], answers: Sequence[dict[str, Any]], same: float) -> Block:
+    metas = [a["meta_info"] for a in answers]
+    decoded = sum(len(a["output_ids"]) - 1 for a in answers)
+    accepted = decoded / sum(m["spec_verify_ct"] for m in metas) - 1
+    slos = [m["slo"] for m in metas]
+    met = [s["met"] for s in slos if s["tpot_slo_ms"] is not None]
+    tpot_ms = float(np.mean([s["tpot_ms"] for s in slos]))
+    return Block(*at, accepted, tpot_ms, float(np.mean(met)) if met else None, same)
+
+
+def _table(blocks: Sequence[Block], plan: LearnPlan) -> Any:
+    """A row for each part of the stream: its last half, when the draft has seen something of it."""
+    settings = [SETTINGS[name] for name in plan.settings]
+    heads = ("part", *(f"accepted, {s}" for s in settings), "gain", "TPOT", "attainment", "same texts")
+    made = table("Second half of each part", heads, left=heads[:1])
+    for part, domain in enumerate(plan.order):
+        mine = {n: [b for b in blocks if b.part == part and b.draft == n] for n in plan.settings}
+        paired = {b.tokens for b in mine[plan.against]}
+        late = {n: [b for b in of if b.tokens in paired][len(paired) // 2 :] for n, of in mine.items()}
+        accepted, tpot, attained, same = (
+            {n: _mean([getattr(b, what) for b in of]) for n, of in late.items()}
+            for what in ("accepted", "tpot_ms", "attained", "same")
+        )
+        before, now = plan.settings
+        made.add_row(
+            f"{part + 1} {domain}",
+            *(f"{accepted[n]:.3f}" for n in plan.settings),
+            f"{accepted[now] / accepted[before] - 1:+.1%}",
+            f"{tpot[now]:.1f} ms ({tpot[now] / tpot[before] - 1:+.1%})",
+            "-" if np.isnan(attained[now]) else f"{attained[before]:.0%} -> {attained[now]:.0%}",
+            f"{same[now]:.0%}",
+        )
+    return made
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """nan without values."""
+    known = [v for v in values if v is not None]
+    return float(np.mean(known)) if known else float("nan")
+
+
+def _draw(blocks: Sequence[Block], plan: LearnPlan, path: Path) -> None:
+    figure, (ax,) = panels(width=6.4, height=3.4)
+    for index, name in enumerate(plan.settings):
+        mine = [b for b in blocks if b.draft == name]
+        ax.plot(
+            [b.tokens for b in mine], [b.accepted for b in mine], color=color(index), label=SETTINGS[name]
+        )
+    starts = {b.part: b for b in reversed(blocks)}
+    for b in starts.values():
+        ax.axvline(b.tokens, color="#8c8c8c", linewidth=0.7)
+        ax.text(b.tokens, ax.get_ylim()[1], f" {b.domain}", va="top", fontsize=8)
+    ax.set_xlabel("tokens served before")
+    ax.set_ylabel("accepted tokens per verification")
+    legend(figure, ax)
+    save(figure, path)

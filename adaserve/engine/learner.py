@@ -1,0 +1,174 @@
+"""The server's side of a draft that learns: hands over records, swaps better drafts in, says how it goes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adaserve.config import AdaServeConfig
+from adaserve.engine.host.swap import Weights, exchange, prepared, served
+from adaserve.engine.sources.beam import BeamSource
+from adaserve.engine.state import RequestState
+from adaserve.engine.tap import Tap
+from adaserve.engine.trainer_link import TrainerLink, bytes_of
+from adaserve.learning.draft import checked
+from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progress
+from adaserve.learning.versions import Versions
+from adaserve.pair.acceptance import DraftSharpening
+from adaserve.slo.events import DraftLearning, DraftScores, Judged
+from adaserve.slo.stats import SLOStats
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+MOST_JUDGED = 64
+"""Judgements that are remembered for the operator."""
+TIGHT = 0.9
+"""The trainer waits while a running request has used more than this share of the time that its SLO allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What is exchanged: weights, and how logits are read."""
+
+    weights: Weights
+    sharpening: DraftSharpening
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A candidate that is made ready beside the iterations."""
+
+    candidate: Candidate
+    file: bytes  # safetensors
+    ready: Future[Weights]
+
+
+class Learner:
+    """Owns the tap and the line to the trainer; exchanges the draft's weights and how they are read.
+
+    ``model``: the draft as SGLang has loaded it; ``source`` drafts with it. ``folder``: of its checkpoint.
+    """
+
+    def __init__(
+        self, config: AdaServeConfig, model: Any, source: BeamSource, folder: str, stats: SLOStats
+    ) -> None:
+        if config.learn_folder is not None:
+            Versions(Path(config.learn_folder)).current(folder)  # while a wrong one can still be said
+        self._model, self._source, self._stats = model, source, stats
+        self.tap = Tap(config.learn_share)
+        self.link = TrainerLink(config, folder, bytes_of(model))
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # what a candidate must look like
+        self._looked_s = 0.0
+        self._first = self._serving()
+        self._learned: _Draft | None = None  # while the first draft serves instead
+        self._held = False
+        self._present: tuple[Candidate, bytes] | None = None  # for a trainer that starts again
+        self._offer: _Offer | None = None
+        self._helper = ThreadPoolExecutor(1, "adaserve-draft")
+        self.state = DraftLearning(trainer="starting")
+
+    def serve(self, name: str) -> None:
+        """For comparison, from the next iteration on: the "first" draft, while nothing is recorded but the
+        trainer goes on with what it has; or the present one "held", while the trainer waits, too. "present"
+        ends both."""
+        if name == "first" and self._learned is None:
+            self._learned = self._serving()
+            self._exchange(self._first)
+        elif name != "first" and self._learned is not None:
+            self._exchange(self._learned)
+            self._learned = None
+        self._held = name == "held"
+        self.tap.pauses = name != "present"
+
+    def look(self, states: Iterable[RequestState], now_s: float) -> None:
+        """Between two iterations: tells the trainer whether to wait, and takes in what it has to say."""
+        if now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        busy = self._held or is_tight(states, now_s)
+        for message in self.link.look(busy, now_s, self._present):
+            self.take_in(message)
+        if self.tap.ring is not self.link.ring:  # a trainer has ended, or another one was started
+            self.tap.ring, self._offer = self.link.ring, None
+            gone = "ended" if self.link.is_over else "restarting"
+            self.state.trainer = gone if self.link.ring is None else "starting"
+        if self._offer is not None and self._offer.ready.done():
+            self._swap(self._offer)
+        self._report()
+
+    def take_in(self, message: Message) -> None:
+        """What the trainer says."""
+        if isinstance(message, Hello):
+            self.tensors = message.tensors
+            self.state.trainer = "running"
+        elif isinstance(message, Progress):
+            self._judged(message)
+        elif isinstance(message, Candidate):
+            assert self.link.weights is not None
+            file = bytes(self.link.weights[: message.size])
+            self._offer = _Offer(message, file, self._helper.submit(self._prepared, file))
+
+    def _judged(self, message: Progress) -> None:
+        state = self.state
+        classes = {name: DraftScores(s.requests, s.present, s.first) for name, s in message.classes.items()}
+        scores = (message.candidate, message.present, message.first)
+        judged = Judged(time.time(), *scores, message.verdict, classes)
+        state.judged = [*state.judged[1 - MOST_JUDGED :], judged]
+        state.requests, state.tokens, state.updates = message.requests, message.tokens, message.updates
+        state.rejected += message.verdict == "worse"
+        logger.info(
+            "AdaServe: on the newest requests the draft in training gets %.3f tokens of 4 accepted, the "
+            "present one %.3f, the first one %.3f: %s",
+            *scores, message.verdict,
+        )  # fmt: skip
+
+    def _prepared(self, file: bytes) -> Weights:
+        """Beside the iterations, since reading and packing take tens of milliseconds."""
+        return prepared(self._model, checked(file, self.tensors))
+
+    def _swap(self, offer: _Offer) -> None:
+        self._offer, candidate = None, offer.candidate
+        start_s = time.perf_counter()
+        try:
+            weights = offer.ready.result()
+        except ValueError as error:
+            self.state.rejected += 1
+            logger.warning("AdaServe: a new draft was dropped, the present one stays: %s", error)
+            self.link.say(Answer(candidate.number, taken=False))
+            return
+        draft = _Draft(weights, self._first.sharpening.corrected(candidate.correction))
+        if self._learned is None:
+            self._exchange(draft)
+        else:
+            self._learned = draft
+        self._present = candidate, offer.file
+        self.state.swaps += 1
+        self.state.swap_ms = (time.perf_counter() - start_s) * 1e3
+        logger.info(
+            "AdaServe: another draft serves, %.3f tokens of 4 accepted instead of %.3f (swapped in %.2f ms)",
+            candidate.score, candidate.present, self.state.swap_ms,
+        )  # fmt: skip
+        self.link.say(Answer(candidate.number, taken=True))
+
+    def _serving(self) -> _Draft:
+        return _Draft(served(self._model), self._source.sharpening)
+
+    def _exchange(self, draft: _Draft) -> None:
+        exchange(self._model, draft.weights)
+        self._source.sharpening = draft.sharpening
+
+    def _report(self) -> None:
+        self.state.recorded, self.state.dropped = self.tap.recorded, self.tap.dropped
+        self.state.cpu_s = self.link.cpu_s
+        self._stats.learned(self.state)
+
+
+def is_tight(states: Iterable[RequestState], now_s: float) -> bool:
+    """Whether a running request is near the limit of its TPOT SLO, or beyond it."""
+    return any(now_s - s.decode_start_s > TIGHT * s.tpot_slo_s * max(1, s.decoded) for s in states)

@@ -1,0 +1,141 @@
+"""The tap in verification: what the target says where tokens were accepted, for a share of the requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaserve.engine.sampling import has_penalty
+from adaserve.engine.state import DecodeRows, RequestState
+from adaserve.engine.trees.verify import Acceptance, VerifyBatch
+from adaserve.learning.records import Record, kept
+from adaserve.learning.shared import Ring
+
+MOST_OPEN = 16
+"""Requests that are recorded at the same time."""
+LEAST_POSITIONS, MOST_POSITIONS = 8, 256
+"""Of a request; later ones are not recorded."""
+MOST_CONTEXT = 1024
+"""Tokens before the first position; earlier ones are cut off."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is being recorded."""
+
+    tokens: list[int] = field(default_factory=list)
+    start: int = -1
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    ids: list[np.ndarray] = field(default_factory=list)
+    positions: int = 0
+
+    def record(self, temperature: float, state: RequestState) -> Record:
+        cut = max(0, self.start - MOST_CONTEXT)
+        tokens = np.array(self.tokens[cut : self.start + self.positions + 1], np.int32)
+        ids = np.concatenate(self.ids) if self.ids else None
+        return Record(
+            tokens,
+            self.start - cut,
+            np.concatenate(self.logprobs),
+            ids,
+            temperature,
+            state.key,
+            state.slo_class,
+        )
+
+
+class Tap:
+    """Collects records of running requests and puts finished ones into the trainer's ``ring``.
+
+    ``share``: of the requests, chosen by their noise's key. Where the ring is full nothing is recorded, so a
+    trainer that hangs costs no time; without a ring there is none.
+    """
+
+    def __init__(self, share: float, ring: Ring | None = None) -> None:
+        self._share, self.ring = share, ring
+        self._open: dict[str, tuple[RequestState, float, _Open]] = {}
+        self.recorded = self.dropped = 0
+        self.pauses = False  # no request is begun
+
+    def started(self, req: Any, state: RequestState) -> None:
+        """A prompt was prefilled, perhaps once more."""
+        self.finished(state.rid)
+        if self._may(req, state) and len(self._open) < MOST_OPEN:
+            p = req.sampling_params
+            temperature = 0.0 if p.top_k == 1 else float(p.temperature)
+            opened = _Open([*req.origin_input_ids, *state.generated])
+            self._open[state.rid] = (state, temperature, opened)
+
+    def _may(self, req: Any, state: RequestState) -> bool:
+        """Only requests whose logits are the target's own: the draft knows of nothing else."""
+        p = req.sampling_params
+        plain = req.grammar is None and req.custom_logit_processor is None and not p.logit_bias
+        chosen = (state.key >> 32) < self._share * 2**32
+        return (
+            not self.pauses and state.learn and plain and chosen and not has_penalty(p) and not self._is_full
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any request is being recorded, so that logits are wanted."""
+        return bool(self._open)
+
+    @property
+    def _is_full(self) -> bool:
+        return self.ring is None or self.ring.used > self.ring.capacity // 2
+
+    def verified(
+        self,
+        rows: DecodeRows,
+        verified: VerifyBatch,
+        acceptance: Acceptance,
+        logits: Tensor,
+    ) -> None:
+        """``logits``: the target's, [T, vocab]."""
+        if not self._open:
+            return
+        mine = np.array([self._goes_on(s, n) for s, n in zip(rows.states, rows.seq_lens, strict=True)])
+        at = np.flatnonzero(acceptance.accepted.numpy() & mine[verified.row])
+        if not len(at):
+            return
+        of = verified.row[at]
+        warmth = np.where(rows.running.temperature > 0, rows.running.temperature, 1.0)[of]
+        scale = torch.from_numpy((1.0 / warmth).astype(np.float32))
+        logprobs, ids = kept(torch.log_softmax(logits[torch.from_numpy(at)] * scale[:, None], dim=-1))
+        emitted, counts = acceptance.emitted.tolist(), acceptance.count.tolist()
+        for row in np.flatnonzero(mine).tolist():
+            here = of == row
+            opened = self._open[rows.states[row].rid][2]
+            opened.logprobs.append(logprobs[here])
+            if ids is not None:
+                opened.ids.append(ids[here])
+            opened.positions += counts[row] + 1
+            opened.tokens += emitted[row][: counts[row] + 1]
+            if opened.positions >= MOST_POSITIONS:
+                self.finished(rows.states[row].rid)
+
+    def _goes_on(self, state: RequestState, length: int) -> bool:
+        """Whether the root at position ``length`` is the next one of an open record."""
+        if (entry := self._open.get(state.rid)) is None:
+            return False
+        opened = entry[2]
+        if opened.start < 0:
+            opened.start = int(length)
+        follows = opened.start + opened.positions == length and len(opened.tokens) == length + 1
+        if not follows:
+            del self._open[state.rid]
+        return bool(follows)
+
+    def finished(self, rid: str) -> None:
+        if (entry := self._open.pop(rid, None)) is None:
+            return
+        state, temperature, opened = entry
+        if self.ring is None or opened.positions < LEAST_POSITIONS:
+            return
+        written = self.ring.write(opened.record(temperature, state).to_bytes())
+        self.recorded += written
+        self.dropped += not written

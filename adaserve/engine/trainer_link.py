@@ -1,0 +1,144 @@
+"""The server's end of the line to the trainer: starts it, asks whether it is alive, starts it again.
+
+Nothing here waits. A trainer that ends or says nothing for long is replaced, a few times; then learning is
+over and the server goes on with the draft it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from mmap import mmap
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from adaserve.config import AdaServeConfig
+from adaserve.learning.messages import Alive, Candidate, Load, Message, Settings, receive, send
+from adaserve.learning.shared import Ring, allocate, memory
+from adaserve.lifetime import PARENT_ENV
+
+logger = logging.getLogger(__name__)
+
+_QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+"""The trainer writes into the server's log."""
+ASK_S = 1.0
+SILENT_S = 600.0
+"""A trainer that has not answered for so long hangs: on a busy host even a live one takes minutes to load."""
+MOST_STARTS = 4
+FIRST_WAIT_S = 5.0
+"""Before a trainer is started again; four times as long each time."""
+
+
+class TrainerLink:
+    """One trainer at a time, and the memory shared with it.
+
+    ``folder``: the draft's checkpoint. ``weights_bytes``: room for a candidate.
+    """
+
+    def __init__(self, config: AdaServeConfig, folder: str, weights_bytes: int) -> None:
+        self._config, self._folder, self._weights_bytes = config, folder, weights_bytes
+        self._connection: Connection | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked_s: float | None = None  # and not yet answered
+        self._next_ask_s = 0.0
+        self._starts, self._start_s = 0, 0.0
+        self.ring: Ring | None = None
+        self.weights: mmap | None = None
+        self.cpu_s, self._cpu_before_s = 0.0, 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no trainer will be started any more."""
+        return self._connection is None and self._starts >= MOST_STARTS
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def look(self, busy: bool, now_s: float, served: tuple[Candidate, bytes] | None) -> list[Message]:
+        """What the trainer has said since. ``served``: the draft that a new one starts from, None for the
+        checkpoint's."""
+        if self._connection is None:
+            if self._starts < MOST_STARTS and now_s >= self._start_s:
+                self._start(served)
+            return []
+        try:
+            said = self._heard()
+            if self._asked_s is None and now_s >= self._next_ask_s:
+                send(self._connection, Load(busy))
+                self._asked_s, self._next_ask_s = now_s, now_s + ASK_S
+        except (EOFError, OSError):
+            self._ended("has ended", now_s)
+            return []
+        if self._asked_s is not None and now_s - self._asked_s > SILENT_S:
+            self._ended("hangs and was stopped", now_s)
+        return said
+
+    def say(self, message: Message) -> None:
+        """A trainer that is gone does not hear it; ``look`` will notice."""
+        assert self._connection is not None
+        try:
+            send(self._connection, message)
+        except OSError as error:
+            logger.warning("AdaServe: the trainer did not hear an answer: %s", error)
+
+    def _heard(self) -> list[Message]:
+        assert self._connection is not None
+        said: list[Message] = []
+        while self._connection.poll():
+            message = receive(self._connection)
+            if isinstance(message, Alive):
+                self.cpu_s = self._cpu_before_s + message.cpu_s
+                self._asked_s = None
+            else:
+                said.append(message)
+        return said
+
+    def _start(self, served: tuple[Candidate, bytes] | None) -> None:
+        config = self._config
+        ring, weights = allocate(config.learn_memory_mb * 1_000_000 // 4), allocate(self._weights_bytes)
+        self.ring, self.weights = Ring(ring), memory(weights)
+        if served is not None:
+            self.weights[: len(served[1])] = served[1]
+        ours, theirs = socket.socketpair()
+        settings = Settings(
+            self._folder, config.learn_loss, config.learn_rate, config.learn_memory_mb, config.learn_folder,
+            ring, weights, theirs.fileno(), None if served is None else served[0],
+        )  # fmt: skip
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "adaserve.learning.process", msgspec.json.encode(settings).decode()],
+            pass_fds=(ring, weights, theirs.fileno()),
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": "1", **_QUIET},
+        )
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, config.learn_nice)
+        theirs.close()
+        for fd in (ring, weights):
+            os.close(fd)  # mapped here, inherited there
+        self._connection = Connection(ours.detach())
+        self._asked_s, self._next_ask_s = None, 0.0
+        self._starts += 1
+
+    def _ended(self, how: str, now_s: float) -> None:
+        assert self._connection is not None and self._process is not None
+        self._connection.close()
+        self._connection = self.ring = self.weights = None
+        self._process.kill()  # its zombie is collected when the next one starts
+        self._cpu_before_s = self.cpu_s
+        self._start_s = now_s + FIRST_WAIT_S * 4 ** (self._starts - 1)
+        then = (
+            "the draft stays as it is"
+            if self.is_over
+            else f"another one starts in {self._start_s - now_s:.0f} s"
+        )
+        logger.warning("AdaServe: the trainer %s; %s", how, then)
+
+
+def bytes_of(model: Any) -> int:
+    """Room for a model's weights as a safetensors file."""
+    return sum(p.numel() * p.element_size() for p in model.parameters()) + (1 << 20)

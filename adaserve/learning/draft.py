@@ -1,0 +1,90 @@
+"""The trainer's copy of a draft: any causal language model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from adaserve.learning.records import Record
+
+
+class DraftCopy:
+    """Master weights in fp32; what is handed out is rounded to the checkpoint's own dtypes."""
+
+    def __init__(self, folder: str) -> None:
+        """``folder``: as transformers takes it. Raises what transformers raises for it."""
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        self.model.eval()  # drafts are small: no dropout
+        self.dtypes = {name: t.dtype for name, t in self._tensors().items()}
+        self.model.float()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """By the checkpoint's names; what is tied stands there once."""
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                tensors[name] = tensor
+        return tensors
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def manifest(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype as it is stored, shape)."""
+        return {
+            name: (str(self.dtypes[name]).removeprefix("torch."), tuple(t.shape))
+            for name, t in self._tensors().items()
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies, rounded as they are stored: what is served is what was judged."""
+        return {name: t.detach().to(self.dtypes[name], copy=True) for name, t in self._tensors().items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self._tensors().items():
+            tensor.copy_(state[name])
+
+    def logits(self, records: Sequence[Record]) -> list[Tensor]:
+        """fp32 [n, vocab] for every record: what the draft says at the record's positions."""
+        longest = max(r.start + len(r) for r in records)
+        tokens = torch.zeros(len(records), longest, dtype=torch.int64)
+        for row, record in enumerate(records):
+            end = record.start + len(record)
+            tokens[row, :end] = torch.from_numpy(record.tokens[:end].astype("int64"))
+        # Rows are padded behind their ends, which a causal model does not see: no mask is needed.
+        hidden = self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+        head = self.model.get_output_embeddings()
+        spans = [hidden[row, r.start : r.start + len(r)] for row, r in enumerate(records)]
+        return list(head(torch.cat(spans)).split([len(r) for r in records]))
+
+
+def to_bytes(state: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file."""
+    return save({name: tensor.contiguous() for name, tensor in state.items()}, {"format": "pt"})
+
+
+def checked(data: bytes, manifest: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises ValueError, with the reason, for what cannot be served."""
+    try:
+        tensors = load(data)
+    except Exception as error:  # safetensors' own errors have no common public class
+        raise ValueError(f"it cannot be read: {error}") from error
+    if tensors.keys() != manifest.keys():
+        raise ValueError(f"it has other tensors: {sorted(tensors.keys() ^ manifest.keys())[:3]}")
+    for name, tensor in tensors.items():
+        dtype, shape = manifest[name]
+        if tensor.dtype != getattr(torch, dtype) or tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {tuple(shape)}")
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{name} has values that are not finite")
+    return tensors

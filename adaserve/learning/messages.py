@@ -1,0 +1,98 @@
+"""What server and trainer say to each other: JSON over a socket; weights and records are in shared memory.
+
+The server asks (``Load``) and the trainer answers (``Alive``), never the other way round, and the server asks
+again only when it has been answered: so no message of the server's can ever find the socket full.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from adaserve.pair.acceptance import Correction
+
+
+class ClassScore(msgspec.Struct):
+    """Of the requests of one SLO class, on average: expected accepted tokens of a chain of 4."""
+
+    requests: int
+    present: float
+    first: float
+
+
+class Hello(msgspec.Struct, tag=True):
+    """The trainer is ready. What a candidate must look like: name -> (dtype, shape)."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+
+
+class Progress(msgspec.Struct, tag=True):
+    """After every judgement: expected accepted tokens of a chain of 4 on the newest requests."""
+
+    present: float
+    first: float
+    candidate: float
+    verdict: str  # "better", "worse" or "undecided"
+    classes: dict[str, ClassScore]
+    requests: int  # taken in since the start
+    tokens: int
+    updates: int
+
+
+class Candidate(msgspec.Struct, tag=True):
+    """Better weights lie in shared memory: ``size`` bytes of a safetensors file."""
+
+    number: int
+    size: int
+    score: float
+    present: float  # of the draft that it is to replace, on the same requests
+    correction: Correction  # how it is read
+
+
+class Answer(msgspec.Struct, tag=True):
+    """The server has swapped the candidate in, or has dropped it."""
+
+    number: int
+    taken: bool
+
+
+class Load(msgspec.Struct, tag=True):
+    """Whether the server needs the processor for itself for the next moments."""
+
+    busy: bool
+
+
+class Alive(msgspec.Struct, tag=True):
+    """The answer to ``Load``."""
+
+    cpu_s: float  # that the trainer has used
+
+
+class Settings(msgspec.Struct):
+    """What the trainer is started with, as JSON on its command line."""
+
+    draft: str
+    loss: str
+    rate: float
+    memory_mb: int
+    folder: str | None  # of the versions that are kept
+    ring: int  # descriptors of shared memory and of the socket
+    weights: int
+    socket: int
+    served: Candidate | None = None  # after a restart: the draft that is served, in shared memory
+
+
+Message = Hello | Progress | Candidate | Answer | Load | Alive
+_DECODER = msgspec.json.Decoder(Message)
+_ENCODER = msgspec.json.Encoder()
+
+
+def send(connection: Any, message: Message) -> None:
+    """``connection``: a multiprocessing Connection. Raises OSError when the other side is gone."""
+    connection.send_bytes(_ENCODER.encode(message))
+
+
+def receive(connection: Any) -> Message:
+    """Waits for a message. Raises EOFError or OSError when the other side is gone."""
+    return _DECODER.decode(connection.recv_bytes())

@@ -1,0 +1,182 @@
+"""The trainer's process: ``python -m adaserve.learning.process SETTINGS``.
+
+It takes in what was served, trains, judges, and offers better drafts. It works with what the server leaves of
+the processor: one thread of low priority, which waits whenever the server says that it is busy.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import torch
+
+from adaserve.learning.draft import DraftCopy, checked, to_bytes
+from adaserve.learning.home import home_records
+from adaserve.learning.messages import (
+    Alive,
+    Answer,
+    Candidate,
+    Hello,
+    Load,
+    Progress,
+    Settings,
+    receive,
+    send,
+)
+from adaserve.learning.records import Record
+from adaserve.learning.shared import Ring, memory
+from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
+from adaserve.learning.versions import Version, Versions
+from adaserve.lifetime import die_with_parent
+from adaserve.pair.acceptance import load_sharpening
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.2
+JUDGE_EVERY = 2
+"""Rounds of ``JUDGED`` requests: judging costs as much as half a round of training."""
+BUSY_S = 2.0
+"""A server that has said that it is busy says so again within this time, or has nothing to do any more."""
+
+
+class Process:
+    """Connects a trainer with its server."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._server = Connection(settings.socket)
+        self._ring, self._weights = Ring(settings.ring), memory(settings.weights)
+        self._versions = None if settings.folder is None else Versions(Path(settings.folder))
+        self._fresh: deque[Record] = deque()
+        replay_bytes = settings.memory_mb * 1_000_000 // 2
+        self._most_fresh_bytes, self._fresh_bytes = replay_bytes // 2, 0
+        self._offered = 0
+        self._answers: dict[int, bool] = {}  # by number of the offer
+        self._busy_until_s = 0.0
+        draft = DraftCopy(settings.draft)
+        home = home_records(draft, settings.draft)
+        self._trainer = Trainer(
+            draft,
+            home,
+            Recipe(settings.loss, settings.rate),
+            sharpening=load_sharpening(Path(settings.draft)),
+            replay_bytes=replay_bytes,
+        )
+        send(self._server, Hello(draft.manifest()))
+
+    def run(self) -> None:
+        """Until the server is gone. Raises EOFError then."""
+        self._bring_back()
+        rounds = 0
+        while True:
+            self._pause()
+            if len(self._fresh) < JUDGED:
+                time.sleep(LOOK_S)
+                continue
+            unseen = [self._fresh.popleft() for _ in range(JUDGED)]
+            self._fresh_bytes -= sum(r.nbytes for r in unseen)
+            rounds += 1
+            if rounds % JUDGE_EVERY == 0:
+                self._judge(unseen)
+            self._trainer.learn(unseen, self._pause)
+
+    def _bring_back(self) -> None:
+        """Goes on from the draft that is served, or offers the one of an earlier run."""
+        manifest = self._trainer.draft.manifest()
+        if (now := self._settings.served) is not None:
+            state = checked(self._weights[: now.size], manifest)
+            self._trainer.present = Snapshot(state, now.correction)
+        elif self._versions is not None and (found := self._versions.current(self._settings.draft)):
+            version, data = found
+            draft = Snapshot(checked(data, manifest), version.correction)
+            self._offer(draft, version.score, version.replaced)
+        self._trainer.restart()
+
+    def _judge(self, unseen: list[Record]) -> None:
+        trainer = self._trainer
+        found = trainer.judge(unseen, self._pause)
+        scores = (float(found.present.mean()), float(found.first.mean()), float(found.candidate.mean()))
+        counts = (trainer.requests, trainer.tokens, trainer.updates)
+        send(self._server, Progress(*scores, found.verdict, found.by_class(), *counts))
+        if found.verdict == "worse":
+            trainer.restart()
+        elif found.verdict == "better":
+            if self._offer(found.draft, scores[2], scores[0]):
+                self._keep(found)
+            else:
+                trainer.restart()
+
+    def _offer(self, draft: Snapshot, score: float, present: float) -> bool:
+        """Whether the server drafts with ``draft`` from now on."""
+        data = to_bytes(draft.state)
+        self._weights[: len(data)] = data
+        self._offered += 1
+        send(self._server, Candidate(self._offered, len(data), score, present, draft.correction))
+        while self._offered not in self._answers:  # the weights must stay until then
+            time.sleep(LOOK_S)
+            self._listen()
+        if taken := self._answers.pop(self._offered):
+            self._trainer.present = draft
+        return taken
+
+    def _keep(self, found: Judgement) -> None:
+        if self._versions is None:
+            return
+        candidate, present, first = (float(s.mean()) for s in (found.candidate, found.present, found.first))
+        version = Version(
+            number=0,
+            at=0.0,
+            score=candidate,
+            replaced=present,
+            first=first,
+            tokens=self._trainer.tokens,
+            draft=self._settings.draft,
+            correction=found.draft.correction,
+        )
+        try:
+            self._versions.add(to_bytes(found.draft.state), version)
+        except OSError as error:  # a full disk must not end the learning
+            logger.warning("AdaServe: a draft could not be kept: %s", error)
+
+    def _pause(self) -> None:
+        """Takes in records and messages; waits while the server is busy. Raises EOFError at its end."""
+        self._listen()
+        while time.monotonic() < self._busy_until_s:
+            time.sleep(LOOK_S)
+            self._listen()
+
+    def _listen(self) -> None:
+        while (data := self._ring.read()) is not None:
+            record = Record.from_bytes(data)
+            self._fresh.append(record)
+            self._fresh_bytes += record.nbytes
+            while self._fresh_bytes > self._most_fresh_bytes:
+                self._fresh_bytes -= self._fresh.popleft().nbytes
+        while self._server.poll():
+            message = receive(self._server)
+            if isinstance(message, Load):
+                self._busy_until_s = time.monotonic() + BUSY_S if message.busy else 0.0
+                send(self._server, Alive(time.process_time()))
+            elif isinstance(message, Answer):
+                self._answers[message.number] = message.taken
+
+
+def main() -> None:
+    """Runs until the server ends."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    try:
+        Process(settings).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the server has ended
+
+
+if __name__ == "__main__":
+    main()

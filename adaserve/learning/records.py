@@ -1,0 +1,67 @@
+"""What one request teaches: its tokens, and the target's distributions at the positions that were served."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+FULL_VOCABULARY = 8192
+"""Up to this many tokens a distribution is kept whole; above, the likeliest ``TOP`` and what is left."""
+TOP = 32
+
+_HEADER = struct.Struct("<iiiiidQ")  # tokens, start, positions, columns (0 = whole), bytes of the class, ...
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Position ``start + i`` of ``tokens`` has the distribution ``logprobs[i]`` of the token behind it."""
+
+    tokens: np.ndarray  # int32 [start + n + 1]: prompt and output
+    start: int
+    logprobs: np.ndarray  # float16 [n, vocab] or [n, TOP], at ``temperature`` (at 1 where that is 0)
+    ids: np.ndarray | None  # int32 [n, TOP]: whose log-probabilities these are; None = all tokens
+    temperature: float  # 0 = greedy
+    key: int  # of the request's noise (adaserve/noise.py)
+    slo_class: str = ""
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + self.logprobs.nbytes + (0 if self.ids is None else self.ids.nbytes)
+
+    def to_bytes(self) -> bytes:
+        n, columns = self.logprobs.shape
+        name = self.slo_class.encode()
+        header = (len(self.tokens), self.start, n, 0 if self.ids is None else columns, len(name))
+        parts = [_HEADER.pack(*header, self.temperature, self.key), name, self.tokens.tobytes()]
+        if self.ids is not None:
+            parts.append(self.ids.tobytes())
+        return b"".join([*parts, self.logprobs.tobytes()])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Record:
+        length, start, n, columns, named, temperature, key = _HEADER.unpack_from(data)
+        at = _HEADER.size + named
+        name = data[_HEADER.size : at].decode()
+        tokens = np.frombuffer(data, np.int32, length, at)
+        at += tokens.nbytes
+        ids = None
+        if columns:
+            ids = np.frombuffer(data, np.int32, n * columns, at).reshape(n, columns)
+            at += ids.nbytes
+        logprobs = np.frombuffer(data, np.float16, -1, at).reshape(n, -1)
+        return cls(tokens, start, logprobs, ids, temperature, key, name)
+
+
+def kept(logprobs: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.ndarray | None]:
+    """Of log-probabilities [n, vocab]: float16 [n, k] and their tokens int32 [n, k]. A vocabulary of up to
+    ``whole`` tokens is kept as it is, without ids."""
+    if logprobs.shape[1] <= whole:
+        return logprobs.half().numpy(), None
+    best, ids = logprobs.topk(TOP)
+    return best.half().numpy(), ids.int().numpy()

@@ -1,0 +1,234 @@
+"""Trains a draft on what was served, and judges it on what was served since.
+
+Online Speculative Decoding (arXiv:2310.07177), Algorithm 1, with a replay buffer, home data and a gate:
+requests are first used to compare the candidate, which has not seen them, with the draft that is served, and
+only then trained on.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch import Tensor
+
+from adaserve.learning import losses, reading
+from adaserve.learning.draft import DraftCopy
+from adaserve.learning.messages import ClassScore
+from adaserve.learning.records import Record
+from adaserve.pair.acceptance import Correction, DraftSharpening
+
+JUDGED = 32
+"""Requests that a candidate is judged on. They are trained on afterwards."""
+FITTED = 16
+"""Requests that the reading of a candidate is fitted to, the newest that it was trained on."""
+WARM_UP, CLIP, BETAS = 10, 1.0, (0.9, 0.95)
+TOKENS_AT_ONCE = 1024
+
+Pause = Callable[[], None]
+"""Called between small pieces of work: waits while the server needs the processor."""
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """How a draft is trained."""
+
+    loss: str = "jsd"  # a name of `losses.LOSSES`, or "hard"
+    rate: float = 3e-4  # of AdamW
+    interval: int = 8  # new requests of an update
+    replayed: float = 0.5  # earlier requests of an update, for each new one
+    home: float = 0.25  # home texts of an update, for each new request
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A draft as it would be served."""
+
+    state: Mapping[str, Tensor]  # rounded as the checkpoint is stored
+    correction: Correction  # of how the first draft is read
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Three drafts on the same requests: expected accepted tokens of a chain of 4, [n] each."""
+
+    draft: Snapshot  # the candidate
+    candidate: Tensor
+    present: Tensor
+    first: Tensor
+    classes: tuple[str, ...]  # of the n requests
+
+    @property
+    def verdict(self) -> str:
+        """Whether the candidate is "better" than the present draft, "worse", or it is "undecided"."""
+        return verdict(self.candidate - self.present)
+
+    def by_class(self) -> dict[str, ClassScore]:
+        """Class -> how many requests, and the mean scores of the present and the first draft."""
+        at = {name: torch.tensor([c == name for c in self.classes]) for name in sorted(set(self.classes))}
+        return {
+            name: ClassScore(int(of.sum()), float(self.present[of].mean()), float(self.first[of].mean()))
+            for name, of in at.items()
+        }
+
+
+@dataclass
+class Replay:
+    """The newest requests, up to some memory."""
+
+    most_bytes: int
+    records: deque[Record] = field(default_factory=deque)
+    nbytes: int = 0
+
+    def add(self, record: Record) -> None:
+        self.records.append(record)
+        self.nbytes += record.nbytes
+        while self.nbytes > self.most_bytes:
+            self.nbytes -= self.records.popleft().nbytes
+
+
+class Trainer:
+    """One draft and all that it learns from. ``sharpening``: how the first draft is read."""
+
+    def __init__(
+        self,
+        draft: DraftCopy,
+        home: Sequence[Record],
+        recipe: Recipe,
+        *,
+        sharpening: DraftSharpening,
+        replay_bytes: int,
+    ) -> None:
+        self.draft, self._home, self.recipe, self.sharpening = draft, list(home), recipe, sharpening
+        self.first = Snapshot(draft.state(), Correction())
+        self.present = self.first  # what is served
+        self.replay = Replay(replay_bytes)
+        self.requests = self.tokens = self.updates = 0
+        self._random = random.Random(0)
+        self.restart()
+
+    def restart(self) -> None:
+        """From the weights that are served, forgetting where the optimizer was going."""
+        self.draft.load(self.present.state)
+        rate = self.recipe.rate
+        self._optimizer = torch.optim.AdamW(self.draft.weights, lr=rate, betas=BETAS, weight_decay=0.0)
+        self._steps = 0
+
+    # -- learning -----------------------------------------------------------------------------
+
+    def learn(self, fresh: Sequence[Record], pause: Pause) -> None:
+        """Updates on new requests; each update has earlier ones and home texts beside it."""
+        recipe = self.recipe
+        for start in range(0, len(fresh), recipe.interval):
+            new = list(fresh[start : start + recipe.interval])
+            earlier = _some(self._random, self.replay.records, round(recipe.replayed * len(new)))
+            home = _some(self._random, self._home, round(recipe.home * len(new)))
+            self._update([*new, *earlier, *home], pause)
+            for record in new:
+                self.replay.add(record)
+            self.requests += len(new)
+            self.tokens += sum(map(len, new))
+
+    def _update(self, records: Sequence[Record], pause: Pause) -> None:
+        positions = sum(map(len, records))
+        for part in _parts(records):
+            pause()
+            loss = self._loss_sum(part) / positions
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._steps += 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.recipe.rate * min(1.0, self._steps / WARM_UP)
+        torch.nn.utils.clip_grad_norm_(self.draft.weights, CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.updates += 1
+
+    def _loss_sum(self, records: Sequence[Record]) -> Tensor:
+        every = zip(records, self.draft.logits(records), strict=True)
+        return torch.stack([self.loss_on(r, logits).sum() for r, logits in every]).sum()
+
+    def loss_on(self, record: Record, logits: Tensor) -> Tensor:
+        """[n]: of a draft that says ``logits`` [n, vocab] at the record's positions."""
+        if self.recipe.loss == "hard" and record.key:
+            return _hard(record, logits, self.sharpening)
+        p, q = reading.target(record), reading.draft(record, logits, record.temperature or 1.0)
+        kind = losses.LOSSES["forward" if self.recipe.loss == "hard" else self.recipe.loss]
+        return losses.loss_of(kind, p, q, greedy=record.temperature == 0)
+
+    # -- judging ------------------------------------------------------------------------------
+
+    def judge(self, unseen: Sequence[Record], pause: Pause) -> Judgement:
+        """Compares three drafts on requests that none was trained on, each read as it would be served.
+
+        The candidate is better when its mean gain is larger than the standard error of that mean, over
+        requests, and worse when it is below by twice as much or not a number.
+        """
+        master = {name: t.clone() for name, t in self.draft.model.state_dict().items()}
+        try:
+            candidate = self.snapshot(pause)
+            new = self.scores(candidate, unseen, pause)
+            present = self.scores(self.present, unseen, pause)
+            first = present if self.present is self.first else self.scores(self.first, unseen, pause)
+        finally:
+            self.draft.model.load_state_dict(master)
+        return Judgement(candidate, new, present, first, tuple(r.slo_class for r in unseen))
+
+    @torch.no_grad()
+    def snapshot(self, pause: Pause) -> Snapshot:
+        """The draft in training, rounded, and its reading. What rounding took is lost."""
+        state = self.draft.state()
+        self.draft.load(state)
+        newest = list(self.replay.records)[-FITTED:]
+        logits: list[Tensor] = []
+        for record in newest:
+            pause()
+            logits += self.draft.logits([record])
+        return Snapshot(state, reading.fit(newest, logits, self.sharpening))
+
+    @torch.no_grad()
+    def scores(self, draft: Snapshot, records: Sequence[Record], pause: Pause) -> Tensor:
+        """[n]: expected accepted tokens of a chain of 4 on each request. The draft in training is lost."""
+        self.draft.load(draft.state)
+        sharpening = self.sharpening.corrected(draft.correction)
+        found: dict[int, float] = {}
+        for part in _parts(records):
+            pause()
+            for record, logits in zip(part, self.draft.logits(part), strict=True):
+                accepted = reading.accepted(record, logits, sharpening)
+                found[id(record)] = losses.expected_accepted(accepted)
+        return torch.tensor([found[id(r)] for r in records])
+
+
+def verdict(gains: Tensor) -> str:
+    """Of gains [n] on n requests."""
+    mean = float(gains.mean())
+    error = float(gains.std()) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
+    if not math.isfinite(mean) or mean < -2 * error:
+        return "worse"
+    return "better" if mean > error else "undecided"
+
+
+def _hard(record: Record, logits: Tensor, sharpening: DraftSharpening) -> Tensor:
+    scale, spread = map(float, sharpening.reading(record.temperature))
+    noise = reading.noise(record, logits.shape[1]) if record.temperature > 0 else torch.zeros(1)
+    return losses.hard_loss(logits, reading.served(record), noise, 1 / scale, spread / scale)
+
+
+def _parts(records: Sequence[Record]) -> list[list[Record]]:
+    """Groups of similar length and bounded size, so that padding is little and pauses are short."""
+    parts: list[list[Record]] = []
+    for record in sorted(records, key=lambda r: r.start + len(r)):
+        longest = record.start + len(record)
+        if parts and longest * (len(parts[-1]) + 1) <= TOKENS_AT_ONCE:
+            parts[-1].append(record)
+        else:
+            parts.append([record])
+    return parts
+
+
+def _some(rng: random.Random, records: Sequence[Record], count: int) -> list[Record]:
+    return rng.sample(list(records), min(count, len(records)))

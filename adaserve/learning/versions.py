@@ -1,0 +1,114 @@
+"""Drafts that have served, on disk, for those who ask for it (``--adaserve-learn-folder``).
+
+A folder holds ``history.jsonl`` with a line for each version, the weights of the newest ones, and
+``current``: the version that a server starts with.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+
+from adaserve.pair.acceptance import Correction, load_sharpening
+from adaserve.pair.packed import PLAIN_NAME, copy_companions
+
+KEPT = 8
+"""Versions whose weights are kept; of older ones only the history remains."""
+_HISTORY, _CURRENT = "history.jsonl", "current"
+
+
+class VersionError(ValueError):
+    """There is no such version, or it was trained for another draft."""
+
+
+class Version(msgspec.Struct):
+    """A draft that has served, and what it was judged by: expected accepted tokens of a chain of 4."""
+
+    number: int
+    at: float  # epoch seconds
+    score: float
+    replaced: float  # of the draft before it, on the same requests
+    first: float  # of the draft that the server was started with
+    tokens: int  # learned from, in this run of the server
+    draft: str  # the checkpoint that it began as
+    correction: Correction = Correction()  # of how that one is read
+
+
+class Versions:
+    """One folder; written by the trainer alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def history(self) -> list[Version]:
+        """Oldest first."""
+        path = self.folder / _HISTORY
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return [msgspec.json.decode(line, type=Version) for line in lines]
+
+    def has_weights(self, version: Version) -> bool:
+        return self._file(version.number).exists()
+
+    def add(self, weights: bytes, version: Version) -> Version:
+        """Saves a draft as the newest version, which is current from now on; returns it with its number."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        past = self.history()
+        version.number = 1 + max((v.number for v in past), default=0)
+        version.at = time.time()
+        _replace(self._file(version.number), weights)
+        with (self.folder / _HISTORY).open("ab") as file:
+            file.write(msgspec.json.encode(version) + b"\n")
+        self.choose(version.number)
+        for old in past[: 1 - KEPT]:
+            self._file(old.number).unlink(missing_ok=True)
+        return version
+
+    def choose(self, number: int) -> None:
+        """Makes a version current. 0 is the draft as it came. Raises VersionError."""
+        if number:
+            self._known(number)
+        _replace(self.folder / _CURRENT, str(number).encode())
+
+    def current(self, draft: str) -> tuple[Version, bytes] | None:
+        """The current version and its weights; None for the draft as it came. Raises VersionError when it did
+        not begin as ``draft``."""
+        path = self.folder / _CURRENT
+        number = int(path.read_text()) if path.exists() else 0
+        if not number:
+            return None
+        version = self._known(number)
+        if version.draft != draft:
+            raise VersionError(
+                f"{self.folder} holds drafts that began as {version.draft}, not {draft}: give another folder"
+            )
+        return version, self._file(number).read_bytes()
+
+    def export(self, number: int, out: Path) -> None:
+        """Writes a checkpoint that SGLang serves, with the companions of the draft it began as."""
+        version = self._known(number)
+        if not Path(version.draft).is_dir():
+            raise VersionError(f"{version.draft}, whose configuration is needed, is no folder here")
+        copy_companions(Path(version.draft), out)
+        load_sharpening(Path(version.draft)).corrected(version.correction).save(out)
+        shutil.copy(self._file(number), out / PLAIN_NAME)
+
+    def _known(self, number: int) -> Version:
+        for version in self.history():
+            if version.number == number and self.has_weights(version):
+                return version
+        there = [str(v.number) for v in self.history() if self.has_weights(v)]
+        raise VersionError(f"{self.folder} has no version {number}: there are {', '.join(there) or 'none'}")
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"draft-{number:05d}.safetensors"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """All of it or nothing."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)

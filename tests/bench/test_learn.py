@@ -1,0 +1,67 @@
+"""What `adaserve bench learn` compares: texts, blocks, variants of the training."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from adaserve.bench.learn.offline import VARIANTS, ErrorsOnly, guesses, mixed_text
+from adaserve.bench.learn.online import LearnPlan
+from adaserve.bench.learn.texts import HOME, PATTERNS, Texts
+from adaserve.learning import reading
+from adaserve.learning.draft import DraftCopy
+from adaserve.learning.trainer import Recipe, Trainer
+from adaserve.pair.acceptance import load_sharpening
+from adaserve.pair.model import load_hf
+from adaserve.pair.widen import shipped_draft, weights_folder
+from tests.learning.factories import record
+
+
+@pytest.mark.parametrize("domain", [*PATTERNS, HOME])
+def test_prompts_are_the_same_by_seed_and_held_out_ones_come_from_other_files(domain: str) -> None:
+    one, again = Texts(domain, 3), Texts(domain, 3)
+    assert one.take(20) == again.take(20)
+    held_out = Texts(domain, 3, held_out=True)
+    assert not set(held_out._texts) & set(one._texts)
+    assert len(held_out.take(5)) == 5
+
+
+def test_blocks_of_a_stream() -> None:
+    plan = LearnPlan(order=("cpp", "law"), requests=64, block=32, against="held")
+    assert plan.blocks == [(0, "cpp"), (0, "cpp"), (1, "law"), (1, "law")]
+    assert plan.settings == ("held", "present")
+
+
+def test_variants_differ_from_the_default_in_one_thing() -> None:
+    usual = VARIANTS["default"]
+    for name, variant in VARIANTS.items():
+        fields = ("trainer", "top", "mixed", "routed")
+        differ = [f for f in fields if getattr(variant, f) != getattr(usual, f)]
+        assert (len(differ) + (variant.recipe != usual.recipe) == 1) == (name != "default"), name
+
+
+def test_learning_from_errors_learns_from_nothing_else() -> None:
+    folder = shipped_draft()
+    made = [
+        kind(DraftCopy(str(folder)), [], Recipe(), sharpening=load_sharpening(folder), replay_bytes=1)
+        for kind in (Trainer, ErrorsOnly)
+    ]
+    one = record(start=4, positions=40, vocab=4096)
+    with torch.no_grad():
+        (logits,) = made[0].draft.logits([one])
+    logits = logits + 3 * torch.from_numpy(one.logprobs.astype(np.float32))  # often right
+    every, errors = (trainer.loss_on(one, logits) for trainer in made)
+    right = guesses(one, logits, reading.noise_weight(one, made[0].sharpening)) == 1
+    assert 0 < right.sum() < len(right)
+    assert errors[right].eq(0).all() and torch.equal(errors[~right], every[~right])
+
+
+def test_mixed_text_is_drawn_from_target_and_draft() -> None:
+    target, draft = (load_hf(weights_folder() / name) for name in ("target", "draft"))
+    prompts = torch.tensor([[1, 50, 60, 70]] * 3)
+    cold = mixed_text(target, draft, prompts, 4, torch.full((3,), 1e-3), seed=1)
+    assert cold.shape == (3, 8) and torch.equal(cold[:, :4], prompts)
+    for row in cold:
+        at = {m: m(row[None, :-1])[0, 3:].argmax(-1) for m in (target, draft)}
+        assert all(t in (at[target][i], at[draft][i]) for i, t in enumerate(row[4:]))

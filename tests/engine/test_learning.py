@@ -1,0 +1,133 @@
+"""A draft that learns on a real server: texts stay what they are, and no trainer can do harm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.engine.conftest import Served, adaserve_server
+from tests.engine.harness import Job, Server, Zygote, run_jobs, workload
+from tests.engine.test_greedy import assert_same
+from tests.engine.test_sampling import SMALLEST_P, comparisons, sample
+
+
+@pytest.fixture(scope="module")
+def learning(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Every few iterations the draft has other weights, with requests in flight; a trainer runs beside it."""
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("learning"),
+        pair,
+        "noisy",
+        {
+            "policy": "chain-4", "max_depth": 4, "learn": True, "learn_share": 1.0, "learn_nice": 0,
+            "learn_rate": 1e-3, "learn_memory_mb": 16,
+        },
+        {"swap": [7, str(pair / "target"), str(pair / "noisy")], "audit_every": 1 << 20},
+        overlap=True,
+    )  # fmt: skip
+    with server.running(zygote):
+        yield Served("learning", server, probe)
+        server.assert_idle_and_clean()
+
+
+def state(server: Server) -> dict[str, Any]:
+    return dict(server.internal_state()["adaserve"]["stats"]["learning"] or {})
+
+
+def wait_until(true: Callable[[], bool], server: Server, seconds: float = 60.0) -> None:
+    """Sends a small request now and then: a server looks at its trainer between iterations."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, (list(state(server).items()), server.tail())
+        server.generate(input_ids=[5, 6], sampling_params={"temperature": 0, "max_new_tokens": 3})
+        time.sleep(0.3)
+
+
+def trainer_of(server: Server) -> psutil.Process:
+    assert server.pid is not None
+    children = psutil.Process(server.pid).children(recursive=True)
+    alive = [c for c in children if c.status() != psutil.STATUS_ZOMBIE]
+    (trainer,) = [c for c in alive if "adaserve.learning.process" in c.cmdline()]
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    return workload(100, seed=17, max_new=40, spread_s=2.0)
+
+
+@pytest.fixture(scope="module")
+def expected(stock: Server, jobs: list[Job]) -> list[list[int]]:
+    return [a["output_ids"] for a in run_jobs(stock, jobs) if a is not None]
+
+
+def test_texts_are_the_same_while_drafts_are_swapped_under_them(
+    learning: Served, pair: Path, jobs: list[Job], expected: list[list[int]]
+) -> None:
+    wait_until(lambda: state(learning.server).get("trainer") == "running", learning.server)
+    answers = run_jobs(learning.server, jobs)
+    assert_same(pair, jobs, answers, expected)
+    long = [a["meta_info"]["spec_verify_ct"] for a in answers if a and len(a["output_ids"]) == 40]
+    assert max(long) > 7, "no request lived through a swap"
+    assert min(long) < 20, "no draft was good"
+    assert learning.probe.read()["poisoned"] and state(learning.server)["rejected"] >= 1
+
+
+def test_candidates_are_judged_on_what_was_served(learning: Served, jobs: list[Job]) -> None:
+    run_jobs(learning.server, [j for j in jobs if j.params["max_new_tokens"] > 12] * 2, speed=4)
+    wait_until(lambda: bool(state(learning.server)["judged"]), learning.server)
+    now = state(learning.server)
+    assert now["requests"] >= 32 and now["tokens"] > 32 * 8 and now["cpu_s"] > 0
+    assert 0 < now["judged"][-1]["first"] <= 4
+    snapshot = httpx.get(learning.server.url + "/slo/snapshot.json", timeout=30).json()
+    assert snapshot["learning"]["requests"] >= 32
+
+
+def test_a_request_can_forbid_it(learning: Served) -> None:
+    def generate(headers: dict[str, str], custom: dict[str, Any] | None = None) -> int:
+        params = {"temperature": 0.8, "max_new_tokens": 20, "ignore_eos": True, "custom_params": custom}
+        body = {"input_ids": [9, 8, 7], "sampling_params": params}
+        url = learning.server.url + "/generate"
+        assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
+        time.sleep(0.5)
+        wait_until(lambda: True, learning.server)
+        learning.server.generate(input_ids=[5], sampling_params={"temperature": 0, "max_new_tokens": 3})
+        return int(state(learning.server)["recorded"] + state(learning.server)["dropped"])
+
+    before = generate({})
+    assert generate({"x-adaserve-learn": "off"}) == before
+    assert generate({}, {"adaserve_learn": False}) == before
+    assert generate({"x-adaserve-learn": "on"}) == before + 1
+
+
+def test_sampled_texts_have_the_same_distribution_while_drafts_are_swapped(
+    learning: Served, stock: Server
+) -> None:
+    params = {"temperature": 0.7}
+    got, right = sample(learning.server, params), sample(stock, params)
+    if min(comparisons(got, right).values()) < SMALLEST_P:  # one sound run in 2,000; both in four millions
+        got, right = sample(learning.server, params), sample(stock, params)
+    assert min(comparisons(got, right).values()) > SMALLEST_P
+    assert len({t[2] for t in right}) > 5, "nearly deterministic: the comparison says nothing"
+
+
+def test_a_trainer_that_hangs_or_is_killed_harms_nothing(
+    learning: Served, pair: Path, jobs: list[Job], expected: list[list[int]]
+) -> None:
+    trainer = trainer_of(learning.server)
+    os.kill(trainer.pid, signal.SIGSTOP)
+    assert_same(pair, jobs[:50], run_jobs(learning.server, jobs[:50], speed=2), expected[:50])
+    os.kill(trainer.pid, signal.SIGKILL)
+    wait_until(lambda: state(learning.server)["trainer"] == "restarting", learning.server)
+    assert_same(pair, jobs[50:], run_jobs(learning.server, jobs[50:], speed=2), expected[50:])
+    assert not trainer.is_running() or trainer.status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: state(learning.server)["trainer"] == "running", learning.server, seconds=120)
+    assert trainer_of(learning.server).pid != trainer.pid

@@ -1,0 +1,164 @@
+"""The trainer as its server sees it: over the socket and the shared memory, with the real training."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaserve.learning.draft import DraftCopy, checked, to_bytes
+from adaserve.learning.messages import (
+    Alive,
+    Answer,
+    Candidate,
+    Hello,
+    Load,
+    Message,
+    Progress,
+    Settings,
+    receive,
+    send,
+)
+from adaserve.learning.process import Process
+from adaserve.learning.shared import Ring, allocate, memory
+from adaserve.learning.trainer import JUDGED
+from adaserve.learning.versions import Versions
+from adaserve.pair.acceptance import Correction
+from tests.learning.factories import save_drafts, served
+
+WEIGHTS_BYTES = 1 << 24
+
+
+class Line:
+    """The server's end. The trainer runs on a thread until the line is closed."""
+
+    def __init__(self, draft: Path, *, rate: float = 1e-3, folder: Path | None = None) -> None:
+        self._fds = (allocate(1 << 24), allocate(WEIGHTS_BYTES))
+        self.ring, self.weights = Ring(self._fds[0]), memory(self._fds[1])
+        ours, theirs = socket.socketpair()
+        self._settings = Settings(
+            str(draft), "jsd", rate, 64, None if folder is None else str(folder), *self._fds, theirs.detach()
+        )
+        self.connection = Connection(ours.detach())
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with pytest.raises((EOFError, OSError)):
+            Process(self._settings).run()
+
+    def start(self, now: Candidate | None = None) -> None:
+        self._settings.served = now
+        self._thread.start()
+
+    def next(self, kind: type[Message]) -> Message:
+        """The next message, which must be of a ``kind``."""
+        assert self.connection.poll(60), f"no {kind.__name__}"
+        message = receive(self.connection)
+        assert isinstance(message, kind), message
+        return message
+
+    def close(self) -> None:
+        self.connection.close()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        for fd in self._fds:
+            os.close(fd)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("draft")
+    return save_drafts(folder), folder
+
+
+@pytest.fixture
+def lines() -> Iterator[list[Line]]:
+    made: list[Line] = []
+    yield made
+    for line in made:
+        line.close()
+
+
+def feed(line: Line, target: torch.nn.Module, requests: int, seed: int) -> None:
+    for record in served(target, requests, seed=seed):
+        assert line.ring.write(record.to_bytes())
+
+
+def test_a_better_draft_is_offered_and_kept(
+    target: tuple[torch.nn.Module, Path], lines: list[Line], tmp_path: Path
+) -> None:
+    lines.append(line := Line(target[1], folder=tmp_path))
+    line.start()
+    hello = line.next(Hello)
+    assert isinstance(hello, Hello)
+    feed(line, target[0], 2 * JUDGED, seed=1)
+    progress, candidate = line.next(Progress), line.next(Candidate)
+    assert isinstance(progress, Progress) and isinstance(candidate, Candidate)
+    assert progress.verdict == "better" and progress.candidate > progress.present == progress.first
+    assert {name: score.requests for name, score in progress.classes.items()} == {"": JUDGED}
+    state = checked(bytes(line.weights[: candidate.size]), hello.tensors)
+    first = DraftCopy(str(target[1])).state()
+    assert any(not torch.equal(state[name], first[name]) for name in state)
+    send(line.connection, Answer(candidate.number, taken=True))
+    feed(line, target[0], 2 * JUDGED, seed=2)
+    later = line.next(Progress)
+    assert isinstance(later, Progress) and later.present > later.first, "the candidate serves now"
+    (version,) = Versions(tmp_path).history()
+    assert version.score == pytest.approx(progress.candidate) and version.correction == candidate.correction
+
+
+def test_a_wrong_learning_rate_never_reaches_serving(
+    target: tuple[torch.nn.Module, Path], lines: list[Line]
+) -> None:
+    lines.append(line := Line(target[1], rate=1.0))
+    line.start()
+    line.next(Hello)
+    for seed in (1, 2, 3):
+        feed(line, target[0], 2 * JUDGED, seed=seed)
+        progress = line.next(Progress)  # and no candidate
+        assert isinstance(progress, Progress) and progress.verdict == "worse"
+
+
+def test_it_waits_while_the_server_is_busy_and_forgets_that_when_nobody_says_so(
+    target: tuple[torch.nn.Module, Path], lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines.append(line := Line(target[1], rate=1.0))  # so wrong that there is never a candidate
+    line.start()
+    line.next(Hello)
+    start_s = time.monotonic()
+    feed(line, target[0], 2 * JUDGED, seed=1)
+    line.next(Progress)
+    usual_s = time.monotonic() - start_s
+    monkeypatch.setattr("adaserve.learning.process.BUSY_S", 1e9)
+    send(line.connection, Load(busy=True))
+    assert isinstance(line.next(Alive), Alive)
+    feed(line, target[0], 2 * JUDGED, seed=2)
+    assert not line.connection.poll(2 * usual_s), "it works while the server is busy"
+    monkeypatch.setattr("adaserve.learning.process.BUSY_S", 0.1)
+    send(line.connection, Load(busy=True))
+    line.next(Alive)
+    line.next(Progress)
+
+
+def test_after_a_restart_it_goes_on_from_the_draft_that_is_served(
+    target: tuple[torch.nn.Module, Path], lines: list[Line]
+) -> None:
+    """Its present draft is the target itself, so no candidate can be better."""
+    lines.append(line := Line(target[1]))
+    draft = DraftCopy(str(target[1]))
+    best = {name: target[0].state_dict()[name].to(draft.dtypes[name]) for name in draft.state()}
+    file = to_bytes(best)
+    line.weights[: len(file)] = file
+    line.start(Candidate(5, len(file), 4.0, 1.0, Correction(noise=1.2)))
+    line.next(Hello)
+    feed(line, target[0], 2 * JUDGED, seed=1)
+    progress = line.next(Progress)
+    assert isinstance(progress, Progress) and progress.present > 1.5 * progress.first

@@ -1,0 +1,94 @@
+"""How drafts in training are read, and that the reading is fitted to what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as fn
+
+from adaserve.learning import reading
+from adaserve.learning.records import Record, kept
+from adaserve.noise import gumbel
+from adaserve.pair.acceptance import Correction, DraftSharpening, load_sharpening
+
+VOCAB, POSITIONS, TEMPERATURE = 300, 200, 0.8
+EXACT = DraftSharpening((0.0,), (1.0,), shared=((0.0, 1.0), (1.0, 1.0), (0.0, 1.0)))
+"""Reads a draft as if it were the target: the noise has the weight of the temperature."""
+
+
+def logits(seed: int) -> Tensor:
+    return 2 * torch.randn(POSITIONS, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def served(says: Tensor, temperature: float = TEMPERATURE, *, whole: bool = True, key: int = 7) -> Record:
+    """What a target that says ``says`` would have served."""
+    noise = torch.from_numpy(gumbel(np.full(POSITIONS, key, np.uint64), np.arange(POSITIONS) + 1, VOCAB))
+    drawn = (says / temperature + noise if temperature else says).argmax(-1)
+    tokens = torch.cat((torch.tensor([1, 1]), drawn)).int().numpy()
+    logprobs, ids = kept(fn.log_softmax(says / (temperature or 1.0), -1), VOCAB if whole else 0)
+    return Record(tokens, 1, logprobs, ids, temperature, key)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_expected_is_what_happens(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over all noise against the one noise that there was, at many positions."""
+    monkeypatch.setattr(reading, "LIKELIEST", VOCAB)
+    happened, expected = [], []
+    for key in range(1, 21):
+        says = logits(key)
+        draft = says + logits(key + 100) / 4
+        record = served(says, whole=whole, key=key)
+        read = draft + TEMPERATURE * reading.noise(record, VOCAB)
+        happened.append(float((read.argmax(-1) == reading.served(record)).float().mean()))
+        expected.append(float(reading.accepted(record, draft, EXACT).mean()))
+    if whole:
+        assert np.mean(happened) == pytest.approx(np.mean(expected), abs=0.02)  # 3 standard errors
+    else:  # tokens that are not kept count as missed
+        assert np.mean(happened) - 0.15 < np.mean(expected) < np.mean(happened)
+    assert 0.4 < np.mean(expected) < 0.9
+
+
+def test_greedy_requests_are_right_or_wrong() -> None:
+    says = logits(1)
+    wrong = says.clone()
+    wrong[::2] = -wrong[::2]
+    accepted = reading.accepted(served(says, 0.0), wrong, EXACT)
+    assert accepted[1::2].eq(1).all() and accepted[::2].eq(0).all()
+
+
+@pytest.mark.parametrize("sure", [0.8, 1.0, 1.25])
+def test_the_weight_of_the_noise_follows_how_sure_a_draft_is(sure: float) -> None:
+    records = [served(logits(seed), key=seed) for seed in (1, 2, 3)]
+    found = reading.fit(records, [sure * logits(seed) for seed in (1, 2, 3)], EXACT)
+    assert found.noise == pytest.approx(sure, rel=0.09)
+
+
+def test_taus_follow_how_often_a_draft_is_right() -> None:
+    """A draft that is always right should be read as very sure; one that knows nothing as unsure."""
+    says = logits(1)
+    for temperature, field in ((TEMPERATURE, "tau"), (0.0, "greedy_tau")):
+        record = served(says, temperature)
+        knows, guesses = (reading.fit([record], [of], EXACT) for of in (says, logits(2)))
+        assert getattr(knows, field) < 0.9
+        assert getattr(guesses, field) > 1.5
+
+
+def test_nothing_to_fit_to_changes_nothing() -> None:
+    assert reading.fit([], [], EXACT) == Correction()
+    unkeyed = replace(served(logits(1)), key=0)
+    assert reading.fit([unkeyed], [logits(1)], EXACT) == Correction()
+
+
+def test_a_corrected_reading_is_kept_with_a_checkpoint(tmp_path: Path) -> None:
+    first = DraftSharpening((0.0, 0.5), (0.4, 0.8), shared=((0.0, 1.0), (0.5, 0.6), (0.0, 0.9)))
+    now = first.corrected(Correction(noise=1.1, tau=0.5, greedy_tau=2.0))
+    assert now.temperatures == first.temperatures and now.taus == (0.8, 0.4)
+    assert now.shared == ((0.0, 1.0), (1.0, 0.3), (0.0, pytest.approx(0.99)))
+    assert first.corrected(Correction()) == first
+    now.save(tmp_path)
+    assert load_sharpening(tmp_path) == now

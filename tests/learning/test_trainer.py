@@ -1,0 +1,104 @@
+"""A tiny draft learns what its target says; bad candidates are seen as such."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaserve.learning.draft import DraftCopy, checked, to_bytes
+from adaserve.learning.losses import LOSSES
+from adaserve.learning.trainer import Judgement, Recipe, Replay, Trainer, verdict
+from adaserve.pair.acceptance import load_sharpening
+from tests.learning.factories import record, save_drafts, served
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, str]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("draft")
+    return save_drafts(folder), str(folder)
+
+
+def trainer_of(folder: str, *, loss: str = "forward", rate: float = 1e-3) -> Trainer:
+    sharpening = load_sharpening(Path(folder))
+    return Trainer(DraftCopy(folder), [], Recipe(loss, rate), sharpening=sharpening, replay_bytes=10_000_000)
+
+
+def learned(trainer: Trainer, target: torch.nn.Module, requests: int = 96) -> Judgement:
+    trainer.learn(served(target, 96, seed=1)[:requests], lambda: None)
+    return trainer.judge(served(target, 32, seed=2), lambda: None)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, "hard"])
+def test_a_draft_learns(target: tuple[torch.nn.Module, str], loss: str) -> None:
+    found = learned(trainer_of(target[1], loss=loss), target[0])
+    assert found.candidate.mean() > 1.03 * found.present.mean()
+    assert torch.equal(found.present, found.first)
+    assert found.verdict == "better"
+
+
+@pytest.mark.parametrize("rate", [1.0, 1e9])
+def test_a_wrong_learning_rate_is_found_out_and_undone(
+    target: tuple[torch.nn.Module, str], rate: float
+) -> None:
+    trainer = trainer_of(target[1], rate=rate)
+    assert learned(trainer, target[0], 64).verdict == "worse"
+    trainer.restart()
+    now = trainer.draft.state()
+    assert all(torch.equal(now[name], first) for name, first in trainer.first.state.items())
+
+
+def test_judging_changes_nothing(target: tuple[torch.nn.Module, str]) -> None:
+    trainer = trainer_of(target[1])
+    trainer.learn(served(target[0], 8), lambda: None)
+    before = {n: t.clone() for n, t in trainer.draft.model.state_dict().items()}
+    trainer.judge(served(target[0], 8, seed=3), lambda: None)
+    after = trainer.draft.model.state_dict()
+    assert all(torch.equal(t, after[n]) for n, t in before.items())
+
+
+def test_padding_does_not_change_what_a_draft_says(target: tuple[torch.nn.Module, str]) -> None:
+    draft, records = DraftCopy(target[1]), served(target[0], 3)
+    short = records[1]
+    cut = type(short)(short.tokens[:15], short.start, short.logprobs[:8], None, 0.8, 0)
+    with torch.no_grad():
+        together, alone = draft.logits([records[0], cut, records[2]])[1], draft.logits([cut])[0]
+    assert torch.allclose(together, alone, atol=1e-4)
+
+
+def test_verdicts() -> None:
+    assert verdict(torch.tensor([0.1, 0.2, 0.1, 0.2])) == "better"
+    assert verdict(torch.tensor([-0.1, -0.2, -0.1, -0.2])) == "worse"
+    assert verdict(torch.tensor([-0.1, 0.2, 0.1, -0.2])) == "undecided"
+    assert verdict(torch.tensor([0.1, float("nan"), 0.2])) == "worse"
+    assert verdict(torch.zeros(5)) == "undecided"
+    assert verdict(torch.ones(1)) == "undecided", "one request proves nothing"
+
+
+def test_the_replay_buffer_is_bounded() -> None:
+    one = record()
+    replay = Replay(5 * one.nbytes)
+    for seed in range(50):
+        replay.add(record(seed=seed))
+        assert replay.nbytes == sum(r.nbytes for r in replay.records) <= 5 * one.nbytes
+    assert [r.key for r in replay.records] == [45, 46, 47, 48, 49]
+
+
+def test_what_cannot_be_served_is_refused(target: tuple[torch.nn.Module, str]) -> None:
+    draft = DraftCopy(target[1])
+    manifest, state = draft.manifest(), draft.state()
+    assert checked(to_bytes(state), manifest).keys() == manifest.keys()
+    name = next(iter(state))
+    bad = {
+        "not finite": state | {name: torch.full_like(state[name], float("nan"))},
+        "not float32": state | {name: state[name][:-1]},
+        "not float32 ": state | {name: state[name].half()},
+        "other tensors": {n: t for n, t in state.items() if n != name},
+    }
+    for reason, tensors in bad.items():
+        with pytest.raises(ValueError, match=reason.strip()):
+            checked(to_bytes(tensors), manifest)
+    with pytest.raises(ValueError, match="cannot be read"):
+        checked(to_bytes(state)[:-100], manifest)

@@ -1,0 +1,66 @@
+"""Versions on disk: the last good one comes back, any can be chosen or exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from adaserve.learning.cli import app
+from adaserve.learning.draft import DraftCopy, to_bytes
+from adaserve.learning.versions import KEPT, Version, VersionError, Versions
+from tests.learning.factories import save_drafts
+
+
+def version(draft: str = "/models/draft", score: float = 1.5) -> Version:
+    return Version(0, 0.0, score, 1.4, 1.3, 5000, draft)
+
+
+def test_the_last_one_is_current_and_another_can_be_chosen(tmp_path: Path) -> None:
+    versions = Versions(tmp_path / "new")
+    assert versions.current("/models/draft") is None and versions.history() == []
+    for number in (1, 2):
+        assert versions.add(b"weights %d" % number, version()).number == number
+    for chosen, expected in ((None, b"weights 2"), (1, b"weights 1")):
+        if chosen is not None:
+            versions.choose(chosen)
+        found = versions.current("/models/draft")
+        assert found is not None and found[1] == expected
+    versions.choose(0)
+    assert versions.current("/models/draft") is None
+    with pytest.raises(VersionError, match="no version 3: there are 1, 2"):
+        versions.choose(3)
+
+
+def test_a_folder_of_another_draft_is_refused(tmp_path: Path) -> None:
+    versions = Versions(tmp_path)
+    versions.add(b"x", version("/models/other"))
+    with pytest.raises(VersionError, match="began as /models/other"):
+        versions.current("/models/draft")
+
+
+def test_old_weights_go_and_their_history_stays(tmp_path: Path) -> None:
+    versions = Versions(tmp_path)
+    for _ in range(KEPT + 5):
+        versions.add(b"x", version())
+    assert len(versions.history()) == KEPT + 5
+    assert [v.number for v in versions.history() if versions.has_weights(v)] == list(range(6, KEPT + 6))
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    save_drafts(tmp_path / "draft")
+    draft = DraftCopy(str(tmp_path / "draft"))
+    state = {name: tensor + 0.25 for name, tensor in draft.state().items()}
+    versions = Versions(tmp_path / "kept")
+    versions.add(to_bytes(state), version(str(tmp_path / "draft"), 1.234))
+    run, kept = CliRunner().invoke, str(tmp_path / "kept")
+    assert "1.234" in run(app, ["history", kept]).output
+    assert run(app, ["save", kept, "1", str(tmp_path / "out")]).exit_code == 0
+    exported = DraftCopy(str(tmp_path / "out")).state()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in state.items())
+    assert run(app, ["load", kept, "0"]).exit_code == 0
+    assert versions.current(str(tmp_path / "draft")) is None
+    refused = run(app, ["load", kept, "7"])
+    assert refused.exit_code == 2 and "no version 7" in refused.output
