@@ -44,7 +44,7 @@ format: env ## Format, and repair what the linter can repair
 bench: env ## Measure TPOT against plain decoding at several batch sizes; JSON under results/
 	@$(BIN)/adaserve bench latency $(ARGS)
 
-sweep: env ## Policies against load, urgent share, SLO scale and peaks on a real server (an hour; ARGS=--quick: minutes)
+sweep: env ## Systems against load on a real server, judged by both SLOs (an hour; ARGS=--quick: minutes)
 	@$(BIN)/adaserve bench sweep $(ARGS)
 
 soak: env ## Random mixes of everything against one server, with invariants checked all the time (MINUTES=10 or REQUESTS=N)
@@ -53,7 +53,7 @@ soak: env ## Random mixes of everything against one server, with invariants chec
 results: env ## Draw the tables and figures under results/ again from their records
 	@for dir in results/*/; do \
 	  if [ -f "$$dir/requests.jsonl" ]; then $(BIN)/python -m adaserve.loadgen report "$$dir" || exit 1; fi; \
-	  if [ -f "$$dir/sweep.json" ]; then $(BIN)/adaserve bench sweep --plot-only "$$dir" || exit 1; fi; \
+	  if grep -qs "schema_version\": 2" "$$dir/sweep.json"; then $(BIN)/adaserve bench sweep --plot-only "$$dir" || exit 1; fi; \
 	done
 
 gpu-check: env ## On a GPU host: exactness, TPOT and mixed SLOs against SGLang; JSON under results/

@@ -157,11 +157,11 @@ class AdaServeConfig(Checked):
     @field_validator("policy")
     @classmethod
     def _known_policy(cls, name: str) -> str:
-        from adaserve.scheduler.policies import policy_names
+        from adaserve.scheduler.policies import chain_length, policy_names
 
-        kind, _, number = name.rpartition("-")
-        chain = kind == "chain" and number.isdigit() and 1 <= int(number) <= 32
-        if not chain and name not in policy_names():
+        length = chain_length(name)
+        known = name in policy_names() and not name.endswith("-K") if length is None else length <= 32
+        if not known:
             raise ConfigError(f"unknown policy {name!r}: known are {', '.join(policy_names())}")
         return name
 

@@ -64,6 +64,7 @@ class ClassLoad(SLOClass, Setting):
     prompt_tokens: Tokens = Length(median=100, sigma=0.5, low=8, high=2000)
     output_tokens: Tokens = Length(median=64)
     temperature: Amount = 0.0
+    priority: Whole | None = None  # of SGLang's scheduling by priority; None = requests have none
     category: Text | None = None  # of the prompts; None = the class name
     turns: Count = 1
     think_s: Amount = 1.0  # pause between turns of a session

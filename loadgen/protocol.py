@@ -32,6 +32,11 @@ class StreamEvent:
 
 def body(server: Endpoint, request: PlannedRequest, history: str) -> dict[str, Any]:
     """The JSON body. ``history``: text of earlier turns, put before the prompt."""
+    priority = {} if request.priority is None else {"priority": request.priority}
+    return _body(server, request, history) | priority
+
+
+def _body(server: Endpoint, request: PlannedRequest, history: str) -> dict[str, Any]:
     if server.api == "generate":
         sampling = {
             "max_new_tokens": request.max_tokens,

@@ -154,6 +154,13 @@ class Group:
         values = [v for r in self.runs if (v := self._figure(r, key, name)) is not None]
         return statistics.fmean(values) if values else None
 
+    def met(self, objective: str, name: str | None = None) -> float | None:
+        """Mean over runs of the share that met one objective, ``tpot`` or ``ttft``."""
+        found = [r.summary["by_class"].get(name, {}) if name else r.summary for r in self.runs]
+        shares = (f.get("slo_attainment_by_metric", {}).get(objective) for f in found)
+        values = [v for v in shares if isinstance(v, int | float)]
+        return statistics.fmean(values) if values else None
+
     def error(self, key: str, name: str | None = None) -> float | None:
         """Standard error: over seeds where there are several, else of the share of requests."""
         values = [v for r in self.runs if (v := self._figure(r, key, name)) is not None]

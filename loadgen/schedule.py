@@ -37,6 +37,7 @@ class PlannedRequest:
     prompt_tokens: int  # as planned; the record has the server's count
     max_tokens: int
     temperature: float = 0.0
+    priority: int | None = None
     session: str | None = None
     turn: int = 0
     think_s: float = 0.0  # wait after the previous turn's answer
@@ -174,6 +175,7 @@ def _request(
         prompt_tokens=n_prompt,
         max_tokens=_clip(row.output_tokens, spec.max_output_tokens if spec else None),
         temperature=c.temperature if c else 0.0,
+        priority=c.priority if c else None,
         session=row.session_id,
         think_s=c.think_s if c and spec is None else 0.0,
     )

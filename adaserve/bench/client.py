@@ -94,17 +94,40 @@ async def _send(
         return list(await asyncio.gather(*map(one, asks, at_s)))
 
 
-def streamed_tpot_ms(url: str, ask: Ask) -> float:
-    """TPOT of one request as a client sees it. Raises ServerError, httpx.HTTPError."""
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """One streamed answer: when the request left, when each chunk came, and the tokens by then."""
+
+    start_s: float
+    times: list[float]
+    tokens: list[int]
+    prompt_tokens: int
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.times[0] - self.start_s) * 1e3
+
+    @property
+    def tpot_ms(self) -> float:
+        """Raises ServerError for an answer in one piece."""
+        if self.tokens[-1] == self.tokens[0]:
+            raise ServerError("the server sent its answer in one piece: no latency per token can be measured")
+        return (self.times[-1] - self.times[0]) / (self.tokens[-1] - self.tokens[0]) * 1e3
+
+
+def stream(url: str, ask: Ask) -> Streamed:
+    """Raises ServerError for an answer without a token, httpx.HTTPError."""
     times: list[float] = []
     tokens: list[int] = []
-    body = ask.body(stream=True)
-    with httpx.stream("POST", url + "/generate", json=body, timeout=TIMEOUT_S) as response:
+    prompt_tokens, start_s = 0, time.perf_counter()
+    with httpx.stream("POST", url + "/generate", json=ask.body(stream=True), timeout=TIMEOUT_S) as response:
         response.raise_for_status()
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 times.append(time.perf_counter())
-                tokens.append(json.loads(line[6:])["meta_info"]["completion_tokens"])
-    if len(times) < 2 or tokens[-1] == tokens[0]:
-        raise ServerError("the server sent its answer in one piece, so no latency per token can be measured")
-    return (times[-1] - times[0]) / (tokens[-1] - tokens[0]) * 1e3
+                meta = json.loads(line[6:])["meta_info"]
+                tokens.append(meta["completion_tokens"])
+                prompt_tokens = meta["prompt_tokens"]
+    if not times:
+        raise ServerError("the server answered without a token")
+    return Streamed(start_s, times, tokens, prompt_tokens)

@@ -161,8 +161,14 @@ class PrefillPacer:
         waiting = [*([] if started is None else [started]), *waiting[:MOST_WAITING]]
         rule, queue, known, batch, pressure = self.situation(running, started, waiting, most_tokens, now_s)
         plan = plan_prefill(rule, queue, len(running), now_s, pressure)
+        admitted = set(plan.order.tolist())
+        self._ledger.gate(
+            (self._ledger.slo(r).slo_class, now_s - arrived_s)
+            for i, (r, arrived_s) in enumerate(zip(waiting, queue.arrival_s.tolist(), strict=True))
+            if i not in admitted
+        )
         if self._holds.limits:
-            gone = set(plan.order.tolist()) if plan.tokens else set()
+            gone = admitted if plan.tokens else set()
             held = {self._tenant(r) for i, r in enumerate(waiting) if i not in gone}
             tight = [known[i] for i in binding_rows(pressure.slack_s, batch.tpot_slo_s)]
             self._holders = {t for t in map(self._tenant, tight) if held - ({t} - {ANONYMOUS})}

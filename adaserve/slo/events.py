@@ -73,6 +73,8 @@ class IterationSample(msgspec.Struct):
     total_s: float
     sources: dict[str, list[int]] = {}  # tokens that each proposed, and of these verified and accepted
     windows: dict[str, int] = {}  # requests that were drafted for, by what was read of their contexts
+    gated: dict[str, list[float]] = {}
+    """Prompts that the admission gate holds back, by class: how many, and seconds that the oldest waited."""
     queue: int = 0
     kv_use: float = 0.0  # share of the KV pool in use
 

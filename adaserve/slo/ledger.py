@@ -46,6 +46,7 @@ class SLOLedger:
         self._by_rid: WeakValueDictionary[str, _Company] = WeakValueDictionary()
         self._predicted_s: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # TPOT, said at its arrival
         self._queue = 0
+        self._gated: dict[str, list[float]] = {}
         self._kv_use = 0.0
 
     def set_baseline(self, baseline_s: float) -> None:
@@ -74,6 +75,13 @@ class SLOLedger:
         """Notes the number of waiting requests and the share of the KV pool in use (0 to 1)."""
         self._queue, self._kv_use = queue, kv_use
 
+    def gate(self, held: Iterable[tuple[str, float]]) -> None:
+        """Notes the prompts that the admission gate holds back for an iteration: class, seconds waited."""
+        self._gated = {}
+        for slo_class, waited_s in held:
+            count, longest_s = self._gated.get(slo_class, (0, 0.0))
+            self._gated[slo_class] = [count + 1, max(longest_s, waited_s)]
+
     def prefilled(self, reqs: Iterable[Any], duration_s: float) -> None:
         """Notes a prefill of these requests (or chunks of them), during which all others stood still."""
         self._prefills_s += duration_s
@@ -100,6 +108,7 @@ class SLOLedger:
                 company.running += len(rids)
                 company.stall_s = self._prefills_s - company.prefills_before_s
         sample.queue, sample.kv_use = self._queue, self._kv_use
+        sample.gated, self._gated = self._gated, {}
         self.stats.iteration(sample)
 
     def close(self, req: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from adaserve.slo.events import STAGES, DraftLearning, FinishedRequest, Iteratio
 from adaserve.slo.forecast import Forecast
 from adaserve.slo.metrics import RATIO_EDGES
 
+_TTFT_EDGES = (0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
 _TOKEN_EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _SMALL_EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _ACCEPT_EDGES = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8)
@@ -64,6 +65,17 @@ class ServerMetrics:
         )
         ratio = "TPOT of a request divided by its SLO"
         self.ratio = histogram("adaserve:slo_tpot_ratio", ratio, by_class, buckets=RATIO_EDGES)
+        first = "Time to first token of finished requests by SLO class, seconds"
+        self.ttft = histogram("adaserve:ttft_seconds", first, by_class, buckets=_TTFT_EDGES)
+        held = "Prompts that the admission gate holds back for the TPOT SLOs of running requests"
+        self.gated = partial(prometheus.Gauge, multiprocess_mode="livesum", **where)(
+            "adaserve:gated_prompts", held, by_class
+        )
+        oldest = "How long the oldest prompt at the admission gate has waited, seconds"
+        self.gated_s = partial(prometheus.Gauge, multiprocess_mode="livemax", **where)(
+            "adaserve:gated_longest_seconds", oldest, by_class
+        )
+        self._gated: set[str] = set()  # classes whose gauges are not 0
         good = "Output tokens of requests that met all their SLOs"
         self.goodput = counter("adaserve:goodput_tokens", good, by_class)
         self.tokens = counter("adaserve:output_tokens", "Output tokens of all finished requests", by_class)
@@ -113,8 +125,10 @@ class ServerMetrics:
             self.target.labels(name).set(target)
             for outcome in ("met", "missed", "failed"):
                 self.requests.labels(name, "all", outcome)
-            for metric in (self.tokens, self.goodput, self.ratio, self.error):
+            for metric in (self.tokens, self.goodput, self.ratio, self.error, self.ttft):
                 metric.labels(name)
+            self.gated.labels(name).set(0)
+            self.gated_s.labels(name).set(0)
 
     def finish(self, name: str, request: FinishedRequest) -> None:
         """Counts a finished request under the class label ``name``."""
@@ -131,6 +145,8 @@ class ServerMetrics:
             self.goodput.labels(name).inc(request.output_tokens)
         if (ratio := request.tpot_ratio) is not None:
             self.ratio.labels(name).observe(ratio)
+        if request.ttft_s is not None:
+            self.ttft.labels(name).observe(request.ttft_s)
         if (error := request.prediction_error) is not None:
             self.error.labels(name).observe(error)
 
@@ -165,6 +181,11 @@ class ServerMetrics:
             histogram.observe(getattr(sample, field))
         if sample.running:
             self.accept.observe(sample.new_tokens / sample.running)
+        for name in self._gated | set(sample.gated):
+            count, longest_s = sample.gated.get(name, (0, 0.0))
+            self.gated.labels(name).set(count)
+            self.gated_s.labels(name).set(longest_s)
+        self._gated = set(sample.gated)
         self._calibrate(sample)
 
     def learned(self, learning: DraftLearning) -> None:

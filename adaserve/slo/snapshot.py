@@ -22,10 +22,10 @@ from adaserve.slo.stats import (
     RankState,
     SlowRequest,
     add_numbers,
-    bin_ratio,
+    bin_centre,
 )
 
-SNAPSHOT_VERSION = 2
+SNAPSHOT_VERSION = 3
 WINDOW_S = 60.0
 """Current figures are over this long; the history shows how they got there."""
 SMOOTHING = 5
@@ -50,6 +50,12 @@ class ClassSnapshot(msgspec.Struct):
     attainment_tpot: float | None
     attainment_ttft: float | None
     tpot_mean_ms: float | None
+    tpot_p50_ms: float | None
+    tpot_p99_ms: float | None
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    gated: int  # prompts that the admission gate holds back now
+    gated_longest_ms: float | None  # how long the oldest of them has waited
     ratio_p50: float | None  # TPOT / SLO
     ratio_p99: float | None
     goodput_tps: float
@@ -66,6 +72,7 @@ class History(msgspec.Struct):
     throughput_tps: Points
     running: Points
     queue: Points
+    gated: Points
     accept_length: Points
     depth: Points
     width: Points
@@ -73,6 +80,8 @@ class History(msgspec.Struct):
     attainment: dict[str, Points]  # class -> share over the window that ends at t
     ratio_p50: dict[str, Points]
     ratio_p99: dict[str, Points]
+    ttft_p50_ms: dict[str, Points]
+    ttft_p99_ms: dict[str, Points]
 
 
 class Snapshot(msgspec.Struct):
@@ -154,7 +163,10 @@ def build_snapshot(
         draft_windows=_windows(total),
         iteration_ms=_phases(total),
         calibration_error=None if expected is None else expected - 1,
-        classes=[_class(name, ranks, total.classes.get(name, ClassCounts()), per_s) for name in names],
+        classes=[
+            _class(name, ranks, total.classes.get(name, ClassCounts()), per_s, _gated(name, fresh))
+            for name in names
+        ],
         slow=sorted((e for r in ranks for e in r.slow), key=lambda e: -e.at)[:12],
         history=_history(buckets, names, last_key),
         learning=next((r.learning for r in ranks if r.learning is not None), None),
@@ -219,11 +231,21 @@ def _windows(total: Bucket) -> dict[str, float]:
     return {window: count / sum(rows.values()) for window, count in rows.items()}
 
 
-def _class(name: str, ranks: Sequence[RankState], c: ClassCounts, per_s: float) -> ClassSnapshot:
+def _gated(name: str, fresh: Sequence[IterationSample]) -> tuple[int, float | None]:
+    """Prompts of the class that wait at the gate, and milliseconds of the oldest."""
+    held = [last.gated[name] for last in fresh if name in last.gated]
+    return int(sum(count for count, _ in held)), max((1e3 * waited_s for _, waited_s in held), default=None)
+
+
+def _class(
+    name: str, ranks: Sequence[RankState], c: ClassCounts, per_s: float, gated: tuple[int, float | None]
+) -> ClassSnapshot:
     tpot_ms, ttft_ms = next((r.slos[name] for r in ranks if name in r.slos), (None, None))
     totals = [r.totals.get(name, (0, 0)) for r in ranks]
     mean_s = _share(c.tpot_sum_s, c.tpot_count)
-    p50, p99 = (points[0] for points in _ratio_percentiles([c]))
+    (p50, p99), (tpot_p50, tpot_p99), (ttft_p50, ttft_p99) = (
+        [points[0] for points in _percentiles([c], name)] for name in ("ratio", "tpot_ms", "ttft_ms")
+    )
     return ClassSnapshot(
         name=name,
         target=next(r.targets[name] for r in ranks if name in r.targets),
@@ -236,6 +258,12 @@ def _class(name: str, ranks: Sequence[RankState], c: ClassCounts, per_s: float) 
         attainment_tpot=_share(c.met_tpot, c.requests),
         attainment_ttft=_share(c.met_ttft, c.requests),
         tpot_mean_ms=None if mean_s is None else mean_s * 1e3,
+        tpot_p50_ms=tpot_p50,
+        tpot_p99_ms=tpot_p99,
+        ttft_p50_ms=ttft_p50,
+        ttft_p99_ms=ttft_p99,
+        gated=gated[0],
+        gated_longest_ms=gated[1],
         ratio_p50=p50,
         ratio_p99=p99,
         goodput_tps=c.good_tokens * per_s,
@@ -267,13 +295,15 @@ def _history(buckets: Mapping[int, Bucket], names: Sequence[str], last_key: int)
     none = ClassCounts()
     per_class = {n: [none if b is None else b.classes.get(n, none) for b in at] for n in names}
     length = int(WINDOW_S / BUCKET_S)
-    ratios = {n: _ratio_percentiles(counts, length) for n, counts in per_class.items()}
+    ratios = {n: _percentiles(counts, "ratio", length) for n, counts in per_class.items()}
+    ttfts = {n: _percentiles(counts, "ttft_ms", length) for n, counts in per_class.items()}
     return History(
         t=[(k + 1) * BUCKET_S for k in keys],
         goodput_tps=tokens("good_tokens"),
         throughput_tps=tokens("tokens"),
         running=mean("running"),
         queue=[None if b is None else float(b.queue_max) for b in at],
+        gated=mean("gated"),
         accept_length=mean("new_tokens", per="running"),
         depth=mean("depth"),
         width=mean("width"),
@@ -281,6 +311,8 @@ def _history(buckets: Mapping[int, Bucket], names: Sequence[str], last_key: int)
         attainment={n: _attainment(counts, length) for n, counts in per_class.items()},
         ratio_p50={n: p50 for n, (p50, _) in ratios.items()},
         ratio_p99={n: p99 for n, (_, p99) in ratios.items()},
+        ttft_p50_ms={n: p50 for n, (p50, _) in ttfts.items()},
+        ttft_p99_ms={n: p99 for n, (_, p99) in ttfts.items()},
     )
 
 
@@ -297,17 +329,18 @@ def _attainment(counts: Sequence[ClassCounts], length: int) -> Points:
     return [_share(met, requests) for met, requests in sums.tolist()]
 
 
-def _ratio_percentiles(counts: Sequence[ClassCounts], length: int = 1) -> tuple[Points, Points]:
-    """p50 and p99 of TPOT / SLO over the window of ``length`` buckets that ends at each bucket."""
+def _percentiles(counts: Sequence[ClassCounts], name: str, length: int = 1) -> tuple[Points, Points]:
+    """p50 and p99 of the histogram ``name`` over the ``length`` buckets that end at each bucket."""
+    histograms = [getattr(c, name) for c in counts]
     everything: dict[int, int] = {}
-    for c in counts:
-        add_numbers(everything, c.ratio)
+    for histogram in histograms:
+        add_numbers(everything, histogram)
     if not everything:
         return [None] * len(counts), [None] * len(counts)
     bins = sorted(everything)
-    table = np.array([[c.ratio.get(b, 0) for b in bins] for c in counts], float)
+    table = np.array([[histogram.get(b, 0) for b in bins] for histogram in histograms], float)
     below = np.cumsum(_moving_sum(table, length), axis=1)  # [buckets, bins]
-    centres = np.array([bin_ratio(b) for b in bins])
+    centres = np.array([bin_centre(b) for b in bins])
 
     def percentile(p: float) -> Points:
         reached = below >= np.maximum(1.0, np.ceil(below[:, -1:] * p / 100))

@@ -23,8 +23,8 @@ from adaserve.slo.prometheus import ServerMetrics
 BUCKET_S = 2.0
 HISTORY_S = 300.0
 SLOW_KEPT = 12
-RATIO_BINS_PER_OCTAVE = 24
-_RATIO_LOW = 0.05
+BINS_PER_OCTAVE = 24
+_LOWEST = 0.05
 
 
 class ClassCounts(msgspec.Struct):
@@ -39,7 +39,10 @@ class ClassCounts(msgspec.Struct):
     good_tokens: int = 0
     tpot_sum_s: float = 0.0
     tpot_count: int = 0
+    # Log-scaled histograms (``log_bin``): TPOT / SLO, and milliseconds.
     ratio: dict[int, int] = {}
+    tpot_ms: dict[int, int] = {}
+    ttft_ms: dict[int, int] = {}
 
     def count(self, request: FinishedRequest) -> None:
         met = request.met_tpot and request.met_ttft
@@ -53,17 +56,24 @@ class ClassCounts(msgspec.Struct):
         if request.tpot_s is not None:
             self.tpot_sum_s += request.tpot_s
             self.tpot_count += 1
-        if (ratio := request.tpot_ratio) is not None:
-            add_numbers(self.ratio, {ratio_bin(ratio): 1})
+        for into, value in (
+            (self.ratio, request.tpot_ratio),
+            (self.tpot_ms, to_ms(request.tpot_s)),
+            (self.ttft_ms, to_ms(request.ttft_s)),
+        ):
+            if value is not None:
+                add_numbers(into, {log_bin(value): 1})
 
     def add(self, other: ClassCounts) -> None:
         for name in self.__struct_fields__:
-            if name != "ratio":
-                setattr(self, name, getattr(self, name) + getattr(other, name))
-        add_numbers(self.ratio, other.ratio)
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, dict):
+                add_numbers(mine, theirs)
+            else:
+                setattr(self, name, mine + theirs)
 
 
-_NOT_SUMMED = ("queue", "kv_use", "sources", "windows")
+_NOT_SUMMED = ("queue", "kv_use", "sources", "windows", "gated")
 _SUMMED = tuple(name for name in IterationSample.__struct_fields__ if name not in _NOT_SUMMED)
 
 
@@ -119,14 +129,14 @@ def add_numbers(into: dict[Any, Any], values: Mapping[Any, Any]) -> None:
         into[key] = into.get(key, 0) + value
 
 
-def ratio_bin(ratio: float) -> int:
-    """Logarithmic bin of TPOT / SLO, 3% wide."""
-    return round(math.log2(max(ratio, _RATIO_LOW)) * RATIO_BINS_PER_OCTAVE)
+def log_bin(value: float) -> int:
+    """Logarithmic bin, 3% wide."""
+    return round(math.log2(max(value, _LOWEST)) * BINS_PER_OCTAVE)
 
 
-def bin_ratio(key: int) -> float:
-    """Centre of a bin."""
-    return float(2.0 ** (key / RATIO_BINS_PER_OCTAVE))
+def bin_centre(key: int) -> float:
+    """The inverse of ``log_bin``."""
+    return float(2.0 ** (key / BINS_PER_OCTAVE))
 
 
 class SLOStats:
@@ -179,6 +189,8 @@ class SLOStats:
         for source, counts in sample.sources.items():
             add_numbers(sums, {f"{stage} by {source}": c for stage, c in zip(STAGES, counts, strict=True)})
         add_numbers(sums, {READING + window: rows for window, rows in sample.windows.items()})
+        held = sum(count for count, _ in sample.gated.values())
+        sums["gated"] = sums.get("gated", 0.0) + held
         bucket.queue_max = max(bucket.queue_max, sample.queue)
         self._last, self._last_at = sample, self._clock()
         if self._metrics is not None:

@@ -19,14 +19,14 @@ def by_class(metric: str, more: str = "") -> str:
     return f"sum by (slo_class) (rate({metric}{{{ALL}{more}}}{RATE}))"
 
 
-def attainment(window: str) -> str:
-    requests = f'adaserve:slo_requests_total{{{ALL}, objective="all"'
+def attainment(window: str, objective: str = "all") -> str:
+    requests = f'adaserve:slo_requests_total{{{ALL}, objective="{objective}"'
     met = f'sum by (slo_class) (rate({requests}, outcome="met"}}[{window}]))'
     return f"{met} / (sum by (slo_class) (rate({requests}}}[{window}])) > 0)"
 
 
-def ratio(quantile: float) -> str:
-    buckets = f"sum by (le, slo_class) (rate(adaserve:slo_tpot_ratio_bucket{{{ALL}}}{RATE}))"
+def quantile_of(metric: str, quantile: float) -> str:
+    buckets = f"sum by (le, slo_class) (rate({metric}_bucket{{{ALL}}}{RATE}))"
     return f"histogram_quantile({quantile}, {buckets}) >= 0"  # drops the NaN of idle classes
 
 
@@ -147,20 +147,19 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
             panel(
                 "TPOT / SLO",
                 "timeseries",
-                {"{{slo_class}} p50": ratio(0.5), "{{slo_class}} p99": ratio(0.99)},
+                {
+                    f"{{{{slo_class}}}} p{q}": quantile_of("adaserve:slo_tpot_ratio", q / 100)
+                    for q in (50, 99)
+                },
                 steps=ONE,
                 text="Below 1 is in time.",
             ),
             panel(
                 "Time to first token",
                 "timeseries",
-                {
-                    f"p{q}": f"histogram_quantile({q / 100}, sum by (le) "
-                    f'(rate(sglang:time_to_first_token_seconds_bucket{{instance=~"$instance"}}{RATE})))'
-                    for q in (50, 99)
-                },
+                {f"{{{{slo_class}}}} p{q}": quantile_of("adaserve:ttft_seconds", q / 100) for q in (50, 99)},
                 unit="s",
-                text="From the arrival of a request to its first token, as SGLang counts it.",
+                text="From the arrival of a request to its first token: what a better TPOT may cost.",
             ),
             panel(
                 "Goodput and throughput",
@@ -171,6 +170,37 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                 },
                 unit="suffix: tok/s",
                 text="Tokens/s of requests that met their SLOs, against all tokens.",
+            ),
+        ],
+    ),
+    (
+        "What TPOT costs in TTFT",
+        7,
+        [
+            panel(
+                "Attainment by objective, 5 min",
+                "timeseries",
+                {
+                    "{{slo_class}} TPOT": attainment("5m", "tpot"),
+                    "{{slo_class}} TTFT": attainment("5m", "ttft"),
+                },
+                unit="percentunit",
+                high=1,
+                text="Requests that met the one objective, of those that state it.",
+            ),
+            panel(
+                "Prompts at the gate",
+                "timeseries",
+                {"{{slo_class}}": f"sum by (slo_class) (adaserve:gated_prompts{{{ALL}}})"},
+                stack=True,
+                text="They wait because one more request would make a running one miss its TPOT SLO.",
+            ),
+            panel(
+                "Longest wait at the gate",
+                "timeseries",
+                {"{{slo_class}}": f"max by (slo_class) (adaserve:gated_longest_seconds{{{ALL}}})"},
+                unit="s",
+                text="How long the oldest prompt has waited since it arrived.",
             ),
         ],
     ),

@@ -31,6 +31,8 @@ class ClairvoyantPolicy(PricedPolicy):
 
     def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
         """The truth instead of an estimate, [m]."""
+        if not trees.n_nodes:  # nothing was drafted, so nothing was revealed
+            return np.zeros(0)
         return within_cap(trees, self._truth, plan.cap)
 
 

@@ -50,6 +50,9 @@ class ReplicaConfig:
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     exclusive_tokens: int = 4096  # largest separate prefill forward
     noise: float = 0.03  # standard deviation of log seconds
+    row_overhead_s: float = (
+        0.0  # per running request and iteration, outside the models: its token is streamed
+    )
     lag: bool = False  # overlap schedule: plans see the state before the last outcome
     busy: tuple[tuple[float, float, float], ...] = ()
     """When others use the host: from, until (simulated seconds), how many times as long everything takes."""
@@ -235,6 +238,7 @@ class Replica:
         context = Context(float(running.context_tokens.sum()), len(running))
         verify_s = self._noisy(self.config.latency.verify_s(tokens, context))
         total = draft_s + verify_s + self.config.latency.overhead_s + self._draft_prefill_s(prefill_tokens)
+        total += self.config.row_overhead_s * len(running)
         self.now_s += total
         since = self.now_s - self._last_end_s if self._last_end_s else total
         self._last_end_s = self.now_s

@@ -88,6 +88,23 @@ class SyntheticChildren:
         return q, p
 
 
+def acceptance_of_chains(
+    source: ChildSource, spread: float, bias_spread: float, mean: float, length: int, draws: int = 4000
+) -> float:
+    """Tokens per verification of chains of ``length``, bonus included, over requests around ``mean``.
+
+    ``spread``, ``bias_spread``: as in ``TextModel``."""
+    rng = np.random.default_rng(0)
+    logits, bias = rng.normal(0, spread, draws), rng.normal(0, bias_spread, draws)
+    difficulty = 1 / (1 + (1 / mean - 1) * np.exp(-logits))
+    reach, tokens = np.ones(draws), np.ones(draws)
+    for _ in range(length):
+        _, p = source.children(rng, difficulty, bias, 1, 2)
+        reach = reach * p[:, 0, 0]
+        tokens = tokens + reach
+    return float(tokens.mean())
+
+
 @dataclass(frozen=True, slots=True)
 class Drafted:
     """Trees with what the policy must not see. All rows have the same levels."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,12 +57,12 @@ def make_requests(
     """Draws lengths and difficulties for a trace, reproducibly. Raises SLOError on an unknown class."""
     rng = np.random.default_rng([seed, 0xADA])
     n = len(trace)
-    logits, bias = rng.normal(0, text.spread, n), rng.normal(0, text.bias_spread, n)
+    slo_of = [row.slo(slos, baseline_s) for row in trace.rows]
+    difficulty, bias = drawn_difficulty(text, [slo.slo_class for slo in slo_of], rng)
     early, share = rng.random(n) < text.eos_share, rng.random(n)
     requests = []
     for i, row in enumerate(trace.rows):
-        slo = row.slo(slos, baseline_s)
-        mean = text.mean.get(slo.slo_class, text.other)
+        slo = slo_of[i]
         cap = max(1, row.output_tokens)
         length = max(1, int(cap * share[i])) if early[i] else cap
         requests.append(
@@ -74,11 +75,21 @@ def make_requests(
                 prompt_tokens=max(1, row.prompt_tokens),
                 output_tokens=length,
                 cap_tokens=cap,
-                difficulty=_shift(mean, logits[i]),
-                bias=float(bias[i]),
+                difficulty=difficulty[i],
+                bias=bias[i],
             )
         )
     return requests
+
+
+def drawn_difficulty(
+    text: TextModel, classes: Sequence[str], rng: np.random.Generator
+) -> tuple[list[float], list[float]]:
+    """``difficulty`` and ``bias`` of a SimRequest of each class."""
+    logits = rng.normal(0, text.spread, len(classes))
+    bias = rng.normal(0, text.bias_spread, len(classes))
+    means = (text.mean.get(name, text.other) for name in classes)
+    return [_shift(mean, logit) for mean, logit in zip(means, logits, strict=True)], bias.tolist()
 
 
 def _shift(p: float, logit: float) -> float:

@@ -70,7 +70,8 @@ def pacer(
     def slo(req: Any) -> SLO:
         return SLO("c", ttft_s=known.get(req.rid, math.inf), tenant=req.tenant)
 
-    ledger: Any = SimpleNamespace(slo=slo)
+    ledger: Any = SimpleNamespace(slo=slo, held=[])
+    ledger.gate = lambda held: ledger.held.append(list(held))
     costs = LearnedCosts(LATENCY)
     return PrefillPacer(config or AdaServeConfig(), costs, ledger, {0: state}, tenant_share=share)
 
@@ -207,6 +208,17 @@ def test_prompts_wait_while_one_more_would_be_too_many() -> None:
     assert step(held, TWO) is None and len(held.waiting_queue) == 1
     assert step(scheduler(full(0.100), [Request("new")]), TWO) is not None, "there is room"
     assert step(scheduler(full(0.042, prefill_headroom=0.0), [Request("new")]), TWO) is not None
+
+
+def test_the_books_know_who_waits_at_the_gate_and_for_how_long() -> None:
+    paced = full(0.042)
+    queue = [Request("old", age_s=2.9), Request("new", prompt=50), Request("newer", prompt=50, age_s=0.5)]
+    step(scheduler(paced, queue), TWO)
+    (held,) = paced._ledger.held  # type: ignore[attr-defined]
+    assert [(name, pytest.approx(waited_s)) for name, waited_s in held] == [("c", 0.0), ("c", 0.5)]
+    roomy = full(0.100)
+    step(scheduler(roomy, [Request("new")]), TWO)
+    assert roomy._ledger.held == [[]]  # type: ignore[attr-defined]
 
 
 def test_a_held_queue_survives_an_error() -> None:

@@ -123,6 +123,35 @@ def test_speculation_beats_continuous_batching_under_load():
     assert got["priced"] <= got["none"] / 2 and got["adaserve"] <= got["none"] / 1.5
 
 
+@pytest.mark.parametrize("name", ["clairvoyant", "true-probabilities"])
+def test_a_policy_that_knows_the_truth_may_draft_nothing(name):
+    """A draft that costs more than decoding: after a probe most iterations have no candidates."""
+    slow_draft = replace(LATENCY, draft=LATENCY.verify)
+    config = SimulationConfig(
+        ReplicaConfig(slow_draft), name, PolicyConfig(latency=slow_draft, early_stop=True)
+    )
+    requests = make_requests(synthetic_trace(30, 4.0, 0, MIX), SLOConfig(), 0.03, TextModel(), 0)
+    result = simulate(requests, config)
+    depths = [row[2] for row in result.replicas[0].log]
+    assert 0 in depths and max(depths) > 0 and all(r.finished for r in requests)
+
+
+def test_streaming_costs_time_per_request():
+    """Twice the requests, twice what is spent outside the models."""
+    requests = [
+        make_requests(synthetic_trace(n, 1e6, 0, MIX), SLOConfig(), 0.03, TextModel(), 0) for n in (4, 8)
+    ]
+    added = []
+    for mine in requests:
+        seconds = []
+        for row_s in (0.0, 0.01):
+            config = SimulationConfig(ReplicaConfig(LATENCY, noise=0.0, row_overhead_s=row_s), "none")
+            log = simulate([replace(r) for r in mine], config).replicas[0].log
+            seconds.append(next(row[6] for row in log if row[1] == len(mine)))
+        added.append(seconds[1] - seconds[0])
+    assert added == pytest.approx([0.04, 0.08])
+
+
 def test_routers_spread_the_load():
     for router in ("round-robin", "least-work", "slo"):
         result = simulate(requests(60, rate=12.0), config("none", replicas=4, router=router))

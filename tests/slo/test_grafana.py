@@ -26,7 +26,7 @@ needs_prometheus = pytest.mark.skipif(not (PROMETHEUS and PROMTOOL), reason="Pro
 
 EXPORTER = """
 import random, sys, time
-from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.events import FinishedRequest, IterationSample
 from adaserve.slo.stats import SLOStats
@@ -35,14 +35,12 @@ registry = CollectorRegistry()
 stats = SLOStats(SLOConfig(), ServerMetrics(registry))
 for name in ("num_running_reqs", "num_queue_reqs", "token_usage"):
     Gauge("sglang:" + name, name, registry=registry).set(0.5)
-ttft = Histogram("sglang:time_to_first_token_seconds", "", registry=registry)
 server, _ = start_http_server(0, "127.0.0.1", registry)
 print(server.server_port, flush=True)
 rng = random.Random(1)
 end = time.time() + 300
 while time.time() < end:
     for name, slo in (("coding", 0.036), ("chat", 0.05), ("summarization", 0.15)):
-        ttft.observe(0.2)
         failed = rng.random() < 0.05
         stats.finish(FinishedRequest(SLO(name, slo, 9.0), 0.2, slo * rng.uniform(0.5, 1.3), 40, failed))
     stats.iteration(IterationSample(8, 3, 2, 24, 20, 18, 14, 15.0, 0.004, 0.0002, 0.02, 0.03, 1, 0.4))

@@ -229,3 +229,12 @@ def test_a_prediction_is_compared_with_what_was_delivered() -> None:
     books.predicted(gave_up, 0.022)
     books.close(gave_up)
     assert registry.get_sample_value(f"{name}_count", labels) == 2, "a failed request has no TPOT to compare"
+
+
+def test_the_gate_is_noted_for_one_iteration() -> None:
+    books, req = ledger(), Req()
+    books.gate([("chat", 0.2), ("coding", 0.5), ("chat", 1.5)])
+    decode(books, req)
+    assert books.stats.state()["last"]["gated"] == {"chat": [2, 1.5], "coding": [1, 0.5]}
+    decode(books, req)
+    assert books.stats.state()["last"]["gated"] == {}, "nobody said that they still wait"

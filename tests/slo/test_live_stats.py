@@ -13,7 +13,7 @@ from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.events import FinishedRequest, IterationSample
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.snapshot import build_snapshot
-from adaserve.slo.stats import BUCKET_S, HISTORY_S, SLOStats, bin_ratio, ratio_bin, slow_reason
+from adaserve.slo.stats import BUCKET_S, HISTORY_S, SLOStats, bin_centre, log_bin, slow_reason
 
 
 class Clock:
@@ -228,4 +228,34 @@ def test_reasons(values: dict[str, Any], says: str) -> None:
 
 def test_ratio_bins_are_narrow() -> None:
     for ratio in (0.06, 0.5, 0.97, 1.0, 1.3, 17.0):
-        assert bin_ratio(ratio_bin(ratio)) == pytest.approx(ratio, rel=0.016)
+        assert bin_centre(log_bin(ratio)) == pytest.approx(ratio, rel=0.016)
+
+
+def test_ttft_stands_beside_tpot_and_the_gate_beside_both() -> None:
+    registry = CollectorRegistry()
+    s, clock = stats(registry)
+    for k in range(1, 101):
+        s.finish(request(ttft_s=0.01 * k, ttft_slo_s=0.8))
+    s.iteration(iteration(gated={"coding": [2, 0.7], "chat": [1, 0.2]}))
+    s.iteration(iteration(gated={"coding": [4, 0.9]}))
+    states = [s.state(), s.state()]
+    coding, chat, _ = build_snapshot([json.loads(json.dumps(state)) for state in states]).classes
+    assert (coding.attainment_ttft, coding.attainment_tpot) == (0.8, 1.0)
+    assert coding.attainment == 0.8, "both count"
+    assert coding.ttft_p50_ms == pytest.approx(500, rel=0.04)
+    assert coding.ttft_p99_ms == pytest.approx(990, rel=0.04)
+    assert coding.tpot_p50_ms == coding.tpot_p99_ms == pytest.approx(20, rel=0.03)
+    assert (coding.gated, coding.gated_longest_ms) == (8, pytest.approx(900)), "two ranks"
+    assert (chat.gated, chat.gated_longest_ms) == (0, None), "its prompt was let in"
+
+    def value(name: str, slo_class: str) -> float | None:
+        return registry.get_sample_value(f"adaserve:{name}", {"slo_class": slo_class})
+
+    assert (value("gated_prompts", "coding"), value("gated_longest_seconds", "coding")) == (4, 0.9)
+    assert (value("gated_prompts", "chat"), value("gated_longest_seconds", "chat")) == (0, 0)
+    assert value("ttft_seconds_count", "coding") == 100
+    clock.now += 4
+    history = build_snapshot([s.state()]).history
+    assert [v for v in history.gated if v is not None] == [3.5], "prompts per iteration"
+    clock.now += 60
+    assert all(c.gated == 0 for c in build_snapshot([s.state()]).classes), "an idle server holds nobody back"

@@ -41,8 +41,11 @@ def made_up(seconds: float = 300.0, seed: int = 0) -> SLOStats:
                 tpot = slo * ease * (1 + 0.028 * load * rng.lognormvariate(0, 0.5))
                 tokens = 64 + rng.randrange(200)
                 iterations, stall = int(tokens / (2.5 - 0.08 * load)), 0.4 * rng.random()
-                asked = SLO(name, slo)
-                stats.finish(FinishedRequest(asked, 0.2, tpot, tokens, False, iterations, stall, 0, load))
+                asked, ttft = SLO(name, slo, 0.25), 0.05 * load * rng.random()
+                stats.finish(
+                    FinishedRequest(asked, ttft, tpot, tokens, failed=False, iterations=iterations,
+                                    stall_s=stall, mean_running=load)
+                )  # fmt: skip
         running, depth = 1 + int(load), 3 if load < 9 else 2
         emitted = round(running * (2.3 - 0.05 * load))
         stats.iteration(
@@ -61,6 +64,7 @@ def made_up(seconds: float = 300.0, seed: int = 0) -> SLOStats:
                 verify_s=0.021,
                 total_s=0.0275,
                 kv_use=0.2 + 0.05 * load,
+                gated={"chat": [3, 1.234]},
             )
         )
         now[0] += 0.22
@@ -110,7 +114,15 @@ def serve() -> Iterator[Any]:
         thread.join(10)
 
 
-DRAWN = "return document.querySelectorAll('.u-over').length === 7"
+DRAWN = "return document.querySelectorAll('.u-over').length === 8"
+OVERFLOWING = """
+const clipped = e => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline';
+const outside = e => {
+  const c = e.closest('.card'), b = e.getBoundingClientRect(), o = c && c.getBoundingClientRect();
+  return c && c !== e && b.width && (b.right > o.right + 0.5 || b.left < o.left - 0.5); };
+return [...document.querySelectorAll('main, main *')].filter(e => !e.closest('.plot'))
+  .filter(e => clipped(e) || outside(e)).map(e => `${e.className}: ${e.textContent.slice(0, 50)}`);
+"""
 
 
 @needs_browser
@@ -130,7 +142,16 @@ def test_page_shows_everything(width: int, dark: bool, serve: Any, tmp_path: Pat
         )
         page.screenshot(tmp_path / "page.png")
         assert page.log() == []
-    for expected in ("coding", "chat", "summarization", "adaserve-pair", "policy adaserve", "live"):
+    for expected in (
+        "3 held at the gate, up to 1.2 s",
+        "TTFT",
+        "coding",
+        "chat",
+        "summarization",
+        "adaserve-pair",
+        "policy adaserve",
+        "live",
+    ):
         assert expected in text
     assert text.count("The host is busy.") == 1
     coding = build_snapshot([state]).classes[0]
@@ -139,6 +160,36 @@ def test_page_shows_everything(width: int, dark: bool, serve: Any, tmp_path: Pat
     assert sum(map(int, background[4:-1].split(","))) < 120 if dark else "246, 247, 249" in background
     assert overflow <= 0 and not narrow
     assert (tmp_path / "page.png").stat().st_size > 20_000
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [360, 480, 700, 1024, 1200, 1920])
+def test_every_label_fits_its_box(width: int, serve: Any) -> None:
+    state = made_up().state()
+    names = {"coding": "coding_assistants_of_the_editors", "custom": "custom"}
+    for bucket in state["buckets"]:
+        bucket["classes"] = {names.get(k, k): v for k, v in bucket["classes"].items()}
+    for part in ("targets", "slos", "totals"):
+        state[part] = {names.get(k, k): v for k, v in state[part].items()}
+    url = serve(Site([state]))
+    with browser(width, 900) as page:
+        page.open(url)
+        page.wait(DRAWN)
+        assert page.run(OVERFLOWING) == []
+        assert page.run("return document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+@needs_browser
+def test_classes_without_requests_take_no_room(serve: Any) -> None:
+    stats = SLOStats(SLOConfig())
+    stats.finish(FinishedRequest(SLO("chat", 0.05), 0.2, 0.01, 40))
+    with browser(1200, 900) as page:
+        page.open(serve(Site([stats.state()])))
+        page.wait(DRAWN)
+        assert page.run("return [...document.querySelectorAll('#classes .name')].map(e => e.innerText)") == [
+            "chat"
+        ]
+        assert "No requests so far: coding, summarization" in page.run("return document.body.innerText")
 
 
 @needs_browser
@@ -166,7 +217,7 @@ def test_an_idle_server_and_a_lost_one(serve: Any) -> None:
         page.wait("return document.body.innerText.includes('No classes yet')")
         fresh = SLOStats(SLOConfig())
         site.states = [fresh.state()]
-        page.wait("return document.body.innerText.includes('no requests')")
+        page.wait("return document.body.innerText.includes('No requests so far')")
         site.states = [{}]
         page.wait("return document.body.innerText.includes('showing the last figures')")
 

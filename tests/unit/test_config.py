@@ -25,6 +25,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"policy": "fast"}, "unknown policy 'fast'.*adaserve"),
         ({"policy": "chain-0"}, "unknown policy"),
         ({"policy": "chain-33"}, "unknown policy"),
+        ({"policy": "urgency-K"}, "unknown policy"),
         ({"max_depth": 0}, "max_depth is 0: it should be greater than or equal to 1"),
         ({"max_depth": "4"}, "max_depth is '4': it should be a valid integer"),
         ({"max_width": 17}, "max_width.*less than or equal to 16"),
@@ -55,7 +56,9 @@ def test_bad_values_are_refused(values: dict[str, object], message: str) -> None
         AdaServeConfig(**values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", ["adaserve", "none", "chain-1", "chain-32", "priced"])
+@pytest.mark.parametrize(
+    "policy", ["adaserve", "none", "chain-1", "chain-32", "priced", "adaptive-verify-4", "urgency-2"]
+)
 def test_known_policies(policy: str) -> None:
     assert AdaServeConfig(policy=policy).policy == policy
 

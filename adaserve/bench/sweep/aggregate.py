@@ -1,26 +1,25 @@
 """What all cases of a sweep show: attainment and goodput with error bars, and which policy wins by how much.
 
-Policies of a point and seed served the same requests, so they are compared request by request: bars come from
-a bootstrap over slices of the run (all requests of a slice stay together, since requests that queue behind
-each other meet or miss their SLOs together).
+Systems of a point played the same blocks, so they are compared block by block: bars come from a bootstrap
+over blocks. All requests of a block stay together, since requests that queue behind each other meet or miss
+their SLOs together, and what disturbs the host disturbs all of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from adaserve.bench.sweep.plan import PLAIN, STOCK, Point, SweepPlan, default_policy, is_baseline
-from adaserve.bench.sweep.store import Store
+from adaserve.bench.sweep.plan import Point, SweepError, SweepPlan
+from adaserve.bench.sweep.store import SCHEMA_VERSION, Store
+from adaserve.bench.sweep.systems import PLAIN, STOCK, default_policy, is_rival
 from adaserve.slo.metrics import RequestRecord
 
-SLICES = 10
-"""Slices that a run's arrivals are cut into for the bootstrap."""
 DRAWS = 2000
 NOISE_POINTS = 1.5
 """Attainment differences below this many percentage points mean nothing on a shared host."""
@@ -29,13 +28,29 @@ _LOW, _HIGH = 5.0, 95.0
 FloatArray = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Sums over the requests of one slice of one seed's run."""
+THIRD = 1 / 3
+"""Systems are judged at the highest load at which the best rival still attains this."""
 
-    requests: float
-    attained: float
-    good_tokens: float
+
+@dataclass(frozen=True)
+class Block:
+    """Sums over the requests of one block. A request attains when it meets both SLOs."""
+
+    requests: float = 0.0
+    attained: float = 0.0
+    good_tokens: float = 0.0
+    met_tpot: float = 0.0
+    met_ttft: float = 0.0
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord]) -> Block:
+        return cls(
+            len(records),
+            sum(r.attained for r in records),
+            sum(r.output_tokens for r in records if r.attained),
+            sum(r.met_tpot for r in records),
+            sum(r.met_ttft for r in records),
+        )
 
 
 @dataclass(frozen=True)
@@ -57,20 +72,21 @@ class Outcome:
     point: Point
     policy: str
     cases: tuple[Mapping[str, Any], ...]  # lines of cases.jsonl
-    slices: Mapping[tuple[int, int], Slice]  # by (seed, number)
+    blocks: Mapping[tuple[int, int], Block]  # by (seed, number)
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        return tuple(sorted(c["seed"] for c in self.cases))
+        return tuple(sorted({seed for seed, _ in self.blocks}))
 
-    def attainment(self) -> Interval:
-        drawn = _drawn([self], self.seeds)
-        return _interval(*drawn.ratio(0, "attained", "requests"))
+    def attainment(self, objective: str = "attained") -> Interval:
+        """Share of requests that met both SLOs, or one: ``met_tpot``, ``met_ttft``."""
+        drawn = _drawn([self], self.blocks)
+        return _interval(*drawn.ratio(0, objective, "requests"))
 
     def goodput(self) -> Interval:
         """Tokens/s of requests that attained."""
         duration_s = sum(c["duration_s"] for c in self.cases)
-        value, draws = _drawn([self], self.seeds).total(0, "good_tokens")
+        value, draws = _drawn([self], self.blocks).total(0, "good_tokens")
         return _interval(value / duration_s, draws / duration_s)
 
     def class_attainment(self) -> dict[str, float]:
@@ -126,10 +142,10 @@ def _at(line: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 @dataclass(frozen=True)
 class _Draws:
-    """Bootstrap weights [draws, slices] and the sums of each outcome's slices."""
+    """Bootstrap weights [draws, blocks] and the sums of each outcome's blocks."""
 
     weights: FloatArray
-    sums: Mapping[str, FloatArray]  # name -> [outcomes, slices]
+    sums: Mapping[str, FloatArray]  # name -> [outcomes, blocks]
 
     def total(self, k: int, name: str) -> tuple[float, FloatArray]:
         mine = self.sums[name][k]
@@ -141,22 +157,16 @@ class _Draws:
             return a / b if b else math.nan, many_a / many_b
 
 
-def _drawn(outcomes: Sequence[Outcome], seeds: Iterable[int]) -> _Draws:
-    """The same resampled slices for all outcomes; slices are drawn within their seed."""
-    wanted = set(seeds)
-    keys = sorted({k for o in outcomes for k in o.slices if k[0] in wanted})
-    rng = np.random.default_rng(0)
-    weights = np.zeros((DRAWS, len(keys)))
-    for seed in sorted(wanted):
-        mine = np.array([i for i, k in enumerate(keys) if k[0] == seed], int)
-        if len(mine):
-            weights[:, mine] = rng.multinomial(len(mine), np.full(len(mine), 1 / len(mine)), size=DRAWS)
-    empty = Slice(0.0, 0.0, 0.0)
+def _drawn(outcomes: Sequence[Outcome], keys: Iterable[tuple[int, int]]) -> _Draws:
+    """The same resampled blocks for all outcomes."""
+    wanted = sorted(keys)
+    n = max(1, len(wanted))
+    weights = np.random.default_rng(0).multinomial(len(wanted), np.full(n, 1 / n), size=DRAWS).astype(float)
     sums = {
-        name: np.array([[getattr(o.slices.get(k, empty), name) for k in keys] for o in outcomes], float)
-        for name in ("requests", "attained", "good_tokens")
+        f.name: np.array([[getattr(o.blocks[k], f.name) for k in wanted] for o in outcomes], float)
+        for f in fields(Block)
     }
-    return _Draws(weights, sums)
+    return _Draws(weights[:, : len(wanted)], sums)
 
 
 def _interval(value: float, draws: FloatArray) -> Interval:
@@ -167,27 +177,22 @@ def _interval(value: float, draws: FloatArray) -> Interval:
     return Interval(value, float(low), float(high))
 
 
-def slices_of(records: Iterable[RequestRecord], seed: int, seconds: float) -> dict[tuple[int, int], Slice]:
-    """Requests summed over equal slices of the planned arrivals."""
-    sums: dict[tuple[int, int], list[float]] = {}
-    for r in records:
-        number = min(SLICES - 1, int(r.scheduled_s / seconds * SLICES))
-        total = sums.setdefault((seed, number), [0.0, 0.0, 0.0])
-        total[0] += 1
-        total[1] += r.attained
-        total[2] += r.output_tokens if r.attained else 0
-    return {key: Slice(*total) for key, total in sums.items()}
-
-
 class Results:
-    """All finished cases of a folder, by point and policy."""
+    """All finished blocks of a folder that the plan reports, by point and system."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.head = store.head()
+        if self.head["schema_version"] != SCHEMA_VERSION:
+            raise SweepError(
+                f"{store.folder} was measured by an older version, without blocks and TTFT SLOs: "
+                "draw it with that version"
+            )
         self.plan = SweepPlan.from_json(self.head["plan"])
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for line in store.finished().values():
+            if line["seed"] not in self.plan.seeds:
+                continue  # lengths were chosen on it
             groups.setdefault((line["point"], line["policy"]), []).append(line)
         self.outcomes = {
             (Point.parse(point), policy): self._outcome(Point.parse(point), policy, lines)
@@ -195,11 +200,8 @@ class Results:
         }
 
     def _outcome(self, point: Point, policy: str, lines: list[dict[str, Any]]) -> Outcome:
-        slices: dict[tuple[int, int], Slice] = {}
-        for line in lines:
-            seconds = self.plan.seconds_of(point)
-            slices |= slices_of(self.store.records(line["id"]), line["seed"], seconds)
-        return Outcome(point, policy, tuple(lines), slices)
+        blocks = {(line["seed"], line["block"]): Block.of(self.store.records(line["id"])) for line in lines}
+        return Outcome(point, policy, tuple(lines), blocks)
 
     @property
     def default(self) -> str:
@@ -228,11 +230,22 @@ class Results:
         names = dict.fromkeys((*self.plan.policies, *self.plan.side_policies))
         return {n: o for n in names if (o := self.get(point, n)) is not None}
 
-    def against_baselines(self, point: Point, policy: str) -> Comparison | None:
-        """The policy against the best baseline that ignores SLOs."""
+    def against_best(self, point: Point, policy: str, gated: bool = False) -> Comparison | None:
+        """The policy against the best rival as it is, or with the same gate and prefills."""
         here = self.at(point)
-        rivals = [o for n, o in here.items() if is_baseline(n) and n != policy]
+        rivals = [o for n, o in here.items() if is_rival(n, gated) and n != policy]
         return compare(here[policy], rivals) if policy in here else None
+
+    def judged(self, gated: bool = False) -> Point | None:
+        """The highest load at which the best rival still attains a third; None where no load is such."""
+        if "load" not in self.plan.axes:
+            return None
+        best: dict[Point, float] = {}
+        for _, point in self.plan.points("load"):
+            found = [o.attainment().value for n, o in self.at(point).items() if is_rival(n, gated)]
+            if found:
+                best[point] = max(found)
+        return max((p for p, value in best.items() if value >= THIRD), key=lambda p: p.load, default=None)
 
     def idle(self, key: str) -> tuple[float, float, Interval] | None:
         """``none``, SGLang without speculation, and the ratio of paired rounds, as medians over the rounds.
@@ -254,37 +267,35 @@ class Results:
 
 def compare(mine: Outcome, rivals: Sequence[Outcome]) -> Comparison | None:
     """``mine`` against the rival with the highest attainment; goodput against the rival with the highest
-    goodput. Only seeds that both have count. None without rivals."""
-    best: tuple[float, Comparison] | None = None
-    goodputs: list[tuple[float, Interval]] = []
-    for rival in rivals:
-        seeds = set(mine.seeds) & set(rival.seeds)
-        if not seeds:
-            continue
-        drawn = _drawn([mine, rival], seeds)
-        (a, many_a), (b, many_b) = (drawn.ratio(k, "attained", "requests") for k in (0, 1))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.divide(1 - many_b, 1 - many_a)
-        speed = _duration(rival, seeds) / _duration(mine, seeds)
-        (g, many_g), (h, many_h) = (drawn.total(k, "good_tokens") for k in (0, 1))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            good = _interval(speed * g / h if h else math.inf, speed * many_g / many_h)
-        goodputs.append((h / _duration(rival, seeds), good))
-        found = Comparison(
-            mine.policy,
-            rival.policy,
-            _interval(100 * (a - b), 100 * (many_a - many_b)),
-            _interval((1 - b) / (1 - a) if a < 1 else math.inf if b < 1 else 1.0, ratio),
-            good,
-        )
-        if best is None or b > best[0]:
-            best = (b, found)
-    if best is None:
+    goodput. Only blocks that both have count. None without rivals."""
+    found = [(o, c) for o in rivals if (c := _against(mine, o)) is not None]
+    if not found:
         return None
-    hardest = max(goodputs, key=lambda pair: pair[0])[1]
-    c = best[1]
-    return Comparison(c.policy, c.rival, c.points, c.violations, hardest)
+    c = max(found, key=lambda pair: pair[0].attainment().value)[1]
+    hardest = max(found, key=lambda pair: pair[0].goodput().value)[1]
+    return replace(c, goodput=hardest.goodput)
 
 
-def _duration(outcome: Outcome, seeds: set[int]) -> float:
-    return float(sum(c["duration_s"] for c in outcome.cases if c["seed"] in seeds))
+def _against(mine: Outcome, rival: Outcome) -> Comparison | None:
+    """On the blocks that both have; None where there are none."""
+    keys = set(mine.blocks) & set(rival.blocks)
+    if not keys:
+        return None
+    drawn = _drawn([mine, rival], keys)
+    (a, many_a), (b, many_b) = (drawn.ratio(k, "attained", "requests") for k in (0, 1))
+    speed = _duration(rival, keys) / _duration(mine, keys)
+    (g, many_g), (h, many_h) = (drawn.total(k, "good_tokens") for k in (0, 1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        violations = np.divide(1 - many_b, 1 - many_a)
+        good = _interval(speed * g / h if h else math.inf, speed * many_g / many_h)
+    return Comparison(
+        mine.policy,
+        rival.policy,
+        _interval(100 * (a - b), 100 * (many_a - many_b)),
+        _interval((1 - b) / (1 - a) if a < 1 else math.inf if b < 1 else 1.0, violations),
+        good,
+    )
+
+
+def _duration(outcome: Outcome, keys: set[tuple[int, int]]) -> float:
+    return float(sum(c["duration_s"] for c in outcome.cases if (c["seed"], c["block"]) in keys))

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from adaserve.bench.sweep.aggregate import Comparison, Interval, Outcome, Results
-from adaserve.bench.sweep.plan import PLAIN, Point, SweepError, is_baseline
+from adaserve.bench.sweep.plan import Point, SweepError
+from adaserve.bench.sweep.systems import PLAIN, is_baseline
 
 BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
 Runs = list[dict[str, Any]]
@@ -175,7 +176,7 @@ def _at_highest(key: str) -> Callable[[Results], str]:
             return ""
         shown = []
         for policy in dict.fromkeys((results.default, "adaserve")):
-            c = results.against_baselines(points[-1], policy)
+            c = results.against_best(points[-1], policy)
             if c is not None:
                 value = c.violations if key == "violations" else c.goodput
                 shown.append(f"`{policy}` {_between(value)}")
@@ -191,7 +192,7 @@ def _best_ratio(key: str) -> Callable[[Results], str]:
         found = []
         for point in results.points():
             o = results.get(point, results.default)
-            c = results.against_baselines(point, results.default)
+            c = results.against_best(point, results.default)
             if o is not None and c is not None and o.attainment().value <= 0.99:
                 value = (c.violations if key == "violations" else c.goodput).value
                 if math.isfinite(value):
@@ -209,7 +210,7 @@ def _light_load(results: Results) -> str:
     def one(c: Comparison) -> str:
         return f"`{c.policy}` {c.points.value:+.1f} points against {c.rival}: {c.verdict}"
 
-    cells = [results.against_baselines(points[0], p) for p in dict.fromkeys((results.default, "adaserve"))]
+    cells = [results.against_best(points[0], p) for p in dict.fromkeys((results.default, "adaserve"))]
     return ", ".join(_pair(c, one) for c in cells if c is not None) + f" at load {points[0].load:g}"
 
 

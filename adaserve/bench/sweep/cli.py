@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from adaserve.bench.options import floats, words
+from adaserve.bench.options import counts, floats, words
 from adaserve.bench.options import seeds as seed_list
 from adaserve.loadgen.cli import panel
 
@@ -20,17 +20,30 @@ _what, _traffic, _server, _run = map(panel, ("What is measured", "Traffic", "Ser
 
 def bench_sweep(
     *,
-    axes: Annotated[Any, _what("Of load, scale, share, peaks.", parser=words, show_default="all")] = None,
+    axes: Annotated[
+        Any,
+        _what(
+            "Of load, peaks, share, scale, kinds, traces.",
+            parser=words,
+            show_default="load, and traces where there are any",
+        ),
+    ] = None,
     policies: Annotated[
-        Any, _what("Policies on the load axis.", parser=words, show_default="all eleven")
+        Any,
+        _what(
+            "Systems on the load axis: policies, sglang, sglang-priority; +gate gives a policy our prefills; "
+            "chain, adaptive-verify and urgency without a length get their best one.",
+            parser=words,
+            show_default="nine as they are, four with the gate",
+        ),
     ] = None,
     side_policies: Annotated[
         Any,
-        _what("Policies on the other axes.", parser=words, show_default="five, or those of --policies"),
+        _what("Systems on the other axes.", parser=words, show_default="seven, or those of --policies"),
     ] = None,
     loads: Annotated[
         Any,
-        _what("Request rates over this host's capacity.", parser=floats, show_default="0.3,0.45,0.6,0.75"),
+        _what("Request rates over this host's capacity.", parser=floats, show_default="0.3,0.6,1"),
     ] = None,
     at: Annotated[float | None, _what("Load of the other axes.", show_default="0.6")] = None,
     shares: Annotated[
@@ -44,17 +57,30 @@ def bench_sweep(
             show_default="1.6,1.4,1.2,1,0.8,0.6",
         ),
     ] = None,
-    seeds: Annotated[
-        Any, _what("Comma-separated, or a number of seeds as x3.", parser=seed_list, show_default="0")
+    kinds: Annotated[
+        Any,
+        _what("Of sessions, repetition, long: traffic of another kind.", parser=words, show_default="all"),
     ] = None,
-    seconds: Annotated[float | None, _what("Arrivals per case.", show_default="30")] = None,
-    quick: Annotated[bool, _what("Four policies, two loads and peaks: about eight minutes.")] = False,
+    lengths: Annotated[
+        Any, _what("Lengths that families choose from.", parser=counts, show_default="2,4")
+    ] = None,
+    seeds: Annotated[
+        Any, _what("Comma-separated, or a number of seeds as x3.", parser=seed_list, show_default="x3")
+    ] = None,
+    blocks: Annotated[
+        int | None, _what("Blocks per point and seed; peaks have three times as many.", show_default="1")
+    ] = None,
+    seconds: Annotated[float | None, _what("Arrivals per block.", show_default="20")] = None,
+    quick: Annotated[bool, _what("Two systems, one load, one seed: about four minutes.")] = False,
     check_plain: Annotated[
         bool | None,
         _what("Compare `none` with SGLang without speculation.", show_default="yes"),
     ] = None,
     trace: Annotated[
         Text, _traffic("Arrivals, lengths and classes from this file, at this host's rate.")
+    ] = None,
+    traces: Annotated[
+        Path | None, _traffic("Folder of trace files, each a point of the axis `traces`.")
     ] = None,
     slo_config: Annotated[Text, _traffic("YAML with other classes and SLOs.")] = None,
     prompt_scale: Annotated[
@@ -72,35 +98,36 @@ def bench_sweep(
         Text, _server("Parameters that the embedded target is widened to.", show_default="100M")
     ] = None,
     cpu_weights: Annotated[Text, _server("How a CPU host stores weights.", show_default="auto")] = None,
-    prefill: Annotated[
-        Text,
-        _server(
-            "slack or exclusive, for every policy.",
-            show_default="slack for policies that know SLOs, exclusive as in SGLang for the others",
-        ),
-    ] = None,
     max_depth: Annotated[
         int | None, _server("Deepest candidate tree.", show_default="5, or that of the longest chain")
     ] = None,
     budget: Annotated[int | None, _server("Tokens per verification.", show_default="measured")] = None,
     baseline_ms: Annotated[float | None, _server("Baseline, ms per token.", show_default="measured")] = None,
     capacity: Annotated[float | None, _server("Requests/s of load 1.", show_default="measured")] = None,
-    minutes: Annotated[float | None, _run("Start no case that would end after this time.")] = None,
+    minutes: Annotated[float | None, _run("Start no block that would end after this time.")] = None,
+    hours: Annotated[float | None, _run("The same in hours.")] = None,
+    attempts: Annotated[
+        int, _run("How often a block is measured while other programs use the host.", min=1)
+    ] = 3,
     out: Annotated[
         Path | None,
         _run("Results; a folder of an earlier call is continued.", show_default="results/<UTC>-sweep"),
     ] = None,
     plot_only: Annotated[Path | None, _run("Only draw the figures and tables of this folder again.")] = None,
+    simulate: Annotated[
+        Path | None,
+        _run("Replay this folder's blocks in the simulator with its host's profile: does it say the same?"),
+    ] = None,
     readme: Annotated[
         Path | None, _run("Put this sweep's column into that file (results/README.md).")
     ] = None,
     plan_only: Annotated[bool, _run("Show what would run.")] = False,
 ) -> None:
-    """Policies against request rate, urgent share, SLO scale and fluctuating traffic, as in the paper.
+    """Policies against request rate, urgent share, SLO scale, peaks and other traffic; both SLOs count.
 
-    One server runs every policy on the same requests. At each point the policies run one after another in
-    random order, because the speed of a host drifts. Ctrl-C stops; the same --out continues."""
-    from adaserve.bench.sweep.commands import Options, redraw, show_plan, sweep
+    Systems play the same block of requests in random order before any plays the next one, because the speed
+    of a host drifts. Ctrl-C stops; the same --out continues."""
+    from adaserve.bench.sweep.commands import Options, redraw, replay, show_plan, sweep, trace_files
     from adaserve.bench.sweep.plan import SweepError
     from adaserve.loadgen.errors import LoadgenError
     from adaserve.server import ServerError
@@ -112,6 +139,9 @@ def bench_sweep(
         if plot_only is not None:
             redraw(plot_only, readme, console)
             return
+        if simulate is not None:
+            replay(simulate, console)
+            return
         options = Options(
             given={
                 "axes": axes,
@@ -121,7 +151,11 @@ def bench_sweep(
                 "at": at,
                 "shares": shares,
                 "scales": scales,
+                "kinds": kinds,
+                "traces": None if traces is None else trace_files(traces),
+                "lengths": lengths,
                 "seeds": seeds,
+                "blocks": blocks,
                 "seconds": seconds,
                 "check_plain": check_plain,
                 "trace": trace,
@@ -134,13 +168,13 @@ def bench_sweep(
             server={"model": model, "draft": draft, "size": size},
             config={
                 "cpu_weights": cpu_weights,
-                "prefill": prefill,
                 "max_depth": max_depth,
                 "budget": budget,
             },
             baseline_ms=baseline_ms,
             capacity_rps=capacity,
-            minutes=minutes,
+            minutes=minutes if hours is None else 60 * hours,
+            attempts=attempts,
             out=out,
             readme=readme,
         )

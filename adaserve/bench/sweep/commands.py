@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,10 +11,13 @@ from typing import Any
 
 from rich.console import Console
 
-from adaserve.bench.sweep.plan import QUICK_POLICIES, SweepPlan
+from adaserve.bench.sweep.aggregate import Results
+from adaserve.bench.sweep.plan import QUICK_POLICIES, SweepError, SweepPlan
 from adaserve.bench.sweep.report import write_all
-from adaserve.bench.sweep.runner import Clock, Sweep, load_workload, with_depth
+from adaserve.bench.sweep.runner import ATTEMPTS, Clock, Sweep, load_workload, with_depth
+from adaserve.bench.sweep.simulated import Simulator, markdown, to_json
 from adaserve.bench.sweep.store import Store, merged
+from adaserve.bench.sweep.systems import family, system, with_length
 from adaserve.config import AdaServeConfig
 from adaserve.loadgen.results import new_results_dir
 from adaserve.server import ServerSpec
@@ -30,6 +34,7 @@ class Options:
     baseline_ms: float | None = None
     capacity_rps: float | None = None
     minutes: float | None = None
+    attempts: int = ATTEMPTS
     out: Path | None = None
     readme: Path | None = None
 
@@ -43,11 +48,11 @@ def plan_of(options: Options, store: Store) -> SweepPlan:
     if options.quick:
         plan = replace(
             plan,
-            axes=("load", "peaks"),
+            axes=("load",),
             policies=QUICK_POLICIES,
             side_policies=QUICK_POLICIES,
-            loads=(0.3, 0.6),
-            at=0.6,
+            loads=(0.6,),
+            seeds=(0,),
             seconds=12.0,
         )
     if "policies" in given:
@@ -55,7 +60,17 @@ def plan_of(options: Options, store: Store) -> SweepPlan:
     if "loads" in given and plan.at not in given["loads"]:
         # The other axes share a point with the load axis, unless asked otherwise.
         given.setdefault("at", sorted(given["loads"])[len(given["loads"]) // 2])
+    if given.get("traces"):
+        given.setdefault("axes", (*plan.axes, "traces"))
     return replace(plan, **given)
+
+
+def trace_files(folder: Path) -> tuple[str, ...]:
+    """The files of a folder, in order of their names. Raises SweepError where there are none."""
+    found = tuple(str(p) for p in sorted(folder.iterdir()) if p.is_file()) if folder.is_dir() else ()
+    if not found:
+        raise SweepError(f"{folder} holds no files: put traces there (docs/load-testing.md says which)")
+    return found
 
 
 def server_settings(options: Options, store: Store) -> dict[str, dict[str, Any]]:
@@ -70,11 +85,12 @@ def server_settings(options: Options, store: Store) -> dict[str, dict[str, Any]]
 
 def server_of(settings: Mapping[str, Mapping[str, Any]], plan: SweepPlan) -> ServerSpec:
     """The server; refuses unknown policies before anything starts. Raises ConfigError, ServerError."""
-    for name in (*plan.policies, *plan.side_policies):
-        AdaServeConfig(policy=name)
+    names = (*plan.policies, *plan.side_policies)
+    for name in names:
+        system(name if family(name) is None else with_length(name, plan.lengths[0]))
     config = AdaServeConfig(**settings["config"], slo_config=plan.slo_config)
     server = {**settings["server"], "extra": tuple(settings["server"].get("extra", ()))}
-    return with_depth(ServerSpec(config=config, **server), (*plan.policies, *plan.side_policies))
+    return with_depth(ServerSpec(config=config, **server), names, plan.lengths)
 
 
 def sweep(options: Options, console: Console) -> bool:
@@ -93,10 +109,12 @@ def sweep(options: Options, console: Console) -> bool:
         options.baseline_ms,
         options.capacity_rps,
         options.minutes,
+        options.attempts,
     )
-    left = len(set(c.id for c in plan.cases()) - set(store.finished()))
+    every = plan.blocks_in_order()
+    left = len({c.id for c in every} - set(store.finished()))
     console.print(
-        f"{left} of {len(plan.cases())} cases to run (all take about {minutes_of(plan):.0f} minutes); "
+        f"{left} of {len(every)} blocks to run (all take about {minutes_of(plan):.0f} minutes); "
         f"results: {folder}",
         soft_wrap=True,
     )
@@ -128,7 +146,7 @@ def _try_to_redraw(folder: Path, readme: Path | None, console: Console) -> None:
 def minutes_of(plan: SweepPlan) -> float:
     """A first guess of how long a sweep takes."""
     clock = Clock()
-    cases = [*plan.cases(), *plan.check_cases()]
+    cases = [*plan.blocks_in_order(), *plan.check_cases()]
     return (150.0 + sum(clock.expected_s(plan, c) for c in cases)) / 60
 
 
@@ -138,12 +156,24 @@ def redraw(folder: Path, readme: Path | None, console: Console) -> None:
     console.print(f"written: {', '.join(written)} in {folder}", highlight=False, soft_wrap=True)
 
 
+def replay(folder: Path, console: Console) -> None:
+    """The simulator on a folder's blocks: prints the comparison, and writes it there. Raises SweepError."""
+    simulator = Simulator(Results(Store(folder)))
+    with console.status("replaying") as status:
+        found = simulator.agreements(lambda what: status.update(f"replaying {what}"))
+    text = f"# The simulator on the same requests\n\n{markdown(found)}\n"
+    (folder / "simulated.md").write_text(text, encoding="utf-8")
+    (folder / "simulated.json").write_text(json.dumps(to_json(found), indent=1) + "\n", encoding="utf-8")
+    print(text)
+
+
 def show_plan(options: Options, console: Console) -> None:
-    """Prints the cases. Raises SweepError, SLOError, TraceError."""
+    """Prints the blocks. Raises SweepError, SLOError, TraceError."""
     store = Store(options.out or Path("results/none"))
     plan = plan_of(options, store)
-    load_workload(plan)
+    for point in {case.point for case in plan.cases()}:
+        load_workload(plan, point)
     server_of(server_settings(options, store), plan)
-    for case in plan.cases():
+    for case in (every := plan.blocks_in_order()):
         console.print(case.id, highlight=False)
-    console.print(f"{len(plan.cases())} cases, about {minutes_of(plan):.0f} minutes")
+    console.print(f"{len(every)} blocks, about {minutes_of(plan):.0f} minutes")

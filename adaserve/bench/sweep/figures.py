@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from adaserve.bench.sweep.aggregate import Interval, Outcome, Results
-from adaserve.bench.sweep.plan import PLAIN, Point, slo_aware
-from adaserve.loadgen.figures import color, legend, panels, percent, save
+from adaserve.bench.sweep.plan import Point
+from adaserve.bench.sweep.systems import GATE, PLAIN, default_policy, slo_aware
+from adaserve.loadgen.figures import bars, color, legend, panels, percent, save
 
 _COLORS = {
-    "none": "#8c8c8c", "chain-2": "#a6bddb", "chain-4": "#67a9cf", "chain-6": "#1c7fa0",
-    "fixed-tree": "#b8a25a", "equal-greedy": "#c9a0dc", "global-greedy": "#8a4fd0", "turbospec": "#d9730d",
-    "adaserve-v1": "#86c5a4", "adaserve": "#0d8f63", "priced": "#c0342b",
+    "none": "#8c8c8c", "sglang": "#8c8c8c", "sglang-priority": "#4d4d4d", "chain": "#67a9cf",
+    "adaptive-verify": "#2f6fde", "urgency": "#b8a25a", "equal-greedy": "#c9a0dc", "global-greedy": "#8a4fd0",
+    "turbospec": "#d9730d", "adaserve-v1": "#86c5a4", "adaserve": "#0d8f63", "priced": "#c0342b",
 }  # fmt: skip
 _MARKERS = "osv^D<>pPXh"
 _PARTS = ("verify", "draft", "select", "prefill", "other")
@@ -32,6 +33,9 @@ def draw_all(results: Results, folder: Path) -> list[str]:
     """Writes every figure that has results; returns their names."""
     makers: list[tuple[str, Callable[[Results], Any]]] = [
         ("attainment-load", lambda r: _against_x(r, "load")),
+        ("attainment-gate", lambda r: _against_x(r, "load", gated=True)),
+        ("objectives", _objectives),
+        ("attainment-kinds", _kinds),
         ("attainment-share", lambda r: _against_x(r, "share")),
         ("attainment-scale", lambda r: _against_x(r, "scale")),
         ("violations-load", _violations),
@@ -49,7 +53,7 @@ def draw_all(results: Results, folder: Path) -> list[str]:
 
 
 def color_of(policy: str, number: int = 0) -> str:
-    return _COLORS.get(policy, color(number))
+    return _COLORS.get(policy.removesuffix(GATE), color(number))
 
 
 def _line(ax: Any, policy: str, number: int, x: Sequence[float], y: Sequence[Interval]) -> None:
@@ -80,23 +84,79 @@ def _x(axis: str, value: float, outcome: Outcome) -> float:
     return (outcome.mean("offered_rps") or value) if axis == "load" else value
 
 
-def _against_x(results: Results, axis: str) -> Any:
-    """Attainment and goodput side by side."""
-    policies = results.policies(axis) if axis in results.plan.axes else []
-    if not policies:
+def _against_x(results: Results, axis: str, gated: bool = False) -> Any:
+    """Attainment of both SLOs, goodput, and what they cost in TTFT; systems as they are, or with our gate."""
+    policies = [p for p in results.policies(axis) if _shown(p, gated)] if axis in results.plan.axes else []
+    if not policies or (gated and not any(p.endswith(GATE) for p in policies)):
         return None
-    figure, (left, right) = panels(2)
+    figure, (left, middle, right) = panels(3, width=4.6)
     for k, policy in enumerate(policies):
         _line(left, policy, k, *_curve(results, axis, policy, Outcome.attainment))
-        _line(right, policy, k, *_curve(results, axis, policy, Outcome.goodput))
-    left.set(ylabel="SLO attainment", ylim=(0, 1.02), xlabel=AXIS_LABELS[axis])
-    right.set(ylabel="goodput (tokens/s of requests in time)", xlabel=AXIS_LABELS[axis])
-    right.set_ylim(bottom=0)
-    if axis == "scale":
-        for ax in (left, right):
+        _line(middle, policy, k, *_curve(results, axis, policy, Outcome.goodput))
+        _line(right, policy, k, *_curve(results, axis, policy, _mean_ttft))
+    left.set(ylabel="attainment of both SLOs", ylim=(0, 1.02))
+    middle.set_ylabel("goodput (tokens/s of requests in time)")
+    middle.set_ylim(bottom=0)
+    right.set(ylabel="mean TTFT (ms)", yscale="log")
+    for ax in (left, middle, right):
+        ax.set_xlabel(AXIS_LABELS[axis])
+        if axis == "scale":
             ax.invert_xaxis()
     percent(left.yaxis)
     legend(figure, left)
+    return figure
+
+
+def _shown(policy: str, gated: bool) -> bool:
+    """Ours paces prefills anyway, so it is in both figures."""
+    return policy == default_policy() or policy.endswith(GATE) == gated
+
+
+def _mean_ttft(outcome: Outcome) -> Interval:
+    return Interval(outcome.mean("all", "mean_ttft_ms") or math.nan, math.nan, math.nan)
+
+
+def _objectives(results: Results) -> Any:
+    """Each SLO alone and both, against load, for systems as they are."""
+    policies = (
+        [p for p in results.policies("load") if _shown(p, False)] if "load" in results.plan.axes else []
+    )
+    if not policies:
+        return None
+    titles = {"attained": "both", "met_tpot": "TPOT alone", "met_ttft": "TTFT alone"}
+    figure, axes = panels(3, width=4.6)
+    for ax, (objective, title) in zip(axes, titles.items(), strict=True):
+        for k, policy in enumerate(policies):
+
+            def share(outcome: Outcome, objective: str = objective) -> Interval:
+                return outcome.attainment(objective)
+
+            _line(ax, policy, k, *_curve(results, "load", policy, share))
+        ax.set(title=title, xlabel=AXIS_LABELS["load"], ylim=(0, 1.02))
+        percent(ax.yaxis)
+    axes[0].set_ylabel("attainment")
+    legend(figure, axes[0])
+    return figure
+
+
+def _kinds(results: Results) -> Any:
+    """Attainment by kind of traffic and by trace."""
+    points = [p for axis in ("kinds", "traces") if axis in results.plan.axes
+              for _, p in results.plan.points(axis) if results.at(p)]  # fmt: skip
+    if not points:
+        return None
+    policies = list(dict.fromkeys(n for p in points for n in results.at(p)))
+    figure, (ax,) = panels(1, width=max(6.0, 0.4 * len(points) * len(policies)))
+    missing = (math.nan, 0.0)
+    series = {
+        n: [
+            missing if (o := results.get(p, n)) is None else (100 * o.attainment().value, 0.0) for p in points
+        ]
+        for n in policies
+    }
+    bars(ax, [str(p.kind) for p in points], series, "%.0f")
+    ax.set_ylabel("attainment of both SLOs, %")
+    legend(figure, ax)
     return figure
 
 
@@ -158,8 +218,9 @@ def _peaks(results: Results) -> Any:
     here = results.at(point)
     if not here:
         return None
-    rival = results.against_baselines(point, results.default)
-    shown = [n for n in dict.fromkeys((PLAIN, rival.rival if rival else PLAIN, results.default)) if n in here]
+    rival = results.against_best(point, results.default)
+    names = (PLAIN, rival.rival if rival else PLAIN, results.default)
+    shown = [n for n in dict.fromkeys(names) if n in here]
     figure, axes = panels(1 + len(shown), width=4.4)
     _timeline(results, point, shown[0], axes[0], arrivals=True)
     axes[0].set(title="arrivals", ylabel="requests/s")
@@ -173,18 +234,21 @@ def _peaks(results: Results) -> Any:
 
 
 def _timeline(results: Results, point: Point, policy: str, ax: Any, arrivals: bool) -> None:
-    """Per class, over slices of the run."""
-    records = [r for case in results.at(point)[policy].cases for r in results.store.records(case["id"])]
-    seconds, runs = results.plan.seconds_of(point), len(results.at(point)[policy].cases)
-    slices = max(6, min(20, len(records) // 8))
-    edges = np.linspace(0, seconds, slices + 1)
+    """Per class, over parts of a seed's blocks in their order."""
+    plan, cases = results.plan, results.at(point)[policy].cases
+    records = [
+        (c["block"] * plan.seconds + r.scheduled_s, r) for c in cases for r in results.store.records(c["id"])
+    ]
+    seconds, seeds = plan.seconds * plan.blocks_of(point), len({c["seed"] for c in cases})
+    parts = max(6, min(20, len(records) // 8))
+    edges = np.linspace(0, seconds, parts + 1)
     middle = (edges[1:] + edges[:-1]) / 2
-    for k, name in enumerate(sorted({r.slo_class for r in records})):
-        at = np.array([r.scheduled_s for r in records if r.slo_class == name])
-        met = np.array([r.attained for r in records if r.slo_class == name], float)
+    for k, name in enumerate(sorted({r.slo_class for _, r in records})):
+        at = np.array([at_s for at_s, r in records if r.slo_class == name])
+        met = np.array([r.attained for _, r in records if r.slo_class == name], float)
         count = np.histogram(at, edges)[0]
         if arrivals:
-            y = count / (seconds / slices) / runs
+            y = count / (seconds / parts) / seeds
         else:
             with np.errstate(invalid="ignore", divide="ignore"):
                 y = np.histogram(at, edges, weights=met)[0] / count

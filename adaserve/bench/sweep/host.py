@@ -1,4 +1,4 @@
-"""The server of a sweep: one at a time, restarted when it died, asked over HTTP."""
+"""The servers of a sweep: started when they are needed, and again when they died; asked over HTTP."""
 
 from __future__ import annotations
 
@@ -6,37 +6,46 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 
-from adaserve.bench.client import Ask, send, streamed_tpot_ms
+from adaserve.bench.client import Ask, send, stream
 from adaserve.bench.servers import running
-from adaserve.bench.sweep.plan import PLAIN, STOCK
+from adaserve.bench.sweep.systems import PLAIN, STOCK, System, system
+from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 
 BASELINE_REQUESTS, BASELINE_TOKENS = 7, 48
 CAPACITY_REQUESTS, CAPACITY_RUNNING = 64, 16
 WARM_REQUESTS, WARM_RUNNING = 16, 4
-IDLE_ROUNDS = 6
+PREFILL_TOKENS, PREFILL_REQUESTS = (16, 48, 128, 384), 5
+IDLE, IDLE_ROUNDS = (PLAIN, STOCK), 6
 
 IdleRounds = Mapping[str, Mapping[str, Sequence[float]]]
 """Server -> ``tpot_ms`` of one request and ``saturated_rps`` -> a value per round; rounds are paired."""
 
 
+@dataclass
+class _Running:
+    """A server that is up, and how it is set."""
+
+    process: ServerProcess
+    set_to: tuple[str | None, str | None] = (None, None)  # policy and prefills
+    warm: set[str] = field(default_factory=set)  # systems that have served here
+
+
 class Host:
-    """Starts the servers that cases need. A context manager: what runs at the end is stopped."""
+    """Starts the servers that blocks need, and leaves them up: one that sleeps costs nothing, and turns of
+    seconds leave no time for starting. A context manager: what runs at the end is stopped."""
 
     def __init__(self, spec: ServerSpec, work: Path, console: Console) -> None:
         self._spec, self._work, self._console = spec, work, console
         self._open = ExitStack()  # what runs
-        self._server: ServerProcess | None = None
-        self._stock = False
-        self._policy: str | None = None
-        self._warm: set[str] = set()
+        self._servers: dict[str, _Running] = {}  # by System.server
         self.starts = 0
 
     def __enter__(self) -> Host:
@@ -46,51 +55,54 @@ class Host:
         self.stop()
 
     def stop(self) -> None:
-        self._server = self._policy = None
-        self._warm.clear()
+        self._servers.clear()
         self._open.close()
 
-    def beside(self) -> Host:
-        """A host for a second server of the same kind."""
-        return Host(self._spec, self._work / "beside", self._console)
-
-    def serve(self, policy: str, warm_up: Iterable[Ask] = ()) -> ServerProcess:
-        """A drained server that runs ``policy``, warmed up once per start. Raises ServerError, httpx
-        errors when it died meanwhile."""
-        stock = policy == STOCK
-        if self._server is not None and (stock != self._stock or not self._answers()):
+    def serve(self, wanted: System, warm_up: Iterable[Ask] = ()) -> ServerProcess:
+        """A drained server that is set as wanted, and has served requests so before. Raises ServerError,
+        httpx errors when it died meanwhile."""
+        if wanted.server in self._servers and not self._answers(wanted.server):
             self.stop()
-        server = self._server or self._start(stock)
-        self.drain()
-        if not stock and policy != self._policy:
-            server.set_policy(policy)
-            self._policy = policy
-        if policy not in self._warm:
-            burst(server, [a.plain() if stock else a for a in warm_up], WARM_RUNNING)
-            self._warm.add(policy)
-            self.drain()
-        return server
+        server = self._servers.get(wanted.server) or self._start(wanted)
+        self._drain(server)
+        self._set(server, wanted)
+        if wanted.name not in server.warm:
+            asks = [a if wanted.policy else a.plain() for a in warm_up]
+            burst(server.process, asks, WARM_RUNNING)
+            server.warm.add(wanted.name)
+            self._drain(server)
+        return server.process
 
-    def _start(self, stock: bool) -> ServerProcess:
-        spec = replace(self._spec, algorithm=None) if stock else self._spec
+    @staticmethod
+    def _set(server: _Running, wanted: System) -> None:
+        setting = (wanted.policy, wanted.prefill)
+        if setting == server.set_to:
+            return
+        assert wanted.policy is not None and wanted.prefill is not None
+        server.process.set_policy(wanted.policy)
+        server.process.set_prefill(wanted.prefill)
+        server.set_to = setting
+
+    def _start(self, wanted: System) -> _Running:
+        spec = self._spec if wanted.policy else replace(self._spec, algorithm=None)
+        if wanted.priority:
+            spec = replace(spec, extra=(*spec.extra, "--enable-priority-scheduling"))
         self.starts += 1
-        log = self._work / f"server-{self.starts}{'-stock' if stock else ''}.log"
-        self._server = self._open.enter_context(running(spec, log, self._console))
-        self._stock, self._policy = stock, None
-        return self._server
+        log = self._work / f"server-{self.starts}-{wanted.server}.log"
+        process = self._open.enter_context(running(spec, log, self._console))
+        started = self._servers[wanted.server] = _Running(process)
+        return started
 
-    def _answers(self) -> bool:
-        assert self._server is not None
+    def _answers(self, kind: str) -> bool:
         try:
-            return httpx.get(self._server.url + "/health", timeout=30.0).status_code == 200
+            return httpx.get(self._servers[kind].process.url + "/health", timeout=30.0).status_code == 200
         except httpx.HTTPError:
             return False
 
-    def drain(self) -> None:
-        """Waits until nothing runs, and empties the prefix cache. Raises ServerError, having stopped it."""
-        assert self._server is not None
+    def _drain(self, server: _Running) -> None:
+        """Waits until nothing runs, and empties the prefix cache. Raises ServerError, having stopped all."""
         try:
-            self._server.drain()
+            server.process.drain()
         except ServerError:
             self.stop()
             raise
@@ -114,7 +126,7 @@ def burst(server: ServerProcess, asks: Sequence[Ask], at_once: int) -> float:
 def unloaded(server: ServerProcess, texts: Sequence[str]) -> float:
     """ms per token of single requests, one after the other: the median of several."""
     asks = [Ask(texts[k % len(texts)], BASELINE_TOKENS) for k in range(BASELINE_REQUESTS)]
-    return statistics.median(streamed_tpot_ms(server.url, a) for a in asks)
+    return statistics.median(stream(server.url, a).tpot_ms for a in asks)
 
 
 def saturated_rps(server: ServerProcess, asks: Sequence[Ask]) -> float:
@@ -122,19 +134,27 @@ def saturated_rps(server: ServerProcess, asks: Sequence[Ask]) -> float:
     return len(asks) / burst(server, asks, CAPACITY_RUNNING)
 
 
+def prefill_time(server: ServerProcess, texts: Sequence[tuple[str, int]]) -> PrefillTime:
+    """TTFT of single requests by their prompt's length. ``texts``: prompts with their tokens, roughly; those
+    nearest to each of PREFILL_TOKENS are sent, each once, since a second time it would be cached."""
+    tokens, times = [], []
+    for wanted in PREFILL_TOKENS:
+        nearest = sorted(texts, key=lambda t: abs(t[1] - wanted))[:PREFILL_REQUESTS]
+        answers = [stream(server.url, Ask(text, 2)) for text, _ in nearest]
+        tokens.append(statistics.median(a.prompt_tokens for a in answers))
+        times.append(statistics.median(a.ttft_ms for a in answers))
+    return PrefillTime.fitted(tokens, times)
+
+
 def idle_rounds(host: Host, asks: Sequence[Ask]) -> IdleRounds:
-    """`none` and SGLang without speculation in turns, idle and saturated. Both servers are up all the time:
-    otherwise a slow minute of the machine would count against only one of them."""
-    with host.beside() as other:
-        hosts = {PLAIN: host, STOCK: other}
-        servers = {name: h.serve(name, asks[:WARM_REQUESTS]) for name, h in hosts.items()}
-        found: dict[str, dict[str, list[float]]] = {n: {"tpot_ms": [], "saturated_rps": []} for n in servers}
-        for k in range(IDLE_ROUNDS):
-            for name in (PLAIN, STOCK) if k % 2 else (STOCK, PLAIN):
-                hosts[name].drain()
-                single_ms = unloaded(servers[name], [str(a.prompt) for a in asks])
-                hosts[name].drain()
-                rate_rps = saturated_rps(servers[name], [a.plain() for a in asks])
-                found[name]["tpot_ms"].append(round(single_ms, 4))
-                found[name]["saturated_rps"].append(round(rate_rps, 4))
+    """`none` and SGLang without speculation in turns, idle and saturated, on two servers that are both up."""
+    found: dict[str, dict[str, list[float]]] = {n: {"tpot_ms": [], "saturated_rps": []} for n in IDLE}
+    for k in range(IDLE_ROUNDS):
+        for name in IDLE if k % 2 else IDLE[::-1]:
+            server = host.serve(system(name), asks[:WARM_REQUESTS])
+            single_ms = unloaded(server, [str(a.prompt) for a in asks])
+            server.drain()
+            rate_rps = saturated_rps(server, [a.plain() for a in asks])
+            found[name]["tpot_ms"].append(round(single_ms, 4))
+            found[name]["saturated_rps"].append(round(rate_rps, 4))
     return found

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.sweep.host import report_of
 from adaserve.bench.sweep.plan import Case
 from adaserve.host import git_sha
@@ -32,7 +33,8 @@ from adaserve.slo.trace import TraceRow
 SILENCE_S = 45.0
 """A stream that is silent for this long has failed."""
 _KEPT = (
-    "requests", "completed", "failed", "attained", "slo_attainment", "request_goodput", "token_goodput",
+    "requests", "completed", "failed", "attained", "slo_attainment", "slo_attainment_by_metric",
+    "request_goodput", "token_goodput",
     "output_throughput", "request_throughput", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
     "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "accept_length", "slo_tpot_ms", "total_input_tokens",
     "total_output_tokens",
@@ -46,9 +48,10 @@ class Traffic:
     path: Path
     rows: tuple[TraceRow, ...]
     sha256: str
-    slo_ms: Mapping[str, float | None]
+    slo_ms: Mapping[str, float | None]  # TPOT; the rows have it too, and their TTFT SLO
     temperatures: Mapping[str, float]
     seconds: float
+    priorities: Mapping[str, int] | None = None  # of SGLang's scheduling; None = requests carry none
 
     @property
     def limit_s(self) -> float:
@@ -57,7 +60,12 @@ class Traffic:
 
     def config(self, url: str, seed: int) -> BenchConfig:
         classes = {
-            name: ClassLoad(name=name, tpot_ms=slo, temperature=self.temperatures[name])
+            name: ClassLoad(
+                name=name,
+                tpot_ms=slo,
+                temperature=self.temperatures[name],
+                priority=None if self.priorities is None else self.priorities[name],
+            )
             for name, slo in self.slo_ms.items()
         }
         return BenchConfig(
@@ -65,38 +73,41 @@ class Traffic:
                 url=url, api="generate", ignore_eos=True, timeout_s=SILENCE_S, continuous_usage=False
             ),
             classes=classes,
-            trace=TraceSpec(path=str(self.path), format="jsonl"),
+            trace=TraceSpec(path=str(self.path), format="jsonl", slo_from="trace"),
             duration_s=self.seconds + 1.0,
             seed=seed,
         )
 
 
 def run_case(
-    server: ServerProcess, case: Case, traffic: Traffic, work: Path, records: Path
-) -> dict[str, Any]:
-    """Runs the case on a drained server; returns its line of ``cases.jsonl``, writes its records.
+    server: ServerProcess, case: Case, traffic: Traffic, work: Path
+) -> tuple[dict[str, Any], list[RequestRecord]]:
+    """Runs the block on a drained server; returns its line of ``cases.jsonl``, and its records.
 
     Raises KeyboardInterrupt, LoadgenError, httpx errors when the server is gone."""
     shutil.rmtree(work, ignore_errors=True)
-    busy = host_load()
     before = report_of(server)
     start_s = time.monotonic()
-    with time_limit(traffic.limit_s) as rang, open(os.devnull, "w") as nowhere:
+    others = OtherPrograms()
+    with (
+        time_limit(traffic.limit_s) as rang,
+        open(os.devnull, "w") as nowhere,
+        others.watched(),
+    ):
         config = traffic.config(server.url, case.seed)
         summary = run_bench(config, work, console=Console(file=nowhere), checked=True)
     wall_s = time.monotonic() - start_s
     if "the run was interrupted" in summary["invalid_reasons"] and not rang:
         raise KeyboardInterrupt
     after = report_of(server)
-    answers = settled(list(iter_records(work)), traffic.rows, traffic.slo_ms)
-    records.parent.mkdir(parents=True, exist_ok=True)
-    write_records(records, answers)
+    answers = settled(list(iter_records(work)), traffic.rows)
     shutil.rmtree(work, ignore_errors=True)
-    return {
+    line = {
         "id": case.id,
         "point": case.point.id,
         "policy": case.policy,
         "seed": case.seed,
+        "block": case.block,
         "status": "timeout" if rang else "ok",
         "error": f"ended after {traffic.limit_s:.0f} s" if rang else None,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -105,11 +116,12 @@ def run_case(
         "trace_sha256": traffic.sha256,
         "offered_rps": round(len(traffic.rows) / traffic.seconds, 4),
         "slo_ms": {k: None if v is None else round(v, 4) for k, v in traffic.slo_ms.items()},
-        "host": busy,
+        "others": round(others.share, 4),
         "lag_p99_ms": summary["sched_lag_ms"]["p99"],
         **case_figures(answers),
         "server": server_figures(before, after),
     }
+    return line, answers
 
 
 @contextlib.contextmanager
@@ -142,23 +154,20 @@ def host_load() -> dict[str, float]:
     }
 
 
-def settled(
-    answers: Sequence[RequestRecord], rows: Sequence[TraceRow], slo_ms: Mapping[str, float | None]
-) -> list[RequestRecord]:
+def settled(answers: Sequence[RequestRecord], rows: Sequence[TraceRow]) -> list[RequestRecord]:
     """One record per planned request: what was cut off or never sent has failed."""
     found = {}
     for r in answers:
         late = replace(r, error="not answered in time", met_ttft=False, met_tpot=False)
         found[r.id] = r if r.judged else late
     for index, row in enumerate(rows):
-        name = row.slo_class or "default"
         found.setdefault(
             str(index),
             RequestRecord(
                 id=str(index),
-                slo_class=name,
-                slo_ttft_ms=None,
-                slo_tpot_ms=slo_ms.get(name),
+                slo_class=row.slo_class or "default",
+                slo_ttft_ms=row.slo_ttft_ms,
+                slo_tpot_ms=row.slo_tpot_ms,
                 scheduled_s=row.arrival_s,
                 sent_s=row.arrival_s,
                 error="not answered in time",
@@ -189,6 +198,7 @@ def write_records(path: Path, answers: Sequence[RequestRecord]) -> None:
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as f:
         f.write(lines.encode())
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(packed.getvalue())
 
 
@@ -200,7 +210,9 @@ def server_figures(before: Report | None, after: Report | None) -> dict[str, Any
 
     ``draft``, ``verify``: in the models' forwards of decode iterations; ``select``; ``other``: what else
     these iterations took; ``prefill``: prefill forwards of both models. ``phases``: the same iterations cut
-    where one step hands over to the next. None without an AdaServe server."""
+    where one step hands over to the next. ``loop_s``: mean time from the end of an iteration to that of the
+    next, prefills left out; what is more than the parts is spent outside of the worker, on streaming.
+    None without an AdaServe server."""
     if before is None or after is None:
         return None
     times = {k: v - before["times"].get(k, 0.0) for k, v in after["times"].items()}
@@ -221,7 +233,9 @@ def server_figures(before: Report | None, after: Report | None) -> dict[str, Any
     def per(value: float, count: float) -> float | None:
         return round(value / count, 5) if count else None
 
+    loops = times.get("loops", 0.0)
     return {
+        "loop_s": round(times.get("loop_s", 0.0) / loops, 6) if loops else None,
         "seconds": {k: round(v, 4) for k, v in seconds.items()},
         "phases": {k: round(v, 4) for k, v in phases.items()},
         "iterations": round(times.get("iterations", n)),

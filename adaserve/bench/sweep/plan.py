@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from adaserve.config import AdaServeConfig
-from adaserve.scheduler.policies import chain_length, is_slo_aware
+from adaserve.bench.sweep.kinds import KINDS
+from adaserve.bench.sweep.systems import AS_IT_IS, GATED, PLAIN, STOCK, family, with_length
 
-AXES = ("load", "scale", "share", "peaks")
-PLAIN = "none"
-STOCK = "sglang"
-"""Name under which SGLang without speculation appears beside the policies."""
-ALL_POLICIES = (
-    PLAIN, "chain-2", "chain-4", "chain-6", "fixed-tree", "equal-greedy", "global-greedy", "turbospec",
-    "adaserve-v1", "adaserve", "priced",
-)  # fmt: skip
-SIDE_POLICIES = (PLAIN, "chain-4", "turbospec", "adaserve", "priced")
-QUICK_POLICIES = (PLAIN, "chain-4", "adaserve", "priced")
+AXES = ("load", "peaks", "share", "scale", "kinds", "traces")
+SIDE_POLICIES = ("chain", "adaptive-verify", "urgency", "turbospec", "adaserve", "priced", STOCK)
+LOAD_POLICIES = AS_IT_IS + GATED
+QUICK_POLICIES = ("turbospec", "priced")
+TUNING_SEED = 1_000_003
+"""Lengths are chosen on it; nothing else is measured on it."""
 PAPER_SHARE, PAPER_SCALE = 0.6, 1.2
 """Share of coding requests, and their SLO over the baseline latency."""
 PROMPT_SCALE = 0.11
@@ -33,21 +30,6 @@ class SweepError(ValueError):
     """A sweep cannot run as requested; the message says what to change."""
 
 
-def default_policy() -> str:
-    """The policy that ``adaserve serve`` uses unless told otherwise."""
-    return AdaServeConfig().policy
-
-
-def slo_aware(policy: str) -> bool:
-    return is_slo_aware(policy) or policy == default_policy()
-
-
-def is_baseline(policy: str) -> bool:
-    """Whether it is a policy of this engine that ignores SLOs (a bound of the simulator is not)."""
-    known = policy in ALL_POLICIES or chain_length(policy) is not None
-    return known and not slo_aware(policy)
-
-
 @dataclass(frozen=True, slots=True)
 class Point:
     """One setting of the traffic."""
@@ -56,6 +38,7 @@ class Point:
     urgent: float | None = None  # share of urgent requests; None = as the workload has it
     scale: float | None = None  # SLO of the urgent class over the baseline latency; None = as configured
     peaks: bool = False  # classes peak in turn
+    kind: str | None = None  # one of KINDS, or the name of a trace
 
     @property
     def id(self) -> str:
@@ -64,13 +47,15 @@ class Point:
             parts.append(f"urgent{self.urgent:.2f}")
         if self.scale is not None:
             parts.append(f"scale{self.scale:.2f}")
-        return "-".join(parts + ["peaks"] * self.peaks)
+        kind = "" if self.kind is None else f"={self.kind}"
+        return "-".join(parts + ["peaks"] * self.peaks) + kind
 
     @classmethod
     def parse(cls, text: str) -> Point:
         """The inverse of ``id``."""
-        values: dict[str, Any] = {"peaks": False}
-        for part in text.split("-"):
+        numbers, _, kind = text.partition("=")
+        values: dict[str, Any] = {"peaks": False, "kind": kind or None}
+        for part in numbers.split("-"):
             name = part.rstrip("0123456789.")
             values[name] = True if name == "peaks" else float(part[len(name) :])
         return cls(**values)
@@ -78,30 +63,35 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run: a point, a policy, a seed."""
+    """One block: a point, a system, a seed, and which part of the seed's requests."""
 
     point: Point
-    policy: str
+    policy: str  # name of a system; a family stands for its best length
     seed: int
+    block: int = 0
 
     @property
     def id(self) -> str:
-        return f"{self.point.id}.{self.policy}.s{self.seed}"
+        return f"{self.point.id}.{self.policy}.s{self.seed}.b{self.block}"
 
 
 @dataclass(frozen=True)
 class SweepPlan:
     """Everything that decides what is measured; written to ``sweep.json`` and compared on resuming."""
 
-    axes: tuple[str, ...] = AXES
-    policies: tuple[str, ...] = ALL_POLICIES  # on the load axis
+    axes: tuple[str, ...] = ("load",)  # an hour on two cores is enough for this one
+    policies: tuple[str, ...] = LOAD_POLICIES  # systems on the load axis
     side_policies: tuple[str, ...] = SIDE_POLICIES  # on the others
-    loads: tuple[float, ...] = (0.3, 0.45, 0.6, 0.75)
+    loads: tuple[float, ...] = (0.3, 0.6, 1.0)
     at: float = 0.6  # load of the other axes
     shares: tuple[float, ...] = (0.3, 0.6, 0.9)
     scales: tuple[float, ...] = (1.6, 1.4, 1.2, 1.0, 0.8, 0.6)
-    seeds: tuple[int, ...] = (0,)
-    seconds: float = 30.0  # of arrivals per case; twice that for peaks
+    kinds: tuple[str, ...] = tuple(KINDS)
+    traces: tuple[str, ...] = ()  # files
+    lengths: tuple[int, ...] = (2, 4)  # that families choose from
+    seeds: tuple[int, ...] = (0, 1, 2)
+    blocks: int = 1  # per point and seed; three times as many for peaks
+    seconds: float = 20.0  # of arrivals per block
     check_plain: bool = True  # compare `none` with SGLang without speculation
     trace: str | None = None
     slo_config: str | None = None
@@ -116,7 +106,11 @@ class SweepPlan:
             for value in getattr(self, name):
                 if not low < value <= high:
                     raise SweepError(f"{name}: every value must lie in ({low}, {high}], not {value:g}")
-        for name in ("axes", "policies", "seeds", "loads"):
+        if unknown := sorted(set(self.kinds) - set(KINDS)):
+            raise SweepError(f"unknown kind of traffic {unknown[0]!r}: known are {', '.join(KINDS)}")
+        if TUNING_SEED in self.seeds:
+            raise SweepError(f"seed {TUNING_SEED} is the one that lengths are chosen on: take another one")
+        for name in ("axes", "policies", "seeds", "loads", "lengths"):
             if not getattr(self, name):
                 raise SweepError(f"--{name} is empty: give at least one value")
         for name, most in (("at", 20), ("prompt_scale", 10), ("output_scale", 10)):
@@ -124,6 +118,8 @@ class SweepPlan:
                 raise SweepError(f"--{name.replace('_', '-')} must lie in (0, {most}]")
         if not 1 <= self.seconds < math.inf:
             raise SweepError("--seconds must be at least 1")
+        if self.blocks < 1 or min(self.lengths) < 1:
+            raise SweepError("--blocks and --lengths must be at least 1")
 
     @property
     def own_scale(self) -> float | None:
@@ -149,34 +145,67 @@ class SweepPlan:
                 return [(scale, replace(base, scale=_unless(scale, self.own_scale))) for scale in self.scales]
             case "peaks":
                 return [(self.at, replace(base, peaks=True))]
+            case "kinds":
+                return [(self.at, replace(base, kind=kind)) for kind in self.kinds]
+            case "traces":
+                return [(self.at, replace(base, kind=trace_name(path))) for path in self.traces]
         raise SweepError(f"unknown axis {axis!r}")
 
     def policies_of(self, axis: str) -> tuple[str, ...]:
         return self.policies if axis == "load" else self.side_policies
 
     def cases(self) -> list[Case]:
-        """Every case once. Seeds outermost, then the axes as given, the highest load first: whatever
-        ends a sweep early, what is there is whole. Policies of a point in random order."""
+        """Every block once. Seeds outermost, then the axes as given, the highest load first: whatever ends a
+        sweep early, what is there is whole. All systems play a block, in random order, before the next."""
         found: dict[Case, None] = {}
         for seed in self.seeds:
             for axis in self.axes:
                 for _, point in sorted(self.points(axis), key=lambda p: -p[1].load):
-                    names = list(self.policies_of(axis))
-                    random.Random(f"{seed} {point.id}").shuffle(names)
-                    found.update(dict.fromkeys(Case(point, name, seed) for name in names))
+                    for block in range(self.blocks_of(point)):
+                        names = list(self.policies_of(axis))
+                        random.Random(f"{seed} {block} {point.id}").shuffle(names)
+                        found.update(dict.fromkeys(Case(point, name, seed, block) for name in names))
         return list(found)
 
-    def check_cases(self) -> list[Case]:
-        """Cases of SGLang without speculation: the lowest and the highest load, first seed."""
-        if not self.check_plain or "load" not in self.axes or PLAIN not in self.policies:
-            return []
-        return [
-            Case(Point(load), STOCK, self.seeds[0]) for load in sorted({min(self.loads), max(self.loads)})
-        ]
+    def tuning_cases(self) -> list[Case]:
+        """Every length of every family in the plan, at each load, on a seed of its own."""
+        names = dict.fromkeys(f for p in (*self.policies, *self.side_policies) if (f := family(p)))
+        loads = sorted({*self.loads, self.at} if set(self.axes) - {"load"} else self.loads, reverse=True)
+        found = []
+        for load in loads:
+            here = [with_length(name, k) for name in names for k in self.lengths]
+            random.Random(f"lengths {load}").shuffle(here)
+            found += [Case(Point(load), name, TUNING_SEED) for name in here]
+        return found
 
-    def seconds_of(self, point: Point) -> float:
-        """Seconds during which requests arrive."""
-        return 2 * self.seconds if point.peaks else self.seconds
+    def blocks_in_order(self) -> list[Case]:
+        """What is measured: first what lengths are chosen by, then what is reported."""
+        return [*self.tuning_cases(), *self.cases()]
+
+    @property
+    def checks_plain(self) -> bool:
+        """Whether `none` is compared with SGLang without speculation."""
+        return self.check_plain and "load" in self.axes and PLAIN in self.policies
+
+    def check_points(self) -> list[Point]:
+        """Where it is compared under load: at both ends of the load axis."""
+        return [Point(load) for load in sorted({min(self.loads), max(self.loads)})]
+
+    def check_cases(self) -> list[Case]:
+        """Blocks of SGLang without speculation that this takes and that no axis has."""
+        if not self.checks_plain or STOCK in self.policies:
+            return []
+        return [Case(point, STOCK, self.seeds[0]) for point in self.check_points()]
+
+    def blocks_of(self, point: Point) -> int:
+        """Blocks per seed; where three classes peak in turn, each has its own."""
+        return 3 * self.blocks if point.peaks else self.blocks
+
+    def trace_of(self, point: Point) -> str | None:
+        """The file that the point's requests come from; None without one."""
+        if point.kind is None or point.kind in KINDS:
+            return self.trace
+        return next(path for path in self.traces if trace_name(path) == point.kind)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -186,6 +215,11 @@ class SweepPlan:
         known = {f.name for f in fields(cls)}
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
         return cls(**{k: v for k, v in values.items() if k in known})
+
+
+def trace_name(path: str) -> str:
+    """The file's name without its endings, as it stands in a point's name."""
+    return Path(path).name.split(".")[0]
 
 
 def _unless(value: float, own: float | None) -> float | None:

@@ -12,15 +12,21 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve.bench.busy import BUSY
-from adaserve.bench.sweep.aggregate import NOISE_POINTS, Comparison, Interval, Results
+from adaserve.bench.sweep.aggregate import NOISE_POINTS, Comparison, Interval, Outcome, Results
 from adaserve.bench.sweep.claims import fill_readme
 from adaserve.bench.sweep.figures import draw_all
-from adaserve.bench.sweep.plan import PLAIN, STOCK, Point, slo_aware
+from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.store import Store
+from adaserve.bench.sweep.systems import GATE, PLAIN, PUBLISHED, STOCK, is_rival, slo_aware
+from adaserve.bench.sweep.ttft import OTHER_RULE, TTFT_RULES
+from adaserve.bench.sweep.tuning import chosen_text
 from adaserve.bench.terminal import table
 
 _TITLES = {
-    "attainment-load.png": "Attainment and goodput against request rate",
+    "attainment-load.png": "Attainment of both SLOs, goodput and TTFT against request rate",
+    "attainment-gate.png": "The same, with the same gate and prefills for all",
+    "objectives.png": "Each SLO alone",
+    "attainment-kinds.png": "Other kinds of traffic",
     "attainment-share.png": "Against the share of urgent requests",
     "attainment-scale.png": "Against the SLO of urgent requests",
     "violations-load.png": "Violations per class",
@@ -50,7 +56,7 @@ def summary(results: Results) -> dict[str, Any]:
     rows = []
     for point in results.points():
         for name, o in results.at(point).items():
-            c = results.against_baselines(point, name)
+            c = results.against_best(point, name)
             rows.append(
                 {
                     "point": point.id,
@@ -60,13 +66,15 @@ def summary(results: Results) -> dict[str, Any]:
                     "offered_rps": o.mean("offered_rps"),
                     "attainment": o.attainment().to_json(),
                     "violations": round(1 - o.attainment().value, 5),
+                    "attainment_tpot": o.attainment("met_tpot").to_json(),
+                    "attainment_ttft": o.attainment("met_ttft").to_json(),
                     "attainment_by_class": {k: round(v, 5) for k, v in o.class_attainment().items()},
                     "goodput": o.goodput().to_json(),
                     **{
                         k: o.mean("all", k)
                         for k in (
                             "output_throughput", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
-                            "mean_ttft_ms", "p99_ttft_ms",
+                            "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms",
                         )
                     },
                     **{
@@ -75,11 +83,12 @@ def summary(results: Results) -> dict[str, Any]:
                     },
                     "seconds": {k: round(v, 3) for k, v in o.seconds().items()},
                     "timeouts": sum(case["status"] == "timeout" for case in o.cases),
-                    "host_busy": o.mean("host", "busy"),
+                    "settings": sorted({case["setting"] for case in o.cases}),
+                    "other_programs": o.mean("others"),
                     "against_best_baseline": None if c is None else _comparison(c),
                 }
             )  # fmt: skip
-    return {"schema_version": 1, "default_policy": results.default, "rows": rows}
+    return {"schema_version": 2, "default_policy": results.default, "rows": rows}
 
 
 def _comparison(c: Comparison) -> dict[str, Any]:
@@ -95,10 +104,10 @@ def _comparison(c: Comparison) -> dict[str, Any]:
 def _verdict_table(results: Results) -> Table:
     heads = ("point", "in time", "rival", "points", "missed", "goodput", "verdict")
     made = table(
-        f"{results.default} against the best baseline that ignores SLOs", heads, left=("point", "rival")
+        f"{results.default} against the best of the others, as they are", heads, left=("point", "rival")
     )
     for point in results.points():
-        c = results.against_baselines(point, results.default)
+        c = results.against_best(point, results.default)
         o = results.get(point, results.default)
         if c is not None and o is not None:
             points = f"{c.points.value:+.1f}"
@@ -136,17 +145,15 @@ def _times(v: Interval) -> str:
 def _page(results: Results, figures: Sequence[str]) -> str:
     """``README.md`` of the folder: what was run, the verdicts, the numbers, the figures."""
     head = results.head
-    finished, planned = (
-        len(results.store.finished()),
-        len(results.plan.cases()) + len(results.plan.check_cases()),
-    )
+    every = {c.id for c in (*results.plan.blocks_in_order(), *results.plan.check_cases())}
+    finished, planned = len(results.store.finished()), len(every)
     host = head["host"]
     parts = [
         "# Sweep of policies on a real server",
         _intro(results),
         "```\n" + "\n".join(head["commands"]) + "\n```",
         f"Drawn again from the records by `adaserve bench sweep --plot-only FOLDER`. {finished} of {planned} "
-        f"cases are there. Host: {host['cpu']}, {host['cores']} cores, {host['memory_gib']} GiB; commit "
+        f"blocks are there. Host: {host['cpu']}, {host['cores']} cores, {host['memory_gib']} GiB; commit "
         f"{', '.join(_commits(results)) or host['git_sha']}; started {head['started']}.",
         "## Verdict",
         _verdict_text(results),
@@ -155,10 +162,12 @@ def _page(results: Results, figures: Sequence[str]) -> str:
             [
                 (p.id, _share(o.attainment()), c.rival, *_cells(c))
                 for p in results.points()
-                if (c := results.against_baselines(p, results.default)) is not None
+                if (c := results.against_best(p, results.default)) is not None
                 and (o := results.get(p, results.default)) is not None
             ],
         ),
+        *_judged(results, gated=False),
+        *_judged(results, gated=True),
         *_published(results),
         *_stock(results),
         "## Figures",
@@ -178,30 +187,34 @@ def _intro(results: Results) -> str:
     head, plan = results.head, results.plan
     slos = next(iter(results.store.finished().values()))["slo_ms"]
     listed = ", ".join(f"{n} {'none' if v is None else f'{v:.1f} ms'}" for n, v in slos.items())
+    rules = "; ".join(f"{n} {TTFT_RULES.get(n, OTHER_RULE)}" for n in slos)
     loops = ", ".join(f"{n} {v:.0%}" for n, v in head["prompts_that_do_not_loop"].items())
     source = f"Arrivals, lengths and classes of {plan.trace}" if plan.trace else "Poisson arrivals"
-    server, seeds = head["server"], ", ".join(map(str, plan.seeds))
+    server, seeds, prefill = head["server"], ", ".join(map(str, plan.seeds)), head["prefill"]
+    lengths = chosen_text(results.store.finished(), plan.loads, plan.lengths)
     sentences = (
         f"{server['model']}; trees up to {server['max_depth']} deep.",
         f"Baseline {head['baseline_ms']:.2f} ms per token: one request, plain decoding, seen by its client.",
         f"Load 1 is {head['capacity_rps']:.2f} requests/s: what plain decoding serves here when 16 requests",
-        f"run at any time. TPOT SLOs: {listed} (first point). {source}; prompts {plan.prompt_scale:g} and",
+        "run at any time. A request attains when it meets **both SLOs**.",
+        f"TPOT: {listed} (first point). TTFT: {rules}; the prefill of a prompt takes",
+        f"{prefill['fixed_ms']:.1f} ms + {prefill['per_token_ms']:.2f} ms per token on the idle host.",
+        f"{source}; prompts {plan.prompt_scale:g} and",
         f"outputs {plan.output_scale:g} times as long as the paper's or the trace's.",
-        f"{plan.seconds:g} s of arrivals per case, seeds {seeds}. Prompts are held-out text whose",
-        f"plain continuation does not loop (share that passed: {loops}).",
-        "Prefills: "
-        + (server.get("prefill") or "by slack with policies that know SLOs, else SGLang's own")
-        + ".",
+        f"Blocks of {plan.seconds:g} s of arrivals, seeds {seeds}; all systems play a block, in random",
+        "order, before the next one. Prompts are held-out text whose plain continuation does not loop",
+        f"(share that passed: {loops}). By itself only `{results.default}` has our prefills and gate.",
+        f"Lengths, chosen on another seed: {lengths}." if lengths else "",
     )
-    return " ".join(sentences)
+    return " ".join(s for s in sentences if s)
 
 
 def _verdict_text(results: Results) -> str:
-    found = [c for p in results.points() if (c := results.against_baselines(p, results.default)) is not None]
+    found = [c for p in results.points() if (c := results.against_best(p, results.default)) is not None]
     count = {v: sum(c.verdict == v for c in found) for v in ("better", "equal", "unclear", "below")}
     sentences = (
-        f"`{results.default}` against the best of all baselines that know no SLO, chosen at each point by",
-        "what it attained (so its luck counts for it). Brackets: 90% of a bootstrap over tenths of each run,",
+        f"`{results.default}` against the best of all other systems as they are, chosen at each point by",
+        "what it attained (so its luck counts for it). Brackets: 90% of a bootstrap over blocks,",
         f"on the same requests. Of {len(found)} points: {count['better']} better, {count['equal']} equal",
         f"within {NOISE_POINTS:g} points, {count['unclear']} unclear, {count['below']} below. `fewer",
         "violations`: the baseline's over ours. `goodput`: ours over that of the baseline with the highest",
@@ -210,17 +223,47 @@ def _verdict_text(results: Results) -> str:
     return " ".join(sentences)
 
 
-def _published(results: Results) -> list[str]:
-    """Ours against the published rules."""
-    mine, theirs = results.default, "adaserve" if results.default != "adaserve" else "priced"
-    rows = [
-        (p.id, _points(c.points), _times(c.violations), _times(c.goodput))
-        for p in results.points()
-        if (c := results.against(p, mine, theirs)) is not None
-    ]
-    if not rows:
+def _judged(results: Results, gated: bool) -> list[str]:
+    """Every rival at the highest load at which the best of them still attains a third."""
+    point = results.judged(gated)
+    if point is None:
         return []
-    return [f"`{mine}` against `{theirs}`:", _md(("point", "points", "fewer violations", "goodput"), rows)]
+    here, mine = results.at(point), results.default
+    rows = [
+        (n, *_objectives(o), *_cells(c)[:3])
+        for n, o in here.items()
+        if is_rival(n, gated) and (c := results.against(point, mine, n)) is not None
+    ]
+    if not rows or mine not in here:
+        return []
+    title = "with the same gate and prefills for all" if gated else "as they are"
+    heads = ("system", "both SLOs", "TPOT alone", "TTFT alone", "points", "fewer violations", "goodput")
+    return [
+        f"Systems {title}, at {point.id}, the highest load at which the best of them attains a third:",
+        _md(heads, [(f"**{mine}**", *_objectives(here[mine]), "", "", ""), *rows]),
+    ]
+
+
+def _objectives(o: Outcome) -> tuple[str, str, str]:
+    both, tpot, ttft = (_share(o.attainment(k)) for k in ("attained", "met_tpot", "met_ttft"))
+    return both, tpot, ttft
+
+
+def _published(results: Results) -> list[str]:
+    """Ours against the published rules, as they are and with our gate."""
+    mine, parts = results.default, []
+    for theirs in (*PUBLISHED, *(n + GATE for n in PUBLISHED)):
+        rows = [
+            (p.id, _points(c.points), _times(c.violations), _times(c.goodput))
+            for p in results.points()
+            if (c := results.against(p, mine, theirs)) is not None
+        ]
+        if rows:
+            parts += [
+                f"`{mine}` against `{theirs}`:",
+                _md(("point", "points", "fewer violations", "goodput"), rows),
+            ]
+    return parts
 
 
 def _stock(results: Results) -> list[str]:
@@ -229,19 +272,19 @@ def _stock(results: Results) -> list[str]:
     for key, label in (("tpot_ms", "one request, ms per token"), ("saturated_rps", "saturated, requests/s")):
         if idle := results.idle(key):
             rows.append((label, f"{idle[0]:.2f}", f"{idle[1]:.2f}", _times(idle[2])))
-    for case in results.plan.check_cases():
-        ours, stock = results.get(case.point, PLAIN), results.get(case.point, STOCK)
+    for point in results.plan.check_points() if results.plan.checks_plain else ():
+        ours, stock = results.get(point, PLAIN), results.get(point, STOCK)
         if ours is not None and stock is not None:
             for key, label in (("mean_tpot_ms", "mean TPOT, ms"), ("mean_ttft_ms", "mean TTFT, ms")):
                 x, y = ours.mean("all", key), stock.mean("all", key)
                 if x and y:
-                    rows.append((f"{case.point.id}, {label}", f"{x:.1f}", f"{y:.1f}", f"{x / y:.2f}x"))
+                    rows.append((f"{point.id}, {label}", f"{x:.1f}", f"{y:.1f}", f"{x / y:.2f}x"))
     if not rows:
         return []
     return [
         f"What the plugin costs when it does not speculate (`{PLAIN}` against SGLang without speculation on "
-        "the same platform; idle and saturated: rounds in turns, medians; under load: two servers, one after "
-        "the other):",
+        "the same platform; idle and saturated: rounds in turns, medians; under load: blocks in turns on two "
+        "servers):",
         _md(("", PLAIN, "SGLang", "ratio"), rows),
     ]
 
@@ -262,6 +305,7 @@ def _numbers(results: Results, point: Point) -> str:
             (
                 f"**{policy}**" if slo_aware(policy) else policy,
                 f"{100 * a.value:.1f} [{100 * a.low:.0f}, {100 * a.high:.0f}]",
+                *(f"{100 * o.attainment(k).value:.0f}" for k in ("met_tpot", "met_ttft")),
                 *(f"{100 * by_class.get(n, math.nan):.0f}" for n in names),
                 f"{g.value:.0f}",
                 *(_number(o.mean("all", k), 1) for k in ("mean_tpot_ms", "p99_tpot_ms")),
@@ -275,8 +319,8 @@ def _numbers(results: Results, point: Point) -> str:
         )
     return _md(
         (
-            "policy", "attained %", *names, "goodput", "TPOT ms", "p99", "TTFT ms", "p99", "tokens/verify",
-            "nodes", "depth", "selection",
+            "system", "both %", "TPOT", "TTFT", *names, "goodput", "TPOT ms", "p99", "TTFT ms", "p99",
+            "tokens/verify", "nodes", "depth", "selection",
         ),
         rows,
     )  # fmt: skip
@@ -298,11 +342,14 @@ def _troubles(results: Results) -> list[str]:
         if case["status"] != "ok":
             lines.append(f"- {case['id']}: {case['status']}: {case['error']}")
             continue
-        busy, lag, failed = case["host"]["busy"], case["lag_p99_ms"], case["all"]["failed"]
+        busy, lag, failed = case["others"], case["lag_p99_ms"], case["all"]["failed"]
         if failed:
             lines.append(f"- {case['id']}: {failed} of {case['all']['requests']} requests failed")
         if busy > BUSY:
-            lines.append(f"- {case['id']}: other programs used {busy:.0%} of the machine just before")
+            lines.append(
+                f"- {case['id']}: other programs used {busy:.0%} of the machine, in the quietest of "
+                f"{case['attempts']} attempts"
+            )
         if lag is not None and lag > 10:
             lines.append(f"- {case['id']}: requests left up to {lag:.0f} ms late (p99)")
     return ["## Troubles", "\n".join(lines)] if lines else []

@@ -1,6 +1,6 @@
 """The folder of a sweep: what was asked for, what is finished, what can be deleted.
 
-``sweep.json`` plan, host, baseline, capacity; ``cases.jsonl`` one line per finished case; ``records/`` the
+``sweep.json`` plan, host, baseline, capacity; ``cases.jsonl`` one line per finished block; ``records/`` the
 requests of each; ``prompts.jsonl``; ``work/`` logs and half-finished cases, never kept with results.
 """
 
@@ -17,8 +17,11 @@ from typing import Any
 from adaserve.bench.sweep.plan import SweepError, SweepPlan
 from adaserve.slo.metrics import RequestRecord, read_records
 
+SCHEMA_VERSION = 2
 FINISHED = frozenset({"ok", "timeout"})
-_UNITED = ("axes", "policies", "side_policies", "loads", "shares", "scales", "seeds")
+_UNITED = (
+    "axes", "policies", "side_policies", "loads", "shares", "scales", "kinds", "traces", "lengths", "seeds",
+)  # fmt: skip
 _FREE = (*_UNITED, "check_plain")
 
 

@@ -14,7 +14,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.plan import PAPER_SHARE, PROMPT_SCALE, Point, SweepError
+from adaserve.bench.sweep.ttft import PrefillTime, ttft_slo_ms
 from adaserve.slo.classes import SLOClass, SLOConfig
 from adaserve.slo.trace import Trace, TraceRow, assign_classes
 
@@ -23,7 +25,7 @@ MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS = 8, 256
 PEAK_SHARE, PEAK_WIDTH = 0.65, 0.07
 """Of a class's requests, how many come in its peak; the peak's standard deviation over the run."""
 
-_ARRIVALS, _CLASSES, _LENGTHS, _PROMPTS = 1, 2, 3, 4
+_ARRIVALS, _CLASSES, _LENGTHS, _PROMPTS, _KINDS = 1, 2, 3, 4, 5
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -133,7 +135,41 @@ def build_rows(
     for at, row in placed:
         text, tokens = pool.pick(row.slo_class or "", row.prompt_tokens, rng)
         done.append(replace(row, arrival_s=round(at, 6), text=text, prompt_tokens=tokens, prompt_id=None))
+    if point.kind is not None and point.kind in KINDS:
+        done = KINDS[point.kind](done, np.random.default_rng([seed, _KINDS]))
     return tuple(done)
+
+
+def with_slos(
+    workload: Workload, rows: Sequence[TraceRow], point: Point, baseline_ms: float, prefill: PrefillTime
+) -> tuple[TraceRow, ...]:
+    """The rows with both SLOs of each, in milliseconds: what is sent, judged, and simulated."""
+    tpot_ms, classes = workload.slo_ms(point, baseline_ms), workload.slos.classes
+    return tuple(
+        replace(
+            r,
+            slo_tpot_ms=None if (tpot := tpot_ms[r.slo_class or ""]) is None else round(tpot, 4),
+            slo_ttft_ms=ttft_slo_ms(classes[r.slo_class or ""], r.prompt_tokens, prefill),
+        )
+        for r in rows
+    )
+
+
+def block_of(rows: Sequence[TraceRow], block: int, seconds: float) -> tuple[TraceRow, ...]:
+    """The rows that arrive in ``[block, block + 1) x seconds``, with times from the block's start.
+
+    Raises SweepError for an empty block."""
+    start_s = block * seconds
+    mine = [r for r in rows if start_s <= r.arrival_s < start_s + seconds]
+    if not mine:
+        raise SweepError(f"no request arrives in block {block}: raise --seconds or the load")
+    return tuple(replace(r, arrival_s=round(r.arrival_s - start_s, 6)) for r in mine)
+
+
+def seconds_of_work(rows: Sequence[TraceRow], prefill: PrefillTime, token_s: float) -> float:
+    """What a request of these takes on average, when a token of output takes ``token_s``."""
+    prompt, output = (float(np.mean([getattr(r, f"{k}_tokens") for r in rows])) for k in ("prompt", "output"))
+    return prefill.ms(prompt) / 1e3 + output * token_s
 
 
 def _window(workload: Workload, n: int, seed: int) -> npt.NDArray[np.int64]:

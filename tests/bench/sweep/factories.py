@@ -12,35 +12,43 @@ from adaserve.bench.sweep.store import Store
 from adaserve.slo.metrics import RequestRecord
 
 HEAD: dict[str, Any] = {
-    "schema_version": 1,
+    "schema_version": 2,
     "kind": "bench sweep",
     "started": "2026-01-01T00:00:00+00:00",
     "commands": ["adaserve bench sweep --seconds 20"],
     "host": {"cpu": "a CPU", "cores": 2, "memory_gib": 24.0, "git_sha": "abc"},
-    "server": {"model": "embedded pair", "max_depth": 6},
+    "server": {"model": "embedded pair", "max_depth": 6, "max_width": 3, "budget": None},
     "baseline_ms": 10.0,
     "capacity_rps": 5.0,
+    "prefill": {"fixed_ms": 10.0, "per_token_ms": 1.0},
     "urgent": "coding",
     "prompts_that_do_not_loop": {"coding": 0.8, "chat": 1.0, "summarization": 0.9},
 }
 SLO_MS = {"coding": 12.0, "chat": 16.7, "summarization": 50.0}
 
+TTFT_SLO_MS = 300.0
+
 Tpot = Callable[[Case, int], float]
 
 
-def request(index: int, at_s: float, name: str, tpot_ms: float, tokens: int = 41) -> RequestRecord:
+def request(
+    index: int, at_s: float, name: str, tpot_ms: float, tokens: int = 41, ttft_s: float = 0.1
+) -> RequestRecord:
     """An answered request; 41 tokens make the arithmetic easy."""
+    last_s = at_s + ttft_s + tpot_ms / 1e3 * (tokens - 1)
     record = RequestRecord(
         id=str(index),
         slo_class=name,
-        slo_ttft_ms=None,
+        slo_ttft_ms=TTFT_SLO_MS,
         slo_tpot_ms=SLO_MS[name],
         scheduled_s=at_s,
         sent_s=at_s,
-        first_token_s=at_s + 0.1,
-        last_token_s=at_s + 0.1 + tpot_ms / 1e3 * (tokens - 1),
+        first_token_s=at_s + ttft_s,
+        last_token_s=last_s,
+        prompt_tokens=20,
         output_tokens=tokens,
-        end_s=at_s + 0.1 + tpot_ms / 1e3 * (tokens - 1),
+        end_s=last_s,
+        accept_length=1.8,
     )
     record.judge()
     return record
@@ -52,15 +60,20 @@ def case_line(case: Case, records: list[RequestRecord], status: str = "ok") -> d
         "point": case.point.id,
         "policy": case.policy,
         "seed": case.seed,
+        "block": case.block,
+        "setting": case.policy,
+        "attempts": 1,
+        "others": 0.01,
         "status": status,
         "error": None if status == "ok" else "because",
         "git_sha": "abc",
         "offered_rps": 5.0 * case.point.load,
         "slo_ms": SLO_MS,
-        "host": {"busy": 0.01, "load1": 0.1},
         "lag_p99_ms": 1.0,
         **case_figures(records),
         "server": {
+            "iterations": 300,
+            "loop_s": 0.03,
             "seconds": {"draft": 1.0, "select": 0.01, "verify": 5.0, "other": 0.5, "prefill": 2.0},
             "tokens_per_verification": 1.5,
             "tree_nodes": 2.5,
@@ -78,9 +91,8 @@ def finished_sweep(folder: Path, plan: SweepPlan, tpot_ms: Tpot, n: int = 60) ->
     names = list(SLO_MS)
     (folder / "records").mkdir()
     for case in [*plan.cases(), *plan.check_cases()]:
-        seconds = plan.seconds_of(case.point)
         records = [
-            request(i, seconds * i / n, names[i % 3] if i % 5 > 2 else "coding", tpot_ms(case, i))
+            request(i, plan.seconds * i / n, names[i % 3] if i % 5 > 2 else "coding", tpot_ms(case, i))
             for i in range(n)
         ]
         write_records(store.records_path(case.id), records)

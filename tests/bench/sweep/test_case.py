@@ -14,7 +14,6 @@ import pytest
 
 from adaserve.bench.sweep.measure import Traffic, run_case
 from adaserve.bench.sweep.plan import Case, Point
-from adaserve.bench.sweep.store import Store
 from adaserve.slo.trace import Trace, TraceRow, write_jsonl
 from tests.loadgen.fake_server import Fake, running_fake
 
@@ -31,20 +30,23 @@ def server(fake: Fake) -> Any:
 
 def traffic(folder: Path, seconds: float = 1.0) -> Traffic:
     names = ("coding", "chat")
+    slos = {"coding": 100.0, "chat": 1.0}
     rows = tuple(
-        TraceRow(round(seconds * k / N, 6), 9, 21, slo_class=names[k % 2], text=f"prompt {k}")
+        TraceRow(
+            round(seconds * k / N, 6), 9, 21, slo_class=names[k % 2], text=f"prompt {k}",
+            slo_tpot_ms=slos[names[k % 2]], slo_ttft_ms=10_000.0 if k % 2 == 0 else 1.0,
+        )
         for k in range(N)
-    )
+    )  # fmt: skip
     path = folder / "schedule.jsonl"
     write_jsonl(rows, path)
-    slos = {"coding": 100.0, "chat": 1.0}
-    return Traffic(path, rows, Trace(rows).sha256, slos, {"coding": 0.0, "chat": 0.7}, seconds)
+    temperatures, priorities = {"coding": 0.0, "chat": 0.7}, {"coding": 0, "chat": 1}
+    return Traffic(path, rows, Trace(rows).sha256, slos, temperatures, seconds, priorities)
 
 
 def test_a_case_is_what_its_clients_saw(tmp_path: Path) -> None:
-    store = Store(tmp_path)
     with running_fake(first_ms=50.0, token_ms=20.0) as fake:
-        line = run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work", store.records_path(CASE.id))
+        line, answers = run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work")
         sent = fake.log()
     assert line["status"] == "ok" and line["error"] is None and line["server"] is None
     assert line["all"]["completed"] == N and line["all"]["total_output_tokens"] == 21 * N
@@ -54,9 +56,13 @@ def test_a_case_is_what_its_clients_saw(tmp_path: Path) -> None:
     assert {e["body"]["text"] for e in sent} == {f"prompt {k}" for k in range(N)}
     by_class = {e["headers"]["x-slo-class"]: e for e in sent}
     assert float(by_class["coding"]["headers"]["x-slo-tpot-ms"]) == 100.0
+    assert float(by_class["chat"]["headers"]["x-slo-ttft-ms"]) == 1.0
+    assert by_class["chat"]["body"]["priority"] == 1
     assert by_class["chat"]["body"]["sampling_params"]["temperature"] == 0.7
     assert all(e["body"]["sampling_params"]["ignore_eos"] for e in sent)
-    assert len(store.records(CASE.id)) == N
+    assert len(answers) == N and {r.slo_ttft_ms for r in answers} == {10_000.0, 1.0}
+    assert {a.slo_class: a.met_ttft for a in answers} == {"coding": True, "chat": False}
+    assert line["all"]["slo_attainment_by_metric"] == {"ttft": 0.5, "tpot": 0.5}
     assert not (tmp_path / "work").exists(), "what is condensed is not kept twice"
 
 
@@ -66,7 +72,7 @@ def test_a_case_that_does_not_end_is_cut_off_and_its_requests_are_violations(
     monkeypatch.setattr(Traffic, "limit_s", property(lambda _: 12.0))
     start_s = time.monotonic()
     with running_fake(first_ms=50.0, token_ms=5000.0) as fake:
-        line = run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work", tmp_path / "r.jsonl.gz")
+        line, _ = run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work")
     assert time.monotonic() - start_s < 60
     assert line["status"] == "timeout" and "12 s" in line["error"]
     assert line["all"]["requests"] == N and line["all"]["attained"] == 0 == line["all"]["completed"]
@@ -82,5 +88,4 @@ def test_ctrl_c_is_no_result(tmp_path: Path) -> None:
 
         threading.Thread(target=press_when_it_runs, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
-            run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work", tmp_path / "r.jsonl.gz")
-    assert not (tmp_path / "r.jsonl.gz").exists()
+            run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work")

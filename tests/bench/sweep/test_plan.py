@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from adaserve.bench.sweep.commands import Options, plan_of, server_of, server_settings
+from adaserve.bench.sweep.commands import Options, plan_of, server_of, server_settings, trace_files
 from adaserve.bench.sweep.plan import (
-    ALL_POLICIES,
-    STOCK,
+    TUNING_SEED,
     Case,
     Point,
     SweepError,
     SweepPlan,
-    default_policy,
-    slo_aware,
 )
 from adaserve.bench.sweep.store import Store, merged
+from adaserve.bench.sweep.systems import AS_IT_IS, GATED, STOCK, default_policy, family, is_rival, system
+from adaserve.bench.sweep.tuning import concrete
 from adaserve.server import ServerSpec
 
 
@@ -30,6 +30,8 @@ from adaserve.server import ServerSpec
         Point(0.6, scale=0.8),
         Point(0.6, 0.9, 1.4, True),
         Point(0.15, peaks=True),
+        Point(0.6, kind="sessions"),
+        Point(0.6, kind="azure-code.2023"),
     ],
 )
 def test_a_points_name_says_all_of_it(point: Point) -> None:
@@ -37,7 +39,7 @@ def test_a_points_name_says_all_of_it(point: Point) -> None:
 
 
 def test_axes_share_the_point_that_they_have_in_common() -> None:
-    plan = SweepPlan()
+    plan = SweepPlan(axes=("load", "share", "scale"))
     base = Point(plan.at)
     for axis, x in (("load", plan.at), ("share", 0.6), ("scale", 1.2)):
         assert dict(plan.points(axis))[x] == base
@@ -51,39 +53,109 @@ def test_a_file_of_classes_decides_the_urgent_slo_so_no_value_is_taken_for_it() 
     assert dict(plan.points("share"))[0.6].urgent == 0.6
 
 
-def test_policies_of_a_point_run_one_after_another_in_an_order_of_their_own() -> None:
-    plan = SweepPlan(axes=("load",), seeds=(0, 1))
-    groups: list[tuple[Point, int]] = []
+def test_all_systems_play_a_block_in_an_order_of_its_own_before_any_plays_the_next() -> None:
+    plan = SweepPlan(axes=("load",), seeds=(0, 1), blocks=2)
+    groups: list[tuple[Point, int, int]] = []
     orders = []
     for case in plan.cases():
-        key = (case.point, case.seed)
+        key = (case.point, case.seed, case.block)
         if not groups or groups[-1] != key:
             groups.append(key)
             orders.append([])
         orders[-1].append(case.policy)
-    assert len(groups) == len(set(groups)) == 2 * len(plan.loads), "a point was left and taken up again"
+    assert len(groups) == len(set(groups)) == 2 * 2 * len(plan.loads), "a block was left and taken up again"
     assert all(sorted(o) == sorted(plan.policies) for o in orders)
     assert len({tuple(o) for o in orders}) > 1
-    assert [seed for _, seed in groups] == [0] * len(plan.loads) + [1] * len(plan.loads)
+    assert [seed for _, seed, _ in groups] == [0] * 2 * len(plan.loads) + [1] * 2 * len(plan.loads)
+    assert [block for _, _, block in groups[:4]] == [0, 1, 0, 1]
     assert groups[0][0].load == max(plan.loads), "the point that is judged comes first"
 
 
-def test_baselines_are_the_policies_that_know_no_slo() -> None:
-    aware = [p for p in ALL_POLICIES if slo_aware(p)]
-    assert aware == ["adaserve-v1", "adaserve", "priced"]
-    assert default_policy() in aware, "the default policy is judged against the others"
+def test_rivals_are_the_others_as_they_are_or_with_our_gate() -> None:
+    assert [n for n in AS_IT_IS if is_rival(n, gated=False)] == [
+        n for n in AS_IT_IS if n not in (default_policy(), "adaserve")
+    ]
+    assert [n for n in GATED if is_rival(n, gated=True)] == [n for n in GATED if n != "adaserve+gate"]
+    assert not any(is_rival(n, gated=True) for n in AS_IT_IS)
+
+
+def test_only_the_default_policy_has_the_gate_by_itself() -> None:
+    assert system(default_policy()).prefill == "slack"
+    for name in ("turbospec", "adaserve", "urgency-2", "chain-4"):
+        assert system(name).prefill == "exclusive" and system(f"{name}+gate").prefill == "slack"
+        assert system(f"{name}+gate").policy == name == system(name).policy
+    assert system("sglang").policy is None and system("sglang-priority").priority
+    assert family("chain+gate") == "chain" and family("chain-4") is None is family("turbospec")
+
+
+def test_lengths_are_chosen_on_a_seed_that_is_not_reported() -> None:
+    plan = SweepPlan(policies=("chain", "chain+gate", "priced", "urgency"), side_policies=("priced",))
+    tuned = plan.tuning_cases()
+    assert {c.seed for c in tuned} == {TUNING_SEED} and not {c.id for c in tuned} & {
+        c.id for c in plan.cases()
+    }
+    for load in plan.loads:
+        here = {c.policy for c in tuned if c.point == Point(load)}
+        assert here == {"chain-2", "chain-4", "urgency-2", "urgency-4"}
+    with pytest.raises(SweepError, match="take another"):
+        SweepPlan(seeds=(TUNING_SEED,))
+
+
+def line(
+    policy: str, load: float, attained: float, goodput: float = 1.0, seed: int = TUNING_SEED
+) -> dict[str, Any]:
+    total = {"slo_attainment": attained, "token_goodput": goodput}
+    return {"policy": policy, "point": Point(load).id, "seed": seed, "all": total}
+
+
+def test_a_family_gets_the_length_that_attained_most_at_the_nearest_load() -> None:
+    lines = {
+        str(k): each
+        for k, each in enumerate(
+            [
+                line("chain-2", 0.3, 0.8), line("chain-4", 0.3, 0.9), line("chain-4", 1.0, 0.2),
+                line("chain-2", 1.0, 0.5), line("chain-2", 0.3, 1.0, seed=0),
+                line("urgency-2", 0.3, 0.5, 2.0), line("urgency-4", 0.3, 0.5, 3.0),
+            ]
+        )
+    }  # fmt: skip
+
+    def played(policy: str, load: float) -> str:
+        return concrete(Case(Point(load), policy, 0), lines, (2, 4))
+
+    assert played("chain", 0.3) == "chain-4" and played("chain+gate", 0.4) == "chain-4+gate"
+    assert played("chain", 0.9) == "chain-2", "and the reported seeds have no say"
+    assert played("urgency", 1.0) == "urgency-4", "of equal ones the one with more goodput"
+    assert played("turbospec+gate", 1.0) == "turbospec+gate" and played("chain-6", 0.3) == "chain-6"
+    with pytest.raises(SweepError, match="adaptive-verify"):
+        played("adaptive-verify", 0.3)
 
 
 def test_defaults_take_about_an_hour() -> None:
     from adaserve.bench.sweep.commands import minutes_of
 
-    assert 40 < minutes_of(SweepPlan()) < 70
+    assert 40 < minutes_of(SweepPlan()) < 75
 
 
 def test_plain_sglang_is_compared_at_the_ends_of_the_load_axis() -> None:
-    plan = SweepPlan(loads=(0.2, 0.4, 0.6))
+    plan = SweepPlan(policies=("none", "priced"), loads=(0.2, 0.4, 0.6))
     assert [(c.point.load, c.policy) for c in plan.check_cases()] == [(0.2, STOCK), (0.6, STOCK)]
-    assert SweepPlan(check_plain=False).check_cases() == []
+    assert replace(plan, check_plain=False).check_cases() == []
+    beside = replace(plan, policies=("none", STOCK))
+    assert beside.checks_plain and not beside.check_cases(), "the axis has these blocks already"
+
+
+def test_every_trace_of_a_folder_is_a_point(tmp_path: Path) -> None:
+    for name in ("azure.csv.gz", "artifact.jsonl"):
+        (tmp_path / name).write_text("")
+    plan = plan_of(Options({"traces": trace_files(tmp_path)}), Store(tmp_path / "new"))
+    points = [p for _, p in plan.points("traces")]
+    assert [p.kind for p in points] == ["artifact", "azure"] and plan.axes == ("load", "traces")
+    assert plan.trace_of(points[1]) == str(tmp_path / "azure.csv.gz")
+    assert plan.trace_of(Point(0.6)) is None is plan.trace_of(Point(0.6, kind="long"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SweepError, match="holds no files"):
+        trace_files(tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
@@ -95,6 +167,9 @@ def test_plain_sglang_is_compared_at_the_ends_of_the_load_axis() -> None:
         ("seeds", ()),
         ("seconds", 0.0),
         ("at", 0.0),
+        ("blocks", 0),
+        ("lengths", ()),
+        ("kinds", ("dreams",)),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(field: str, value: object) -> None:
@@ -122,14 +197,16 @@ def test_a_sweep_may_grow_but_its_traffic_may_not_change() -> None:
 def test_flags_beat_quick_and_policies_hold_on_every_axis(tmp_path: Path) -> None:
     store = Store(tmp_path / "new")
     plan = plan_of(Options({"policies": ("none", "chain-2"), "seconds": 4.0}, quick=True), store)
-    assert plan.side_policies == ("none", "chain-2") and plan.seconds == 4.0 and "peaks" in plan.axes
+    assert plan.side_policies == ("none", "chain-2") and plan.seconds == 4.0 and plan.seeds == (0,)
     assert plan_of(Options({"loads": (0.2, 0.5, 0.8)}), store).at == 0.5
 
 
 def test_the_server_drafts_as_deep_as_the_longest_chain() -> None:
-    plan = SweepPlan(policies=("none", "chain-7"), side_policies=("none",))
+    plan = SweepPlan(policies=("none", "chain-7+gate"), side_policies=("none",))
     settings = {"server": {}, "config": {"max_depth": 3}}
     assert server_of(settings, plan).config.max_depth == 7
+    tuned = SweepPlan(policies=("urgency",), side_policies=("none",), lengths=(2, 6))
+    assert server_of(settings, tuned).config.max_depth == 6
     with pytest.raises(ValueError, match="unknown policy"):
         server_of(settings, SweepPlan(policies=("none", "chian-4")))
 

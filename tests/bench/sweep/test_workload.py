@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from adaserve.bench.prompts import distinct_share
+from adaserve.bench.sweep.kinds import MOST_CONTEXT
 from adaserve.bench.sweep.plan import Point, SweepError
 from adaserve.bench.sweep.prompts import ClassPrompt, PromptPool, cut_to, screened_pool
-from adaserve.bench.sweep.workload import Workload, build_rows
+from adaserve.bench.sweep.ttft import PrefillTime
+from adaserve.bench.sweep.workload import Workload, block_of, build_rows, seconds_of_work
 from adaserve.slo.classes import SLOClass, SLOConfig
 from adaserve.slo.trace import Trace, TraceRow
 
@@ -194,3 +197,46 @@ def test_only_prompts_that_do_not_loop_are_kept_while_there_are_enough(tmp_path:
     half = {"coding": 48, "chat": 24, "summarization": 24}
     found = Counter(p.category for p in everything_loops.prompts)
     assert all(0.8 * half[name] <= found[name] <= half[name] for name in half), "some candidates are equal"
+
+
+def test_conversations_grow_turn_by_turn_and_stay_within_the_context() -> None:
+    found = rows(Workload(), Point(0.5, kind="sessions"))
+    by_session: dict[str, list[TraceRow]] = {}
+    for row in found:
+        by_session.setdefault(str(row.session_id), []).append(row)
+    assert max(map(len, by_session.values())) == 3 and len(found) == len(rows(Workload()))
+    for turns in by_session.values():
+        assert len({t.slo_class for t in turns}) == 1
+        for earlier, later in pairwise(turns):
+            assert later.prompt_tokens > earlier.prompt_tokens + earlier.output_tokens
+            assert later.arrival_s >= earlier.arrival_s
+        assert turns[-1].prompt_tokens + turns[-1].output_tokens <= MOST_CONTEXT
+
+
+def test_long_prompts_are_long_and_end_with_the_requests_own_text() -> None:
+    plain, found = rows(Workload()), rows(Workload(), Point(0.5, kind="long"))
+    tokens = [r.prompt_tokens for r in found]
+    assert min(tokens) >= 512 and np.median(tokens) == pytest.approx(800, rel=0.15)
+    assert all((a.text or "").endswith(b.text or "-") for a, b in zip(found, plain, strict=True))
+
+
+def test_repetition_says_things_twice() -> None:
+    found = rows(Workload(), Point(0.5, kind="repetition"))
+    edits = [r for r in found if r.slo_class == "coding"]
+    assert all("# before" in (r.text or "") and "# after" in (r.text or "") for r in edits)
+    assert all("User:" in (r.text or "") for r in found if r.slo_class == "chat")
+    assert len({r.text for r in found}) > 0.8 * len(found), "not one prompt over and over"
+
+
+def test_blocks_cut_the_run_and_lose_nobody() -> None:
+    found = rows(Workload())
+    blocks = [block_of(found, k, 10.0) for k in range(5)]
+    assert [r.text for b in blocks for r in b] == [r.text for r in found]
+    assert all(0 <= r.arrival_s < 10 for b in blocks for r in b)
+    with pytest.raises(SweepError, match="block 5"):
+        block_of(found, 5, 10.0)
+
+
+def test_work_counts_prompts_and_outputs() -> None:
+    two = [TraceRow(0.0, 100, 10), TraceRow(0.0, 300, 30)]
+    assert seconds_of_work(two, PrefillTime(50.0, 1.0), 0.02) == pytest.approx(0.05 + 0.2 + 20 * 0.02)

@@ -1,0 +1,280 @@
+"""The simulator on the requests of a sweep's blocks, with the host's own profile: does it say the same?
+
+The same records serve three questions: whether the simulator's attainment is the engine's, whether it puts
+the systems in the same order, and how much is left for any policy, by one that is told every outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from adaserve.bench.sweep.aggregate import Block, Outcome, Results
+from adaserve.bench.sweep.plan import Point
+from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.latency import LatencyModel, TableCost
+from adaserve.scheduler.policies import chain_length
+from adaserve.scheduler.prefill import PrefillConfig
+from adaserve.scheduler.simulator.replica import ReplicaConfig
+from adaserve.scheduler.simulator.run import SimulationConfig, simulate
+from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_chains
+from adaserve.scheduler.simulator.workload import SimRequest, TextModel, drawn_difficulty
+from adaserve.slo.metrics import RequestRecord
+
+LIMIT = "clairvoyant"
+CHUNK_TOKENS = 256
+"""SGLang's chunked prefill on a CPU, as ``ServerSpec`` starts it."""
+SIZES = np.array(
+    [1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 256.0]
+)
+CLOSE_POINTS = 5.0
+"""The simulator agrees when its attainment is within this of the engine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """A system at a point, as the engine served it and as the simulator does; attainments are 0 to 1."""
+
+    point: Point
+    policy: str
+    engine: Block
+    simulated: Block
+
+    @property
+    def points(self) -> float:
+        """Simulated - engine, percentage points of attainment."""
+        return 100 * (_share(self.simulated) - _share(self.engine))
+
+
+def _share(block: Block, objective: str = "attained") -> float:
+    return float(getattr(block, objective)) / block.requests if block.requests else 0.0
+
+
+class Simulator:
+    """Replays blocks of one sweep."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+        self._latency = as_served(LatencyModel.from_json(results.head["latency_model"]), results)
+        self._text = TextModel(mean=fitted_means(results))
+        fixed_s, self._row_s = fitted_overhead(results)
+        self._latency = replace(self._latency, overhead_s=fixed_s)
+
+    def agreements(self, show: Callable[[str], None] = lambda _: None) -> list[Agreement]:
+        """Every outcome that the simulator knows, and the limit at each point.
+
+        ``show`` gets what is replayed next."""
+        found = []
+        for point in self._results.points():
+            here = {n: o for n, o in self._results.at(point).items() if n != STOCK_PRIORITY}
+            for outcome in here.values():
+                show(f"{point.id} {outcome.policy}")
+                found.append(
+                    Agreement(point, outcome.policy, _sum(outcome.blocks.values()), self._replay(outcome))
+                )
+            if mine := here.get(self._results.default):
+                found.append(Agreement(point, LIMIT, _sum(mine.blocks.values()), self._replay(mine, LIMIT)))
+        return found
+
+    def _replay(self, outcome: Outcome, policy: str | None = None) -> Block:
+        blocks = []
+        for case in outcome.cases:
+            setting = system(case["setting"])
+            records = self._results.store.records(case["id"])
+            requests = sim_requests(records, self._text, case["seed"])
+            config = SimulationConfig(
+                self._replica(setting), policy or setting.policy or "none", self._policy(), seed=case["seed"]
+            )
+            blocks.append(Block.of(simulate(requests, config).records()))
+        return _sum(blocks)
+
+    def _replica(self, setting: System) -> ReplicaConfig:
+        paced = setting.prefill == "slack"
+        prefill = PrefillConfig(
+            chunk_tokens=CHUNK_TOKENS,
+            order="deadline" if paced else "fcfs",
+            pacing="slack" if paced else "fixed",
+            gate=1.1 if paced else None,
+        )
+        return ReplicaConfig(
+            self._latency, kv_tokens=65_536, prefill_mode="exclusive", prefill=prefill,
+            exclusive_tokens=CHUNK_TOKENS, row_overhead_s=self._row_s,
+        )  # fmt: skip
+
+    def _policy(self) -> PolicyConfig:
+        from adaserve.engine.host.parts import LEAST_GAIN
+        from adaserve.engine.policies import KNEE
+
+        server = self._results.head["server"]
+        return PolicyConfig(
+            latency=self._latency, budget=server["budget"], knee=KNEE, d_max=server["max_depth"],
+            w_max=server["max_width"], early_stop=True,
+            least_gain=LEAST_GAIN,
+        )  # fmt: skip
+
+
+def sim_requests(records: Sequence[RequestRecord], text: TextModel, seed: int) -> list[SimRequest]:
+    """The records' requests as they were sent, with difficulties drawn for their classes."""
+    ordered = sorted(records, key=lambda r: (r.scheduled_s, int(r.id)))
+    classes = [r.slo_class for r in ordered]
+    difficulty, bias = drawn_difficulty(text, classes, np.random.default_rng([seed, 0xADA]))
+    return [
+        SimRequest(
+            rid=r.id,
+            slo_class=r.slo_class,
+            tpot_slo_s=np.inf if r.slo_tpot_ms is None else r.slo_tpot_ms / 1e3,
+            ttft_slo_s=np.inf if r.slo_ttft_ms is None else r.slo_ttft_ms / 1e3,
+            arrival_s=r.scheduled_s,
+            prompt_tokens=max(1, r.prompt_tokens),
+            output_tokens=max(1, r.output_tokens),
+            cap_tokens=max(1, r.output_tokens),
+            difficulty=difficulty[i],
+            bias=bias[i],
+        )
+        for i, r in enumerate(ordered)
+    ]
+
+
+def fitted_means(results: Results) -> dict[str, float]:
+    """How predictable each class is: the mean at which simulated chains accept what the engine's did.
+
+    Every block that a chain played counts, those that lengths were chosen on too."""
+    accepted: dict[tuple[str, int], list[float]] = {}
+    for line in results.store.finished().values():
+        setting = str(line["setting"]).partition("+")[0]
+        length = chain_length(setting) if setting.startswith("chain-") else None
+        if length is None:
+            continue
+        for r in results.store.records(line["id"]):
+            if r.accept_length is not None:
+                accepted.setdefault((r.slo_class, length), []).append(r.accept_length)
+    by_class: dict[str, list[tuple[int, float]]] = {}
+    for (name, length), values in accepted.items():
+        by_class.setdefault(name, []).append((length, float(np.mean(values))))
+    return {name: _fit(chains) for name, chains in by_class.items()}
+
+
+def fitted_overhead(results: Results) -> tuple[float, float]:
+    """Seconds that an iteration spends outside the models: in any case, and per running request.
+
+    On a host whose cores also stream the tokens this is a large part, which a profile of forwards cannot see.
+    A straight line through the blocks, by what their servers counted; the profile's own where none did."""
+    rows, seconds = [], []
+    for line in results.store.finished().values():
+        server = line.get("server") or {}
+        if server.get("loop_s"):
+            models_s = (server["seconds"]["draft"] + server["seconds"]["verify"]) / server["iterations"]
+            rows.append(server["running"])
+            seconds.append(max(0.0, server["loop_s"] - models_s))
+    if len(set(rows)) < 2:
+        return LatencyModel.from_json(results.head["latency_model"]).overhead_s, 0.0
+    per_row, fixed = np.polyfit(rows, seconds, 1)
+    if per_row < 0 or fixed < 0:
+        return (0.0, float(np.mean(seconds) / np.mean(rows))) if fixed < 0 else (float(np.mean(seconds)), 0.0)
+    return float(fixed), float(per_row)
+
+
+def as_served(profile: LatencyModel, results: Results) -> LatencyModel:
+    """The profile, corrected by what forwards of each size took while blocks were served.
+
+    A profile is measured on an idle server. Under load the same cores tokenize and stream, and a forward of
+    few tokens, which waits for memory, suffers less by that than one of many. Per doubling of the tokens, the
+    median ratio of served to profiled time over the blocks."""
+    tokens, ratios = [], []
+    for line in results.store.finished().values():
+        server, total = line.get("server"), line["all"]
+        if not server or not server["iterations"] or not total["completed"]:
+            continue
+        each = (total["total_input_tokens"] + total["total_output_tokens"] / 2) / total["completed"]
+        size = server["running"] * (1.0 + server["tree_nodes"])
+        served_s = server["seconds"]["verify"] / server["iterations"]
+        tokens.append(size)
+        ratios.append(served_s / profile.verify_s(size, server["running"] * each))
+    if not tokens:
+        return profile
+    doublings = np.round(np.log2(tokens))
+    known = np.unique(doublings)
+    ratio = [float(np.median(np.array(ratios)[doublings == k])) for k in known]
+    sizes = np.unique(np.concatenate([2.0**known, SIZES]))
+    times = np.maximum.accumulate(profile.verify_s(sizes) * np.interp(np.log2(sizes), known, ratio))
+    per_context_s = (profile.verify_s(1.0, 1e4) - profile.verify_s(1.0, 0.0)) / 1e4
+    return replace(profile, verify=TableCost(tuple(sizes.tolist()), tuple(times.tolist()), per_context_s))
+
+
+def _fit(chains: Sequence[tuple[int, float]]) -> float:
+    """The mean whose simulated tokens per verification are nearest; ``chains``: (length, tokens)."""
+    children, text = SyntheticChildren(), TextModel()
+
+    def off(mean: float) -> float:
+        made = (acceptance_of_chains(children, text.spread, text.bias_spread, mean, k) for k, _ in chains)
+        return float(sum((m - told) ** 2 for m, (_, told) in zip(made, chains, strict=True)))
+
+    return min((round(0.01 * k, 2) for k in range(30, 95)), key=off)
+
+
+def _sum(blocks: Iterable[Block]) -> Block:
+    every = list(blocks)
+    names = ("requests", "attained", "good_tokens", "met_tpot", "met_ttft")
+    return Block(*(sum(getattr(b, name) for b in every) for name in names))
+
+
+def markdown(found: Sequence[Agreement]) -> str:
+    """One table per point, systems in the engine's order, and how well the orders agree."""
+    parts = []
+    for point in dict.fromkeys(a.point for a in found):
+        here = sorted((a for a in found if a.point == point), key=lambda a: -_share(a.engine))
+        lines = [
+            "| system | engine | simulator | points | TPOT alone | TTFT alone |",
+            "|---|---|---|---|---|---|",
+        ]
+        for a in here:
+            if a.policy == LIMIT:
+                continue
+            cells = (
+                f"{_share(a.engine):.1%}", f"{_share(a.simulated):.1%}", f"{a.points:+.1f}",
+                *(
+                    f"{_share(a.engine, k):.0%} / {_share(a.simulated, k):.0%}"
+                    for k in ("met_tpot", "met_ttft")
+                ),
+            )  # fmt: skip
+            lines.append(f"| {a.policy} | " + " | ".join(cells) + " |")
+        parts += [f"### {point.id}", "\n".join(lines), _verdict(here)]
+    return "\n\n".join(parts)
+
+
+def _verdict(here: Sequence[Agreement]) -> str:
+    real = [a for a in here if a.policy != LIMIT]
+    close = sum(abs(a.points) <= CLOSE_POINTS for a in real)
+    pairs = [(a, b) for i, a in enumerate(real) for b in real[i + 1 :]]
+    # Pairs that the engine itself cannot tell apart have no order.
+    told = [(a, b) for a, b in pairs if abs(_share(a.engine) - _share(b.engine)) > CLOSE_POINTS / 100]
+    same = sum(
+        (_share(a.engine) > _share(b.engine)) == (_share(a.simulated) > _share(b.simulated)) for a, b in told
+    )
+    limit = next((_share(a.simulated) for a in here if a.policy == LIMIT), None)
+    text = (
+        f"{close} of {len(real)} systems within {CLOSE_POINTS:g} points; {same} of {len(told)} pairs that "
+        "are further apart in the same order."
+    )
+    return (
+        text
+        if limit is None
+        else f"{text} Told every outcome, a policy attains {limit:.1%} in the simulator."
+    )
+
+
+def to_json(found: Sequence[Agreement]) -> list[Mapping[str, Any]]:
+    """For programs."""
+    return [
+        {
+            "point": a.point.id,
+            "policy": a.policy,
+            "engine": None if a.policy == LIMIT else round(_share(a.engine), 5),
+            "simulated": round(_share(a.simulated), 5),
+        }
+        for a in found
+    ]

@@ -1,0 +1,90 @@
+"""What is compared: a policy with its prefills, or SGLang without speculation. Each has a name of one word.
+
+``turbospec`` is that policy with SGLang's own prefills, as its authors have it; ``turbospec+gate`` is the
+same with our paced prefills and admission gate, so that only drafting and selection differ from ours.
+``chain``, without a length, is a family: its length is chosen on a seed that is not reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adaserve.config import AdaServeConfig
+from adaserve.scheduler.policies import chain_length, is_slo_aware, policy_names
+
+PLAIN = "none"
+STOCK, STOCK_PRIORITY = "sglang", "sglang-priority"
+"""SGLang without speculation: as it is, and with its scheduling by priority."""
+GATE = "+gate"
+FAMILIES = ("chain", "adaptive-verify", "urgency")
+"""Policies with a length to choose."""
+PUBLISHED = ("adaserve", "adaserve-v1")
+
+AS_IT_IS = (
+    "chain", "adaptive-verify", "urgency", "turbospec", "global-greedy", "adaserve", "priced", STOCK,
+    STOCK_PRIORITY,
+)  # fmt: skip
+GATED = tuple(f"{name}{GATE}" for name in ("chain", "adaptive-verify", "turbospec", "adaserve"))
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """How a server is set for a block."""
+
+    name: str
+    policy: str | None  # None = SGLang without speculation
+    prefill: str | None  # of config.PREFILLS
+    priority: bool = False  # requests carry SGLang's priorities
+
+    @property
+    def server(self) -> str:
+        """The kind of server that can be set so, one of ``adaserve``, STOCK, STOCK_PRIORITY."""
+        return "adaserve" if self.policy is not None else self.name
+
+
+def system(name: str) -> System:
+    """The system called ``name``, with its length. Raises ConfigError for an unknown policy.
+
+    By itself only the default policy paces prefills: the gate is part of it and of no other."""
+    if name in (STOCK, STOCK_PRIORITY):
+        return System(name, None, None, name == STOCK_PRIORITY)
+    policy = name.removesuffix(GATE)
+    AdaServeConfig(policy=policy)
+    ours = policy == default_policy() or name != policy
+    return System(name, policy, "slack" if ours else "exclusive")
+
+
+def family(name: str) -> str | None:
+    """The family whose length is to be chosen, for ``chain`` and ``chain+gate``; None for all others."""
+    bare = name.removesuffix(GATE)
+    return bare if bare in FAMILIES else None
+
+
+def with_length(name: str, length: int) -> str:
+    """``chain+gate``, 4 -> ``chain-4+gate``."""
+    bare = name.removesuffix(GATE)
+    return f"{bare}-{length}{name[len(bare) :]}"
+
+
+def default_policy() -> str:
+    """The policy that ``adaserve serve`` uses unless told otherwise."""
+    return AdaServeConfig().policy
+
+
+def slo_aware(name: str) -> bool:
+    """Whether the system looks at SLOs, so that figures can tell it from the others."""
+    return is_slo_aware(name.removesuffix(GATE)) or family(name) == "urgency"
+
+
+def is_baseline(policy: str) -> bool:
+    """Whether it is a policy that ignores SLOs, in the simulator's tables (a bound is none)."""
+    known = policy in policy_names() or chain_length(policy) is not None
+    return known and not slo_aware(policy)
+
+
+def is_rival(name: str, gated: bool) -> bool:
+    """Whether the default policy is judged against it: as it is, or with the same gate and prefills.
+
+    The published rules of AdaServe are compared in a table of their own."""
+    bare = name.removesuffix(GATE)
+    return (name != bare) == gated and bare not in (default_policy(), *PUBLISHED)

@@ -1,0 +1,119 @@
+"""The simulator on a sweep's requests: what it learns of the host, and how its answers are judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaserve.bench.sweep.aggregate import Block, Results
+from adaserve.bench.sweep.plan import Point, SweepPlan
+from adaserve.bench.sweep.simulated import (
+    LIMIT,
+    Agreement,
+    Simulator,
+    as_served,
+    fitted_means,
+    fitted_overhead,
+    markdown,
+    sim_requests,
+    to_json,
+)
+from adaserve.bench.sweep.store import Store
+from adaserve.scheduler.latency import LatencyModel, TableCost
+from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_chains
+from adaserve.scheduler.simulator.workload import TextModel
+from tests.bench.sweep.factories import SLO_MS, TTFT_SLO_MS, finished_sweep
+
+PROFILE = LatencyModel(
+    draft=TableCost((1.0, 64.0), (0.0003, 0.001)),
+    verify=TableCost((1.0, 64.0), (0.010, 0.060)),
+    overhead_s=0.001,
+)
+PLAN = SweepPlan(
+    policies=("chain-2", "priced"), side_policies=("priced",), loads=(0.3, 0.6), seeds=(0,), seconds=10.0
+)
+
+
+def served(folder: Path, **server: Any) -> Store:
+    """A sweep whose servers counted ``server``: values, or functions of the block's position."""
+    store = finished_sweep(folder, PLAN, lambda _, i: 13.0 if i % 4 else 9.0, n=24)
+    store.write_head({**store.head(), "latency_model": PROFILE.to_json()})
+    for k, line in enumerate(list(store.finished().values())):
+        made = {name: v(k) if callable(v) else v for name, v in server.items()}
+        store.add({**line, "server": {**line["server"], **made}})
+    return store
+
+
+def test_time_outside_the_models_is_a_line_over_running_requests(tmp_path: Path) -> None:
+    store = served(
+        tmp_path, running=lambda k: 1.0 + k, iterations=100, seconds={"draft": 0.1, "verify": 1.0},
+        loop_s=lambda k: 0.011 + 0.003 + 0.0005 * (1.0 + k),
+    )  # fmt: skip
+    assert fitted_overhead(Results(store)) == (pytest.approx(0.003), pytest.approx(0.0005))
+
+
+def test_without_counts_the_profiles_own_overhead_stays(tmp_path: Path) -> None:
+    assert fitted_overhead(Results(served(tmp_path, loop_s=None))) == (0.001, 0.0)
+
+
+def test_forwards_take_what_they_took_under_load(tmp_path: Path) -> None:
+    """Blocks of 2 and of 32 tokens, the small ones as profiled and the large ones half as slow again."""
+
+    def size(k: int) -> float:
+        return 2.0 if k % 2 else 32.0
+
+    store = served(
+        tmp_path, running=size, tree_nodes=0.0, iterations=100, depth=0.0,
+        seconds=lambda k: {"draft": 0.0, "verify": 100 * PROFILE.verify_s(size(k)) * (1.0 if k % 2 else 1.5)},
+    )  # fmt: skip
+    model = as_served(PROFILE, Results(store))
+    assert model.verify_s(2.0) == pytest.approx(PROFILE.verify_s(2.0), rel=0.01)
+    assert model.verify_s(32.0) == pytest.approx(1.5 * PROFILE.verify_s(32.0), rel=0.01)
+    assert PROFILE.verify_s(8.0) < model.verify_s(8.0) < 1.5 * PROFILE.verify_s(8.0)
+
+
+def test_acceptance_is_that_of_the_chains(tmp_path: Path) -> None:
+    """The records say 1.8 tokens per verification of chain-2."""
+    means = fitted_means(Results(served(tmp_path)))
+    assert set(means) == set(SLO_MS) and len(set(means.values())) == 1
+    text = TextModel()
+    made = acceptance_of_chains(SyntheticChildren(), text.spread, text.bias_spread, means["chat"], 2)
+    assert made == pytest.approx(1.8, abs=0.02)
+
+
+def test_the_simulator_has_the_requests_of_the_records(tmp_path: Path) -> None:
+    store = served(tmp_path)
+    records = store.records("load0.60.priced.s0.b0")
+    requests = sim_requests(records, TextModel(), 0)
+    assert [r.arrival_s for r in requests] == sorted(r.scheduled_s for r in records)
+    for r in requests:
+        assert (r.prompt_tokens, r.output_tokens) == (20, 41)
+        assert r.tpot_slo_s == SLO_MS[r.slo_class] / 1e3 and r.ttft_slo_s == TTFT_SLO_MS / 1e3
+
+
+def test_every_system_is_replayed_and_the_limit_with_them(tmp_path: Path) -> None:
+    store = served(tmp_path)
+    found = Simulator(Results(store)).agreements()
+    assert {(a.point.load, a.policy) for a in found} == {
+        (load, name) for load in (0.3, 0.6) for name in ("chain-2", "priced", LIMIT)
+    }
+    assert all(a.simulated.requests == a.engine.requests == 24 for a in found)
+    limit = {a.point: a.simulated.attained for a in found if a.policy == LIMIT}
+    assert all(a.simulated.attained <= limit[a.point] + 1 for a in found if a.policy == "priced")
+    assert "Told every outcome" in markdown(found) and len(to_json(found)) == len(found)
+
+
+def test_what_agrees_and_what_is_in_the_same_order_is_counted() -> None:
+    def row(policy: str, engine: float, simulated: float) -> Agreement:
+        made, told = (Block(100, 100 * v, 0, 100 * v, 100) for v in (engine, simulated))
+        return Agreement(Point(0.6), policy, made, told)
+
+    text = markdown([row("a", 0.9, 0.94), row("b", 0.6, 0.7), row("c", 0.58, 0.75), row("d", 0.2, 0.8)])
+    # b and c are too close in the engine to have an order; the simulator has d above b and c.
+    assert "1 of 4 systems within 5 points; 3 of 5 pairs" in text
+    assert text.index("| a |") < text.index("| b |") < text.index("| d |")
+    assert "| a | 90.0% | 94.0% | +4.0 |" in text
+    assert replace(row("a", 0.9, 0.9)).points == 0
