@@ -74,10 +74,11 @@ def check(name: str, case: Case, device: torch.device, seed: int = 0) -> dict[st
     )
     extent = Extent(np.full(case.rows, case.queries), np.full(case.rows, kv))
     buffers = AttentionBuffers.allocate(case.rows * kv, tokens * kv // 8 + case.rows, device, unpacked=True)
-    buffers.set_slots((torch.randperm(pool - 1, generator=generator) + 1).int().to(device), 0)
-    byte, clear = (torch.from_numpy(a).to(device) for a in window_bits(extent, case.queries))
-    seen = torch.rand(tokens, case.queries, generator=generator) < 0.5
-    buffers.set_mask(int(extent.byte_starts[-1]), byte, clear, seen.to(device))
+    buffers.kv_indices.copy_(torch.randperm(pool - 1, generator=generator) + 1)
+    seen = (torch.rand(tokens, case.queries, generator=generator) < 0.5).numpy()
+    buffers.see_all(int(extent.byte_starts[-1]))
+    bits = window_bits(extent, case.queries, seen)
+    buffers.hide(*(torch.from_numpy(values).to(device) for values in bits))
     reference, kernel = SdpaKernel(buffers), _kernel(name, case, buffers)
     scaling = case.head_dim**-0.5
     for one in (reference, kernel):
