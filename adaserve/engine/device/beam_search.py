@@ -105,7 +105,7 @@ class BeamSearches:
         lists = slot_lists(parts.req_to_token.shape[1], arrays["pool_rows"], kv_lens, gap)
         padded = np.concatenate([kv_lens, np.ones(spare, np.int64)])
         extents = {q: Extent(np.full(key.rows, q), padded) for q in prepared.kernels}
-        bits = {}
+        bits: Arrays = {}
         for q, extent in extents.items():
             bits |= _window(q, extent, prepared.shape.width, a)
         given = {name: _pad(values, key.rows) for name, values in {**arrays, **lists}.items()}

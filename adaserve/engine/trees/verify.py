@@ -161,11 +161,11 @@ def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acce
         emitted = torch.nn.functional.pad(draws[:, None], (0, stride - 1))
         return Acceptance(torch.ones_like(draws, dtype=torch.bool), torch.zeros_like(draws), draws, emitted)
     depth, parent, row, tokens = t["depth"], t["parent"], t["row"], t["tokens"]
-    accepted = depth == 0
-    if deepest:
-        hit = tokens == draws[parent]
-        for level in range(1, deepest + 1):
-            accepted = accepted | ((depth == level) & hit & accepted[parent])
+    is_node = depth > 0
+    # Roots point at themselves, so after as many rounds every token knows of all its ancestors.
+    accepted = (tokens == draws[parent]) | ~is_node
+    for _ in range(deepest):
+        accepted = accepted & accepted[parent]
     count = torch.zeros(n, dtype=torch.int64, device=draws.device).index_add_(0, row, accepted.long()) - 1
     # Accepted tokens of a row stand in depth order, so the deepest is as far behind the root as it is deep
     # among the accepted: the largest index of them.
@@ -174,7 +174,7 @@ def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acce
     bonus = draws[last]
     # One column more takes what is not emitted.
     emitted = torch.zeros(n, stride + 1, dtype=torch.int64, device=draws.device)
-    emitted[row, torch.where(accepted & (depth > 0), depth - 1, stride)] = tokens
+    emitted[row, torch.where(accepted & is_node, depth - 1, stride)] = tokens
     emitted = emitted[:, :stride].contiguous().scatter_(1, count[:, None], bonus[:, None])
     return Acceptance(accepted, count, bonus, emitted)
 
