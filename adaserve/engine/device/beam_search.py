@@ -40,6 +40,7 @@ class BeamSearches:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._prepared: dict[SearchKey, _Prepared] = {}
+        self._kernels: dict[tuple[int, int, int], TreeKernel] = {}  # by rows, tokens per request, place
 
     def queue(self, first: TreeBatch, search: Search) -> tuple[Ready, Run]:
         """Queues a whole search; ``first``: its first step, whose gap all steps have."""
@@ -87,13 +88,21 @@ class BeamSearches:
             return prepared
         parts = self._parts
         columns = torch.from_numpy(shape.columns).to(parts.device)
-        kernels = {
-            q: parts.make_kernel(parts.buffers, key.rows, place) for place, q in enumerate(_queries(shape))
-        }
+        kernels = {q: self._kernel(key, q, place) for place, q in enumerate(_queries(shape))}
         prepared = _Prepared(shape, columns, kernels)
         if key in parts.sizes.captured:  # others are not kept: there are too many of them
             self._prepared[key] = prepared
         return prepared
+
+    def _kernel(self, key: SearchKey, q: int, place: int) -> TreeKernel:
+        """Searches of different depth and width share what they can: FlashInfer pins memory for each."""
+        parts, size = self._parts, (key.rows, q, place)
+        kernel = self._kernels.get(size)
+        if kernel is None:
+            kernel = parts.make_kernel(parts.buffers, key.rows, place)
+            if key in parts.sizes.captured:
+                self._kernels[size] = kernel
+        return kernel
 
     # -- before the graph ---------------------------------------------------------------------
 
@@ -159,9 +168,7 @@ class BeamSearches:
         parts.buffers.show(byte)
         return logits.view(rows, q, -1)
 
-    def _best(
-        self, logits: Tensor, there: Mapping[str, Tensor], positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _best(self, logits: Tensor, there: Mapping[str, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities (float64) and ids of the best tokens [R, q, K]; ``positions`` [R, 1]."""
         rows, q, _ = logits.shape
         columns = (there["scale"], there["spread"], there["keys"], positions[:, 0])

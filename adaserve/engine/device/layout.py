@@ -43,9 +43,7 @@ class Extent:
         return indptr((self.q_lens * self.kv_lens + 7) // 8)
 
 
-def window_bits(
-    extent: Extent, width: int, seen: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def window_bits(extent: Extent, width: int, seen: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(byte int64, clear uint8) [T, width]: the mask's byte of each window bit, and what clears it.
 
     Adding 256 - 2^b to a byte in which bit b is set clears that bit. Columns that a request of fewer keys

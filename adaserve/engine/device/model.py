@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -22,11 +20,8 @@ from adaserve.engine.device.attention import (
     TreeKernel,
 )
 from adaserve.engine.device.graphs import GraphTable
-from adaserve.engine.device.layout import Extent, seen_by, slot_lists, window_bits
-from adaserve.engine.device.sizes import FIRST, Key, SearchKey, Sizes
-from adaserve.engine.device.transfer import put
-from adaserve.engine.parts import KeepGoing, Ready, Run, Search
-from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.device.sizes import Key, SearchKey, Sizes
+from adaserve.engine.parts import Run
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 

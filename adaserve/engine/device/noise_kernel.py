@@ -26,7 +26,9 @@ def read_fused(logits: Tensor, scale: Tensor, spread: Tensor, keys: Tensor, posi
 
 
 @triton.jit
-def _read_row(logits, out, scale, spread, keys, positions, row_stride, stride, vocabulary, block: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _read_row(  # type: ignore[no-untyped-def]
+    logits, out, scale, spread, keys, positions, row_stride, stride, vocabulary, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * block + tl.arange(0, block)
     inside = token < vocabulary

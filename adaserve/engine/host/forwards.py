@@ -23,7 +23,6 @@ from adaserve.engine.trees.batch import TreeBatch, without_gap
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 
-
 class HostModel(Protocol):
     """A model over its KV pool, told slots and attention layout."""
 

@@ -32,7 +32,7 @@ def random_case(seed: int) -> tuple[Extent, np.ndarray, list[np.ndarray]]:
 
 
 def write(buffers: AttentionBuffers, extent: Extent, seen: np.ndarray) -> None:
-    """By the host, and as the steps of a search do: all is seen, then what one of them hides, then another."""
+    """By the host at once, and as the steps of a search do, each of which hides and shows again."""
     buffers.see_all(int(extent.byte_starts[-1]))
     byte, clear = (torch.from_numpy(a) for a in window_bits(extent, seen.shape[1]))
     for visible in (~seen, seen):

@@ -98,7 +98,13 @@ def test_the_kernel_reads_the_same_numbers() -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        [sys.executable, "-c", KERNEL], capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False
+        [sys.executable, "-c", KERNEL],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     # Noise reaches 22, where a unit in the last place is 2e-6; the hash has to be the same bit for bit.
