@@ -98,6 +98,7 @@ class GraphDevice:
             attention=attention,
         )
         parts.warm_moves([runner.token_to_kv_pool for runner in (target, *drafts)], widest * most_rows)
+        parts.warm_draws(int(target.model_config.vocab_size))
         if capture:
             # Before the first request; the largest first, so that the smaller ones reuse its memory.
             for draft in parts.drafts:
@@ -132,6 +133,11 @@ class GraphDevice:
             scratch = torch.full((1 << exponent,), SCRATCH_SLOT, dtype=torch.int64, device=self.device)
             for pool in pools:
                 self.move(pool, scratch, scratch)
+
+    def warm_draws(self, vocabulary: int) -> None:
+        """Compiles the kernel of noise for fp32 logits, which only requests that sample need."""
+        if self.device.type == "cuda":
+            self.draw(torch.zeros(1, vocabulary, device=self.device), Reading.plain(np.ones(1)))
 
     def time(self, models: Sequence[ModelForward], step: Callable[[], Any]) -> float:
         """The forwards of ``step`` alone, between events around their graphs: what the host prepares for each

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.bench.gpu_check.kernels import check_noise
 from adaserve.engine.device.attention import (
     INT_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
@@ -67,3 +68,8 @@ def test_flashinfer_reads_our_arrays_as_sdpa_does(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_triton_reads_our_arrays_as_sdpa_does(seed: int) -> None:
     assert compare(seed, torch.device("cuda"), torch.float16) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_noise_is_that_of_torch(dtype: str) -> None:
+    assert check_noise(96, 32_000, dtype, torch.device("cuda"))["right"]
