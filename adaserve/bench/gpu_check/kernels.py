@@ -1,5 +1,5 @@
-"""The attention kernels of tree forwards against SDPA and the noise kernel against torch, at the sizes that are
-served; compiles them, too.
+"""The attention kernels of tree forwards against SDPA and the noise kernel against torch, at the sizes that
+are served; compiles them, too.
 
 ``python -m adaserve.bench.gpu_check.kernels --out kernels.json``: every kernel runs in a process of its own,
 all at once, so that their compilers share the host's cores and one that fails does not cost the others.
@@ -196,7 +196,7 @@ def main() -> int:
     given.out.write_text(json.dumps(results, indent=1) + "\n")
     for name, result in results.items():
         print(f"{name}: {'right' if result['right'] else 'NOT right'} {result.get('error', '')}")
-    # 0: the preferred kernels are right; 3: attention has another one that is; 1: attention or noise has none.
+    # 0: the preferred kernels are right; 3: another one for attention is; 1: attention or noise has none.
     order = [results[name]["right"] for name in ATTENTION if name in results]
     if not results["noise"]["right"]:
         return 1

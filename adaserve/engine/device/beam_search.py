@@ -117,7 +117,8 @@ class BeamSearches:
         bits: Arrays = {}
         for q, extent in extents.items():
             bits |= _window(q, extent, prepared.shape.width, a)
-        given = {name: _pad(values, key.rows) for name, values in {**arrays, **lists}.items()}
+        no_gap = dict.fromkeys(("gap_at", "gap_length"), np.zeros(a, np.int64))  # gaps come and go
+        given = {name: _pad(values, key.rows) for name, values in {**no_gap, **arrays, **lists}.items()}
         there = prepared.static.put({**given, **bits}, parts.device)
         parts.buffers.set_slots(
             parts.req_to_token, {name: there[name][:a] for name in lists}, int(kv_lens.sum()), spare

@@ -156,7 +156,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acceptance:
-    """Walks every tree down along the target's draws (int64 [T]), no deeper than ``deepest``."""
+    """Walks every tree down along the target's draws (int64 [T]). ``deepest``: depth of the deepest token."""
     if not deepest:  # plain decoding: there are only roots, and every draw is a bonus
         emitted = torch.nn.functional.pad(draws[:, None], (0, stride - 1))
         return Acceptance(torch.ones_like(draws, dtype=torch.bool), torch.zeros_like(draws), draws, emitted)
