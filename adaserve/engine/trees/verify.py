@@ -162,9 +162,9 @@ def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acce
         return Acceptance(torch.ones_like(draws, dtype=torch.bool), torch.zeros_like(draws), draws, emitted)
     depth, parent, row, tokens = t["depth"], t["parent"], t["row"], t["tokens"]
     is_node = depth > 0
-    # Roots point at themselves, so after as many rounds every token knows of all its ancestors.
+    # Every round a token learns of one ancestor more. The last one is the root, which is always accepted.
     accepted = (tokens == draws[parent]) | ~is_node
-    for _ in range(deepest):
+    for _ in range(deepest - 1):
         accepted = accepted & accepted[parent]
     count = torch.zeros(n, dtype=torch.int64, device=draws.device).index_add_(0, row, accepted.long()) - 1
     # Accepted tokens of a row stand in depth order, so the deepest is as far behind the root as it is deep
