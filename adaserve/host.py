@@ -38,6 +38,9 @@ def select() -> str | None:
     return "adaserve.platform.AdaServeCpuPlatform"
 
 
+PROFILE_ROUTES_ENV = "ADASERVE_PROFILE_ROUTES"
+"""1: the server that is started with it lets clients record torch profiles, as `adaserve gpu-check` does."""
+
 DEVICE_PATH_ENV = "ADASERVE_DEVICE_PATH"
 """Set to 1 to run a GPU's parts on a CPU host: slower, but it exercises the GPU's code path."""
 

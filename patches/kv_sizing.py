@@ -16,8 +16,9 @@ from adaserve.config import AdaServeConfig
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 
-DEVICE_RESERVE_BYTES = 1 << 30
-"""Attention workspaces (264 MiB each), static inputs, and CUDA graphs of draft steps and verifications."""
+DEVICE_RESERVE_BYTES = 3 << 29
+"""Attention workspaces (264 MiB for each model), static inputs, and CUDA graphs: those of drafts hold about
+100,000 kernels in all with 16 layers and depths up to 5, at some KiB each (a guess until a GPU has told)."""
 
 RESERVE_BYTES_PER_WORD = 6 << 10
 """For each token of the vocabulary: 512 rows of logits in fp32 in the buffer that graphs share, as many in

@@ -10,12 +10,14 @@ disaggregation, ...) or cannot follow (weights that it has packed) can only do h
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from traceback import walk_tb
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.patches import hook
 
 MAX_BODY_BYTES = 32 << 20
@@ -30,6 +32,9 @@ _EXPERTS = "models with experts are not recorded"
 _GROW = "the server cannot grow or change its role while it runs"
 _CORPUS = "drafts come from the draft model, not from a corpus"
 
+_PROFILE = f"profile it from outside, with py-spy or nsys, or start it with {PROFILE_ROUTES_ENV}=1"
+
+PROFILING = ("/start_profile", "/stop_profile")
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -57,8 +62,7 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(("/pd_role_switch", "/scale_elastic_ep", "/is_scaling_elastic_ep"), _GROW),
     **dict.fromkeys(("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora"), _CORPUS),
-    "/start_profile": "profile the process from outside, with py-spy or nsys",
-    "/stop_profile": "profile the process from outside, with py-spy or nsys",
+    **dict.fromkeys(PROFILING, _PROFILE),
     "/configure_logging": "set --log-requests and --log-level when the server starts",
     "/slow_down": "it is for tests of SGLang",
 }  # fmt: skip
@@ -105,13 +109,17 @@ class Routes:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._refused = {**REFUSED}
+        if os.environ.get(PROFILE_ROUTES_ENV) == "1":
+            for path in PROFILING:
+                del self._refused[path]
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _active():
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
-        if (why := REFUSED.get(path)) is not None:
+        if (why := self._refused.get(path)) is not None:
             await _answer(send, 400, f"{path} is refused by a server that runs ADASERVE: {why}")
             return
         await self._app(scope, receive, send)

@@ -105,11 +105,11 @@ kernels() {
     say "the large pair could not be made, so the stages go on with the small one"
   fi
   case $right in
-    0) say "the kernels agree with SDPA. Next: smoke" ;;
+    0) say "the kernels agree with their references. Next: smoke" ;;
     3) echo "ATTENTION=triton" >>"$work/settings"
        say "FlashInfer failed (kernels.json says why) and Triton is right: all stages use Triton now. Next: smoke" ;;
-    *) say "no kernel agrees with SDPA: stay with this stage. Run one case: python -m" \
-           "adaserve.bench.gpu_check.kernels --kernel triton --device $device"
+    *) say "attention or noise has no kernel that is right (kernels.json): stay with this stage. Run one:" \
+           "python -m adaserve.bench.gpu_check.kernels --kernel triton --device $device"
        return 2 ;;
   esac
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +48,7 @@ class Iteration:
     verified: VerifyBatch
     start_s: float
     marks: Marks
+    runs: Sequence[Sequence[Run]]  # its forwards of the target, and of each draft model
     copy: HostCopy  # count int64 [n], emitted int64 [n, stride], accepted bool [T]
 
     def emitted(self) -> list[list[int]]:

@@ -16,7 +16,6 @@ import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ import torch
 from adaserve.config import AdaServeConfig
 from adaserve.engine.host_load import OtherProcesses
 from adaserve.engine.parts import Device, ModelForward
-from adaserve.engine.reading import Reading
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.host import cpu_name
 from adaserve.scheduler.fit import fit_latency, fit_table
@@ -117,21 +115,21 @@ def measure(
     return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)
 
 
-Step = Callable[[TreeBatch], Any]
+Step = Callable[[TreeBatch], int]
+"""Runs forwards of a batch; how many of each model."""
 
 
 def _verify_step(device: Device) -> Step:
-    return lambda batch: device.target.argmax(device.target.run(batch))
+    def step(batch: TreeBatch) -> int:
+        device.target.argmax(device.target.run(batch))
+        return 1
+
+    return step
 
 
 def _draft_step(drafts: Sequence[ModelForward], width: int) -> Step:
     """Of all draft models, one after the other."""
-
-    def step(batch: TreeBatch) -> None:
-        for draft in drafts:
-            draft.candidates(batch, Reading.plain(np.ones(len(batch))), width)
-
-    return step
+    return lambda batch: max([draft.rehearse(batch, width) for draft in drafts])
 
 
 @dataclass(frozen=True)
@@ -226,8 +224,8 @@ def _time(
     """Seconds of one forward, the shortest of several runs: what other programs cost is left to online
     learning.
     """
-    step(batch)
-    return min(device.time(models, lambda: step(batch)) for _ in range(repeats))
+    count = step(batch)
+    return min(device.time(models, lambda: step(batch)) for _ in range(repeats)) / count
 
 
 def fingerprint(target: str, drafts: Sequence[str], config: AdaServeConfig) -> dict[str, str]:

@@ -107,8 +107,9 @@ class ModelForward(Protocol):
         """Greedy token of each, int64 [T]."""
         ...
 
-    def candidates(self, batch: TreeBatch, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
-        """One draft step: log-probabilities and ids [T, width] of each token's best successors."""
+    def rehearse(self, batch: TreeBatch, width: int) -> int:
+        """Draft steps over the batch's requests as they are served, for measurements; how many. ``width``:
+        best successors that a token's step finds, at most."""
         ...
 
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:

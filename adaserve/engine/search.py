@@ -14,17 +14,20 @@ from adaserve.engine.trees.shape import TreeShape
 
 
 class Levels:
-    """Candidates of a rows, filled in level by level; nodes stand in the shape's order."""
+    """Candidates of a rows, filled in level by level; nodes stand in the shape's order.
 
-    def __init__(self, shape: TreeShape, a: int, device: torch.device) -> None:
-        self.shape = shape
-        nodes = shape.nodes
-        self.columns = torch.from_numpy(shape.columns).to(device)
+    ``columns``: the shape's, int64 [nodes] on the device.
+    """
+
+    def __init__(self, shape: TreeShape, a: int, columns: Tensor) -> None:
+        self.shape, self.columns = shape, columns
+        nodes, device = shape.nodes, columns.device
         self.visible = torch.zeros(a, nodes, shape.width, dtype=torch.bool, device=device)
         """[a, nodes, width]: window columns that a node sees, itself included."""
-        self.tokens = torch.zeros(a, nodes, dtype=torch.int64, device=device)
-        self.parents = torch.full((a, nodes), -1, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(a, nodes, dtype=torch.float64, device=device)
+        self.found = torch.zeros(3, a, nodes, dtype=torch.int64, device=device)
+        """The three below, so that one copy brings them to the host."""
+        self.tokens, self.parents = self.found[0], self.found[1].fill_(-1)
+        self.logprobs = self.found[2].view(torch.float64)
 
     def level(self, step: int) -> slice:
         """Nodes that step ``step`` (1-based) makes."""

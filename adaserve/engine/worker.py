@@ -28,7 +28,7 @@ from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
 from adaserve.engine.iteration import Iteration, Marks, counts_by_source, sample_of
 from adaserve.engine.learner import Learner
-from adaserve.engine.parts import Device
+from adaserve.engine.parts import Device, Run
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.roots import RootTokens
@@ -181,8 +181,7 @@ class AdaServeWorker(BaseSpecWorker):
         self.latency = measure.start_model(self.config, meta, lambda: run(measure.QUICK))
         self.costs = LearnedCosts(self.latency)
         self._meta = meta
-        for model in (self.device.target, *self.device.drafts):
-            model.take_runs()  # the measurements'
+        self._take_runs()  # the measurements'
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -341,7 +340,7 @@ class AdaServeWorker(BaseSpecWorker):
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
         )
         self._arriving = self._unobserved = Iteration(
-            rows, self.policy, plan, proposal, selection, verified, start_s, marks, outcome
+            rows, self.policy, plan, proposal, selection, verified, start_s, marks, self._take_runs(), outcome
         )
         if not self._overlaps:
             self._settle()
@@ -455,7 +454,7 @@ class AdaServeWorker(BaseSpecWorker):
             return
         outcome = iteration.outcome(self._last_end_s)
         self._last_end_s = outcome.end_s
-        self._count(outcome)
+        self._count(outcome, iteration.runs)
         iteration.policy.observe(outcome)
         self.prefill.observe(outcome)
         if self._recorder is not None:
@@ -467,7 +466,11 @@ class AdaServeWorker(BaseSpecWorker):
         for rid in leaving:
             self._forget(rid)
 
-    def _count(self, outcome: IterationOutcome) -> None:
+    def _take_runs(self) -> list[list[Run]]:
+        """Forwards since the last time, of the target and of each draft model."""
+        return [model.take_runs() for model in (self.device.target, *self.device.drafts)]
+
+    def _count(self, outcome: IterationOutcome, runs: Sequence[Sequence[Run]]) -> None:
         times = self._times
         times["decode_s"] += outcome.total_s
         times["iterations"] += 1
@@ -475,9 +478,8 @@ class AdaServeWorker(BaseSpecWorker):
             times["loop_s"] += outcome.since_last_s
             times["loops"] += 1
         self._prefilled = False
-        names = ("target_s", *("draft_s" for _ in self.device.drafts))
-        for name, model in zip(names, (self.device.target, *self.device.drafts), strict=True):
-            times[name] += sum(start.seconds_until(end) for start, end in model.take_runs())
+        for name, of_model in zip(("target_s", *("draft_s" for _ in runs[1:])), runs, strict=True):
+            times[name] += sum(start.seconds_until(end) for start, end in of_model)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Called before SGLang gives the request's slots to the radix cache."""

@@ -1,4 +1,5 @@
-"""The attention kernels of tree forwards against SDPA, at the sizes that are served; compiles them, too.
+"""The attention kernels of tree forwards against SDPA and the noise kernel against torch, at the sizes that
+are served; compiles them, too.
 
 ``python -m adaserve.bench.gpu_check.kernels --out kernels.json``: every kernel runs in a process of its own,
 all at once, so that their compilers share the host's cores and one that fails does not cost the others.
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.engine.device import noise
 from adaserve.engine.device.attention import (
     INT_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
@@ -32,7 +34,8 @@ from adaserve.engine.device.attention import (
 )
 from adaserve.engine.device.layout import Extent, window_bits
 
-KERNELS = ("flashinfer", "triton")
+ATTENTION = ("flashinfer", "triton")
+KERNELS = (*ATTENTION, "noise")
 TYPES = {"fp16": (torch.float16, 4e-3), "bf16": (torch.bfloat16, 3e-2), "fp32": (torch.float32, 1e-4)}
 """Types, and the largest difference from SDPA in fp32 that rounding explains."""
 
@@ -74,10 +77,11 @@ def check(name: str, case: Case, device: torch.device, seed: int = 0) -> dict[st
     )
     extent = Extent(np.full(case.rows, case.queries), np.full(case.rows, kv))
     buffers = AttentionBuffers.allocate(case.rows * kv, tokens * kv // 8 + case.rows, device, unpacked=True)
-    buffers.set_slots((torch.randperm(pool - 1, generator=generator) + 1).int().to(device), 0)
-    byte, clear = (torch.from_numpy(a).to(device) for a in window_bits(extent, case.queries))
-    seen = torch.rand(tokens, case.queries, generator=generator) < 0.5
-    buffers.set_mask(int(extent.byte_starts[-1]), byte, clear, seen.to(device))
+    buffers.kv_indices.copy_(torch.randperm(pool - 1, generator=generator) + 1)
+    seen = (torch.rand(tokens, case.queries, generator=generator) < 0.5).numpy()
+    buffers.see_all(int(extent.byte_starts[-1]))
+    bits = window_bits(extent, case.queries, seen)
+    buffers.hide(*(torch.from_numpy(values).to(device) for values in bits))
     reference, kernel = SdpaKernel(buffers), _kernel(name, case, buffers)
     scaling = case.head_dim**-0.5
     for one in (reference, kernel):
@@ -120,17 +124,41 @@ def _captured(kernel: TreeKernel, arguments: tuple[Tensor, Tensor, Tensor, float
     return out, start.elapsed_time(end) / 20 * 1e3
 
 
+NOISE_BOUND = 1e-5
+"""Noise reaches 22, where a unit in the last place of fp32 is 2e-6."""
+
+
+def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) -> dict[str, Any]:
+    """The largest difference from torch's operators on the CPU; every third row is greedy."""
+    from adaserve.engine.device.noise_kernel import read_fused
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, vocabulary, generator=generator).to(TYPES[dtype][0])
+    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,), generator=generator)
+    spread = torch.full((rows,), 0.8)
+    spread[::3] = 0
+    columns = (torch.linspace(0.5, 2, rows), spread, keys, torch.arange(rows))
+    right = noise.read(logits, *columns)
+    got = read_fused(logits.to(device), *(c.to(device) for c in columns)).cpu()
+    worst = float((right - got).abs().max())
+    return {"rows": rows, "vocabulary": vocabulary, "dtype": dtype, "difference": worst,
+            "right": worst < NOISE_BOUND}  # fmt: skip
+
+
 def run_one(name: str, device: str) -> dict[str, Any]:
-    start_s = time.perf_counter()
-    cases = SERVED if device == "cuda" else SMALL
-    results = [check(name, case, torch.device(device)) for case in cases]
+    start_s, where = time.perf_counter(), torch.device(device)
+    if name == "noise":
+        sizes = (192, 128_256) if device == "cuda" else (6, 1_300)
+        results = [check_noise(*sizes, dtype, where) for dtype in TYPES]
+    else:
+        results = [check(name, case, where) for case in (SERVED if device == "cuda" else SMALL)]
     right = all(r["right"] for r in results)
     return {"right": right, "seconds": round(time.perf_counter() - start_s, 1), "cases": results}
 
 
 def run_all(device: str, limit_s: float) -> dict[str, Any]:
     """Every kernel by name; {"right": False, "error": ...} for one that could not be run."""
-    names = KERNELS if device == "cuda" else ("triton",)
+    names = KERNELS if device == "cuda" else KERNELS[1:]
     env = {**os.environ, **({} if device == "cuda" else {"TRITON_INTERPRET": "1"})}
     command = [sys.executable, "-m", "adaserve.bench.gpu_check.kernels", "--device", device, "--kernel"]
     jobs = {
@@ -168,8 +196,10 @@ def main() -> int:
     given.out.write_text(json.dumps(results, indent=1) + "\n")
     for name, result in results.items():
         print(f"{name}: {'right' if result['right'] else 'NOT right'} {result.get('error', '')}")
-    # 0: the preferred kernel is right; 3: another one is; 1: none is.
-    order = [results[name]["right"] for name in results]
+    # 0: the preferred kernels are right; 3: another one for attention is; 1: attention or noise has none.
+    order = [results[name]["right"] for name in ATTENTION if name in results]
+    if not results["noise"]["right"]:
+        return 1
     return 0 if order[0] else 3 if any(order) else 1
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from adaserve.bench.servers import running
 from adaserve.config import AdaServeConfig
+from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.server import ServerProcess, ServerSpec
 
 ADASERVE, PLAIN = "adaserve", "sglang"
@@ -49,5 +50,6 @@ def serving(pair: Pair, kind: str, log: Path, console: Console) -> Iterator[Serv
     """A server of ``kind``. Raises ServerError with SGLang's reason when it does not start."""
     # On a CPU the GPU's worker is asked for, so that a dry run goes through its code.
     env = {"ADASERVE_DEVICE_PATH": "1"} if pair.device == "cpu" else {}
+    env[PROFILE_ROUTES_ENV] = "1"
     with running(spec_of(pair, kind), log, console, env) as server:
         yield server

@@ -4,7 +4,7 @@ very same arrays."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -14,9 +14,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from adaserve.engine.device.layout import Extent, unpack, unpack_bits, write_mask
+from adaserve.engine.device.layout import Extent, gather_slots, unpack
 from adaserve.engine.host.torch_forward import attend
 from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 logger = logging.getLogger(__name__)
 
@@ -47,27 +48,42 @@ class AttentionBuffers:
             mask[:, None].repeat(1, 8) if unpacked else None,
         )
 
-    def set_slots(self, slots: Tensor, padding: int) -> None:
-        """KV lists of all requests, then one scratch entry for each of ``padding`` requests."""
-        end = slots.shape[0]
-        if end + padding > self.kv_indices.shape[0]:
+    def set_slots(self, req_to_token: Tensor, lists: Mapping[str, Tensor], total: int, padding: int) -> None:
+        """The ``total`` KV slots of all requests, by ``slot_lists``, then one scratch entry for each of
+        ``padding`` requests."""
+        if total + padding > self.kv_indices.shape[0]:
             raise RuntimeError(
-                f"{end + padding} KV entries are more than the {self.kv_indices.shape[0]} that are reserved: "
-                "lower --max-running-requests or --context-length"
+                f"{total + padding} KV entries are more than the {self.kv_indices.shape[0]} that are "
+                "reserved: lower --max-running-requests or --context-length"
             )
-        self.kv_indices[:end].copy_(slots)
-        self.kv_indices[end : end + padding].zero_()
+        gather_slots(req_to_token, lists, self.kv_indices[:total])
+        if padding:
+            self.kv_indices[total : total + padding].fill_(SCRATCH_SLOT)
 
-    def set_mask(self, used: int, byte: Tensor, clear: Tensor, seen: Tensor) -> None:
-        """As ``write_mask`` says."""
+    def see_all(self, used: int) -> None:
+        """Sets the first ``used`` bytes of the mask."""
         if used > self.mask.shape[0]:
             raise RuntimeError(
                 f"a tree mask of {used} bytes exceeds the {self.mask.shape[0]} reserved: "
                 "lower --max-running-requests or --context-length"
             )
-        write_mask(self.mask, used, byte, clear, seen)
+        self.mask[:used].fill_(255)
         if self.mask_bytes is not None:
-            unpack_bits(self.mask, used, self.mask_bytes)
+            self.mask_bytes[:used].fill_(1)
+
+    def hide(self, byte: Tensor, clear: Tensor) -> None:
+        """Clears bits of windows that are set (``window_bits``)."""
+        at = byte.flatten()
+        self.mask.index_add_(0, at, clear.flatten())
+        if self.mask_bytes is not None:
+            weight = 1 << torch.arange(8, dtype=torch.uint8, device=at.device)
+            self.mask_bytes[at] = self.mask[at, None] & weight
+
+    def show(self, byte: Tensor) -> None:
+        """Sets all bits of windows again."""
+        self.mask.index_fill_(0, byte.flatten(), 255)
+        if self.mask_bytes is not None:
+            self.mask_bytes.index_fill_(0, byte.flatten(), 1)
 
 
 class TreeKernel(Protocol):
@@ -182,7 +198,8 @@ class FlashInferKernel:
             mask_indptr_buf=self._byte_starts,
             backend="fa2",  # the only backend with custom masks
         )
-        # Forwards run one after the other on one stream, so that all can work in the same memory.
+        # Forwards run one after the other on one stream, so that all can work in the same memory, except for
+        # the plans in ``integers`` of those that are planned before any of them runs.
         self._wrapper.reset_workspace_buffer(workspace, integers)
 
     def plan(self, extent: Extent) -> None:
@@ -216,7 +233,7 @@ class TritonKernel:
     It splits no KV and packs no heads, so it is slower than FlashInfer at long contexts.
     """
 
-    def __init__(self, buffers: AttentionBuffers, rows: int) -> None:
+    def __init__(self, buffers: AttentionBuffers, rows: int, place: int = 0) -> None:
         from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
 
         assert buffers.mask_bytes is not None
@@ -243,22 +260,25 @@ class TritonKernel:
         return out.flatten(1)
 
 
-MakeKernel = Callable[[AttentionBuffers, int], TreeKernel]
-"""A kernel for so many requests, padding included."""
+MakeKernel = Callable[[AttentionBuffers, int, int], TreeKernel]
+"""A kernel for so many requests, padding included. Kernels that are planned before any of them runs, as those
+of one draft are, need different places for their plans: the last argument, from 0 on."""
 
 
 def kernel_maker(setting: Attention | Kernel, runner: Any, device: torch.device) -> tuple[Kernel, MakeKernel]:
     """The kernel that serves, by name: what ``setting`` says on CUDA, SDPA elsewhere."""
     heads = HeadShape.of(runner)
     if device.type != "cuda":
-        return "sdpa", lambda buffers, rows: SdpaKernel(buffers)
+        return "sdpa", lambda buffers, rows, place: SdpaKernel(buffers)
     if setting == "triton":
         return "triton", TritonKernel
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    integers = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    plans: dict[int, Tensor] = {}
 
-    def flashinfer(buffers: AttentionBuffers, rows: int) -> TreeKernel:
-        return FlashInferKernel(buffers, rows, heads, workspace, integers)
+    def flashinfer(buffers: AttentionBuffers, rows: int, place: int) -> TreeKernel:
+        if place not in plans:
+            plans[place] = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return FlashInferKernel(buffers, rows, heads, workspace, plans[place])
 
     if setting == "flashinfer":
         return "flashinfer", flashinfer
@@ -268,7 +288,7 @@ def kernel_maker(setting: Attention | Kernel, runner: Any, device: torch.device)
 def compiled(name: Kernel, make: MakeKernel, device: torch.device) -> tuple[Kernel, MakeKernel]:
     """``make`` if its kernel can be planned here, which compiles it; else Triton's, with a sentence."""
     try:
-        make(AttentionBuffers.allocate(8, 8, device), 1).plan(Extent(np.array([1]), np.array([1])))
+        make(AttentionBuffers.allocate(8, 8, device), 1, 0).plan(Extent(np.array([1]), np.array([1])))
     except Exception as error:  # nvcc, ninja, a header, a library: it can be anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
         logger.warning(

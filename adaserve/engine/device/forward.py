@@ -3,170 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import torch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.runtime_context import get_model
 from torch import Tensor
 
-from adaserve.engine.clock import mark
-from adaserve.engine.device import noise
-from adaserve.engine.device.attention import (
-    AttentionBuffers,
-    MakeKernel,
-    TreeAttentionBackend,
-    TreeKernel,
-)
-from adaserve.engine.device.graphs import GraphTable
-from adaserve.engine.device.layout import Extent, gather_slots, seen_by, window_bits
-from adaserve.engine.device.sizes import FIRST, Head, Key, Sizes
-from adaserve.engine.device.transfer import QueuedCopy, put
-from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search
-from adaserve.engine.reading import Reading
-from adaserve.engine.search import Levels
-from adaserve.engine.trees.batch import Gap, TreeBatch, without_gap
+from adaserve.engine.device.attention import TreeKernel
+from adaserve.engine.device.beam_search import BeamSearches
+from adaserve.engine.device.layout import Extent, seen_by, slot_lists, window_bits
+from adaserve.engine.device.model import Inputs, Parts
+from adaserve.engine.device.sizes import FIRST, Key, SearchKey
+from adaserve.engine.device.transfer import put
+from adaserve.engine.parts import KeepGoing, Ready, Run, Search
+from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Static inputs of the forwards of one model, or the front of them."""
-
-    tokens: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T]
-    slots: Tensor  # int64 [T]
-    scale: Tensor  # float32 [T]: what the draft's logits are multiplied by at each token
-    spread: Tensor  # float32 [T]: and the noise of its request, in noisy forwards
-    keys: Tensor  # int64 [T]: of that noise
-
-    @staticmethod
-    def allocate(tokens: int, device: torch.device) -> Inputs:
-        tokens_, positions, slots, keys = torch.zeros(4, tokens, dtype=torch.int64, device=device)
-        scale, spread = torch.ones(tokens, device=device), torch.zeros(tokens, device=device)
-        return Inputs(tokens_, positions, slots, scale, spread, keys)
-
-    def front(self, tokens: int) -> Inputs:
-        return Inputs(*(getattr(self, f.name)[:tokens] for f in fields(self)))
-
-
-class ModelCall(Protocol):
-    """Runs a model on static inputs. Two exist: SGLang's models, and tiny ones in tests."""
-
-    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Tensor:
-        """Logits [T, vocab] of ``inputs``; their KV goes to ``inputs.slots``."""
-        ...
-
-
-class SGLangCall:
-    """Calls the model that a ``ModelRunner`` holds, without its per-forward bookkeeping."""
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self._backend = TreeAttentionBackend(runner)
-
-    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Tensor:
-        runner, device = self._runner, inputs.tokens.device
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,  # the mode that gives logits of every token
-            batch_size=rows,
-            input_ids=inputs.tokens,
-            req_pool_indices=torch.zeros(rows, dtype=torch.int64, device=device),
-            seq_lens=torch.ones(rows, dtype=torch.int64, device=device),
-            seq_lens_cpu=torch.ones(rows, dtype=torch.int64),
-            seq_lens_sum=rows,
-            out_cache_loc=inputs.slots,
-            positions=inputs.positions,
-            spec_info=None,
-            spec_algorithm=runner.spec_algorithm,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            return_hidden_states_before_norm=False,
-        )
-        self._backend.kernel = kernel
-        context = ForwardContext(attn_backend=self._backend)
-        with (
-            torch.no_grad(),
-            get_model().override(shared_experts=runner.model.shared_experts_config),
-            forward_context(context, forward_batch=batch),
-        ):
-            output = runner.model.forward(inputs.tokens, inputs.positions, batch)
-        return output.next_token_logits
-
-
 class DeviceForward:
-    """``ModelForward`` by padded size, on static buffers, with a graph per size where graphs are captured.
+    """``ModelForward`` by padded size, on static buffers, with a graph per size where graphs are captured."""
 
-    ``candidates``: how many best tokens a draft step needs. ``last_position``: highest position with a
-    rotary angle; tokens beyond it are never kept, so they may compute anything. ``vocabulary``: rows of the
-    embedding; a target with more of them only pads further, but its padding must not be looked up.
-    """
-
-    first_tokens = 2
+    first_tokens = FIRST
     """The last cached token and the root, so that a search's first size does not depend on what the last
     verification accepted; writing a key twice writes the same."""
 
-    def __init__(
-        self,
-        call: ModelCall,
-        make_kernel: MakeKernel,
-        table: GraphTable,
-        inputs: Inputs,
-        buffers: AttentionBuffers,
-        sizes: Sizes,
-        req_to_token: Tensor,
-        candidates: int,
-        last_position: int,
-        vocabulary: int,
-    ) -> None:
-        self.inputs, self.buffers, self.table, self.sizes = inputs, buffers, table, sizes
-        self.device = inputs.tokens.device
-        self.most_tokens = sizes.most_tokens
-        self._last_position, self._last_token = last_position, vocabulary - 1
-        self._call, self._make_kernel, self._candidates = call, make_kernel, candidates
-        self._req_to_token = req_to_token
-        self._kernels: dict[tuple[int, int], TreeKernel] = {}
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.device, self.most_tokens = parts, parts.device, parts.sizes.most_tokens
+        self.sizes, self.table = parts.sizes, parts.table
+        self._searches = BeamSearches(parts)
+        most = self.sizes.tokens.fit(self.most_tokens)
+        self._inputs = torch.zeros(4 * most, dtype=torch.int64, device=self.device)
+        self._kernels: dict[Key, TreeKernel] = {}
         self._runs: list[Run] = []
         self._logits: Tensor | None = None  # of all graphs: 16 sizes with 128k tokens would take a gigabyte
 
     # -- one forward --------------------------------------------------------------------------
 
     def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
-        """Where its keys and the bits of its mask stand; see ``_load``."""
+        """The tokens, padded, where their keys are and what hides some of these."""
         assert batch.gap is None, "only the steps of a search leave places out"
-        extent = Extent(batch.q_lens, batch.kv_lens)
+        key, p = self._key(batch), self.parts
+        inputs = np.zeros((4, key.tokens), np.int64)
+        inputs[3] = -1
+        inputs[:, : len(batch)] = (
+            np.minimum(batch.tokens, p.last_token),
+            np.minimum(batch.positions, p.last_position),
+            batch.pool_rows[batch.row],
+            batch.places,
+        )
         seen = seen_by(batch)
-        byte, clear = window_bits(extent, seen.shape[1])
-        return {
-            "kv_rows": batch.pool_rows, "kv_ends": extent.kv_starts[1:], "byte": byte, "clear": clear,
-            "seen": seen,
-        }  # fmt: skip
+        byte, clear = window_bits(Extent(batch.q_lens, batch.kv_lens), seen.shape[1], seen)
+        lists = slot_lists(p.req_to_token.shape[1], batch.pool_rows, batch.kv_lens)
+        return {"inputs": inputs, "byte": byte, "clear": clear, **lists}
 
     def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [T, vocab] and their argmax int64 [T], valid until the next forward."""
         if tensors is None:
-            own = {
-                "tokens": batch.tokens, "positions": batch.positions, "places": batch.places,
-                "pool_row": batch.pool_rows[batch.row],
-            }  # fmt: skip
-            tensors = put({**own, **self.arrays(batch)}, self.device)
-        count, n = len(batch), len(batch.q_lens)
-        key = self.sizes.verification(count, n)
-        slots = self._req_to_token[tensors["pool_row"], tensors["places"]]
-        self._set_tokens(tensors["tokens"], tensors["positions"], slots, key.tokens)
-        spare = key.rows - n
-        self._set_slots(tensors["kv_rows"], tensors["kv_ends"], int(batch.kv_lens.sum()), spare)
+            tensors = put(self.arrays(batch), self.device)
+        key, count, buffers = self._key(batch), len(batch), self.parts.buffers
+        q_lens, kv_lens, spare = batch.q_lens, batch.kv_lens, key.rows - len(batch.q_lens)
+        self._inputs[: 4 * key.tokens].copy_(tensors["inputs"].flatten())
+        buffers.set_slots(self.parts.req_to_token, tensors, int(kv_lens.sum()), spare)
         # One request more than can be there holds the padding, which sees its one key.
-        q_lens, kv_lens = batch.q_lens, batch.kv_lens
         if spare:
             q_lens = np.concatenate([q_lens, [key.tokens - count], np.zeros(spare - 1, np.int64)])
             kv_lens = np.concatenate([kv_lens, np.ones(spare, np.int64)])
         extent = Extent(q_lens, kv_lens)
-        self.buffers.set_mask(int(extent.byte_starts[-1]), tensors["byte"], tensors["clear"], tensors["seen"])
-        logits, best = self._replay(key, extent, planned=False)
+        buffers.see_all(int(extent.byte_starts[-1]))
+        buffers.hide(tensors["byte"], tensors["clear"])
+        logits, best = self._replay(key, extent)
         return logits[:count], best[:count]
 
     def logits(self, states: tuple[Tensor, Tensor]) -> Tensor:
@@ -176,201 +81,65 @@ class DeviceForward:
     def argmax(self, states: tuple[Tensor, Tensor]) -> Tensor:
         return states[1]
 
-    # -- a search -----------------------------------------------------------------------------
+    # -- draft steps --------------------------------------------------------------------------
 
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
         """Queues all steps; nothing waits until the candidates are read."""
-        shape, a = search.shape, len(search.base)
-        levels = Levels(shape, a, self.device)
-        reading = Reading(search.scale, search.spread, search.keys, search.base)
-        kv_lens = without_gap(search.base + shape.width, first.gap)
-        steps = _Steps(self, search.pool_rows, kv_lens, shape.width, reading, first.gap)
-        there = put({"tokens": first.tokens, "places": first.places, "base": search.base}, self.device)
-        tokens, places = (there[name].view(a, FIRST) for name in ("tokens", "places"))
-        before = torch.zeros(a, FIRST, shape.width, dtype=torch.bool, device=self.device)
-        before[:, 1, 0] = True  # the root sees itself; the token before it stands before the window
-        logprob, token = steps.run(tokens, places, places, before, "last-candidates")
-        levels.start(logprob[:, 0], token[:, 0])
-        base = there["base"][:, None]
-        for step in range(2, len(shape.beams) + 1):
-            nodes = levels.level(step - 1)
-            places = base + levels.columns[nodes]
-            positions = (base + (step - 1)).expand_as(places)
-            logprob, token = steps.run(
-                levels.tokens[:, nodes], positions, places, levels.visible[:, nodes], "candidates"
-            )
-            levels.grow(step, logprob, token)
-        copy = QueuedCopy({"tokens": levels.tokens, "parents": levels.parents, "logprobs": levels.logprobs})
-        return lambda: Beams(**copy.read(), steps=len(shape.beams))
+        ready, run = self._searches.queue(first, search)
+        self._runs.append(run)
+        return ready
 
-    def candidates(self, batch: TreeBatch, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
-        """One draft step. Requests must have as many tokens each, and their readings be alike in them."""
-        a, q = len(batch.q_lens), int(batch.q_lens[0])
-        assert (batch.q_lens == q).all(), "draft steps have the same number of beams for every request"
-        of_rows = Reading(*(getattr(reading, f.name)[::q] for f in fields(reading)))
-        seen = seen_by(batch)
-        arrays = {"tokens": batch.tokens, "positions": batch.positions, "places": batch.places, "seen": seen}
-        there = put(arrays, self.device)
-        tokens, positions, places = (there[name].view(a, q) for name in ("tokens", "positions", "places"))
-        steps = _Steps(self, batch.pool_rows, batch.kv_lens, seen.shape[1], of_rows)
-        best = steps.run(tokens, positions, places, there["seen"].view(a, q, -1), "candidates")
-        logprob, token = (v.flatten(0, 1)[:, :width] for v in best)
-        return logprob, token
+    def rehearse(self, batch: TreeBatch, width: int) -> int:
+        """The deepest search that has graphs, over the batch's requests and with as many beams."""
+        self._runs.append(self._searches.rehearse(batch, width))
+        return self.sizes.depth
 
-    # -- buffers and graphs -------------------------------------------------------------------
+    # -- graphs -------------------------------------------------------------------------------
 
-    def _set_tokens(self, tokens: Tensor, positions: Tensor, slots: Tensor, padded: int) -> None:
-        """Fills the inputs; padding repeats token 0 at position 0 in the scratch slot."""
-        count = tokens.shape[0]
-        if padded > self.inputs.tokens.shape[0]:
-            raise RuntimeError(
-                f"a forward of {padded} tokens exceeds the {self.inputs.tokens.shape[0]} reserved"
-            )
-        i = self.inputs
-        i.tokens[:count].copy_(tokens.clamp(max=self._last_token))
-        i.positions[:count].copy_(positions.clamp(max=self._last_position))
-        i.slots[:count].copy_(slots)
-        if padded > count:
-            i.tokens[count:padded].zero_()
-            i.positions[count:padded].zero_()
-            i.slots[count:padded].fill_(SCRATCH_SLOT)
-
-    def _set_slots(
-        self,
-        pool_rows: Tensor,
-        kv_ends: Tensor,
-        total: int,
-        spare: int,
-        gap: tuple[int, Tensor] | None = None,
-    ) -> None:
-        self.buffers.set_slots(gather_slots(self._req_to_token, pool_rows, kv_ends, total, gap), spare)
-
-    def _replay(self, key: Key, extent: Extent, planned: bool) -> Any:
-        """The forward of ``key`` on what the buffers hold. Its output is valid until the key's next run.
-
-        ``planned``: the extent is that of the key's last run.
-        """
-        if key in self.sizes.captured:
-            size = (key.tokens, key.rows)
-            if size not in self._kernels:
-                self._kernels[size] = self._make_kernel(self.buffers, key.rows)
-            kernel = self._kernels[size]
-            if not planned:
-                kernel.plan(extent)
-            forward = self.table.get(key, partial(self._forward, key, kernel)).replay
-        else:  # rare sizes are not kept: there are too many of them
-            kernel = self._make_kernel(self.buffers, key.rows)
-            kernel.plan(extent)
-            forward = partial(self._forward, key, kernel)
-        start = mark(self.device)
-        output = forward()
-        self._runs.append((start, mark(self.device)))
-        return output
-
-    def capture(self, key: Key) -> None:
+    def capture(self, key: Key | SearchKey) -> None:
         """Makes the graph of ``key``, on nothing but padding."""
-        none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self._set_tokens(none, none, none, key.tokens)
-        self.buffers.set_slots(none.int(), key.rows)
-        self.buffers.mask.fill_(255)
+        if isinstance(key, SearchKey):
+            self._searches.capture(key)
+            return
+        self._inputs.zero_()
+        buffers = self.parts.buffers
+        buffers.kv_indices[: key.rows].fill_(SCRATCH_SLOT)
+        buffers.see_all(len(buffers.mask))
         each, rest = divmod(key.tokens, key.rows)
         q_lens = np.full(key.rows, each, np.int64)
         q_lens[0] += rest
-        self._replay(key, Extent(q_lens, np.ones(key.rows, np.int64)), planned=False)
+        self._replay(key, Extent(q_lens, np.ones(key.rows, np.int64)))
 
     def take_runs(self) -> list[Run]:
         runs, self._runs = self._runs, []
         return runs
 
-    def _forward(self, key: Key, kernel: TreeKernel) -> Any:
-        inputs = self.inputs.front(key.tokens)
-        logits = self._call(inputs, key.rows, kernel)
-        if key.head == "logits":
-            logits = self._shared(key, logits)
-            return logits, logits.argmax(dim=-1)
-        i = inputs
-        scale, spread, keys, positions = i.scale, i.spread, i.keys, i.positions
-        if key.head == "last-candidates":
-            logits = logits[1::FIRST]
-            scale, spread, keys, positions = (v[1::FIRST] for v in (scale, spread, keys, positions))
-        if key.noisy:
-            scaled = noise.read(logits, scale, spread, keys, positions)
-        else:
-            scaled = logits.float() * scale[:, None]
-        best = scaled.topk(self._candidates, dim=-1)
-        return best.values - scaled.logsumexp(dim=-1, keepdim=True), best.indices
+    def _key(self, batch: TreeBatch) -> Key:
+        return self.sizes.verification(len(batch), len(batch.q_lens))
+
+    def _replay(self, key: Key, extent: Extent) -> tuple[Tensor, Tensor]:
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self.parts.make_kernel(self.parts.buffers, key.rows, 0)
+            if key in self.sizes.captured:  # others are not kept: there are too many of them
+                self._kernels[key] = kernel
+        kernel.plan(extent)
+        output, run = self.parts.run(key, partial(self._forward, key, kernel))
+        self._runs.append(run)
+        states: tuple[Tensor, Tensor] = output
+        return states
+
+    def _forward(self, key: Key, kernel: TreeKernel) -> tuple[Tensor, Tensor]:
+        tokens, positions, pool_rows, places = self._inputs[: 4 * key.tokens].view(4, -1)
+        slots = self.parts.slots(pool_rows, places)
+        logits = self._shared(key, self.parts.call(Inputs(tokens, positions, slots), key.rows, kernel))
+        return logits, logits.argmax(dim=-1)
 
     def _shared(self, key: Key, logits: Tensor) -> Tensor:
         """Logits of a graph in a buffer that all graphs share; those of eager forwards as they are."""
         if key not in self.sizes.captured:
             return logits
         if self._logits is None:  # before the first capture: graphs are made after a warm-up
-            most = max(k.tokens for k in self.sizes.captured)
+            most = max(k.tokens for k in self.sizes.captured if isinstance(k, Key))
             self._logits = torch.empty(most, logits.shape[1], dtype=logits.dtype, device=self.device)
         return self._logits[: key.tokens].copy_(logits)
-
-
-class _Steps:
-    """Draft steps of a requests, padded to R: they share slots, sizes and mask layouts.
-
-    ``kv_lens`` int64 [a]; ``width``: keys at their end that a mask tells of; ``reading``: of the requests,
-    whose positions the forwards have; ``gap``: what their keys leave out.
-    """
-
-    def __init__(
-        self,
-        forward: DeviceForward,
-        pool_rows: np.ndarray,
-        kv_lens: np.ndarray,
-        width: int,
-        reading: Reading,
-        gap: Gap | None = None,
-    ) -> None:
-        self._forward, self._width = forward, width
-        self._a, self._padded = len(kv_lens), forward.sizes.rows.fit(len(kv_lens))
-        spare = self._padded - self._a
-        self._kv_lens = np.concatenate([kv_lens, np.ones(spare, np.int64)])
-        self._noisy = bool((reading.spread > 0).any())
-        there = put(
-            {
-                "pool_rows": pool_rows, "kv_ends": np.cumsum(kv_lens), "scale": reading.scale,
-                "spread": reading.spread, "keys": reading.keys,
-                **({} if gap is None else {"gap": gap.length}),
-            },
-            forward.device,
-        )  # fmt: skip
-        self._pool_rows = there["pool_rows"]
-        self._reading = [there[name] for name in ("scale", "spread", "keys")]
-        left_out = None if gap is None else (gap.start, there["gap"])
-        forward._set_slots(self._pool_rows, there["kv_ends"], int(kv_lens.sum()), spare, left_out)
-        self._layout: tuple[int, Extent, dict[str, Tensor]] | None = None
-
-    def run(
-        self, tokens: Tensor, positions: Tensor, places: Tensor, seen: Tensor, head: Head
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (float64) and ids of the best tokens, [a, q (1 with last-candidates), K].
-
-        Arguments are [a, q] and, for ``seen``, [a, q, width].
-        """
-        f, q = self._forward, tokens.shape[1]
-        padded, spare = self._padded * q, (self._padded - self._a) * q
-        slots = f._req_to_token[self._pool_rows[:, None], places]
-        f._set_tokens(tokens.flatten(), positions.flatten(), slots.flatten(), padded)
-        i, used = f.inputs, self._a * q
-        for target, source in zip((i.scale, i.spread, i.keys), self._reading, strict=True):
-            target[:used].view(-1, q).copy_(source[:, None].expand(-1, q))
-        first = self._layout is None or self._layout[0] != q
-        if first:
-            self._layout = self._lay_out(q)
-        assert self._layout is not None
-        _, extent, bits = self._layout
-        seen = torch.nn.functional.pad(seen.flatten(0, 1), (0, 0, 0, spare), value=True)
-        f.buffers.set_mask(int(extent.byte_starts[-1]), bits["byte"], bits["clear"], seen)
-        logprob, token = f._replay(Key(padded, self._padded, head, self._noisy), extent, planned=not first)
-        shape = (self._padded, q if head == "candidates" else 1, -1)
-        return logprob.double().view(shape)[: self._a], token.view(shape)[: self._a]
-
-    def _lay_out(self, q: int) -> tuple[int, Extent, dict[str, Tensor]]:
-        extent = Extent(np.full(self._padded, q, np.int64), self._kv_lens)
-        byte, clear = window_bits(extent, self._width)
-        return q, extent, put({"byte": byte, "clear": clear}, self._forward.device)

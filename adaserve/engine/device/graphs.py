@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -92,6 +92,9 @@ class GraphTable:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._graphs)
 
     def get(self, key: Any, function: Callable[[], Any]) -> Graph:
         """The graph of ``key``, made of ``function`` at its first use."""

@@ -8,6 +8,7 @@ known to the device alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.trees.attention import indptr
-from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.batch import Gap, TreeBatch
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Extent:
         return indptr((self.q_lens * self.kv_lens + 7) // 8)
 
 
-def window_bits(extent: Extent, width: int) -> tuple[np.ndarray, np.ndarray]:
+def window_bits(extent: Extent, width: int, seen: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(byte int64, clear uint8) [T, width]: the mask's byte of each window bit, and what clears it.
 
     Adding 256 - 2^b to a byte in which bit b is set clears that bit. Columns that a request of fewer keys
-    lacks get 0, which changes nothing.
+    lacks get 0, which changes nothing, and so do those in ``seen`` (bool [T, width]).
     """
     row = np.repeat(np.arange(len(extent.q_lens)), extent.q_lens)
     query = np.arange(len(row)) - extent.qo_starts[row]
@@ -55,14 +56,8 @@ def window_bits(extent: Extent, width: int) -> tuple[np.ndarray, np.ndarray]:
     bit = (8 * extent.byte_starts[row] + query * kv)[:, None] + key
     clear = (256 - (1 << (bit % 8))).astype(np.uint8)
     inside = key >= 0
-    return np.where(inside, bit // 8, 0), np.where(inside, clear, 0).astype(np.uint8)
-
-
-def write_mask(mask: Tensor, used: int, byte: Tensor, clear: Tensor, seen: Tensor) -> None:
-    """Fills the first ``used`` bytes of ``mask`` (uint8); ``seen`` bool [T, width], the others as above."""
-    front = mask[:used]
-    front.fill_(255)
-    front.index_add_(0, byte.flatten(), torch.where(seen, 0, clear).flatten())
+    hidden = inside if seen is None else inside & ~seen
+    return np.where(inside, bit // 8, 0), np.where(hidden, clear, 0).astype(np.uint8)
 
 
 def seen_by(batch: TreeBatch) -> np.ndarray:
@@ -77,36 +72,32 @@ def seen_by(batch: TreeBatch) -> np.ndarray:
 
 
 def unpack(mask: Tensor, byte_start: int, queries: int, keys: int) -> Tensor:
-    """bool [queries, keys] of one request: what ``write_mask`` wrote, for the reference kernel."""
+    """bool [queries, keys] of one request: what ``AttentionBuffers`` says, for the reference kernel."""
     count = queries * keys
     piece = mask[byte_start : byte_start + (count + 7) // 8]
     bits = (piece[:, None].int() >> torch.arange(8, device=mask.device)) & 1
     return bits.flatten()[:count].view(queries, keys).bool()
 
 
-def unpack_bits(mask: Tensor, used: int, out: Tensor) -> None:
-    """Fills the first ``used`` rows of ``out`` (uint8 [capacity, 8]): not 0 where the byte's bit is set."""
-    weight = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
-    torch.bitwise_and(mask[:used, None], weight, out=out[:used])
-
-
-def gather_slots(
-    req_to_token: Tensor,
-    pool_rows: Tensor,
-    kv_ends: Tensor,
-    total: int,
-    gap: tuple[int, Tensor] | None = None,
-) -> Tensor:
-    """int32 [total]: KV slots of each request's leading places, request after request.
-
-    ``pool_rows`` int64 [n]; ``kv_ends`` int64 [n]: where each request's entries end; ``total`` the last end;
-    ``gap``: start and lengths int64 [n] of the places that are left out.
-    """
-    every = torch.arange(total, device=req_to_token.device)
-    row = torch.searchsorted(kv_ends, every, right=True)
-    starts = torch.nn.functional.pad(kv_ends, (1, 0))
-    place = every - starts[row]
+def slot_lists(
+    table_width: int, pool_rows: np.ndarray, kv_lens: np.ndarray, gap: Gap | None = None
+) -> dict[str, np.ndarray]:
+    """Where ``gather_slots`` finds the slots of requests, int64 [n] each; ``table_width``: places in a row
+    of the request pool."""
+    ends = np.cumsum(kv_lens)
+    starts = ends - kv_lens
+    lists = {"kv_ends": ends, "kv_shift": pool_rows * table_width - starts}
     if gap is not None:
-        start, length = gap
-        place = place + length[row] * (place >= start)
-    return req_to_token[pool_rows[row], place].int()
+        lists |= {"gap_at": starts + gap.start, "gap_length": gap.length}
+    return lists
+
+
+def gather_slots(req_to_token: Tensor, lists: Mapping[str, Tensor], out: Tensor) -> None:
+    """Fills ``out`` (int32, as long as the last end): KV slots of each request's leading places, request
+    after request, those in a gap left out."""
+    every = torch.arange(len(out), device=out.device)
+    row = torch.searchsorted(lists["kv_ends"], every, right=True)
+    at = every + lists["kv_shift"][row]
+    if "gap_at" in lists:
+        at += lists["gap_length"][row] * (every >= lists["gap_at"][row])
+    torch.take(req_to_token, at, out=out)

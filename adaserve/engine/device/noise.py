@@ -27,7 +27,11 @@ def gumbel(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 
 
 def read(logits: Tensor, scale: Tensor, spread: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """fp32 [T, vocab]: ``scale * logits + spread * noise``; all others [T]."""
+    """fp32 [T, vocab]: ``scale * logits + spread * noise``; all others [T]. One kernel on a GPU."""
+    if logits.is_cuda:
+        from adaserve.engine.device.noise_kernel import read_fused
+
+        return read_fused(logits, scale, spread, keys, positions)
     out = logits.float() * scale[:, None]
     for start in range(0, len(out), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)

@@ -18,9 +18,10 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.clock import mark
 from adaserve.engine.device import noise
 from adaserve.engine.device.attention import AttentionBuffers, MakeKernel, kernel_maker
-from adaserve.engine.device.forward import DeviceForward, Inputs, SGLangCall
+from adaserve.engine.device.forward import DeviceForward
 from adaserve.engine.device.graphs import GraphTable, capture_all
-from adaserve.engine.device.sizes import FIRST, Sizes, Tiers
+from adaserve.engine.device.model import Parts, SGLangCall
+from adaserve.engine.device.sizes import FIRST, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.device.transfer import QueuedCopy, put
 from adaserve.engine.parts import Mark, ModelForward
 from adaserve.engine.reading import Reading
@@ -64,49 +65,44 @@ class GraphDevice:
             tokens=Tiers.up_to(min(needed, MOST_CAPTURED_TOKENS)),
             most_rows=most_rows,
             most_tokens=most_tokens,
+            depth=config.max_depth,
+            width=config.max_width,
         )
         kv_entries = max((most_rows + 1) * (context + widest), MEASURED_KEYS)
         # All tokens of the largest forward against the longest list there can be, every request on a byte.
         mask_bytes = most_tokens * (context + widest) // 8 + most_rows + 1
         attention, make = kernel_maker(config.attention, target, device)
         buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device, unpacked=attention == "triton")
-        inputs = Inputs.allocate(sizes.tokens.fit(most_tokens), device)
         capture = device.type == "cuda" and not bool(target.server_args.disable_cuda_graph)
 
-        def forward(runner: Any, make: MakeKernel, sizes: Sizes, candidates: int) -> DeviceForward:
+        def forward(runner: Any, make: MakeKernel, keys: Sequence[Key | SearchKey]) -> DeviceForward:
             return DeviceForward(
-                SGLangCall(runner),
-                make,
-                GraphTable(capture),
-                inputs,
-                buffers,
-                sizes,
-                table,
-                candidates,
-                int(target.model_config.context_len) - 1,
-                int(runner.model_config.vocab_size),
+                Parts(
+                    SGLangCall(runner),
+                    make,
+                    GraphTable(capture),
+                    buffers,
+                    replace(sizes, captured=frozenset(keys)),
+                    table,
+                    candidates=max(config.max_width, 3),
+                    last_position=int(target.model_config.context_len) - 1,
+                    last_token=int(runner.model_config.vocab_size) - 1,
+                )
             )
 
-        steps, verifications = list(sizes.drafts(config.max_width)), list(sizes.verifications())
-        drafting = replace(sizes, captured=frozenset(steps))
+        searches, verifications = list(sizes.searches()), list(sizes.verifications())
         parts = cls(
-            forward(target, make, replace(sizes, captured=frozenset(verifications)), 1),
-            *(
-                forward(
-                    draft,
-                    kernel_maker(attention, draft, device)[1],  # the target's: they share the buffers
-                    drafting,
-                    max(config.max_width, 3),
-                )
-                for draft in drafts
-            ),
+            forward(target, make, verifications),
+            # The target's kernel: they share the buffers.
+            *(forward(draft, kernel_maker(attention, draft, device)[1], searches) for draft in drafts),
             attention=attention,
         )
         parts.warm_moves([runner.token_to_kv_pool for runner in (target, *drafts)], widest * most_rows)
+        parts.warm_draws(int(target.model_config.vocab_size))
         if capture:
             # Before the first request; the largest first, so that the smaller ones reuse its memory.
             for draft in parts.drafts:
-                capture_all("draft", steps, draft.capture, draft.table)
+                capture_all("draft", searches, draft.capture, draft.table)
             capture_all("verification", verifications, parts.target.capture, parts.target.table)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
@@ -137,6 +133,11 @@ class GraphDevice:
             scratch = torch.full((1 << exponent,), SCRATCH_SLOT, dtype=torch.int64, device=self.device)
             for pool in pools:
                 self.move(pool, scratch, scratch)
+
+    def warm_draws(self, vocabulary: int) -> None:
+        """Compiles the kernel of noise for fp32 logits, which only requests that sample need."""
+        if self.device.type == "cuda":
+            self.draw(torch.zeros(1, vocabulary, device=self.device), Reading.plain(np.ones(1)))
 
     def time(self, models: Sequence[ModelForward], step: Callable[[], Any]) -> float:
         """The forwards of ``step`` alone, between events around their graphs: what the host prepares for each

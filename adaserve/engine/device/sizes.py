@@ -5,10 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-Head = Literal["logits", "candidates", "last-candidates"]
-"""What a forward returns: logits and their argmax; the best tokens of every row; of every second one."""
+from adaserve.engine.trees.shape import TreeShape
 
 FIRST = 2
 """Tokens per request in the first step of a search: the last cached one and the root."""
@@ -16,12 +14,19 @@ FIRST = 2
 
 @dataclass(frozen=True)
 class Key:
-    """A padded size: what a graph is made for."""
+    """A verification's padded size: what a graph is made for."""
 
     tokens: int
     rows: int
-    head: Head
-    noisy: bool = False  # candidates are those of requests that sample: noise is added to the logits
+
+
+@dataclass(frozen=True)
+class SearchKey:
+    """A whole beam search, over padded rows: what another graph is made for."""
+
+    rows: int
+    beams: tuple[int, ...]  # kept after each step
+    is_branching: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,22 +67,27 @@ class Sizes:
     tokens: Tiers  # tokens of a verification
     most_rows: int  # requests that run at a time
     most_tokens: int  # of any forward
-    captured: frozenset[Key] = frozenset()  # sizes that are served often: each has a graph
+    depth: int = 1  # of the deepest beam search with a graph
+    width: int = 1  # and of the widest
+    captured: frozenset[Key | SearchKey] = frozenset()  # what is served often: each has a graph
 
     def verification(self, tokens: int, rows: int = 0) -> Key:
         """The padded size for ``tokens`` of ``rows`` requests: one request more holds the padding."""
         padded = self.tokens.fit(tokens)
-        return Key(padded, max(min(padded, self.most_rows), rows) + 1, "logits")
+        return Key(padded, max(min(padded, self.most_rows), rows) + 1)
 
     def verifications(self) -> Iterator[Key]:
         """Sizes that verifications are padded to, the largest first."""
         for tokens in reversed(self.tokens.sizes):
             yield self.verification(tokens)
 
-    def drafts(self, width: int) -> Iterator[Key]:
-        """Draft steps of every tier of rows: the first, and those of 1 to ``width`` beams."""
+    def search(self, shape: TreeShape, rows: int) -> SearchKey:
+        """The padded size of a search over ``rows`` requests."""
+        return SearchKey(self.rows.fit(rows), shape.beams, shape.is_branching)
+
+    def searches(self) -> Iterator[SearchKey]:
+        """Beam searches of every depth and width, for every tier of rows; the largest first."""
         for rows in reversed(self.rows.sizes):
-            for noisy in (True, False):
-                yield Key(FIRST * rows, rows, "last-candidates", noisy)
-                for beams in range(width, 0, -1):
-                    yield Key(beams * rows, rows, "candidates", noisy)
+            for width in range(self.width, 0, -1):
+                for depth in range(self.depth, 0, -1):
+                    yield SearchKey(rows, (width,) * depth)

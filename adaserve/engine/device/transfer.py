@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,23 +27,59 @@ _TORCH = {
 }
 
 
-def put(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Host arrays on the device: packed, and copied once from pinned memory. uint64 arrives as int64."""
+@dataclass(frozen=True)
+class _Piece:
+    """Where an array stands among packed bytes."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    kind: np.dtype
+    is_bool: bool
+
+    def of(self, packed: Tensor) -> Tensor:
+        count = math.prod(self.shape) * self.kind.itemsize
+        flat = packed[self.start : self.start + count].view(_TORCH[self.kind]).view(self.shape)
+        return flat.bool() if self.is_bool else flat
+
+
+def _pack(arrays: Mapping[str, np.ndarray], device: torch.device) -> tuple[Tensor, list[_Piece]]:
+    """All values in pinned memory, and where they stand."""
     pieces, end = [], 0
     for name, values in arrays.items():
         kind = _SIGNED.get(values.dtype, values.dtype)
-        pieces.append((name, np.ascontiguousarray(values).view(kind), end, values.dtype == np.bool_))
+        pieces.append(_Piece(name, end, values.shape, kind, values.dtype == np.bool_))
         end += -(-values.nbytes // _ALIGN) * _ALIGN
     packed = torch.empty(max(end, _ALIGN), dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = packed.numpy()
-    for _, values, at, _ in pieces:
-        host[at : at + values.nbytes] = values.reshape(-1).view(np.uint8)
+    for piece, values in zip(pieces, arrays.values(), strict=True):
+        flat = np.ascontiguousarray(values).view(piece.kind).reshape(-1).view(np.uint8)
+        host[piece.start : piece.start + len(flat)] = flat
+    return packed, pieces
+
+
+def put(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Host arrays on the device: packed, and copied once from pinned memory. uint64 arrives as int64."""
+    packed, pieces = _pack(arrays, device)
     there = packed.to(device, non_blocking=True)
-    out = {}
-    for name, values, at, is_bool in pieces:
-        flat = there[at : at + values.nbytes].view(_TORCH[values.dtype]).view(values.shape)
-        out[name] = flat.bool() if is_bool else flat
-    return out
+    return {piece.name: piece.of(there) for piece in pieces}
+
+
+class StaticArrays:
+    """Device memory for arrays of fixed names, types and shapes, which a CUDA graph reads. No bools."""
+
+    def __init__(self) -> None:
+        self._pieces: list[_Piece] = []
+        self._there: Tensor | None = None
+
+    def put(self, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+        """As ``put``, always into the same memory."""
+        packed, pieces = _pack(arrays, device)
+        if self._there is None:
+            self._there, self._pieces = torch.empty_like(packed, device=device), pieces
+        assert pieces == self._pieces, "a graph reads these, so they must stay where they are"
+        self._there.copy_(packed, non_blocking=True)
+        return {piece.name: piece.of(self._there) for piece in pieces}
 
 
 class QueuedCopy:
@@ -49,7 +87,8 @@ class QueuedCopy:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        flat = torch.cat([_as_int64(t) for t in tensors.values()])
+        parts = [_as_int64(t) for t in tensors.values()]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._event: torch.cuda.Event | None = None
         self._values: dict[str, np.ndarray] | None = None
         if flat.device.type == "cuda":

@@ -22,8 +22,6 @@ from adaserve.engine.trees.attention import attention_plan, gather_slots, indptr
 from adaserve.engine.trees.batch import TreeBatch, without_gap
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
-CPU = torch.device("cpu")
-
 
 class HostModel(Protocol):
     """A model over its KV pool, told slots and attention layout."""
@@ -93,8 +91,9 @@ class HostForward:
         self._runs.append((start, HostMark()))
         return best
 
-    def candidates(self, batch: TreeBatch, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
-        return self._best(self.run(batch), reading, width)
+    def rehearse(self, batch: TreeBatch, width: int) -> int:
+        self._best(self.run(batch), Reading.plain(np.ones(len(batch))), width)
+        return 1
 
     def _best(
         self, states: Tensor, reading: Reading, width: int, forbid: Callable[[Tensor], None] | None = None
@@ -164,7 +163,7 @@ class HostForward:
 
     def _walk(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Beams:
         shape, a = search.shape, len(search.base)
-        levels = Levels(shape, a, CPU)
+        levels = Levels(shape, a, torch.from_numpy(shape.columns))
         roots = torch.from_numpy(np.cumsum(first.q_lens) - 1)
         forbid = _forbid(search, levels, 1)
         logprob, token = self._best(self.run(first)[roots], search.reading(1, 1), shape.beams[0], forbid)

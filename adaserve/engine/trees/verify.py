@@ -156,16 +156,16 @@ Tensors = Mapping[str, Tensor]
 
 
 def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acceptance:
-    """Walks every tree down along the target's draws (int64 [T]), no deeper than ``deepest``."""
+    """Walks every tree down along the target's draws (int64 [T]). ``deepest``: depth of the deepest token."""
     if not deepest:  # plain decoding: there are only roots, and every draw is a bonus
         emitted = torch.nn.functional.pad(draws[:, None], (0, stride - 1))
         return Acceptance(torch.ones_like(draws, dtype=torch.bool), torch.zeros_like(draws), draws, emitted)
     depth, parent, row, tokens = t["depth"], t["parent"], t["row"], t["tokens"]
-    accepted = depth == 0
-    if deepest:
-        hit = tokens == draws[parent]
-        for level in range(1, deepest + 1):
-            accepted = accepted | ((depth == level) & hit & accepted[parent])
+    is_node = depth > 0
+    # Every round a token learns of one ancestor more. The last one is the root, which is always accepted.
+    accepted = (tokens == draws[parent]) | ~is_node
+    for _ in range(deepest - 1):
+        accepted = accepted & accepted[parent]
     count = torch.zeros(n, dtype=torch.int64, device=draws.device).index_add_(0, row, accepted.long()) - 1
     # Accepted tokens of a row stand in depth order, so the deepest is as far behind the root as it is deep
     # among the accepted: the largest index of them.
@@ -174,7 +174,7 @@ def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acce
     bonus = draws[last]
     # One column more takes what is not emitted.
     emitted = torch.zeros(n, stride + 1, dtype=torch.int64, device=draws.device)
-    emitted[row, torch.where(accepted & (depth > 0), depth - 1, stride)] = tokens
+    emitted[row, torch.where(accepted & is_node, depth - 1, stride)] = tokens
     emitted = emitted[:, :stride].contiguous().scatter_(1, count[:, None], bonus[:, None])
     return Acceptance(accepted, count, bonus, emitted)
 

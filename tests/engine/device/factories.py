@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel, TreeKernel
-from adaserve.engine.device.forward import DeviceForward, Inputs
+from adaserve.engine.device.forward import DeviceForward
 from adaserve.engine.device.graphs import GraphTable
+from adaserve.engine.device.model import Inputs, Parts
 from adaserve.engine.device.parts import GraphDevice
-from adaserve.engine.device.sizes import Key, Sizes, Tiers
+from adaserve.engine.device.sizes import Key, SearchKey, Sizes, Tiers
 from adaserve.engine.host.forwards import HostForward
 from adaserve.engine.host.parts import HostDevice
 from adaserve.engine.host.torch_forward import TorchBackend
@@ -150,34 +153,37 @@ def host_device(requests: Requests, target: TinyModel, *drafts: TinyModel) -> Ho
     return HostDevice(*(HostForward(m, requests.req_to_token) for m in (target, *drafts)))
 
 
-ROWS, TOKENS = Tiers((1, 2, 4, 8)), Tiers((1, 2, 4, 8, 16, 32, 64))
+SIZES = Sizes(
+    Tiers((1, 2, 4, 8)), Tiers((1, 2, 4, 8, 16, 32, 64)), most_rows=8, most_tokens=64, depth=5, width=4
+)
 
 
 def graph_device(requests: Requests, target: TinyModel, *drafts: TinyModel) -> GraphDevice:
     """The GPU's parts on a CPU: SDPA over the packed arrays, functions in place of graphs."""
-    sizes = Sizes(ROWS, TOKENS, most_rows=8, most_tokens=64)
-    served = frozenset(sizes.verifications()), frozenset(sizes.drafts(4))
     return GraphDevice(
-        device_forward(requests, target, served[0]), *(device_forward(requests, d, served[1]) for d in drafts)
+        device_forward(requests, target, SIZES.verifications()),
+        *(device_forward(requests, draft, SIZES.searches()) for draft in drafts),
     )
 
 
-def device_forward(requests: Requests, model: TinyModel, captured: frozenset[Key]) -> DeviceForward:
+def device_forward(
+    requests: Requests, model: TinyModel, captured: Iterable[Key | SearchKey]
+) -> DeviceForward:
     buffers = AttentionBuffers.allocate(1 << 14, 1 << 18, CPU)
     buffers.kv_indices.fill_(7)  # what is left of an earlier forward must not matter
-    buffers.mask.fill_(255)
-    return DeviceForward(
+    buffers.mask.fill_(85)
+    parts = Parts(
         model,
-        lambda b, rows: SdpaKernel(b),
+        lambda b, rows, place: SdpaKernel(b),
         GraphTable(capture=False),
-        Inputs.allocate(512, CPU),
         buffers,
-        Sizes(ROWS, TOKENS, most_rows=8, most_tokens=64, captured=captured),
+        dataclasses.replace(SIZES, captured=frozenset(captured)),
         requests.req_to_token,
-        4,
-        CONTEXT - 1,
-        VOCABULARY,
+        candidates=4,
+        last_position=CONTEXT - 1,
+        last_token=VOCABULARY - 1,
     )
+    return DeviceForward(parts)
 
 
 def iteration_plan(

@@ -44,7 +44,7 @@ def test_a_kernel_that_does_not_compile_is_replaced(caplog: pytest.LogCaptureFix
 
 
 def test_a_kernel_that_compiles_serves() -> None:
-    def make(buffers: AttentionBuffers, rows: int) -> SdpaKernel:
+    def make(buffers: AttentionBuffers, rows: int, place: int) -> SdpaKernel:
         return SdpaKernel(buffers)
 
     assert compiled("flashinfer", make, CPU) == ("flashinfer", make)

@@ -14,7 +14,7 @@ from adaserve.engine.clock import HostMark
 from adaserve.engine.device.parts import MOST_CAPTURED_TOKENS, GraphDevice
 from adaserve.engine.device.sizes import Sizes, Tiers
 from adaserve.engine.trees.batch import TreeBatch
-from tests.engine.device.factories import Requests, TinyModel, device_forward
+from tests.engine.device.factories import SIZES, Requests, TinyModel, device_forward
 
 
 def at(seconds: float) -> HostMark:
@@ -45,8 +45,9 @@ def test_measured_verifications_have_graphs(most_rows: int) -> None:
     sizes = Sizes(Tiers.up_to(64), Tiers.up_to(MOST_CAPTURED_TOKENS), most_rows, most_tokens=1024)
     captured, seen = set(sizes.verifications()), []
 
-    def step(batch: TreeBatch) -> None:
+    def step(batch: TreeBatch) -> int:
         seen.append(sizes.verification(len(batch), len(batch.q_lens)))
+        return 1
 
     device: Any = SimpleNamespace(time=lambda model, run: run() or 1.0)
     room = measure._Room(device, torch.zeros(64, 2048, dtype=torch.int32), 1 << 20, most_rows)
@@ -62,10 +63,7 @@ def test_measured_verifications_have_graphs(most_rows: int) -> None:
 
 def test_graphs_share_their_logits() -> None:
     requests, model = Requests([5, 9]), TinyModel(slots=400)
-    forward = device_forward(requests, model, frozenset())
-    forward.sizes = Sizes(
-        forward.sizes.rows, forward.sizes.tokens, 8, 64, captured=frozenset(forward.sizes.verifications())
-    )
+    forward = device_forward(requests, model, SIZES.verifications())
 
     def run(queries: int) -> torch.Tensor:
         batch = TreeBatch.causal(

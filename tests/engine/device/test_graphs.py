@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from adaserve.engine.device.graphs import EagerGraph, GraphTable
-from adaserve.engine.device.sizes import Sizes, Tiers
-from adaserve.engine.device.transfer import QueuedCopy, put
+from adaserve.engine.device.sizes import SearchKey, Sizes, Tiers
+from adaserve.engine.device.transfer import QueuedCopy, StaticArrays, put
+from adaserve.engine.trees.shape import tree_shape
 from tests.engine.device.factories import CPU
 
 
@@ -50,10 +51,12 @@ def test_a_graph_runs_on_what_its_inputs_hold() -> None:
 
 
 def test_keys() -> None:
-    sizes = Sizes(Tiers((1, 4)), Tiers((1, 4)), most_rows=64, most_tokens=64)
-    keys = list(sizes.drafts(3))
-    assert len(keys) == len(set(keys)) == 2 * 4 * 2, "a first step and three widths, with noise and without"
-    assert keys[0].rows == 4, "the largest first, or the smaller ones cannot reuse its memory"
+    sizes = Sizes(Tiers((1, 4)), Tiers((1, 4)), most_rows=64, most_tokens=64, depth=5, width=3)
+    keys = list(sizes.searches())
+    assert len(keys) == len(set(keys)) == 2 * 5 * 3, "one graph for a whole draft: by rows, depth and width"
+    assert keys[0] == SearchKey(4, (3,) * 5), "the largest first, or the smaller ones cannot reuse its memory"
+    assert sizes.search(tree_shape(2, 3, None), rows=3) == SearchKey(4, (3, 3))
+    assert sizes.search(tree_shape(2, 2, (2, 1)), rows=3) not in keys, "others are run without a graph"
     assert sizes.verification(3).tokens == 4 and sizes.verification(3).rows == 5
     few = Sizes(Tiers((1, 4)), Tiers((1, 4)), most_rows=2, most_tokens=64)
     assert few.verification(4).rows == 3, "the requests that can be there, and one for the padding"
@@ -77,6 +80,16 @@ def test_packed_uploads() -> None:
         assert np.array_equal(there[name].numpy().astype(values.dtype), values), name
     assert there["seen"].dtype == torch.bool and there["scale"].dtype == torch.float32
     assert there["keys"].tolist() == [-1], "the bits of an unsigned number"
+
+
+def test_uploads_to_one_place() -> None:
+    static = StaticArrays()
+    first = static.put({"tokens": np.arange(4), "scale": np.ones(3, np.float32)}, CPU)
+    again = static.put({"tokens": np.arange(4) + 9, "scale": np.zeros(3, np.float32)}, CPU)
+    assert first["tokens"].data_ptr() == again["tokens"].data_ptr()
+    assert first["tokens"].tolist() == [9, 10, 11, 12] and first["scale"].tolist() == [0, 0, 0]
+    with pytest.raises(AssertionError, match="stay where they are"):
+        static.put({"tokens": np.arange(5), "scale": np.ones(3, np.float32)}, CPU)
 
 
 def test_copies() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel
-from adaserve.engine.device.layout import Extent, gather_slots, seen_by, unpack, window_bits, write_mask
+from adaserve.engine.device.layout import Extent, gather_slots, seen_by, slot_lists, unpack, window_bits
 from adaserve.engine.trees import attention
 from adaserve.engine.trees.batch import Gap, TreeBatch
 from tests.engine.device.factories import CPU
@@ -31,18 +31,27 @@ def random_case(seed: int) -> tuple[Extent, np.ndarray, list[np.ndarray]]:
     return Extent(q_lens, prefix + width), seen, masks
 
 
-def write(mask: torch.Tensor, extent: Extent, seen: np.ndarray) -> None:
+def write(buffers: AttentionBuffers, extent: Extent, seen: np.ndarray) -> None:
+    """By the host at once, and as the steps of a search do, each of which hides and shows again."""
+    buffers.see_all(int(extent.byte_starts[-1]))
     byte, clear = (torch.from_numpy(a) for a in window_bits(extent, seen.shape[1]))
-    write_mask(mask, int(extent.byte_starts[-1]), byte, clear, torch.from_numpy(seen))
+    for visible in (~seen, seen):
+        buffers.show(byte)
+        buffers.hide(byte, torch.where(torch.from_numpy(visible), 0, clear))
+    shown = buffers.mask.clone()
+    buffers.see_all(int(extent.byte_starts[-1]))
+    buffers.hide(*map(torch.from_numpy, window_bits(extent, seen.shape[1], seen)))
+    assert torch.equal(shown, buffers.mask)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_packed_as_flashinfer_reads_it(seed: int) -> None:
     """FlashInfer: byte ``indptr[r] + (q * kv + k) // 8``, bit ``(q * kv + k) % 8`` of request r."""
     extent, seen, masks = random_case(seed)
-    packed = torch.full((4096,), 77, dtype=torch.uint8)
+    buffers = AttentionBuffers.allocate(8, 4096, CPU)
+    packed = buffers.mask.fill_(77)
     for _ in range(2):  # what was there before must not matter
-        write(packed, extent, seen)
+        write(buffers, extent, seen)
     ends = np.cumsum([0, *((m.size + 7) // 8 for m in masks)])
     assert extent.byte_starts.tolist() == ends.tolist() and packed[ends[-1] :].eq(77).all()
     for r, mask in enumerate(masks):
@@ -57,17 +66,24 @@ def test_causal_batches_of_unequal_requests() -> None:
     q_lens, starts = np.array([3, 1, 2]), np.array([2, 3, 0])
     batch = TreeBatch.causal(np.arange(6), np.arange(3), starts, q_lens)
     assert batch.positions.tolist() == [2, 3, 4, 3, 0, 1]
-    extent, packed = Extent(q_lens, batch.kv_lens), torch.zeros(16, dtype=torch.uint8)
-    write(packed, extent, seen_by(batch))
+    extent, buffers = Extent(q_lens, batch.kv_lens), AttentionBuffers.allocate(8, 16, CPU)
+    write(buffers, extent, seen_by(batch))
     for r, (q, kv) in enumerate(zip(q_lens.tolist(), batch.kv_lens.tolist(), strict=True)):
         right = torch.ones(q, kv).tril(kv - q).bool()
-        assert torch.equal(unpack(packed, int(extent.byte_starts[r]), q, kv), right)
+        assert torch.equal(unpack(buffers.mask, int(extent.byte_starts[r]), q, kv), right)
 
 
 def test_gathered_slots() -> None:
-    table = torch.arange(40).view(4, 10)
-    slots = gather_slots(table, torch.tensor([2, 0, 3]), torch.tensor([3, 3, 5]), 5)
-    assert slots.tolist() == [20, 21, 22, 30, 31] and slots.dtype == torch.int32
+    table = torch.arange(40, dtype=torch.int32).view(4, 10)
+    slots = gathered(table, np.array([2, 0, 3]), np.array([3, 0, 2]))
+    assert slots == [20, 21, 22, 30, 31]
+
+
+def gathered(table: torch.Tensor, rows: np.ndarray, kv_lens: np.ndarray, gap: Gap | None = None) -> list[int]:
+    lists = slot_lists(table.shape[1], rows, kv_lens, gap)
+    out = torch.zeros(int(kv_lens.sum()), dtype=torch.int32)
+    gather_slots(table, {name: torch.from_numpy(values) for name, values in lists.items()}, out)
+    return out.tolist()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -84,11 +100,9 @@ def test_gathered_slots_with_a_gap(seed: int) -> None:
         if not start <= place < start + left_out
     ]
     kv_lens = places - length
-    ends = torch.from_numpy(np.cumsum(kv_lens))
-    gap = start, torch.from_numpy(length)
-    by_device = gather_slots(table, torch.from_numpy(rows), ends, int(ends[-1]), gap)
+    by_device = gathered(table, rows, kv_lens, Gap(start, length))
     by_host = attention.gather_slots(table, rows, kv_lens, Gap(start, length))
-    assert by_device.tolist() == by_host.tolist() == right
+    assert by_device == by_host.tolist() == right
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -102,8 +116,12 @@ def test_sdpa_over_flat_arrays_is_masked_attention(seed: int) -> None:
     keys, values = (torch.randn(pool, 2, 8, generator=generator) for _ in range(2))
     q = torch.randn(int(q_lens.sum()), 4, 8, generator=generator)
     buffers = AttentionBuffers.allocate(256, 512, CPU)
-    buffers.set_slots(slots, 3)
-    write(buffers.mask, extent, seen)
+    table = torch.zeros(1, pool, dtype=torch.int32)
+    table[0, : len(slots)] = slots
+    lists = slot_lists(pool, np.zeros(1, np.int64), np.array([len(slots)]))
+    buffers.set_slots(table, {k: torch.from_numpy(v) for k, v in lists.items()}, len(slots), 3)
+    assert buffers.kv_indices[: len(slots) + 3].tolist() == [*slots.tolist(), 0, 0, 0]
+    write(buffers, extent, seen)
     kernel = SdpaKernel(buffers)
     kernel.plan(extent)
     got = kernel.run(q, keys, values, 0.3).view_as(q)
@@ -126,7 +144,6 @@ def test_sdpa_over_flat_arrays_is_masked_attention(seed: int) -> None:
 def test_too_much_is_refused_with_the_remedy() -> None:
     buffers = AttentionBuffers.allocate(4, 2, CPU)
     with pytest.raises(RuntimeError, match="max-running-requests"):
-        buffers.set_slots(torch.zeros(4, dtype=torch.int32), 1)
-    none = torch.zeros(0, 6)
+        buffers.set_slots(torch.zeros(1, 9, dtype=torch.int32), {}, 4, 1)
     with pytest.raises(RuntimeError, match="mask of 3 bytes"):
-        buffers.set_mask(3, none.long(), none.byte(), none.bool())
+        buffers.see_all(3)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -10,6 +16,7 @@ from adaserve.engine.device import noise
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.reading import Reading
 
+ROOT = Path(__file__).resolve().parents[3]
 ROWS, VOCABULARY = noise.ROWS_AT_ONCE + 8, 5000
 
 
@@ -60,3 +67,45 @@ def test_reading() -> None:
     got = noise.read(logits.half().float(), *columns, on_device(keys), torch.from_numpy(positions))
     torch.testing.assert_close(got, right, rtol=1e-3, atol=4e-3)
     assert got.argmax(-1).tolist() == right.argmax(-1).tolist()
+
+
+KERNEL = """
+import json, sys
+import numpy as np, torch
+from adaserve.engine.device import noise
+from adaserve.engine.device.noise_kernel import read_fused
+from tests.engine.device.test_noise import on_device, rows
+keys, positions = rows()
+keys, positions = on_device(keys), torch.from_numpy(positions)
+spread = torch.full((len(keys),), 0.8)
+spread[1::3] = 0
+scale = torch.linspace(0.5, 2, len(keys))
+worst = []
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    logits = torch.randn(len(keys), 1300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    right = noise.read(logits, scale, spread, keys, positions)
+    got = read_fused(logits, scale, spread, keys, positions)
+    assert got.dtype == torch.float32 and torch.equal(got[1::3], right[1::3]), "there is no noise in these"
+    assert torch.equal(got.argmax(-1), right.argmax(-1))
+    worst.append(float((got - right).abs().max()))
+none = torch.zeros(len(keys), 1300), scale, torch.ones(len(keys)), keys, positions
+worst.append(float((noise.read(*none) - read_fused(*none)).abs().max()))
+print(json.dumps(worst))
+"""
+
+
+def test_the_kernel_reads_the_same_numbers() -> None:
+    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-c", KERNEL],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    # Noise reaches 22, where a unit in the last place is 2e-6; the hash has to be the same bit for bit.
+    assert max(json.loads(ran.stdout)) < 4e-6

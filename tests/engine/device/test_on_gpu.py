@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.bench.gpu_check.kernels import check_noise
 from adaserve.engine.device.attention import (
     INT_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
@@ -38,12 +39,11 @@ def test_flashinfer_reads_our_arrays_as_sdpa_does(seed: int) -> None:
     keys, values = (torch.randn(pool, 2, 64, generator=generator, device=device).half() for _ in range(2))
     q = torch.randn(int(q_lens.sum()), 8, 64, generator=generator, device=device).half()
     buffers = AttentionBuffers.allocate(4096, 4096, device)
-    buffers.set_slots(
-        torch.randperm(pool, generator=generator, device=device)[: int(kv_lens[:-2].sum())].int(), 2
-    )
-    byte, clear = window_bits(extent, visible.shape[1])
-    there = put({"byte": byte, "clear": clear, "seen": seen}, device)
-    buffers.set_mask(int(extent.byte_starts[-1]), *there.values())
+    used = int(kv_lens[:-2].sum())
+    buffers.kv_indices[:used].copy_(torch.randperm(pool, generator=generator, device=device)[:used])
+    byte, clear = window_bits(extent, visible.shape[1], seen)
+    buffers.see_all(int(extent.byte_starts[-1]))
+    buffers.hide(*put({"byte": byte, "clear": clear}, device).values())
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     integers = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     kernel, reference = (
@@ -68,3 +68,8 @@ def test_flashinfer_reads_our_arrays_as_sdpa_does(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_triton_reads_our_arrays_as_sdpa_does(seed: int) -> None:
     assert compare(seed, torch.device("cuda"), torch.float16) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_noise_is_that_of_torch(dtype: str) -> None:
+    assert check_noise(96, 32_000, dtype, torch.device("cuda"))["right"]

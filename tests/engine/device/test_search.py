@@ -75,6 +75,20 @@ def test_same_trees_of_a_draft_that_reads_little() -> None:
     np.testing.assert_allclose(few[start[2] :], full[start[2] :])
 
 
+def test_contexts_are_read_in_part_and_whole_by_turns() -> None:
+    """On one device, whose graphs read their inputs where the first search had them."""
+    requests, model = Requests([5, 30, 21]), TinyModel(4096)
+    requests.prefill(model)
+    device, running, found = graph_device(requests, model, model), requests.running(), []
+    for recent in ([8, 5, 0], None, [8, 5, 0]):
+        window = None if recent is None else np.array(recent)
+        plan = dataclasses.replace(iteration_plan(running, 4, 3), draft_window=window, draft_sinks=2)
+        drafting = requests.source(device, [0, 0, 0]).propose(plan, requests.rows(running), None)
+        assert drafting is not None
+        found.append(drafting.read().trees.logprob.tolist())
+    assert found[0] == found[2] != found[1] and len(device.drafts[0].table) == 1
+
+
 def test_noise_makes_other_trees() -> None:
     trees = [both(Requests([5, 17, 1]), 3, 2, temperature=t)[1] for t in (0.0, 0.3)]
     assert trees[0] is not None and trees[1] is not None
@@ -148,7 +162,7 @@ def test_padding_touches_the_scratch_slot_only() -> None:
     positions = np.array(requests.lengths)[:, None] - 1 + np.arange(8)
     own = set(requests.req_to_token[requests.pool_rows[:, None], positions].flatten().tolist())
     assert set(written.tolist()) <= own | {0} and 0 in written.tolist()
-    assert len(model.written) == 3, "one forward a step"
+    assert len(model.written) == 3, "one forward for each step"
 
 
 def test_graphs_are_bounded_and_reused() -> None:
@@ -165,6 +179,6 @@ def test_graphs_are_bounded_and_reused() -> None:
     for depth, width in [(1, 1), (2, 2), (4, 3), (3, 3), (4, 2), (4, 3)]:
         draft(depth, width, [0, 0, 0])
     table = device.drafts[0].table
-    assert len(table) == 1 + 2  # the first step, and steps of 2 and 3 beams; the chain has one step
+    assert len(table) == 5, "one for each depth and width"
     draft(3, 3, [4, 0, 0])
-    assert len(table) == 3, "catching up makes no graph"
+    assert len(table) == 5, "catching up makes no graph"

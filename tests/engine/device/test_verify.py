@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.engine.device.sizes import SearchKey
 from adaserve.engine.measure import QUICK, measure
-from adaserve.engine.reading import Reading
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.device.factories import (
+    SIZES,
     VOCABULARY,
     Requests,
     TinyModel,
@@ -104,21 +105,15 @@ def test_a_size_is_one_graph() -> None:
     assert len(table) == 1
 
 
-@pytest.mark.parametrize("q", [1, 3])
-def test_a_draft_step(q: int) -> None:
-    """As it is measured: causal, with as many tokens of every request."""
-    requests = Requests([12, 20, 7])
-    models = [TinyModel(requests.slots), TinyModel(requests.slots)]
-    for model in models:
-        requests.prefill(model)
-    lengths = np.array(requests.lengths)
-    tokens = np.arange(3 * q) + 3
-    batch = TreeBatch.causal(tokens, requests.pool_rows, lengths - q, np.full(3, q))
-    reading = Reading.plain(np.full(3 * q, 1.5))
-    host, device = host_device(requests, models[0], models[0]), graph_device(requests, models[1], models[1])
-    right, got = (d.drafts[0].candidates(batch, reading, 3) for d in (host, device))
-    assert torch.equal(got[1], right[1])
-    torch.testing.assert_close(got[0].float(), right[0], rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("q", [1, 3, 5])
+def test_what_is_measured_is_the_graph_that_serves(q: int) -> None:
+    """A draft's price is that of a whole search, by the number of its steps."""
+    requests, model = Requests([12, 20, 7]), TinyModel(4096)
+    device = graph_device(requests, model, model)
+    draft, lengths = device.drafts[0], np.array(requests.lengths)
+    batch = TreeBatch.causal(np.arange(3 * q) + 3, requests.pool_rows, lengths - q, np.full(3, q))
+    assert draft.rehearse(batch, 3) == SIZES.depth == len(model.written)
+    assert len(draft.take_runs()) == 1 and list(draft.table) == [SearchKey(4, (min(q, 3),) * SIZES.depth)]
 
 
 @pytest.mark.parametrize("make", [host_device, graph_device])

@@ -68,8 +68,8 @@ class TinyWorker(AdaServeWorker):
         self.req_to_token_pool = SimpleNamespace(req_to_token=requests.req_to_token)
         self.outcomes: list[IterationOutcome] = []
 
-    def _count(self, outcome: IterationOutcome) -> None:
-        super()._count(outcome)
+    def _count(self, outcome: IterationOutcome, runs: Any) -> None:
+        super()._count(outcome, runs)
         self.outcomes.append(outcome)
 
 

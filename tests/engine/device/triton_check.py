@@ -26,19 +26,23 @@ def compare(seed: int, device: torch.device, dtype: torch.dtype = torch.float32)
     buffers.kv_indices.fill_(7)
     buffers.mask.fill_(85)
     buffers.mask_bytes.fill_(3)
-    buffers.set_slots(torch.randperm(pool, generator=generator)[:used].int().to(device), 2)
-    byte, clear = (torch.from_numpy(a).to(device) for a in window_bits(extent, seen.shape[1]))
+    buffers.kv_indices[:used].copy_(torch.randperm(pool, generator=generator)[:used])
+    buffers.kv_indices[used : used + 2].zero_()
+    buffers.see_all(int(extent.byte_starts[-1]))
     kernel, reference = TritonKernel(buffers, len(extent.q_lens)), SdpaKernel(buffers)
     kernel.plan(extent)
     reference.plan(extent)
     worst = 0.0
     for visible in (seen, ~seen):
-        padded = torch.from_numpy(np.pad(visible, ((0, 3), (0, 0)), constant_values=True)).to(device)
-        buffers.set_mask(int(extent.byte_starts[-1]), byte, clear, padded)
+        padded = np.pad(visible, ((0, 3), (0, 0)), constant_values=True)
+        bits = window_bits(extent, seen.shape[1], padded)
+        byte, clear = (torch.from_numpy(values).to(device) for values in bits)
+        buffers.hide(byte, clear)
         right, got = (k.run(q, keys, values, 0.3) for k in (reference, kernel))
         # A token that sees nothing is none of ours: its softmax is 0 / 0.
         prefix = np.repeat(extent.kv_lens - seen.shape[1], extent.q_lens) > 0
-        sees = torch.from_numpy(prefix | np.pad(visible, ((0, 3), (0, 0)), constant_values=True).any(1))
+        buffers.show(byte)
+        sees = torch.from_numpy(prefix | padded.any(1))
         worst = max(worst, float((right - got)[sees.to(device)].abs().max()))
     return worst
 
