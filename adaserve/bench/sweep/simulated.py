@@ -16,6 +16,7 @@ from adaserve.bench.sweep.aggregate import Block, Outcome, Results
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
 from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import LatencyModel, TableCost
 from adaserve.scheduler.policies import chain_length
 from adaserve.scheduler.prefill import PrefillConfig
@@ -193,7 +194,8 @@ def as_served(profile: LatencyModel, results: Results) -> LatencyModel:
         size = server["running"] * (1.0 + server["tree_nodes"])
         served_s = server["seconds"]["verify"] / server["iterations"]
         tokens.append(size)
-        ratios.append(served_s / profile.verify_s(size, server["running"] * each))
+        running = max(1, round(server["running"]))
+        ratios.append(served_s / profile.verify_s(size, Context(running * each, running)))
     if not tokens:
         return profile
     doublings = np.round(np.log2(tokens))
@@ -201,8 +203,8 @@ def as_served(profile: LatencyModel, results: Results) -> LatencyModel:
     ratio = [float(np.median(np.array(ratios)[doublings == k])) for k in known]
     sizes = np.unique(np.concatenate([2.0**known, SIZES]))
     times = np.maximum.accumulate(profile.verify_s(sizes) * np.interp(np.log2(sizes), known, ratio))
-    per_context_s = (profile.verify_s(1.0, 1e4) - profile.verify_s(1.0, 0.0)) / 1e4
-    return replace(profile, verify=TableCost(tuple(sizes.tolist()), tuple(times.tolist()), per_context_s))
+    table = TableCost(tuple(sizes.tolist()), tuple(times.tolist()), *profile.verify.reading)
+    return replace(profile, verify=table)
 
 
 def _fit(chains: Sequence[tuple[int, float]]) -> float:
