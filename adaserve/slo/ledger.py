@@ -115,6 +115,8 @@ class SLOLedger:
         served = not req.rid.startswith(HEALTH_CHECK) and req.sampling_params.max_new_tokens != 0
         if served and (failed or not aborted):
             self.stats.finish(request)
+            asked = RequestSLO.from_params(req.sampling_params.custom_params)
+            self.stats.came(asked.routed, asked.stated)
         slo = request.slo
         return {
             "class": slo.slo_class,
