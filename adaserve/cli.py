@@ -345,6 +345,7 @@ def _mount() -> None:
     from adaserve.bench.simulate import app as simulator
     from adaserve.bench.soak.cli import bench_soak
     from adaserve.bench.sweep.cli import bench_sweep
+    from adaserve.fleet.cli import app as fleet
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
 
@@ -355,6 +356,7 @@ def _mount() -> None:
     app.command("gpu-check")(gpu_check)
     app.command("report")(loadgen.report)
     app.add_typer(simulator, name="simulate")
+    app.add_typer(fleet, name="fleet")
     app.add_typer(pair, name="pair")
 
 

@@ -191,13 +191,17 @@ def test_orca_in_text_and_in_json() -> None:
     }
     idle = {"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.25, "slo": forecast}
     busy = {**idle, "num_running_reqs": 9}
-    metrics = orca_metrics([busy, idle])
+    metrics = orca_metrics([busy, idle], 2.5)
     assert as_text(metrics) == (
-        "TEXT named_metrics.kv_cache_usage=0.25, named_metrics.running_requests=1, "
+        "TEXT rps_fractional=2.5, application_utilization=0.8, named_metrics.kv_cache_usage=0.25, named_metrics.running_requests=1, "
         "named_metrics.waiting_requests=0, named_metrics.admission_open=0.5, named_metrics.headroom_chat=1.25"
     )
-    assert as_json(metrics).startswith('JSON {"named_metrics": {"kv_cache_usage": 0.25, ')
-    assert orca_metrics([]) == {}
+    assert as_json(metrics).startswith(
+        'JSON {"rps_fractional": 2.5, "application_utilization": 0.8, "named_metrics": {"kv_cache_usage": 0.25, '
+    )
+    assert orca_metrics([], 2.5) == {}
+    forecast["classes"]["chat"]["headroom"] = None
+    assert "application_utilization" not in orca_metrics([idle], 2.5)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, math.nan])
