@@ -148,6 +148,10 @@ def serve(
         typer.Option(help="ms per token of the idle server, for x_baseline SLOs.", show_default="measured"),
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Record every iteration here, for replay.")] = None,
+    record_requests: Annotated[
+        Path | None,
+        typer.Option(help="Append lengths and SLOs of requests to this trace, for `adaserve simulate capacity`."),
+    ] = None,
     shed: Annotated[
         bool,
         typer.Option("--shed", help="Answer 429 to requests that would miss their TTFT SLO in the queue."),
@@ -171,7 +175,7 @@ def serve(
         suffix_scope=suffix_scope, suffix_memory_mb=suffix_memory_mb,
         policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
-        shed=shed, orca=orca,
+        shed=shed, orca=orca, record_requests=_text(record_requests),
     )  # fmt: skip
     command = spec.command()
     os.environ.update(spec.environment())
