@@ -150,7 +150,9 @@ def serve(
     record: Annotated[Path | None, typer.Option(help="Record every iteration here, for replay.")] = None,
     record_requests: Annotated[
         Path | None,
-        typer.Option(help="Append lengths and SLOs of requests to this trace, for `adaserve simulate capacity`."),
+        typer.Option(
+            help="Append lengths and SLOs of requests to this trace, for `adaserve simulate capacity`."
+        ),
     ] = None,
     shed: Annotated[
         bool,

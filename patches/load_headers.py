@@ -113,9 +113,7 @@ def _of_shed(status: int, noted: dict[str, Any]) -> Iterable[tuple[bytes, bytes]
         yield b"x-llm-d-request-dropped-reason", noted[REASON].encode()
 
 
-def _of_load(
-    headers: Iterable[tuple[bytes, bytes]], requests_per_s: float
-) -> Iterable[tuple[bytes, bytes]]:
+def _of_load(headers: Iterable[tuple[bytes, bytes]], requests_per_s: float) -> Iterable[tuple[bytes, bytes]]:
     """The latest load of the scheduler, as Envoy's ORCA writes it in text or, when asked for, in JSON."""
     from sglang.srt.entrypoints.http_server import get_global_state
 

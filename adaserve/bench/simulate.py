@@ -252,8 +252,8 @@ def capacity(
     trace: Annotated[
         list[str],
         typer.Option(
-            help="trace file, or synthetic:N:RPS[:BURST]; may be repeated for what several servers wrote with "
-            "--record-requests"
+            help="trace file, or synthetic:N:RPS[:BURST]; may be repeated for what several servers "
+            "wrote with --record-requests"
         ),
     ],
     target: Annotated[float, typer.Option(help="attainment to reach")] = 0.95,

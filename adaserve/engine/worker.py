@@ -181,8 +181,10 @@ class AdaServeWorker(BaseSpecWorker):
         baseline_ms = self.config.baseline_ms
         measured_s = self.costs.baseline_s(BASELINE_CONTEXT)
         baseline_s = measured_s if baseline_ms is None else baseline_ms / 1e3
-        metrics = ServerMetrics() if get_observability().enable_metrics else None
-        path = self.config.record_requests if self._agreement.decides else None
+        # Tensor-parallel ranks see the same requests, and Prometheus adds up what processes count.
+        speaks = self._agreement.decides
+        metrics = ServerMetrics() if speaks and get_observability().enable_metrics else None
+        path = self.config.record_requests if speaks else None
         log = None if path is None else RequestLog(Path(path))
         self.ledger = SLOLedger(baseline_s, SLOStats(slo_classes(), metrics), log)
         saves, follow = self._agreement.decides, baseline_ms is None

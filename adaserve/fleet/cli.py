@@ -33,7 +33,9 @@ def up(
         str, typer.Option(help="Flags of the router, as one text: '--policy power_of_two'.")
     ] = "",
     host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the router; the replicas get the ports behind it.")] = 30000,
+    port: Annotated[
+        int, typer.Option(help="Port of the router; the replicas get the ports behind it.")
+    ] = 30000,
     logs: Annotated[Path | None, typer.Option(help="Folder for logs.", show_default="a new one")] = None,
 ) -> None:
     """Start replicas and a router in front of them, and watch over them until Ctrl-C.

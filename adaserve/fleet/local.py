@@ -132,8 +132,8 @@ class Fleet:
         host: str = "127.0.0.1",
         port: int = 30000,
     ) -> Fleet:
-        """Equal replicas with the ``flags`` of `adaserve serve`. The router listens on ``port``, the replicas on
-        the ports behind it, and the router's metrics are on the port behind those. Raises ServerError."""
+        """Equal replicas with the ``flags`` of `adaserve serve`. The router listens on ``port``, the replicas
+        on the ports behind it, and the router's metrics are on the port behind those. Raises ServerError."""
         servers = [ReplicaSpec(port + 1 + i, flags) for i in range(replicas)]
         urls = tuple(server.url for server in servers)
         return cls(servers, RouterSpec(urls, router, host, port, port + 1 + replicas, router_flags), logs)
@@ -213,4 +213,3 @@ class Fleet:
         self.router.stop(grace_s)
         for replica in self.replicas:
             replica.stop()
-

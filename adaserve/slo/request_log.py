@@ -1,4 +1,4 @@
-"""Finished requests as a trace: what ``adaserve simulate capacity`` and ``adaserve bench serve`` can replay."""
+"""Finished requests as a trace, for ``adaserve simulate capacity`` and ``adaserve bench serve``."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def resolve(
     """
     sent = _by_name(headers)
     _refuse_misspelt(sent)
-    for name, text in _traced(sent):
-        sent.setdefault(name, []).append(text)
+    for meant, text in _traced(sent):
+        sent.setdefault(meant, []).append(text)
     if custom_params is not None and not isinstance(custom_params, Mapping):
         raise SLOError(f"custom_params must be an object, not {shown(custom_params)}")
     params = custom_params or {}
@@ -184,7 +184,9 @@ def _traced(sent: Mapping[str, list[str]]) -> list[tuple[str, str]]:
         name, colon, text = pair.partition(":")
         if not colon or name not in TRACE_KEYS:
             known = ", ".join(f"{key}:..." for key in TRACE_KEYS)
-            raise SLOError(f"header {HEADER_TRACE} has {shown(pair)} under {TRACE_MEMBER}=: known are {known}")
+            raise SLOError(
+                f"header {HEADER_TRACE} has {shown(pair)} under {TRACE_MEMBER}=: known are {known}"
+            )
         found.append((TRACE_KEYS[name], text))
     return found
 

@@ -150,7 +150,9 @@ def build_snapshot(
         running=sum(last.running for last in fresh),
         queue=sum(last.queue for last in fresh),
         kv_use=max((last.kv_use for last in lasts), default=None),
-        admission_open=max((r.forecast.admission_open for r in ranks if r.forecast is not None), default=None),
+        admission_open=max(
+            (r.forecast.admission_open for r in ranks if r.forecast is not None), default=None
+        ),
         goodput_tps=sum(c.good_tokens for c in total.classes.values()) * per_s,
         throughput_tps=sum(c.tokens for c in total.classes.values()) * per_s,
         accept_length=accepted,
@@ -162,7 +164,9 @@ def build_snapshot(
         classes=[_class(name, ranks, total.classes.get(name, ClassCounts()), per_s) for name in names],
         slow=sorted((e for r in ranks for e in r.slow), key=lambda e: -e.at)[:12],
         history=_history(buckets, names, last_key),
-        notes=list(dict.fromkeys([*notes, *_lost_slos(ranks)])) if ranks else ["the scheduler has not reported yet"],
+        notes=list(dict.fromkeys([*notes, *_lost_slos(ranks)]))
+        if ranks
+        else ["the scheduler has not reported yet"],
     )
 
 
@@ -172,8 +176,8 @@ def _lost_slos(ranks: Sequence[RankState]) -> list[str]:
     if not stated or without < LEAST_LOST:
         return []
     return [
-        f"{without} requests came through a router without an SLO, while {stated} requests stated one: if their "
-        "clients send x-slo headers, the router drops them (docs/fleet.md says what gets through)"
+        f"{without} requests came through a router without an SLO, while {stated} requests stated one: if "
+        "their clients send x-slo headers, the router drops them (docs/fleet.md says what gets through)"
     ]
 
 

@@ -53,7 +53,7 @@ def load(across: str) -> str:
 
 def close(share: str) -> str:
     """Predictions within 15% of what was delivered."""
-    bucket = f"adaserve:predicted_tpot_error_bucket{{{ALL}, le=\"{share}\"}}"
+    bucket = f'adaserve:predicted_tpot_error_bucket{{{ALL}, le="{share}"}}'
     return f"sum(rate({bucket}{RATE}))"
 
 

@@ -52,12 +52,19 @@ def test_slos_get_through_a_real_router(server: ServerProcess, tmp_path: Path) -
         until_sent_to(router.url, 1)
         assert slo_of(router.url, {"slo_tpot_ms": 40, "slo_ttft_ms": 5000})["tpot_slo_ms"] == 40
         assert slo_of(router.url, {"slo_class": "chat"})["class"] == "chat"
-        assert slo_of(router.url, tracestate="other=1,adaserve=tpot-ms:41;ttft-ms:9000")["ttft_slo_ms"] == 9000
+        assert (
+            slo_of(router.url, tracestate="other=1,adaserve=tpot-ms:41;ttft-ms:9000")["ttft_slo_ms"] == 9000
+        )
         assert slo_of(router.url, tracestate="adaserve=class:coding")["class"] == "coding"
-        assert slo_of(router.url, x_slo_class="chat")["class"] == "default", "docs/fleet.md says it is dropped"
+        assert slo_of(router.url, x_slo_class="chat")["class"] == "default", (
+            "docs/fleet.md says it is dropped"
+        )
         assert slo_of(server.url, x_slo_class="chat")["class"] == "chat"
         bad = httpx.post(
-            router.url + "/v1/completions", json=body(4), headers={"tracestate": "adaserve=tpot:4"}, timeout=60
+            router.url + "/v1/completions",
+            json=body(4),
+            headers={"tracestate": "adaserve=tpot:4"},
+            timeout=60,
         )
         assert bad.status_code == 400 and "tpot-ms" in bad.text
         assert len(streamed(router.url, body(24, stream=True))) > 1

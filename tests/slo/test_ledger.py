@@ -227,7 +227,12 @@ def test_finished_requests_make_a_trace(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="go back"):
         read_trace(path)
     first, second = Trace.merged([read_trace(path, sort=True)]).rows
-    assert (first.slo_class, first.slo_tpot_ms, first.prompt_tokens, first.output_tokens) == (None, None, 7, 11)
+    assert (first.slo_class, first.slo_tpot_ms, first.prompt_tokens, first.output_tokens) == (
+        None,
+        None,
+        7,
+        11,
+    )
     assert (second.slo_class, second.slo_tpot_ms) == ("coding", pytest.approx(24.0))
     assert first.arrival_s == 0.0 and second.arrival_s == pytest.approx(2.5, abs=0.1)
     for log in logs:

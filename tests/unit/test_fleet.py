@@ -57,7 +57,9 @@ class Sleeper(ReplicaSpec):
     __slots__ = ()
 
     def command(self) -> list[str]:
-        child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+        child = (
+            "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+        )
         return [sys.executable, "-c", child]
 
 
