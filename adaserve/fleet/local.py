@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -211,5 +212,5 @@ class Fleet:
     def down(self, grace_s: float = GRACE_S) -> None:
         """The router takes no more requests and waits for those in flight; then the replicas are stopped."""
         self.router.stop(grace_s)
-        for replica in self.replicas:
-            replica.stop()
+        with ThreadPoolExecutor(len(self.replicas)) as pool:
+            list(pool.map(ServerProcess.stop, self.replicas))

@@ -19,6 +19,9 @@ import pytest
 
 from adaserve.fleet import local
 from adaserve.fleet.local import Fleet, RouterSpec
+from adaserve.loadgen.config import Endpoint
+from adaserve.loadgen.protocol import slo_headers
+from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.loadgen.server_metrics import parse_metrics
 from adaserve.server import ServerProcess, free_port
 from tests.clients.conftest import MODEL
@@ -67,10 +70,13 @@ def test_slos_get_through_a_real_router(server: ServerProcess, tmp_path: Path) -
             timeout=60,
         )
         assert bad.status_code == 400 and "tpot-ms" in bad.text
+        planned = PlannedRequest(0, 0.0, "chat", 42.0, None, "import os", 2, 4)
+        sent = {name.replace("-", "_"): value for name, value in slo_headers(Endpoint(), planned).items()}
+        assert slo_of(router.url, **sent)["tpot_slo_ms"] == 42, "adaserve bench serve"
         assert len(streamed(router.url, body(24, stream=True))) > 1
     after = arrivals(server.url)
     came = {key: after[key] - before.get(key, 0.0) for key in after}
-    assert came == {("router", "yes"): 4, ("router", "no"): 2, ("direct", "yes"): 1, ("direct", "no"): 0}
+    assert came == {("router", "yes"): 5, ("router", "no"): 2, ("direct", "yes"): 1, ("direct", "no"): 0}
 
 
 def arrivals(url: str) -> dict[tuple[str, str], float]:
