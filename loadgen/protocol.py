@@ -59,7 +59,7 @@ def body(server: Endpoint, request: PlannedRequest, history: str) -> dict[str, A
 
 
 def slo_headers(server: Endpoint, request: PlannedRequest) -> dict[str, str]:
-    """The SLO of a request as HTTP headers: as ``x-slo-*``, and in ``tracestate`` for routers that drop those."""
+    """The SLO of a request as HTTP headers: ``x-slo-*``, and ``tracestate`` for routers that drop those."""
     headers: dict[str, str] = {}
     if server.slo_headers in ("both", "class"):
         headers["x-slo-class"] = request.slo_class
