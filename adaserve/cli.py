@@ -160,6 +160,12 @@ def serve(
         typer.Option(help="ms per token of the idle server, for x_baseline SLOs.", show_default="measured"),
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Record every iteration here, for replay.")] = None,
+    record_requests: Annotated[
+        Path | None,
+        typer.Option(
+            help="Append lengths and SLOs of requests to this trace, for `adaserve simulate capacity`."
+        ),
+    ] = None,
     shed: Annotated[
         bool,
         typer.Option("--shed", help="Answer 429 to requests that would miss their TTFT SLO in the queue."),
@@ -184,7 +190,7 @@ def serve(
         learn=learn, learn_folder=_text(learn_folder),
         policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
-        shed=shed, orca=orca,
+        shed=shed, orca=orca, record_requests=_text(record_requests),
     )  # fmt: skip
     command = spec.command()
     os.environ.update(spec.environment())
@@ -394,6 +400,7 @@ def _mount() -> None:
     from adaserve.bench.simulate import app as simulator
     from adaserve.bench.soak.cli import bench_soak
     from adaserve.bench.sweep.cli import bench_sweep
+    from adaserve.fleet.cli import app as fleet
     from adaserve.learning.cli import app as draft
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
@@ -406,6 +413,7 @@ def _mount() -> None:
     app.command("gpu-check")(gpu_check)
     app.command("report")(loadgen.report)
     app.add_typer(simulator, name="simulate")
+    app.add_typer(fleet, name="fleet")
     app.add_typer(pair, name="pair")
     app.add_typer(draft, name="draft")
 

@@ -89,6 +89,11 @@ class AdaServeConfig(Checked):
         description="JSON file written by `adaserve profile` (default: the cached one of this host and pair)",
     )
     record: str | None = Field(default=None, description="record every iteration to this file, for replay")
+    record_requests: str | None = Field(
+        default=None,
+        description="append the lengths and SLOs of finished requests to this trace file, for "
+        "`adaserve simulate capacity`",
+    )
     cpu_weights: Literal["auto", "fp32", "fp16", "bf16", "off"] = Field(
         default="auto", description="storage of weights on CPU hosts"
     )

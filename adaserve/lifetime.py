@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
 
@@ -20,3 +21,9 @@ def die_with_parent() -> None:
     """
     if sys.platform == "linux" and os.environ.get(PARENT_ENV) == str(os.getppid()):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":  # python -m adaserve.lifetime MODULE ARGUMENTS: a foreign command, made to do so
+    die_with_parent()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import psutil
@@ -132,6 +132,23 @@ def free_port() -> int:
     raise ServerError(f"no port between {_PORTS.start} and {_PORTS.stop} is free: choose one with --port")
 
 
+class Spec(Protocol):
+    """A server that can be started: ours, or a router."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def url(self) -> str: ...
+
+    def command(self) -> list[str]: ...
+
+    def environment(self) -> dict[str, str]: ...
+
+
 class ServerProcess:
     """A server in a process group of its own; stopped, with all its children, on exit.
 
@@ -143,7 +160,7 @@ class ServerProcess:
 
     def __init__(
         self,
-        spec: ServerSpec,
+        spec: Spec,
         log: Path,
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -212,22 +229,20 @@ class ServerProcess:
         ]
         return "\n".join(errors[-3:] or lines[-15:])
 
-    def stop(self) -> None:
-        """Ends the server and everything that it started."""
-        process, self._process = self._process, None
+    def stop(self, patience_s: float = 8.0) -> None:
+        """Ends the server and everything that it started; kills what is left after ``patience_s``."""
+        process = self._process
         if process is None:
             return
-        family = [process.pid]
-        try:
-            family += [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
+        family = _family(process.pid)
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            pass
-        alive = psutil.wait_procs([p for p in map(_process, family) if p], timeout=8.0)[1]
+        alive = psutil.wait_procs(family, timeout=patience_s)[1]
         for p in alive:
             p.kill()
         psutil.wait_procs(alive, timeout=5.0)
         process.wait()
+        self._process = None
 
     @property
     def alive(self) -> bool:
@@ -284,10 +299,18 @@ class ServerProcess:
             time.sleep(0.5)
 
 
-def _process(pid: int) -> psutil.Process | None:
+def _family(leader: int) -> list[psutil.Process]:
+    """The processes of a group and what its leader started. The leader itself may be dead already."""
+    family = {p for p in psutil.process_iter() if _group(p.pid) == leader}
+    with suppress(psutil.NoSuchProcess):
+        family.update(psutil.Process(leader).children(recursive=True))
+    return list(family)
+
+
+def _group(pid: int) -> int | None:
     try:
-        return psutil.Process(pid)
-    except psutil.NoSuchProcess:
+        return os.getpgid(pid)
+    except (ProcessLookupError, PermissionError):
         return None
 
 

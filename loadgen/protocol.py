@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.schedule import PlannedRequest
+from adaserve.slo.resolve import HEADER_TRACE, TRACE_KEYS, TRACE_MEMBER
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
 MAX_COUNT = 10**9
@@ -62,7 +64,7 @@ def _body(server: Endpoint, request: PlannedRequest, history: str) -> dict[str, 
 
 
 def slo_headers(server: Endpoint, request: PlannedRequest) -> dict[str, str]:
-    """The SLO of a request as HTTP headers."""
+    """The SLO of a request as HTTP headers: ``x-slo-*``, and ``tracestate`` for routers that drop those."""
     headers: dict[str, str] = {}
     if server.slo_headers in ("both", "class"):
         headers["x-slo-class"] = request.slo_class
@@ -71,6 +73,10 @@ def slo_headers(server: Endpoint, request: PlannedRequest) -> dict[str, str]:
             headers["x-slo-tpot-ms"] = f"{request.tpot_ms:.6g}"
         if request.ttft_ms is not None:
             headers["x-slo-ttft-ms"] = f"{request.ttft_ms:.6g}"
+    members = [f"{key}:{headers[name]}" for key, name in TRACE_KEYS.items() if name in headers]
+    own = any(name.lower() == HEADER_TRACE for name in server.headers)
+    if members and not own and not re.search(r"[,;=]", request.slo_class):
+        headers[HEADER_TRACE] = f"{TRACE_MEMBER}={';'.join(members)}"
     return headers
 
 

@@ -76,6 +76,7 @@ class Target:
             "Accept": "text/event-stream",
             "Accept-Encoding": "identity",
             "Connection": "close",
+            "User-Agent": "adaserve-bench",
             "X-Request-Id": f"bench-{request.index}",
             **self.server.headers,
             **protocol.slo_headers(self.server, request),

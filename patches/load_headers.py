@@ -8,6 +8,8 @@ output, so a stream that is shed must fail there, and not by an event in a good 
 from __future__ import annotations
 
 import json
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
@@ -22,6 +24,9 @@ from adaserve.patches.shedding import REASON, RETRY_AFTER
 
 ORCA = b"endpoint-load-metrics"
 ORCA_FORMAT = b"endpoint-load-metrics-format"
+
+RATE_OVER_S = 10.0
+NAMED = "named_metrics"
 
 _noted: ContextVar[dict[str, Any] | None] = ContextVar("adaserve_noted", default=None)
 """The request at hand, and why it was shed; one object for all tasks that serve it."""
@@ -75,6 +80,7 @@ class LoadHeaders:
 
     def __init__(self, app: App, orca: bool) -> None:
         self._app, self._orca = app, orca
+        self._answered_s: deque[float] = deque()  # of the last RATE_OVER_S
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,11 +93,18 @@ class LoadHeaders:
             if message["type"] == "http.response.start":
                 more = [*_of_shed(message["status"], noted)]
                 if self._orca and scope["method"] == "POST":
-                    more += _of_load(scope["headers"])
+                    more += _of_load(scope["headers"], self._requests_per_s(time.monotonic()))
                 message = {**message, "headers": [*message.get("headers", []), *more]}
             await send(message)
 
         await self._app(scope, receive, with_headers)
+
+    def _requests_per_s(self, now_s: float) -> float:
+        """Answers that this HTTP process gave lately, the present one included."""
+        self._answered_s.append(now_s)
+        while self._answered_s[0] < now_s - RATE_OVER_S:
+            self._answered_s.popleft()
+        return len(self._answered_s) / RATE_OVER_S
 
 
 def _of_shed(status: int, noted: dict[str, Any]) -> Iterable[tuple[bytes, bytes]]:
@@ -100,40 +113,49 @@ def _of_shed(status: int, noted: dict[str, Any]) -> Iterable[tuple[bytes, bytes]
         yield b"x-llm-d-request-dropped-reason", noted[REASON].encode()
 
 
-def _of_load(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[bytes, bytes]]:
+def _of_load(headers: Iterable[tuple[bytes, bytes]], requests_per_s: float) -> Iterable[tuple[bytes, bytes]]:
     """The latest load of the scheduler, as Envoy's ORCA writes it in text or, when asked for, in JSON."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
     loads = get_global_state().tokenizer_manager.load_snapshot_reader.read_all()
-    metrics = orca_metrics([load.to_dict({"core", "slo"}) for load in loads])
+    metrics = orca_metrics([load.to_dict({"core", "slo"}) for load in loads], requests_per_s)
     if metrics:
         wanted = dict(headers).get(ORCA_FORMAT, b"").strip().lower()
         yield ORCA, (as_json(metrics) if wanted == b"json" else as_text(metrics)).encode()
 
 
-def orca_metrics(loads: list[dict[str, Any]]) -> dict[str, float]:
-    """Named metrics of the least loaded data-parallel rank, which would get one more request."""
+def orca_metrics(loads: list[dict[str, Any]], requests_per_s: float) -> dict[str, float]:
+    """A report on the least loaded data-parallel rank, which would get one more request.
+
+    Envoy's client-side weighted round robin weighs an endpoint by ``rps_fractional`` over
+    ``application_utilization``, and needs both: here predicted TPOT / SLO of the class that fares worst."""
     if not loads:
         return {}
     best = min(loads, key=lambda load: load["num_running_reqs"] + load["num_waiting_reqs"])
-    metrics = {
+    named = {
         "kv_cache_usage": float(best["token_usage"]),
         "running_requests": float(best["num_running_reqs"]),
         "waiting_requests": float(best["num_waiting_reqs"]),
     }
+    report = {"rps_fractional": requests_per_s}
     if (forecast := best.get("slo")) is not None:
-        metrics["admission_open"] = forecast["admission_open"]
-        for name, told in forecast["classes"].items():
-            if told["headroom"] is not None:
-                metrics[f"headroom_{name}"] = told["headroom"]
-    return metrics
+        headroom = {name: told["headroom"] for name, told in forecast["classes"].items() if told["headroom"]}
+        if headroom:
+            report["application_utilization"] = 1.0 / min(headroom.values())
+        named["admission_open"] = forecast["admission_open"]
+        named |= {f"headroom_{name}": value for name, value in headroom.items()}
+    return report | {f"{NAMED}.{name}": value for name, value in named.items()}
 
 
-def as_text(metrics: dict[str, float]) -> str:
-    """``TEXT named_metrics.a=1, named_metrics.b=2``."""
-    return "TEXT " + ", ".join(f"named_metrics.{name}={value:.6g}" for name, value in metrics.items())
+def as_text(report: dict[str, float]) -> str:
+    """``TEXT rps_fractional=1, named_metrics.a=2``."""
+    return "TEXT " + ", ".join(f"{name}={value:.6g}" for name, value in report.items())
 
 
-def as_json(metrics: dict[str, float]) -> str:
-    """``JSON {"named_metrics": {"a": 1, "b": 2}}``."""
-    return "JSON " + json.dumps({"named_metrics": {name: float(f"{v:.6g}") for name, v in metrics.items()}})
+def as_json(report: dict[str, float]) -> str:
+    """``JSON {"rps_fractional": 1, "named_metrics": {"a": 2}}``."""
+    nested: dict[str, Any] = {}
+    for name, value in report.items():
+        group, _, inner = name.rpartition(".")
+        (nested.setdefault(group, {}) if group else nested)[inner] = float(f"{value:.6g}")
+    return "JSON " + json.dumps(nested)

@@ -1,8 +1,8 @@
 """What one request more would get: its TPOT, and how long it would wait for its prefill.
 
 The TPOT of a request is the time from one decode iteration to the next over its tokens per iteration. Both
-are remembered by batch size. How much longer iterations get with requests that join, the latency model of
-the policies says, with the shape of the trees that are usual now.
+are remembered by batch size, up to a factor of two. Between sizes the latency model of the policies says how
+iterations grow, with the shape of the trees that are usual at the nearest one.
 """
 
 from __future__ import annotations
@@ -59,34 +59,33 @@ class Outlook:
             pace = sum(mine) / len(mine)
             self._paces[size, name] = blend(self._paces.get((size, name), pace), pace, NEWEST)
 
-    def cycle_s(self, running: int, joining: int = 0) -> float:
-        """Seconds per iteration if ``joining`` more requests decoded beside the ``running`` ones."""
-        n = max(1, running + joining)
-        usual = self._usual(running)
+    def cycle_s(self, n: int) -> float:
+        """Seconds per iteration while ``n`` requests decode."""
+        usual = self._usual(n)
         if usual is None:
-            return self._latency.iteration_s(n, 0, 1, n)
+            return self._latency.iteration_s(max(1, n), 0, 1, max(1, n))
         grown = self._iteration_s(usual, n) - self._iteration_s(usual, usual.n)
         return max(usual.cycle_s + grown, self._latency.verify_s(float(n)))
 
-    def tpot_s(self, slo_class: str, running: int, joining: int) -> float:
-        """Predicted TPOT of a request of the class that is the last of ``joining`` ones."""
-        return self.cycle_s(running, joining) / self.pace(slo_class, running)
+    def tpot_s(self, slo_class: str, n: int) -> float:
+        """Predicted TPOT of a request of the class that is one of ``n``."""
+        return self.cycle_s(n) / self.pace(slo_class, n)
 
-    def pace(self, slo_class: str, running: int) -> float:
+    def pace(self, slo_class: str, n: int) -> float:
         """Tokens per iteration of a request of the class; 1 while nothing is known."""
-        size = self._size(running)
+        size = self._size(n)
         if size is None:
             return 1.0
         return max(1.0, self._paces.get((size, slo_class), _Usual(*self._means[size]).pace))
 
-    def _usual(self, running: int) -> _Usual | None:
-        size = self._size(running)
+    def _usual(self, n: int) -> _Usual | None:
+        size = self._size(n)
         return None if size is None else _Usual(*self._means[size])
 
-    def _size(self, running: int) -> int | None:
-        """The size that is known and nearest; for an idle server that of a lone request."""
-        wanted = max(1, running).bit_length()
-        return min(self._means, key=lambda size: abs(size - wanted), default=None)
+    def _size(self, n: int) -> int | None:
+        """The size that is known and nearest. Not that of the present batch: with more requests each gets
+        smaller trees, so that both iterations and tokens per iteration grow less than trees of today say."""
+        return min(self._means, key=lambda size: abs(size - max(1, n).bit_length()), default=None)
 
     def _iteration_s(self, usual: _Usual, n: float) -> float:
         rows, per_row = max(1, round(n)), usual.verified / usual.n

@@ -79,9 +79,19 @@ def read_workload(spec: str, seed: int) -> Trace:
         if len(parts) not in (2, 3):
             raise TraceError(f"expected synthetic:N:RPS or synthetic:N:RPS:BURST, got {spec!r}")
         return synthetic_trace(int(parts[0]), float(parts[1]), seed, PAPER_MIX, *map(float, parts[2:]))
-    trace = read_trace(spec)
+    return _with_classes(read_trace(spec), seed)
+
+
+def read_recorded(specs: list[str], seed: int) -> Trace:
+    """As ``read_workload``, or what several servers recorded, in the order in which requests finished."""
+    if len(specs) == 1 and specs[0].startswith("synthetic:"):
+        return read_workload(specs[0], seed)
+    return _with_classes(Trace.merged(read_trace(path, sort=True) for path in specs), seed)
+
+
+def _with_classes(trace: Trace, seed: int) -> Trace:
     if all(row.slo_class is None and row.slo_tpot_ms is None for row in trace.rows):
-        trace = replace(trace, rows=tuple(assign_classes(trace.rows, PAPER_MIX, seed)))
+        return replace(trace, rows=tuple(assign_classes(trace.rows, PAPER_MIX, seed)))
     return trace
 
 
@@ -218,10 +228,20 @@ class _Fleet:
 
     @staticmethod
     def of(
-        policy: str, model: str, gpu: str, tp: int, profile: Path | None, baseline_ms: float | None, seed: int
+        policy: str,
+        model: str,
+        gpu: str,
+        tp: int,
+        profile: Path | None,
+        baseline_ms: float | None,
+        seed: int,
+        recorded: Path | None = None,
     ) -> _Fleet:
         latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
-        config = SimulationConfig(ReplicaConfig(latency), policy, PolicyConfig(latency=latency), seed=seed)
+        children: ChildSource = load_children(recorded) if recorded else SyntheticChildren()
+        config = SimulationConfig(
+            ReplicaConfig(latency), policy, PolicyConfig(latency=latency), children=children, seed=seed
+        )
         return _Fleet(latency, config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
 
     def pace(self) -> PaceTable:
@@ -231,7 +251,13 @@ class _Fleet:
 
 @app.command()
 def capacity(
-    trace: OneTrace,
+    trace: Annotated[
+        list[str],
+        typer.Option(
+            help="trace file, or synthetic:N:RPS[:BURST]; may be repeated for what several servers "
+            "wrote with --record-requests"
+        ),
+    ],
     target: Annotated[float, typer.Option(help="attainment to reach")] = 0.95,
     policy: str = "priced",
     model: str = "llama-3.1-70b",
@@ -242,12 +268,17 @@ def capacity(
     most: Annotated[int, typer.Option(help="largest fleet to try")] = 1024,
     seed: int = 0,
     baseline_ms: Baseline = None,
+    slo_config: Annotated[Path | None, typer.Option(help="YAML with SLO classes")] = None,
+    recorded: Annotated[
+        Path | None, typer.Option(help="recording of engine iterations to draw trees from")
+    ] = None,
     out: JsonFile = None,
 ) -> None:
     """The smallest number of replicas that attains --target on a trace."""
     try:
-        of = _Fleet.of(policy, model, gpu, tp, profile, baseline_ms, seed)
-        loaded = read_workload(trace, seed)
+        slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()
+        of = _Fleet.of(policy, model, gpu, tp, profile, baseline_ms, seed, recorded)
+        loaded = read_recorded(trace, seed)
         with console.status("learning the pace of one replica"):
             pace = of.pace()
         with Progress(console=console) as progress:
@@ -256,7 +287,7 @@ def capacity(
             def attain(n: int) -> float:
                 progress.update(task, description=f"{n} replicas")
                 fleet = FleetConfig(n, router, seed)
-                return fleet_attainment(loaded, SLOConfig(), of.baseline_s, of.latency, pace, fleet)
+                return fleet_attainment(loaded, slos, of.baseline_s, of.latency, pace, fleet)
 
             answer = min_replicas(attain, target, most)
     except (ValueError, ProfileError, TraceError, SLOError) as error:

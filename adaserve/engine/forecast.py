@@ -76,7 +76,7 @@ class Forecaster:
     def _tpot_s(self, slo_class: str, load: Load) -> float:
         n = len(load.running)
         joining = max(1, min(load.joining + 1, load.slots - n))
-        return self._pacer.outlook.tpot_s(slo_class, n, joining)
+        return self._pacer.outlook.tpot_s(slo_class, n + joining)
 
     def _slo(self, name: str) -> SLO:
         known = name in self._classes.classes or name not in (DEFAULT_CLASS, CUSTOM_CLASS)

@@ -53,6 +53,7 @@ from adaserve.scheduler.interface import IterationOutcome, IterationPlan, Policy
 from adaserve.scheduler.replay import Recorder
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
+from adaserve.slo.request_log import RequestLog
 from adaserve.slo.resolve import RequestSLO
 from adaserve.slo.stats import SLOStats
 
@@ -197,8 +198,12 @@ class AdaServeWorker(BaseSpecWorker):
         baseline_ms = self.config.baseline_ms
         measured_s = self.costs.baseline_s(BASELINE_CONTEXT)
         baseline_s = measured_s if baseline_ms is None else baseline_ms / 1e3
-        metrics = ServerMetrics() if get_observability().enable_metrics else None
-        self.ledger = SLOLedger(baseline_s, SLOStats(slo_classes(), metrics))
+        # Tensor-parallel ranks see the same requests, and Prometheus adds up what processes count.
+        speaks = self._agreement.decides
+        metrics = ServerMetrics() if speaks and get_observability().enable_metrics else None
+        path = self.config.record_requests if speaks else None
+        log = None if path is None else RequestLog(Path(path))
+        self.ledger = SLOLedger(baseline_s, SLOStats(slo_classes(), metrics), log)
         saves, follow = self._agreement.decides, baseline_ms is None
         self.host_costs = HostCosts(self.costs, self.ledger, self._meta, saves=saves, follow=follow)
         logger.info(

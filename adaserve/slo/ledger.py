@@ -12,6 +12,7 @@ import numpy as np
 
 from adaserve.slo.classes import SLO
 from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
+from adaserve.slo.request_log import RequestLog
 from adaserve.slo.resolve import RequestSLO
 from adaserve.slo.stats import SLOStats
 
@@ -36,9 +37,10 @@ class _Company:
 class SLOLedger:
     """Knows each request's SLO, and settles requests when they finish."""
 
-    def __init__(self, baseline_s: float, stats: SLOStats) -> None:
+    def __init__(self, baseline_s: float, stats: SLOStats, log: RequestLog | None = None) -> None:
         self.baseline_s = baseline_s
         self.stats = stats
+        self._log = log
         self._prefills_s = 0.0
         # SGLang does not report a request that is aborted while it waits, so its entries are held weakly.
         self._slos: WeakKeyDictionary[Any, SLO] = WeakKeyDictionary()
@@ -124,6 +126,10 @@ class SLOLedger:
         served = not req.rid.startswith(HEALTH_CHECK) and req.sampling_params.max_new_tokens != 0
         if served and (failed or not aborted):
             self.stats.finish(request)
+            asked = RequestSLO.from_params(req.sampling_params.custom_params)
+            self.stats.came(asked.routed, asked.stated)
+            if self._log is not None:
+                self._log.add(request, self.arrival_s(req), len(req.origin_input_ids))
         slo = request.slo
         return {
             "class": slo.slo_class,

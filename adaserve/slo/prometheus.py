@@ -102,6 +102,8 @@ class ServerMetrics:
         self._expected, self._emitted = 0.0, 0.0
         shed = "Requests answered with 429 by class and reason (see --shed)"
         self.refused = counter("adaserve:shed_requests", shed, ("slo_class", "reason"))
+        came = "Finished requests by how they came (router, direct) and whether they stated an SLO (yes, no)"
+        self.arrivals = counter("adaserve:requests", came, ("through", "slo_stated"))
         error = "Predicted / delivered TPOT - 1 of finished requests, predicted when they arrived"
         self.error = histogram("adaserve:predicted_tpot_error", error, by_class, buckets=_ERROR_EDGES)
         # What data-parallel ranks say is added up as a router sees it: the best of them serves the request.
@@ -121,6 +123,9 @@ class ServerMetrics:
 
     def start(self, targets: Mapping[str, float]) -> None:
         """Publishes the targets, and zeros for each class: a rate needs a first value."""
+        for through in ("router", "direct"):
+            for stated in ("yes", "no"):
+                self.arrivals.labels(through, stated)
         for name, target in targets.items():
             self.target.labels(name).set(target)
             for outcome in ("met", "missed", "failed"):
@@ -158,6 +163,10 @@ class ServerMetrics:
             self.wait.labels(name).set(told.wait_ms / 1e3)
             if told.headroom is not None:
                 self.headroom.labels(name).set(told.headroom)
+
+    def came(self, routed: bool, stated: bool) -> None:
+        """Counts how a request came."""
+        self.arrivals.labels("router" if routed else "direct", "yes" if stated else "no").inc()
 
     def shed(self, name: str, reason: str) -> None:
         """Counts a request that got 429."""

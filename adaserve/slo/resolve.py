@@ -8,6 +8,9 @@ The first place that speaks wins, for TPOT and TTFT separately::
     class    custom_params {slo_class} or header x-slo-class
     default  the server's default class, else no SLO
 
+Routers that drop unknown headers forward those of W3C's Trace Context. So ``tracestate: adaserve=tpot-ms:40``
+says the same as ``x-slo-tpot-ms: 40``, and likewise for ``ttft-ms``, ``class`` and ``speculation``.
+
 Hints come from Dynamo: nvext.agent_hints {priority, osl} and header x-dynamo-request-priority. A header that
 looks like one of these and is none (``x-slo-tpot``) is refused, and the message names the nearest.
 
@@ -53,6 +56,16 @@ HEADER_TPS = "x-sgl-tps-slo"
 HEADER_PRIORITY = "x-dynamo-request-priority"
 HEADER_SPECULATION = "x-adaserve-speculation"
 HEADER_LEARN = "x-adaserve-learn"
+HEADER_TRACE = "tracestate"
+TRACE_MEMBER = "adaserve"
+TRACE_KEYS = {
+    "tpot-ms": HEADER_TPOT[0],
+    "ttft-ms": HEADER_TTFT[0],
+    "class": HEADER_CLASS,
+    "speculation": HEADER_SPECULATION,
+}
+"""What a member of ``tracestate`` may hold, and the header that each stands for."""
+PROXY_HEADERS = ("via", "forwarded", "x-forwarded-for")
 KNOWN_HEADERS = (HEADER_CLASS, *HEADER_TPOT, *HEADER_TTFT, HEADER_TPS, HEADER_SPECULATION, HEADER_LEARN)
 _LOOKS_LIKE_OURS = re.compile(r"x-(slo|llm-d-slo|adaserve)(-|$)|x-sgl-(.*-)?slo(-|$)")
 BODY_KEYS = ("slo_class", "slo_tpot_ms", "slo_ttft_ms")
@@ -84,6 +97,8 @@ class RequestSLO:
     osl: int | None = None  # output tokens that the client expects
     priority: int | None = None  # higher = sooner, where the server schedules by priority
     learn: bool = True  # whether a draft may learn from it
+    stated: bool = False  # the request named a class or milliseconds; otherwise it got the default
+    routed: bool = False  # it came through a router, as its headers tell
 
     def at(self, baseline_s: float | None) -> SLO:
         """The objectives in seconds. Raises SLOError when they need a baseline that is unknown."""
@@ -122,6 +137,8 @@ def resolve(
     """
     sent = _by_name(headers)
     _refuse_misspelt(sent)
+    for meant, text in _traced(sent):
+        sent.setdefault(meant, []).append(text)
     if custom_params is not None and not isinstance(custom_params, Mapping):
         raise SLOError(f"custom_params must be an object, not {shown(custom_params)}")
     params = custom_params or {}
@@ -145,6 +162,8 @@ def resolve(
         osl=_integer("nvext.agent_hints.osl", hints.get("osl"), (1, MOST_OSL)),
         priority=_priority(sent, hints),
         learn=_learn(sent, params) and tenant not in config.limits.never_learn,
+        stated=own_ms or name is not None,
+        routed=_came_through_a_router(sent),
     )
 
 
@@ -155,6 +174,27 @@ def _refuse_misspelt(sent: Mapping[str, list[str]]) -> None:
             raise SLOError(
                 f"unknown header {shown(name)}: did you mean {nearest}? Known are {', '.join(KNOWN_HEADERS)}"
             )
+
+
+def _came_through_a_router(sent: Mapping[str, list[str]]) -> bool:
+    """Proxies say so, and SGLang's routers drop the name that every client's library gives."""
+    said = any(name in PROXY_HEADERS or name.startswith("x-envoy-") for name in sent)
+    return said or (bool(sent) and "user-agent" not in sent)
+
+
+def _traced(sent: Mapping[str, list[str]]) -> list[tuple[str, str]]:
+    """Headers that our members of ``tracestate`` stand for: ``other=1,adaserve=tpot-ms:40;class:chat``."""
+    members = [m.strip().partition("=") for text in sent.get(HEADER_TRACE, []) for m in text.split(",")]
+    found = []
+    for pair in (p for key, _, value in members if key == TRACE_MEMBER for p in value.split(";")):
+        name, colon, text = pair.partition(":")
+        if not colon or name not in TRACE_KEYS:
+            known = ", ".join(f"{key}:..." for key in TRACE_KEYS)
+            raise SLOError(
+                f"header {HEADER_TRACE} has {shown(pair)} under {TRACE_MEMBER}=: known are {known}"
+            )
+        found.append((TRACE_KEYS[name], text))
+    return found
 
 
 def _priority(sent: Mapping[str, list[str]], hints: Mapping[str, Any]) -> int | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS
 from adaserve.slo.events import READING, DraftLearning, IterationSample
+from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.stats import (
     BUCKET_S,
     HISTORY_S,
@@ -30,6 +31,8 @@ WINDOW_S = 60.0
 """Current figures are over this long; the history shows how they got there."""
 SMOOTHING = 5
 """Buckets that a point of tokens per second is over: requests report their tokens when they finish."""
+LEAST_LOST = 10
+"""So many requests without an SLO are worth a note."""
 FRESH_S = 5.0
 """An idle scheduler reports no iterations. Figures older than this are no longer shown as current."""
 
@@ -62,6 +65,7 @@ class ClassSnapshot(msgspec.Struct):
     throughput_tps: float
     total_requests: int  # since the server started
     total_attained: int
+    next: ClassForecast | None  # what one request more would get
 
 
 class History(msgspec.Struct):
@@ -98,6 +102,7 @@ class Snapshot(msgspec.Struct):
     running: int
     queue: int
     kv_use: float | None  # share, 0 to 1
+    admission_open: float | None  # 1 = a new prompt starts at once
     goodput_tps: float
     throughput_tps: float
     accept_length: float | None  # tokens per request and iteration, bonus included
@@ -155,6 +160,9 @@ def build_snapshot(
         running=sum(last.running for last in fresh),
         queue=sum(last.queue for last in fresh),
         kv_use=max((last.kv_use for last in lasts), default=None),
+        admission_open=max(
+            (r.forecast.admission_open for r in ranks if r.forecast is not None), default=None
+        ),
         goodput_tps=sum(c.good_tokens for c in total.classes.values()) * per_s,
         throughput_tps=sum(c.tokens for c in total.classes.values()) * per_s,
         accept_length=accepted,
@@ -170,7 +178,7 @@ def build_snapshot(
         slow=sorted((e for r in ranks for e in r.slow), key=lambda e: -e.at)[:12],
         history=_history(buckets, names, last_key),
         learning=next((r.learning for r in ranks if r.learning is not None), None),
-        notes=list(dict.fromkeys([*notes, *_learning_notes(ranks)]))
+        notes=list(dict.fromkeys([*notes, *_lost_slos(ranks), *_learning_notes(ranks)]))
         if ranks
         else ["the scheduler has not reported yet"],
     )
@@ -179,6 +187,17 @@ def build_snapshot(
 def _learning_notes(ranks: Sequence[RankState]) -> list[str]:
     ended = any(r.learning is not None and r.learning.trainer == "ended" for r in ranks)
     return ["the draft learns no more: its trainer has ended (the log says when)"] if ended else []
+
+
+def _lost_slos(ranks: Sequence[RankState]) -> list[str]:
+    """A sentence when SLOs seem to get lost on their way here."""
+    stated, without = sum(r.stated for r in ranks), sum(r.routed_without for r in ranks)
+    if not stated or without < LEAST_LOST:
+        return []
+    return [
+        f"{without} requests came through a router without an SLO, while {stated} requests stated one: if "
+        "their clients send x-slo headers, the router drops them (docs/fleet.md says what gets through)"
+    ]
 
 
 def _merged(ranks: Sequence[RankState], last_key: int) -> dict[int, Bucket]:
@@ -270,7 +289,14 @@ def _class(
         throughput_tps=c.tokens * per_s,
         total_requests=sum(requests for requests, _ in totals),
         total_attained=sum(attained for _, attained in totals),
+        next=_best([r.forecast for r in ranks if r.forecast is not None], name),
     )
+
+
+def _best(forecasts: Sequence[Forecast], name: str) -> ClassForecast | None:
+    """The forecast of the rank where one more request of the class would be fastest."""
+    told = [f.classes[name] for f in forecasts if name in f.classes]
+    return min(told, key=lambda forecast: (forecast.wait_ms, forecast.tpot_ms), default=None)
 
 
 def _history(buckets: Mapping[int, Bucket], names: Sequence[str], last_key: int) -> History:

@@ -121,6 +121,9 @@ class RankState(msgspec.Struct):
     last_at: float
     slow: list[SlowRequest]
     learning: DraftLearning | None = None  # where a draft learns
+    stated: int = 0  # requests with an SLO of their own, since the start
+    routed_without: int = 0  # requests through a router without one
+    forecast: Forecast | None = None
 
 
 def add_numbers(into: dict[Any, Any], values: Mapping[Any, Any]) -> None:
@@ -158,6 +161,8 @@ class SLOStats:
         self._last: IterationSample | None = None
         self._learning: DraftLearning | None = None
         self._last_at = 0.0
+        self._stated, self._routed_without = 0, 0
+        self._forecast: Forecast | None = None
         if metrics is not None:
             metrics.start(self._targets)
 
@@ -196,8 +201,16 @@ class SLOStats:
         if self._metrics is not None:
             self._metrics.iteration(sample)
 
+    def came(self, routed: bool, stated: bool) -> None:
+        """Counts how a request came: through a router or not, with an SLO of its own or not."""
+        self._stated += stated
+        self._routed_without += routed and not stated
+        if self._metrics is not None:
+            self._metrics.came(routed, stated)
+
     def forecast(self, forecast: Forecast) -> None:
         """Publishes what one more request would get."""
+        self._forecast = forecast
         if self._metrics is not None:
             self._metrics.forecast(forecast)
 
@@ -225,6 +238,9 @@ class SLOStats:
             last_at=self._last_at,
             slow=list(self._slow),
             learning=self._learning,
+            stated=self._stated,
+            routed_without=self._routed_without,
+            forecast=self._forecast,
         )
         built: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
         return built

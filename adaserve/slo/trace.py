@@ -90,6 +90,14 @@ class Trace:
         span = self.duration_s - self.rows[0].arrival_s if self.rows else 0.0
         return (len(self.rows) - 1) / span if span > 0 else 0.0
 
+    @classmethod
+    def merged(cls, traces: Iterable[Trace]) -> Trace:
+        """All requests on one clock, from the first arrival on: what several servers recorded."""
+        parts = list(traces)
+        rows = sorted((row for trace in parts for row in trace.rows), key=lambda row: row.arrival_s)
+        kept = tuple(replace(row, arrival_s=row.arrival_s - rows[0].arrival_s) for row in rows)
+        return cls(kept, ", ".join(trace.source for trace in parts), sum(trace.skipped for trace in parts))
+
     def window(self, start_s: float = 0.0, duration_s: float = math.inf) -> Trace:
         """The rows that arrive in [start, start + duration), with time counted from ``start_s``."""
         kept = [r for r in self.rows if start_s <= r.arrival_s < start_s + duration_s]

@@ -40,6 +40,23 @@ def total(metric: str) -> str:
     return f'sum(rate({metric}{{instance=~"$instance"}}{RATE}))'
 
 
+def foreseen(metric: str) -> str:
+    """What one request more would get, by replica and class."""
+    return f"{metric}{{{ALL}}}"
+
+
+def load(across: str) -> str:
+    """Predicted TPOT / SLO of the class that fares worst, by replica, then over the replicas."""
+    headroom = foreseen("adaserve:predicted_headroom")
+    return f"{across} (max by (instance) (1 / {headroom}))"
+
+
+def close(share: str) -> str:
+    """Predictions within 15% of what was delivered."""
+    bucket = f'adaserve:predicted_tpot_error_bucket{{{ALL}, le="{share}"}}'
+    return f"sum(rate({bucket}{RATE}))"
+
+
 def burn(window: str) -> str:
     target = "max by (slo_class) (adaserve:slo_target)"
     return f"(1 - {attainment(window)}) / on (slo_class) (1 - {target})"
@@ -265,6 +282,54 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
                     "tokens verified": mean("adaserve:verify_batch_tokens"),
                 },
                 text="Tokens that a verification may hold, and those that it held.",
+            ),
+        ],
+    ),
+    (
+        "Fleet: what one request more would get",
+        7,
+        [
+            panel(
+                "Headroom by replica",
+                "timeseries",
+                {"{{instance}} {{slo_class}}": foreseen("adaserve:predicted_headroom")},
+                steps=ONE,
+                text="TPOT SLO / predicted TPOT; below 1 the next request of the class would miss its SLO.",
+            ),
+            panel(
+                "Wait by replica",
+                "timeseries",
+                {"{{instance}} {{slo_class}}": foreseen("adaserve:predicted_wait_seconds")},
+                unit="s",
+                text="Predicted time until the prefill of the next request starts.",
+            ),
+            panel(
+                "Load of the fleet",
+                "timeseries",
+                {"mean": load("avg"), "fullest replica": load("max"), "emptiest replica": load("min")},
+                steps=ONE,
+                text="Predicted TPOT / SLO of the class that fares worst; autoscaling follows the mean.",
+            ),
+            panel(
+                "Predictions within 15%",
+                "timeseries",
+                {
+                    "share": f"({close('0.15')} - {close('-0.15')}) / "
+                    f"(sum(rate(adaserve:predicted_tpot_error_count{{{ALL}}}{RATE})) > 0)"
+                },
+                unit="percentunit",
+                high=1,
+                text="Share of requests whose TPOT was within 15% of what was predicted when they arrived.",
+            ),
+            panel(
+                "Requests through routers",
+                "timeseries",
+                {
+                    "{{slo_stated}}": "sum by (slo_stated) (rate(adaserve:requests_total"
+                    f'{{instance=~"$instance", through="router"}}{RATE}))'
+                },
+                unit="reqps",
+                text="By whether they stated an SLO. Many without one: the router may drop the headers.",
             ),
         ],
     ),

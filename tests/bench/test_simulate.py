@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from adaserve.bench.simulate import app
+from adaserve.bench.simulate import app, read_recorded
 from adaserve.scheduler.latency import Profile
+from adaserve.scheduler.simulator.workload import synthetic_trace
+from adaserve.slo.trace import write_jsonl
 
 
 def test_writes_results(tmp_path: Path) -> None:
@@ -49,6 +52,26 @@ def test_capacity_answers() -> None:
     )
     assert got.exit_code == 0, got.output
     assert "minimum replicas for 90% attainment" in got.output
+
+
+def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
+    """Two replicas served twice what one can: each file alone needs one replica, both need two."""
+    files = []
+    for i in range(2):
+        trace = synthetic_trace(200, 4.0, seed=i, mix={"chat": 1.0})
+        rows = [replace(row, arrival_s=row.arrival_s + 1.8e9) for row in trace.rows]
+        files.append(tmp_path / f"replica-{i}.jsonl")
+        write_jsonl(reversed(rows), files[-1])
+
+    def needed(*paths: Path) -> int:
+        traces = [word for path in paths for word in ("--trace", str(path))]
+        got = CliRunner().invoke(app, ["capacity", *traces, "--policy", "none", "--target", "0.9"])
+        assert got.exit_code == 0, got.output
+        return int(got.output.split()[-1])
+
+    assert needed(files[0]) < needed(*files)
+    assert read_recorded([str(files[0])], 0).rps == pytest.approx(4.0, rel=0.3)
+    assert len(read_recorded(list(map(str, files)), 0)) == 400
 
 
 @pytest.mark.parametrize(

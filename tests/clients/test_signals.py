@@ -154,9 +154,10 @@ def test_a_class_over_its_share_is_answered_with_429(small: ServerProcess) -> No
 
 def test_orca_header_when_it_is_asked_for(small: ServerProcess, server: ServerProcess) -> None:
     text = complete(small.url, 4).headers["endpoint-load-metrics"]
-    assert text.startswith("TEXT named_metrics.kv_cache_usage=") and "named_metrics.headroom_chat=" in text
+    assert text.startswith("TEXT rps_fractional=0.") and "application_utilization=" in text
+    assert "named_metrics.headroom_chat=" in text
     json_ = complete(small.url, 4, endpoint_load_metrics_format="JSON").headers["endpoint-load-metrics"]
-    assert json_.startswith('JSON {"named_metrics": {')
+    assert json_.startswith('JSON {"rps_fractional": 0.')
     assert "endpoint-load-metrics" not in complete(server.url, 4).headers, "it is off by default"
 
 

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from adaserve.host import DEVICE_PATH_ENV
+from adaserve.loadgen.server_metrics import parse_metrics
 from tests.engine.conftest import adaserve_server
 from tests.engine.harness import Server, Zygote, run_jobs, workload
 from tests.engine.test_greedy import assert_same
@@ -25,7 +27,7 @@ CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 def two_ranks(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("ranks")
     config = {"policy": "priced", "max_depth": 4, "max_width": 3}
-    arguments: dict[str, Any] = {"tp-size": 2, "max-running-requests": 16}
+    arguments: dict[str, Any] = {"tp-size": 2, "max-running-requests": 16, "enable-metrics": True}
     server, _ = adaserve_server(folder, pair, "noisy", config, overlap=True, **arguments)
     del server.environment["ADASERVE_PROBE"]  # it knows one rank only
     server.environment |= {DEVICE_PATH_ENV: "1", **CORES}
@@ -62,6 +64,24 @@ def test_sampled_requests_draw_alike_on_both_ranks(two_ranks: Server) -> None:
         assert answer["meta_info"]["completion_tokens"] == 24
         texts.add(tuple(answer["output_ids"]))
     assert len(texts) == 3, "every request has noise of its own"
+
+
+@pytest.mark.slow
+def test_metrics_count_a_token_once(two_ranks: Server) -> None:
+    """Both ranks serve every request, and Prometheus adds up what their processes say."""
+
+    def counted() -> dict[str, float]:
+        samples = parse_metrics(httpx.get(two_ranks.url + "/metrics", timeout=30).text)
+        names = ("adaserve:emitted_tokens_total", "adaserve:output_tokens_total")
+        return {name: sum(v for (key, _), v in samples.items() if key == name) for name in names}
+
+    before = counted()
+    params = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0}
+    answer = two_ranks.generate(input_ids=[7, 8, 9], sampling_params=params)
+    assert answer["meta_info"]["completion_tokens"] == 40
+    emitted, output = (after - before[name] for name, after in counted().items())
+    # The prefill gives the first token, and the last iteration is counted when the next one is.
+    assert output == 40 and 20 < emitted < 60
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ import pytest
 from fake_server import Fake, running_fake
 
 from adaserve.loadgen.agreement import agreement_rows, compare
-from adaserve.loadgen.protocol import parse_event
+from adaserve.loadgen.config import Endpoint
+from adaserve.loadgen.protocol import parse_event, slo_headers
 from adaserve.loadgen.report import default_label, read_run, write_report
 from adaserve.loadgen.results import iter_records
+from adaserve.loadgen.schedule import PlannedRequest
+from adaserve.slo.classes import SLOConfig
 from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.resolve import resolve
 
 
 def command(*args: str) -> list[str]:
@@ -328,3 +333,15 @@ def record(**values: Any) -> RequestRecord:
         "first_token_s": 1.0, "last_token_s": 1.1, "output_tokens": 11,
     }  # fmt: skip
     return RequestRecord(**(defaults | values))
+
+
+def test_slos_are_sent_in_two_spellings_that_agree() -> None:
+    """Routers that drop x-slo headers forward tracestate."""
+    planned = PlannedRequest(0, 0.0, "chat", 50.1234567, 2000.0, "hi", 1, 4)
+    sent = slo_headers(Endpoint(), planned)
+    assert sent["tracestate"] == "adaserve=tpot-ms:50.1235;ttft-ms:2000;class:chat"
+    alone = {"tracestate": sent.pop("tracestate"), "user-agent": "x"}
+    assert resolve(alone, None, SLOConfig()) == resolve(sent | alone, None, SLOConfig())
+    assert "tracestate" not in slo_headers(Endpoint(slo_headers="none"), planned)
+    assert "tracestate" not in slo_headers(Endpoint(headers={"Tracestate": "a=1"}), planned)
+    assert "tracestate" not in slo_headers(Endpoint(), replace(planned, slo_class="a,b")), "not of that form"

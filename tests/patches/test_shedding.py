@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -191,13 +192,18 @@ def test_orca_in_text_and_in_json() -> None:
     }
     idle = {"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.25, "slo": forecast}
     busy = {**idle, "num_running_reqs": 9}
-    metrics = orca_metrics([busy, idle])
+    metrics = orca_metrics([busy, idle], 2.5)
     assert as_text(metrics) == (
-        "TEXT named_metrics.kv_cache_usage=0.25, named_metrics.running_requests=1, "
-        "named_metrics.waiting_requests=0, named_metrics.admission_open=0.5, named_metrics.headroom_chat=1.25"
+        "TEXT rps_fractional=2.5, application_utilization=0.8, named_metrics.kv_cache_usage=0.25, "
+        "named_metrics.running_requests=1, named_metrics.waiting_requests=0, "
+        "named_metrics.admission_open=0.5, named_metrics.headroom_chat=1.25"
     )
-    assert as_json(metrics).startswith('JSON {"named_metrics": {"kv_cache_usage": 0.25, ')
-    assert orca_metrics([]) == {}
+    nested = json.loads(as_json(metrics).removeprefix("JSON "))
+    assert nested.pop("named_metrics")["headroom_chat"] == 1.25
+    assert nested == {"rps_fractional": 2.5, "application_utilization": 0.8}
+    assert orca_metrics([], 2.5) == {}
+    forecast["classes"]["chat"]["headroom"] = None
+    assert "application_utilization" not in orca_metrics([idle], 2.5)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, math.nan])

@@ -29,6 +29,7 @@ import random, sys, time
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.events import FinishedRequest, IterationSample
+from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.stats import SLOStats
 from adaserve.slo.classes import SLO, SLOConfig
 registry = CollectorRegistry()
@@ -42,8 +43,12 @@ end = time.time() + 300
 while time.time() < end:
     for name, slo in (("coding", 0.036), ("chat", 0.05), ("summarization", 0.15)):
         failed = rng.random() < 0.05
-        stats.finish(FinishedRequest(SLO(name, slo, 9.0), 0.2, slo * rng.uniform(0.5, 1.3), 40, failed))
-    stats.iteration(IterationSample(8, 3, 2, 24, 20, 18, 14, 15.0, 0.004, 0.0002, 0.02, 0.03, 1, 0.4))
+        stats.finish(FinishedRequest(SLO(name, slo, 9.0), 0.2, slo * rng.uniform(0.5, 1.3), 40, slo, failed))
+    stats.came(routed=True, stated=False)
+    classes = {name: ClassForecast(20.0, 1.5, 0.0) for name in ("coding", "chat", "summarization")}
+    stats.forecast(Forecast(1.0, classes))
+    times = {"draft_s": 0.004, "select_s": 0.0002, "verify_s": 0.02, "total_s": 0.03}
+    stats.iteration(IterationSample(8, 3, 2, 24, 20, 18, 14, 15.0, **times, queue=1, kv_use=0.4))
     time.sleep(0.05)
 """
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,10 @@ from adaserve.slo.classes import SLOConfig
 from adaserve.slo.events import IterationSample
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
+from adaserve.slo.request_log import RequestLog
 from adaserve.slo.resolve import resolve
 from adaserve.slo.stats import SLOStats
+from adaserve.slo.trace import Trace, TraceError, read_trace
 
 BASELINE_S = 0.020
 
@@ -204,6 +208,35 @@ def test_an_slo_is_settled_once() -> None:
     books.set_baseline(0.040)
     assert books.slo(req).tpot_s == pytest.approx(0.024) and books.close(req)["tpot_slo_ms"] == 24
     assert books.slo(later).tpot_s == pytest.approx(0.048)
+
+
+def test_finished_requests_make_a_trace(tmp_path: Path) -> None:
+    """Two servers may append to one file; requests are written when they finish."""
+    path = tmp_path / "requests.jsonl"
+    logs = [RequestLog(path), RequestLog(path)]
+    books = [SLOLedger(BASELINE_S, SLOStats(SLOConfig()), log) for log in logs]
+    now_s = time.perf_counter()
+    plain = Req("plain", sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=11))
+    for book, req, arrival_s in ((books[0], Req("late"), now_s), (books[1], plain, now_s - 2.5)):
+        req.origin_input_ids = list(range(7))
+        req.time_stats.created_time = arrival_s
+        book.close(req)
+    aborted = Req("aborted", finished_reason=FINISH_ABORT(), origin_input_ids=[1])
+    books[0].close(aborted)
+    assert len(path.read_text().splitlines()) == 2, "what a client took back is no load to plan for"
+    with pytest.raises(TraceError, match="go back"):
+        read_trace(path)
+    first, second = Trace.merged([read_trace(path, sort=True)]).rows
+    assert (first.slo_class, first.slo_tpot_ms, first.prompt_tokens, first.output_tokens) == (
+        None,
+        None,
+        7,
+        11,
+    )
+    assert (second.slo_class, second.slo_tpot_ms) == ("coding", pytest.approx(24.0))
+    assert first.arrival_s == 0.0 and second.arrival_s == pytest.approx(2.5, abs=0.1)
+    for log in logs:
+        log.close()
 
 
 def test_a_request_without_an_slo() -> None:

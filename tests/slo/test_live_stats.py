@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.events import FinishedRequest, IterationSample
+from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.prometheus import ServerMetrics
-from adaserve.slo.snapshot import build_snapshot
+from adaserve.slo.snapshot import LEAST_LOST, build_snapshot
 from adaserve.slo.stats import BUCKET_S, HISTORY_S, SLOStats, bin_centre, log_bin, slow_reason
 
 
@@ -115,6 +116,30 @@ def test_ranks_are_added() -> None:
     assert snap.ranks == 2 and snap.running == 8
     assert snap.classes[0].requests == 3 and snap.classes[0].attainment == pytest.approx(2 / 3)
     assert snap.accept_length == pytest.approx(2.5)
+
+
+def test_the_forecast_of_the_best_rank_is_shown() -> None:
+    (a, _), (b, _) = stats(), stats()
+    assert build_snapshot([a.state()]).classes[0].next is None
+    a.forecast(Forecast(0.5, {"coding": ClassForecast(30.0, 1.0, 0.0)}))
+    b.forecast(Forecast(1.0, {"coding": ClassForecast(20.0, 1.5, 40.0)}))
+    snap = build_snapshot([json.loads(json.dumps(s.state())) for s in (a, b)])
+    assert snap.admission_open == 1.0
+    assert snap.classes[0].next == ClassForecast(30.0, 1.0, 0.0), "a wait is worse than a slower token"
+    assert snap.classes[1].next is None
+
+
+def test_slos_that_routers_seem_to_drop() -> None:
+    registry = CollectorRegistry()
+    s, _ = stats(registry)
+    for _ in range(LEAST_LOST):
+        s.came(routed=True, stated=False)
+    assert build_snapshot([s.state()]).notes == [], "perhaps nobody states one"
+    s.came(routed=False, stated=True)
+    (note,) = build_snapshot([s.state()]).notes
+    assert note.startswith(f"{LEAST_LOST} requests came through a router without an SLO, while 1 ")
+    count = {"through": "router", "slo_stated": "no"}
+    assert registry.get_sample_value("adaserve:requests_total", count) == LEAST_LOST
 
 
 def test_history_matches_a_count_by_hand() -> None:

@@ -180,6 +180,42 @@ def test_headers_of_sgl_router(headers: Any, tpot_s: float, ttft_s: float) -> No
     assert (r.slo_class, r.tpot_s, r.ttft_s) == ("custom", pytest.approx(tpot_s), pytest.approx(ttft_s))
 
 
+TRACED = "vendor=1, adaserve=tpot-ms:40;ttft-ms:500;class:chat"
+
+
+def test_what_a_router_forwards_in_tracestate() -> None:
+    asked = resolve({"tracestate": TRACED, "user-agent": "x"}, None, CONFIG)
+    assert (asked.tpot_s, asked.ttft_s, asked.stated, asked.routed) == (0.040, 0.5, True, False)
+    assert ask({"tracestate": "adaserve=class:coding"}).slo_class == "coding"
+    assert resolve({"TraceState": "adaserve=speculation:off"}, None, CONFIG).speculation == 0
+    assert ask({"tracestate": "vendor=tpot-ms:1"}).tpot_s == math.inf
+    with pytest.raises(SLOError, match="disagree"):
+        ask({"tracestate": TRACED, "x-slo-tpot-ms": "41"})
+
+
+@pytest.mark.parametrize("member", ["", "tpot:40", "tpot-ms", "tpot-ms:40;", "class=chat"])
+def test_bad_tracestate(member: str) -> None:
+    with pytest.raises(SLOError, match=r"tracestate has .* known are tpot-ms:\.\.\., ttft-ms:\.\.\."):
+        ask({"tracestate": f"adaserve={member}"})
+    with pytest.raises(SLOError, match="x-slo-tpot-ms is 'soon'"):
+        ask({"tracestate": "adaserve=tpot-ms:soon"})
+
+
+@pytest.mark.parametrize(
+    ("headers", "routed", "stated"),
+    [
+        ({}, False, False),
+        ({"user-agent": "curl", "x-slo-class": "chat"}, False, True),
+        ({"content-type": "application/json"}, True, False),
+        ({"user-agent": "curl", "via": "1.1 proxy", "x-slo-tpot-ms": "40"}, True, True),
+        ({"user-agent": "curl", "x-envoy-attempt-count": "1"}, True, False),
+    ],
+)
+def test_how_a_request_came(headers: Any, routed: bool, stated: bool) -> None:
+    asked = resolve(headers, None, CONFIG)
+    assert (asked.routed, asked.stated) == (routed, stated)
+
+
 def test_tokens_per_second_are_limited_like_milliseconds() -> None:
     config = SLOConfig(limits=SLOLimits(least_tpot_ms=20))
     assert ask({"x-sgl-tps-slo": "50"}, None, config).tpot_s == 0.020

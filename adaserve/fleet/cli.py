@@ -1,0 +1,83 @@
+"""``adaserve fleet``: replicas behind a router, on one machine."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from adaserve.fleet.local import GRACE_S, ROUTERS, Fleet
+from adaserve.server import ServerError
+
+app = typer.Typer(help="Serve with several replicas behind a router.", no_args_is_help=True)
+console = Console(stderr=True)
+
+
+@app.callback()
+def _fleet() -> None:
+    """So that `up` stays a command of its own while it is the only one."""
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def up(
+    context: typer.Context,
+    *,
+    replicas: Annotated[int, typer.Option(min=1, help="Servers to start; they share the cores.")] = 2,
+    router: Annotated[str, typer.Option(help=f"{' or '.join(ROUTERS)}.")] = "sglang-router",
+    router_flags: Annotated[
+        str, typer.Option(help="Flags of the router, as one text: '--policy power_of_two'.")
+    ] = "",
+    host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port of the router; the replicas get the ports behind it.")
+    ] = 30000,
+    logs: Annotated[Path | None, typer.Option(help="Folder for logs.", show_default="a new one")] = None,
+) -> None:
+    """Start replicas and a router in front of them, and watch over them until Ctrl-C.
+
+    Every flag of `adaserve serve` is accepted too and given to each replica. A replica that dies is started
+    again. Ctrl-C lets requests in flight end; a second one ends them, too.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="adaserve-fleet-")) if logs is None else logs
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        fleet = Fleet.of(
+            replicas, tuple(context.args), folder, router, tuple(shlex.split(router_flags)), host, port
+        )
+        with console.status("starting") as status:
+            fleet.up(lambda text: status.update(escape(text)))
+        _introduce(fleet)
+        _serve(fleet)
+    except ServerError as error:
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _introduce(fleet: Fleet) -> None:
+    print(f"router    {fleet.url}", flush=True)
+    for i, replica in enumerate(fleet.replicas):
+        print(f"replica {i + 1} {replica.url}   (live page: {replica.url}/slo)", flush=True)
+    print(f"logs      {fleet.router.log.parent}", flush=True)
+
+
+def _serve(fleet: Fleet) -> None:
+    """Until Ctrl-C or SIGTERM, or until a replica cannot be kept alive."""
+    grace_s = float(GRACE_S)
+    try:
+        fleet.watch(lambda text: print(text, flush=True))
+    except ServerError:
+        grace_s = 0.0
+        raise
+    finally:
+        try:
+            if grace_s:
+                print("waiting for the requests in flight; Ctrl-C ends them, too", flush=True)
+            fleet.down(grace_s)
+        except BaseException:
+            fleet.down(0.0)
+            raise

@@ -1,0 +1,216 @@
+"""A fleet on one machine: replicas behind a router that people run (``adaserve fleet up``).
+
+The router is SGLang's own, from the package index. Here it is started, watched and stopped; what it does
+with requests is its business.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+
+from adaserve.cores import usable_cores
+from adaserve.server import ServerError, ServerProcess
+
+ROUTERS = {"sglang-router": "sglang_router", "smg": "smg"}
+"""Package and module of each router that is known to work."""
+
+GRACE_S = 120
+"""Seconds that requests in flight have to end when the fleet stops."""
+
+LEAST_LIFE_S = 30.0
+"""A replica that dies sooner after its start is not started again."""
+
+_POLL_S = 0.5
+_FLAGS = {
+    "--policy": "cache_aware",
+    # By default a prompt follows its prefix until one replica has 64 requests more than another one.
+    "--balance-abs-threshold": "4",
+    # By default a dead replica is noticed after three minutes, and a new one a minute later.
+    "--health-check-interval-secs": "2",
+    "--health-failure-threshold": "2",
+    "--health-success-threshold": "1",
+    "--cb-failure-threshold": "2",
+    "--cb-success-threshold": "1",
+    "--cb-timeout-duration-secs": "2",
+    "--log-level": "warn",
+    "--shutdown-grace-period-secs": str(GRACE_S),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """One ``adaserve serve`` on this machine."""
+
+    port: int
+    flags: tuple[str, ...] = ()  # of `adaserve serve`
+    host: str = "127.0.0.1"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def command(self) -> list[str]:
+        """Its command line."""
+        address = ("--host", self.host, "--port", str(self.port))
+        return [sys.executable, "-m", "adaserve.cli", "serve", *self.flags, *address]
+
+    def environment(self) -> dict[str, str]:
+        """Nothing of its own."""
+        return dict(os.environ)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """A router in front of the servers at ``workers``."""
+
+    workers: tuple[str, ...]  # their URLs
+    name: str = "sglang-router"  # one of ROUTERS
+    host: str = "127.0.0.1"
+    port: int = 30000
+    metrics_port: int = 30100  # of its Prometheus metrics
+    extra: tuple[str, ...] = ()  # its own flags, which win
+
+    def __post_init__(self) -> None:
+        if self.name not in ROUTERS:
+            raise ServerError(f"unknown router {self.name!r}: choose {' or '.join(ROUTERS)}")
+        if find_spec(ROUTERS[self.name]) is None:
+            extra = "'adaserve[fleet]'" if self.name == "sglang-router" else self.name
+            raise ServerError(f"the router {self.name} is not installed: pip install {extra}")
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def command(self) -> list[str]:
+        """Its command line; it ends with the process that started it."""
+        flags = {"--host": self.host, "--port": str(self.port), **_FLAGS}
+        flags |= {"--prometheus-host": self.host, "--prometheus-port": str(self.metrics_port)}
+        given = {word.partition("=")[0] for word in self.extra}
+        words = [w for flag, value in flags.items() if flag not in given for w in (flag, value)]
+        start = [sys.executable, "-m", "adaserve.lifetime", f"{ROUTERS[self.name]}.launch_router"]
+        return [*start, *words, *self.extra, "--worker-urls", *self.workers]
+
+    def environment(self) -> dict[str, str]:
+        """Nothing of its own."""
+        return dict(os.environ)
+
+
+class Fleet:
+    """Replicas and a router, as processes.
+
+    ::
+
+        with Fleet.of(2, ("--size", "12M"), folder) as fleet:
+            httpx.post(fleet.url + "/generate", ...)
+    """
+
+    def __init__(self, replicas: Sequence[ReplicaSpec], router: RouterSpec, logs: Path) -> None:
+        cores = usable_cores()
+        threads = {"OMP_NUM_THREADS": str(max(1, cores // len(replicas)))}
+        self.replicas = [
+            ServerProcess(spec, logs / f"replica-{i}.log", threads) for i, spec in enumerate(replicas)
+        ]
+        self.router = ServerProcess(router, logs / "router.log")
+        self._started_s = [0.0] * len(replicas)
+
+    @classmethod
+    def of(
+        cls,
+        replicas: int,
+        flags: tuple[str, ...],
+        logs: Path,
+        router: str = "sglang-router",
+        router_flags: tuple[str, ...] = (),
+        host: str = "127.0.0.1",
+        port: int = 30000,
+    ) -> Fleet:
+        """Equal replicas with the ``flags`` of `adaserve serve`. The router listens on ``port``, the replicas
+        on the ports behind it, and the router's metrics are on the port behind those. Raises ServerError."""
+        servers = [ReplicaSpec(port + 1 + i, flags) for i in range(replicas)]
+        urls = tuple(server.url for server in servers)
+        return cls(servers, RouterSpec(urls, router, host, port, port + 1 + replicas, router_flags), logs)
+
+    @property
+    def url(self) -> str:
+        return self.router.url
+
+    def __enter__(self) -> Fleet:
+        self.up()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.down()
+
+    def up(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Returns when the router sends to all replicas. Raises ServerError, with nothing left behind."""
+        try:
+            # One after the other: each measures how fast it is, and they share the machine.
+            for i in range(len(self.replicas)):
+                self._start(i, say)
+            self.router.start(lambda s: say(f"starting the router ({s:.0f} s)"))
+            self._await_ready(say)
+        except BaseException:
+            self.down(0.0)
+            raise
+
+    def _start(self, i: int, say: Callable[[str], None]) -> None:
+        what = f"replica {i + 1} of {len(self.replicas)}"
+        self.replicas[i].start(lambda s: say(f"starting {what} ({s:.0f} s)"))
+        self._started_s[i] = time.monotonic()
+
+    def _await_ready(self, say: Callable[[str], None]) -> None:
+        end_s = time.monotonic() + 120.0
+        while (ready := self.healthy()) < len(self.replicas):
+            say(f"the router knows {ready} of {len(self.replicas)} replicas")
+            if not self.router.alive:
+                raise ServerError(f"the router ended while it started:\n{self.router.why()}")
+            if time.monotonic() > end_s:
+                raise ServerError(f"the router does not send to all replicas; see {self.router.log}")
+            time.sleep(_POLL_S)
+
+    def healthy(self) -> int:
+        """Replicas that the router sends to; 0 while it does not answer."""
+        try:
+            workers = httpx.get(self.url + "/workers", timeout=5.0).raise_for_status().json()["workers"]
+        except httpx.HTTPError:
+            return 0
+        return sum(bool(worker["is_healthy"]) for worker in workers)
+
+    def watch(self, say: Callable[[str], None]) -> None:
+        """Starts replicas again that die, for ever. Raises ServerError when that makes no sense."""
+        while True:
+            self.repair(say)
+            time.sleep(_POLL_S)
+
+    def repair(self, say: Callable[[str], None]) -> None:
+        """Starts each replica that is dead; the router finds it by itself. Raises ServerError."""
+        if not self.router.alive:
+            raise ServerError(f"the router ended:\n{self.router.why()}\n(full log: {self.router.log})")
+        for i, replica in enumerate(self.replicas):
+            if replica.alive:
+                continue
+            if time.monotonic() - self._started_s[i] < LEAST_LIFE_S:
+                raise ServerError(f"replica {i + 1} ended soon after its start:\n{replica.why()}")
+            say(f"replica {i + 1} ended; starting it again. Why it ended: {self._keep_log(replica)}")
+            replica.stop()
+            self._start(i, say)
+
+    @staticmethod
+    def _keep_log(replica: ServerProcess) -> Path:
+        """Where the log of a dead replica is from now on."""
+        return replica.log.replace(replica.log.with_suffix(".ended.log"))
+
+    def down(self, grace_s: float = GRACE_S) -> None:
+        """The router takes no more requests and waits for those in flight; then the replicas are stopped."""
+        self.router.stop(grace_s)
+        with ThreadPoolExecutor(len(self.replicas)) as pool:
+            list(pool.map(ServerProcess.stop, self.replicas))

@@ -1,0 +1,95 @@
+"""Configurations for routers and autoscalers: nothing in them names what does not exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.forecast import ClassForecast, Forecast
+from adaserve.slo.prometheus import ServerMetrics
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FLEET = DEPLOY / "fleet"
+
+
+def read(name: str) -> dict[str, Any]:
+    (document,) = yaml.safe_load_all((FLEET / name).read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+@pytest.fixture(scope="module")
+def published() -> dict[str, set[str]]:
+    """Names of our metrics, and the labels of each."""
+    registry = CollectorRegistry()
+    metrics = ServerMetrics(registry)
+    metrics.start({name: 0.9 for name in SLOConfig().labels})
+    metrics.forecast(Forecast(1.0, {"chat": ClassForecast(20.0, 1.5, 0.0)}))
+    names: dict[str, set[str]] = {}
+    for metric in registry.collect():
+        for sample in metric.samples:
+            names.setdefault(sample.name, set()).update(sample.labels)
+    rules = yaml.safe_load((DEPLOY / "grafana/prometheus/rules.yml").read_text())["groups"]
+    recorded = {
+        rule["record"]: {"instance"} for group in rules for rule in group["rules"] if "record" in rule
+    }
+    return names | recorded
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FLEET.glob("*.yaml")))
+def test_metrics_that_are_named_exist(name: str, published: dict[str, set[str]]) -> None:
+    text = (FLEET / name).read_text()
+    assert read(name)
+    for metric, selector in re.findall(r"(?<![-\w])(adaserve:[a-z_:]*[a-z_])(?:\{(\w+)=)?", text):
+        assert metric in published, metric
+        assert not selector or selector in published[metric]
+
+
+def test_llm_d_refers_to_plugins_and_attributes_that_are_there() -> None:
+    config = read("llm-d.yaml")
+    plugins = {plugin.get("name", plugin["type"]): plugin for plugin in config["plugins"]}
+    (source,) = config["dataLayer"]["sources"]
+    (profile,) = config["schedulingProfiles"]
+    used = [source, *source["extractors"], *profile["plugins"]]
+    assert {u["pluginRef"] for u in used} | {"single-profile-handler"} == plugins.keys()
+    (engine,) = plugins["core-metrics-extractor"]["parameters"]["engineConfigs"]
+    attributes = {metric["attributeKey"] for metric in engine["customMetrics"]}
+    read_by = [plugins[name]["parameters"] for name in ("keeps-its-slo", "most-headroom", "shortest-wait")]
+    assert {p.get("attribute", p.get("attributeKey")) for p in read_by} <= attributes
+
+
+def test_keda_and_the_hpa_scale_alike() -> None:
+    keda, hpa = read("keda.yaml")["spec"], read("hpa.yaml")["spec"]
+    (trigger,), (metric,) = keda["triggers"], hpa["metrics"]
+    assert (
+        metric["external"]["target"]["averageValue"]
+        == f"{float(trigger['metadata']['threshold']) * 1e3:.0f}m"
+    )
+    assert (keda["minReplicaCount"], keda["maxReplicaCount"]) == (hpa["minReplicas"], hpa["maxReplicas"])
+    assert keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == hpa["behavior"]
+
+
+def test_envoy_follows_its_schema() -> None:
+    """With the messages that Envoy's configuration is made of: pip install xds-protos."""
+    json_format = pytest.importorskip("google.protobuf.json_format")
+    pytest.importorskip("envoy.config.bootstrap.v3.bootstrap_pb2", reason="needs xds-protos")
+    from importlib import import_module
+
+    network, http = "envoy.extensions.filters.network", "envoy.extensions.filters.http"
+    policy = "envoy.extensions.load_balancing_policies.client_side_weighted_round_robin.v3"
+    for module in (
+        f"{network}.http_connection_manager.v3.http_connection_manager_pb2",
+        f"{http}.router.v3.router_pb2",
+        f"{policy}.client_side_weighted_round_robin_pb2",
+    ):
+        import_module(module)
+    bootstrap = import_module("envoy.config.bootstrap.v3.bootstrap_pb2").Bootstrap()
+    json_format.ParseDict(read("envoy.yaml"), bootstrap)
+    (cluster,) = bootstrap.static_resources.clusters
+    assert len(cluster.load_balancing_policy.policies) == 1

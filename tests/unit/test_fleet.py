@@ -1,0 +1,77 @@
+"""How a fleet is put together, and what is said when it cannot start."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from adaserve.fleet import cli, local
+from adaserve.fleet.local import Fleet, ReplicaSpec, RouterSpec
+from adaserve.server import ServerError, ServerProcess, free_port
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if both routers were there."""
+    monkeypatch.setattr(local, "find_spec", lambda name: object())
+
+
+def test_a_router_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(local, "find_spec", lambda name: None)
+    with pytest.raises(ServerError, match=r"pip install 'adaserve\[fleet\]'"):
+        RouterSpec(("http://127.0.0.1:1",))
+    with pytest.raises(ServerError, match="pip install smg"):
+        RouterSpec(("http://127.0.0.1:1",), "smg")
+    said = CliRunner().invoke(cli.app, ["up", "--logs", str(tmp_path), "--router", "nginx"])
+    assert said.exit_code == 2 and "choose sglang-router or smg" in said.output
+
+
+@pytest.mark.usefixtures("installed")
+def test_ports_flags_and_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(local, "usable_cores", lambda: 5)
+    fleet = Fleet.of(2, ("--size", "12M"), tmp_path, "smg", ("--policy=power_of_two",), "0.0.0.0", 9000)
+    assert [replica.url for replica in fleet.replicas] == ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
+    assert [replica._env["OMP_NUM_THREADS"] for replica in fleet.replicas] == ["2", "2"]
+    replica, router = fleet.replicas[0].spec.command(), fleet.router.spec.command()
+    assert replica[-6:] == ["--size", "12M", "--host", "127.0.0.1", "--port", "9001"]
+    assert router[router.index("--prometheus-port") + 1] == "9003"
+    assert router[-3:] == ["--worker-urls", *(replica.url for replica in fleet.replicas)]
+    assert "--policy=power_of_two" in router and "--policy" not in router, "the user's flag wins"
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_replica_that_cannot_start_ends_the_fleet(tmp_path: Path) -> None:
+    fleet = Fleet.of(2, ("--policy", "nonsense"), tmp_path, port=free_port())
+    with pytest.raises(ServerError, match="unknown policy 'nonsense'"):
+        fleet.up()
+    assert not any(process.alive for process in (*fleet.replicas, fleet.router))
+
+
+class Sleeper(ReplicaSpec):
+    """Leaves a child behind when its first process is killed."""
+
+    __slots__ = ()
+
+    def command(self) -> list[str]:
+        child = (
+            "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+        )
+        return [sys.executable, "-c", child]
+
+
+def test_what_a_killed_server_left_behind_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ServerProcess(Sleeper(free_port()), tmp_path / "server.log")
+    monkeypatch.setattr(server, "_await_health", lambda waiting: None)
+    server.start()
+    main = psutil.Process(server.pid)
+    while not (children := main.children()):
+        pass
+    main.kill()
+    main.wait()
+    assert not server.alive and children[0].is_running()
+    server.stop()
+    assert not children[0].is_running()
