@@ -43,6 +43,7 @@ def test_a_draft_model_without_a_use_is_refused() -> None:
     [
         (["eagle3", "model"], {}, "cpu", "leave --second-draft out"),
         (["eagle3"], {"draft_window": 64}, "cpu", "--draft-window 0"),
+        (["eagle3"], {"learn": True}, "cpu", "leave --learn out"),
         (["eagle3"], {}, "cuda", r"on CPUs only.*--speculative-algorithm EAGLE3"),
     ],
 )
