@@ -56,6 +56,13 @@ Window = Annotated[
         "the whole context, or auto: the policy priced chooses for each request."
     ),
 ]
+DraftKind = Annotated[
+    str,
+    typer.Option(
+        help="What the draft is: model (a language model), eagle3 (an EAGLE-3 head on the target's hidden "
+        "states), or auto: by its config.json."
+    ),
+]
 SecondDraft = Annotated[
     str | None,
     typer.Option(help="Another draft model, whose candidates join the first one's in one tree."),
@@ -110,6 +117,7 @@ def serve(
     *,
     model: Model = None,
     draft: Draft = None,
+    draft_kind: DraftKind = "auto",
     second_draft: SecondDraft = None,
     drafts: Drafts = None,
     draft_window: Window = "0",
@@ -185,7 +193,8 @@ def serve(
     """
     spec = _spec(
         model, draft, size, tuple(context.args), host, port,
-        second_draft=second_draft, drafts=drafts, draft_window=draft_window, draft_sinks=draft_sinks,
+        draft_kind=draft_kind, second_draft=second_draft, drafts=drafts,
+        draft_window=draft_window, draft_sinks=draft_sinks,
         suffix_scope=suffix_scope, suffix_memory_mb=suffix_memory_mb,
         learn=learn, learn_folder=_text(learn_folder),
         policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,

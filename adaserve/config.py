@@ -51,6 +51,11 @@ class AdaServeConfig(Checked):
         description="who proposes tokens: model (a draft model), self (the target, which reads little), "
         "suffix (earlier text that repeats), or model,suffix or self,suffix: both in one tree",
     )
+    draft_kind: Literal["auto", "model", "eagle3"] = Field(
+        default="auto",
+        description="what the draft is: model (a language model), eagle3 (an EAGLE-3 head on the target's "
+        "hidden states), or auto: by its config.json",
+    )
     second_draft: str | None = Field(
         default=None,
         description="another draft model with the target's vocabulary, whose candidates join the first one's "

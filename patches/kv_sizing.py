@@ -13,6 +13,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.config import AdaServeConfig
+from adaserve.draft_kind import draft_kind
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 
@@ -33,9 +34,12 @@ def register() -> None:
 def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
     if kvc.is_draft_worker or not is_ours(kvc.spec_algorithm):
         return
-    for path in draft_paths(AdaServeConfig.load()):
+    ours = AdaServeConfig.load()
+    for path in draft_paths(ours):
         config = draft_config(kvc.server_args, path)
         configurator._cell_size += draft_bytes_per_token(config, kvc.kv_cache_dtype)
+        if draft_kind(config.hf_config.architectures, ours.draft_kind, path) == "eagle3":
+            configurator._cell_size += head_bytes_per_token(config, kvc.kv_cache_dtype)
     if str(kvc.device).startswith("cuda"):
         vocabulary = int(kvc.model_config.vocab_size)
         configurator._fixed_overhead_bytes += DEVICE_RESERVE_BYTES + RESERVE_BYTES_PER_WORD * vocabulary
@@ -61,6 +65,11 @@ def draft_config(server_args: Any, path: str, **more: Any) -> Any:
     return ModelConfig.from_server_args(
         server_args, model_path=path, model_revision=revision, is_draft_model=True, **more
     )
+
+
+def head_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """The hidden state that a head reads of a token of the target."""
+    return int(config.hidden_size * dtype.itemsize)
 
 
 def draft_bytes_per_token(config: Any, dtype: torch.dtype) -> int:

@@ -136,6 +136,11 @@ class Device(Protocol):
         ...
 
     @property
+    def target_states(self) -> Any | None:
+        """The target's hidden states by KV slot, where a head reads them; moved as a KV pool is."""
+        ...
+
+    @property
     def stops_early(self) -> bool:
         """Whether a draft can be stopped between its steps, since the host sees each."""
         ...

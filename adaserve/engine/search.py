@@ -41,6 +41,12 @@ class Levels:
         self.visible[:, :beams, 0] = True
         self._see_themselves(slice(0, beams))
 
+    def parents_of(self, step: int) -> Tensor:
+        """int64 [a, beams]: the parent of each beam of depth ``step`` - 1, counted within its own level; the
+        root's level has one."""
+        parents = self.parents[:, self.level(step - 1)]
+        return torch.zeros_like(parents) if step == 2 else parents - self.level(step - 2).start
+
     def children(self, step: int) -> int:
         """Candidates that each beam before ``step`` offers."""
         shape, before = self.shape, self.level(step - 1)

@@ -37,6 +37,7 @@ from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel, DraftModels
 from adaserve.engine.sources.forced import ForcedSource, spelling_of
+from adaserve.engine.sources.head import HeadSource
 from adaserve.engine.sources.own import SelfSource
 from adaserve.engine.sources.source import Drafting, TreeSource
 from adaserve.engine.sources.suffix import SuffixSource
@@ -164,7 +165,8 @@ class AdaServeWorker(BaseSpecWorker):
         slots = self._kv_pools[1 + number].k_buffer[0].shape[0]
         cache = DraftCache(self.device.drafts[number], table, slots, self.stride)
         sharpening = load_sharpening(Path(model.path))
-        return BeamSource(self.device, cache, sharpening, config.beam_candidates, model, number)
+        kind = HeadSource if model.kind == "eagle3" else BeamSource
+        return kind(self.device, cache, sharpening, config.beam_candidates, model, number)
 
     def _measure(self, target: Any) -> None:
         """What forwards cost here: from an earlier run, a profile, or a short measurement."""
@@ -433,6 +435,8 @@ class AdaServeWorker(BaseSpecWorker):
         pools = [self._kv_pools[0], *(self._kv_pools[1 + number] for number in verified.drafted)]
         for pool, source in zip(pools, sources, strict=True):
             self.device.move(pool, target, source)
+        if self.device.target_states is not None:
+            self.device.move(self.device.target_states, target, sources[0])
 
     # -- what follows -------------------------------------------------------------------------
 
@@ -523,4 +527,4 @@ def open_device(target: Any, drafts: Sequence[Any], config: AdaServeConfig) -> D
         return GraphDevice.of(target, drafts, config)
     from adaserve.engine.host.parts import HostDevice
 
-    return HostDevice.of(target, drafts)
+    return HostDevice.of(target, drafts, config)

@@ -101,6 +101,9 @@ PARAMETERS = {
     "sglang.srt.managers.overlap_utils.FutureMap.__init__": {
         "device", "spec_algo", "req_to_token_pool", "needs_cpu_seq_lens", "needs_confidence_relay",
     },
+    "sglang.srt.speculative.pp_draft_embedding.resolve_draft_embed_and_head": {
+        "target_model", "draft_model", "model_path", "revision", "load_config",
+    },
     "sglang.srt.managers.tp_worker.TpModelWorker.__init__": {
         "server_args", "gpu_id", "nccl_port", "is_draft_worker", "context_length",
     },
@@ -152,6 +155,9 @@ MEMBERS = [
     "sglang.srt.layers.moe.utils.draft_model_build_scope",
     "sglang.srt.speculative.spec_utils.draft_tp_context",
     "sglang.srt.speculative.spec_utils.draft_pp_context",
+    "sglang.srt.models.llama.LlamaForCausalLM.set_eagle3_layers_to_capture",
+    "sglang.srt.models.llama_eagle3.LlamaForCausalLMEagle3.set_embed",
+    "sglang.srt.models.llama_eagle3.LlamaForCausalLMEagle3.set_embed_and_head",
     "sglang.srt.model_executor.forward_context.get_attn_backend",
     "sglang.srt.model_executor.forward_context.get_token_to_kv_pool",
     "sglang.srt.layers.attention.attention_registry.register_attention_backend",

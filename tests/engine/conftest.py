@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import Probe, Server, Zygote
+from tests.engine.heads import save_headed_pair
 from tests.engine.pairs import save_pair
 
 POLICIES = [
@@ -200,6 +201,35 @@ def retrieving(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFact
         stats = probe.read()
         assert stats["wrong_lengths"] == []
         assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
+
+
+@pytest.fixture(scope="session")
+def headed_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("headed_pair")
+    save_headed_pair(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def headed(zygote: Zygote, headed_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An EAGLE-3 head drafts; small chunks, trees of several policies, little KV, requests taken back."""
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("headed"),
+        headed_pair,
+        "eagle3",
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "forced_depth": 6},
+        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "compare_head": True},
+        overlap=True,
+        **{**TIGHT, "chunked-prefill-size": 16},
+    )
+    with server.running(zygote):
+        yield Served("headed", server, probe)
+        server.assert_idle_and_clean()
+        stats = probe.read()
+        assert stats["wrong_lengths"] == []
+        assert stats["target_kv_error"] < 1e-4, "the target's cache holds something else than its tokens"
+        assert stats["hidden_error"] < 1e-4, "the head reads hidden states of other tokens"
+        assert stats["draft_kv_error"] < 1e-4, "the head's cache holds something else than its tokens"
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,8 @@ import transformers
 
 from adaserve.algorithm import refuse_unsupported
 from adaserve.config import AdaServeConfig, ConfigError
-from adaserve.engine.sources.draft_model import require_common_vocabulary
+from adaserve.engine.host.heads import layers_to_capture
+from adaserve.engine.sources.draft_model import require_common_vocabulary, require_servable
 from tests.engine.conftest import adaserve_server
 
 
@@ -35,6 +36,59 @@ def test_what_is_supported_passes() -> None:
 def test_a_draft_model_without_a_use_is_refused() -> None:
     with pytest.raises(ValueError, match="remove --speculative-draft-model-path"):
         refuse_unsupported(arguments(), AdaServeConfig(drafts="suffix"))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "settings", "device", "remedy"),
+    [
+        (["eagle3", "model"], {}, "cpu", "leave --second-draft out"),
+        (["eagle3"], {"draft_window": 64}, "cpu", "--draft-window 0"),
+        (["eagle3"], {"learn": True}, "cpu", "leave --learn out"),
+        (["eagle3"], {}, "cuda", r"on CPUs only.*--speculative-algorithm EAGLE3"),
+    ],
+)
+def test_where_no_head_is_served(kinds: Any, settings: dict[str, Any], device: str, remedy: str) -> None:
+    target = SimpleNamespace(model_runner=SimpleNamespace(device=device))
+    with pytest.raises(ValueError, match=remedy):
+        require_servable(kinds, AdaServeConfig(**settings), target)
+    require_servable(
+        ["eagle3"], AdaServeConfig(), SimpleNamespace(model_runner=SimpleNamespace(device="cpu"))
+    )
+    require_servable(["model"] * len(kinds), AdaServeConfig(**settings), target)
+
+
+class CapturingTarget:
+    """What SGLang's models do when they are asked for hidden states."""
+
+    def __init__(self, layers: int) -> None:
+        self.config, self.model = SimpleNamespace(num_hidden_layers=layers), SimpleNamespace()
+
+    def set_eagle3_layers_to_capture(self, ids: list[int] | None) -> None:
+        n = self.config.num_hidden_layers
+        self.model.layers_to_capture = [2, n // 2, n - 3] if ids is None else [i + 1 for i in ids]
+
+
+@pytest.mark.parametrize(
+    ("layers", "ids", "captured"),
+    [
+        (32, None, [2, 16, 29]),
+        (3, None, [0, 1, 2]),
+        (32, [1, 28, 14], [2, 15, 29]),
+        (4, None, None),
+        (8, [1, 3, 7], None),
+    ],
+)
+def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: list[int] | None) -> None:
+    """In ascending order, as SGLang hands them out; None = there are not three of them."""
+    options = {} if ids is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
+    head = SimpleNamespace(config=SimpleNamespace(**options), model=SimpleNamespace(num_aux_hidden_states=3))
+    if captured is None:
+        with pytest.raises(ValueError, match=r"reads 3 hidden states.*eagle_aux_hidden_state_layer_ids"):
+            layers_to_capture(CapturingTarget(layers), head)
+    else:
+        assert layers_to_capture(CapturingTarget(layers), head) == captured
+    with pytest.raises(ValueError, match="hands out no hidden states"):
+        layers_to_capture(SimpleNamespace(), head)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,20 @@ def _obstacles(model: Any) -> Iterator[str]:
     inner, config = model.model, model.config
     if getattr(inner, "start_layer", 0) or inner.end_layer != config.num_hidden_layers:
         yield "pipeline parallelism"
+    yield from _common_obstacles(model)
+
+
+def head_obstacle(model: Any) -> str | None:
+    """None when the lean forward computes what SGLang's class of an EAGLE-3 head does, else the reason."""
+    if model.model.norm_output:
+        return "norm_output, hidden states that are handed on after the final norm"
+    if model.model.is_mrope_enabled:
+        return "multimodal rotary embedding"
+    return next(_common_obstacles(model), None)
+
+
+def _common_obstacles(model: Any) -> Iterator[str]:
+    inner, config = model.model, model.config
     for module in (inner.embed_tokens, model.lm_head):
         if type(module).__name__ not in ("VocabParallelEmbedding", "ParallelLMHead"):
             yield f"{type(module).__name__} in place of a plain embedding or head"
@@ -92,15 +107,30 @@ def read_weights(model: Any) -> tuple[ModelWeights, ModelConfig]:
         qk_norm_eps=q_norm.variance_epsilon if q_norm is not None else 1e-6,
     )
     embed = _vocab_rows(inner.embed_tokens, config.vocab_size)
+    head_rows = getattr(model.config, "draft_vocab_size", None) or config.vocab_size
     tied = model.lm_head.weight.data_ptr() == inner.embed_tokens.weight.data_ptr()
     weights = ModelWeights(
         embed=embed,
         layers=tuple(_read_layer(layer) for layer in inner.layers),
         final_norm=inner.norm.weight.detach(),
-        lm_head=embed if tied else _vocab_rows(model.lm_head, config.vocab_size),
+        lm_head=embed if tied else _vocab_rows(model.lm_head, head_rows),
         cos_sin=attention.rotary_emb.cos_sin_cache.detach(),
     )
     return weights, config
+
+
+def read_head(model: Any) -> tuple[ModelWeights, ModelConfig]:
+    """Weights and shape of SGLang's ``LlamaForCausalLMEagle3``, without its projection."""
+    weights, config = read_weights(model)
+    norms = [layer.hidden_norm.weight.detach() for layer in model.model.layers]
+    first, *later = weights.layers
+    # Behind the first layer there are no embeddings, and the norm of the hidden states is all there is.
+    layers = (
+        replace(first, hidden_norm=norms[0]),
+        *(replace(layer, input_norm=norm) for layer, norm in zip(later, norms[1:], strict=True)),
+    )
+    ids = model.hot_token_id
+    return replace(weights, layers=layers, token_ids=None if ids is None else ids.long().cpu()), config
 
 
 def _vocab_rows(module: Any, vocab_size: int) -> torch.Tensor:

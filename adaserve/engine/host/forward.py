@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -11,13 +11,26 @@ from adaserve.engine.host.beam import BeamArrays, KeepGoing
 from adaserve.engine.host.extract import read_weights, supports
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.native import NativeBackend
-from adaserve.engine.host.params import ModelConfig, ModelWeights
+from adaserve.engine.host.params import Capture, ModelConfig, ModelWeights
 from adaserve.engine.host.torch_forward import TorchBackend
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 Backend = NativeBackend | TorchBackend
 """Packed weights and the forward over them; `name` is "native" with the C kernels, "torch" without."""
+
+
+class Sink(Protocol):
+    """Keeps what goes into some layers."""
+
+    @property
+    def layers(self) -> torch.Tensor:
+        """int32 [k]: their numbers, below that of all layers."""
+        ...
+
+    def write(self, slots: torch.Tensor, states: torch.Tensor) -> None:
+        """Of the tokens whose KV stands at ``slots``, int64 [T]: fp32 [T, k, H]."""
+        ...
 
 
 class LeanModel:
@@ -29,6 +42,8 @@ class LeanModel:
     def __init__(self, weights: ModelWeights, config: ModelConfig, linear: Storage = "auto") -> None:
         self.config, self._storage = config, linear
         self.held = _packed(weights, config, linear)
+        self.sink: Sink | None = None
+        """Who is given hidden states of every forward, for heads that read them."""
 
     @property
     def backend(self) -> str:
@@ -57,13 +72,24 @@ class LeanModel:
         k_buffers: list[torch.Tensor],
         v_buffers: list[torch.Tensor],
         plan: TreeAttentionPlan,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states after the final norm, fp32 [T, H], of T tokens (`input_ids`, `positions` int64 [T]).
 
+        A head also takes in `before`, fp32 [T, H], the hidden states of the tokens before, and gives states
+        before its final norm.
         Writes the tokens' keys and values into `out_slots` (int64 [T]) of the pools, per layer
         [slots, kv_heads, head_dim], before attending.
         """
-        return self.held.forward(input_ids, positions, out_slots, k_buffers, v_buffers, plan)
+        inputs = (input_ids, positions, out_slots, k_buffers, v_buffers, plan)
+        sink = self.sink
+        if sink is None:
+            return self.held.forward(*inputs, before)
+        shape = (input_ids.numel(), sink.layers.numel(), self.config.hidden_size)
+        capture = Capture(sink.layers, torch.empty(shape))
+        hidden = self.held.forward(*inputs, before, capture)
+        sink.write(out_slots, capture.states)
+        return hidden
 
     @property
     def searches_beams(self) -> bool:
@@ -80,11 +106,14 @@ class LeanModel:
         plan: TreeAttentionPlan,
         beams: BeamArrays,
         keep: KeepGoing | None,
+        before: torch.Tensor | None = None,
     ) -> int:
         """`forward` of tokens that end in the rows' roots, then up to `beams.depth` levels of candidates
         below them, all in one call. Fills in the arrays of `beams`; returns the levels that were made."""
         assert isinstance(self.held, NativeBackend)
-        return self.held.beam_search(input_ids, positions, out_slots, k_buffers, v_buffers, plan, beams, keep)
+        return self.held.beam_search(
+            input_ids, positions, out_slots, k_buffers, v_buffers, plan, beams, keep, before
+        )
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,16 @@ from adaserve.engine.trees.plan import TreeAttentionPlan
 class HostModel(Protocol):
     """A model over its KV pool, told slots and attention layout."""
 
-    def hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, plan: TreeAttentionPlan) -> Tensor:
-        """Opaque states [T, ...] of ``tokens`` (int64 [T]) at ``positions``; their KV goes to ``slots``."""
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        plan: TreeAttentionPlan,
+        before: Tensor | None = None,
+    ) -> Tensor:
+        """Opaque states [T, ...] of ``tokens`` (int64 [T]) at ``positions``; their KV goes to ``slots``.
+        ``before``: fp32 [T, H], what a head takes in besides."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -50,8 +58,16 @@ class LeanForward:
         self.model, self.pool = model, pool
         self.logits, self.argmax, self.topk_logprobs = model.logits, model.argmax, model.topk_logprobs
 
-    def hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, plan: TreeAttentionPlan) -> Tensor:
-        return self.model.forward(tokens, positions, slots, self.pool.k_buffer, self.pool.v_buffer, plan)
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        plan: TreeAttentionPlan,
+        before: Tensor | None = None,
+    ) -> Tensor:
+        pool = self.pool
+        return self.model.forward(tokens, positions, slots, pool.k_buffer, pool.v_buffer, plan, before)
 
 
 class HostForward:
@@ -69,13 +85,21 @@ class HostForward:
         return {}
 
     def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
-        return self._hidden(batch, attention_plan(self._req_to_token, batch))
+        return self._hidden(batch, attention_plan(self._req_to_token, batch), self._before(batch))
 
-    def _hidden(self, batch: TreeBatch, plan: TreeAttentionPlan) -> Tensor:
+    def _before(self, batch: TreeBatch) -> Tensor | None:
+        """What the tokens of a text are read with besides: nothing, but for heads."""
+        return None
+
+    def _before_level(self, states: Tensor, levels: Levels, step: int) -> Tensor | None:
+        """The same for the beams of depth ``step`` - 1, ``states`` being those of the beams before them."""
+        return None
+
+    def _hidden(self, batch: TreeBatch, plan: TreeAttentionPlan, before: Tensor | None) -> Tensor:
         slots = token_slots(self._req_to_token, batch)
         inputs = (torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), slots, plan)
         start = HostMark()
-        hidden = self.model.hidden(*inputs)
+        hidden = self.model.hidden(*inputs) if before is None else self.model.hidden(*inputs, before)
         self._runs.append((start, HostMark()))
         return hidden
 
@@ -104,7 +128,9 @@ class HostForward:
         else:
             logits = self.model.logits(states)
             forbid(logits)
-            best = torch.log_softmax(read(logits, reading), -1).topk(width)
+            # A head may know none of the tokens that a grammar allows: then there is no distribution.
+            logprobs = torch.log_softmax(read(logits, reading), -1).nan_to_num_(nan=-torch.inf)
+            best = logprobs.topk(width)
         self._runs.append((start, HostMark()))
         return best
 
@@ -156,7 +182,13 @@ class HostForward:
         pool = forward.pool
         start = HostMark()
         steps = forward.model.beam_search(
-            *inputs, pool.k_buffer, pool.v_buffer, plan, arrays, None if keep is None else go_on
+            *inputs,
+            pool.k_buffer,
+            pool.v_buffer,
+            plan,
+            arrays,
+            None if keep is None else go_on,
+            self._before(first),
         )
         self._runs.append((start, HostMark()))
         return Beams(tokens, parents, logprobs, steps)
@@ -166,7 +198,8 @@ class HostForward:
         levels = Levels(shape, a, torch.from_numpy(shape.columns))
         roots = torch.from_numpy(np.cumsum(first.q_lens) - 1)
         forbid = _forbid(search, levels, 1)
-        logprob, token = self._best(self.run(first)[roots], search.reading(1, 1), shape.beams[0], forbid)
+        states = self.run(first)[roots]
+        logprob, token = self._best(states, search.reading(1, 1), shape.beams[0], forbid)
         levels.start(logprob.double(), token)
         kv_lens = without_gap(search.base + shape.width, first.gap)
         kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens, first.gap)
@@ -174,10 +207,11 @@ class HostForward:
             if keep is not None and not keep(step - 1, levels.frontier(step - 1)):
                 return self._found(levels, step - 1)
             batch = level_batch(levels, search, step, kv_lens)
-            hidden = self._hidden(batch, attention_plan(self._req_to_token, batch, kv_slots))
+            plan = attention_plan(self._req_to_token, batch, kv_slots)
+            states = self._hidden(batch, plan, self._before_level(states, levels, step))
             m = len(batch) // a
             forbid = _forbid(search, levels, step)
-            best = self._best(hidden, search.reading(m, step), levels.children(step), forbid)
+            best = self._best(states, search.reading(m, step), levels.children(step), forbid)
             logprob, token = (v.view(a, m, -1) for v in best)
             levels.grow(step, logprob.double(), token)
         return self._found(levels, len(shape.beams))

@@ -27,7 +27,7 @@ def install(model: Any, storage: Storage) -> bool:
         return False
     if "OMP_NUM_THREADS" not in os.environ:  # started without our command line, which sets it
         torch.set_num_threads(usable_cores())
-    _grow_rotary_table(model)
+    grow_rotary_table(model)
     lean = LeanModel.from_sglang(model, storage)
     object.__setattr__(model, LEAN_ATTRIBUTE, lean)
 
@@ -50,7 +50,7 @@ _TREE_HEADROOM = 64
 """Positions beyond the context that a tree of a request near its end may touch; they are never kept."""
 
 
-def _grow_rotary_table(model: Any) -> None:
+def grow_rotary_table(model: Any) -> None:
     """Makes cos/sin reach every position that a forward may see: the kernels do not check bounds.
 
     SGLang grows the table as well, but after this hook, when its address is already in our hands. A draft

@@ -11,7 +11,8 @@ import torch
 from adaserve.engine.host.beam import BeamArrays, KeepGoing
 from adaserve.engine.host.gumbel import NativeReading
 from adaserve.engine.host.linear import STORAGE_DTYPES, Storage, exact_storage
-from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.host.params import Capture, LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.host.torch_forward import all_tokens
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
@@ -26,6 +27,8 @@ _OUTSIDE = {
     -5: "a cached key's slot lies outside the KV pool",
     -6: "the spans of queries or keys, or the mask, do not fit the batch",
     -7: "the beams' arrays do not fit together",
+    -8: "hidden states are missing where a head needs them, are given to a model that is none, or are asked "
+    "of a layer that the model does not have",
 }
 
 _Pointer = ctypes.c_void_p
@@ -45,7 +48,7 @@ class _MatrixSource(ctypes.Structure):
 class _LayerSource(ctypes.Structure):
     _fields_ = (
         *((name, _MatrixSource) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, _Pointer) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, _Pointer) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "hidden_norm")),
     )
 
 
@@ -55,7 +58,7 @@ class _ModelSource(ctypes.Structure):
         *((name, _Int) for name in ("vocab", "layers", "threads", "embed_type", "positions")),
         ("norm_eps", ctypes.c_float),
         ("qk_norm_eps", ctypes.c_float),
-        *((name, _Pointer) for name in ("embed", "cos_sin", "final_norm")),
+        *((name, _Pointer) for name in ("embed", "cos_sin", "final_norm", "token_ids")),
         ("layer", ctypes.POINTER(_LayerSource)),
         ("lm_head", _MatrixSource),
     )
@@ -69,7 +72,8 @@ class _Batch(ctypes.Structure):
         ("k_pools", _Pointer),
         ("v_pools", _Pointer),
         ("slot_stride", ctypes.c_int64),
-        ("hidden", _Pointer),
+        *((name, _Pointer) for name in ("hidden", "before", "captured", "capture")),
+        ("captures", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("keys", "mask_cells", "pool_slots")),
     )
 
@@ -101,6 +105,8 @@ class NativeBackend:
         self._batch = _Batch()
         self._batch_pointer = ctypes.addressof(self._batch)
         self._pools = (_Pointer * (2 * len(weights.layers)))()
+        self._head_rows = weights.lm_head.shape[0]
+        self._token_ids = None if weights.token_ids is None else _int64(weights.token_ids)
         handle = self._load(weights, storage)
         if not handle:
             raise MemoryError("no memory for the packed weights; serve a smaller model")
@@ -115,11 +121,14 @@ class NativeBackend:
         k_buffers: Sequence[torch.Tensor],
         v_buffers: Sequence[torch.Tensor],
         plan: TreeAttentionPlan,
+        before: torch.Tensor | None = None,
+        capture: Capture | None = None,
     ) -> torch.Tensor:
         hidden = torch.empty(input_ids.numel(), self._config.hidden_size)
         if input_ids.numel():
             inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
-            self._describe(inputs, k_buffers, v_buffers, plan, hidden)
+            before = None if before is None else _fp32(before)
+            self._describe(inputs, k_buffers, v_buffers, plan, hidden, before, capture)
             self._check(self._kernels.ada_forward(self._model, self._batch_pointer, torch.get_num_threads()))
         return hidden
 
@@ -133,11 +142,13 @@ class NativeBackend:
         plan: TreeAttentionPlan,
         beams: BeamArrays,
         keep: KeepGoing | None,
+        before: torch.Tensor | None = None,
     ) -> int:
         """As `LeanModel.beam_search` says."""
         hidden = torch.empty(input_ids.numel(), self._config.hidden_size)
         inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
-        self._describe(inputs, k_buffers, v_buffers, plan, hidden)
+        before = None if before is None else _fp32(before)
+        self._describe(inputs, k_buffers, v_buffers, plan, hidden, before)
         failures: list[BaseException] = []
 
         def asked(step: int) -> int:
@@ -167,11 +178,11 @@ class NativeBackend:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = _fp32(hidden)
         rows = hidden.shape[0]
-        out = torch.empty(rows, self._config.vocab_size)
+        out = torch.empty(rows, self._head_rows)
         if rows:
             arguments = (hidden.data_ptr(), rows, out.data_ptr(), torch.get_num_threads())
             self._check(self._kernels.ada_logits(self._model, *arguments))
-        return out
+        return all_tokens(out, self._token_ids, self._config.vocab_size)
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = _fp32(hidden)
@@ -214,6 +225,8 @@ class NativeBackend:
         v_buffers: Sequence[torch.Tensor],
         plan: TreeAttentionPlan,
         hidden: torch.Tensor,
+        before: torch.Tensor | None,
+        capture: Capture | None = None,
     ) -> None:
         """Fills in the batch; the caller keeps the tensors alive while C reads them."""
         b, mask = self._batch, plan.custom_mask
@@ -226,6 +239,11 @@ class NativeBackend:
         b.mask = None if mask is None else mask.data_ptr()
         b.keys, b.mask_cells = plan.kv_indices.numel(), 0 if mask is None else mask.numel()
         b.hidden = hidden.data_ptr()
+        b.before = None if before is None else before.data_ptr()
+        b.captures = 0
+        if capture is not None:
+            b.captures, b.capture = capture.layers.numel(), capture.layers.data_ptr()
+            b.captured = capture.states.data_ptr()
         self._set_pools(k_buffers, v_buffers)
 
     def _set_pools(self, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor]) -> None:
@@ -253,11 +271,13 @@ class NativeBackend:
             self._describe_layer(target, layer, storage, packing)
         embed = weights.embed.detach().contiguous()
         self._kept.append(embed)
+        ids = self._token_ids
         source = _ModelSource(
             c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim, c.rotary_dim,
             c.vocab_size, len(weights.layers), torch.get_num_threads(), _TYPES[embed.dtype],
             len(weights.cos_sin), c.norm_eps, c.qk_norm_eps, embed.data_ptr(), self._keep(weights.cos_sin),
-            self._keep(weights.final_norm), layers, _matrix(weights.lm_head, None, storage, packing),
+            self._keep(weights.final_norm), None if ids is None else ids.data_ptr(), layers,
+            _matrix(weights.lm_head, None, storage, packing),
         )  # fmt: skip
         return self._kernels.ada_model_create(ctypes.addressof(source))
 
@@ -270,6 +290,7 @@ class NativeBackend:
         target.down = _matrix(layer.down, None, storage, packing)
         target.input_norm, target.post_norm = self._keep(layer.input_norm), self._keep(layer.post_norm)
         target.q_norm, target.k_norm = self._keep(layer.q_norm), self._keep(layer.k_norm)
+        target.hidden_norm = self._keep(layer.hidden_norm)
 
     def _keep(self, tensor: torch.Tensor | None) -> int | None:
         if tensor is None:

@@ -48,6 +48,9 @@ class LayerWeights:
     post_norm: torch.Tensor  # [H]
     gate_up: torch.Tensor  # [2 * I, H], gate first
     down: torch.Tensor  # [H, I]
+    hidden_norm: torch.Tensor | None = None
+    """[H]: only in the first layer of an EAGLE-3 head, whose ``qkv`` is [.., 2 * H]. It reads a token's
+    normed embedding and the normed hidden state of the token before, side by side (EAGLE-3, section 3.1)."""
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,19 @@ class ModelWeights:
     final_norm: torch.Tensor  # [H]
     lm_head: torch.Tensor  # [vocab, H]; the same tensor as `embed` when tied
     cos_sin: torch.Tensor  # [max positions, rotary_dim], cosines then sines, scaling included
+    token_ids: torch.Tensor | None = None
+    """int64 [rows of lm_head]: the token behind each row, for a head that knows only some tokens; None: row
+    i is token i."""
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this is a head, whose states come before its final norm: its next step takes them in."""
+        return self.layers[0].hidden_norm is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """The residual stream before some layers, which a forward of T tokens hands out."""
+
+    layers: torch.Tensor  # int32 [k]
+    states: torch.Tensor  # out, fp32 [T, k, H]

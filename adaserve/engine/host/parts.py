@@ -9,9 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.config import AdaServeConfig
+from adaserve.draft_kind import EAGLE3
 from adaserve.engine.clock import HostMark
 from adaserve.engine.host import gumbel
 from adaserve.engine.host.forwards import HostForward, host_forward
+from adaserve.engine.host.heads import HeadForward, head_forward
 from adaserve.engine.reading import Reading
 
 LEAST_GAIN = 0.05
@@ -36,11 +39,19 @@ class HostDevice:
 
     def __init__(self, target: HostForward, *drafts: HostForward) -> None:
         self.target, self.drafts = target, drafts
+        heads = [draft for draft in drafts if isinstance(draft, HeadForward)]
+        self.target_states = heads[0].target_states if heads else None
 
     @classmethod
-    def of(cls, target: Any, drafts: Sequence[Any]) -> HostDevice:
+    def of(cls, target: Any, drafts: Sequence[Any], config: AdaServeConfig) -> HostDevice:
         """For ``ModelRunner``s."""
-        return cls(host_forward(target), *map(host_forward, drafts))
+
+        def draft_forward(runner: Any) -> HostForward:
+            if type(runner.model).__name__ == EAGLE3:
+                return head_forward(target, runner, config.cpu_weights)
+            return host_forward(runner)
+
+        return cls(host_forward(target), *map(draft_forward, drafts))
 
     def mark(self) -> HostMark:
         return HostMark()

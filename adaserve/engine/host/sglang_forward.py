@@ -60,8 +60,14 @@ class SGLangForward:
         self._runner = runner
 
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        plan: TreeAttentionPlan,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert before is None, "heads have a forward of their own"
         output = self._runner.forward(self._forward_batch(tokens, positions, slots, plan))
         return output.logits_output.next_token_logits
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.linear import Linear, Storage, torch_linear
-from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.host.params import Capture, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
@@ -17,6 +17,7 @@ from adaserve.engine.trees.plan import TreeAttentionPlan
 @dataclass(frozen=True)
 class _Layer:
     input_norm: torch.Tensor
+    hidden_norm: torch.Tensor | None
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
@@ -38,6 +39,7 @@ class TorchBackend:
         self._final_norm = weights.final_norm.float()
         self._lm_head = torch_linear(weights.lm_head, None, storage)
         self._cos_sin = weights.cos_sin.float()
+        self._is_head, self._token_ids = weights.is_head, weights.token_ids
 
     def forward(
         self,
@@ -47,23 +49,35 @@ class TorchBackend:
         k_buffers: list[torch.Tensor],
         v_buffers: list[torch.Tensor],
         plan: TreeAttentionPlan,
+        before: torch.Tensor | None = None,
+        capture: Capture | None = None,
     ) -> torch.Tensor:
         eps = self._config.norm_eps
         cos, sin = self._cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, rotary_dim / 2]
-        residual = self._embed[input_ids].float()
+        embedded = self._embed[input_ids].float()
         if not input_ids.numel():  # not every operator below takes an empty batch
-            return residual
-        for layer, k_buffer, v_buffer in zip(self._layers, k_buffers, v_buffers, strict=True):
-            q, k, v = self._project(layer, _rms_norm(residual, layer.input_norm, eps), cos, sin)
+            return embedded
+        residual = embedded if before is None else before
+        for i, (layer, k_buffer, v_buffer) in enumerate(zip(self._layers, k_buffers, v_buffers, strict=True)):
+            if capture is not None:
+                capture.states[:, capture.layers == i] = residual[:, None]
+            normed = _rms_norm(embedded if layer.hidden_norm is not None else residual, layer.input_norm, eps)
+            if layer.hidden_norm is not None:
+                normed = torch.cat((normed, _rms_norm(residual, layer.hidden_norm, eps)), dim=-1)
+            q, k, v = self._project(layer, normed, cos, sin)
             k_buffer[out_slots] = k.to(k_buffer.dtype)
             v_buffer[out_slots] = v.to(v_buffer.dtype)
             residual = residual + layer.o(attend(q, k_buffer, v_buffer, plan))
             gate, up = layer.gate_up(_rms_norm(residual, layer.post_norm, eps)).chunk(2, dim=-1)
             residual = residual + layer.down(functional.silu(gate) * up)
-        return _rms_norm(residual, self._final_norm, eps)
+        return residual if self._is_head else _rms_norm(residual, self._final_norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._lm_head(hidden) if hidden.shape[0] else hidden.new_empty(0, self._config.vocab_size)
+        if not hidden.shape[0]:
+            return hidden.new_empty(0, self._config.vocab_size)
+        if self._is_head:
+            hidden = _rms_norm(hidden, self._final_norm, self._config.norm_eps)
+        return all_tokens(self._lm_head(hidden), self._token_ids, self._config.vocab_size)
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits(hidden).argmax(dim=-1)
@@ -90,6 +104,7 @@ class TorchBackend:
 def _build_layer(w: LayerWeights, storage: Storage) -> _Layer:
     return _Layer(
         input_norm=w.input_norm.float(),
+        hidden_norm=None if w.hidden_norm is None else w.hidden_norm.float(),
         qkv=torch_linear(w.qkv, w.qkv_bias, storage),
         q_norm=None if w.q_norm is None else w.q_norm.float(),
         k_norm=None if w.k_norm is None else w.k_norm.float(),
@@ -98,6 +113,15 @@ def _build_layer(w: LayerWeights, storage: Storage) -> _Layer:
         gate_up=torch_linear(w.gate_up, None, storage),
         down=torch_linear(w.down, None, storage),
     )
+
+
+def all_tokens(logits: torch.Tensor, token_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """fp32 [rows, vocab] of the logits that a head has; what it does not know is impossible."""
+    if token_ids is None:
+        return logits
+    every = torch.full((logits.shape[0], vocab_size), -torch.inf)
+    every[:, token_ids] = logits
+    return every
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -6,6 +6,7 @@ and its ancestors. Re-parented beams therefore never move KV.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,12 +67,16 @@ class BeamSource:
             for r, length in zip(batch.reqs, lengths, strict=True)
         ]
         if drafts:
-            assert self._model is not None
             self.cache.fill_holes(pool_rows, batch.prefix_lens, texts)
-            self._model.extend(batch)
+            self._read(batch, texts)
         slots = batch.out_cache_loc.split(list(batch.extend_lens))
         for row, text, new in zip(pool_rows, texts, slots, strict=True):
             self.cache.started(row, text, new, read=drafts)
+
+    def _read(self, batch: Any, texts: Sequence[Sequence[int]]) -> None:
+        """What the target has just read, behind a prefix that the draft has."""
+        assert self._model is not None
+        self._model.extend(batch)
 
     def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:
         """The draft has the KV of the root and of every node it expanded: all but the last level."""

@@ -64,7 +64,7 @@ class DraftCache:
             if start < prefix:  # what follows a hole was read without it
                 late.append((row, start, list(text[start:prefix])))
         if late:
-            self._feed([row for row, _, _ in late], [s for _, s, _ in late], [t for _, _, t in late])
+            self.feed([row for row, _, _ in late], [s for _, s, _ in late], [t for _, _, t in late])
 
     def _held_lengths(self, pool_rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """How many of the first ``lengths`` tokens of each row come before the first one that is missing."""
@@ -105,13 +105,13 @@ class DraftCache:
         # A forward that begins with the last cached token will write that one's KV itself.
         keep = 1 if self._forward.first_tokens is not None else 0
         tokens = [h.pending[: len(h.pending) - keep] for h in held]
-        self._feed(late, [h.length for h in held], tokens)
+        self.feed(late, [h.length for h in held], tokens)
         for h, fed in zip(held, tokens, strict=True):
             h.length += len(fed)
             del h.pending[: len(fed)]
         return True
 
-    def _feed(self, pool_rows: Sequence[int], starts: Sequence[int], tokens: Sequence[list[int]]) -> None:
+    def feed(self, pool_rows: Sequence[int], starts: Sequence[int], tokens: Sequence[list[int]]) -> None:
         """Causal forwards over cached tokens, as large as the model takes them."""
         for row, start, text in zip(pool_rows, starts, tokens, strict=True):
             slots = self._req_to_token[row, start : start + len(text)].long()

@@ -11,16 +11,22 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
 from sglang.srt.speculative.draft_parallel import resolve_draft_parallel_layout
+from sglang.srt.speculative.pp_draft_embedding import resolve_draft_embed_and_head
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
+from adaserve.config import AdaServeConfig
+from adaserve.draft_kind import DraftKind, draft_kind
+from adaserve.host import on_device
 from adaserve.patches.kv_sizing import draft_config
 
 
 class DraftModel:
-    """A stand-alone language model with the target's vocabulary."""
+    """A language model with the target's vocabulary, or a head that reads the target's hidden states."""
 
-    def __init__(self, path: str, worker: TpModelWorker, layout: DraftParallelLayout) -> None:
-        self.path, self.worker, self._layout = path, worker, layout
+    def __init__(
+        self, path: str, worker: TpModelWorker, layout: DraftParallelLayout, kind: DraftKind
+    ) -> None:
+        self.path, self.worker, self._layout, self.kind = path, worker, layout, kind
         self.runner = worker.model_runner
 
     def extend(self, batch: Any) -> None:
@@ -54,7 +60,14 @@ class DraftModels(EagleDraftWorkerBase):
             ]
         for path, worker in zip(paths, workers, strict=True):
             require_common_vocabulary(target_worker, worker, path)
-        self.models = tuple(DraftModel(p, w, layout) for p, w in zip(paths, workers, strict=True))
+        config = AdaServeConfig.load()
+        kinds = [kind_of(worker, path, config) for path, worker in zip(paths, workers, strict=True)]
+        require_servable(kinds, config, target_worker)
+        for kind, worker in zip(kinds, workers, strict=True):
+            if kind == "eagle3":
+                share_embeddings(target_worker, worker)
+        models = zip(paths, workers, kinds, strict=True)
+        self.models = tuple(DraftModel(path, worker, layout, kind) for path, worker, kind in models)
 
     @property
     def draft_runners(self) -> list[Any]:
@@ -87,6 +100,47 @@ class _DraftWorker(TpModelWorker):
 
     def _init_model_config(self) -> None:
         self.model_config = draft_config(self.server_args, self._path, context_length=self.context_length)
+
+
+def kind_of(worker: Any, path: str, config: AdaServeConfig) -> DraftKind:
+    """Raises ValueError where it is not the kind that was asked for."""
+    return draft_kind(worker.model_runner.model_config.hf_config.architectures, config.draft_kind, path)
+
+
+def require_servable(kinds: Sequence[DraftKind], config: AdaServeConfig, target: Any) -> None:
+    """Raises ValueError with the remedy where heads stand in a combination that is not served."""
+    if "eagle3" not in kinds:
+        return
+    refusals = [
+        (len(kinds) > 1, "cannot be one of two drafts: leave --second-draft out"),
+        (config.learn, "does not learn while it serves: leave --learn out"),
+        (config.draft_window != 0, "reads whole contexts, which is cheap in one layer: use --draft-window 0"),
+        (
+            on_device(target.model_runner.device),
+            "is served on CPUs only so far: give a draft model, or serve with SGLang's own "
+            "--speculative-algorithm EAGLE3",
+        ),
+    ]
+    for refused, reason in refusals:
+        if refused:
+            raise ValueError(f"an EAGLE-3 head {reason}")
+
+
+def share_embeddings(target: Any, head: Any) -> None:
+    """Gives the head the target's embeddings, and its output matrix where the head has none of its own. As in
+    SGLang's ``EagleDraftWorker.init_lm_head``."""
+    runner, model = target.model_runner, head.model_runner.model
+    embed, matrix = resolve_draft_embed_and_head(
+        target_model=runner.model,
+        draft_model=model,
+        model_path=runner.model_config.model_path,
+        revision=runner.model_config.revision,
+        load_config=runner.load_config,
+    )
+    if model.load_lm_head_from_target:
+        model.set_embed_and_head(embed, matrix)
+    else:
+        model.set_embed(embed)
 
 
 def require_common_vocabulary(target: Any, draft: Any, path: str = "") -> None:

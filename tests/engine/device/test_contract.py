@@ -64,7 +64,11 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) ->
     from adaserve.identity import NAME
     from adaserve.patches import kv_sizing
 
-    draft = SimpleNamespace(num_hidden_layers=16, head_dim=64, get_num_kv_heads=lambda tp, dcp: 8 // tp)
+    named = SimpleNamespace(architectures=["LlamaForCausalLM"])
+    draft = SimpleNamespace(
+        num_hidden_layers=16, head_dim=64, hidden_size=512, hf_config=named,
+        get_num_kv_heads=lambda tp, dcp: 8 // tp,
+    )  # fmt: skip
     drafts = ["first"]
     monkeypatch.setattr(kv_sizing, "draft_paths", lambda config: drafts)
     monkeypatch.setattr(kv_sizing, "draft_config", lambda args, path: draft)
@@ -83,6 +87,9 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) ->
     # Keys and values, 16 layers, 4 of 8 heads on this rank, 64 wide, 2 bytes.
     assert sized()._cell_size == 1000 + 2 * 16 * 4 * 64 * 2
     assert sized()._fixed_overhead_bytes == 5 + kv_sizing.DEVICE_RESERVE_BYTES + 6_144_000
+    named.architectures = ["LlamaForCausalLMEagle3"]  # and one hidden state of the target
+    assert sized()._cell_size == 1000 + 2 * 16 * 4 * 64 * 2 + 512 * 2
+    named.architectures = ["LlamaForCausalLM"]
     drafts.append("second")
     assert sized()._cell_size == 1000 + 2 * (2 * 16 * 4 * 64 * 2)
     assert sized(device="cpu")._fixed_overhead_bytes == 5

@@ -14,7 +14,9 @@ forwards it takes one running request back, as if the KV pool were full, if ther
 are what the draft may read of a context: each request gets another one in two of three iterations, and of the
 draft's KV the first layer alone is audited, since what lies above depends on what was read. ``fail_on`` names
 a request that cannot be taken in: an exception comes up while the scheduler makes it. ``swap`` is a number of
-iterations and folders of drafts: so often, the next one's weights replace the present ones.
+iterations and folders of drafts: so often, the next one's weights replace the present ones. Of a head the
+hidden states that it reads are audited as well. ``compare_head`` has SGLang's own class draft two steps for
+one text and writes down what it proposes, beside what our forward does.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ import json
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,6 +83,7 @@ def probed(base: type) -> type:
             self.stats.update(
                 target_kv_error=0.0,
                 draft_kv_error=0.0,
+                hidden_error=0.0,
                 draft_audits=[0, 0],  # of the first draft model and the second
                 forgotten=0,
                 depths={},
@@ -94,6 +99,9 @@ def probed(base: type) -> type:
 
         def init_cuda_graphs(self) -> None:
             super().init_cuda_graphs()
+            if options.get("compare_head"):
+                self.stats["heads"] = both_heads(self)
+                self._write()
             if options.get("prefill_sizes"):
                 self._dictate(itertools.cycle(options["prefill_sizes"]))
 
@@ -211,7 +219,12 @@ def probed(base: type) -> type:
                 if held.length + len(held.pending) != length:
                     stats["wrong_lengths"].append([state.rid, k, length, held.length, len(held.pending)])
                     continue
-                known = kv_errors(worker, tokens, slots, layers)[: held.length]
+                if (states := self.device.target_states) is not None:
+                    fresh, known = head_errors(self.device.drafts[k], self.target_worker, tokens, slots)
+                    known, hidden = known[: held.length], (states.read(slots) - fresh).abs().max().item()
+                    stats["hidden_error"] = max(stats["hidden_error"], hidden)
+                else:
+                    known = kv_errors(worker, tokens, slots, layers)[: held.length]
                 if len(known):
                     stats["draft_audits"][k] += 1
                     stats["draft_kv_error"] = max(stats["draft_kv_error"], known.max().item())
@@ -294,12 +307,133 @@ def kv_errors(worker: Any, tokens: list[int], slots: Any, layers: int | None = N
     every = torch.arange(n)
     scratch = [[torch.zeros(n, *b.shape[1:], dtype=b.dtype) for b in pool.k_buffer] for _ in range(2)]
     lengths = np.array([n])
-    lean.forward(torch.tensor(tokens), every, every, *scratch, causal_plan(every, lengths, lengths))
-    errors = torch.zeros(n)
+    with recorded(lean):
+        lean.forward(torch.tensor(tokens), every, every, *scratch, causal_plan(every, lengths, lengths))
+    return differences(scratch, pool, slots, layers)
+
+
+def differences(scratch: Any, pool: Any, slots: Any, layers: int | None = None) -> Any:
+    import torch
+
+    errors = torch.zeros(len(slots))
     for fresh, paged in zip(scratch, (pool.k_buffer, pool.v_buffer), strict=True):
         for a, b in zip(fresh[:layers], paged[:layers], strict=True):
             errors = torch.maximum(errors, (a - b[slots]).abs().flatten(1).amax(1).float())
     return errors
+
+
+@contextmanager
+def recorded(lean: Any) -> Iterator[list[Any]]:
+    """Forwards of a target inside give their hidden states, [T, layers, H] each, to a list and to no head."""
+    sink, states = lean.sink, []
+    if sink is not None:
+        lean.sink = SimpleNamespace(layers=sink.layers, write=lambda _, states_: states.append(states_))
+    yield states
+    lean.sink = sink
+
+
+def hidden_of(target_worker: Any, tokens: Any) -> Any:
+    """fp32 [T, layers, H]: what a head may read of a text, in a fresh prefill."""
+    import torch
+
+    from adaserve.engine.host.install import LEAN_ATTRIBUTE
+    from adaserve.engine.trees.attention import causal_plan
+
+    runner = target_worker.model_runner
+    lean, buffers = getattr(runner.model, LEAN_ATTRIBUTE), runner.token_to_kv_pool.k_buffer
+    every, lengths = torch.arange(len(tokens)), np.array([len(tokens)])
+    scratch = [[torch.zeros(len(tokens), *b.shape[1:], dtype=b.dtype) for b in buffers] for _ in range(2)]
+    with recorded(lean) as states:
+        lean.forward(torch.as_tensor(tokens), every, every, *scratch, causal_plan(every, lengths, lengths))
+    return states[0]
+
+
+def head_errors(head: Any, target_worker: Any, tokens: list[int], slots: Any) -> tuple[Any, Any]:
+    """The hidden states of a fresh prefill as the head reads them, and the largest difference of each
+    position's key or value in the head. The first token has none."""
+    import torch
+
+    from adaserve.engine.host.heads import project
+    from adaserve.engine.trees.attention import causal_plan
+
+    with torch.no_grad():
+        states = project(head.target_states._head, hidden_of(target_worker, tokens))
+    pool, n = head.model.pool, len(tokens) - 1
+    every, lengths = torch.arange(n), np.array([n])
+    scratch = [[torch.zeros(n, *b.shape[1:], dtype=b.dtype) for b in pool.k_buffer] for _ in range(2)]
+    text, plan = torch.tensor(tokens[1:]), causal_plan(every, lengths, lengths)
+    head.model.model.forward(text, every + 1, every, *scratch, plan, states[:-1])
+    return states, torch.cat([torch.zeros(1), differences(scratch, pool, slots[1:])])
+
+
+def both_heads(worker: Any, width: int = 3, length: int = 40) -> dict[str, Any]:
+    """Tokens, parents' places and scores of the first two levels for one text: ours, and SGLang's own."""
+    import torch
+
+    tokens = torch.randint(2, 500, (length + 1,), generator=torch.Generator().manual_seed(4))
+    slots = 1 + torch.randperm(2 * length + 60, generator=torch.Generator().manual_seed(5))
+    table, mine = worker.req_to_token_pool.req_to_token, length + 1 + 2 * width
+    table[1, :mine] = slots[:mine].int()
+    found = {
+        "ours": our_levels(worker, tokens, width),
+        "sglang": sglang_levels(worker, tokens, slots[mine:], width),
+    }
+    table[1, :mine] = 0
+    return found
+
+
+def our_levels(worker: Any, tokens: Any, width: int) -> list[Any]:
+    from adaserve.engine.parts import Search
+    from adaserve.engine.trees.batch import TreeBatch
+    from adaserve.engine.trees.shape import tree_shape
+
+    n, row, zero = len(tokens) - 1, np.array([1]), np.array([0])
+
+    def text(count: int) -> Any:
+        return TreeBatch.causal(tokens[:count].numpy(), row, zero, np.array([count]))
+
+    worker.device.target.run(text(n))
+    ones = np.ones(1, np.float32)
+    search = Search(tree_shape(2, width, None), np.array([n]), row, ones, 0 * ones, np.array([1], np.uint64))
+    beams = worker.device.drafts[0].search(text(n + 1), search, None)()
+    parents = np.maximum(beams.parents[0, width:], 0)
+    return [beams.tokens[0].tolist(), parents.tolist(), np.exp(beams.logprobs[0]).tolist()]
+
+
+def sglang_levels(worker: Any, tokens: Any, slots: Any, width: int) -> list[Any]:
+    """As ``EagleDraftWorker.draft_forward`` does it: its model, its runner, its choice of beams."""
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+    from sglang.srt.speculative.spec_utils import select_top_k_tokens
+
+    from adaserve.engine.host.sglang_forward import SGLangForward
+    from adaserve.engine.trees.attention import causal_plan
+    from adaserve.engine.trees.plan import TreeAttentionPlan
+
+    runner, n = worker._draft_worker.models[0].runner, len(tokens) - 1
+    ids = runner.model.hot_token_id
+
+    def step(text: Any, positions: Any, at: Any, plan: Any, before: Any) -> tuple[Any, Any, Any]:
+        batch = SGLangForward(runner)._forward_batch(text, positions, at, plan)
+        batch.spec_info.hidden_states, batch.capture_hidden_mode = before, CaptureHiddenMode.FULL
+        output = runner.forward(batch).logits_output
+        p, index = output.next_token_logits.softmax(-1).topk(width)
+        return p, ids[index], output.hidden_states
+
+    length = np.array([n])
+    raw = hidden_of(worker.target_worker, tokens[:n]).flatten(1)
+    p, index, states = step(
+        tokens[1:], torch.arange(n), slots[:n], causal_plan(slots[:n], length, length), raw
+    )
+    first, before, scores, _ = select_top_k_tokens(0, p[-1:], index[-1:], states[-1:], None, width)
+    seen = torch.cat([torch.ones(width, n, dtype=torch.bool), torch.eye(width, dtype=torch.bool)], 1)
+    spans = [torch.tensor([0, count], dtype=torch.int32) for count in (width, n + width)]
+    plan = TreeAttentionPlan(*spans, slots[: n + width].int(), seen.flatten())
+    p, index, states = step(first, torch.full((width,), n), slots[n : n + width], plan, before)
+    with torch.compiler.set_stance("force_eager"):  # compiling it would take seconds
+        second, _, both, (_, _, places) = select_top_k_tokens(1, p, index, states, scores, width)
+    parents = (places[0] - width) // width
+    return [[*first.tolist(), *second.tolist()], parents.tolist(), [*scores[0].tolist(), *both[0].tolist()]]
 
 
 class Rotation:

@@ -26,7 +26,7 @@ typedef struct {
 } beam;
 
 typedef struct {
-    float *hidden, *scale, *spread, *logprobs;
+    float *hidden, *before, *scale, *spread, *logprobs;
     int64_t *ids, *positions, *slots, *best;
     uint64_t *keys;
     int32_t *qo_indptr;
@@ -36,7 +36,7 @@ typedef struct {
 static int beam_reserve(model *m, const beam *s, beam_buffers *b) {
     const size_t nodes = (size_t)s->rows * s->width, keys = s->kv_indptr[s->rows];
     const size_t longs = sizeof(int64_t) * nodes * (4 + s->width);
-    const size_t floats = sizeof(float) * nodes * (m->shape.hidden + 2 + s->width);
+    const size_t floats = sizeof(float) * nodes * (2 * m->shape.hidden + 2 + s->width);
     const size_t bytes = longs + floats + sizeof(int32_t) * (s->rows + 1) + keys * s->width;
     char *data = reserve(&m->beam, bytes);
     if (!data) return 0;
@@ -46,7 +46,8 @@ static int beam_reserve(model *m, const beam *s, beam_buffers *b) {
     b->best = b->slots + nodes; /* [nodes, width] */
     b->keys = (uint64_t *)(b->best + nodes * s->width);
     b->hidden = (float *)(b->keys + nodes);
-    b->scale = b->hidden + nodes * m->shape.hidden;
+    b->before = b->hidden + nodes * m->shape.hidden;
+    b->scale = b->before + nodes * m->shape.hidden;
     b->spread = b->scale + nodes;
     b->logprobs = b->spread + nodes; /* [nodes, width] */
     b->qo_indptr = (int32_t *)(b->logprobs + nodes * s->width);
@@ -116,6 +117,18 @@ static void level_inputs(const beam *s, const beam_buffers *b, int step) {
     }
 }
 
+/* A head's state behind each parent of the level before `step`: its forward over that level takes them in. */
+static void parents_states(const model *m, const beam *s, const beam_buffers *b, const float *first, int step) {
+    const int w = s->width, before = (step - 1) * w;
+    const size_t n = m->shape.hidden;
+    for (int row = 0; row < s->rows; row++)
+        for (int i = 0; i < w; i++) {
+            const int64_t parent = s->parents[(size_t)row * w * s->depth + before + i];
+            const float *state = parent < 0 ? first + s->last[row] * n : b->hidden + (row * w + parent - before + w) * n;
+            memcpy(b->before + (row * w + i) * n, state, sizeof(float) * n);
+        }
+}
+
 static int check_beam(const batch *first, const beam *s) {
     if (s->rows < 0 || s->width < 1 || s->width > MAX_WIDTH || s->depth < 1) return BAD_BEAM;
     if (s->window != 1 + s->width * s->depth || bad_spans(s->kv_indptr, s->rows, s->held)) return BAD_BEAM;
@@ -159,11 +172,13 @@ EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int thre
     level.kv_indices = s->kv_indices;
     level.mask = b.mask;
     level.hidden = b.hidden;
+    level.before = is_head(m) ? b.before : NULL;
     level.keys = s->held;
     level.mask_cells = (int64_t)s->kv_indptr[s->rows] * w;
     for (int step = 1; step < s->depth; step++) {
         if (s->keep && !s->keep(step)) return step;
         level_inputs(s, &b, step);
+        if (is_head(m)) parents_states(m, s, &b, first->hidden, step);
         if ((wrong = ada_forward(m, &level, threads))) return wrong;
         if (ada_top_logprobs(m, b.hidden, s->rows * w, &beams, w, b.logprobs, b.best, threads)) return -1;
         next_level(s, &b, step);

@@ -7,7 +7,7 @@
 #include "model.h"
 
 /* Results of a forward below 0; native.py says them in words. */
-enum { NO_MEMORY = -1, BAD_TOKEN = -2, BAD_POSITION = -3, BAD_SLOT = -4, BAD_KEY = -5, BAD_SPAN = -6, BAD_BEAM = -7 };
+enum { NO_MEMORY = -1, BAD_TOKEN = -2, BAD_POSITION = -3, BAD_SLOT = -4, BAD_KEY = -5, BAD_SPAN = -6, BAD_BEAM = -7, BAD_STATES = -8 };
 
 /* Whether a value is below 0 or `limit` or more. No early exit, so that it runs in vectors. */
 static int outside64(const int64_t *values, int64_t count, int64_t limit) {
@@ -31,7 +31,8 @@ static int bad_spans(const int32_t *indptr, int spans, int64_t end) {
 }
 
 /* 0, or what is wrong with the batch of a forward. */
-static int check_batch(const batch *b, const model_source *s) {
+static int check_batch(const batch *b, const model *m) {
+    const model_source *s = &m->shape;
     if (bad_spans(b->qo_indptr, b->requests, b->tokens) || b->qo_indptr[b->requests] != b->tokens) return BAD_SPAN;
     if (bad_spans(b->kv_indptr, b->requests, b->keys)) return BAD_SPAN;
     int64_t cells = 0;
@@ -41,6 +42,8 @@ static int check_batch(const batch *b, const model_source *s) {
         cells += queries * keys;
     }
     if (b->mask && cells > b->mask_cells) return BAD_SPAN;
+    if (is_head(m) != (b->before != NULL)) return BAD_STATES;
+    if (b->captures && (!b->captured || outside32(b->capture, b->captures, s->layers))) return BAD_STATES;
     if (outside64(b->ids, b->tokens, s->vocab)) return BAD_TOKEN;
     if (outside64(b->positions, b->tokens, s->positions)) return BAD_POSITION;
     if (outside64(b->slots, b->tokens, b->pool_slots)) return BAD_SLOT;

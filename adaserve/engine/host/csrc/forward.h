@@ -8,7 +8,7 @@ typedef struct {
     model *m;
     const batch *b;
     attention attention;
-    float *residual, *normed, *qkv, *attended, *mlp;
+    float *residual, *normed, *joined, *qkv, *attended, *mlp;
 } pass;
 
 #define SHARED_ROWS 4 /* tokens that are embedded, normed or positioned at a time */
@@ -33,7 +33,8 @@ typedef struct {
     const pass *p;
     const float *weight;
     float *out;
-    int index; /* of the layer */
+    size_t stride; /* of `out`, where rows are copied */
+    int index;     /* of the layer */
 } row_job;
 
 static int row_blocks(int rows) { return ceil_div(rows, SHARED_ROWS); }
@@ -64,6 +65,38 @@ static void embed_block(void *data, int block) {
     const model_source *s = &p->m->shape;
     for (int i = block * SHARED_ROWS; i < imin((block + 1) * SHARED_ROWS, p->b->tokens); i++)
         widen(s->embed_type, s->embed, (size_t)p->b->ids[i] * s->hidden, p->residual + (size_t)i * s->hidden, s->hidden);
+}
+
+/* A head's input, [2 * hidden] a token: the normed embedding, then the normed hidden state that came before it. */
+static void join_block(void *data, int block) {
+    const pass *p = ((const row_job *)data)->p;
+    const model_source *s = &p->m->shape;
+    const layer *l = &p->m->layers[0];
+    const size_t n = s->hidden;
+    for (int i = block * SHARED_ROWS; i < imin((block + 1) * SHARED_ROWS, p->b->tokens); i++) {
+        float *residual = p->residual + i * n, *joined = p->joined + 2 * i * n;
+        widen(s->embed_type, s->embed, (size_t)p->b->ids[i] * n, residual, (int)n);
+        rms_norm(residual, l->input_norm, joined, (int)n, s->norm_eps);
+        memcpy(residual, p->b->before + i * n, sizeof(float) * n);
+        rms_norm(residual, l->hidden_norm, joined + n, (int)n, s->norm_eps);
+    }
+}
+
+/* The residual as it is. */
+static void copy_block(void *data, int block) {
+    const row_job *j = data;
+    const size_t n = j->p->m->shape.hidden;
+    for (int i = block * SHARED_ROWS; i < imin((block + 1) * SHARED_ROWS, j->p->b->tokens); i++)
+        memcpy(j->out + i * j->stride, j->p->residual + i * n, sizeof(float) * n);
+}
+
+static void capture_phases(team *t, const pass *p, int index) {
+    const size_t n = p->m->shape.hidden;
+    for (int i = 0; i < p->b->captures; i++) {
+        row_job job = {.p = p, .out = p->b->captured + i * n, .stride = p->b->captures * n};
+        if (p->b->capture[i] == index)
+            team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, copy_block, &job});
+    }
 }
 
 static void rotate(float *x, const float *cos, const float *sin, int half) {
@@ -135,7 +168,8 @@ static void layer_phases(team *t, const pass *p, int index) {
     gemm_scratch *scratch = &p->m->members[t->rank].gemm;
     row_job job = {.p = p, .index = index};
 
-    operand x = {normed_rows(t, p, l->input_norm), hidden, DEPTH};
+    operand x = {p->joined, 2 * hidden, DEPTH};
+    if (!l->hidden_norm) x = (operand){normed_rows(t, p, l->input_norm), hidden, DEPTH};
     gemm(t, &l->qkv, x, tokens, (epilogue){EPILOGUE_STORE, p->qkv, qkv_size, 0}, scratch);
     team_phase(t, row_blocks(tokens), (phase_work){NULL, position_block, &job});
     attention_phase(t, p, index);
@@ -146,10 +180,14 @@ static void layer_phases(team *t, const pass *p, int index) {
 
 static void forward_phases(team *t, void *data) {
     const pass *p = data;
-    row_job job = {.p = p, .weight = p->m->shape.final_norm, .out = p->b->hidden};
-    team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, embed_block, &job});
-    for (int i = 0; i < p->m->shape.layers; i++) layer_phases(t, p, i);
-    team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, norm_block, &job});
+    row_job job = {.p = p, .weight = p->m->shape.final_norm, .out = p->b->hidden, .stride = p->m->shape.hidden};
+    const int head = is_head(p->m), blocks = row_blocks(p->b->tokens);
+    team_phase(t, blocks, (phase_work){NULL, head ? join_block : embed_block, &job});
+    for (int i = 0; i < p->m->shape.layers; i++) {
+        capture_phases(t, p, i);
+        layer_phases(t, p, i);
+    }
+    team_phase(t, blocks, (phase_work){NULL, head ? copy_block : norm_block, &job});
 }
 
 /* Bytes of the counters of all phases above. */
@@ -157,7 +195,7 @@ static size_t forward_phase_bytes(const pass *p, int threads) {
     const model_source *s = &p->m->shape;
     const int tokens = p->b->tokens, items = p->attention.item_start[p->b->requests];
     const size_t rows = phase_bytes(threads, row_blocks(tokens)), norms = norms_itself(p) ? 0 : 2 * rows;
-    size_t total = 2 * rows;
+    size_t total = (2 + p->b->captures) * rows;
     for (int i = 0; i < s->layers; i++) {
         const layer *l = &p->m->layers[i];
         total += norms + rows + phase_bytes(threads, items) + phase_bytes(threads, gemm_items(&l->qkv, tokens)) +

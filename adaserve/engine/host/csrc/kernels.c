@@ -18,7 +18,7 @@ static int64_t layer_weights(const model *m) {
 /* 0, or below 0 what is wrong (check.h). */
 EXPORT int ada_forward(model *m, const batch *b, int threads) {
     const model_source *s = &m->shape;
-    const int wrong = check_batch(b, s);
+    const int wrong = check_batch(b, m);
     if (wrong) return wrong;
     const size_t rows = b->tokens, q_size = (size_t)s->heads * s->head_dim;
     const size_t mlp = (size_t)ceil_div(s->intermediate, DEPTH) * DEPTH * imin(b->tokens, ROW_BLOCK);
@@ -26,9 +26,11 @@ EXPORT int ada_forward(model *m, const batch *b, int threads) {
     pass p = {.m = m, .b = b};
     p.residual = reserve(&m->residual, sizeof(float) * rows * s->hidden);
     p.normed = reserve(&m->normed, sizeof(float) * rows * s->hidden);
+    p.joined = is_head(m) ? reserve(&m->joined, sizeof(float) * rows * 2 * s->hidden) : NULL;
     p.qkv = reserve(&m->qkv, sizeof(float) * rows * (q_size + 2 * (size_t)s->kv_heads * s->head_dim));
     p.attended = reserve(&m->attended, sizeof(float) * rows * q_size);
     p.mlp = reserve(&m->mlp, sizeof(float) * mlp);
+    if (is_head(m) && !p.joined) return NO_MEMORY;
     if (!p.residual || !p.normed || !p.qkv || !p.attended || !p.mlp) return NO_MEMORY;
     if (!reserve_members(m, threads) || !plan_attention(&p, threads)) return NO_MEMORY;
     char *phases = reserve_phases(&m->phases, forward_phase_bytes(&p, threads));
@@ -41,36 +43,55 @@ typedef struct {
     model *m;
     const float *hidden;
     int rows, width; /* width 0: logits only, -1: argmax */
+    float *normed;   /* a head's states, which come before its final norm; NULL otherwise */
     float *logits, *logprobs;
     const reading *read;
     int64_t *tokens;
 } head_pass;
 
+static void norm_state(void *data, int i) {
+    const head_pass *p = data;
+    const model_source *s = &p->m->shape;
+    rms_norm(p->hidden + (size_t)i * s->hidden, s->final_norm, p->normed + (size_t)i * s->hidden, s->hidden, s->norm_eps);
+}
+
+/* Rows of the head become tokens. */
+static void name_tokens(const model *m, int64_t *tokens, int count) {
+    const int64_t *ids = m->shape.token_ids;
+    for (int i = 0; ids && i < count; i++) tokens[i] = ids[tokens[i]];
+}
+
 static void read_logits(void *data, int i) {
     const head_pass *p = data;
-    const int vocab = p->m->shape.vocab;
+    const int vocab = p->m->lm_head.columns;
     float *logits = p->logits + (size_t)i * vocab;
     if (p->width < 0) {
         p->tokens[i] = row_argmax(logits, vocab);
+        name_tokens(p->m, p->tokens + i, 1);
         return;
     }
-    read_row(logits, vocab, p->read, i);
-    row_top_logprobs(logits, vocab, p->width, p->logprobs + (size_t)i * p->width, p->tokens + (size_t)i * p->width);
+    int64_t *tokens = p->tokens + (size_t)i * p->width;
+    read_row(logits, vocab, p->m->shape.token_ids, p->read, i);
+    row_top_logprobs(logits, vocab, p->width, p->logprobs + (size_t)i * p->width, tokens);
+    name_tokens(p->m, tokens, p->width);
 }
 
 static void head_phases(team *t, void *data) {
     const head_pass *p = data;
-    operand x = {p->hidden, p->m->shape.hidden, DEPTH};
-    epilogue e = {EPILOGUE_STORE, p->logits, p->m->shape.vocab, 0};
+    if (p->normed) team_phase(t, p->rows, (phase_work){NULL, norm_state, data});
+    operand x = {p->normed ? p->normed : p->hidden, p->m->shape.hidden, DEPTH};
+    epilogue e = {EPILOGUE_STORE, p->logits, p->m->lm_head.columns, 0};
     gemm(t, &p->m->lm_head, x, p->rows, e, &p->m->members[t->rank].gemm);
     if (p->width) team_phase(t, p->rows, (phase_work){NULL, read_logits, data});
 }
 
 static int run_head(head_pass p, int threads) {
-    threads = useful_threads((int64_t)p.m->shape.vocab * p.m->shape.hidden, p.rows, threads);
-    if (!p.logits) p.logits = reserve(&p.m->logits, sizeof(float) * p.rows * p.m->shape.vocab);
+    const size_t hidden = p.m->shape.hidden, vocab = p.m->lm_head.columns;
+    threads = useful_threads((int64_t)(vocab * hidden), p.rows, threads);
+    if (is_head(p.m) && !(p.normed = reserve(&p.m->normed, sizeof(float) * p.rows * hidden))) return -1;
+    if (!p.logits) p.logits = reserve(&p.m->logits, sizeof(float) * p.rows * vocab);
     if (!p.logits || !reserve_members(p.m, threads)) return -1;
-    const size_t bytes = phase_bytes(threads, gemm_items(&p.m->lm_head, p.rows)) + phase_bytes(threads, p.rows);
+    const size_t bytes = phase_bytes(threads, gemm_items(&p.m->lm_head, p.rows)) + 2 * phase_bytes(threads, p.rows);
     char *phases = reserve_phases(&p.m->phases, bytes);
     if (!phases) return -1;
     team_run(head_phases, &p, threads, phases);

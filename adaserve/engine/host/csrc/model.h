@@ -15,6 +15,7 @@ typedef struct {
     matrix_source qkv, o, gate_up, down;
     const float *input_norm, *post_norm;
     const float *q_norm, *k_norm; /* [head_dim] or NULL */
+    const float *hidden_norm;     /* [hidden] in the layer of a head that takes hidden states in, otherwise NULL */
 } layer_source;
 
 typedef struct {
@@ -25,6 +26,7 @@ typedef struct {
     float norm_eps, qk_norm_eps;
     const void *embed;  /* [vocab, hidden]; this and the next two stay the caller's and must live on */
     const float *cos_sin, *final_norm;
+    const int64_t *token_ids; /* [rows of lm_head]: the token of each; NULL: its number */
     const layer_source *layer;
     matrix_source lm_head;
 } model_source;
@@ -38,12 +40,16 @@ typedef struct {
     void *const *k_pools, *const *v_pools; /* per layer [slots, kv_heads, head_dim] */
     int64_t slot_stride;                   /* elements between slots */
     float *hidden;                         /* out: [tokens, hidden] */
+    const float *before;                   /* [tokens, hidden]: what a head takes in beside the tokens; else NULL */
+    float *captured;                       /* out: [tokens, captures, hidden], the residuals before some layers */
+    const int32_t *capture;                /* [captures]: these layers */
+    int64_t captures;
     int64_t keys, mask_cells, pool_slots;  /* how many kv_indices, cells of the mask and slots of a pool there are */
 } batch;
 
 typedef struct {
     matrix qkv, o, gate_up, down;
-    const float *input_norm, *post_norm, *q_norm, *k_norm;
+    const float *input_norm, *post_norm, *q_norm, *k_norm, *hidden_norm;
 } layer;
 
 typedef struct {
@@ -64,10 +70,14 @@ typedef struct {
     model_source shape;
     layer *layers;
     matrix lm_head;
-    buffer residual, normed, qkv, attended, mlp, logits, plan, phases, beam;
+    buffer residual, normed, joined, qkv, attended, mlp, logits, plan, phases, beam;
     member *members;
     int num_members;
 } model;
+
+/* An EAGLE-3 head: its first layer reads a token's embedding beside the hidden state that came before it. What it
+ * gives are hidden states before its final norm, since they are also what its next step takes in. */
+static inline int is_head(const model *m) { return m->shape.layers > 0 && m->layers[0].hidden_norm != NULL; }
 
 static void *reserve(buffer *b, size_t bytes) {
     if (b->bytes < bytes) {
@@ -107,6 +117,7 @@ static int layer_load(layer *l, const layer_source *s, int threads) {
     l->post_norm = s->post_norm;
     l->q_norm = s->q_norm;
     l->k_norm = s->k_norm;
+    l->hidden_norm = s->hidden_norm;
     return matrix_load(&l->qkv, &s->qkv, 0, threads) && matrix_load(&l->o, &s->o, 0, threads) &&
            matrix_load(&l->gate_up, &s->gate_up, 1, threads) && matrix_load(&l->down, &s->down, 0, threads);
 }
@@ -118,8 +129,8 @@ EXPORT void ada_model_free(model *m) {
         for (int j = 0; j < 4; j++) matrix_free(all[j]);
     }
     matrix_free(&m->lm_head);
-    buffer *buffers[] = {&m->residual, &m->normed, &m->qkv, &m->attended, &m->mlp, &m->logits, &m->plan, &m->phases,
-                         &m->beam};
+    buffer *buffers[] = {&m->residual, &m->normed, &m->joined, &m->qkv, &m->attended, &m->mlp, &m->logits, &m->plan,
+                         &m->phases, &m->beam};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]->data);
     for (int i = 0; i < m->num_members; i++) free(m->members[i].attention.data);
     free(m->members);

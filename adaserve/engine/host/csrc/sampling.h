@@ -53,13 +53,15 @@ static ALWAYS_INLINE vf next_noise(noise *own) {
     return values;
 }
 
-/* logits <- scale * logits + spread * noise of row `i`. */
-static void read_row(float *logits, int n, const reading *r, int i) {
+/* logits <- scale * logits + spread * noise of row `i`. `ids`: the logits' tokens, NULL where they are all. */
+static void read_row(float *logits, int n, const int64_t *ids, const reading *r, int i) {
     const float scale = r->scale[i], spread = r->spread[i];
     const int noisy = spread != 0.0f;
     noise own = row_noise(r, i);
+    const uint32_t first = own.token[0];
     for (int at = 0; at < n; at += VL) {
         vf shift = splat(0.0f);
+        for (int j = 0; noisy && ids && j < VL && at + j < n; j++) own.token[j] = first + (uint32_t)ids[at + j];
         if (noisy) shift = next_noise(&own) * spread;
         if (at + VL <= n) store(logits + at, load(logits + at) * scale + shift);
         else for (int j = 0; at + j < n; j++) logits[at + j] = logits[at + j] * scale + shift[j];

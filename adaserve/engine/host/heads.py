@@ -1,0 +1,155 @@
+"""EAGLE-3 heads on a CPU host (EAGLE-3, section 3): drafts that read the target's hidden states.
+
+A head is one decoder layer. For a token it takes in the token's embedding and a hidden state of the token
+before: the target's, projected from three of its layers, where the target has read that token; its own last
+output where it drafts further. SGLang's class loads the checkpoint and projects; our kernels run the layer.
+
+A token's key and value in the head follow from the tokens up to it, as in a draft model. They stand in its
+own slot, so what holds for a draft's KV cache (``DraftCache``) holds for a head's, shared prefixes and holes
+included. The first token of a text has nothing before it, and heads do not read it. SGLang stores the
+same values one place earlier, where they depend on the token that follows. Positions are those of the text,
+one more than SGLang's: rotary embeddings see differences only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaserve.engine.host.extract import head_obstacle, read_head
+from adaserve.engine.host.forward import LeanModel
+from adaserve.engine.host.forwards import HostForward, LeanForward
+from adaserve.engine.host.install import LEAN_ATTRIBUTE, grow_rotary_table
+from adaserve.engine.host.linear import Storage
+from adaserve.engine.parts import KeepGoing, Ready, Search
+from adaserve.engine.search import Levels
+from adaserve.engine.trees.batch import Gap, TreeBatch
+
+
+class HiddenStates:
+    """What a head reads of the target, by KV slot: one projected hidden state of every cached token.
+
+    The target writes them wherever it writes KV, so they are there for all cached tokens, also for those of a
+    prefix that was read for another request. ``head``: SGLang's model.
+    """
+
+    def __init__(self, head: Any, layers: list[int], slots: int, dtype: torch.dtype) -> None:
+        self.layers = torch.tensor(layers, dtype=torch.int32)
+        self._head = head.model
+        self._states = torch.zeros(slots, head.config.hidden_size, dtype=dtype)
+
+    @torch.no_grad()
+    def write(self, slots: Tensor, states: Tensor) -> None:
+        """``states``: fp32 [T, layers, H of the target], what goes into each of the layers."""
+        self._states[slots] = project(self._head, states).to(self._states.dtype)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """fp32 [T, H of the head]."""
+        return self._states[slots].float()
+
+    def move_kv_cache(self, target: Tensor, source: Tensor) -> None:
+        """Named as in SGLang's KV pools, beside which this is moved."""
+        self._states[target] = self._states[source]
+
+
+def project(head: Any, states: Tensor) -> Tensor:
+    """[T, H] of [T, layers, H of the target], as SGLang's ``llama_eagle3.LlamaModel.forward`` does it."""
+    joined = states.flatten(1).to(head.fc.weight.dtype)
+    if head.input_norm is not None:
+        joined = head.input_norm(joined)
+    if head.fc_norm is not None:
+        parts = joined.chunk(head.num_aux_hidden_states, dim=-1)
+        joined = torch.cat([norm(part) for norm, part in zip(head.fc_norm, parts, strict=True)], dim=-1)
+    projected: Tensor = head.fc(joined)
+    return projected
+
+
+class HeadForward(HostForward):
+    """``ModelForward`` of a head. Its states are what its own next step takes in."""
+
+    def __init__(self, model: LeanForward, req_to_token: Tensor, hidden: HiddenStates) -> None:
+        super().__init__(model, req_to_token)
+        self.target_states = hidden
+
+    def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+        return super().run(without_first(batch))
+
+    def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
+        return super().search(without_first(first), search, keep)
+
+    def _before(self, batch: TreeBatch) -> Tensor:
+        """The target's, of the tokens before those of a text."""
+        slots = self._req_to_token.numpy()[batch.pool_rows[batch.row], batch.places - 1]
+        return self.target_states.read(torch.from_numpy(slots.astype(np.int64)))
+
+    def _before_level(self, states: Tensor, levels: Levels, step: int) -> Tensor:
+        """Its own, of the parents of the beams of depth ``step`` - 1."""
+        parents = levels.parents_of(step)
+        by_row = states.view(len(parents), -1, states.shape[-1])
+        return by_row.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1])).flatten(0, 1)
+
+
+def without_first(batch: TreeBatch) -> TreeBatch:
+    """The batch without the first token of every text, which no key shows either."""
+    if batch.gap is not None:
+        return batch  # done already
+    some = batch.places > 0
+    first = np.minimum(batch.kv_lens, 1)
+    return replace(
+        batch,
+        tokens=batch.tokens[some],
+        positions=batch.positions[some],
+        places=batch.places[some],
+        q_lens=np.bincount(batch.row[some], minlength=len(batch.q_lens)),
+        kv_lens=batch.kv_lens - first,
+        seen=None if batch.seen is None else batch.seen[some],
+        gap=Gap(0, first),
+    )
+
+
+def layers_to_capture(target: Any, head: Any) -> list[int]:
+    """Layers of the target whose inputs the head reads, in ascending order: by the head's configuration, or
+    those that SGLang takes by default. Raises ValueError."""
+    if not hasattr(target, "set_eagle3_layers_to_capture"):
+        raise ValueError(
+            f"the draft is an EAGLE-3 head, and SGLang's {type(target).__name__} hands out no hidden states: "
+            "serve a target of another architecture, or a draft model"
+        )
+    options = getattr(head.config, "eagle_config", None) or {}
+    target.set_eagle3_layers_to_capture(options.get("eagle_aux_hidden_state_layer_ids"))
+    target.capture_aux_hidden_states = False  # our forward keeps them itself
+    layers = sorted(set(target.model.layers_to_capture))
+    wanted, known = head.model.num_aux_hidden_states, target.config.num_hidden_layers
+    if len(layers) != wanted or layers[0] < 0 or layers[-1] >= known:
+        raise ValueError(
+            f"the EAGLE-3 head reads {wanted} hidden states, and these layers of the target's {known} would "
+            f"give them: {layers}. Serve the target that the head was trained for, or set "
+            "eagle_config.eagle_aux_hidden_state_layer_ids in the head's config.json"
+        )
+    return layers
+
+
+def head_forward(target: Any, head: Any, storage: Storage | Literal["off"]) -> HeadForward:
+    """The forward of the EAGLE-3 head that the ``ModelRunner`` ``head`` holds, which from now on is told the
+    hidden states of ``target``. Raises ValueError with the reason where there can be none."""
+    model = head.model
+    reason = head_obstacle(model)
+    if reason is not None:
+        raise ValueError(f"this EAGLE-3 head is not supported on a CPU: {reason}")
+    lean_target: LeanModel | None = getattr(target.model, LEAN_ATTRIBUTE, None)
+    if lean_target is None or storage == "off":
+        raise ValueError(
+            "an EAGLE-3 head needs AdaServe's own forward of the target on a CPU: serve a Llama or Qwen "
+            "target that is not quantised, and not with --cpu-weights off"
+        )
+    pool = target.token_to_kv_pool.k_buffer[0]
+    hidden = HiddenStates(model, layers_to_capture(target.model, model), pool.shape[0], pool.dtype)
+    lean_target.sink = hidden
+    grow_rotary_table(model)
+    lean = LeanModel(*read_head(model), storage)
+    return HeadForward(LeanForward(lean, head.token_to_kv_pool), head.req_to_token_pool.req_to_token, hidden)

@@ -1,0 +1,31 @@
+"""Beam search on a head that reads the target's hidden states (EAGLE-3, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from adaserve.engine.parts import Beams
+from adaserve.engine.sources.beam import BeamSource
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.engine.trees.shape import TreeShape
+
+
+class HeadSource(BeamSource):
+    """``BeamSource`` of a head, which drafts from its own guesses of what the target's hidden states will be.
+
+    What it has computed from such guesses does not last: once tokens are accepted, the target's own states of
+    them are there, and the head's next search begins by reading those tokens again.
+    """
+
+    def _read(self, batch: Any, texts: Sequence[Sequence[int]]) -> None:
+        starts = list(batch.prefix_lens)
+        new = [list(text[start:]) for text, start in zip(texts, starts, strict=True)]
+        self.cache.feed(batch.req_pool_indices.tolist(), starts, new)
+
+    def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
+        """Candidates of which it keeps no KV."""
+        return replace(super()._proposal(shape, active, beams, n), drafted={})

@@ -1,0 +1,178 @@
+"""EAGLE-3 heads in our kernels against the same head in plain torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from adaserve.engine.host import LeanModel, build
+from adaserve.engine.host.forwards import HostForward, LeanForward
+from adaserve.engine.host.gumbel import read
+from adaserve.engine.host.heads import HeadForward, HiddenStates
+from adaserve.engine.host.params import LayerWeights, ModelWeights
+from adaserve.engine.parts import Beams, KeepGoing, Search
+from adaserve.engine.reading import Reading
+from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.shape import tree_shape
+from tests.engine.heads import LAYERS, Head, following_head, frequent_tokens, head_target
+from tests.engine.host.factories import Pool, read_hf
+
+ROWS = np.array([2, 0])
+LENGTHS = np.array([9, 23])
+WINDOW = 32
+
+
+@pytest.fixture(scope="module")
+def head() -> Head:
+    """Hidden states matter to it as much as tokens do."""
+    target = head_target()
+    return following_head(target, frequent_tokens(target), weight=0.5)
+
+
+@pytest.fixture(params=["native", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(build, "load_kernels", lambda: None)
+    return str(request.param)
+
+
+class Walking(HeadForward):
+    """Level by level, though the kernels could do it in one call."""
+
+    def _native(
+        self, forward: LeanForward, first: TreeBatch, search: Search, keep: KeepGoing | None
+    ) -> Beams:
+        return self._walk(first, search, keep)
+
+
+class Setting:
+    """Two texts whose prefixes the target and the head have read; the last token of each is its root."""
+
+    def __init__(self, head: Head, backend: str, forward: type[HeadForward] = HeadForward) -> None:
+        self.head = head
+        weights, config = read_hf(head.target[0])
+        self.target = LeanModel(weights, config, "fp32")
+        self.lean = LeanModel(head_weights(head, weights), config, "fp32")
+        assert self.target.backend == self.lean.backend == backend
+        pools = [Pool(config, layers) for layers in (len(weights.layers), 1)]
+        self.table = torch.zeros(3, 64, dtype=torch.int32)
+        for row, length in zip(ROWS, LENGTHS, strict=True):
+            taken = pools[0].take(int(length) + WINDOW)
+            self.table[row, : len(taken)] = torch.tensor(taken, dtype=torch.int32)
+        loaded = SimpleNamespace(
+            model=SimpleNamespace(fc=head.fc, input_norm=None, fc_norm=None), config=head.config
+        )
+        self.states = HiddenStates(loaded, LAYERS, pools[0].slots, torch.float32)
+        self.target.sink = self.states
+        paged = [SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v) for pool in pools]
+        self.reads = LeanForward(self.target, paged[0])
+        self.drafts = forward(LeanForward(self.lean, paged[1]), self.table, self.states)
+        rng = np.random.default_rng(1)
+        self.texts = [rng.integers(2, 500, length + 1).tolist() for length in LENGTHS]
+
+    def batch(self, starts: np.ndarray, ends: np.ndarray) -> TreeBatch:
+        """The texts' tokens from ``starts`` to ``ends``."""
+        tokens = [t for text, s, e in zip(self.texts, starts, ends, strict=True) for t in text[s:e]]
+        return TreeBatch.causal(np.array(tokens), ROWS, starts, ends - starts)
+
+    def read(self, *ends: np.ndarray, pending: int = 0) -> None:
+        """The target reads in chunks, and the head behind it all but the last ``pending`` tokens."""
+        target, starts = HostForward(self.reads, self.table), np.zeros(2, np.int64)
+        for end in ends:
+            target.run(self.batch(starts, end))
+            known = np.minimum(end, LENGTHS - pending)
+            self.drafts.run(self.batch(np.minimum(starts, known), known))
+            starts = end
+
+    def search(self, depth: int, width: int, pending: int = 0) -> Beams:
+        """``pending``: cached tokens that the head has not read."""
+        ones = np.ones(2, np.float32)
+        search = Search(
+            tree_shape(depth, width, None), LENGTHS, ROWS, ones, 0.7 * ones, np.array([3, 4], np.uint64)
+        )
+        return self.drafts.search(self.batch(LENGTHS - pending, LENGTHS + 1), search, None)()
+
+
+def logprobs(head: Head, text: list[int], path: tuple[int, ...], key: int, spread: float) -> torch.Tensor:
+    """float64 [vocab] of what may follow ``path`` behind ``text``, root included: from scratch, step by step
+    on the head's own states."""
+    tokens = torch.tensor([text])
+    before, tokens = head.target_states(tokens[:, :-1]), tokens[:, 1:]
+    states = head(tokens, before)
+    for token in path:
+        before = torch.cat([before, states[:, -1:]], 1)
+        tokens = torch.cat([tokens, torch.tensor([[token]])], 1)
+        states = head(tokens, before)
+    logits = torch.full((1, head.config.vocab_size), -torch.inf)
+    logits[:, head.token_ids] = head.logits(states[:, -1])
+    one, position = np.ones(1, np.float32), np.array([len(text) - 1 + len(path)])
+    reading = Reading(one, spread * one, np.array([key], np.uint64), position)
+    return read(logits, reading)[0].double().log_softmax(-1)
+
+
+def check_levels(
+    head: Head, text: list[int], tokens: np.ndarray, scores: np.ndarray, width: int, key: int, spread: float
+) -> None:
+    """The candidates of one row against a beam search over all tokens that the head knows."""
+    beams: dict[tuple[int, ...], float] = {(): 0.0}
+    for level in range(len(tokens) // width):
+        grown = {
+            (*path, token): score + logprob
+            for path, score in beams.items()
+            for token, logprob in enumerate(logprobs(head, text, path, key, spread).tolist())
+        }
+        beams = dict(sorted(grown.items(), key=lambda item: -item[1])[:width])
+        nodes = slice(level * width, (level + 1) * width)
+        assert tokens[nodes].tolist() == [path[-1] for path in beams]
+        assert np.allclose(scores[nodes], list(beams.values()), atol=1e-3)
+
+
+def head_weights(head: Head, target: ModelWeights) -> ModelWeights:
+    layer = head.midlayer
+    attention, mlp = layer["self_attn"], layer["mlp"]
+    weights = LayerWeights(
+        layer["input_layernorm"].weight,
+        torch.cat([attention[f"{name}_proj"].weight for name in "qkv"]), None, None, None,
+        attention["o_proj"].weight, None, layer["post_attention_layernorm"].weight,
+        torch.cat([mlp["gate_proj"].weight, mlp["up_proj"].weight]), mlp["down_proj"].weight,
+        layer["hidden_norm"].weight,
+    )  # fmt: skip
+    return ModelWeights(
+        target.embed, (weights,), head.norm.weight, head.lm_head.weight, target.cos_sin, head.token_ids
+    )
+
+
+def test_hidden_states_are_those_of_the_target(head: Head, backend: str) -> None:
+    case = Setting(head, backend)
+    case.read(LENGTHS // 2, LENGTHS)
+    for row, text, length in zip(ROWS, case.texts, LENGTHS, strict=True):
+        expected = head.target_states(torch.tensor([text[:length]]))[0]
+        got = case.states.read(case.table[row, :length].long())
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("forward", [HeadForward, Walking])
+@pytest.mark.parametrize(("depth", "width", "pending"), [(3, 3, 0), (2, 4, 3), (1, 2, 9)])
+def test_the_best_of_all_extensions(
+    head: Head, backend: str, forward: type[HeadForward], depth: int, width: int, pending: int
+) -> None:
+    """Every beam expanded by all tokens that the head knows, each on the states of its own path."""
+    case = Setting(head, backend, forward)
+    case.read(LENGTHS // 2, LENGTHS, pending=pending)
+    found = case.search(depth, width, pending)
+    for r in range(2):
+        check_levels(head, case.texts[r], found.tokens[r], found.logprobs[r], width, 3 + r, 0.7)
+
+
+def test_hidden_states_that_do_not_fit_are_refused(head: Head) -> None:
+    """By the C kernels, which would read foreign memory."""
+    case = Setting(head, "native")
+    batch = case.batch(np.zeros(2, np.int64), LENGTHS)
+    with pytest.raises(IndexError, match="hidden states are missing"):
+        HostForward(case.drafts.model, case.table).run(batch)
+    case.states.layers = torch.tensor([0, 3], dtype=torch.int32)  # of three layers
+    with pytest.raises(IndexError, match="a layer that the model does not have"):
+        HostForward(case.reads, case.table).run(batch)

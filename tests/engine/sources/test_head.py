@@ -1,0 +1,132 @@
+"""A head's drafts from iteration to iteration, without SGLang: each tree is that of a fresh start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from adaserve.engine.host.forwards import HostForward
+from adaserve.engine.host.parts import HostDevice
+from adaserve.engine.sources.draft_cache import DraftCache
+from adaserve.engine.sources.head import HeadSource
+from adaserve.engine.trees import verify
+from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.proposal import Proposal
+from tests.engine.heads import Head, following_head, frequent_tokens, head_target
+from tests.engine.host.test_heads import Setting, check_levels
+from tests.engine.trees import factories
+from tests.engine.trees.factories import PLAIN, iteration_plan, random_selection, tensors_of
+
+PROMPTS = [[5, 9, 2], [7, 8, 300, 20, 77, 8, 400, 3, 9, 11, 13]]
+DEPTH, WIDTH = 3, 2
+
+
+@pytest.fixture(scope="module")
+def head() -> Head:
+    target = head_target()
+    return following_head(target, frequent_tokens(target), weight=0.5)
+
+
+class Case:
+    """Two requests of a target and its head, as the worker runs them."""
+
+    def __init__(self, head: Head) -> None:
+        made = Setting(head, "native")
+        self.head, self.states, self.pool = head, made.states, made.reads.pool
+        self.table = made.drafts._req_to_token
+        self.table[:2] = factories.slot_table(2)
+        self.target = HostForward(made.reads, self.table)
+        self.device = HostDevice(self.target, made.drafts)
+        cache = DraftCache(made.drafts, self.table, self.states._states.shape[0], stride=DEPTH + 1)
+        self.source = HeadSource(self.device, cache, PLAIN, max_nodes=16)
+        self.rows = factories.decode_rows([0, 0])
+        self.prompts = [list(p) for p in PROMPTS]
+
+    def prefill(self, r: int, prompt: list[int], starts: list[int], cached: int = 0) -> None:
+        """In chunks that begin at ``starts``, behind ``cached`` tokens that the radix cache has."""
+        self.prompts[r], pool_row = prompt, int(self.rows.pool_rows[r])
+        self.rows.states[r].generated = [41 + r]
+        self.rows.seq_lens[r] = len(prompt)
+        request = SimpleNamespace(origin_input_ids=prompt, output_ids=[])
+        for start, end in zip([cached, *starts], [*starts, len(prompt)], strict=True):
+            row = np.array([pool_row])
+            batch = TreeBatch.causal(
+                np.array(prompt[start:end]), row, np.array([start]), np.array([end - start])
+            )
+            self.target.run(batch)
+            chunk: Any = SimpleNamespace(
+                req_pool_indices=torch.from_numpy(row), seq_lens=torch.tensor([end]), prefix_lens=[start],
+                extend_lens=[end - start], reqs=[request], out_cache_loc=self.table[pool_row, start:end],
+            )  # fmt: skip
+            self.source.prefilled(chunk, drafts=True)
+
+    def text(self, r: int) -> list[int]:
+        return [*self.prompts[r], *self.rows.states[r].generated]
+
+    def propose(self, may: list[bool]) -> Proposal:
+        self.rows = replace(self.rows, running=factories.running(2, [DEPTH * m for m in may]))
+        drafting = self.source.propose(iteration_plan(2, DEPTH, WIDTH), self.rows, None)
+        return Proposal.nothing(2) if drafting is None else drafting.read()
+
+    def check(self, proposal: Proposal) -> None:
+        trees = proposal.trees
+        for r in range(2):
+            nodes = slice(*trees.row_start[r : r + 2])
+            check_levels(self.head, self.text(r), trees.token[nodes], trees.logprob[nodes], WIDTH, 1, 0.0)
+
+    def verify(self, proposal: Proposal, rng: np.random.Generator) -> tuple[int, bool]:
+        """Accepts most of what is kept; gives the accepted nodes, and whether any of them moved."""
+        verified = verify.build(self.rows, proposal, random_selection(proposal.trees, rng, 0.8))
+        self.target.run(verified.batch)
+        draws = rng.integers(2, 500, len(verified))
+        for i in np.flatnonzero(~verified.is_root & (rng.random(len(verified)) < 0.8)):
+            draws[verified.parent[i]] = verified.tokens[i]
+        tensors, deepest = tensors_of(verified.arrays()), verified.deepest
+        got = verify.accept(tensors, torch.from_numpy(draws), 2, deepest, deepest + 1)
+        target, sources = verify.moves(tensors, got, self.table, 2, deepest)
+        assert len(sources) == 1, "the head keeps no KV of what it drafts"
+        for pool in (KV(self.pool), self.device.target_states):
+            self.device.move(pool, target, sources[0])
+        for r, state in enumerate(self.rows.states):
+            state.advance(got.emitted[r, : int(got.count[r]) + 1].tolist())
+        self.source.advanced(self.rows, verified, got.accepted.numpy())
+        self.rows = replace(self.rows, seq_lens=self.rows.seq_lens + got.count.numpy() + 1)
+        return int(got.count.sum()), bool((target != sources[0]).any())
+
+
+class KV:
+    """Moves KV as SGLang's pools do."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def move_kv_cache(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        for buffer in (*self._pool.k_buffer, *self._pool.v_buffer):
+            buffer[target] = buffer[source]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_drafts_stay_right_from_iteration_to_iteration(head: Head, seed: int) -> None:
+    """Whatever is kept and accepted, and when nothing is drafted; then behind a prefix that the radix cache
+    has of a request that ended."""
+    rng, case = np.random.default_rng(seed), Case(head)
+    case.prefill(0, PROMPTS[0], [])
+    case.prefill(1, PROMPTS[1], [1, 6])
+    accepted, moved = [], []
+    for iteration in range(7):
+        proposal = case.propose([iteration != 2, iteration not in (2, 3)])
+        if iteration not in (2, 3):
+            case.check(proposal)
+        count, has_moved = case.verify(proposal, rng)
+        accepted.append(count)
+        moved.append(has_moved)
+    assert max(accepted) >= 3 and any(moved)
+    case.source.finished(int(case.rows.pool_rows[1]))
+    ended = case.text(1)
+    case.prefill(1, [*ended[:-2], 17, 18, 19], [], cached=len(ended) - 2)
+    case.check(case.propose([True, True]))

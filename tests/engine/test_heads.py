@@ -1,0 +1,79 @@
+"""An EAGLE-3 head drafts: the text is the target's, and the head proposes what SGLang's own class does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.engine.chi_square import chi_square_p
+from tests.engine.conftest import Served
+from tests.engine.harness import run_jobs, workload
+from tests.engine.test_greedy import TIE
+
+PROMPT = [5, 17, 33, 99, 250]
+TEMPERATURE, SAMPLES, TOKENS, BINS = 0.7, 250, 6, 20
+
+
+@pytest.fixture(scope="session")
+def target(headed_pair: Path) -> Any:
+    return transformers.LlamaForCausalLM.from_pretrained(headed_pair / "target", dtype=torch.float32)
+
+
+def test_the_same_two_steps_as_sglang(headed: Served) -> None:
+    """The same beams by the same parents, with the same scores, for the same hidden states."""
+    heads = headed.probe.read()["heads"]
+    (tokens, parents, scores), (their_tokens, their_parents, their_scores) = heads["ours"], heads["sglang"]
+    assert tokens == their_tokens
+    assert parents == their_parents
+    assert scores == pytest.approx(their_scores, rel=1e-4)
+    assert len(set(tokens[:3])) == 3 and len(tokens) == 6
+
+
+def test_greedy_is_the_target_alone(headed: Served, target: Any) -> None:
+    """Every token of every answer is the target's best one behind those before it."""
+    jobs = workload(90, seed=5, leave_every=11)
+    answers = run_jobs(headed.server, jobs, speed=2)
+    for job, answer in zip(jobs, answers, strict=True):
+        if answer is None:
+            continue
+        said, at = answer["output_ids"], len(job.input_ids) - 1
+        with torch.no_grad():
+            logits = target(torch.tensor([[*job.input_ids, *said]])).logits[0, at:-1]
+        lost = logits.max(-1).values - logits.gather(1, torch.tensor(said)[:, None])[:, 0]
+        assert lost.max() < TIE, (job, said)
+        wanted = job.params["max_new_tokens"]
+        assert len(said) == wanted or (said[-1] == 0 and not job.params["ignore_eos"]), "it ended early"
+    finished = [a["meta_info"] for a in answers if a is not None]
+    assert sum(m["num_retractions"] for m in finished) > 0, "no retractions"
+    assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
+    stats = headed.probe.read()
+    assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"
+    assert stats["moved"] > 20, "compaction was not exercised"
+    assert stats["catch_ups"] > 20, "the head never had to catch up"
+    assert stats["draft_audits"][0] > 50, "hardly any cache of the head could be audited"
+    headed.server.assert_idle_and_clean()
+
+
+def test_samples_have_the_targets_distribution(headed: Served, target: Any) -> None:
+    """The share of probability that lies above each drawn token is uniform if it was drawn from the target's
+    own distribution behind its text."""
+    params = {"temperature": TEMPERATURE, "max_new_tokens": TOKENS, "ignore_eos": True}
+    answers = headed.server.generate(input_ids=[PROMPT] * SAMPLES, sampling_params=params)
+    texts = torch.tensor([[*PROMPT, *a["output_ids"]] for a in answers])
+    with torch.no_grad():
+        p = (target(texts).logits[:, len(PROMPT) - 1 : -1].double() / TEMPERATURE).softmax(-1)
+    drawn = p.gather(2, texts[:, len(PROMPT) :, None])
+    above = (p * (p > drawn)).sum(-1) + drawn[..., 0] * torch.rand(
+        drawn.shape[:2], dtype=torch.double, generator=torch.Generator().manual_seed(1)
+    )
+    decoded = above[:, 1:].flatten().numpy()  # the first token is SGLang's own draw
+    counts = np.histogram(decoded, BINS, (0, 1))[0].astype(float)
+    assert chi_square_p(counts, np.full(BINS, len(decoded) / BINS)) > 1e-4, counts
+    shifted = np.histogram(decoded**1.3, BINS, (0, 1))[0].astype(float)
+    assert chi_square_p(shifted, np.full(BINS, len(decoded) / BINS)) < 1e-4, "too few samples to see anything"
+    assert headed.probe.read()["accepted"] > 0
