@@ -106,7 +106,16 @@ class ServerMetrics:
         self.arrivals = counter("adaserve:requests", came, ("through", "slo_stated"))
         error = "Predicted / delivered TPOT - 1 of finished requests, predicted when they arrived"
         self.error = histogram("adaserve:predicted_tpot_error", error, by_class, buckets=_ERROR_EDGES)
-        # What data-parallel ranks say is added up as a router sees it: the best of them serves the request.
+        self._make_forecasts(where)
+        self._learning: dict[str, Any] = {
+            name: gauge(f"adaserve:draft_{name}", says, labels) for name, says, labels in _LEARNING
+        }
+
+    def _make_forecasts(self, where: dict[str, Any]) -> None:
+        """What data-parallel ranks say is added up as a router sees it: the best one serves the request."""
+        import prometheus_client as prometheus
+
+        by_class = ("slo_class",)
         best_least = partial(prometheus.Gauge, multiprocess_mode="min", **where)
         best_most = partial(prometheus.Gauge, multiprocess_mode="max", **where)
         tpot = "Predicted TPOT of one more request, seconds"
@@ -117,9 +126,6 @@ class ServerMetrics:
         self.wait = best_least("adaserve:predicted_wait_seconds", wait, by_class)
         admission = "1 = a new prompt starts at once, below 1 = it waits while it can for those that run"
         self.admission = best_most("adaserve:admission_open", admission)
-        self._learning: dict[str, Any] = {
-            name: gauge(f"adaserve:draft_{name}", says, labels) for name, says, labels in _LEARNING
-        }
 
     def start(self, targets: Mapping[str, float]) -> None:
         """Publishes the targets, and zeros for each class: a rate needs a first value."""
