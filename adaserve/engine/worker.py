@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -31,31 +30,26 @@ from adaserve.engine.learner import Learner
 from adaserve.engine.parts import Device, Run
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
+from adaserve.engine.requests import Requests
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.shedding import Shedder
 from adaserve.engine.sources.beam import BeamSource
-from adaserve.engine.sources.draft_cache import DraftCache
-from adaserve.engine.sources.draft_model import DraftModel, DraftModels
-from adaserve.engine.sources.forced import ForcedSource, spelling_of
-from adaserve.engine.sources.head import HeadSource
-from adaserve.engine.sources.own import SelfSource
-from adaserve.engine.sources.source import Drafting, TreeSource
-from adaserve.engine.sources.suffix import SuffixSource
-from adaserve.engine.state import DecodeRows, RequestState, running_batch
+from adaserve.engine.sources.choice import sources_of
+from adaserve.engine.sources.draft_model import DraftModels
+from adaserve.engine.sources.source import Drafting
+from adaserve.engine.state import DecodeRows, running_batch
+from adaserve.engine.times import Times
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.proposal import Proposal, merge
 from adaserve.host import on_device
 from adaserve.identity import ensure_registered
-from adaserve.noise import request_key
-from adaserve.pair.acceptance import load_sharpening
 from adaserve.patches.kv_sizing import draft_paths
 from adaserve.scheduler.costs import LearnedCosts
-from adaserve.scheduler.interface import IterationOutcome, IterationPlan, Policy
+from adaserve.scheduler.interface import IterationPlan, Policy
 from adaserve.scheduler.replay import Recorder
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.request_log import RequestLog
-from adaserve.slo.resolve import RequestSLO
 from adaserve.slo.stats import SLOStats
 
 logger = logging.getLogger(__name__)
@@ -81,24 +75,13 @@ class AdaServeWorker(BaseSpecWorker):
             DraftModels(paths, server_args, gpu_id, nccl_port, target_worker) if paths else None
         )
         self._models = (server_args.model_path, ("itself",) if self.config.has_self else paths)
-        self._seed = (server_args.random_seed, get_parallel().dp_rank or 0)  # of the requests' noise
-        self._init_state(overlaps=not get_schedule().disable_overlap_schedule)
+        seed = (server_args.random_seed, get_parallel().dp_rank or 0)
+        self._init_state(Requests(seed), overlaps=not get_schedule().disable_overlap_schedule)
 
-    def _init_state(self, overlaps: bool) -> None:
-        self.stride = self.config.deepest + 1
+    def _init_state(self, requests: Requests, overlaps: bool) -> None:
+        self.requests, self.stride = requests, self.config.deepest + 1
         self._overlaps = overlaps
-        self._times = dict.fromkeys(
-            ("decode_s", "iterations", "prefill_s", "prefills", "target_s", "draft_s"), 0.0
-        )
-        self._times |= {"loop_s": 0.0, "loops": 0.0}  # decode iterations in a row, from end to end
-        self._prefilled = True  # since the last decode iteration
-        self._last_end_s = 0.0
-        self._states: dict[int, RequestState] = {}  # by request-pool row
-        self._pool_row: dict[str, int] = {}  # by rid, of requests that have not finished
-        # Kept across a retraction (which gives the row to another request) until the request ends.
-        self._decode_starts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-        self._keys: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._started = 0  # requests
+        self.times = Times()
         self._arriving: Iteration | None = None  # whose tokens requests and sources don't know yet
         self._unobserved: Iteration | None = None  # whose outcome the policy doesn't know yet
         self.learner: Learner | None = None
@@ -112,7 +95,11 @@ class AdaServeWorker(BaseSpecWorker):
         self._kv_pools = tuple(runner.token_to_kv_pool for runner in (target, *drafts))
         self._agreement = Agreement(get_tp_group())
         self.device = open_device(target, drafts, self.config)
-        self._sources = tuple(self._make_sources())
+        models = () if self._draft_worker is None else self._draft_worker.models
+        pools, table = self._kv_pools[1:], self.req_to_token_pool.req_to_token
+        self._sources = tuple(
+            sources_of(self.config, self.device, models, pools, table, self.target_worker.tokenizer)
+        )
         self._measure(target)
         self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
         self._policies = ServedPolicies(self.config, self.costs, self.device)
@@ -122,7 +109,7 @@ class AdaServeWorker(BaseSpecWorker):
             self.config,
             self.costs,
             self.ledger,
-            self._states,
+            self.requests.states,
             alone=self._agreement.alone,
             tenant_share=slo_classes().limits.tenant_share,
         )
@@ -140,33 +127,6 @@ class AdaServeWorker(BaseSpecWorker):
         source = self._sources[0]
         assert isinstance(source, BeamSource)
         return Learner(self.config, draft.runner.model, source, draft.path, self.ledger.stats)
-
-    def _make_sources(self) -> Iterator[TreeSource]:
-        """Draft models come first: where the target has the KV of their nodes, too, nothing has to move."""
-        config = self.config
-        if self._draft_worker is not None:
-            for number, model in enumerate(self._draft_worker.models):
-                yield self._beam_source(model, number)
-        if config.has_self:
-            yield SelfSource(self.device, config.beam_candidates)
-        tokenizer = self.target_worker.tokenizer  # None where SGLang has none, and so no grammars
-        if config.forced_depth and tokenizer is not None and (spelling := spelling_of(tokenizer)):
-            yield ForcedSource(spelling, config.forced_depth)
-        if config.has_suffix:
-            yield SuffixSource(
-                config.suffix_depth,
-                config.suffix_candidates,
-                config.suffix_memory_mb * 1_000_000,
-                tenant=(lambda req: asked_of(req).tenant) if config.suffix_scope == "key" else None,
-            )
-
-    def _beam_source(self, model: DraftModel, number: int) -> BeamSource:
-        table, config = self.req_to_token_pool.req_to_token, self.config
-        slots = self._kv_pools[1 + number].k_buffer[0].shape[0]
-        cache = DraftCache(self.device.drafts[number], table, slots, self.stride)
-        sharpening = load_sharpening(Path(model.path))
-        kind = HeadSource if model.kind == "eagle3" else BeamSource
-        return kind(self.device, cache, sharpening, config.beam_candidates, model, number)
 
     def _measure(self, target: Any) -> None:
         """What forwards cost here: from an earlier run, a profile, or a short measurement."""
@@ -228,7 +188,7 @@ class AdaServeWorker(BaseSpecWorker):
             "baseline_ms": self.ledger.baseline_s * 1e3,
             "latency": self.latency.to_json(),
             "latency_learned": None if learned is None else learned.to_json(),
-            "times": dict(self._times),
+            "times": self.times.report(),
             "stats": self.ledger.stats.state(),
             "device": self.device.report(),
             "host": self.host_costs.report(),
@@ -260,9 +220,7 @@ class AdaServeWorker(BaseSpecWorker):
         result.next_draft_input = RootTokens(result.next_token_ids.long())
         self._start_requests(batch, result.next_token_ids.tolist())
         end_s = time.perf_counter()
-        self._times["prefill_s"] += end_s - start_s
-        self._times["prefills"] += 1
-        self._prefilled = True
+        self.times.prefilled(end_s - start_s)
         self.ledger.prefilled(batch.reqs, end_s - start_s)
         self.policy.observe_prefill(int(batch.extend_num_tokens), end_s - start_s, end_s)
         self.prefill.observe_prefill(int(batch.extend_num_tokens), end_s - start_s)
@@ -271,26 +229,9 @@ class AdaServeWorker(BaseSpecWorker):
     def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:
         now_s = time.perf_counter()
         for req, row, token in zip(batch.reqs, _pool_rows(batch).tolist(), first_tokens, strict=True):
-            slo = self.ledger.slo(req)
-            state = RequestState(req.rid, slo.slo_class, slo.tpot_s, now_s, key=self._key(req))
-            asked = asked_of(req)
-            state.speculation, state.osl = asked.speculation, asked.osl
-            state.learn = asked.learn
-            old = self._states.get(row)
-            if old is not None and old.rid != req.rid and self._pool_row.get(old.rid) == row:
-                # Its request has ended (SGLang does not report one that is aborted in the queue) or waits
-                # again.
-                del self._pool_row[old.rid]
-                self._forget(old.rid)
-            state.generated = [*req.output_ids, token]
-            if req.output_ids:
-                # Retracted and prefilled again: its clock goes on.
-                state.decode_start_s = self._decode_starts.get(req, now_s)
-                state.decoded = len(state.generated) - 1
-            else:
-                self._decode_starts[req] = now_s
-            self._states[row] = state
-            self._pool_row[req.rid] = row
+            state, lost = self.requests.start(req, row, token, self.ledger.slo(req), now_s)
+            if lost is not None:
+                self._forget(lost)
             if self.learner is not None:
                 self.learner.tap.started(req, state)
 
@@ -298,16 +239,7 @@ class AdaServeWorker(BaseSpecWorker):
         """The next request to be prefilled has this number, and the noise of the one that had it before.
 
         SGLang draws first tokens from torch's generator, so that one begins anew as well."""
-        self._started = number - 1
-        torch.manual_seed(request_key(*self._seed, number) >> 1)
-
-    def _key(self, req: Any) -> int:
-        """Of the request's noise: by its number in the order of first prefills, so that text at a fixed seed
-        depends neither on chunks nor on retractions."""
-        if req not in self._keys:
-            self._started += 1
-            self._keys[req] = request_key(*self._seed, self._started)
-        return self._keys[req]
+        torch.manual_seed(self.requests.number(number) >> 1)
 
     # -- decode -------------------------------------------------------------------------------
 
@@ -319,8 +251,7 @@ class AdaServeWorker(BaseSpecWorker):
         if grammar_barrier is not None:
             grammar_barrier()  # the same for matchers, which SGLang advances
         if self.learner is not None:
-            running = (self._states[row] for row in self._pool_row.values())
-            self.learner.look(running, time.perf_counter())
+            self.learner.look(self.requests.unfinished, time.perf_counter())
         start_s, start = time.perf_counter(), self.device.mark()
         rows, offers = self._offered(self._rows(batch))
         plan = self._agreement.plan(lambda: self.policy.plan(rows.running, start_s), rows.running)
@@ -355,7 +286,7 @@ class AdaServeWorker(BaseSpecWorker):
 
     def _rows(self, batch: Any) -> DecodeRows:
         pool_rows = _pool_rows(batch)
-        states = [self._states[row] for row in pool_rows.tolist()]
+        states = self.requests.at(pool_rows.tolist())
         lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
         seq_lens = lens.cpu().numpy().astype(np.int64, copy=False)
         running = running_batch(batch.reqs, states, seq_lens, self.config.deepest)
@@ -461,9 +392,8 @@ class AdaServeWorker(BaseSpecWorker):
         iteration, self._unobserved = self._unobserved, None
         if iteration is None:
             return
-        outcome = iteration.outcome(self._last_end_s)
-        self._last_end_s = outcome.end_s
-        self._count(outcome, iteration.runs)
+        outcome = iteration.outcome(self.times.last_end_s)
+        self.times.decoded(outcome, iteration.runs)
         iteration.policy.observe(outcome)
         self.prefill.observe(outcome)
         if self._recorder is not None:
@@ -479,20 +409,9 @@ class AdaServeWorker(BaseSpecWorker):
         """Forwards since the last time, of the target and of each draft model."""
         return [model.take_runs() for model in (self.device.target, *self.device.drafts)]
 
-    def _count(self, outcome: IterationOutcome, runs: Sequence[Sequence[Run]]) -> None:
-        times = self._times
-        times["decode_s"] += outcome.total_s
-        times["iterations"] += 1
-        if not self._prefilled:
-            times["loop_s"] += outcome.since_last_s
-            times["loops"] += 1
-        self._prefilled = False
-        for name, of_model in zip(("target_s", *("draft_s" for _ in runs[1:])), runs, strict=True):
-            times[name] += sum(start.seconds_until(end) for start, end in of_model)
-
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Called before SGLang gives the request's slots to the radix cache."""
-        if (row := self._pool_row.pop(rid, None)) is not None:
+        if (row := self.requests.end(rid)) is not None:
             for source in self._sources:
                 source.finished(row)
         if self._unobserved is None:
@@ -506,11 +425,6 @@ class AdaServeWorker(BaseSpecWorker):
             self.learner.tap.finished(rid)
         if self._recorder is not None:
             self._recorder.forget(rid)
-
-
-def asked_of(req: Any) -> RequestSLO:
-    """What the HTTP process has resolved of one of SGLang's requests."""
-    return RequestSLO.from_params(req.sampling_params.custom_params)
 
 
 def _pool_rows(batch: Any) -> np.ndarray:

@@ -161,5 +161,5 @@ def test_nothing_is_timed_before_it_has_run(
         run.step()
     run.worker._settle()
     assert len(run.worker.outcomes) == 4
-    times = run.worker._times
+    times = run.worker.times.report()
     assert 0 < times["target_s"] < times["decode_s"] and 0 < times["draft_s"] < times["decode_s"]

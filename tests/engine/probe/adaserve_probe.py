@@ -99,6 +99,13 @@ def probed(base: type) -> type:
 
         def init_cuda_graphs(self) -> None:
             super().init_cuda_graphs()
+            decoded = self.times.decoded
+
+            def counted(outcome: Any, runs: Any) -> None:
+                decoded(outcome, runs)
+                self._count(outcome)
+
+            self.times.decoded = counted
             if options.get("compare_head"):
                 self.stats["heads"] = both_heads(self)
                 self._write()
@@ -197,7 +204,7 @@ def probed(base: type) -> type:
         def _holds_its_slots(self, rid: str, pool_row: int) -> bool:
             """Under overlap a request may have ended or been retracted since the iteration, and the slots
             in its row may hold another prompt by now."""
-            if rid not in self._pool_row:
+            if rid not in self.requests:
                 return False
             req, retractions = self._reqs[rid]
             return bool(req.kv.req_pool_idx == pool_row and req.retraction_count == retractions)
@@ -234,7 +241,6 @@ def probed(base: type) -> type:
             super().note_request_finished(rid=rid, natural_stop=natural_stop)
 
         def _count(self, outcome: Any) -> None:
-            super()._count(outcome)
             stats = self.stats
             stats["iterations"] += 1
             stats["rows"] += len(outcome.new_tokens)
@@ -257,7 +263,7 @@ def probed(base: type) -> type:
             known = self._unobserved is None
             super()._observe()
             if not known:
-                self.stats["states"] = len(self._states)
+                self.stats["states"] = len(self.requests.states)
                 self.stats["policy_states"] = policy_size(self.policy)
                 self._write()
 

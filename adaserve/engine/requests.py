@@ -1,0 +1,87 @@
+"""The requests that a worker serves, from their first prefill until they end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from adaserve.engine.state import RequestState
+from adaserve.noise import request_key
+from adaserve.slo.classes import SLO
+from adaserve.slo.resolve import RequestSLO
+
+
+def asked_of(req: Any) -> RequestSLO:
+    """What the HTTP process has resolved of one of SGLang's requests."""
+    return RequestSLO.from_params(req.sampling_params.custom_params)
+
+
+class Requests:
+    """Their states by row of SGLang's request pool.
+
+    A retraction gives a request's row to another one. What has to outlast it, its clock and its noise, is
+    kept until the request ends.
+    """
+
+    def __init__(self, seed: tuple[int, int]) -> None:
+        """``seed``: of the requests' noise."""
+        self.states: dict[int, RequestState] = {}  # by pool row
+        self._row: dict[str, int] = {}  # by rid, of requests that have not ended
+        self._seed = seed
+        self._started = 0
+        self._decode_starts: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        self._keys: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._row
+
+    def at(self, rows: Sequence[int]) -> list[RequestState]:
+        return [self.states[row] for row in rows]
+
+    @property
+    def unfinished(self) -> list[RequestState]:
+        return self.at(list(self._row.values()))
+
+    def start(
+        self, req: Any, row: int, token: int, slo: SLO, now_s: float
+    ) -> tuple[RequestState, str | None]:
+        """The state of a request that was prefilled, and the id of one that has lost its row to it.
+
+        ``token``: what the prefill has drawn.
+        """
+        state = RequestState(req.rid, slo.slo_class, slo.tpot_s, now_s, key=self._key(req))
+        asked = asked_of(req)
+        state.speculation, state.osl, state.learn = asked.speculation, asked.osl, asked.learn
+        old, lost = self.states.get(row), None
+        if old is not None and old.rid != req.rid and self._row.get(old.rid) == row:
+            # It has ended (SGLang does not report one that is aborted in the queue) or waits again.
+            del self._row[old.rid]
+            lost = old.rid
+        state.generated = [*req.output_ids, token]
+        if req.output_ids:
+            # Retracted and prefilled again: its clock goes on.
+            state.decode_start_s = self._decode_starts.get(req, now_s)
+            state.decoded = len(state.generated) - 1
+        else:
+            self._decode_starts[req] = now_s
+        self.states[row], self._row[req.rid] = state, row
+        return state, lost
+
+    def end(self, rid: str) -> int | None:
+        """The row that the request had; None if it has lost it."""
+        return self._row.pop(rid, None)
+
+    def number(self, number: int) -> int:
+        """The next request to be prefilled has this number, and the noise of the one that had it before.
+        Returns the key of that noise."""
+        self._started = number - 1
+        return request_key(*self._seed, number)
+
+    def _key(self, req: Any) -> int:
+        """Of the request's noise: by its number in the order of first prefills, so that text at a fixed seed
+        depends neither on chunks nor on retractions."""
+        if req not in self._keys:
+            self._started += 1
+            self._keys[req] = request_key(*self._seed, self._started)
+        return self._keys[req]

@@ -1,0 +1,54 @@
+"""Who proposes candidates on this server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from adaserve.config import AdaServeConfig
+from adaserve.engine.parts import Device
+from adaserve.engine.requests import asked_of
+from adaserve.engine.sources.beam import BeamSource
+from adaserve.engine.sources.draft_cache import DraftCache
+from adaserve.engine.sources.draft_model import DraftModel
+from adaserve.engine.sources.forced import ForcedSource, spelling_of
+from adaserve.engine.sources.head import HeadSource
+from adaserve.engine.sources.own import SelfSource
+from adaserve.engine.sources.source import TreeSource
+from adaserve.engine.sources.suffix import SuffixSource
+from adaserve.pair.acceptance import load_sharpening
+
+
+def sources_of(
+    config: AdaServeConfig,
+    device: Device,
+    models: Sequence[DraftModel],
+    pools: Sequence[Any],
+    req_to_token: Tensor,
+    tokenizer: Any,
+) -> Iterator[TreeSource]:
+    """What ``config`` asks for. ``pools``: the KV pools of ``models``. ``tokenizer``: None where SGLang has
+    none, and so no grammars.
+
+    Draft models come first: where the target has the KV of their nodes, too, nothing has to move.
+    """
+    for number, (model, pool) in enumerate(zip(models, pools, strict=True)):
+        slots = pool.k_buffer[0].shape[0]
+        cache = DraftCache(device.drafts[number], req_to_token, slots, config.deepest + 1)
+        kind = HeadSource if model.kind == "eagle3" else BeamSource
+        sharpening = load_sharpening(Path(model.path))
+        yield kind(device, cache, sharpening, config.beam_candidates, model, number)
+    if config.has_self:
+        yield SelfSource(device, config.beam_candidates)
+    if config.forced_depth and tokenizer is not None and (spelling := spelling_of(tokenizer)):
+        yield ForcedSource(spelling, config.forced_depth)
+    if config.has_suffix:
+        yield SuffixSource(
+            config.suffix_depth,
+            config.suffix_candidates,
+            config.suffix_memory_mb * 1_000_000,
+            tenant=(lambda req: asked_of(req).tenant) if config.suffix_scope == "key" else None,
+        )
