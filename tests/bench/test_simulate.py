@@ -38,7 +38,7 @@ def test_writes_results(tmp_path: Path) -> None:
 
 
 def test_fit_reports_errors_and_bad_files(tmp_path: Path) -> None:
-    points = np.array([[t, 0.0, 0.03 + 2e-4 * t] for t in (1.0, 8.0, 64.0, 256.0)])
+    points = np.array([[t, 0.0, 1.0, 0.03 + 2e-4 * t] for t in (1.0, 8.0, 64.0, 256.0)])
     Profile(points, points).save(tmp_path / "p.json")
     got = CliRunner().invoke(app, ["fit", str(tmp_path / "p.json")])
     assert got.exit_code == 0 and re.search(r"verify +linear +0.0% +0.0% +0.0% +chosen", got.output)

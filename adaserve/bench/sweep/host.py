@@ -136,11 +136,17 @@ def saturated_rps(server: ServerProcess, asks: Sequence[Ask]) -> float:
 
 def prefill_time(server: ServerProcess, texts: Sequence[tuple[str, int]]) -> PrefillTime:
     """TTFT of single requests by their prompt's length. ``texts``: prompts with their tokens, roughly; those
-    nearest to each of PREFILL_TOKENS are sent, each once, since a second time it would be cached."""
+    nearest to each of PREFILL_TOKENS are sent, each once, since a second time it would be cached. Lengths
+    that the server has no room for are left out, but two have to be there."""
     tokens, times = [], []
     for wanted in PREFILL_TOKENS:
         nearest = sorted(texts, key=lambda t: abs(t[1] - wanted))[:PREFILL_REQUESTS]
-        answers = [stream(server.url, Ask(text, 2)) for text, _ in nearest]
+        try:
+            answers = [stream(server.url, Ask(text, 2)) for text, _ in nearest]
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.BAD_REQUEST or len(tokens) < 2:
+                raise
+            break
         tokens.append(statistics.median(a.prompt_tokens for a in answers))
         times.append(statistics.median(a.ttft_ms for a in answers))
     return PrefillTime.fitted(tokens, times)

@@ -160,7 +160,7 @@ class BeamSearches:
         parts, (rows, q) = self._parts, tokens.shape
         is_padding = there["base"][:, None] == 0
         slots = parts.slots(there["pool_rows"][:, None], torch.where(is_padding, -1, places))
-        positions = positions.clamp(max=parts.last_position).expand_as(tokens)
+        positions = positions.clamp(0, parts.last_position).expand_as(tokens)
         byte, clear = there[f"byte-{q}"], there[f"clear-{q}"].view_as(seen)
         parts.buffers.hide(byte, torch.where(seen, 0, clear))
         tokens = tokens.clamp(max=parts.last_token)
