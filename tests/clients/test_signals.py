@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -154,10 +156,10 @@ def test_a_class_over_its_share_is_answered_with_429(small: ServerProcess) -> No
 
 def test_orca_header_when_it_is_asked_for(small: ServerProcess, server: ServerProcess) -> None:
     text = complete(small.url, 4).headers["endpoint-load-metrics"]
-    assert text.startswith("TEXT rps_fractional=0.") and "application_utilization=" in text
+    assert re.match(r"TEXT rps_fractional=\d+(\.\d+)?,", text) and "application_utilization=" in text
     assert "named_metrics.headroom_chat=" in text
     json_ = complete(small.url, 4, endpoint_load_metrics_format="JSON").headers["endpoint-load-metrics"]
-    assert json_.startswith('JSON {"rps_fractional": 0.')
+    assert json.loads(json_.removeprefix("JSON "))["rps_fractional"] > 0
     assert "endpoint-load-metrics" not in complete(server.url, 4).headers, "it is off by default"
 
 
