@@ -59,11 +59,11 @@ def test_one_resolution_for_each_request_of_a_batch(monkeypatch: pytest.MonkeyPa
     resolve = slo_requests.resolve
     monkeypatch.setattr(slo_requests, "resolve", lambda *a: calls.append(1) or resolve(*a))
     obj = GenerateReqInput(text=["a", "b"], sampling_params=[{"custom_params": {"slo_class": "coding"}}, {}])
-    generate(obj, http(x_slo_ttft_ms="700"))
+    generate(obj, http(x_slo_ttft_ms="700", user_agent="curl/8"))
     assert len(calls) == 2
     assert [told(p) for p in obj.sampling_params] == [
-        RequestSLO("custom", ttft_s=0.7, x_baseline=1.2),
-        RequestSLO("custom", tpot_s=0.05, ttft_s=0.7),
+        RequestSLO("custom", ttft_s=0.7, x_baseline=1.2, stated=True),
+        RequestSLO("custom", tpot_s=0.05, ttft_s=0.7, stated=True),
     ]
 
 
