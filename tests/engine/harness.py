@@ -23,6 +23,7 @@ from adaserve.server import free_port
 
 CONTEXT = 256
 START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 3.0
 PROBE_FOLDER = Path(__file__).parent / "probe"
 
 
@@ -102,7 +103,7 @@ class Server:
     def stop(self) -> None:
         """Ends the session that the server opened: its process and its children."""
         for sig in (signal.SIGTERM, signal.SIGKILL):
-            end = time.monotonic() + 10
+            end = time.monotonic() + STOP_TIMEOUT_S
             while self.alive and time.monotonic() < end:
                 assert self.pid is not None
                 with suppress(ProcessLookupError):
