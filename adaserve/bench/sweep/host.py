@@ -138,7 +138,8 @@ def prefill_time(server: ServerProcess, texts: Sequence[tuple[str, int]]) -> Pre
     """TTFT of single requests by their prompt's length. ``texts``: prompts with their tokens, roughly; those
     nearest to each of PREFILL_TOKENS are sent, each once, since a second time it would be cached. Lengths
     that the server has no room for are left out, but two have to be there."""
-    tokens, times = [], []
+    tokens: list[float] = []
+    times: list[float] = []
     for wanted in PREFILL_TOKENS:
         nearest = sorted(texts, key=lambda t: abs(t[1] - wanted))[:PREFILL_REQUESTS]
         try:
