@@ -289,12 +289,26 @@ def bench_latency(
     size: Size = "100M",
     policies: Annotated[
         Any,
-        typer.Option(parser=words, metavar="A,B", help="Comma-separated; `none` is always measured too."),
+        typer.Option(
+            parser=words,
+            metavar="A,B",
+            help="Comma-separated; `none` is always measured too. priced@256: drafts read a window; "
+            "@auto, @0, @self (the target drafts for itself).",
+        ),
     ] = "priced",
     batches: Annotated[
         Any,
         typer.Option(parser=counts, metavar="A,B", help="Comma-separated numbers of concurrent requests."),
     ] = "1,4,8,16,32",
+    contexts: Annotated[
+        Any,
+        typer.Option(
+            parser=counts,
+            metavar="A,B",
+            help="Tokens of a request, answer included, made of long held-out texts of the embedded pair.",
+            show_default="short prompts",
+        ),
+    ] = None,
     temperatures: Annotated[
         Any, typer.Option(parser=floats, metavar="A,B", help="Comma-separated.")
     ] = "0,0.7",
@@ -322,9 +336,13 @@ def bench_latency(
     others = tuple(p for p in policies if p != BASE)
     if wrong := set(repetition) - set(KINDS):
         raise typer.BadParameter(f"--repetition knows {', '.join(KINDS)}, not {', '.join(sorted(wrong))}")
-    plan = LatencyPlan(others, batches, temperatures, rounds, tokens, repetition=repetition)
+    plan = LatencyPlan(
+        others, batches, temperatures, rounds, tokens, repetition=repetition, contexts=contexts or (0,)
+    )
+    if contexts and (model is not None or repetition):
+        raise typer.BadParameter("--contexts are made of the embedded pair's held-out text: give no other")
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
-    spec = _spec(model, draft, size, cpu_weights=cpu_weights, budget=budget, prefill="exclusive")
+    spec = _spec(model, draft, size, plan.flags, cpu_weights=cpu_weights, budget=budget, prefill="exclusive")
     try:
         run_latency(spec, plan, out, console)
     except ServerError as error:

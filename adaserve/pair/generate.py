@@ -19,7 +19,7 @@ class Cache:
         shape = model.shape
         size = (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim)
         self.store = torch.zeros(size)
-        self.rope = rope(capacity, shape.head_dim)
+        self.rope = rope(capacity, shape)
         self.length = 0
 
 

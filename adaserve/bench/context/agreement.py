@@ -39,13 +39,15 @@ class TextPlan:
 
 
 def long_prompts(tokenizer: Tokenizer, category: str, rows: int, length: int) -> Tensor:
-    """[rows, length]: held-out prompts of a category, one behind the other, each begun with `begin`."""
+    """[rows, length]: held-out prompts of a category, one behind the other, each begun with `begin`.
+
+    Where a row begins does not depend on the length."""
     ids: list[int] = []
     for prompt in load_prompts(category):
         ids += [BOS_ID, *tokenizer.encode(prompt.text, add_special_tokens=False).ids]
     if len(ids) < rows * length:
         raise ValueError(f"the held-out {category} prompts have {len(ids)} tokens, not {rows} x {length}")
-    return torch.tensor(ids[: rows * length]).view(rows, length)
+    return torch.tensor(ids).unfold(0, length, len(ids) // rows)[:rows]
 
 
 @torch.no_grad()
