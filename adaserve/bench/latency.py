@@ -149,8 +149,8 @@ def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float, context:
 
 def _long(count: int, tokens: int) -> list[Ask]:
     """Held-out texts of so many tokens, code and prose by turns; short ones begin long ones."""
-    from adaserve.bench.context.agreement import CATEGORIES, long_prompts
     from adaserve.pair.data import load_tokenizer
+    from adaserve.pair.long import CATEGORIES, long_prompts
     from adaserve.pair.widen import weights_folder
 
     tokenizer = load_tokenizer(weights_folder() / "target")

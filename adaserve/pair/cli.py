@@ -130,9 +130,18 @@ def _print_report(report: dict[str, Any]) -> None:
     for row in report["acceptance"]:
         table.add_row(*(str(row[c]) for c in columns))
     console.print(table)
+    _print_contexts(report["contexts"])
     console.print(f"draft logits are read at tau: {report['draft_temperature']}")
     for temperature, measured in report["reliability"].items():
         console.print(f"T={temperature}: path probabilities are off by {measured['error']} on average")
+
+
+def _print_contexts(rows: list[dict[str, Any]]) -> None:
+    columns = ["context", "temperature", "window", "top_1_agrees", "top_1_predicted", "accepted_w1"]
+    table = Table(*columns, title="Chains of 4 behind long texts; window 0 = the draft reads everything")
+    for row in rows:
+        table.add_row(*(str(row[c]) for c in columns))
+    console.print(table)
 
 
 @app.command()

@@ -12,14 +12,15 @@ from rich.console import Console
 from torch.nn import functional as fn
 from typer.testing import CliRunner
 
-from adaserve.bench.context.agreement import TextPlan, chain_tokens, long_prompts, sparse_logits
+from adaserve.bench.context.agreement import TextPlan
 from adaserve.bench.context.report import Cell, Mode, rising_from, table, winner
 from adaserve.bench.context.run import ContextPlan, best_cells, layout, run_context
 from adaserve.bench.context.simulated import simulate_context
 from adaserve.bench.simulate import app
 from adaserve.engine.host import build
 from adaserve.pair.data import load_tokenizer
-from adaserve.pair.evaluate import Written
+from adaserve.pair.generate import Written
+from adaserve.pair.long import chain_tokens, long_prompts, sparse_logits
 from adaserve.pair.model import TinyLlama, rope, rotate
 from adaserve.pair.shape import Shape as PairShape
 from adaserve.pair.widen import weights_folder
