@@ -400,7 +400,7 @@ def bench_context(
     rounds: Annotated[int, typer.Option(min=1, help="Medians are of so many forwards.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward.")] = usable_cores(),
     fp16: Annotated[bool, typer.Option("--fp16", help="Keep weights in fp16 instead of fp32.")] = False,
-    text_tokens: Annotated[int, typer.Option(min=64, help="Length of the texts that say who agrees.")] = 1900,
+    text_tokens: Annotated[int, typer.Option(min=64, help="Length of the texts that say who agrees.")] = 8000,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of those texts.")] = 0.8,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and rounds: does it run?")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for JSON, Markdown and a figure.")] = None,
@@ -410,7 +410,7 @@ def bench_context(
     from adaserve.bench.context.run import ContextPlan, run_context
     from adaserve.engine.host.build import BuildError
 
-    text = TextPlan(2, 256, 24, temperature) if quick else TextPlan(6, text_tokens, 96, temperature)
+    text = TextPlan(2, 256, 24, temperature) if quick else TextPlan(4, text_tokens, 96, temperature)
     if quick:
         requests, contexts, rounds = [1, 4], [512, 2048], 2
     plan = ContextPlan(requests, contexts, windows, rounds, threads, "fp16" if fp16 else "fp32", text, out)

@@ -29,7 +29,7 @@ TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 REPORTED = (0.0, 0.7, 1.0)
 DEPTH, WIDTHS = 4, (1, 2, 3)
 CONTEXTS, WINDOWS, LONG_TEMPERATURES = (1024, MAX_CONTEXT_TOKENS), (0, 256), (0.0, 0.8)
-_LONG_ROWS, _LONG_NEW, _SINKS = 4, 96, 4
+_LONG_NEW, _SINKS = 96, 4
 _PROMPT_TOKENS = {"coding": 96, "chat": 14, "summarization": 256}
 _TAUS = np.geomspace(0.15, 1.6, 40)
 _SHARED_TAUS = np.geomspace(0.2, 1.2, 14)
@@ -238,7 +238,7 @@ class Evaluation:
         agrees: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
         predicted: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
         for category in LONG_TEXTS:
-            prompts = long_prompts(self.tokenizer, category, _LONG_ROWS, context - _LONG_NEW)
+            prompts = long_prompts(self.tokenizer, category, max(2, self.rows // 8), context - _LONG_NEW)
             written = write(self.target, prompts, _LONG_NEW, temperature, seed=self.seed)
             noise = noise_of(written, self.draft.shape.vocab)
             for window in WINDOWS:
