@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -94,6 +95,7 @@ class Sample:
     python_share: float  # of the worker's iteration that is in neither model
     loop_ms: float  # from the end of one iteration to the end of the next: SGLang's own work included
     other_share: float  # of that time that is in neither model
+    same: float = 1.0  # share of the answers that are those of plain decoding
 
 
 def run_latency(spec: ServerSpec, plan: LatencyPlan, out: Path | None, console: Console) -> None:
@@ -109,7 +111,7 @@ def run_latency(spec: ServerSpec, plan: LatencyPlan, out: Path | None, console: 
         samples = run(servers, plan, lambda what: bar.update(task, advance=1, description=what))
         state = servers[""].report()
     save(path, samples, plan, state)
-    Console().print(_table(summarize(samples, plan)))
+    Console(width=None if sys.stdout.isatty() else 120).print(_table(summarize(samples, plan)))
     console.print(f"written to {path}")
 
 
@@ -126,8 +128,12 @@ def run(servers: Servers, plan: LatencyPlan, done: Callable[[str], None]) -> lis
                     first = 0 if context else turn * 37
                     chosen = [asks[(first + i) % len(asks)] for i in range(batch)]
                     _prefill(servers, plan, chosen, fresh=not context)
+                    plain: list[Any] = []
                     for policy in (BASE, *plan.policies):
-                        samples.append(_measure(servers, policy, chosen, turn, context))
+                        sample, texts = _measure(servers, policy, chosen, turn, context)
+                        plain = plain or texts
+                        same = sum(a == b for a, b in zip(texts, plain, strict=True)) / len(texts)
+                        samples.append(replace(sample, same=same))
                         done(f"batch {batch}, T={temperature:g}, {policy}")
     return samples
 
@@ -189,7 +195,10 @@ def _prefill(servers: Servers, plan: LatencyPlan, asks: Sequence[Ask], fresh: bo
         client.batch(server.url, [replace(ask, tokens=1, temperature=0.0) for ask in asks])
 
 
-def _measure(servers: Servers, policy: str, asks: Sequence[Ask], turn: int, context: int) -> Sample:
+def _measure(
+    servers: Servers, policy: str, asks: Sequence[Ask], turn: int, context: int
+) -> tuple[Sample, list[Any]]:
+    """The sample, and the tokens of every answer."""
     server, name = _server(servers, policy)
     server.set_policy(name)
     server.number_requests(turn * len(asks))
@@ -202,7 +211,7 @@ def _measure(servers: Servers, policy: str, asks: Sequence[Ask], turn: int, cont
     verifications = sum(m["spec_verify_ct"] for m in meta)
     models_s = spent["target_s"] + spent["draft_s"]
     loop_ms = spent["loop_s"] / max(1.0, spent["loops"]) * 1e3
-    return Sample(
+    sample = Sample(
         policy=policy,
         batch=len(asks),
         temperature=asks[0].temperature,
@@ -218,6 +227,7 @@ def _measure(servers: Servers, policy: str, asks: Sequence[Ask], turn: int, cont
         loop_ms=loop_ms,
         other_share=1.0 - models_s / n * 1e3 / max(loop_ms, 1e-6),
     )
+    return sample, [a["output_ids"] for a in answers]
 
 
 def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, Any]]:
@@ -250,6 +260,7 @@ def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, An
                             "python_share",
                             "loop_ms",
                             "other_share",
+                            "same",
                         )
                     },
                 }
@@ -274,7 +285,7 @@ def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[
 def _table(rows: list[dict[str, Any]]) -> Table:
     heads = (
         "context", "T", "batch", "policy", "TPOT ms", "speed-up", "(range)", "tok/iter", "worker", "other",
-        "distinct",
+        "distinct", "same",
     )  # fmt: skip
     made = table("decode latency, in turns with plain decoding", heads, left=("policy",))
     for r in rows:
@@ -291,9 +302,11 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{r['python_share']:.0%}",
             f"{r['other_share']:.0%}",
             f"{r['distinct_8grams']:.0%}",
+            f"{r['same']:.0%}",
         )
     made.caption = (
         "worker: share of AdaServe's iteration outside both models; other: of the time from one "
-        "iteration to the next, SGLang's own work included; distinct: 8-grams of the output that occur once"
+        "iteration to the next, SGLang's own work included; distinct: 8-grams of the output that occur once; "
+        "same: answers as in plain decoding"
     )
     return made
