@@ -249,6 +249,7 @@ def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, An
                     "tpot_ms": statistics.median(s.tpot_ms for s in mine),
                     "speedup": statistics.median(ratios),
                     "speedup_range": [ratios[0], ratios[-1]],
+                    "same": statistics.mean(s.same for s in mine),
                     **{
                         k: statistics.median(getattr(s, k) for s in mine)
                         for k in (
@@ -260,7 +261,6 @@ def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, An
                             "python_share",
                             "loop_ms",
                             "other_share",
-                            "same",
                         )
                     },
                 }
