@@ -289,12 +289,26 @@ def bench_latency(
     size: Size = "100M",
     policies: Annotated[
         Any,
-        typer.Option(parser=words, metavar="A,B", help="Comma-separated; `none` is always measured too."),
+        typer.Option(
+            parser=words,
+            metavar="A,B",
+            help="Comma-separated; `none` is always measured too. priced@256: drafts read a window; "
+            "@auto, @0, @self (the target drafts for itself).",
+        ),
     ] = "priced",
     batches: Annotated[
         Any,
         typer.Option(parser=counts, metavar="A,B", help="Comma-separated numbers of concurrent requests."),
     ] = "1,4,8,16,32",
+    contexts: Annotated[
+        Any,
+        typer.Option(
+            parser=counts,
+            metavar="A,B",
+            help="Tokens of a request, answer included, made of long held-out texts of the embedded pair.",
+            show_default="short prompts",
+        ),
+    ] = None,
     temperatures: Annotated[
         Any, typer.Option(parser=floats, metavar="A,B", help="Comma-separated.")
     ] = "0,0.7",
@@ -322,9 +336,13 @@ def bench_latency(
     others = tuple(p for p in policies if p != BASE)
     if wrong := set(repetition) - set(KINDS):
         raise typer.BadParameter(f"--repetition knows {', '.join(KINDS)}, not {', '.join(sorted(wrong))}")
-    plan = LatencyPlan(others, batches, temperatures, rounds, tokens, repetition=repetition)
+    plan = LatencyPlan(
+        others, batches, temperatures, rounds, tokens, repetition=repetition, contexts=contexts or (0,)
+    )
+    if contexts and (model is not None or repetition):
+        raise typer.BadParameter("--contexts are made of the embedded pair's held-out text: give no other")
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
-    spec = _spec(model, draft, size, cpu_weights=cpu_weights, budget=budget, prefill="exclusive")
+    spec = _spec(model, draft, size, plan.flags, cpu_weights=cpu_weights, budget=budget, prefill="exclusive")
     try:
         run_latency(spec, plan, out, console)
     except ServerError as error:
@@ -382,7 +400,7 @@ def bench_context(
     rounds: Annotated[int, typer.Option(min=1, help="Medians are of so many forwards.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward.")] = usable_cores(),
     fp16: Annotated[bool, typer.Option("--fp16", help="Keep weights in fp16 instead of fp32.")] = False,
-    text_tokens: Annotated[int, typer.Option(min=64, help="Length of the texts that say who agrees.")] = 1900,
+    text_tokens: Annotated[int, typer.Option(min=64, help="Length of the texts that say who agrees.")] = 8000,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of those texts.")] = 0.8,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and rounds: does it run?")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for JSON, Markdown and a figure.")] = None,
@@ -392,7 +410,7 @@ def bench_context(
     from adaserve.bench.context.run import ContextPlan, run_context
     from adaserve.engine.host.build import BuildError
 
-    text = TextPlan(2, 256, 24, temperature) if quick else TextPlan(6, text_tokens, 96, temperature)
+    text = TextPlan(2, 256, 24, temperature) if quick else TextPlan(4, text_tokens, 96, temperature)
     if quick:
         requests, contexts, rounds = [1, 4], [512, 2048], 2
     plan = ContextPlan(requests, contexts, windows, rounds, threads, "fp16" if fp16 else "fp32", text, out)

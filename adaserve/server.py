@@ -22,6 +22,7 @@ import psutil
 from adaserve.config import AdaServeConfig
 from adaserve.cores import usable_cores
 from adaserve.lifetime import PARENT_ENV
+from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 
 START_TIMEOUT_S = 600.0
 _DRAIN_S = 60.0
@@ -80,7 +81,7 @@ class ServerSpec:
             flags |= {"--device": "cpu", "--dtype": "float32", "--chunked-prefill-size": "256"}
         if self.embedded:
             flags |= {"--served-model-name": "adaserve-embedded", "--max-total-tokens": "65536"}
-            flags |= {"--context-length": "2048"}
+            flags |= {"--context-length": str(MAX_CONTEXT_TOKENS)}
         given = {word.partition("=")[0] for word in self.extra}
         words = [w for flag, value in flags.items() if flag not in given for w in (flag, value)]
         switches = ["--enable-metrics", *(["--sleep-on-idle"] if on_cpu() else [])]

@@ -58,10 +58,8 @@ class Reply:
 
 def batch(url: str, asks: Sequence[Ask]) -> list[dict[str, Any]]:
     """Answers to one call with all requests, in order. Raises httpx.HTTPError."""
-    body = {
-        "text": [a.prompt for a in asks],
-        "sampling_params": [a.body()["sampling_params"] for a in asks],
-    }
+    bodies = [ask.body() for ask in asks]
+    body = {key: [b[key] for b in bodies] for key in bodies[0]}
     answer = httpx.post(url + "/generate", json=body, timeout=TIMEOUT_S).raise_for_status().json()
     return list(answer)
 

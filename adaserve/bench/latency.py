@@ -2,15 +2,21 @@
 
 One server runs all policies in turn, batch by batch, so that a machine that slows down slows all of
 them. A batch is one ``/generate`` call with n held-out prompts; its TPOT is the mean over its
-requests of the server's own decode time per token.
+requests of the server's own decode time per token. The requests of a round are numbered alike under
+every policy, so all of them serve the same texts.
+
+A target that drafts for itself has a server of its own, which sleeps while the other one is measured.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +33,17 @@ from adaserve.loadgen.results import new_results_dir, provenance
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 
 BASE = "none"
+SELF = "@self"
+"""Behind a policy's name: the target drafts for itself, with a window of SELF_WINDOW tokens."""
+SELF_WINDOW = 256
+MARGIN = 16
+"""Places that a context keeps free behind a request's last token, for candidates."""
 SCREENED = 128
 """Prompts tried per temperature."""
+
+
+Servers = Mapping[str, ServerProcess]
+"""By what marks the policies that they serve: "" and SELF."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +58,23 @@ class LatencyPlan:
     seed: int = 0
     repetition: tuple[str, ...] = ()
     """Kinds of :mod:`adaserve.bench.repetition`; none = held-out text that is continued without loops."""
+    contexts: tuple[int, ...] = (0,)
+    """Tokens of prompt and answer together, of long held-out texts; 0 = short prompts as they are."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """SGLang's, with which all of this fits into one server."""
+        longest = max(self.contexts)
+        if not longest:
+            return ()
+        slots = max(self.batches) * (longest + self.tokens)  # one more answer each stays cached
+        return ("--context-length", str(longest), "--max-total-tokens", str(max(65_536, slots)))
 
     @property
     def steps(self) -> int:
-        """Batches that will be sent, and one choice of prompts per temperature."""
-        per_temperature = len(self.batches) * self.rounds * (1 + len(self.policies))
-        return len(self.temperatures) * (1 + per_temperature)
+        """Batches that will be sent, and one choice of prompts per temperature and context."""
+        each = len(self.batches) * self.rounds * (1 + len(self.policies))
+        return len(self.contexts) * len(self.temperatures) * (1 + each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +84,7 @@ class Sample:
     policy: str
     batch: int
     temperature: float
+    context: int
     round: int
     tpot_ms: float  # mean over the requests
     accept_length: float  # tokens per request and iteration, bonus included
@@ -68,42 +95,74 @@ class Sample:
     python_share: float  # of the worker's iteration that is in neither model
     loop_ms: float  # from the end of one iteration to the end of the next: SGLang's own work included
     other_share: float  # of that time that is in neither model
+    same: float = 1.0  # share of the answers that are those of plain decoding
 
 
 def run_latency(spec: ServerSpec, plan: LatencyPlan, out: Path | None, console: Console) -> None:
-    """Starts a server, measures, prints a table, writes JSON. Raises ServerError."""
+    """Starts what is needed, measures, prints a table, writes JSON. Raises ServerError."""
     path = out or new_results_dir(Path("results"), "latency") / "latency.json"
-    with running(spec, path.with_name("server.log"), console) as server, progress(console) as bar:
+    with ExitStack() as stack:
+        servers = {"": stack.enter_context(running(spec, path.with_name("server.log"), console))}
+        if any(p.endswith(SELF) for p in plan.policies):
+            own = replace(spec, config=spec.config.changed(drafts="self", draft_window=SELF_WINDOW))
+            servers[SELF] = stack.enter_context(running(own, path.with_name("server-self.log"), console))
+        bar = stack.enter_context(progress(console))
         task = bar.add_task("measuring", total=plan.steps)
-        samples = run(server, plan, lambda what: bar.update(task, advance=1, description=what))
-        state = server.report()
+        samples = run(servers, plan, lambda what: bar.update(task, advance=1, description=what))
+        state = servers[""].report()
     save(path, samples, plan, state)
-    Console().print(_table(summarize(samples, plan)))
+    Console(width=None if sys.stdout.isatty() else 120).print(_table(summarize(samples, plan)))
     console.print(f"written to {path}")
 
 
-def run(server: ServerProcess, plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:
+def run(servers: Servers, plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:
     """Measures everything in ``plan``; ``done`` is told after each batch."""
     samples = []
-    for temperature in plan.temperatures:
-        asks = _asks(server, plan, temperature)
-        done(f"T={temperature:g}: {len(asks)} prompts")
-        for batch in plan.batches:
-            for turn in range(plan.rounds):
-                chosen = [asks[(turn * 37 + i) % len(asks)] for i in range(batch)]
-                _prefill(server, plan, chosen)
-                for policy in (BASE, *plan.policies):
-                    samples.append(_measure(server, policy, chosen, turn))
-                    done(f"batch {batch}, T={temperature:g}, {policy}")
+    for context in plan.contexts:
+        for temperature in plan.temperatures:
+            asks = _asks(servers[""], plan, temperature, context)
+            done(f"T={temperature:g}: {len(asks)} prompts")
+            for batch in plan.batches:
+                for turn in range(plan.rounds):
+                    # Long prompts take long to read, so all rounds continue the same ones.
+                    first = 0 if context else turn * 37
+                    chosen = [asks[(first + i) % len(asks)] for i in range(batch)]
+                    _prefill(servers, plan, chosen, fresh=not context)
+                    plain: list[Any] = []
+                    for policy in (BASE, *plan.policies):
+                        sample, texts = _measure(servers, policy, chosen, turn, context)
+                        plain = plain or texts
+                        same = sum(a == b for a, b in zip(texts, plain, strict=True)) / len(texts)
+                        samples.append(replace(sample, same=same))
+                        done(f"batch {batch}, T={temperature:g}, {policy}")
     return samples
 
 
-def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float) -> list[Ask]:
-    if plan.repetition:
+def _server(servers: Servers, policy: str) -> tuple[ServerProcess, str]:
+    """Who serves a policy, and what it is called there."""
+    return servers[SELF if policy.endswith(SELF) else ""], policy.removesuffix(SELF)
+
+
+def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float, context: int) -> list[Ask]:
+    if context:
+        found = _long(max(plan.batches), context - plan.tokens - MARGIN)
+    elif plan.repetition:
         found = repetitive(plan.repetition, SCREENED, plan.seed)
     else:
         found = _that_do_not_loop(server, plan, temperature)
     return [replace(ask, tokens=plan.tokens, temperature=temperature) for ask in found]
+
+
+def _long(count: int, tokens: int) -> list[Ask]:
+    """Held-out texts of so many tokens, code and prose by turns; short ones begin long ones."""
+    from adaserve.pair.data import load_tokenizer
+    from adaserve.pair.long import CATEGORIES, long_prompts
+    from adaserve.pair.widen import weights_folder
+
+    tokenizer = load_tokenizer(weights_folder() / "target")
+    rows = -(-count // len(CATEGORIES))
+    texts = (long_prompts(tokenizer, category, rows, tokens).tolist() for category in CATEGORIES)
+    return [Ask(text, tokens) for turn in zip(*texts, strict=True) for text in turn][:count]
 
 
 def _that_do_not_loop(server: ServerProcess, plan: LatencyPlan, temperature: float) -> list[Ask]:
@@ -125,15 +184,24 @@ def _that_do_not_loop(server: ServerProcess, plan: LatencyPlan, temperature: flo
     return kept
 
 
-def _prefill(server: ServerProcess, plan: LatencyPlan, asks: Sequence[Ask]) -> None:
-    """Puts the prompts into both KV caches, so that what follows is decoding and nothing else."""
-    server.set_policy(plan.policies[0] if plan.policies else BASE)
-    server.drain()
-    client.batch(server.url, [replace(ask, tokens=1, temperature=0.0) for ask in asks])
+def _prefill(servers: Servers, plan: LatencyPlan, asks: Sequence[Ask], fresh: bool) -> None:
+    """Puts the prompts into all KV caches, so that what follows is decoding and nothing else. ``fresh``: into
+    empty ones."""
+    for own, server in servers.items():
+        first = next((p for p in plan.policies if p.endswith(SELF) is bool(own)), BASE)
+        server.set_policy(first.removesuffix(SELF))
+        if fresh:
+            server.drain()
+        client.batch(server.url, [replace(ask, tokens=1, temperature=0.0) for ask in asks])
 
 
-def _measure(server: ServerProcess, policy: str, asks: Sequence[Ask], turn: int) -> Sample:
-    server.set_policy(policy)
+def _measure(
+    servers: Servers, policy: str, asks: Sequence[Ask], turn: int, context: int
+) -> tuple[Sample, list[Any]]:
+    """The sample, and the tokens of every answer."""
+    server, name = _server(servers, policy)
+    server.set_policy(name)
+    server.number_requests(turn * len(asks))
     before = server.report()["times"]
     answers = client.batch(server.url, asks)
     after = server.report()["times"]
@@ -143,10 +211,11 @@ def _measure(server: ServerProcess, policy: str, asks: Sequence[Ask], turn: int)
     verifications = sum(m["spec_verify_ct"] for m in meta)
     models_s = spent["target_s"] + spent["draft_s"]
     loop_ms = spent["loop_s"] / max(1.0, spent["loops"]) * 1e3
-    return Sample(
+    sample = Sample(
         policy=policy,
         batch=len(asks),
         temperature=asks[0].temperature,
+        context=context,
         round=turn,
         tpot_ms=statistics.mean(m["slo"]["tpot_ms"] for m in meta),
         accept_length=sum(m["completion_tokens"] - 1 for m in meta) / max(1, verifications),
@@ -158,48 +227,51 @@ def _measure(server: ServerProcess, policy: str, asks: Sequence[Ask], turn: int)
         loop_ms=loop_ms,
         other_share=1.0 - models_s / n * 1e3 / max(loop_ms, 1e-6),
     )
+    return sample, [a["output_ids"] for a in answers]
 
 
 def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, Any]]:
-    """One row per (temperature, batch, policy): medians and the speed-up paired round by round."""
+    """One row per (context, temperature, batch, policy): medians and the speed-up paired round by round."""
     rows = []
-    for temperature in plan.temperatures:
-        for batch in plan.batches:
-            of = [s for s in samples if s.batch == batch and s.temperature == temperature]
-            base = {s.round: s.tpot_ms for s in of if s.policy == BASE}
-            for policy in (BASE, *plan.policies):
-                mine = [s for s in of if s.policy == policy]
-                ratios = sorted(base[s.round] / s.tpot_ms for s in mine)
-                rows.append(
-                    {
-                        "temperature": temperature,
-                        "batch": batch,
-                        "policy": policy,
-                        "tpot_ms": statistics.median(s.tpot_ms for s in mine),
-                        "speedup": statistics.median(ratios),
-                        "speedup_range": [ratios[0], ratios[-1]],
-                        **{
-                            k: statistics.median(getattr(s, k) for s in mine)
-                            for k in (
-                                "accept_length",
-                                "distinct_8grams",
-                                "iteration_ms",
-                                "target_ms",
-                                "draft_ms",
-                                "python_share",
-                                "loop_ms",
-                                "other_share",
-                            )
-                        },
-                    }
-                )
+    for context, temperature, batch in product(plan.contexts, plan.temperatures, plan.batches):
+        case = (context, temperature, batch)
+        of = [s for s in samples if (s.context, s.temperature, s.batch) == case]
+        base = {s.round: s.tpot_ms for s in of if s.policy == BASE}
+        for policy in (BASE, *plan.policies):
+            mine = [s for s in of if s.policy == policy]
+            ratios = sorted(base[s.round] / s.tpot_ms for s in mine)
+            rows.append(
+                {
+                    "context": context,
+                    "temperature": temperature,
+                    "batch": batch,
+                    "policy": policy,
+                    "tpot_ms": statistics.median(s.tpot_ms for s in mine),
+                    "speedup": statistics.median(ratios),
+                    "speedup_range": [ratios[0], ratios[-1]],
+                    "same": statistics.mean(s.same for s in mine),
+                    **{
+                        k: statistics.median(getattr(s, k) for s in mine)
+                        for k in (
+                            "accept_length",
+                            "distinct_8grams",
+                            "iteration_ms",
+                            "target_ms",
+                            "draft_ms",
+                            "python_share",
+                            "loop_ms",
+                            "other_share",
+                        )
+                    },
+                }
+            )
     return rows
 
 
 def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[str, Any]) -> None:
     """Writes everything that is needed to judge and to repeat the measurement."""
     body = {
-        "schema_version": 2,
+        "schema_version": 3,
         "kind": "bench latency",
         "made": provenance(),
         "plan": asdict(plan),
@@ -212,12 +284,14 @@ def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     heads = (
-        "T", "batch", "policy", "TPOT ms", "speed-up", "(range)", "tok/iter", "worker", "other", "distinct",
+        "context", "T", "batch", "policy", "TPOT ms", "speed-up", "(range)", "tok/iter", "worker", "other",
+        "distinct", "same",
     )  # fmt: skip
     made = table("decode latency, in turns with plain decoding", heads, left=("policy",))
     for r in rows:
         low, high = r["speedup_range"]
         made.add_row(
+            str(r["context"] or "short"),
             f"{r['temperature']:g}",
             str(r["batch"]),
             r["policy"],
@@ -228,9 +302,11 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{r['python_share']:.0%}",
             f"{r['other_share']:.0%}",
             f"{r['distinct_8grams']:.0%}",
+            f"{r['same']:.0%}",
         )
     made.caption = (
         "worker: share of AdaServe's iteration outside both models; other: of the time from one "
-        "iteration to the next, SGLang's own work included; distinct: 8-grams of the output that occur once"
+        "iteration to the next, SGLang's own work included; distinct: 8-grams of the output that occur once; "
+        "same: answers as in plain decoding"
     )
     return made

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from adaserve.config import AdaServeConfig
+from adaserve.config import AUTO_WINDOWS, AdaServeConfig
 from adaserve.engine.parts import Device
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import Policy
 from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
+
+WINDOWS = ("auto", *map(str, AUTO_WINDOWS))
+"""Behind an @, a policy's name says what its drafts read: ``priced@256``."""
 
 KNEE = 1.5
 """If no budget is given, B is how many tokens can be verified in this many times the time of one."""
@@ -15,14 +18,19 @@ KNEE = 1.5
 class ServedPolicies:
     """Builds each policy once, for this host; a policy that is chosen again still knows what it learned."""
 
-    def __init__(self, config: AdaServeConfig, costs: LearnedCosts, device: Device) -> None:
+    def __init__(
+        self, config: AdaServeConfig, costs: LearnedCosts, device: Device, windows: bool = False
+    ) -> None:
+        """``windows``: whether the drafts that are served here can read little of a context."""
         self._config, self._costs, self._device = config, costs, device
+        self._windows = tuple(w for w in WINDOWS if windows and not (config.has_self and w == "0"))
         self._built: dict[str, Policy] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
         """What ``get`` accepts."""
-        return policy_names(self._config.max_depth)
+        plain = policy_names(self._config.max_depth)
+        return (*plain, *(f"{name}@{window}" for name in plain for window in self._windows))
 
     def get(self, name: str) -> Policy:
         """Raises ValueError for an unknown name."""
@@ -32,6 +40,10 @@ class ServedPolicies:
 
     def build(self, name: str) -> Policy:
         """A fresh policy."""
+        name, _, window = name.partition("@")
+        if window and window not in self._windows:
+            raise ValueError(f"drafts cannot read a window of {window!r} here: known are {self._windows}")
+        config = self._config.changed(draft_window=window) if window else self._config
         return build_policy(
             name,
             PolicyConfig(
@@ -39,7 +51,7 @@ class ServedPolicies:
                 budget=self._config.budget,
                 knee=KNEE,
                 drafts=self._config.draft_models,
-                draft_windows=self._config.draft_windows,
+                draft_windows=config.draft_windows,
                 draft_sinks=self._config.draft_sinks,
                 d_max=self._config.max_depth,
                 w_max=self._config.max_width,

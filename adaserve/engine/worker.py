@@ -102,7 +102,8 @@ class AdaServeWorker(BaseSpecWorker):
         )
         self._measure(target)
         self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
-        self._policies = ServedPolicies(self.config, self.costs, self.device)
+        windows = self.config.has_self or (bool(models) and all(m.kind == "model" for m in models))
+        self._policies = ServedPolicies(self.config, self.costs, self.device, windows)
         self.set_policy(self.config.policy)
         self._init_ledger()
         self.prefill = PrefillPacer(
@@ -152,7 +153,9 @@ class AdaServeWorker(BaseSpecWorker):
         return self._policies.names
 
     def set_policy(self, name: str) -> None:
-        """Takes effect at the next iteration. A policy that is chosen again still knows what it learned."""
+        """Takes effect at the next iteration. A policy that is chosen again still knows what it learned.
+
+        ``NAME@WINDOW`` is that policy with drafts that read auto, 0 (everything) or so many recent tokens."""
         self.policy: Policy = self._policies.get(name)
         self._drafts = name != "none"
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +102,11 @@ def load_sharpening(draft: Path) -> DraftSharpening:
     path = draft / FILE_NAME
     if not path.exists():
         return DraftSharpening(*_UNMEASURED, measured=False)
-    report = json.loads(path.read_text())
+    return sharpening_of(json.loads(path.read_text()))
+
+
+def sharpening_of(report: dict[str, Any]) -> DraftSharpening:
+    """What a report of measurements says of it."""
     alone = report["draft_temperature"]
     shared = _UNMEASURED_SHARED
     if table := report.get("shared_noise"):

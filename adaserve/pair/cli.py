@@ -22,6 +22,9 @@ Work = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+WrittenTokens = Annotated[int, typer.Option(min=50_000, help="Tokens the target writes for its draft.")]
+Compile = Annotated[bool, typer.Option(help="Compile the training step (needs a C++ compiler).")]
+Bf16 = Annotated[bool, typer.Option(help="Multiply in bfloat16: twice as fast on CPUs with AMX.")]
 THREADS = usable_cores()
 
 
@@ -43,10 +46,9 @@ def train(
     *,
     minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the target.")] = 60,
     draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 14.5,
-    written_tokens: Annotated[
-        int, typer.Option(min=50_000, help="Tokens the target writes for its draft.")
-    ] = 250_000,
-    compile: Annotated[bool, typer.Option(help="Compile the training step (needs a C++ compiler).")] = True,
+    written_tokens: WrittenTokens = 250_000,
+    compile: Compile = True,
+    bf16: Bf16 = False,
     go_on: Annotated[
         bool, typer.Option("--go-on", help="Start from the shipped weights instead of from scratch.")
     ] = False,
@@ -55,12 +57,40 @@ def train(
     threads: Threads = THREADS,
 ) -> None:
     """Train a pair: corpus, target, draft, measurements. Ctrl-C, then repeat: it resumes."""
+    from adaserve.pair.schedule import FIRST, FURTHER
+
+    stage, start = (FURTHER, weights_folder()) if go_on else (FIRST, None)
+    _train(_work(work), minutes, draft_minutes, written_tokens, seed, threads, compile, bf16, stage, start)
+
+
+def _train(work: Path, *recipe: Any) -> None:
     from adaserve.pair.export import Recipe, train_pair
 
-    start = weights_folder() if go_on else None
-    recipe = Recipe(minutes, draft_minutes, written_tokens, seed, threads, compile, start)
-    pair = train_pair(_work(work), recipe)
+    pair = train_pair(work, Recipe(*recipe))
     console.print(f"{pair} holds target/ and draft/; ADASERVE_PAIR_WEIGHTS={pair} makes AdaServe use them")
+
+
+@app.command()
+def extend(
+    *,
+    pair: Annotated[
+        Path | None, typer.Option(help="Folder with target/ and draft/ [default: shipped].")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the target.")] = 9,
+    draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 9,
+    written_tokens: WrittenTokens = 250_000,
+    compile: Compile = False,
+    bf16: Bf16 = False,
+    work: Work = None,
+    seed: Seed = 0,
+    threads: Threads = THREADS,
+) -> None:
+    """Train a pair on windows of up to 8,192 tokens, with the rotary base that these need."""
+    from adaserve.pair.schedule import LONG
+
+    start = pair if pair is not None else weights_folder()
+    work = _work(work)
+    _train(work, minutes, draft_minutes, written_tokens, seed, threads, compile, bf16, LONG, start)
 
 
 @app.command("eval")
@@ -100,9 +130,18 @@ def _print_report(report: dict[str, Any]) -> None:
     for row in report["acceptance"]:
         table.add_row(*(str(row[c]) for c in columns))
     console.print(table)
+    _print_contexts(report["contexts"])
     console.print(f"draft logits are read at tau: {report['draft_temperature']}")
     for temperature, measured in report["reliability"].items():
         console.print(f"T={temperature}: path probabilities are off by {measured['error']} on average")
+
+
+def _print_contexts(rows: list[dict[str, Any]]) -> None:
+    columns = ["context", "temperature", "window", "top_1_agrees", "top_1_predicted", "accepted_w1"]
+    table = Table(*columns, title="Chains of 4 behind long texts; window 0 = the draft reads everything")
+    for row in rows:
+        table.add_row(*(str(row[c]) for c in columns))
+    console.print(table)
 
 
 @app.command()

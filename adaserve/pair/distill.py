@@ -7,7 +7,6 @@ that the target wrote itself, since that is what a draft meets when it serves.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,12 @@ from torch.nn import functional as fn
 from adaserve.pair.data import Batches, open_stream
 from adaserve.pair.generate import generate
 from adaserve.pair.model import Block, TinyLlama, load_hf, save_hf
-from adaserve.pair.schedule import DRAFT_PHASES
-from adaserve.pair.shape import DRAFT, Shape
+from adaserve.pair.shape import DRAFT, ROPE_THETA, Shape
 from adaserve.pair.train import Run, Trainer
 
 SHARPENED = 0.4
 WRITTEN_TEMPERATURES = (0.0, 0.7, 0.7, 1.0)
-_MATRIX_LR, _VECTOR_LR = 0.02, 0.002  # the embedding comes trained and moves less than the target's did
+MATRIX_LR, VECTOR_LR = 0.02, 0.002  # the embedding comes trained and moves less than the target's did
 _PROMPT_TOKENS, _ROW_TOKENS, _ROWS_PER_BATCH = 48, 512, 96
 
 
@@ -100,8 +98,7 @@ def train_draft(run: Run, target_folder: Path, *, written_tokens: int, shape: Sh
     written = run.out / "written.bin"
     if not written.exists():
         write_text(target, run.corpus / "train.bin", written, written_tokens, seed=run.seed)
-    draft = sliced(target, shape) if run.start is None else load_hf(run.start / "draft")
-    run = replace(run, phases=DRAFT_PHASES).rates(_MATRIX_LR, _VECTOR_LR)
+    draft = sliced(target, shape) if run.start is None else load_hf(run.start / "draft", ROPE_THETA)
     trainer = Trainer(run, draft, lambda window: distillation_loss(draft, target, window[:, :-1]))
     mixture = Mixture(trainer.batches, Batches(open_stream(written), seed=run.seed))
     mixture.used_tokens = trainer.batches.used_tokens

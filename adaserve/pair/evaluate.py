@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,26 @@ from torch import Tensor
 from torch.nn import functional as fn
 
 from adaserve.noise import request_key
-from adaserve.pair.acceptance import FILE_NAME
+from adaserve.pair.acceptance import FILE_NAME, DraftSharpening, sharpening_of
 from adaserve.pair.candidates import Trees, draft_trees
 from adaserve.pair.data import load_tokenizer, open_stream
-from adaserve.pair.generate import generate, shared_noise
+from adaserve.pair.generate import Written, generate, shared_noise
+from adaserve.pair.long import CATEGORIES as LONG_TEXTS
+from adaserve.pair.long import agreement, chain_tokens, long_prompts, sparse_logits
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.prompts import CATEGORIES, load_prompts
-from adaserve.pair.vocabulary import BOS_ID
+from adaserve.pair.vocabulary import BOS_ID, MAX_CONTEXT_TOKENS
 
 TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 REPORTED = (0.0, 0.7, 1.0)
 DEPTH, WIDTHS = 4, (1, 2, 3)
+CONTEXTS, WINDOWS, LONG_TEMPERATURES = (1024, MAX_CONTEXT_TOKENS), (0, 256), (0.0, 0.8)
+_LONG_NEW, _SINKS = 96, 4
 _PROMPT_TOKENS = {"coding": 96, "chat": 14, "summarization": 256}
 _TAUS = np.geomspace(0.15, 1.6, 40)
 _SHARED_TAUS = np.geomspace(0.2, 1.2, 14)
 _NOISE = np.linspace(0.6, 1.5, 7)  # over the request's temperature
 _LOOP = 8
-
-
-@dataclass(frozen=True)
-class Written:
-    """What the target wrote: prompts [rows, p] and its continuation [rows, new] at one temperature.
-
-    keys: uint64 [rows], of the noise by which it drew.
-    """
-
-    prompts: Tensor
-    text: Tensor
-    keys: np.ndarray
-
-    @property
-    def whole(self) -> Tensor:
-        return torch.cat((self.prompts, self.text), dim=1)
 
 
 @torch.no_grad()
@@ -184,9 +171,9 @@ class Evaluation:
             stream = self.corpus / f"held_out-{kind}.bin"
             row = {n: held_out_loss(m, stream, length=512, windows=60).mean().item()
                    for n, m in (("target", self.target), ("draft", self.draft))}  # fmt: skip
-            by_position = held_out_loss(self.target, stream, length=2048, windows=12)
-            row["target_tokens_256_to_512"] = by_position[256:512].mean().item()
-            row["target_tokens_1024_to_2048"] = by_position[1024:].mean().item()
+            by_position = held_out_loss(self.target, stream, length=MAX_CONTEXT_TOKENS, windows=6)
+            for start, end in ((256, 512), (1024, 2048), (4096, 8192)):
+                row[f"target_tokens_{start}_to_{end}"] = by_position[start:end].mean().item()
             table[kind] = {name: round(value, 4) for name, value in row.items()}
         self.report["held_out_loss"] = table
 
@@ -234,6 +221,43 @@ class Evaluation:
             for t, rows in ((t, reliability(s)) for t, s in pooled.items())
         }
 
+    def long_contexts(self) -> None:
+        """Agreement, and accepted tokens of chains, by context and by what the draft reads of it."""
+        sharpening = sharpening_of(self.report)
+        cases = [(c, t) for c in CONTEXTS for t in LONG_TEMPERATURES]
+        self.report["contexts"] = [
+            row
+            for case in track(cases, description="Long contexts")
+            for row in self._long_rows(*case, sharpening)
+        ]
+
+    def _long_rows(
+        self, context: int, temperature: float, sharpening: DraftSharpening
+    ) -> list[dict[str, Any]]:
+        scale, spread = (float(x) for x in sharpening.reading(temperature))
+        agrees: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
+        predicted: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
+        for category in LONG_TEXTS:
+            prompts = long_prompts(self.tokenizer, category, max(2, self.rows // 8), context - _LONG_NEW)
+            written = write(self.target, prompts, _LONG_NEW, temperature, seed=self.seed)
+            noise = noise_of(written, self.draft.shape.vocab)
+            for window in WINDOWS:
+                logits = sparse_logits(self.draft, written, window, _SINKS)
+                agrees[window].append(agreement(logits, written, noise, scale, spread))
+                best = (logits * scale + noise * spread).softmax(-1).max(-1).values
+                predicted[window].append(best)
+        return [
+            {
+                "context": context,
+                "temperature": temperature,
+                "window": window,
+                "top_1_agrees": round(torch.cat(agrees[window]).float().mean().item(), 3),
+                "top_1_predicted": round(torch.cat(predicted[window]).mean().item(), 3),
+                "accepted_w1": round(chain_tokens(torch.cat(agrees[window]), DEPTH)[-1] - 1.0, 3),
+            }
+            for window in WINDOWS
+        ]
+
     def _cell(
         self, category: str, temperature: float, taus: tuple[float, float, float]
     ) -> tuple[dict[str, Any], list[Any]]:
@@ -268,6 +292,7 @@ def evaluate(pair: Path, corpus: Path, *, rows: int, new: int, seed: int, thread
     if (corpus / "held_out-code.bin").exists():
         evaluation.losses()
     evaluation.acceptance(evaluation.calibrate())
+    evaluation.long_contexts()
     return evaluation.report
 
 
@@ -277,5 +302,6 @@ def write_acceptance(report: dict[str, Any], draft: Path) -> None:
     table = {
         **{k: report[k] for k in ("draft_temperature", "shared_noise", "reliability")},
         "acceptance": cells,
+        "contexts": report["contexts"],
     }
     (draft / FILE_NAME).write_text(json.dumps(table, indent=1) + "\n")

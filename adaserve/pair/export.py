@@ -7,13 +7,13 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from adaserve.pair import distill, train
 from adaserve.pair.corpus import build
 from adaserve.pair.data import prepare
-from adaserve.pair.distill import train_draft
 from adaserve.pair.evaluate import evaluate, write_acceptance
 from adaserve.pair.packed import PLAIN_NAME, pack
 from adaserve.pair.prompts import write_prompts
-from adaserve.pair.train import Run, train_target
+from adaserve.pair.schedule import FIRST, Stage
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -28,7 +28,9 @@ class Recipe:
     seed: int = 0
     threads: int = 2
     compile: bool = True
-    start: Path | None = None
+    bf16: bool = False
+    stage: Stage = FIRST
+    start: Path | None = None  # a pair to train further
 
 
 def settle(run: Path, corpus: Path, out: Path) -> None:
@@ -38,30 +40,64 @@ def settle(run: Path, corpus: Path, out: Path) -> None:
         shutil.copy(corpus / file, out / file)
 
 
-def ensure_corpus(work: Path, *, seed: int) -> Path:
+def ensure_corpus(work: Path, *, seed: int, start: Path | None = None) -> Path:
+    """The training text below `work`, in the vocabulary of the pair in `start` where there is one.
+
+    Raises ValueError where that text was encoded with another vocabulary.
+    """
     corpus = work / "corpus"
     if not (corpus / "train.jsonl").exists():
         build(corpus)
+    if start is not None:
+        _take_vocabulary(start / "target", corpus)
     if not (corpus / "tokens.json").exists():
         prepare(corpus, seed=seed)
     return corpus
 
 
+def _take_vocabulary(model: Path, corpus: Path) -> None:
+    """Another interpreter's library would give another vocabulary, and trained weights need theirs."""
+    name = TOKENIZER_FILES[0]
+    if not (corpus / name).exists():
+        for file in TOKENIZER_FILES:
+            shutil.copy(model / file, corpus / file)
+    elif (corpus / name).read_bytes() != (model / name).read_bytes():
+        raise ValueError(
+            f"{corpus} was encoded with another vocabulary than {model}: give another --work folder"
+        )
+
+
 def train_pair(work: Path, recipe: Recipe) -> Path:
     """Trains below `work`; returns the folder with target/ and draft/."""
-    corpus = ensure_corpus(work, seed=recipe.seed)
+    corpus = ensure_corpus(work, seed=recipe.seed, start=recipe.start)
     runs, pair = work / "runs", work / "pair"
-    run = Run(corpus, runs / "target", recipe.target_minutes, recipe.seed, recipe.threads, recipe.compile)
-    run = replace(run, start=recipe.start)
+    run = _target_run(corpus, runs / "target", recipe)
     if not (run.out / PLAIN_NAME).exists():
-        train_target(run)
+        train.train_target(run)
     settle(run.out, corpus, pair / "target")
-    run = replace(run, out=runs / "draft", minutes=recipe.draft_minutes)
+    run = _draft_run(run, runs / "draft", recipe)
     if not (run.out / PLAIN_NAME).exists():
-        train_draft(run, pair / "target", written_tokens=recipe.written_tokens)
+        distill.train_draft(run, pair / "target", written_tokens=recipe.written_tokens)
     settle(run.out, corpus, pair / "draft")
     write_prompts(corpus, pair / "prompts.jsonl.gz", seed=recipe.seed)
     report = evaluate(pair, corpus, rows=32, new=128, seed=recipe.seed, threads=recipe.threads)
     (pair / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     write_acceptance(report, pair / "draft")
     return pair
+
+
+def _target_run(corpus: Path, out: Path, recipe: Recipe) -> train.Run:
+    rates = recipe.stage.rates
+    return train.Run(
+        corpus, out, recipe.target_minutes, recipe.seed, recipe.threads, recipe.compile, recipe.bf16,
+        matrix_lr=rates * train.MATRIX_LR, vector_lr=rates * train.VECTOR_LR,
+        phases=recipe.stage.target, start=recipe.start,
+    )  # fmt: skip
+
+
+def _draft_run(run: train.Run, out: Path, recipe: Recipe) -> train.Run:
+    rates = recipe.stage.rates
+    return replace(
+        run, out=out, minutes=recipe.draft_minutes, phases=recipe.stage.draft,
+        matrix_lr=rates * distill.MATRIX_LR, vector_lr=rates * distill.VECTOR_LR,
+    )  # fmt: skip

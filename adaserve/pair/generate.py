@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from adaserve.noise import gumbel
 from adaserve.pair.model import Block, TinyLlama, rope, rotate
 from adaserve.pair.vocabulary import BOS_ID, EOS_ID
 
+_AT_ONCE = 512
+"""Tokens of a row that are fed together: what attention holds grows with them times the context."""
+
 
 class Cache:
     """Keys and values per layer, [rows, kv_heads, capacity, head_dim], filled up to `length`."""
@@ -19,8 +24,24 @@ class Cache:
         shape = model.shape
         size = (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim)
         self.store = torch.zeros(size)
-        self.rope = rope(capacity, shape.head_dim)
+        self.rope = rope(capacity, shape)
         self.length = 0
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the target wrote: prompts [rows, p] and its continuation [rows, new] at one temperature.
+
+    keys: uint64 [rows], of the noise by which it drew.
+    """
+
+    prompts: Tensor
+    text: Tensor
+    keys: np.ndarray
+
+    @property
+    def whole(self) -> Tensor:
+        return torch.cat((self.prompts, self.text), dim=1)
 
 
 def _attend(block: Block, layer: int, x: Tensor, cache: Cache) -> Tensor:
@@ -42,13 +63,14 @@ def _attend(block: Block, layer: int, x: Tensor, cache: Cache) -> Tensor:
 @torch.no_grad()
 def extend(model: TinyLlama, tokens: Tensor, cache: Cache) -> Tensor:
     """Feeds [rows, new] tokens, returns the logits after the last one, [rows, vocab]."""
-    x = model.embed(tokens)
-    for layer, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        x = x + block.out(_attend(block, layer, block.attn_norm(x), cache))
-        gate, up = block.gate_up(block.mlp_norm(x)).chunk(2, dim=-1)
-        x = x + block.down(fn.silu(gate) * up)
-    cache.length += tokens.shape[1]
+    for part in tokens.split(_AT_ONCE, dim=1):
+        x = model.embed(part)
+        for layer, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
+            x = x + block.out(_attend(block, layer, block.attn_norm(x), cache))
+            gate, up = block.gate_up(block.mlp_norm(x)).chunk(2, dim=-1)
+            x = x + block.down(fn.silu(gate) * up)
+        cache.length += part.shape[1]
     return fn.linear(model.norm(x[:, -1]), model.embed.weight)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 
 from adaserve.pair.packed import PLAIN_NAME, read_weights
-from adaserve.pair.shape import NORM_EPS, ROPE_THETA, Shape, hf_config, shape_of
+from adaserve.pair.shape import NORM_EPS, Shape, hf_config, shape_of
 
 
 class RMSNorm(nn.Module):
@@ -60,8 +61,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def rope(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    frequency = ROPE_THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def rope(length: int, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position's angles, [length, half the head size] each."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    frequency = shape.rope_theta**-exponents
     angle = torch.arange(length, dtype=torch.float32)[:, None] * frequency
     return angle.cos(), angle.sin()
 
@@ -85,7 +88,7 @@ class TinyLlama(nn.Module):
 
     def features(self, tokens: Tensor) -> Tensor:
         """Normalised last hidden states, [batch, length, hidden]."""
-        cos, sin = rope(tokens.shape[1], self.shape.head_dim)
+        cos, sin = rope(tokens.shape[1], self.shape)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)
@@ -142,8 +145,10 @@ def save_hf(model: TinyLlama, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(hf_config(model.shape), indent=2) + "\n")
 
 
-def load_hf(folder: Path) -> TinyLlama:
+def load_hf(folder: Path, rope_theta: float | None = None) -> TinyLlama:
+    """The model in a folder, with another rotary base where one is given."""
     shape = shape_of(json.loads((folder / "config.json").read_text()))
+    shape = shape if rope_theta is None else replace(shape, rope_theta=rope_theta)
     tensors = read_weights(folder)
     model = TinyLlama(shape)
     state = {

@@ -13,11 +13,21 @@ class Phase:
     length: int
 
 
-# Short windows first (attention is cheap and early learning is local), long ones last so that positions up
-# to the length the server admits have been trained.
-TARGET_PHASES = (Phase(0.74, 16, 256), Phase(0.94, 8, 512), Phase(1.00, 2, 2048))
-# One phase: the draft starts from trained layers, and each further shape costs a compilation.
-DRAFT_PHASES = (Phase(1.00, 4, 1024),)
+@dataclass(frozen=True)
+class Stage:
+    """What both models are trained on, and at which share of the learning rates for a start from scratch."""
+
+    target: tuple[Phase, ...]
+    draft: tuple[Phase, ...]
+    rates: float
+
+
+# Short windows first: attention is cheap and early learning is local. One phase for the draft: it starts from
+# trained layers, and each further shape costs a compilation.
+FIRST = Stage((Phase(0.74, 16, 256), Phase(0.94, 8, 512), Phase(1.00, 2, 2048)), (Phase(1.00, 4, 1024),), 1.0)
+FURTHER = Stage(FIRST.target, FIRST.draft, 0.5)
+# Up to the length the server admits, at rates too low to spoil what was learned on short windows.
+LONG = Stage((Phase(0.35, 2, 4096), Phase(1.00, 1, 8192)), (Phase(0.4, 4, 2048), Phase(1.00, 2, 8192)), 0.15)
 
 
 @dataclass

@@ -8,7 +8,8 @@ from typing import Any
 from adaserve.pair.vocabulary import BOS_ID, EOS_ID, MAX_CONTEXT_TOKENS, VOCAB_SIZE
 
 NORM_EPS = 1e-5
-ROPE_THETA = 10000.0
+ROPE_THETA = 160000.0
+"""Base of the rotary embedding: 16 times Llama's first one, so that 8,192 positions stay apart."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Shape:
     kv_heads: int = 2
     head_width: int | None = None  # None: what the hidden size gives each head
     tied: bool = True
+    rope_theta: float = ROPE_THETA
 
     @property
     def head_dim(self) -> int:
@@ -53,7 +55,7 @@ def hf_config(shape: Shape) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": NORM_EPS,
-        "rope_theta": ROPE_THETA,
+        "rope_theta": shape.rope_theta,
         "max_position_embeddings": MAX_CONTEXT_TOKENS,
         "tie_word_embeddings": shape.tied,
         "attention_bias": False,
@@ -73,6 +75,7 @@ def shape_of(config: dict[str, Any]) -> Shape:
         heads=config["num_attention_heads"],
         kv_heads=config["num_key_value_heads"],
         tied=config["tie_word_embeddings"],
+        rope_theta=config["rope_theta"],
     )
     head_dim = config["head_dim"]
     return shape if head_dim == shape.head_dim else replace(shape, head_width=head_dim)

@@ -12,14 +12,15 @@ from rich.console import Console
 from torch.nn import functional as fn
 from typer.testing import CliRunner
 
-from adaserve.bench.context.agreement import TextPlan, chain_tokens, long_prompts, sparse_logits
+from adaserve.bench.context.agreement import TextPlan
 from adaserve.bench.context.report import Cell, Mode, rising_from, table, winner
 from adaserve.bench.context.run import ContextPlan, best_cells, layout, run_context
 from adaserve.bench.context.simulated import simulate_context
 from adaserve.bench.simulate import app
 from adaserve.engine.host import build
 from adaserve.pair.data import load_tokenizer
-from adaserve.pair.evaluate import Written
+from adaserve.pair.generate import Written
+from adaserve.pair.long import chain_tokens, long_prompts, sparse_logits
 from adaserve.pair.model import TinyLlama, rope, rotate
 from adaserve.pair.shape import Shape as PairShape
 from adaserve.pair.widen import weights_folder
@@ -94,7 +95,7 @@ def test_only_sinks_and_window_are_read() -> None:
     """Against the attention of one layer, written out."""
     text, made, (sinks, window) = written(), model(), (2, 5)
     block, shape = made.blocks[0], made.shape
-    cos, sin = rope(26, shape.head_dim)
+    cos, sin = rope(26, shape)
     x = made.embed(text.whole[:, :-1])
     q, k, v = block.qkv(block.attn_norm(x)).view(2, 25, -1, shape.head_dim).split([2, 1, 1], dim=2)
     q, k = (rotate(t.transpose(1, 2), cos[:25], sin[:25]) for t in (q, k))
@@ -111,7 +112,9 @@ def test_only_sinks_and_window_are_read() -> None:
 
 def test_prompts_are_as_long_as_asked() -> None:
     tokenizer = load_tokenizer(weights_folder() / "target")
-    assert long_prompts(tokenizer, "coding", 3, 700).shape == (3, 700)
+    texts = long_prompts(tokenizer, "coding", 3, 700)
+    assert texts.shape == (3, 700)
+    assert (long_prompts(tokenizer, "coding", 3, 300) == texts[:, :300]).all()
     with pytest.raises(ValueError, match="held-out coding prompts have"):
         long_prompts(tokenizer, "coding", 100_000, 700)
 

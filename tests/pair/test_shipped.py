@@ -11,6 +11,7 @@ import torch
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.evaluate import mean_accepted, prompt_batch, tree_samples, write
+from adaserve.pair.long import long_prompts
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.shape import DRAFT, TARGET
 from adaserve.pair.train import next_token_loss
@@ -56,3 +57,16 @@ def test_draft_is_accepted_and_its_probabilities_are_right(pair: tuple[TinyLlama
         predicted = torch.cat([torch.stack(t.probability, 1).sum((1, 2)) for t, _ in samples]).mean().item()
         assert accepted > least
         assert predicted == pytest.approx(accepted, rel=0.35)
+
+
+@torch.no_grad()
+def test_long_contexts_are_read_as_well_as_short_ones(pair: tuple[TinyLlama, TinyLlama]) -> None:
+    """Without training on long windows the loss behind 5,000 tokens is near 5."""
+    tokens = long_prompts(load_tokenizer(WEIGHTS / "target"), "summarization", 1, 6001)
+    for model in pair:
+        logits, wanted = model(tokens[:, :-1])[0], tokens[0, 1:]
+        early, late = (
+            torch.nn.functional.cross_entropy(logits[part], wanted[part]).item()
+            for part in (slice(200, 1200), slice(5000, 6000))
+        )
+        assert late < early + 0.4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,17 @@ import torch
 
 from adaserve.pair.acceptance import DraftSharpening, load_sharpening
 from adaserve.pair.candidates import draft_trees
+from adaserve.pair.data import load_tokenizer
 from adaserve.pair.distill import divergence, sliced
 from adaserve.pair.evaluate import best_shared, best_tau, distinct_share
+from adaserve.pair.export import ensure_corpus
 from adaserve.pair.generate import Cache, extend, generate
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import orthogonalised
 from adaserve.pair.schedule import Phase, learning_rate
 from adaserve.pair.shape import Shape
 from adaserve.pair.train import Run, Trainer, next_token_loss
+from adaserve.pair.widen import weights_folder
 
 TINY = Shape(vocab=50, hidden=32, layers=2, mlp=48, heads=4, kv_heads=2)
 
@@ -179,3 +183,32 @@ def test_sharpening_interpolates_and_stays_inside(tmp_path: Path) -> None:
     )
     np.testing.assert_allclose(scale, [2.5, 1 / 0.6, 1.25])
     np.testing.assert_allclose(spread, [0.0, 0.75, 1.125])
+
+
+def test_rotary_base_is_read_from_the_folder_or_replaced(tmp_path: Path) -> None:
+    model, tokens = random_model(shape=replace(TINY, rope_theta=500.0)), torch.randint(2, TINY.vocab, (2, 40))
+    save_hf(model, tmp_path)
+    same, other = load_hf(tmp_path), load_hf(tmp_path, rope_theta=20.0)
+    assert (same.shape.rope_theta, other.shape.rope_theta) == (500.0, 20.0)
+    torch.testing.assert_close(same(tokens), model(tokens), rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(other(tokens)[:, -1], same(tokens)[:, -1], atol=1e-2)
+
+
+def test_long_texts_are_fed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaserve.pair.generate._AT_ONCE", 5)
+    model, tokens = random_model(), torch.randint(2, TINY.vocab, (2, 12))
+    torch.testing.assert_close(
+        extend(model, tokens, Cache(model, 2, 12)), model(tokens)[:, -1], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_trained_weights_need_text_in_their_own_vocabulary(tmp_path: Path) -> None:
+    corpus, start = tmp_path / "corpus", weights_folder()
+    corpus.mkdir()
+    (corpus / "train.jsonl").touch()
+    (corpus / "tokens.json").touch()
+    ensure_corpus(tmp_path, seed=0, start=start)
+    assert load_tokenizer(corpus).to_str() == load_tokenizer(start / "target").to_str()
+    (corpus / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="another vocabulary"):
+        ensure_corpus(tmp_path, seed=0, start=start)

@@ -28,6 +28,7 @@ from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.loadgen.figures import save
 from adaserve.loadgen.results import provenance
 from adaserve.pair import shape as pair_shape
+from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.pair.widen import Width, weights_folder, widened_shape
 from adaserve.scheduler.fit import fit_table
 from adaserve.scheduler.latency import TableCost
@@ -206,6 +207,7 @@ def _notes(plan: ContextPlan) -> str:
     return (
         f"Times are medians of {plan.rounds} rounds in turns, of forwards alone, over a synthetic KV cache. "
         f"Acceptance is that of held-out texts of {text.length} tokens at T = {text.temperature:g}, at every "
-        "context: the pair has not been trained on longer ones. Chains; what a server adds around an "
-        "iteration is not in it. T is a plain step, T_D a draft step, T_V a verification; * marks the winner."
+        f"context; the pair has been trained on up to {MAX_CONTEXT_TOKENS}. Chains; what a server adds "
+        "around an iteration is not in it. T is a plain step, T_D a draft step, T_V a verification; * marks "
+        "the winner."
     )

@@ -1,0 +1,73 @@
+"""Long held-out texts, and how often a model that reads little of them agrees with what the target writes.
+
+At every token each way to draft is asked what it would have proposed there: a draft that has been right so
+far has the same text before it, so a run of right tokens is what a chain would have got accepted.
+"""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as fn
+
+from adaserve.pair.generate import Cache, Written, extend
+from adaserve.pair.model import TinyLlama
+from adaserve.pair.prompts import load_prompts
+from adaserve.pair.vocabulary import BOS_ID
+
+CATEGORIES = ("coding", "summarization")
+"""Of the shipped prompts, those that are long texts when put one behind the other."""
+
+
+def long_prompts(tokenizer: Tokenizer, category: str, rows: int, length: int) -> Tensor:
+    """[rows, length]: held-out prompts of a category, one behind the other, each begun with `begin`.
+
+    Where a row begins does not depend on the length."""
+    ids: list[int] = []
+    for prompt in load_prompts(category):
+        ids += [BOS_ID, *tokenizer.encode(prompt.text, add_special_tokens=False).ids]
+    if len(ids) < rows * length:
+        raise ValueError(f"the held-out {category} prompts have {len(ids)} tokens, not {rows} x {length}")
+    return torch.tensor(ids).unfold(0, length, len(ids) // rows)[:rows]
+
+
+@torch.no_grad()
+def sparse_logits(model: TinyLlama, written: Written, window: int, sinks: int) -> Tensor:
+    """The model's logits for every written token, [rows, new, vocabulary], if it reads the first ``sinks``
+    and the last ``window`` tokens before each one (0 = all). The KV cache is as when everything is read.
+    """
+    whole, first = written.whole, written.prompts.shape[1] - 1
+    full = Cache(model, len(whole), whole.shape[1])
+    extend(model, whole[:, :-1], full)
+    steps = []
+    for position in range(first, whole.shape[1] - 1):
+        left_out = position - sinks - window if window else 0
+        cache = _without(full, position, sinks, max(0, left_out))
+        steps.append(extend(model, whole[:, position : position + 1], cache))
+    return torch.stack(steps, dim=1)
+
+
+def _without(full: Cache, position: int, sinks: int, left_out: int) -> Cache:
+    """What is cached before ``position``, with a gap behind the sinks; keys keep their positions."""
+    parts = (full.store[..., :sinks, :], full.store[..., sinks + left_out : position, :])
+    cache = Cache.__new__(Cache)
+    cache.store = fn.pad(torch.cat(parts, dim=-2), (0, 0, 0, 1))
+    cache.rope = (full.rope[0][left_out:], full.rope[1][left_out:])
+    cache.length = position - left_out
+    return cache
+
+
+def agreement(logits: Tensor, written: Written, noise: Tensor, scale: float, spread: float) -> Tensor:
+    """Whether the best token, as the draft reads its logits, is the one that was written, [rows, new]."""
+    return (logits * scale + noise * spread).argmax(-1) == written.text
+
+
+def chain_tokens(agrees: Tensor, deepest: int) -> tuple[float, ...]:
+    """Expected tokens of chains of 0, 1, ..., ``deepest``, the bonus included."""
+    streak, runs = torch.zeros(len(agrees)), []
+    for column in agrees.flip(1).T:
+        streak = torch.where(column, streak + 1, 0)
+        runs.append(streak)
+    run = torch.stack(runs[deepest - 1 :])  # where a chain of the deepest still fits into the text
+    return tuple(1.0 + run.clamp(max=k).mean().item() for k in range(deepest + 1))

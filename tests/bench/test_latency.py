@@ -1,0 +1,47 @@
+"""`adaserve bench latency` at long contexts: what is sent, what it needs room for, what is reported."""
+
+from __future__ import annotations
+
+from adaserve.bench.latency import MARGIN, LatencyPlan, Sample, _long, summarize
+
+
+def sample(context: int, policy: str, turn: int, tpot_ms: float, same: float = 1.0) -> Sample:
+    return Sample(
+        policy, batch=1, temperature=0.8, context=context, round=turn, tpot_ms=tpot_ms, accept_length=2.0,
+        distinct_8grams=1.0, iteration_ms=9.0, target_ms=6.0, draft_ms=2.0, python_share=0.1, loop_ms=10.0,
+        other_share=0.2, same=same,
+    )  # fmt: skip
+
+
+def test_long_prompts_are_beginnings_of_longer_ones() -> None:
+    short, long = _long(3, 100), _long(3, 900)
+    assert len({tuple(ask.prompt) for ask in long}) == 3
+    for a, b in zip(short, long, strict=True):
+        assert len(a.prompt) == 100 and list(a.prompt) == list(b.prompt[:100])
+
+
+def test_requests_fit_into_their_context_and_pool() -> None:
+    plan = LatencyPlan(batches=(1, 16), tokens=64, contexts=(1024, 8192))
+    flags = dict(zip(plan.flags[::2], map(int, plan.flags[1::2]), strict=True))
+    assert flags["--context-length"] == 8192
+    assert flags["--max-total-tokens"] >= 16 * (8192 + 64)
+    (ask,) = _long(1, 1024 - plan.tokens - MARGIN)
+    assert len(ask.prompt) + plan.tokens < 1024
+    assert LatencyPlan().flags == ()
+
+
+def test_rounds_are_paired_within_a_context() -> None:
+    plan = LatencyPlan(policies=("priced@auto",), batches=(1,), temperatures=(0.8,), contexts=(1024, 8192))
+    samples = [
+        sample(context, policy, turn, tpot_ms, same)
+        for context, plain in ((1024, 20.0), (8192, 60.0))
+        for turn, busy in enumerate((1.0, 3.0, 1.0))
+        for policy, tpot_ms, same in (
+            ("none", plain * busy, 1.0),
+            ("priced@auto", plain * busy / 2, 0.0 if turn else 1.0),
+        )
+    ]
+    rows = {(r["context"], r["policy"]): r for r in summarize(samples, plan)}
+    assert [rows[context, "priced@auto"]["speedup"] for context in (1024, 8192)] == [2.0, 2.0]
+    assert rows[8192, "none"]["tpot_ms"] == 60.0
+    assert rows[1024, "priced@auto"]["same"] == 1 / 3, "one round of three"

@@ -1,0 +1,37 @@
+"""Policies that a running server can be switched to, and what their drafts read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adaserve.config import AdaServeConfig
+from adaserve.engine.policies import ServedPolicies
+from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.latency import ForwardCost, LatencyModel
+
+COSTS = LearnedCosts(LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001))
+
+
+def served(windows: bool = True, **config: Any) -> ServedPolicies:
+    device: Any = SimpleNamespace(stops_early=True, least_gain=0.05)
+    return ServedPolicies(AdaServeConfig(**config), COSTS, device, windows)
+
+
+def test_a_name_says_what_drafts_read() -> None:
+    policies = served()
+    names = [name for name in policies.names if name.startswith("priced")]
+    assert names == ["priced", "priced@auto", "priced@0", "priced@256", "priced@64"]
+    read = [policies.get(name).config.draft_windows for name in names]  # type: ignore[attr-defined]
+    assert read == [(0,), (0, 256, 64), (0,), (256,), (64,)]
+    assert policies.get("priced@256").name == "priced"
+
+
+def test_windows_are_offered_where_drafts_can_read_them() -> None:
+    assert not any("@" in name for name in served(windows=False).names)
+    with pytest.raises(ValueError, match="cannot read a window"):
+        served(windows=False).get("priced@256")
+    own = served(drafts="self", draft_window=256)
+    assert "priced@auto" in own.names and "priced@0" not in own.names
