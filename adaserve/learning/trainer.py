@@ -25,6 +25,8 @@ from adaserve.pair.acceptance import Correction, DraftSharpening
 
 JUDGED = 32
 """Requests that a candidate is judged on. They are trained on afterwards."""
+JUDGE_EVERY = 2
+"""Rounds of ``JUDGED`` requests: judging costs as much as half a round of training."""
 FITTED = 16
 """Requests that the reading of a candidate is fitted to, the newest that it was trained on."""
 WARM_UP, CLIP, BETAS = 10, 1.0, (0.9, 0.95)
@@ -108,6 +110,7 @@ class Trainer:
         self.present = self.first  # what is served
         self.replay = Replay(replay_bytes)
         self.requests = self.tokens = self.updates = 0
+        self._rounds = 0
         self._random = random.Random(0)
         self.restart()
 
@@ -117,6 +120,20 @@ class Trainer:
         rate = self.recipe.rate
         self._optimizer = torch.optim.AdamW(self.draft.weights, lr=rate, betas=BETAS, weight_decay=0.0)
         self._steps = 0
+
+    def round(self, unseen: Sequence[Record], judged: Callable[[Judgement], bool], pause: Pause) -> None:
+        """Learns from new requests, which every second time judge the draft in training first.
+
+        ``judged`` is told what was found, and says whether a better candidate serves from now on.
+        """
+        self._rounds += 1
+        if self._rounds % JUDGE_EVERY == 0:
+            found = self.judge(unseen, pause)
+            if judged(found):
+                self.present = found.draft
+            elif found.verdict != "undecided":
+                self.restart()
+        self.learn(unseen, pause)
 
     # -- learning -----------------------------------------------------------------------------
 

@@ -20,7 +20,11 @@ def bench_learn(
         str | None, typer.Option(metavar="A,B", help="With --offline.", show_default="all")
     ] = None,
     order: Annotated[
-        str, typer.Option(metavar="A,B", help="Domains of the stream, part by part: cpp, json, law, home.")
+        str,
+        typer.Option(
+            metavar="A,B",
+            help="Domains of the stream, part by part: cpp, json, law, home; cpp+law: in turn.",
+        ),
     ] = "cpp,json,law,cpp",
     requests: Annotated[int, typer.Option(min=8, help="Requests of each part.")] = 256,
     block: Annotated[int, typer.Option(min=4, help="Requests of a turn.")] = 32,
@@ -53,7 +57,7 @@ def bench_learn(
 
     console = Console(stderr=True)
     parts = tuple(w.strip() for w in order.split(","))
-    _known("--order", parts, (*PATTERNS, HOME))
+    _known("--order", tuple(d for part in parts for d in part.split("+")), (*PATTERNS, HOME))
     _known("--against", (against,), ("first", "held"))
     chosen = tuple(VARIANTS) if variants is None else words(variants)
     _known("--variants", chosen, tuple(VARIANTS))

@@ -34,7 +34,8 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class LearnPlan:
-    """``order``: a domain for each part of the stream; a part has ``requests``, in blocks of ``block``."""
+    """``order``: the domain of each part of the stream, or several whose blocks take turns ("cpp+law"); each
+    part has ``requests``, in blocks of ``block``."""
 
     order: tuple[str, ...] = ("cpp", "json", "law", "cpp")
     requests: int = 256
@@ -51,8 +52,9 @@ class LearnPlan:
     @property
     def blocks(self) -> list[tuple[int, str]]:
         """(part, domain) of every block."""
-        per_part = max(1, self.requests // self.block)
-        return [(part, domain) for part, domain in enumerate(self.order) for _ in range(per_part)]
+        per_part = range(max(1, self.requests // self.block))
+        parts = [words.split("+") for words in self.order]
+        return [(part, names[i % len(names)]) for part, names in enumerate(parts) for i in per_part]
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -79,7 +81,7 @@ def run_learn(spec: ServerSpec, plan: LearnPlan, out: Path | None, console: Cons
 
     Raises ServerError."""
     folder = out or new_results_dir(Path("results"), "learn")
-    texts = {domain: Texts(domain, plan.seed) for domain in dict.fromkeys(plan.order)}
+    texts = {domain: Texts(domain, plan.seed) for _, domain in plan.blocks}
     with running(spec, folder / "server.log", console) as server, progress(console) as bar:
         task = bar.add_task("serving", total=len(plan.blocks))
         blocks: list[Block] = []
