@@ -29,6 +29,8 @@ _QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 ASK_S = 1.0
 SILENT_S = 600.0
 """A trainer that has not answered for so long hangs: on a busy host even a live one takes minutes to load."""
+LAST = 19
+"""The lowest priority."""
 MOST_STARTS = 4
 FIRST_WAIT_S = 5.0
 """Before a trainer is started again; four times as long each time."""
@@ -116,7 +118,7 @@ class TrainerLink:
             stdin=subprocess.DEVNULL,
             env={**os.environ, PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": "1", **_QUIET},
         )
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, config.learn_nice)
+        stand_back(self._process.pid, config.learn_nice)
         theirs.close()
         for fd in (ring, weights):
             os.close(fd)  # mapped here, inherited there
@@ -137,6 +139,17 @@ class TrainerLink:
             else f"another one starts in {self._start_s - now_s:.0f} s"
         )
         logger.warning("AdaServe: the trainer %s; %s", how, then)
+
+
+def stand_back(pid: int, nice: int) -> None:
+    """Gives a process of ours the priority ``nice``; at 19 it gets what no other process wants.
+
+    A thread of mere low priority may finish its time slice, milliseconds, before a thread of the server's
+    gets its core back, and a team of threads waits for its last one. Under SCHED_IDLE it gives way at once.
+    """
+    os.setpriority(os.PRIO_PROCESS, pid, nice)
+    if nice == LAST and hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
 def bytes_of(model: Any) -> int:

@@ -40,7 +40,8 @@ class Recipe(msgspec.Struct, frozen=True):
     """How a draft is trained."""
 
     loss: str = "jsd"  # a name of `losses.LOSSES`, or "hard"
-    rate: float = 3e-4  # of AdamW
+    rate: float = 6e-4  # of AdamW
+    ema: float = 0.98  # decay of the average of the weights, over updates
     interval: int = 8  # new requests of an update
     replayed: float = 0.5  # earlier requests of an update, for each new one
     home: float = 0.25  # home texts of an update, for each new request
@@ -117,6 +118,7 @@ class Trainer:
     def restart(self) -> None:
         """From the weights that are served, forgetting where the optimizer was going."""
         self.draft.load(self.present.state)
+        self._average = [w.detach().clone() for w in self.draft.weights]
         rate = self.recipe.rate
         self._optimizer = torch.optim.AdamW(self.draft.weights, lr=rate, betas=BETAS, weight_decay=0.0)
         self._steps = 0
@@ -162,7 +164,14 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.draft.weights, CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._average_weights()
         self.updates += 1
+
+    @torch.no_grad()
+    def _average_weights(self) -> None:
+        """Their exponential moving average is what is judged and served: single updates are noisy."""
+        decay = min(self.recipe.ema, self._steps / (self._steps + WARM_UP))
+        torch._foreach_lerp_(self._average, self.draft.weights, 1 - decay)
 
     def _loss_sum(self, records: Sequence[Record]) -> Tensor:
         every = zip(records, self.draft.logits(records), strict=True)
@@ -196,7 +205,9 @@ class Trainer:
 
     @torch.no_grad()
     def snapshot(self, pause: Pause) -> Snapshot:
-        """The draft in training, rounded, and its reading. What rounding took is lost."""
+        """The average of the draft in training, rounded, and its reading. The draft in training is lost."""
+        for weight, average in zip(self.draft.weights, self._average, strict=True):
+            weight.copy_(average)
         state = self.draft.state()
         self.draft.load(state)
         newest = list(self.replay.records)[-FITTED:]
