@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+import psutil
 
 from adaserve.config import AdaServeConfig
 from adaserve.learning.messages import Alive, Candidate, Load, Message, Settings, receive, send
@@ -29,6 +30,8 @@ _QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 ASK_S = 1.0
 SILENT_S = 600.0
 """A trainer that has not answered for so long hangs: on a busy host even a live one takes minutes to load."""
+STARVED = 0.1
+"""A trainer that gets less than this share of a processor cannot answer in time, and is waited for."""
 LAST = 19
 """The lowest priority."""
 MOST_STARTS = 4
@@ -77,9 +80,14 @@ class TrainerLink:
         except (EOFError, OSError):
             self._ended("has ended", now_s)
             return []
-        if self._asked_s is not None and now_s - self._asked_s > SILENT_S:
+        silent_s = 0.0 if self._asked_s is None else now_s - self._asked_s
+        if silent_s > SILENT_S and not self._starves(silent_s):
             self._ended("hangs and was stopped", now_s)
         return said
+
+    def _starves(self, seconds: float) -> bool:
+        assert self.pid is not None
+        return starves(self.pid, self.cpu_s - self._cpu_before_s, seconds)
 
     def say(self, message: Message) -> None:
         """A trainer that is gone does not hear it; ``look`` will notice."""
@@ -150,6 +158,15 @@ def stand_back(pid: int, nice: int) -> None:
     os.setpriority(os.PRIO_PROCESS, pid, nice)
     if nice == LAST and hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+
+
+def starves(pid: int, cpu_s: float, seconds: float) -> bool:
+    """Whether a process that had used ``cpu_s`` of processor time wants a processor, and has had one for
+    little of the ``seconds`` since: it is slow because others are busy, and does not hang."""
+    process = psutil.Process(pid)
+    used = process.cpu_times()
+    wants = process.status() == psutil.STATUS_RUNNING
+    return wants and used.user + used.system - cpu_s < STARVED * seconds
 
 
 def bytes_of(model: Any) -> int:

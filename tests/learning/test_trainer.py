@@ -50,6 +50,23 @@ def test_a_wrong_learning_rate_is_found_out_and_undone(
     assert all(torch.equal(now[name], first) for name, first in trainer.first.state.items())
 
 
+def test_what_is_judged_is_the_average_of_the_weights(target: tuple[torch.nn.Module, str]) -> None:
+    trainer = trainer_of(target[1])
+    started = [w.detach().clone() for w in trainer.draft.weights]
+    trainer.learn(served(target[0], 8), lambda: None)
+    once = [w.detach().clone() for w in trainer.draft.weights]
+    trainer.learn(served(target[0], 16)[8:], lambda: None)
+    twice = [w.detach().clone() for w in trainer.draft.weights]
+    trainer.snapshot(lambda: None)
+    for a, b, c, now in zip(started, once, twice, trainer.draft.weights, strict=True):
+        average = (a + 10 * b) / 11
+        average = (2 * average + 10 * c) / 12
+        assert torch.allclose(
+            now, average.to(trainer.draft.dtypes[next(iter(trainer.draft.dtypes))]), atol=2e-3
+        )
+        assert not torch.allclose(now, c, atol=1e-7) or torch.equal(b, c)
+
+
 def test_judging_changes_nothing(target: tuple[torch.nn.Module, str]) -> None:
     trainer = trainer_of(target[1])
     trainer.learn(served(target[0], 8), lambda: None)
