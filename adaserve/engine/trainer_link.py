@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 _QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 """The trainer writes into the server's log."""
+_KEEPS = str(1 << 30)
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": _KEEPS, "MALLOC_TRIM_THRESHOLD_": _KEEPS}
+"""glibc would give every large tensor back to the kernel and have it cleared again by page faults: thousands a
+second, in which many kernels take no core away, so that a thread of the server's would wait for it."""
 ASK_S = 1.0
 SILENT_S = 600.0
 """A trainer that has not answered for so long hangs: on a busy host even a live one takes minutes to load."""
@@ -124,7 +128,7 @@ class TrainerLink:
             [sys.executable, "-m", "adaserve.learning.process", msgspec.json.encode(settings).decode()],
             pass_fds=(ring, weights, theirs.fileno()),
             stdin=subprocess.DEVNULL,
-            env={**os.environ, PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": "1", **_QUIET},
+            env={**os.environ, PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": "1", **_ALLOCATOR, **_QUIET},
         )
         stand_back(self._process.pid, config.learn_nice)
         theirs.close()

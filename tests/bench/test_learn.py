@@ -43,8 +43,8 @@ def test_blocks_of_a_stream() -> None:
 
 
 def test_domains_of_a_part_take_turns() -> None:
-    plan = LearnPlan(order=("cpp+law", "home"), requests=96, block=32)
-    assert plan.blocks == [(0, "cpp"), (0, "law"), (0, "cpp"), (1, "home"), (1, "home"), (1, "home")]
+    plan = LearnPlan(order=("cpp+law", "home:64"), requests=96, block=32)
+    assert plan.blocks == [(0, "cpp"), (0, "law"), (0, "cpp"), (1, "home"), (1, "home")]
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class LearnPlan:
-    """``order``: the domain of each part of the stream, or several whose blocks take turns ("cpp+law"); each
-    part has ``requests``, in blocks of ``block``."""
+    """``order``: the parts of the stream: "cpp", "cpp+law" where blocks of domains take turns, "cpp+law:512"
+    where it is not ``requests`` that a part has. They come in blocks of ``block``."""
 
     order: tuple[str, ...] = ("cpp", "json", "law", "cpp")
     requests: int = 256
@@ -51,10 +51,14 @@ class LearnPlan:
 
     @property
     def blocks(self) -> list[tuple[int, str]]:
-        """(part, domain) of every block."""
-        per_part = range(max(1, self.requests // self.block))
-        parts = [words.split("+") for words in self.order]
-        return [(part, names[i % len(names)]) for part, names in enumerate(parts) for i in per_part]
+        """(part, domain) of every block. Raises ValueError for a number of requests that is none."""
+        found = []
+        for part, words in enumerate(self.order):
+            domains, _, requests = words.partition(":")
+            names = domains.split("+")
+            blocks = max(1, int(requests or self.requests) // self.block)
+            found += [(part, names[i % len(names)]) for i in range(blocks)]
+        return found
 
     @property
     def settings(self) -> tuple[str, ...]:
