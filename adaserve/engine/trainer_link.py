@@ -29,8 +29,8 @@ _QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 """The trainer writes into the server's log."""
 _KEEPS = str(1 << 30)
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": _KEEPS, "MALLOC_TRIM_THRESHOLD_": _KEEPS}
-"""glibc would give every large tensor back to the kernel and get it cleared again by thousands of page faults
-a second. Many kernels take no core away in the midst of one, so a thread of the server's would wait for it."""
+"""glibc would give every large tensor back to the kernel and get it cleared again, in thousands of page
+faults a second. Many kernels take no core away inside of one: a thread of the server's would wait for it."""
 ASK_S = 1.0
 SILENT_S = 600.0
 """A trainer that has not answered for so long hangs: on a busy host even a live one takes minutes to load."""
