@@ -104,13 +104,13 @@ def send_in_order(url: str, asks: Sequence[Ask], at_once: int) -> list[Reply]:
 
 async def _send_in_order(url: str, asks: Sequence[Ask], at_once: int) -> list[Reply]:
     turn, replies = asyncio.Semaphore(at_once), []
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client, asyncio.TaskGroup() as running:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
         for ask in asks:
             await turn.acquire()
             begun = asyncio.Event()
-            replies.append(running.create_task(_streamed(client, ask, begun, turn)))
+            replies.append(asyncio.create_task(_streamed(client, ask, begun, turn)))
             await begun.wait()
-    return [reply.result() for reply in replies]
+        return list(await asyncio.gather(*replies))
 
 
 async def _streamed(
