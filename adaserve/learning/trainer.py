@@ -25,6 +25,9 @@ from adaserve.pair.acceptance import Correction, DraftSharpening
 
 JUDGED = 32
 """Requests that a candidate is judged on. They are trained on afterwards."""
+WORSE = 2
+"""Judgements in a row that find the draft in training worse, after which it starts again. One may be due to
+what its requests happen to be about."""
 JUDGE_EVERY = 2
 """Rounds of ``JUDGED`` requests: judging costs as much as half a round of training."""
 FITTED = 16
@@ -111,7 +114,7 @@ class Trainer:
         self.present = self.first  # what is served
         self.replay = Replay(replay_bytes)
         self.requests = self.tokens = self.updates = 0
-        self._rounds = 0
+        self._rounds = self._worse = 0
         self._random = random.Random(0)
         self.restart()
 
@@ -121,7 +124,7 @@ class Trainer:
         self._average = [w.detach().clone() for w in self.draft.weights]
         rate = self.recipe.rate
         self._optimizer = torch.optim.AdamW(self.draft.weights, lr=rate, betas=BETAS, weight_decay=0.0)
-        self._steps = 0
+        self._steps = self._worse = 0
 
     def round(self, unseen: Sequence[Record], judged: Callable[[Judgement], bool], pause: Pause) -> None:
         """Learns from new requests, which every second time judge the draft in training first.
@@ -131,9 +134,10 @@ class Trainer:
         self._rounds += 1
         if self._rounds % JUDGE_EVERY == 0:
             found = self.judge(unseen, pause)
+            self._worse = self._worse + 1 if found.verdict == "worse" else 0
             if judged(found):
                 self.present = found.draft
-            elif found.verdict != "undecided":
+            elif found.verdict == "better" or self._worse == WORSE:
                 self.restart()
         self.learn(unseen, pause)
 

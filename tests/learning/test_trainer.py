@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from adaserve.learning.draft import DraftCopy, checked, to_bytes
 from adaserve.learning.losses import LOSSES
-from adaserve.learning.trainer import Judgement, Recipe, Replay, Trainer, verdict
+from adaserve.learning.trainer import JUDGE_EVERY, Judgement, Recipe, Replay, Trainer, verdict
 from adaserve.pair.acceptance import load_sharpening
 from tests.learning.factories import record, save_drafts, served
 
@@ -65,6 +66,27 @@ def test_what_is_judged_is_the_average_of_the_weights(target: tuple[torch.nn.Mod
             now, average.to(trainer.draft.dtypes[next(iter(trainer.draft.dtypes))]), atol=2e-3
         )
         assert not torch.allclose(now, c, atol=1e-7) or torch.equal(b, c)
+
+
+def test_two_bad_judgements_in_a_row_start_the_training_again(
+    target: tuple[torch.nn.Module, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(target[1])
+    found = trainer.judge(served(target[0], 8), lambda: None)
+    verdicts = iter(["worse", "undecided", "worse", "worse", "worse"])
+    restarts = []
+    monkeypatch.setattr(trainer, "restart", lambda: restarts.append(len(seen)))
+    seen: list[str] = []
+
+    def judge(*_: object) -> Judgement:
+        seen.append(next(verdicts))
+        gain = {"worse": -1.0, "undecided": 0.0}[seen[-1]]
+        return replace(found, candidate=found.present + gain)
+
+    monkeypatch.setattr(trainer, "judge", judge)
+    for _ in range(5 * JUDGE_EVERY):
+        trainer.round([], lambda found: False, lambda: None)
+    assert seen == ["worse", "undecided", "worse", "worse", "worse"] and restarts == [4]
 
 
 def test_judging_changes_nothing(target: tuple[torch.nn.Module, str]) -> None:
