@@ -175,7 +175,8 @@ class Trainer:
     def _average_weights(self) -> None:
         """Their exponential moving average is what is judged and served: single updates are noisy."""
         decay = min(self.recipe.ema, self._steps / (self._steps + WARM_UP))
-        torch._foreach_lerp_(self._average, self.draft.weights, 1 - decay)
+        for average, weight in zip(self._average, self.draft.weights, strict=True):
+            average.lerp_(weight, 1 - decay)
 
     def _loss_sum(self, records: Sequence[Record]) -> Tensor:
         every = zip(records, self.draft.logits(records), strict=True)
