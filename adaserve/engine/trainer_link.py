@@ -161,7 +161,10 @@ def stand_back(pid: int, nice: int) -> None:
     """
     os.setpriority(os.PRIO_PROCESS, pid, nice)
     if nice == LAST and hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+        try:
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+        except OSError as error:  # a sandbox may forbid it
+            logger.warning("AdaServe: the trainer has low priority, but not SCHED_IDLE: %s", error)
 
 
 def starves(pid: int, cpu_s: float, seconds: float) -> bool:

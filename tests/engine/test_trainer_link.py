@@ -15,7 +15,7 @@ import pytest
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine import trainer_link
-from adaserve.engine.trainer_link import MOST_STARTS, SILENT_S, TrainerLink, starves
+from adaserve.engine.trainer_link import MOST_STARTS, SILENT_S, TrainerLink, stand_back, starves
 from adaserve.learning.messages import Candidate
 from adaserve.pair.acceptance import Correction
 
@@ -85,3 +85,18 @@ def test_one_that_gets_no_processor_does_not_hang() -> None:
     finally:
         working.kill()
         working.wait()
+
+
+def test_a_sandbox_may_forbid_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        stand_back(waiting.pid, 19)
+        assert os.getpriority(os.PRIO_PROCESS, waiting.pid) == 19
+        assert "not SCHED_IDLE: not here" in caplog.text
+    finally:
+        waiting.kill()
+        waiting.communicate()
