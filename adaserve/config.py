@@ -122,9 +122,12 @@ class AdaServeConfig(Checked):
     learn_loss: Literal["forward", "reverse", "jsd", "lk", "hard"] = Field(
         default="jsd", description="what learning makes small (docs/learning.md)"
     )
-    learn_rate: float = Field(default=3e-4, gt=0, lt=1, description="learning rate of AdamW")
+    learn_rate: float = Field(default=6e-4, gt=0, lt=1, description="learning rate of AdamW")
     learn_nice: int = Field(
-        default=19, ge=0, le=19, description="how far the trainer stands back for others, as in `nice`"
+        default=19,
+        ge=0,
+        le=19,
+        description="how far the trainer stands back, as in `nice`; at 19 it only gets what nobody wants",
     )
     learn_memory_mb: int = Field(
         default=128, ge=16, le=1 << 20, description="memory for requests to learn from, in MB"

@@ -92,6 +92,44 @@ async def _send(
         return list(await asyncio.gather(*map(one, asks, at_s)))
 
 
+def send_in_order(url: str, asks: Sequence[Ask], at_once: int) -> list[Reply]:
+    """Sends each request when the one before has its first token and fewer than ``at_once`` run.
+
+    Replies are in order. Every prompt is prefilled alone and in its turn, so a server whose requests are
+    numbered (`ServerProcess.number_requests`) writes the same texts again. Raises httpx.HTTPError."""
+    return asyncio.run(_send_in_order(url, asks, at_once))
+
+
+async def _send_in_order(url: str, asks: Sequence[Ask], at_once: int) -> list[Reply]:
+    turn, replies = asyncio.Semaphore(at_once), []
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+        for ask in asks:
+            await turn.acquire()
+            begun = asyncio.Event()
+            replies.append(asyncio.create_task(_streamed(client, ask, begun, turn)))
+            await begun.wait()
+        return list(await asyncio.gather(*replies))
+
+
+async def _streamed(
+    client: httpx.AsyncClient, ask: Ask, begun: asyncio.Event, turn: asyncio.Semaphore
+) -> Reply:
+    """``begun`` is set at the first token, or when the request has failed."""
+    last, start_s = "", time.perf_counter()
+    try:
+        async with client.stream("POST", "/generate", json=ask.body(stream=True)) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    last = line
+                    begun.set()
+    finally:
+        begun.set()
+        turn.release()
+    answer = json.loads(last.removeprefix("data: "))
+    return Reply(tuple(answer["output_ids"]), answer["meta_info"], time.perf_counter() - start_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Streamed:
     """One streamed answer: when the request left, when each chunk came, and the tokens by then."""

@@ -98,23 +98,24 @@ class Tap:
         """``logits``: the target's, [T, vocab]."""
         if not self._open:
             return
-        mine = np.array([self._goes_on(s, n) for s, n in zip(rows.states, rows.seq_lens, strict=True)])
-        at = np.flatnonzero(acceptance.accepted.numpy() & mine[verified.row])
+        goes_on = np.array([self._goes_on(s, n) for s, n in zip(rows.states, rows.seq_lens, strict=True)])
+        at = np.flatnonzero(acceptance.accepted.numpy() & goes_on[verified.row])
         if not len(at):
             return
-        of = verified.row[at]
-        warmth = np.where(rows.running.temperature > 0, rows.running.temperature, 1.0)[of]
-        scale = torch.from_numpy((1.0 / warmth).astype(np.float32))
-        logprobs, ids = kept(torch.log_softmax(logits[torch.from_numpy(at)] * scale[:, None], dim=-1))
+        warmth = np.where(rows.running.temperature > 0, rows.running.temperature, 1.0)[verified.row[at]]
+        scale = torch.from_numpy((1.0 / warmth[:, None]).astype(np.float32))
+        logprobs, ids = kept(logits.index_select(0, torch.from_numpy(at)).mul_(scale))
         emitted, counts = acceptance.emitted.tolist(), acceptance.count.tolist()
-        for row in np.flatnonzero(mine).tolist():
-            here = of == row
+        end = 0
+        for row in np.flatnonzero(goes_on).tolist():  # nodes of one request stand together, in this order
+            count = counts[row] + 1
+            here = slice(end, end := end + count)
             opened = self._open[rows.states[row].rid][2]
             opened.logprobs.append(logprobs[here])
             if ids is not None:
                 opened.ids.append(ids[here])
-            opened.positions += counts[row] + 1
-            opened.tokens += emitted[row][: counts[row] + 1]
+            opened.positions += count
+            opened.tokens += emitted[row][:count]
             if opened.positions >= MOST_POSITIONS:
                 self.finished(rows.states[row].rid)
 

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+import psutil
 
 from adaserve.config import AdaServeConfig
 from adaserve.learning.messages import Alive, Candidate, Load, Message, Settings, receive, send
@@ -26,9 +27,17 @@ logger = logging.getLogger(__name__)
 
 _QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 """The trainer writes into the server's log."""
+_KEEPS = str(1 << 30)
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": _KEEPS, "MALLOC_TRIM_THRESHOLD_": _KEEPS}
+"""glibc would give every large tensor back to the kernel and get it cleared again, in thousands of page
+faults a second. Many kernels take no core away inside of one: a thread of the server's would wait for it."""
 ASK_S = 1.0
 SILENT_S = 600.0
 """A trainer that has not answered for so long hangs: on a busy host even a live one takes minutes to load."""
+STARVED = 0.1
+"""A trainer that gets less than this share of a processor cannot answer in time, and is waited for."""
+LAST = 19
+"""The lowest priority."""
 MOST_STARTS = 4
 FIRST_WAIT_S = 5.0
 """Before a trainer is started again; four times as long each time."""
@@ -75,9 +84,14 @@ class TrainerLink:
         except (EOFError, OSError):
             self._ended("has ended", now_s)
             return []
-        if self._asked_s is not None and now_s - self._asked_s > SILENT_S:
+        silent_s = 0.0 if self._asked_s is None else now_s - self._asked_s
+        if silent_s > SILENT_S and not self._starves(silent_s):
             self._ended("hangs and was stopped", now_s)
         return said
+
+    def _starves(self, seconds: float) -> bool:
+        assert self.pid is not None
+        return starves(self.pid, self.cpu_s - self._cpu_before_s, seconds)
 
     def say(self, message: Message) -> None:
         """A trainer that is gone does not hear it; ``look`` will notice."""
@@ -114,9 +128,9 @@ class TrainerLink:
             [sys.executable, "-m", "adaserve.learning.process", msgspec.json.encode(settings).decode()],
             pass_fds=(ring, weights, theirs.fileno()),
             stdin=subprocess.DEVNULL,
-            env={**os.environ, PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": "1", **_QUIET},
+            env={**os.environ, PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": "1", **_ALLOCATOR, **_QUIET},
         )
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, config.learn_nice)
+        stand_back(self._process.pid, config.learn_nice)
         theirs.close()
         for fd in (ring, weights):
             os.close(fd)  # mapped here, inherited there
@@ -137,6 +151,29 @@ class TrainerLink:
             else f"another one starts in {self._start_s - now_s:.0f} s"
         )
         logger.warning("AdaServe: the trainer %s; %s", how, then)
+
+
+def stand_back(pid: int, nice: int) -> None:
+    """Gives a process of ours the priority ``nice``; at 19 it gets what no other process wants.
+
+    A thread of mere low priority may finish its time slice, milliseconds, before a thread of the server's
+    gets its core back, and a team of threads waits for its last one. Under SCHED_IDLE it gives way at once.
+    """
+    os.setpriority(os.PRIO_PROCESS, pid, nice)
+    if nice == LAST and hasattr(os, "SCHED_IDLE"):
+        try:
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+        except OSError as error:  # a sandbox may forbid it
+            logger.warning("AdaServe: the trainer has low priority, but not SCHED_IDLE: %s", error)
+
+
+def starves(pid: int, cpu_s: float, seconds: float) -> bool:
+    """Whether a process that had used ``cpu_s`` of processor time wants a processor, and has had one for
+    little of the ``seconds`` since: it is slow because others are busy, and does not hang."""
+    process = psutil.Process(pid)
+    used = process.cpu_times()
+    wants = process.status() == psutil.STATUS_RUNNING
+    return wants and used.user + used.system - cpu_s < STARVED * seconds
 
 
 def bytes_of(model: Any) -> int:

@@ -39,8 +39,6 @@ from adaserve.pair.acceptance import load_sharpening
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-JUDGE_EVERY = 2
-"""Rounds of ``JUDGED`` requests: judging costs as much as half a round of training."""
 BUSY_S = 2.0
 """A server that has said that it is busy says so again within this time, or has nothing to do any more."""
 
@@ -73,7 +71,6 @@ class Process:
     def run(self) -> None:
         """Until the server is gone. Raises EOFError then."""
         self._bring_back()
-        rounds = 0
         while True:
             self._pause()
             if len(self._fresh) < JUDGED:
@@ -81,10 +78,7 @@ class Process:
                 continue
             unseen = [self._fresh.popleft() for _ in range(JUDGED)]
             self._fresh_bytes -= sum(r.nbytes for r in unseen)
-            rounds += 1
-            if rounds % JUDGE_EVERY == 0:
-                self._judge(unseen)
-            self._trainer.learn(unseen, self._pause)
+            self._trainer.round(unseen, self._judged, self._pause)
 
     def _bring_back(self) -> None:
         """Goes on from the draft that is served, or offers the one of an earlier run."""
@@ -95,22 +89,20 @@ class Process:
         elif self._versions is not None and (found := self._versions.current(self._settings.draft)):
             version, data = found
             draft = Snapshot(checked(data, manifest), version.correction)
-            self._offer(draft, version.score, version.replaced)
+            if self._offer(draft, version.score, version.replaced):
+                self._trainer.present = draft
         self._trainer.restart()
 
-    def _judge(self, unseen: list[Record]) -> None:
+    def _judged(self, found: Judgement) -> bool:
+        """Tells the server. Whether the candidate serves from now on."""
         trainer = self._trainer
-        found = trainer.judge(unseen, self._pause)
         scores = (float(found.present.mean()), float(found.first.mean()), float(found.candidate.mean()))
         counts = (trainer.requests, trainer.tokens, trainer.updates)
         send(self._server, Progress(*scores, found.verdict, found.by_class(), *counts))
-        if found.verdict == "worse":
-            trainer.restart()
-        elif found.verdict == "better":
-            if self._offer(found.draft, scores[2], scores[0]):
-                self._keep(found)
-            else:
-                trainer.restart()
+        taken = found.verdict == "better" and self._offer(found.draft, scores[2], scores[0])
+        if taken:
+            self._keep(found)
+        return taken
 
     def _offer(self, draft: Snapshot, score: float, present: float) -> bool:
         """Whether the server drafts with ``draft`` from now on."""
@@ -121,9 +113,7 @@ class Process:
         while self._offered not in self._answers:  # the weights must stay until then
             time.sleep(LOOK_S)
             self._listen()
-        if taken := self._answers.pop(self._offered):
-            self._trainer.present = draft
-        return taken
+        return self._answers.pop(self._offered)
 
     def _keep(self, found: Judgement) -> None:
         if self._versions is None:

@@ -21,7 +21,7 @@ class Record:
 
     tokens: np.ndarray  # int32 [start + n + 1]: prompt and output
     start: int
-    logprobs: np.ndarray  # float16 [n, vocab] or [n, TOP], at ``temperature`` (at 1 where that is 0)
+    logprobs: np.ndarray  # float16 [n, vocab], not normalised, or [n, TOP]; at ``temperature`` (1 where 0)
     ids: np.ndarray | None  # int32 [n, TOP]: whose log-probabilities these are; None = all tokens
     temperature: float  # 0 = greedy
     key: int  # of the request's noise (adaserve/noise.py)
@@ -58,10 +58,12 @@ class Record:
         return cls(tokens, start, logprobs, ids, temperature, key, name)
 
 
-def kept(logprobs: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.ndarray | None]:
-    """Of log-probabilities [n, vocab]: float16 [n, k] and their tokens int32 [n, k]. A vocabulary of up to
-    ``whole`` tokens is kept as it is, without ids."""
-    if logprobs.shape[1] <= whole:
-        return logprobs.half().numpy(), None
-    best, ids = logprobs.topk(TOP)
-    return best.half().numpy(), ids.int().numpy()
+def kept(logits: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.ndarray | None]:
+    """What a record has of logits [n, vocab]: float16 [n, k] and their tokens int32 [n, k].
+
+    A vocabulary of up to ``whole`` tokens is kept without ids, less the best one's logit: whoever reads it
+    normalises it, which is too slow for a server. Else they are log-probabilities."""
+    if logits.shape[1] <= whole:
+        return (logits - logits.amax(-1, keepdim=True)).half().numpy(), None
+    best, ids = logits.topk(TOP)
+    return (best - logits.logsumexp(-1, keepdim=True)).half().numpy(), ids.int().numpy()

@@ -25,6 +25,11 @@ from adaserve.pair.acceptance import Correction, DraftSharpening
 
 JUDGED = 32
 """Requests that a candidate is judged on. They are trained on afterwards."""
+WORSE = 2
+"""Judgements in a row that find the draft in training worse, after which it starts again. One may be due to
+what its requests happen to be about."""
+JUDGE_EVERY = 2
+"""Rounds of ``JUDGED`` requests: judging costs as much as half a round of training."""
 FITTED = 16
 """Requests that the reading of a candidate is fitted to, the newest that it was trained on."""
 WARM_UP, CLIP, BETAS = 10, 1.0, (0.9, 0.95)
@@ -38,7 +43,8 @@ class Recipe(msgspec.Struct, frozen=True):
     """How a draft is trained."""
 
     loss: str = "jsd"  # a name of `losses.LOSSES`, or "hard"
-    rate: float = 3e-4  # of AdamW
+    rate: float = 6e-4  # of AdamW
+    ema: float = 0.98  # decay of the average of the weights, over updates
     interval: int = 8  # new requests of an update
     replayed: float = 0.5  # earlier requests of an update, for each new one
     home: float = 0.25  # home texts of an update, for each new request
@@ -108,15 +114,32 @@ class Trainer:
         self.present = self.first  # what is served
         self.replay = Replay(replay_bytes)
         self.requests = self.tokens = self.updates = 0
+        self._rounds = self._worse = 0
         self._random = random.Random(0)
         self.restart()
 
     def restart(self) -> None:
         """From the weights that are served, forgetting where the optimizer was going."""
         self.draft.load(self.present.state)
+        self._average = [w.detach().clone() for w in self.draft.weights]
         rate = self.recipe.rate
         self._optimizer = torch.optim.AdamW(self.draft.weights, lr=rate, betas=BETAS, weight_decay=0.0)
-        self._steps = 0
+        self._steps = self._worse = 0
+
+    def round(self, unseen: Sequence[Record], judged: Callable[[Judgement], bool], pause: Pause) -> None:
+        """Learns from new requests, which every second time judge the draft in training first.
+
+        ``judged`` is told what was found, and says whether a better candidate serves from now on.
+        """
+        self._rounds += 1
+        if self._rounds % JUDGE_EVERY == 0:
+            found = self.judge(unseen, pause)
+            self._worse = self._worse + 1 if found.verdict == "worse" else 0
+            if judged(found):
+                self.present = found.draft
+            elif found.verdict == "better" or self._worse == WORSE:
+                self.restart()
+        self.learn(unseen, pause)
 
     # -- learning -----------------------------------------------------------------------------
 
@@ -145,7 +168,15 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.draft.weights, CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._average_weights()
         self.updates += 1
+
+    @torch.no_grad()
+    def _average_weights(self) -> None:
+        """Their exponential moving average is what is judged and served: single updates are noisy."""
+        decay = min(self.recipe.ema, self._steps / (self._steps + WARM_UP))
+        for average, weight in zip(self._average, self.draft.weights, strict=True):
+            average.lerp_(weight, 1 - decay)
 
     def _loss_sum(self, records: Sequence[Record]) -> Tensor:
         every = zip(records, self.draft.logits(records), strict=True)
@@ -179,7 +210,9 @@ class Trainer:
 
     @torch.no_grad()
     def snapshot(self, pause: Pause) -> Snapshot:
-        """The draft in training, rounded, and its reading. What rounding took is lost."""
+        """The average of the draft in training, rounded, and its reading. The draft in training is lost."""
+        for weight, average in zip(self.draft.weights, self._average, strict=True):
+            weight.copy_(average)
         state = self.draft.state()
         self.draft.load(state)
         newest = list(self.replay.records)[-FITTED:]

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.bench.learn.offline import VARIANTS, ErrorsOnly, guesses, mixed_text
+from adaserve.bench.learn.offline import (
+    VARIANTS,
+    ErrorsOnly,
+    damage,
+    gain,
+    guesses,
+    mixed_text,
+    verified,
+    worst_window,
+)
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, PATTERNS, Texts
 from adaserve.learning import reading
@@ -33,10 +42,48 @@ def test_blocks_of_a_stream() -> None:
     assert plan.settings == ("held", "present")
 
 
+def test_domains_of_a_part_take_turns() -> None:
+    plan = LearnPlan(order=("cpp+law", "home:64"), requests=96, block=32)
+    assert plan.blocks == [(0, "cpp"), (0, "law"), (0, "cpp"), (1, "home"), (1, "home")]
+
+
+@pytest.mark.parametrize(
+    ("right", "tokens", "times"),
+    [
+        ("1111 1 1111", 8, 2),  # the target's own token is at the fifth place, whatever the draft said there
+        ("1111 0 11", 6, 2),
+        ("0 0 0", 0, 3),
+        ("10 110 0", 3, 3),
+        ("", 0, 0),
+    ],
+)
+def test_chains_are_verified_as_a_server_does(right: str, tokens: int, times: int) -> None:
+    assert verified(torch.tensor([float(c) for c in right.replace(" ", "")])) == (tokens, times)
+
+
+def test_gains_are_of_tokens_per_verification() -> None:
+    first = np.array([[10, 10]] * 8)
+    now = np.array([[12, 9]] * 4 + [[6, 12]] + [[12, 9]] * 3)
+    assert gain(now[:1], first[:1]) == pytest.approx(1 / 3)
+    assert worst_window(now, first, window=1) == pytest.approx(-0.5)
+    assert worst_window(now, first, window=2) == pytest.approx(18 / 21 - 1)
+    assert worst_window(now, first, window=50) == pytest.approx(gain(now, first))
+
+
+def test_a_damaged_draft_guesses_worse() -> None:
+    whole, damaged = (DraftCopy(str(shipped_draft())) for _ in range(2))
+    damage(damaged, 0.3)
+    for before, after in zip(whole.weights, damaged.weights, strict=True):
+        if before.ndim == 2:
+            assert float((after - before).std() / before.std()) == pytest.approx(0.3, rel=0.05)
+        else:
+            assert torch.equal(after, before)
+
+
 def test_variants_differ_from_the_default_in_one_thing() -> None:
     usual = VARIANTS["default"]
     for name, variant in VARIANTS.items():
-        fields = ("trainer", "top", "mixed", "routed")
+        fields = ("trainer", "top", "mixed", "routed", "damage")
         differ = [f for f in fields if getattr(variant, f) != getattr(usual, f)]
         assert (len(differ) + (variant.recipe != usual.recipe) == 1) == (name != "default"), name
 

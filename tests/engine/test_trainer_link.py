@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine import trainer_link
-from adaserve.engine.trainer_link import MOST_STARTS, SILENT_S, TrainerLink
+from adaserve.engine.trainer_link import MOST_STARTS, SILENT_S, TrainerLink, stand_back, starves
 from adaserve.learning.messages import Candidate
 from adaserve.pair.acceptance import Correction
 
@@ -24,6 +27,13 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerLin
     yield made
     if made.pid is not None:
         os.kill(made.pid, signal.SIGKILL)
+
+
+def stop(pid: int) -> None:
+    """Returns when the process stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
 
 
 def test_a_trainer_that_died_starts_again_from_the_draft_that_serves(link: TrainerLink) -> None:
@@ -46,7 +56,7 @@ def test_one_that_hangs_is_stopped_and_there_is_an_end_to_it(link: TrainerLink) 
         assert not link.is_over
         link.look(False, now_s, None)
         assert link.pid is not None
-        os.kill(link.pid, signal.SIGSTOP)
+        stop(link.pid)
         link.look(False, now_s, None)  # asks
         link.look(False, now_s + SILENT_S, None)
         assert link.ring is not None, "a slow one is waited for"
@@ -54,3 +64,39 @@ def test_one_that_hangs_is_stopped_and_there_is_an_end_to_it(link: TrainerLink) 
         link.look(False, now_s, None)
         assert link.ring is None
     assert link.is_over and link.look(False, now_s + 1e6, None) == []
+
+
+def test_a_trainer_gets_what_nobody_else_wants(link: TrainerLink) -> None:
+    link.look(False, 0.0, None)
+    assert link.pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, link.pid) == 19
+    assert os.sched_getscheduler(link.pid) == os.SCHED_IDLE
+
+
+def test_one_that_gets_no_processor_does_not_hang() -> None:
+    working = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        while working.poll() is None and not starves(working.pid, 0.0, 1e9):
+            time.sleep(0.01)  # it has to begin
+        assert starves(working.pid, 0.0, 1e9)
+        assert not starves(working.pid, -1.0, 1.0), "it had a processor all the time"
+        stop(working.pid)
+        assert not starves(working.pid, 0.0, 1e9)
+    finally:
+        working.kill()
+        working.wait()
+
+
+def test_a_sandbox_may_forbid_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        stand_back(waiting.pid, 19)
+        assert os.getpriority(os.PRIO_PROCESS, waiting.pid) == 19
+        assert "not SCHED_IDLE: not here" in caplog.text
+    finally:
+        waiting.kill()
+        waiting.communicate()

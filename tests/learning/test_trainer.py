@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from adaserve.learning.draft import DraftCopy, checked, to_bytes
 from adaserve.learning.losses import LOSSES
-from adaserve.learning.trainer import Judgement, Recipe, Replay, Trainer, verdict
+from adaserve.learning.trainer import JUDGE_EVERY, Judgement, Recipe, Replay, Trainer, verdict
 from adaserve.pair.acceptance import load_sharpening
 from tests.learning.factories import record, save_drafts, served
 
@@ -48,6 +49,44 @@ def test_a_wrong_learning_rate_is_found_out_and_undone(
     trainer.restart()
     now = trainer.draft.state()
     assert all(torch.equal(now[name], first) for name, first in trainer.first.state.items())
+
+
+def test_what_is_judged_is_the_average_of_the_weights(target: tuple[torch.nn.Module, str]) -> None:
+    trainer = trainer_of(target[1])
+    started = [w.detach().clone() for w in trainer.draft.weights]
+    trainer.learn(served(target[0], 8), lambda: None)
+    once = [w.detach().clone() for w in trainer.draft.weights]
+    trainer.learn(served(target[0], 16)[8:], lambda: None)
+    twice = [w.detach().clone() for w in trainer.draft.weights]
+    trainer.snapshot(lambda: None)
+    for a, b, c, now in zip(started, once, twice, trainer.draft.weights, strict=True):
+        average = (a + 10 * b) / 11
+        average = (2 * average + 10 * c) / 12
+        assert torch.allclose(
+            now, average.to(trainer.draft.dtypes[next(iter(trainer.draft.dtypes))]), atol=2e-3
+        )
+        assert not torch.allclose(now, c, atol=1e-7) or torch.equal(b, c)
+
+
+def test_two_bad_judgements_in_a_row_start_the_training_again(
+    target: tuple[torch.nn.Module, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(target[1])
+    found = trainer.judge(served(target[0], 8), lambda: None)
+    verdicts = iter(["worse", "undecided", "worse", "worse", "worse"])
+    restarts = []
+    monkeypatch.setattr(trainer, "restart", lambda: restarts.append(len(seen)))
+    seen: list[str] = []
+
+    def judge(*_: object) -> Judgement:
+        seen.append(next(verdicts))
+        gain = {"worse": -1.0, "undecided": 0.0}[seen[-1]]
+        return replace(found, candidate=found.present + gain)
+
+    monkeypatch.setattr(trainer, "judge", judge)
+    for _ in range(5 * JUDGE_EVERY):
+        trainer.round([], lambda found: False, lambda: None)
+    assert seen == ["worse", "undecided", "worse", "worse", "worse"] and restarts == [4]
 
 
 def test_judging_changes_nothing(target: tuple[torch.nn.Module, str]) -> None:

@@ -20,9 +20,13 @@ def bench_learn(
         str | None, typer.Option(metavar="A,B", help="With --offline.", show_default="all")
     ] = None,
     order: Annotated[
-        str, typer.Option(metavar="A,B", help="Domains of the stream, part by part: cpp, json, law, home.")
+        str,
+        typer.Option(
+            metavar="A,B",
+            help="Parts of the stream: cpp, json, law, home; cpp+law: in turn; cpp:64: so many requests.",
+        ),
     ] = "cpp,json,law,cpp",
-    requests: Annotated[int, typer.Option(min=8, help="Requests of each part.")] = 256,
+    requests: Annotated[int, typer.Option(min=8, help="Requests of each part that says none.")] = 256,
     block: Annotated[int, typer.Option(min=4, help="Requests of a turn.")] = 32,
     every: Annotated[int, typer.Option(min=1, help="Compare in every so many blocks.")] = 1,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens generated per request.")] = 96,
@@ -53,7 +57,6 @@ def bench_learn(
 
     console = Console(stderr=True)
     parts = tuple(w.strip() for w in order.split(","))
-    _known("--order", parts, (*PATTERNS, HOME))
     _known("--against", (against,), ("first", "held"))
     chosen = tuple(VARIANTS) if variants is None else words(variants)
     _known("--variants", chosen, tuple(VARIANTS))
@@ -61,6 +64,11 @@ def bench_learn(
         parts, requests, block, tokens, temperature, at_once, every=every, seed=seed,
         against="held" if against == "held" else "first", slo_classes=words(classes), rest=rest,
     )  # fmt: skip
+    try:
+        domains = {domain for _, domain in plan.blocks}
+    except ValueError as error:
+        raise typer.BadParameter(f"--order has {error}: write it as cpp+law:64") from None
+    _known("--order", tuple(domains), (*PATTERNS, HOME))
     settings: dict[str, Any] = {"learn": True, "learn_share": 1.0, "learn_loss": loss, "learn_nice": nice}
     try:
         if offline:

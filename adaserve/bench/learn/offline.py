@@ -1,10 +1,12 @@
-"""Variants of learning on one stream of requests, without a server.
+"""Variants of learning, replayed on one stream of requests without a server.
 
-The embedded target writes the answers once, as a server would; every variant then learns from them, and is
-scored on held-out texts of each domain by the tokens of a chain of 4 that the server would accept: draft and
-target share their noise, so that is known exactly. Among them are those of Online Speculative Decoding
-(arXiv:2310.07177): the interval of updates, learning from errors only, text drawn from target and draft, and
-one draft per domain.
+The embedded target writes the answers once, as a server would. Every variant then plays the stream with the
+trainer and the gate that a server has: the draft that serves is scored on each request before any is learned
+from it, in chains of 4 that are verified as a server does. Draft and target share their noise, so what is
+accepted is known exactly, and drafts are compared on the same texts.
+
+Among the variants are those of Online Speculative Decoding (arXiv:2310.07177): the interval of updates,
+learning from errors only, text drawn from target and draft, and one draft per domain.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,11 +29,12 @@ from torch.nn import functional as fn
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, Texts
 from adaserve.bench.terminal import progress, table
-from adaserve.learning import losses, reading
+from adaserve.learning import reading
 from adaserve.learning.draft import DraftCopy
 from adaserve.learning.home import home_records
+from adaserve.learning.losses import CHAIN
 from adaserve.learning.records import Record, kept
-from adaserve.learning.trainer import Recipe, Snapshot, Trainer
+from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
 from adaserve.loadgen.results import new_results_dir, provenance
 from adaserve.noise import request_key
 from adaserve.pair.acceptance import load_sharpening
@@ -40,11 +44,12 @@ from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.vocabulary import BOS_ID
 from adaserve.pair.widen import shipped_draft, weights_folder
 
-ROWS = 32
 PROMPT_TOKENS = (24, 100)
 SCORED = 64
 """Held-out requests of each domain."""
 REPLAY_BYTES = 64_000_000
+WINDOW = 50
+"""Requests in a row whose worst gain is told."""
 
 
 class ErrorsOnly(Trainer):
@@ -64,6 +69,7 @@ class Variant:
     top: bool = False  # the target's likeliest tokens and the rest, as with large vocabularies
     mixed: bool = False  # text drawn from the middle of target and draft
     routed: bool = False  # one draft per domain
+    damage: float = 0.0  # noise on the first draft's matrices, in standard deviations of each
 
 
 VARIANTS: Mapping[str, Variant] = {
@@ -72,6 +78,7 @@ VARIANTS: Mapping[str, Variant] = {
     "reverse": Variant(Recipe(loss="reverse")),
     "lk": Variant(Recipe(loss="lk")),
     "hard": Variant(Recipe(loss="hard", rate=1e-4)),
+    "no-average": Variant(Recipe(rate=3e-4, ema=0.0)),
     "interval-32": Variant(Recipe(interval=32)),
     "interval-128": Variant(Recipe(interval=128)),
     "no-replay": Variant(Recipe(replayed=0.0)),
@@ -80,15 +87,22 @@ VARIANTS: Mapping[str, Variant] = {
     "errors": Variant(trainer=ErrorsOnly),
     "mixed": Variant(mixed=True),
     "routed": Variant(routed=True),
+    "damaged": Variant(damage=0.3),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One variant after the whole stream."""
+    """One variant on the whole stream. Gains are shares of what the first draft gets accepted on the same
+    texts, per verification of a chain of 4."""
 
     variant: str
-    accepted: dict[str, float]  # domain -> accepted tokens of a chain of 4 on held-out texts
+    gains: dict[str, float]  # domain -> in the last quarter of its requests
+    worst: float  # over any ``WINDOW`` requests in a row
+    held_out: dict[str, float]  # domain -> on texts of files that the stream does not have
+    recovered: float | None  # in the last quarter of the stream: share of what a damaged first draft lacks
+    swaps: int
+    rejected: int
     tokens: int  # learned from
     cpu_s: float
 
@@ -98,9 +112,9 @@ def run_offline(plan: LearnPlan, variants: Sequence[str], out: Path | None, cons
     torch.set_num_threads(1)
     folder = out or new_results_dir(Path("results"), "learn-offline")
     folder.mkdir(parents=True, exist_ok=True)
+    outcomes: list[Outcome] = []
     with progress(console) as bar:
         study = _Study(plan, bar)
-        outcomes = [study.first()]
         for name in variants:
             outcomes.append(study.run(name))
             result = {"plan": asdict(plan), "outcomes": [asdict(o) for o in outcomes], **provenance()}
@@ -113,73 +127,153 @@ class _Study:
     """The stream, and the texts that variants are scored on."""
 
     def __init__(self, plan: LearnPlan, bar: Progress) -> None:
-        self.plan, self._bar = plan, bar
-        self._writer = Writer(plan)
-        batches = max(1, plan.requests // ROWS)
-        every = [domain for domain in plan.order for _ in range(batches)]
-        texts = {domain: Texts(domain, plan.seed) for domain in dict.fromkeys(plan.order)}
-        self._prompts = [(d, texts[d].take(ROWS)) for d in self._track(every, "prompts")]
-        self._served: dict[bool, list[tuple[str, list[Record]]]] = {}
-        domains = dict.fromkeys((*plan.order, HOME))
-        held_out = {d: Texts(d, plan.seed + 1, held_out=True).take(SCORED) for d in domains}
-        self._scored = {d: self._writer.write(t, 1_000_000 + i) for i, (d, t) in enumerate(held_out.items())}
-
-    def _track(self, items: Sequence[str], what: str) -> Sequence[str]:
-        return list(self._bar.track(items, description=what))
-
-    def _stream(self, mixed: bool) -> list[tuple[str, list[Record]]]:
-        """(domain, requests) in the order in which they are served."""
-        if mixed not in self._served:
-            what = "mixed texts" if mixed else "texts"
-            every = self._bar.track(list(enumerate(self._prompts)), description=f"writing {what}")
-            self._served[mixed] = [(d, self._writer.write(t, i, mixed=mixed)) for i, (d, t) in every]
-        return self._served[mixed]
-
-    def first(self) -> Outcome:
-        """The draft as it came."""
-        trainer = self._trainer(Variant())
-        scores = {d: self._score(trainer, trainer.first, of) for d, of in self._scored.items()}
-        return Outcome("draft as it came", scores, 0, 0.0)
+        self._bar, self._writer = bar, Writer(plan)
+        self._domains = [domain for _, domain in replace(plan, block=JUDGED).blocks]
+        every = dict.fromkeys(self._domains)
+        texts = {domain: Texts(domain, plan.seed) for domain in every}
+        self._prompts = [texts[domain].take(JUDGED) for domain in self._domains]
+        held_out = {d: Texts(d, plan.seed + 1, held_out=True).take(SCORED) for d in (*every, HOME)}
+        self._held_out = {
+            d: self._writer.write(t, 1_000_000 + i) for i, (d, t) in enumerate(held_out.items())
+        }
+        self._written: dict[bool, list[list[Record]]] = {}
+        self._first: dict[tuple[bool, float], tuple[np.ndarray, dict[str, np.ndarray]]] = {}
 
     def run(self, name: str) -> Outcome:
         """One variant on the whole stream."""
         variant = VARIANTS[name]
-        stream = self._stream(variant.mixed)
-        domains = list(self._scored)
-        trainers = {d: self._trainer(variant) for d in (domains if variant.routed else domains[:1])}
-        start_s = time.process_time()
-        for domain, records in self._bar.track(stream, description=name):
-            trainer = trainers.get(domain, trainers[domains[0]])
-            trainer.learn([_top(r) for r in records] if variant.top else records, lambda: None)
-        cpu_s = time.process_time() - start_s
-        scores = {}
-        for domain, records in self._scored.items():
-            trainer = trainers.get(domain, trainers[domains[0]])
-            draft = trainer.snapshot(lambda: None) if trainer.updates else trainer.first
-            scores[domain] = self._score(trainer, draft, records)
-        return Outcome(name, scores, sum(t.tokens for t in trainers.values()), cpu_s)
+        shared = _trainer(variant)
+        trainers = {d: _trainer(variant) if variant.routed else shared for d in self._held_out}
+        first, first_held_out = self._first_draft(variant)
+        served, verdicts, cpu_s = [], Counter[str](), 0.0
 
-    def _trainer(self, variant: Variant) -> Trainer:
-        folder = shipped_draft()
-        draft = DraftCopy(str(folder))
-        return variant.trainer(
-            draft,
-            home_records(draft, str(folder)),
-            variant.recipe,
-            sharpening=load_sharpening(folder),
-            replay_bytes=REPLAY_BYTES,
+        def judged(found: Judgement) -> bool:
+            verdicts[found.verdict] += 1
+            return found.verdict == "better"
+
+        stream = self._stream(variant.mixed)
+        for domain, records in self._bar.track(
+            list(zip(self._domains, stream, strict=True)), description=name
+        ):
+            trainer = trainers[domain]
+            served.append(counts(trainer, trainer.present, records))
+            start_s = time.process_time()
+            trainer.round([_top(r) for r in records] if variant.top else records, judged, lambda: None)
+            cpu_s += time.process_time() - start_s
+        now = np.concatenate(served)
+        held_out = {d: counts(trainers[d], trainers[d].present, of) for d, of in self._held_out.items()}
+        domains = np.repeat(self._domains, JUDGED)
+        return Outcome(
+            name,
+            {
+                d: gain(*(_last_quarter(c[domains == d]) for c in (now, first)))
+                for d in dict.fromkeys(domains)
+            },
+            worst_window(now, first),
+            {d: gain(of, first_held_out[d]) for d, of in held_out.items()},
+            self._recovered(variant, now),
+            verdicts["better"],
+            verdicts["worse"],
+            sum(t.tokens for t in {id(t): t for t in trainers.values()}.values()),
+            cpu_s,
         )
 
-    @torch.no_grad()
-    def _score(self, trainer: Trainer, draft: Snapshot, records: Sequence[Record]) -> float:
-        trainer.draft.load(draft.state)
-        sharpening = trainer.sharpening.corrected(draft.correction)
-        scores = []
-        for record in records:
-            (logits,) = trainer.draft.logits([record])
-            right = guesses(record, logits, reading.noise_weight(record, sharpening))
-            scores.append(losses.expected_accepted(right))
-        return float(np.mean(scores))
+    def _stream(self, mixed: bool) -> list[list[Record]]:
+        """Requests in the order in which they are served."""
+        if mixed not in self._written:
+            what = "writing mixed texts" if mixed else "writing texts"
+            every = self._bar.track(list(enumerate(self._prompts)), description=what)
+            self._written[mixed] = [self._writer.write(t, i, mixed=mixed) for i, t in every]
+        return self._written[mixed]
+
+    def _first_draft(self, variant: Variant) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Its counts on the stream, and on held-out texts of each domain."""
+        kind = variant.mixed, variant.damage
+        if kind not in self._first:
+            trainer = _trainer(Variant(damage=variant.damage))
+            stream = [counts(trainer, trainer.first, of) for of in self._stream(variant.mixed)]
+            held_out = {d: counts(trainer, trainer.first, of) for d, of in self._held_out.items()}
+            self._first[kind] = np.concatenate(stream), held_out
+        return self._first[kind]
+
+    def _recovered(self, variant: Variant, now: np.ndarray) -> float | None:
+        if not variant.damage:
+            return None
+        damaged, whole = (self._first_draft(v)[0] for v in (variant, replace(variant, damage=0.0)))
+        reached, low, high = (accepted(_last_quarter(of)) for of in (now, damaged, whole))
+        return (reached - low) / (high - low)
+
+
+def _trainer(variant: Variant) -> Trainer:
+    folder = shipped_draft()
+    draft = DraftCopy(str(folder))
+    if variant.damage:
+        damage(draft, variant.damage)
+    return variant.trainer(
+        draft,
+        home_records(draft, str(folder)),
+        variant.recipe,
+        sharpening=load_sharpening(folder),
+        replay_bytes=REPLAY_BYTES,
+    )
+
+
+@torch.no_grad()
+def damage(draft: DraftCopy, share: float) -> None:
+    """Adds noise to every matrix, of ``share`` of its standard deviation."""
+    noise = torch.Generator().manual_seed(0)
+    for weight in draft.weights:
+        if weight.ndim == 2:
+            weight.add_(share * weight.std() * torch.randn(weight.shape, generator=noise))
+
+
+@torch.no_grad()
+def counts(trainer: Trainer, draft: Snapshot, records: Sequence[Record]) -> np.ndarray:
+    """int64 [n, 2]: accepted tokens and verifications of each request. The training goes on as it was."""
+    master = {name: t.clone() for name, t in trainer.draft.model.state_dict().items()}
+    trainer.draft.load(draft.state)
+    sharpening = trainer.sharpening.corrected(draft.correction)
+    found = []
+    for record in records:
+        (logits,) = trainer.draft.logits([record])
+        found.append(verified(guesses(record, logits, reading.noise_weight(record, sharpening))))
+    trainer.draft.model.load_state_dict(master)
+    return np.array(found)
+
+
+def verified(right: Tensor, chain: int = CHAIN) -> tuple[int, int]:
+    """Accepted tokens and verifications of a request whose draft is ``right`` (1, else 0) at positions [n].
+
+    A verification accepts the tokens up to the first wrong one, at most ``chain``, and adds the target's own.
+    """
+    times, at, sequence = 0, 0, [bool(r) for r in right.tolist()]
+    taken = 0
+    while at < len(sequence):
+        ahead = sequence[at : at + chain]
+        run = ahead.index(False) if False in ahead else len(ahead)
+        taken, times, at = taken + run, times + 1, at + run + 1
+    return taken, times
+
+
+def accepted(of: np.ndarray) -> float:
+    """Tokens accepted per verification, of ``counts`` [n, 2]."""
+    tokens, times = of.sum(0)
+    return float(tokens / times)
+
+
+def gain(now: np.ndarray, first: np.ndarray) -> float:
+    """Share by which ``now`` has more accepted than ``first``, both ``counts`` of the same requests."""
+    return accepted(now) / accepted(first) - 1
+
+
+def worst_window(now: np.ndarray, first: np.ndarray, window: int = WINDOW) -> float:
+    """The least gain over ``window`` requests in a row."""
+    starts = range(max(1, len(now) - window + 1))
+    return min(gain(now[at : at + window], first[at : at + window]) for at in starts)
+
+
+def _last_quarter(of: np.ndarray) -> np.ndarray:
+    return of[len(of) * 3 // 4 :]
 
 
 class Writer:
@@ -247,14 +341,20 @@ def _top(record: Record) -> Record:
 
 
 def _table(outcomes: Sequence[Outcome]) -> object:
-    domains = list(outcomes[0].accepted)
-    heads = ("variant", *domains, "gain", "home", "CPU s per 1,000 tokens")
-    made = table("Accepted tokens of a chain of 4 on held-out texts", heads, left=heads[:1])
-    away = [d for d in domains if d != HOME]
-    first = outcomes[0].accepted
+    """Held-out texts of the stream's domains are one column, their mean."""
+    domains = list(outcomes[0].gains)
+    heads = ("variant", *domains, "held out", HOME, "worst", "recovered", "swaps", "CPU s")
+    made = table("Gain in accepted tokens per verification over the first draft", heads, left=heads[:1])
     for o in outcomes:
-        gain = np.mean([o.accepted[d] / first[d] - 1 for d in away])
-        cpu = f"{o.cpu_s / o.tokens * 1e3:.2f}" if o.tokens else "-"
-        home = f"{o.accepted[HOME] / first[HOME] - 1:+.1%}"
-        made.add_row(o.variant, *(f"{o.accepted[d]:.3f}" for d in domains), f"{gain:+.1%}", home, cpu)
+        away = float(np.mean([o.held_out[d] for d in domains if d != HOME]))
+        shares = [*(o.gains[d] for d in domains), away, o.held_out[HOME], o.worst]
+        recovered = "-" if o.recovered is None else f"{o.recovered:.0%}"
+        made.add_row(
+            o.variant,
+            *(f"{s:+.1%}" for s in shares),
+            recovered,
+            str(o.swaps),
+            f"{o.cpu_s / o.tokens * 1e3:.2f}",
+        )
+    made.caption = f"worst: over {WINDOW} requests in a row; CPU s: of training, for 1,000 tokens"
     return made

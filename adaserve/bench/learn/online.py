@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
-from adaserve.bench.client import Ask, batch
+from adaserve.bench.client import Ask, Reply, send_in_order
 from adaserve.bench.learn.texts import Texts
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
@@ -34,7 +34,8 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class LearnPlan:
-    """``order``: a domain for each part of the stream; a part has ``requests``, in blocks of ``block``."""
+    """``order``: the parts of the stream: "cpp", "cpp+law" where blocks of domains take turns, "cpp+law:512"
+    where it is not ``requests`` that a part has. They come in blocks of ``block``."""
 
     order: tuple[str, ...] = ("cpp", "json", "law", "cpp")
     requests: int = 256
@@ -50,9 +51,14 @@ class LearnPlan:
 
     @property
     def blocks(self) -> list[tuple[int, str]]:
-        """(part, domain) of every block."""
-        per_part = max(1, self.requests // self.block)
-        return [(part, domain) for part, domain in enumerate(self.order) for _ in range(per_part)]
+        """(part, domain) of every block. Raises ValueError for a number of requests that is none."""
+        found = []
+        for part, words in enumerate(self.order):
+            domains, _, requests = words.partition(":")
+            names = domains.split("+")
+            blocks = max(1, int(requests or self.requests) // self.block)
+            found += [(part, names[i % len(names)]) for i in range(blocks)]
+        return found
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -79,7 +85,7 @@ def run_learn(spec: ServerSpec, plan: LearnPlan, out: Path | None, console: Cons
 
     Raises ServerError."""
     folder = out or new_results_dir(Path("results"), "learn")
-    texts = {domain: Texts(domain, plan.seed) for domain in dict.fromkeys(plan.order)}
+    texts = {domain: Texts(domain, plan.seed) for _, domain in plan.blocks}
     with running(spec, folder / "server.log", console) as server, progress(console) as bar:
         task = bar.add_task("serving", total=len(plan.blocks))
         blocks: list[Block] = []
@@ -104,29 +110,25 @@ def _played(server: ServerProcess, asks: Sequence[Ask], plan: LearnPlan, index: 
     both = index % plan.every == 0
     names = plan.settings if both else plan.settings[1:]
     part, domain = plan.blocks[index]
-    answers: dict[str, list[dict[str, Any]]] = {}
+    answers: dict[str, list[Reply]] = {}
     for name in names if index % 2 else names[::-1]:
         server.drain()
         server.set_draft(name)
         server.number_requests(1 + index * plan.block)
-        groups = [asks[i : i + plan.at_once] for i in range(0, len(asks), plan.at_once)]
-        answers[name] = []
-        for group in groups:
-            start_s = time.monotonic()
-            answers[name] += batch(server.url, group)
-            time.sleep(plan.rest * (time.monotonic() - start_s))
-    written = {name: [a["output_ids"] for a in of] for name, of in answers.items()}
+        start_s = time.monotonic()
+        answers[name] = send_in_order(server.url, asks, plan.at_once)
+        time.sleep(plan.rest * (time.monotonic() - start_s))
+    written = {name: [a.output_ids for a in of] for name, of in answers.items()}
     pairs = zip(written[names[0]], written["present"], strict=True)
     same = float(np.mean([one == other for one, other in pairs]))
     served_before = index * plan.block * plan.tokens
     return [_block((part, domain, name, served_before), answers[name], same) for name in names]
 
 
-def _block(at: tuple[int, str, str, int], answers: Sequence[dict[str, Any]], same: float) -> Block:
-    metas = [a["meta_info"] for a in answers]
-    decoded = sum(len(a["output_ids"]) - 1 for a in answers)
-    accepted = decoded / sum(m["spec_verify_ct"] for m in metas) - 1
-    slos = [m["slo"] for m in metas]
+def _block(at: tuple[int, str, str, int], answers: Sequence[Reply], same: float) -> Block:
+    decoded = sum(len(a.output_ids) - 1 for a in answers)
+    accepted = decoded / sum(a.meta["spec_verify_ct"] for a in answers) - 1
+    slos = [a.meta["slo"] for a in answers]
     met = [s["met"] for s in slos if s["tpot_slo_ms"] is not None]
     tpot_ms = float(np.mean([s["tpot_ms"] for s in slos]))
     return Block(*at, accepted, tpot_ms, float(np.mean(met)) if met else None, same)
