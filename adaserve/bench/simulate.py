@@ -44,13 +44,14 @@ from adaserve.scheduler.simulator.fleet import (
     learn_pace,
     run_fleet,
 )
+from adaserve.scheduler.simulator.forecasts import CLOSE, close_share, predict_requests
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.simulator.order import ROW_ORDERS
 from adaserve.scheduler.simulator.recorded import load_children
 from adaserve.scheduler.simulator.replica import PrefillMode, ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
-from adaserve.scheduler.simulator.workload import TextModel, synthetic_trace
+from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
 from adaserve.slo.classes import SLOConfig, SLOError
 from adaserve.slo.trace import Trace, TraceError, assign_classes, read_trace
 
@@ -108,6 +109,10 @@ def read_policy_config(text: str, latency: LatencyModel) -> PolicyConfig:
         raise ValueError(f"{error}; settings are: {names}") from error
 
 
+def _latency(model: str, gpu: str, tp: int, profile: Path | None) -> LatencyModel:
+    return load_latency(profile) if profile else hardware_latency(model, gpu, tp)
+
+
 def split_policy(spec: str) -> tuple[str, str, str]:
     """``name`` or ``label=name:key=value,...`` -> (label, name, settings)."""
     head, _, settings = spec.partition(":")
@@ -154,7 +159,7 @@ def run(
     """Simulate every trace x load x policy x seed; print a table, write records and plots to --out."""
     arguments = dict(locals())
     try:
-        latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
+        latency = _latency(model, gpu, tp, profile)
         cache = kv_tokens or (200_000 if profile else kv_capacity_tokens(model, gpu, tp))
         prefill_config = PrefillConfig(chunk, order, gate, shed=shed)
         replica = ReplicaConfig(latency, cache, prefill_mode=prefill, prefill=prefill_config, lag=lag)
@@ -219,7 +224,7 @@ def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fleet:
+class SimulatedFleet:
     """What ``capacity`` and ``fleet`` know of one replica and its requests."""
 
     latency: LatencyModel
@@ -229,24 +234,28 @@ class _Fleet:
     @staticmethod
     def of(
         policy: str,
-        model: str,
-        gpu: str,
-        tp: int,
-        profile: Path | None,
+        latency: LatencyModel,
         baseline_ms: float | None,
         seed: int,
         recorded: Path | None = None,
-    ) -> _Fleet:
-        latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
+    ) -> SimulatedFleet:
+        """``recorded``: iterations of an engine, to draw trees from."""
         children: ChildSource = load_children(recorded) if recorded else SyntheticChildren()
         config = SimulationConfig(
             ReplicaConfig(latency), policy, PolicyConfig(latency=latency), children=children, seed=seed
         )
-        return _Fleet(latency, config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
+        return SimulatedFleet(latency, config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
 
     def pace(self) -> PaceTable:
         """How one replica fares under load; takes seconds."""
         return learn_pace(self.config, SLOConfig(), self.baseline_s, self.config.seed)
+
+    def attainment(
+        self, trace: Trace, replicas: int, pace: PaceTable, slos: SLOConfig, router: str = "least-work"
+    ) -> float:
+        """Share of the trace's requests that would attain their SLOs on so many replicas."""
+        fleet = FleetConfig(replicas, router, self.config.seed)
+        return fleet_attainment(trace, slos, self.baseline_s, self.latency, pace, fleet)
 
 
 @app.command()
@@ -277,7 +286,7 @@ def capacity(
     """The smallest number of replicas that attains --target on a trace."""
     try:
         slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()
-        of = _Fleet.of(policy, model, gpu, tp, profile, baseline_ms, seed, recorded)
+        of = SimulatedFleet.of(policy, _latency(model, gpu, tp, profile), baseline_ms, seed, recorded)
         loaded = read_recorded(trace, seed)
         with console.status("learning the pace of one replica"):
             pace = of.pace()
@@ -286,8 +295,7 @@ def capacity(
 
             def attain(n: int) -> float:
                 progress.update(task, description=f"{n} replicas")
-                fleet = FleetConfig(n, router, seed)
-                return fleet_attainment(loaded, slos, of.baseline_s, of.latency, pace, fleet)
+                return of.attainment(loaded, n, pace, slos, router)
 
             answer = min_replicas(attain, target, most)
     except (ValueError, ProfileError, TraceError, SLOError) as error:
@@ -317,7 +325,7 @@ def fleet(
     """Serve a trace with a fleet: a million requests on a hundred replicas take minutes on one core."""
     began = time.process_time()
     try:
-        of = _Fleet.of(policy, model, gpu, tp, profile, baseline_ms, seed)
+        of = SimulatedFleet.of(policy, _latency(model, gpu, tp, profile), baseline_ms, seed)
         setting = FleetConfig(replicas, router, seed)
         with console.status("drawing the trace, learning the pace of one replica"):
             loaded = read_workload(trace, seed)
@@ -348,6 +356,51 @@ def fleet(
     print(json.dumps(result, indent=1))
     if out:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+@app.command()
+def forecast(
+    trace: OneTrace,
+    policy: str = "priced",
+    model: str = "llama-3.1-70b",
+    gpu: str = "a100",
+    tp: TensorParallel = 4,
+    profile: ProfileFile = None,
+    seed: int = 0,
+    eos_share: Annotated[float, typer.Option(help="share of requests that stop before their cap")] = 0.0,
+    skip: Annotated[int, typer.Option(min=0, help="requests at the beginning that are not judged")] = 50,
+    max_requests: Annotated[int, typer.Option(min=1, help="of the trace")] = 500,
+) -> None:
+    """How well the TPOT of requests is predicted when they arrive, and how well it could be.
+
+    `load` goes by the load at the arrival alone, `server` is what a server says, and `foreseen` knows every
+    iteration to come, but not the text of the request.
+    """
+    try:
+        latency = _latency(model, gpu, tp, profile)
+        loaded = read_workload(trace, seed)
+        loaded = replace(loaded, rows=loaded.rows[:max_requests])
+        text = TextModel(eos_share=eos_share)
+        requests = make_requests(loaded, SLOConfig(), latency.baseline_s(), text, seed)
+        paced = PrefillConfig(order="deadline", pacing="slack", gate=1.1)
+        replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=paced, max_running=64)
+        with console.status("simulating"):
+            config = SimulationConfig(replica, policy, seed=seed)
+            judged = predict_requests(requests, config)[skip:]
+    except (ValueError, ProfileError, TraceError, SLOError) as error:
+        _fail(error)
+    if not judged:
+        _fail(f"no request is left after the first {skip}: give a longer trace or a smaller --skip")
+    delivered = [r.delivered_s for r in judged]
+    print(f"{len(judged)} requests, {loaded.rps:.2f} requests/s, policy {policy}")
+    print(f"TPOT within {CLOSE:.0%} of delivered, and median error:")
+    for name, told in (
+        ("load", [r.by_load_s for r in judged]),
+        ("server", [r.predicted_s for r in judged]),
+        ("foreseen", [r.foreseen_s for r in judged]),
+    ):
+        error = float(np.nanmedian(np.array(told) / np.array(delivered))) - 1
+        print(f"  {name:9s} {close_share(told, delivered):6.1%}   {error:+.1%}")
 
 
 @app.command()

@@ -13,8 +13,8 @@ NEWEST = 0.1
 """Weight of the request that finished last."""
 
 LOAD_SHARE = 0.5
-"""How far a prediction follows the load away from the usual one, in logarithms. 1 would be the load alone, 0 the
-past alone. Measured in the simulator, `results/LOG.md`: 0.3 to 0.5 is best, and routers need the load in it."""
+"""How far a prediction follows the load away from the usual one, in logarithms: 1 would be the load alone, 0
+the past alone. With 0.3 predictions are a little better, but routers need the load."""
 
 FADES_S = 10.0
 """Without requests that finish, the past counts less and less; this is the time constant."""

@@ -79,9 +79,7 @@ class SLOLedger:
 
     def _learn_tpot(self, request: FinishedRequest, by_load_s: float | None, end_s: float) -> None:
         if by_load_s is not None and request.tpot_s is not None and not request.failed:
-            self.delivered.add(
-                request.slo.slo_class, request.output_tokens, request.tpot_s, by_load_s, end_s
-            )
+            self.delivered.add(request.slo.slo_class, request.output_tokens, request.tpot_s, by_load_s, end_s)
 
     def load(self, queue: int, kv_use: float) -> None:
         """Notes the number of waiting requests and the share of the KV pool in use (0 to 1)."""
@@ -177,7 +175,8 @@ class SLOLedger:
 
 
 def _last_s(req: Any) -> float:
-    """When the last token was there. A retraction resets both; a request may end in the prefill that follows."""
+    """When the last token was there; 0 = never."""
+    # A retraction resets both; a request may end in the prefill that follows.
     times = req.time_stats
     return float(max(times.last_decode_finish_time, times.last_prefill_finished_time))
 
