@@ -8,6 +8,7 @@ would ``adaserve simulate capacity`` have foreseen the attainment?
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -119,21 +120,21 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
         fleet.up(status.update)
     try:
         with others.watched():
-            ranking = rank(fleet.replicas, lambda text: console.print(text, highlight=False))
+            ranking = rank(fleet.replicas, say=lambda text: console.print(text, highlight=False))
             summary, records = _load(plan, fleet, console)
         reports = [replica.report() for replica in fleet.replicas]
     finally:
         fleet.down()
-    counted = [r for r in records if r.scheduled_s >= plan.warmup_s]
-    classes = sorted({r.slo_class for r in counted})
+    judged = [r for r in records if r.scheduled_s >= plan.warmup_s]
+    classes = sorted({r.slo_class for r in judged})
     (plan.out / "replicas.json").write_text(json.dumps(reports) + "\n", encoding="utf-8")
     capacity = _capacity(plan, reports, float(summary["slo_attainment"]))
     result = {
         "command": command_line(),
         "headroom": asdict(ranking) | {"share": ranking.share},
         "predictions": {
-            "all": asdict(Predictions.of(counted)),
-            **{name: asdict(Predictions.of([r for r in counted if r.slo_class == name])) for name in classes},
+            "all": asdict(Predictions.of(judged)),
+            **{name: asdict(Predictions.of([r for r in judged if r.slo_class == name])) for name in classes},
         },
         "capacity": asdict(capacity),
         "other_programs": round(others.share, 3),
@@ -163,37 +164,53 @@ def _recording(folder: Path, replica: int) -> Path:
 # -- headroom -------------------------------------------------------------------------------
 
 
-def rank(replicas: Sequence[ServerProcess], say: Callable[[str], None] = lambda _: None) -> Ranking:
-    """Loads each replica in turn, with 1 to 8 requests, and compares its headroom with an idle one's."""
+def rank(
+    replicas: Sequence[ServerProcess],
+    loads: Sequence[int] = LOADS,
+    say: Callable[[str], None] = lambda _: None,
+) -> Ranking:
+    """Loads each replica in turn, with so many requests, and compares its headroom with an idle one's."""
     for replica in replicas:
         _generate(replica.url, 24)
-    samples = right = ties = 0
-    for load in LOADS:
+    pairs: list[tuple[float, float]] = []
+    for load in loads:
         for i, loaded in enumerate(replicas):
-            idle = replicas[i - 1]
-            for busy, free in _under_load(loaded.url, idle.url, load):
-                samples += 1
-                right += busy < free
-                ties += busy == free
-        say(f"headroom with {load} requests on one replica: {right} of {samples} samples right so far")
-    return Ranking(samples, right, ties)
+            pairs += _under_load(loaded.url, replicas[i - 1].url, load)
+        so_far = counted(pairs)
+        say(f"headroom, {load} requests on one replica: {so_far.right} of {so_far.samples} right so far")
+    return counted(pairs)
+
+
+def counted(pairs: Sequence[tuple[float, float]]) -> Ranking:
+    """Samples of headroom: of the loaded replica, and of the idle one."""
+    right = sum(loaded < idle for loaded, idle in pairs)
+    ties = sum(loaded == idle for loaded, idle in pairs)
+    return Ranking(len(pairs), right, ties)
 
 
 def _under_load(loaded: str, idle: str, requests: int) -> list[tuple[float, float]]:
-    """Headroom of both, by sample and class."""
+    """Headroom of both, by sample and class, while ``requests`` run on one at any time."""
+    enough = threading.Event()
+
+    def keep_busy() -> None:
+        while not enough.is_set():
+            _generate(loaded, 1500)
+
     with ThreadPoolExecutor(requests) as pool:
-        for _ in range(requests):
-            pool.submit(_generate, loaded, 1500)
+        clients = [pool.submit(keep_busy) for _ in range(requests)]
         try:
             time.sleep(SETTLE_S)
-            found = []
+            pairs = []
             for _ in range(SAMPLES):
                 here, there = headroom(loaded), headroom(idle)
-                found += [(here[name], there[name]) for name in sorted(here.keys() & there.keys())]
+                pairs += [(here[name], there[name]) for name in sorted(here.keys() & there.keys())]
                 time.sleep(SAMPLE_S)
-            return found
         finally:
+            enough.set()
             httpx.post(loaded + "/abort_request", json={"rid": "", "abort_all": True}, timeout=30)
+    for client in clients:
+        client.result()
+    return pairs
 
 
 def headroom(url: str) -> dict[str, float]:

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from adaserve.bench.fleet import rank
 from adaserve.fleet import local
 from adaserve.fleet.local import Fleet, RouterSpec
 from adaserve.loadgen.config import Endpoint
@@ -25,7 +26,6 @@ from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.loadgen.server_metrics import parse_metrics
 from adaserve.server import ServerProcess, free_port
 from tests.clients.conftest import MODEL
-from tests.clients.test_signals import Background, said
 
 pytestmark = pytest.mark.skipif(
     find_spec("sglang_router") is None, reason="needs sglang-router: pip install 'adaserve[fleet]'"
@@ -186,17 +186,8 @@ def until(reached: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 def test_headroom_tells_a_loaded_replica_from_an_idle_one(fleet: Fleet) -> None:
-    loaded, idle = fleet.replicas
-    for replica in fleet.replicas:
-        for i in range(3):
-            send(replica.url, f"x = {i}", 24, False)
-    with Background(loaded.url, *["chat"] * 6):
-        samples = []
-        for _ in range(20):
-            headroom = [said(r.url)["classes"]["chat"]["headroom"] for r in (loaded, idle)]
-            samples.append(headroom[0] < headroom[1])
-            time.sleep(0.2)
-    assert sum(samples) >= 0.95 * len(samples)
+    found = rank(fleet.replicas, loads=(6,))
+    assert found.samples >= 20 and found.share >= 0.95, found
 
 
 @pytest.mark.slow
