@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from adaserve.bench.context.simulated import simulate_context
 from adaserve.bench.fit import show_fit
+from adaserve.bench.forecast import forecast_text
 from adaserve.bench.options import counts, floats
 from adaserve.bench.options import seeds as seed_list
 from adaserve.bench.study import (
@@ -44,14 +45,13 @@ from adaserve.scheduler.simulator.fleet import (
     learn_pace,
     run_fleet,
 )
-from adaserve.scheduler.simulator.forecasts import CLOSE, close_share, predict_requests
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.simulator.order import ROW_ORDERS
 from adaserve.scheduler.simulator.recorded import load_children
 from adaserve.scheduler.simulator.replica import PrefillMode, ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
-from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
+from adaserve.scheduler.simulator.workload import TextModel, synthetic_trace
 from adaserve.slo.classes import SLOConfig, SLOError
 from adaserve.slo.trace import Trace, TraceError, assign_classes, read_trace
 
@@ -377,30 +377,13 @@ def forecast(
     iteration to come, but not the text of the request.
     """
     try:
-        latency = _latency(model, gpu, tp, profile)
         loaded = read_workload(trace, seed)
         loaded = replace(loaded, rows=loaded.rows[:max_requests])
-        text = TextModel(eos_share=eos_share)
-        requests = make_requests(loaded, SLOConfig(), latency.baseline_s(), text, seed)
-        paced = PrefillConfig(order="deadline", pacing="slack", gate=1.1)
-        replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=paced, max_running=64)
+        latency = _latency(model, gpu, tp, profile)
         with console.status("simulating"):
-            config = SimulationConfig(replica, policy, seed=seed)
-            judged = predict_requests(requests, config)[skip:]
+            print(forecast_text(loaded, latency, policy, TextModel(eos_share=eos_share), skip, seed))
     except (ValueError, ProfileError, TraceError, SLOError) as error:
         _fail(error)
-    if not judged:
-        _fail(f"no request is left after the first {skip}: give a longer trace or a smaller --skip")
-    delivered = [r.delivered_s for r in judged]
-    print(f"{len(judged)} requests, {loaded.rps:.2f} requests/s, policy {policy}")
-    print(f"TPOT within {CLOSE:.0%} of delivered, and median error:")
-    for name, told in (
-        ("load", [r.by_load_s for r in judged]),
-        ("server", [r.predicted_s for r in judged]),
-        ("foreseen", [r.foreseen_s for r in judged]),
-    ):
-        error = float(np.nanmedian(np.array(told) / np.array(delivered))) - 1
-        print(f"  {name:9s} {close_share(told, delivered):6.1%}   {error:+.1%}")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What ``adaserve bench fleet`` makes of samples and answers; tests/clients/test_fleet.py has real replicas."""
+"""What ``adaserve bench fleet`` makes of its samples; real replicas are in tests/clients/test_fleet.py."""
 
 from __future__ import annotations
 
