@@ -8,6 +8,7 @@ would ``adaserve simulate capacity`` have foreseen the attainment?
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -158,7 +159,7 @@ def _fleet(plan: FleetPlan) -> Fleet:
 
 
 def _recording(folder: Path, replica: int) -> Path:
-    return folder / f"iterations-{replica}.jsonl.gz"
+    return folder / f"iterations-{replica}.jsonl"
 
 
 # -- headroom -------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def _load(plan: FleetPlan, fleet: Fleet, console: Console) -> tuple[dict[str, An
         baseline_ms=float(fleet.replicas[0].report()["baseline_ms"]),
     )
     trace = plan.out / "trace.jsonl"
-    trace.unlink(missing_ok=True)  # what came before is no part of the load
+    os.truncate(trace, 0)  # what came before is no part of the load; the replicas keep it open
     folder = plan.out / "load"
     summary = run_bench(config, folder, console=console)
     return summary, list(iter_records(folder))

@@ -19,7 +19,7 @@ import pytest
 
 from adaserve.bench.fleet import rank
 from adaserve.fleet import local
-from adaserve.fleet.local import Fleet, RouterSpec
+from adaserve.fleet.local import ROUTERS, Fleet, RouterSpec
 from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.protocol import slo_headers
 from adaserve.loadgen.schedule import PlannedRequest
@@ -48,9 +48,11 @@ def slo_of(url: str, params: dict[str, Any] | None = None, **headers: str) -> di
     return said
 
 
-def test_slos_get_through_a_real_router(server: ServerProcess, tmp_path: Path) -> None:
-    port = free_port()
-    spec = RouterSpec((server.url,), port=port, metrics_port=free_port())
+@pytest.mark.parametrize("name", ROUTERS)
+def test_slos_get_through_a_real_router(server: ServerProcess, tmp_path: Path, name: str) -> None:
+    if find_spec(ROUTERS[name]) is None:
+        pytest.skip(f"{name} is not installed")
+    spec = RouterSpec((server.url,), name, port=free_port(), metrics_port=free_port())
     before = arrivals(server.url)
     with ServerProcess(spec, tmp_path / "router.log") as router:
         until_sent_to(router.url, 1)
