@@ -35,7 +35,8 @@ from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.forecasts import CLOSE
 from adaserve.server import ServerError, ServerProcess, free_port
 from adaserve.slo.classes import SLOConfig
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.metrics import PREDICTED, RequestRecord
+from adaserve.slo.trace import TraceError
 
 LOADS = (1, 2, 4, 8)
 """Requests on the loaded replica while headroom is compared."""
@@ -75,7 +76,7 @@ class Predictions:
     def of(records: Sequence[RequestRecord]) -> Predictions:
         """Of the requests whose answer says both."""
         told = [r.server_slo for r in records if r.ok and r.server_slo is not None]
-        pairs = [(s.get("tpot_predicted_ms"), s["tpot_ms"]) for s in told]
+        pairs = [(s.get(PREDICTED), s["tpot_ms"]) for s in told]
         error = np.array([p / d - 1 for p, d in pairs if p and d], np.float64)
         if not len(error):
             return Predictions(0, 0.0, 0.0, 0.0)
@@ -112,7 +113,8 @@ class FleetPlan:
 
 
 def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
-    """Starts the fleet, measures, stops it, writes ``fleet.json``. Raises ServerError, LoadgenError."""
+    """Starts the fleet, measures, stops it, writes ``fleet.json``. Raises ServerError, LoadgenError,
+    TraceError."""
     check_results_dir(plan.out)
     plan.out.mkdir(parents=True, exist_ok=True)
     others = OtherPrograms()
@@ -286,7 +288,7 @@ def bench_fleet(
     plan = FleetPlan(folder, replicas, router, size, rps, duration, warmup, seed, policy)
     try:
         result = run_fleet_bench(plan, console)
-    except (ServerError, LoadgenError) as error:
+    except (ServerError, LoadgenError, TraceError) as error:
         console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     print(summary_text(result, replicas))

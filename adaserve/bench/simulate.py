@@ -47,7 +47,7 @@ from adaserve.scheduler.simulator.fleet import (
 )
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.simulator.order import ROW_ORDERS
-from adaserve.scheduler.simulator.recorded import load_children
+from adaserve.scheduler.simulator.recorded import load_children, recorded_slowdown
 from adaserve.scheduler.simulator.replica import PrefillMode, ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
@@ -239,10 +239,13 @@ class SimulatedFleet:
         seed: int,
         recorded: Path | None = None,
     ) -> SimulatedFleet:
-        """``recorded``: iterations of an engine, to draw trees from."""
+        """``recorded``: iterations of an engine, to draw trees from; if they took longer than ``latency``
+        says, so will the simulated ones."""
         children: ChildSource = load_children(recorded) if recorded else SyntheticChildren()
+        times = recorded_slowdown(recorded, latency) if recorded else 1.0
+        replica = ReplicaConfig(latency, busy=((0.0, np.inf, times),))
         config = SimulationConfig(
-            ReplicaConfig(latency), policy, PolicyConfig(latency=latency), children=children, seed=seed
+            replica, policy, PolicyConfig(latency=latency), children=children, seed=seed
         )
         return SimulatedFleet(latency, config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
 
@@ -279,7 +282,8 @@ def capacity(
     baseline_ms: Baseline = None,
     slo_config: Annotated[Path | None, typer.Option(help="YAML with SLO classes")] = None,
     recorded: Annotated[
-        Path | None, typer.Option(help="recording of engine iterations to draw trees from")
+        Path | None,
+        typer.Option(help="recording of engine iterations: acceptance, and how busy the host was"),
     ] = None,
     out: JsonFile = None,
 ) -> None:
