@@ -38,7 +38,7 @@ def predict_requests(requests: Sequence[SimRequest], config: SimulationConfig) -
     replica = build_replica(config)
     replica.outcomes = []
     watch = _Watch(replica, config)
-    said = {}
+    said: dict[str, tuple[float, float]] = {}
     for request in requests:
         while replica.busy and replica.now_s < request.arrival_s:
             replica.step()
@@ -52,7 +52,7 @@ def predict_requests(requests: Sequence[SimRequest], config: SimulationConfig) -
     return [Predicted(r.slo_class, _tpot_s(r), *said[r.rid], foreseen[r.rid]) for r in made]
 
 
-def close_share(predicted: Sequence[float], delivered: Sequence[float]) -> float:
+def close_share(predicted: Sequence[float], delivered: Sequence[float] | FloatArray) -> float:
     """Share of predictions within CLOSE of what was delivered; NaN without any."""
     if not len(delivered):
         return float("nan")
