@@ -422,6 +422,7 @@ def bench_context(
 
 def _mount() -> None:
     """Commands that live in other packages."""
+    from adaserve.bench.fleet import bench_fleet
     from adaserve.bench.gpu_check.cli import gpu_check
     from adaserve.bench.learn.cli import bench_learn
     from adaserve.bench.simulate import app as simulator
@@ -432,6 +433,7 @@ def _mount() -> None:
     from adaserve.loadgen import cli as loadgen
     from adaserve.pair.cli import app as pair
 
+    bench.command("fleet")(bench_fleet)
     bench.command("learn")(bench_learn)
     bench.command("serve")(loadgen.bench_serve)
     bench.command("soak")(bench_soak)

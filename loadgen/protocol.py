@@ -10,6 +10,7 @@ from typing import Any
 
 from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.schedule import PlannedRequest
+from adaserve.slo.metrics import PREDICTED
 from adaserve.slo.resolve import HEADER_TRACE, TRACE_KEYS, TRACE_MEMBER
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
@@ -119,11 +120,14 @@ def _count(value: Any) -> int | None:
 
 
 def _verdict(metadata: Any) -> dict[str, Any] | None:
-    """``slo`` of a response's metadata: times in ms or None, and whether the SLO was met."""
+    """``slo`` of a response's metadata: times in ms or None, and whether the SLO was met. The TPOT that was
+    predicted is there if the server told it."""
     told = metadata.get("slo") if isinstance(metadata, Mapping) else None
     if not isinstance(told, Mapping) or not isinstance(told.get("met"), bool):
         return None
     times = {k: told.get(k) for k in ("tpot_ms", "tpot_slo_ms", "ttft_ms", "ttft_slo_ms")}
+    if told.get(PREDICTED) is not None:
+        times[PREDICTED] = told[PREDICTED]
     if not all(v is None or (isinstance(v, int | float) and math.isfinite(v)) for v in times.values()):
         return None
     return {**times, "met": told["met"]}

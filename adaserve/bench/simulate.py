@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from adaserve.bench.context.simulated import simulate_context
 from adaserve.bench.fit import show_fit
+from adaserve.bench.forecast import forecast_text
 from adaserve.bench.options import counts, floats
 from adaserve.bench.options import seeds as seed_list
 from adaserve.bench.study import (
@@ -46,7 +47,7 @@ from adaserve.scheduler.simulator.fleet import (
 )
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 from adaserve.scheduler.simulator.order import ROW_ORDERS
-from adaserve.scheduler.simulator.recorded import load_children
+from adaserve.scheduler.simulator.recorded import load_children, recorded_slowdown
 from adaserve.scheduler.simulator.replica import PrefillMode, ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
@@ -108,6 +109,10 @@ def read_policy_config(text: str, latency: LatencyModel) -> PolicyConfig:
         raise ValueError(f"{error}; settings are: {names}") from error
 
 
+def _latency(model: str, gpu: str, tp: int, profile: Path | None) -> LatencyModel:
+    return load_latency(profile) if profile else hardware_latency(model, gpu, tp)
+
+
 def split_policy(spec: str) -> tuple[str, str, str]:
     """``name`` or ``label=name:key=value,...`` -> (label, name, settings)."""
     head, _, settings = spec.partition(":")
@@ -154,7 +159,7 @@ def run(
     """Simulate every trace x load x policy x seed; print a table, write records and plots to --out."""
     arguments = dict(locals())
     try:
-        latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
+        latency = _latency(model, gpu, tp, profile)
         cache = kv_tokens or (200_000 if profile else kv_capacity_tokens(model, gpu, tp))
         prefill_config = PrefillConfig(chunk, order, gate, shed=shed)
         replica = ReplicaConfig(latency, cache, prefill_mode=prefill, prefill=prefill_config, lag=lag)
@@ -219,7 +224,7 @@ def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fleet:
+class SimulatedFleet:
     """What ``capacity`` and ``fleet`` know of one replica and its requests."""
 
     latency: LatencyModel
@@ -229,24 +234,31 @@ class _Fleet:
     @staticmethod
     def of(
         policy: str,
-        model: str,
-        gpu: str,
-        tp: int,
-        profile: Path | None,
+        latency: LatencyModel,
         baseline_ms: float | None,
         seed: int,
         recorded: Path | None = None,
-    ) -> _Fleet:
-        latency = load_latency(profile) if profile else hardware_latency(model, gpu, tp)
+    ) -> SimulatedFleet:
+        """``recorded``: iterations of an engine, to draw trees from; if they took longer than ``latency``
+        says, so will the simulated ones."""
         children: ChildSource = load_children(recorded) if recorded else SyntheticChildren()
+        times = recorded_slowdown(recorded, latency) if recorded else 1.0
+        replica = ReplicaConfig(latency, busy=((0.0, np.inf, times),))
         config = SimulationConfig(
-            ReplicaConfig(latency), policy, PolicyConfig(latency=latency), children=children, seed=seed
+            replica, policy, PolicyConfig(latency=latency), children=children, seed=seed
         )
-        return _Fleet(latency, config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
+        return SimulatedFleet(latency, config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
 
     def pace(self) -> PaceTable:
         """How one replica fares under load; takes seconds."""
         return learn_pace(self.config, SLOConfig(), self.baseline_s, self.config.seed)
+
+    def attainment(
+        self, trace: Trace, replicas: int, pace: PaceTable, slos: SLOConfig, router: str = "least-work"
+    ) -> float:
+        """Share of the trace's requests that would attain their SLOs on so many replicas."""
+        fleet = FleetConfig(replicas, router, self.config.seed)
+        return fleet_attainment(trace, slos, self.baseline_s, self.latency, pace, fleet)
 
 
 @app.command()
@@ -270,14 +282,15 @@ def capacity(
     baseline_ms: Baseline = None,
     slo_config: Annotated[Path | None, typer.Option(help="YAML with SLO classes")] = None,
     recorded: Annotated[
-        Path | None, typer.Option(help="recording of engine iterations to draw trees from")
+        Path | None,
+        typer.Option(help="recording of engine iterations: acceptance, and how busy the host was"),
     ] = None,
     out: JsonFile = None,
 ) -> None:
     """The smallest number of replicas that attains --target on a trace."""
     try:
         slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()
-        of = _Fleet.of(policy, model, gpu, tp, profile, baseline_ms, seed, recorded)
+        of = SimulatedFleet.of(policy, _latency(model, gpu, tp, profile), baseline_ms, seed, recorded)
         loaded = read_recorded(trace, seed)
         with console.status("learning the pace of one replica"):
             pace = of.pace()
@@ -286,8 +299,7 @@ def capacity(
 
             def attain(n: int) -> float:
                 progress.update(task, description=f"{n} replicas")
-                fleet = FleetConfig(n, router, seed)
-                return fleet_attainment(loaded, slos, of.baseline_s, of.latency, pace, fleet)
+                return of.attainment(loaded, n, pace, slos, router)
 
             answer = min_replicas(attain, target, most)
     except (ValueError, ProfileError, TraceError, SLOError) as error:
@@ -317,7 +329,7 @@ def fleet(
     """Serve a trace with a fleet: a million requests on a hundred replicas take minutes on one core."""
     began = time.process_time()
     try:
-        of = _Fleet.of(policy, model, gpu, tp, profile, baseline_ms, seed)
+        of = SimulatedFleet.of(policy, _latency(model, gpu, tp, profile), baseline_ms, seed)
         setting = FleetConfig(replicas, router, seed)
         with console.status("drawing the trace, learning the pace of one replica"):
             loaded = read_workload(trace, seed)
@@ -348,6 +360,34 @@ def fleet(
     print(json.dumps(result, indent=1))
     if out:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+@app.command()
+def forecast(
+    trace: OneTrace,
+    policy: str = "priced",
+    model: str = "llama-3.1-70b",
+    gpu: str = "a100",
+    tp: TensorParallel = 4,
+    profile: ProfileFile = None,
+    seed: int = 0,
+    eos_share: Annotated[float, typer.Option(help="share of requests that stop before their cap")] = 0.0,
+    skip: Annotated[int, typer.Option(min=0, help="requests at the beginning that are not judged")] = 50,
+    max_requests: Annotated[int, typer.Option(min=1, help="of the trace")] = 500,
+) -> None:
+    """How well the TPOT of requests is predicted when they arrive, and how well it could be.
+
+    `load` goes by the load at the arrival alone, `server` is what a server says, and `foreseen` knows every
+    iteration to come, but not the text of the request.
+    """
+    try:
+        loaded = read_workload(trace, seed)
+        loaded = replace(loaded, rows=loaded.rows[:max_requests])
+        latency = _latency(model, gpu, tp, profile)
+        with console.status("simulating"):
+            print(forecast_text(loaded, latency, policy, TextModel(eos_share=eos_share), skip, seed))
+    except (ValueError, ProfileError, TraceError, SLOError) as error:
+        _fail(error)
 
 
 @app.command()

@@ -45,8 +45,8 @@ class Forecaster:
     def arrived(self, req: Any, load: Load) -> None:
         """Predicts the TPOT of a request that is about to be queued, to be compared with what it gets."""
         self._prompt_tokens.add(float(len(req.origin_input_ids)))
-        slo = self._ledger.slo(req)
-        self._ledger.predicted(req, self._tpot_s(slo.slo_class, load))
+        by_load_s = self._by_load_s(self._ledger.slo(req).slo_class, load)
+        self._ledger.predict(req, by_load_s, self._ledger.arrival_s(req))
 
     def renew(self, load: Load, now_s: float) -> Forecast:
         """Makes a forecast and publishes it."""
@@ -59,7 +59,7 @@ class Forecaster:
         told = {}
         for name in self._classes.labels:
             slo = self._slo(name)
-            tpot_s = self._tpot_s(name, load)
+            tpot_s = self._ledger.delivered.predict(name, self._by_load_s(name, load), now_s)
             headroom = slo.tpot_s / tpot_s if np.isfinite(slo.tpot_s) else None
             wait_s = self._wait_s(slo, self._prompt_tokens.value, situation, finish_s, load, now_s)
             told[name] = ClassForecast(tpot_s * 1e3, headroom, wait_s * 1e3)
@@ -73,7 +73,8 @@ class Forecaster:
         tokens = float(len(req.origin_input_ids))
         return self._wait_s(self._ledger.slo(req), tokens, situation, finish_s, load, now_s)
 
-    def _tpot_s(self, slo_class: str, load: Load) -> float:
+    def _by_load_s(self, slo_class: str, load: Load) -> float:
+        """TPOT of one request more if the load stays as it is."""
         n = len(load.running)
         joining = max(1, min(load.joining + 1, load.slots - n))
         return self._pacer.outlook.tpot_s(slo_class, n + joining)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,6 +30,7 @@ LEAST_LIFE_S = 30.0
 """A replica that dies sooner after its start is not started again."""
 
 _POLL_S = 0.5
+_WARM_REQUESTS = 4
 _FLAGS = {
     "--policy": "cache_aware",
     # By default a prompt follows its prefix until one replica has 64 requests more than another one.
@@ -57,6 +58,13 @@ class ReplicaSpec:
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    def promising(self, baseline_ms: float) -> ReplicaSpec:
+        """The same replica with that baseline, unless its flags give one: a class that is a multiple of the
+        baseline must be the same SLO on all replicas, and each would measure another one on a busy host."""
+        if any(word.partition("=")[0] == "--baseline-ms" for word in self.flags):
+            return self
+        return replace(self, flags=(*self.flags, "--baseline-ms", f"{baseline_ms:.4g}"))
 
     def command(self) -> list[str]:
         """Its command line."""
@@ -120,7 +128,9 @@ class Fleet:
             ServerProcess(spec, logs / f"replica-{i}.log", threads) for i, spec in enumerate(replicas)
         ]
         self.router = ServerProcess(router, logs / "router.log")
+        self._specs = list(replicas)
         self._started_s = [0.0] * len(replicas)
+        self._baseline_ms: float | None = None  # of the replica that was started first
 
     @classmethod
     def of(
@@ -164,7 +174,12 @@ class Fleet:
 
     def _start(self, i: int, say: Callable[[str], None]) -> None:
         what = f"replica {i + 1} of {len(self.replicas)}"
-        self.replicas[i].start(lambda s: say(f"starting {what} ({s:.0f} s)"))
+        replica = self.replicas[i]
+        if self._baseline_ms is not None:
+            replica.spec = self._specs[i].promising(self._baseline_ms)
+        replica.start(lambda s: say(f"starting {what} ({s:.0f} s)"))
+        if self._baseline_ms is None:
+            self._baseline_ms = _settled_baseline_ms(replica)
         self._started_s[i] = time.monotonic()
 
     def _await_ready(self, say: Callable[[str], None]) -> None:
@@ -214,3 +229,16 @@ class Fleet:
         self.router.stop(grace_s)
         with ThreadPoolExecutor(len(self.replicas)) as pool:
             list(pool.map(ServerProcess.stop, self.replicas))
+
+
+def _settled_baseline_ms(replica: ServerProcess) -> float:
+    """Milliseconds per token of the idle replica, after some requests: they correct what it measured while it
+    started, when the host may have been busy. Raises ServerError."""
+    params = {"max_new_tokens": 32, "ignore_eos": True, "temperature": 0.0}
+    try:
+        for i in range(_WARM_REQUESTS):
+            body = {"text": f"x = {i}\n", "sampling_params": params}
+            httpx.post(replica.url + "/generate", json=body, timeout=300.0).raise_for_status()
+        return float(replica.report()["baseline_ms"])
+    except httpx.HTTPError as error:
+        raise ServerError(f"the first replica does not answer ({error}); see {replica.log}") from error

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import numpy as np
 
 from adaserve.slo.classes import SLO
+from adaserve.slo.delivered import DeliveredTPOT
 from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
 from adaserve.slo.request_log import RequestLog
 from adaserve.slo.resolve import RequestSLO
@@ -46,7 +47,9 @@ class SLOLedger:
         self._slos: WeakKeyDictionary[Any, SLO] = WeakKeyDictionary()
         self._company: WeakKeyDictionary[Any, _Company] = WeakKeyDictionary()
         self._by_rid: WeakValueDictionary[str, _Company] = WeakValueDictionary()
-        self._predicted_s: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # TPOT, said at its arrival
+        self.delivered = DeliveredTPOT()
+        # TPOT: what it was told at its arrival, and what the load alone said.
+        self._predicted_s: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
         self._queue = 0
         self._gated: dict[str, list[float]] = {}
         self._kv_use = 0.0
@@ -69,9 +72,14 @@ class SLOLedger:
         arrival_s: float = times.created_time or times.scheduler_recv_time or times.wait_queue_entry_time
         return arrival_s
 
-    def predicted(self, req: Any, tpot_s: float) -> None:
-        """Notes the TPOT that was predicted for a request when it arrived."""
-        self._predicted_s[req] = tpot_s
+    def predict(self, req: Any, by_load_s: float, now_s: float) -> None:
+        """Predicts the TPOT of a request that arrives. ``by_load_s``: what the load alone says."""
+        tpot_s = self.delivered.predict(self.slo(req).slo_class, by_load_s, now_s)
+        self._predicted_s[req] = tpot_s, by_load_s
+
+    def _learn_tpot(self, request: FinishedRequest, by_load_s: float | None, end_s: float) -> None:
+        if by_load_s is not None and request.tpot_s is not None and not request.failed:
+            self.delivered.add(request.slo.slo_class, request.output_tokens, request.tpot_s, by_load_s, end_s)
 
     def load(self, queue: int, kv_use: float) -> None:
         """Notes the number of waiting requests and the share of the KV pool in use (0 to 1)."""
@@ -122,10 +130,12 @@ class SLOLedger:
         aborted = type(req.finished_reason).__name__ == "FINISH_ABORT"
         failed = aborted and int(req.finished_reason.status_code or 0) >= SERVER_FAULT
         sources = self._company[req].sources if req in self._company else {}
-        request = self._finished(req, failed)
+        predicted_s, by_load_s = self._predicted_s.pop(req, (None, None))
+        request = self._finished(req, failed, predicted_s)
         served = not req.rid.startswith(HEALTH_CHECK) and req.sampling_params.max_new_tokens != 0
         if served and (failed or not aborted):
             self.stats.finish(request)
+            self._learn_tpot(request, by_load_s, _last_s(req))
             asked = RequestSLO.from_params(req.sampling_params.custom_params)
             self.stats.came(asked.routed, asked.stated)
             if self._log is not None:
@@ -142,20 +152,19 @@ class SLOLedger:
             "drafts": {name: dict(zip(STAGES, counts, strict=True)) for name, counts in sources.items()},
         }
 
-    def _finished(self, req: Any, failed: bool) -> FinishedRequest:
+    def _finished(self, req: Any, failed: bool, predicted_s: float | None) -> FinishedRequest:
         times = req.time_stats
         # A verification can accept tokens behind the stop; they are not sent.
         tokens = len(req.output_ids_through_stop)
         first_s = times.prefill_finished_time
-        # A retraction resets both; a request may end in the prefill that follows.
-        last_s = max(times.last_decode_finish_time, times.last_prefill_finished_time)
+        last_s = _last_s(req)
         started_s = self.arrival_s(req)
         company = self._company.pop(req, None) or _Company(self._prefills_s)
         return FinishedRequest(
             slo=self.slo(req),
             ttft_s=first_s - started_s if first_s and started_s else None,
             tpot_s=(last_s - first_s) / (tokens - 1) if tokens > 1 and first_s else None,
-            predicted_tpot_s=self._predicted_s.pop(req, None),
+            predicted_tpot_s=predicted_s,
             output_tokens=tokens,
             failed=failed,
             iterations=req.spec_verify_ct,
@@ -163,6 +172,13 @@ class SLOLedger:
             retractions=req.retraction_count,
             mean_running=company.running / company.iterations if company.iterations else 0.0,
         )
+
+
+def _last_s(req: Any) -> float:
+    """When the last token was there; 0 = never."""
+    # A retraction resets both; a request may end in the prefill that follows.
+    times = req.time_stats
+    return float(max(times.last_decode_finish_time, times.last_prefill_finished_time))
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -33,6 +33,9 @@ PERCENTILES = (50, 90, 95, 99)
 NOT_JUDGED = frozenset({"client_disconnect", "interrupted"})
 """Errors that the client caused itself: such requests are counted, but neither met nor missed."""
 
+PREDICTED = "tpot_predicted_ms"
+"""In a server's verdict: the TPOT that it predicted at the arrival, if it did."""
+
 _ROUNDING = 1e-9  # an SLO of exactly the measured time is met
 
 
@@ -77,7 +80,8 @@ class RequestRecord:
     worker: int = 0
     accept_length: float | None = None  # tokens per verification, where the server tells it
     itl_ms: Sequence[float] = field(default_factory=list)  # gaps between chunks that carried text
-    # The server's own verdict, where it sends one: tpot_ms, tpot_slo_ms, ttft_ms, ttft_slo_ms, met.
+    # The server's own verdict, where it sends one: tpot_ms, tpot_slo_ms, ttft_ms, ttft_slo_ms, met, and
+    # maybe PREDICTED.
     server_slo: Mapping[str, Any] | None = None
 
     @property

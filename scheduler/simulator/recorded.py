@@ -9,7 +9,8 @@ import numpy as np
 
 from adaserve.scheduler.acceptance import find_tested
 from adaserve.scheduler.calibration import MIDDLE, Calibrator, bin_of, claimed_probability
-from adaserve.scheduler.interface import FloatArray
+from adaserve.scheduler.interface import Context, FloatArray
+from adaserve.scheduler.latency import Latency
 from adaserve.scheduler.replay import read_recording
 
 
@@ -59,3 +60,21 @@ def load_children(path: Path) -> RecordedChildren:
     accept = np.clip(calibrator.factors()[0] * MIDDLE, 0.0, 0.999)
     share = float(np.clip(np.mean(second), 0.05, 0.95)) if second else 0.5
     return RecordedChildren(np.sort(np.array(best)), share, accept)
+
+
+def recorded_slowdown(path: Path, latency: Latency) -> float:
+    """How many times as long the iterations of a recording took as ``latency`` says of them: replicas that
+    share a host, or other programs. Raises ValueError when it holds no iteration."""
+    took_s = said_s = 0.0
+    for item in read_recording(path):
+        if item.outcome is not None:
+            running = item.plan.running
+            context = Context(float(running.context_tokens.sum()), len(running))
+            tokens = item.selection.verify_tokens + item.outcome.prefill_tokens
+            took_s += item.outcome.total_s
+            said_s += latency.iteration_s(
+                len(running), item.trees.draft_steps, item.plan.width, tokens, context
+            )
+    if said_s <= 0:
+        raise ValueError(f"{path} holds no iteration; record while requests are served")
+    return took_s / said_s

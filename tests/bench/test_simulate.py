@@ -54,6 +54,15 @@ def test_capacity_answers() -> None:
     assert "minimum replicas for 90% attainment" in got.output
 
 
+def test_forecasts_are_compared_with_what_was_delivered() -> None:
+    arguments = ["forecast", "--trace", "synthetic:40:1", "--policy", "none", "--skip", "10"]
+    got = CliRunner().invoke(app, arguments)
+    assert got.exit_code == 0, got.output
+    assert "30 requests" in got.output and got.output.count("%") == 7
+    short = CliRunner().invoke(app, [*arguments[:-1], "40"])
+    assert short.exit_code == 2 and "no request is left" in short.output
+
+
 def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
     """Two replicas served twice what one can: each file alone needs one replica, both need two."""
     files = []

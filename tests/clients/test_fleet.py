@@ -17,15 +17,15 @@ import httpx
 import psutil
 import pytest
 
+from adaserve.bench.fleet import rank
 from adaserve.fleet import local
-from adaserve.fleet.local import Fleet, RouterSpec
+from adaserve.fleet.local import ROUTERS, Fleet, RouterSpec
 from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.protocol import slo_headers
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.loadgen.server_metrics import parse_metrics
 from adaserve.server import ServerProcess, free_port
 from tests.clients.conftest import MODEL
-from tests.clients.test_signals import Background, said
 
 pytestmark = pytest.mark.skipif(
     find_spec("sglang_router") is None, reason="needs sglang-router: pip install 'adaserve[fleet]'"
@@ -48,9 +48,11 @@ def slo_of(url: str, params: dict[str, Any] | None = None, **headers: str) -> di
     return said
 
 
-def test_slos_get_through_a_real_router(server: ServerProcess, tmp_path: Path) -> None:
-    port = free_port()
-    spec = RouterSpec((server.url,), port=port, metrics_port=free_port())
+@pytest.mark.parametrize("name", ROUTERS)
+def test_slos_get_through_a_real_router(server: ServerProcess, tmp_path: Path, name: str) -> None:
+    if find_spec(ROUTERS[name]) is None:
+        pytest.skip(f"{name} is not installed")
+    spec = RouterSpec((server.url,), name, port=free_port(), metrics_port=free_port())
     before = arrivals(server.url)
     with ServerProcess(spec, tmp_path / "router.log") as router:
         until_sent_to(router.url, 1)
@@ -186,17 +188,8 @@ def until(reached: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 def test_headroom_tells_a_loaded_replica_from_an_idle_one(fleet: Fleet) -> None:
-    loaded, idle = fleet.replicas
-    for replica in fleet.replicas:
-        for i in range(3):
-            send(replica.url, f"x = {i}", 24, False)
-    with Background(loaded.url, *["chat"] * 6):
-        samples = []
-        for _ in range(20):
-            headroom = [said(r.url)["classes"]["chat"]["headroom"] for r in (loaded, idle)]
-            samples.append(headroom[0] < headroom[1])
-            time.sleep(0.2)
-    assert sum(samples) >= 0.95 * len(samples)
+    found = rank(fleet.replicas, loads=(6,))
+    assert found.samples >= 20 and found.share >= 0.95, found
 
 
 @pytest.mark.slow

@@ -325,6 +325,10 @@ def test_verdict_of_the_server_is_read() -> None:
     stream = {"choices": [], "usage": {"completion_tokens": 3}, "metadata": {"slo": slo}}
     assert parse_event("chat", stream, 0).server_slo == expected
     assert parse_event("generate", {"text": "x", "meta_info": {"slo": slo}}, 0).server_slo == expected
+    slo["tpot_predicted_ms"] = 1.7
+    assert parse_event("chat", stream, 0).server_slo == expected | {"tpot_predicted_ms": 1.7}
+    slo["tpot_predicted_ms"] = "soon"
+    assert parse_event("chat", stream, 0).server_slo is None
 
 
 def record(**values: Any) -> RequestRecord:

@@ -107,4 +107,4 @@ def test_a_prediction_is_kept_for_its_request(registry: Any) -> None:
     ours = forecaster(running, registry)
     arriving = Request("r1", 1, 0.022)
     ours.arrived(arriving, load(running, [Request("w")]))
-    assert ours._ledger._predicted_s[arriving] == pytest.approx(0.013), "three will decode together"
+    assert ours._ledger._predicted_s[arriving] == pytest.approx((0.013, 0.013)), "three will decode together"

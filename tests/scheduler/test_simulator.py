@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from adaserve.scheduler.replay import Recorder, ReplayError, read_recording, rep
 from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.fleet import FleetConfig, fleet_requests, learn_pace, run_fleet
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
-from adaserve.scheduler.simulator.recorded import load_children
+from adaserve.scheduler.simulator.recorded import load_children, recorded_slowdown
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, build_replica, simulate, violations
 from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
@@ -248,6 +249,20 @@ class TestReplay:
         assert (p.sum(axis=2) <= 1 + 1e-9).all() and (q[:, :, 0] >= q[:, :, 1]).all()
         result = simulate(requests(10), replace(config("priced"), children=source))
         assert all(r.finished for r in result.requests)
+
+    def test_a_recording_tells_how_busy_the_host_was(self, tmp_path):
+        self.record(tmp_path / "run.jsonl", "adaserve")
+        slowdown = recorded_slowdown(tmp_path / "run.jsonl", LATENCY)
+        assert slowdown == pytest.approx(1.0, abs=0.05)
+        lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+        for line in lines:
+            if line.get("outcome"):
+                line["outcome"]["total_s"] *= 2.5
+        (tmp_path / "busy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert recorded_slowdown(tmp_path / "busy.jsonl", LATENCY) == pytest.approx(2.5 * slowdown)
+        (tmp_path / "empty.jsonl").write_text('{"schema_version": 1}\n')
+        with pytest.raises(ValueError, match="holds no iteration"):
+            recorded_slowdown(tmp_path / "empty.jsonl", LATENCY)
 
     def test_broken_recordings_are_named(self, tmp_path):
         (tmp_path / "x.jsonl").write_text('{"schema_version": 1}\n{"iteration": 3}\n')

@@ -248,10 +248,11 @@ def test_a_request_without_an_slo() -> None:
 def test_a_prediction_is_compared_with_what_was_delivered() -> None:
     registry = prometheus_client.CollectorRegistry()
     books = SLOLedger(BASELINE_S, SLOStats(SLOConfig(), ServerMetrics(registry)))
-    for predicted_s in (0.022, 0.030, None):  # delivered: 20 ms per token
-        req = Req()
+    reqs = [(Req(), predicted_s) for predicted_s in (0.022, 0.030, None)]  # delivered: 20 ms per token
+    for req, predicted_s in reqs:
         if predicted_s is not None:
-            books.predicted(req, predicted_s)
+            books.predict(req, predicted_s, books.arrival_s(req))
+    for req, predicted_s in reqs:
         report = books.close(req)
         assert report["tpot_predicted_ms"] == (None if predicted_s is None else predicted_s * 1e3)
     name, labels = "adaserve:predicted_tpot_error", {"slo_class": "coding"}
@@ -259,9 +260,22 @@ def test_a_prediction_is_compared_with_what_was_delivered() -> None:
     for edge, below in (("0.05", 0), ("0.15", 1), ("1.0", 2)):  # +10% and +50%
         assert registry.get_sample_value(f"{name}_bucket", {**labels, "le": edge}) == below
     gave_up = Req(finished_reason=FINISH_ABORT(500))
-    books.predicted(gave_up, 0.022)
+    books.predict(gave_up, 0.022, books.arrival_s(gave_up))
     books.close(gave_up)
     assert registry.get_sample_value(f"{name}_count", labels) == 2, "a failed request has no TPOT to compare"
+
+
+def test_predictions_learn_from_what_was_delivered() -> None:
+    """The load alone says 40 ms, delivered are 20 ms per token: so will be the next one's."""
+    books = ledger()
+    for expected_ms in (40.0, 20.0):
+        req = Req()
+        books.predict(req, 0.040, books.arrival_s(req))
+        assert books.close(req)["tpot_predicted_ms"] == pytest.approx(expected_ms)
+    gave_up = Req(finished_reason=FINISH_ABORT(500))
+    books.predict(gave_up, 0.040, 0.0)
+    books.close(gave_up)
+    assert books.delivered.predict("coding", 0.040, 0.0) == pytest.approx(0.020)
 
 
 def test_the_gate_is_noted_for_one_iteration() -> None:

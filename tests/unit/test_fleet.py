@@ -43,6 +43,13 @@ def test_ports_flags_and_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "--policy=power_of_two" in router and "--policy" not in router, "the user's flag wins"
 
 
+def test_all_replicas_promise_what_the_first_one_measured() -> None:
+    flags = ("--size", "12M")
+    assert ReplicaSpec(1, flags).promising(18.04321).flags == (*flags, "--baseline-ms", "18.04")
+    for own in (("--baseline-ms", "20"), ("--baseline-ms=20",)):
+        assert ReplicaSpec(1, own).promising(18.0).flags == own, "the user's flag wins"
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_replica_that_cannot_start_ends_the_fleet(tmp_path: Path) -> None:
     fleet = Fleet.of(2, ("--policy", "nonsense"), tmp_path, port=free_port())

@@ -1,0 +1,318 @@
+"""``adaserve bench fleet``: whether what replicas say about themselves is true.
+
+Two questions of a router, and one of who pays for the replicas, asked of real servers behind a real router:
+does the headroom gauge tell a loaded replica from an idle one, is the predicted TPOT what requests get, and
+would ``adaserve simulate capacity`` have foreseen the attainment?
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from adaserve.bench.busy import OtherPrograms
+from adaserve.bench.simulate import SimulatedFleet, read_recorded
+from adaserve.fleet.local import ROUTERS, Fleet, ReplicaSpec, RouterSpec
+from adaserve.loadgen.arrivals import Arrivals
+from adaserve.loadgen.bench import run_bench
+from adaserve.loadgen.config import BenchConfig, Endpoint
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.results import check_results_dir, command_line, iter_records, new_results_dir
+from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.simulator.forecasts import CLOSE
+from adaserve.server import ServerError, ServerProcess, free_port
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.metrics import PREDICTED, RequestRecord
+from adaserve.slo.trace import TraceError
+
+LOADS = (1, 2, 4, 8)
+"""Requests on the loaded replica while headroom is compared."""
+
+SAMPLES = 5
+"""Of the gauges, per load and loaded replica."""
+
+SAMPLE_S = 0.5
+SETTLE_S = 1.5
+"""A forecast is made once a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """How often the headroom of a loaded replica was below that of an idle one, over all classes."""
+
+    samples: int
+    right: int
+    ties: int  # equal: a router could not tell
+
+    @property
+    def share(self) -> float:
+        """Ties are wrong."""
+        return self.right / self.samples if self.samples else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Predicted against delivered TPOT, both as the server counted them."""
+
+    requests: int
+    close: float  # share within CLOSE of the delivered one
+    close_25: float  # within 25%
+    median_error: float  # predicted / delivered - 1
+
+    @staticmethod
+    def of(records: Sequence[RequestRecord]) -> Predictions:
+        """Of the requests whose answer says both."""
+        told = [r.server_slo for r in records if r.ok and r.server_slo is not None]
+        pairs = [(s.get(PREDICTED), s["tpot_ms"]) for s in told]
+        error = np.array([p / d - 1 for p, d in pairs if p and d], np.float64)
+        if not len(error):
+            return Predictions(0, 0.0, 0.0, 0.0)
+        wide = np.abs(error)
+        return Predictions(
+            len(error),
+            float((wide <= CLOSE).mean()),
+            float((wide <= 0.25).mean()),
+            float(np.median(error)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Attainment of the load test, and as ``adaserve simulate capacity`` foresees it."""
+
+    measured: float
+    simulated: dict[int, float]  # replicas -> attainment
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What to run."""
+
+    out: Path
+    replicas: int = 2
+    router: str = "sglang-router"
+    size: str = "100M"
+    rps: float = 2.0
+    seconds: float = 60.0
+    warmup_s: float = 10.0  # requests that arrive before are served and not judged
+    seed: int = 0
+    policy: str = "priced"
+
+
+def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
+    """Starts the fleet, measures, stops it, writes ``fleet.json``. Raises ServerError, LoadgenError,
+    TraceError."""
+    check_results_dir(plan.out)
+    plan.out.mkdir(parents=True, exist_ok=True)
+    others = OtherPrograms()
+    with console.status("starting") as status:
+        fleet = _fleet(plan)
+        fleet.up(status.update)
+    try:
+        with others.watched():
+            ranking = rank(fleet.replicas, say=lambda text: console.print(text, highlight=False))
+            summary, records = _load(plan, fleet, console)
+        reports = [replica.report() for replica in fleet.replicas]
+    finally:
+        fleet.down()
+    judged = [r for r in records if r.scheduled_s >= plan.warmup_s]
+    classes = sorted({r.slo_class for r in judged})
+    (plan.out / "replicas.json").write_text(json.dumps(reports) + "\n", encoding="utf-8")
+    capacity = _capacity(plan, reports, float(summary["slo_attainment"]))
+    result = {
+        "command": command_line(),
+        "headroom": asdict(ranking) | {"share": ranking.share},
+        "predictions": {
+            "all": asdict(Predictions.of(judged)),
+            **{name: asdict(Predictions.of([r for r in judged if r.slo_class == name])) for name in classes},
+        },
+        "capacity": asdict(capacity),
+        "other_programs": round(others.share, 3),
+        "valid": summary["valid"],
+    }
+    (plan.out / "fleet.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def _fleet(plan: FleetPlan) -> Fleet:
+    port, folder = free_port(), plan.out
+    trace = ("--record-requests", str(folder / "trace.jsonl"))
+    flags = ("--size", plan.size, "--policy", plan.policy, *trace)
+    replicas = [
+        ReplicaSpec(free_port(), (*flags, "--record", str(_recording(folder, i))))
+        for i in range(plan.replicas)
+    ]
+    urls = tuple(replica.url for replica in replicas)
+    router = RouterSpec(urls, plan.router, port=port, metrics_port=free_port())
+    return Fleet(replicas, router, folder)
+
+
+def _recording(folder: Path, replica: int) -> Path:
+    return folder / f"iterations-{replica}.jsonl"
+
+
+# -- headroom -------------------------------------------------------------------------------
+
+
+def rank(
+    replicas: Sequence[ServerProcess],
+    loads: Sequence[int] = LOADS,
+    say: Callable[[str], None] = lambda _: None,
+) -> Ranking:
+    """Loads each replica in turn, with so many requests, and compares its headroom with an idle one's."""
+    for replica in replicas:
+        _generate(replica.url, 24)
+    pairs: list[tuple[float, float]] = []
+    for load in loads:
+        for i, loaded in enumerate(replicas):
+            pairs += _under_load(loaded.url, replicas[i - 1].url, load)
+        so_far = counted(pairs)
+        say(f"headroom, {load} requests on one replica: {so_far.right} of {so_far.samples} right so far")
+    return counted(pairs)
+
+
+def counted(pairs: Sequence[tuple[float, float]]) -> Ranking:
+    """Samples of headroom: of the loaded replica, and of the idle one."""
+    right = sum(loaded < idle for loaded, idle in pairs)
+    ties = sum(loaded == idle for loaded, idle in pairs)
+    return Ranking(len(pairs), right, ties)
+
+
+def _under_load(loaded: str, idle: str, requests: int) -> list[tuple[float, float]]:
+    """Headroom of both, by sample and class, while ``requests`` run on one at any time."""
+    enough = threading.Event()
+
+    def keep_busy() -> None:
+        while not enough.is_set():
+            _generate(loaded, 1500)
+
+    with ThreadPoolExecutor(requests) as pool:
+        clients = [pool.submit(keep_busy) for _ in range(requests)]
+        try:
+            time.sleep(SETTLE_S)
+            pairs = []
+            for _ in range(SAMPLES):
+                here, there = headroom(loaded), headroom(idle)
+                pairs += [(here[name], there[name]) for name in sorted(here.keys() & there.keys())]
+                time.sleep(SAMPLE_S)
+        finally:
+            enough.set()
+            httpx.post(loaded + "/abort_request", json={"rid": "", "abort_all": True}, timeout=30)
+    for client in clients:
+        client.result()
+    return pairs
+
+
+def headroom(url: str) -> dict[str, float]:
+    """By class, as ``/v1/loads`` says it; classes without a TPOT SLO have none."""
+    (load,) = httpx.get(f"{url}/v1/loads?include=slo", timeout=30).raise_for_status().json()["loads"]
+    return {
+        name: float(told["headroom"])
+        for name, told in load["slo"]["classes"].items()
+        if told["headroom"] is not None
+    }
+
+
+def _generate(url: str, tokens: int) -> None:
+    """A request without an SLO; its answer is not looked at, since it may be cut off."""
+    params = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.7}
+    httpx.post(url + "/generate", json={"text": "import os\n", "sampling_params": params}, timeout=600)
+
+
+# -- load -----------------------------------------------------------------------------------
+
+
+def _load(plan: FleetPlan, fleet: Fleet, console: Console) -> tuple[dict[str, Any], list[RequestRecord]]:
+    """The mixed-SLO load test of the README, through the router."""
+    config = BenchConfig(
+        server=Endpoint(url=fleet.url),
+        arrivals=Arrivals(rps=plan.rps),
+        duration_s=plan.seconds,
+        warmup_s=plan.warmup_s,
+        seed=plan.seed,
+        baseline_ms=float(fleet.replicas[0].report()["baseline_ms"]),
+    )
+    trace = plan.out / "trace.jsonl"
+    os.truncate(trace, 0)  # what came before is no part of the load; the replicas keep it open
+    folder = plan.out / "load"
+    summary = run_bench(config, folder, console=console)
+    return summary, list(iter_records(folder))
+
+
+# -- capacity -------------------------------------------------------------------------------
+
+
+def _capacity(plan: FleetPlan, reports: Sequence[dict[str, Any]], measured: float) -> Capacity:
+    """What ``adaserve simulate capacity`` says of the trace, by one replica's costs and trees."""
+    costs = LatencyModel.from_json(reports[0]["latency_learned"] or reports[0]["latency"])
+    baseline_ms = float(reports[0]["baseline_ms"])
+    simulated = SimulatedFleet.of(plan.policy, costs, baseline_ms, plan.seed, _recording(plan.out, 0))
+    loaded, pace = read_recorded([str(plan.out / "trace.jsonl")], plan.seed), simulated.pace()
+    sizes = sorted({1, plan.replicas, plan.replicas + 1})
+    return Capacity(measured, {n: simulated.attainment(loaded, n, pace, SLOConfig()) for n in sizes})
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+def bench_fleet(
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-fleet")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=2, help="Servers to start; they share the cores.")] = 2,
+    router: Annotated[str, typer.Option(help=f"{' or '.join(ROUTERS)}.")] = "sglang-router",
+    size: Annotated[str, typer.Option(help="Parameters of the embedded target.")] = "100M",
+    policy: Annotated[str, typer.Option(help="Policy of the replicas.")] = "priced",
+    rps: Annotated[float, typer.Option(min=0.01, help="Requests per second of the load test.")] = 2.0,
+    duration: Annotated[float, typer.Option(min=1.0, help="Seconds during which requests arrive.")] = 60.0,
+    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds that are not judged.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Same seed, same schedule.")] = 0,
+) -> None:
+    """Check what replicas behind a router say about themselves: headroom, predicted TPOT, capacity."""
+    console = Console(stderr=True)
+    folder = out or new_results_dir(Path("results"), "fleet")
+    plan = FleetPlan(folder, replicas, router, size, rps, duration, warmup, seed, policy)
+    try:
+        result = run_fleet_bench(plan, console)
+    except (ServerError, LoadgenError, TraceError) as error:
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    print(summary_text(result, replicas))
+    console.print(f"results: {folder}", soft_wrap=True, highlight=False)
+    if not result["valid"]:
+        raise typer.Exit(1)
+
+
+def summary_text(result: dict[str, Any], replicas: int) -> str:
+    """The findings, a line each."""
+    headroom, capacity = result["headroom"], result["capacity"]
+    lines = [
+        f"headroom ranks loaded below idle in {headroom['share']:.1%} of {headroom['samples']} samples "
+        f"({headroom['ties']} ties)"
+    ]
+    for name, told in result["predictions"].items():
+        lines.append(
+            f"predicted TPOT within {CLOSE:.0%} for {told['close']:.1%} of {told['requests']} requests "
+            f"({name}; within 25%: {told['close_25']:.1%}; median error {told['median_error']:+.1%})"
+        )
+    simulated = capacity["simulated"][replicas]
+    lines.append(
+        f"attainment {capacity['measured']:.1%} measured, {simulated:.1%} simulated on {replicas}: "
+        f"{100 * (simulated - capacity['measured']):+.1f} points"
+    )
+    lines.append(f"other programs used {result['other_programs']:.0%} of the machine")
+    return "\n".join(lines)

@@ -1,0 +1,40 @@
+"""``adaserve simulate forecast``: predicted against delivered TPOT, and what could be known at best."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.prefill import PrefillConfig
+from adaserve.scheduler.simulator.forecasts import CLOSE, close_share, predict_requests
+from adaserve.scheduler.simulator.replica import ReplicaConfig
+from adaserve.scheduler.simulator.run import SimulationConfig
+from adaserve.scheduler.simulator.workload import TextModel, make_requests
+from adaserve.slo.classes import SLOConfig
+from adaserve.slo.trace import Trace
+
+
+def forecast_text(
+    trace: Trace, latency: LatencyModel, policy: str, text: TextModel, skip: int, seed: int
+) -> str:
+    """Serves the trace on one replica, paced as a server is; the first ``skip`` requests are not judged.
+
+    Raises ValueError when none is left, SLOError on an unknown class."""
+    requests = make_requests(trace, SLOConfig(), latency.baseline_s(), text, seed)
+    paced = PrefillConfig(order="deadline", pacing="slack", gate=1.1)
+    replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=paced, max_running=64)
+    judged = predict_requests(requests, SimulationConfig(replica, policy, seed=seed))[skip:]
+    if not judged:
+        raise ValueError(f"no request is left after the first {skip}: skip fewer, or give a longer trace")
+    delivered = np.array([r.delivered_s for r in judged])
+    told = {
+        "load": [r.by_load_s for r in judged],
+        "server": [r.predicted_s for r in judged],
+        "foreseen": [r.foreseen_s for r in judged],
+    }
+    lines = [f"{len(judged)} requests, {trace.rps:.2f} requests/s, policy {policy}"]
+    lines.append(f"TPOT within {CLOSE:.0%} of delivered, and median error:")
+    for name, values in told.items():
+        error = float(np.nanmedian(np.array(values) / delivered)) - 1
+        lines.append(f"  {name:9s} {close_share(values, delivered):6.1%}   {error:+.1%}")
+    return "\n".join(lines)
