@@ -141,7 +141,7 @@ class AdaServeConfig(Checked):
         "as large as the running requests' SLOs allow; exclusive (default of the others): all prefills first",
     )
     prefill_interval: int = Field(
-        default=4,
+        default=8,
         ge=1,
         le=1000,
         description="slack: decode iterations between two chunks of a waiting prompt, at most",

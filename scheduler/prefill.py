@@ -27,7 +27,7 @@ class PrefillConfig:
     shed_factor: float = 1.0  # lost = waited longer than this many TTFT SLOs
     pacing: Pacing = "fixed"  # slack: chunks are as large as the running requests can bear
     least_tokens: int = 16  # slack: smaller chunks are not worth a forward
-    most_decodes: int = 4  # slack: decode iterations after which a waiting prompt gets its next chunk
+    most_decodes: int = 8  # slack: decode iterations after which a waiting prompt gets its next chunk
     spend: float = 0.4  # slack: share of the tightest request's slack used between two decode iterations
     horizon_tokens: int = 32  # slack: how far ahead a request's pace is trusted
     patience_s: float = 3.0  # slack: TTFT to aim at for requests without a TTFT SLO
