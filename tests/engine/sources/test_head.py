@@ -17,6 +17,8 @@ from adaserve.engine.sources.head import HeadSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
+from tests.engine.device.heads import TinyCall, headed_device
+from tests.engine.device.test_no_waiting import Watch
 from tests.engine.heads import Head, following_head, frequent_tokens, head_target
 from tests.engine.host.test_heads import Setting, check_levels
 from tests.engine.trees import factories
@@ -33,16 +35,18 @@ def head() -> Head:
 
 
 class Case:
-    """Two requests of a target and its head, as the worker runs them."""
+    """Two requests of a target and its head, as the worker runs them, over a host's parts or a device's."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, device: str) -> None:
         made = Setting(head, "native")
         self.head, self.states, self.pool = head, made.states, made.reads.pool
         self.table = made.drafts._req_to_token
         self.table[:2] = factories.slot_table(2)
-        self.target = HostForward(made.reads, self.table)
-        self.device = HostDevice(self.target, made.drafts)
-        cache = DraftCache(made.drafts, self.table, self.states._states.shape[0], stride=DEPTH + 1)
+        self.device: Any = HostDevice(HostForward(made.reads, self.table), made.drafts)
+        if device == "graphs":
+            self.device = headed_device(made, head, DEPTH)
+        self.target = self.device.target
+        cache = DraftCache(self.device.drafts[0], self.table, self.states._states.shape[0], stride=DEPTH + 1)
         self.source = HeadSource(self.device, cache, PLAIN, max_nodes=16)
         self.rows = factories.decode_rows([0, 0])
         self.prompts = [list(p) for p in PROMPTS]
@@ -110,11 +114,12 @@ class KV:
             buffer[target] = buffer[source]
 
 
+@pytest.mark.parametrize("device", ["host", "graphs"])
 @pytest.mark.parametrize("seed", range(2))
-def test_drafts_stay_right_from_iteration_to_iteration(head: Head, seed: int) -> None:
+def test_drafts_stay_right_from_iteration_to_iteration(head: Head, seed: int, device: str) -> None:
     """Whatever is kept and accepted, and when nothing is drafted; then behind a prefix that the radix cache
     has of a request that ended."""
-    rng, case = np.random.default_rng(seed), Case(head)
+    rng, case = np.random.default_rng(seed), Case(head, device)
     case.prefill(0, PROMPTS[0], [])
     case.prefill(1, PROMPTS[1], [1, 6])
     accepted, moved = [], []
@@ -130,3 +135,20 @@ def test_drafts_stay_right_from_iteration_to_iteration(head: Head, seed: int) ->
     ended = case.text(1)
     case.prefill(1, [*ended[:-2], 17, 18, 19], [], cached=len(ended) - 2)
     case.check(case.propose([True, True]))
+
+
+def test_a_search_on_a_device_waits_for_nothing(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states are found and handed on by operators that a CUDA graph can hold."""
+    case, call, calls = Case(head, "graphs"), TinyCall.__call__, []
+    for r, prompt in enumerate(PROMPTS):
+        case.prefill(r, prompt, [])
+
+    def unwatched(self: TinyCall, *arguments: Any) -> Any:
+        calls.append(self)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return call(self, *arguments)
+
+    monkeypatch.setattr(TinyCall, "__call__", unwatched)
+    with Watch() as watch:
+        case.propose([True, True])
+    assert watch.waits == [] and len(calls) == DEPTH
