@@ -60,7 +60,7 @@ DraftKind = Annotated[
     str,
     typer.Option(
         help="What the draft is: model (a language model), eagle3 (an EAGLE-3 head on the target's hidden "
-        "states), or auto: by its config.json."
+        "states), or auto: by its config.json. Of the embedded drafts it chooses one; auto is the model."
     ),
 ]
 SecondDraft = Annotated[
@@ -286,14 +286,23 @@ def bench_latency(
     *,
     model: Model = None,
     draft: Draft = None,
+    draft_kinds: Annotated[
+        Any,
+        typer.Option(
+            "--draft-kind",
+            parser=words,
+            metavar="A,B",
+            help="As in `serve`, or `self`: the target drafts for itself. Several are compared in turns, "
+            "each on a server of its own.",
+        ),
+    ] = "auto",
     size: Size = "100M",
     policies: Annotated[
         Any,
         typer.Option(
             parser=words,
             metavar="A,B",
-            help="Comma-separated; `none` is always measured too. priced@256: drafts read a window; "
-            "@auto, @0, @self (the target drafts for itself).",
+            help="Comma-separated; `none` is always measured too. priced@256, @0, @auto: what drafts read.",
         ),
     ] = "priced",
     batches: Annotated[
@@ -328,8 +337,8 @@ def bench_latency(
         Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-latency/latency.json")
     ] = None,
 ) -> None:
-    """Compare TPOT with plain decoding at several batch sizes, in turns on one server."""
-    from adaserve.bench.latency import BASE, LatencyPlan, run_latency
+    """Compare TPOT with plain decoding at several batch sizes, in turns on one server per kind of draft."""
+    from adaserve.bench.latency import BASE, SELF, SELF_WINDOW, LatencyPlan, run_latency
     from adaserve.bench.repetition import KINDS
     from adaserve.server import ServerError
 
@@ -342,11 +351,40 @@ def bench_latency(
     if contexts and (model is not None or repetition):
         raise typer.BadParameter("--contexts are made of the embedded pair's held-out text: give no other")
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
-    spec = _spec(model, draft, size, plan.flags, cpu_weights=cpu_weights, budget=budget, prefill="exclusive")
+    common: dict[str, Any] = {"cpu_weights": cpu_weights, "budget": budget, "prefill": "exclusive"}
+    specs = {
+        kind: _spec(model, draft, size, plan.flags, drafts=SELF, draft_window=SELF_WINDOW, **common)
+        if kind == SELF
+        else _spec(model, draft, size, plan.flags, draft_kind=kind, **common)
+        for kind in draft_kinds
+    }
     try:
-        run_latency(spec, plan, out, console)
+        run_latency(specs, plan, out, console)
     except ServerError as error:
         _fail(error)
+
+
+@bench.command("heads")
+def bench_heads(
+    *,
+    batches: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,8",
+    temperature: Annotated[float, typer.Option(min=0, help="Of the text that the target writes.")] = 0.8,
+    depth: Annotated[int, typer.Option(min=1, max=8, help="Depth of the trees.")] = 4,
+    width: Annotated[int, typer.Option(min=1, max=16, help="Width of the trees.")] = 3,
+    trees: Annotated[int, typer.Option(min=2, help="Trees of each draft per batch size.")] = 200,
+    rows: Annotated[int, typer.Option(min=2, help="Prompts per category.")] = 24,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens the target writes per prompt.")] = 96,
+    seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, show_default="all")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-heads")] = None,
+) -> None:
+    """Accepted tokens and drafting time of the embedded draft and the embedded heads, in turns."""
+    from adaserve.bench.heads import HeadPlan, run_heads
+
+    plan = HeadPlan(
+        counts(batches), temperature, depth, width, tokens, rows, trees, seed, threads or usable_cores()
+    )
+    run_heads(plan, out, console)
 
 
 @bench.command("kernels")

@@ -1,11 +1,9 @@
-"""``adaserve bench latency``: TPOT of policies against plain decoding, in turns on one server.
+"""``adaserve bench latency``: TPOT of policies against plain decoding, in turns on one server per draft.
 
-One server runs all policies in turn, batch by batch, so that a machine that slows down slows all of
-them. A batch is one ``/generate`` call with n held-out prompts; its TPOT is the mean over its
-requests of the server's own decode time per token. The requests of a round are numbered alike under
-every policy, so all of them serve the same texts.
-
-A target that drafts for itself has a server of its own, which sleeps while the other one is measured.
+A server runs all policies in turn, batch by batch, and so do the servers of several drafts, so that a machine
+that slows down slows all of them. A batch is one ``/generate`` call with n held-out prompts; its TPOT is the
+mean over its requests of the server's own decode time per token. The requests of a round are numbered alike
+under every policy, so all of them serve the same texts.
 """
 
 from __future__ import annotations
@@ -33,17 +31,12 @@ from adaserve.loadgen.results import new_results_dir, provenance
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 
 BASE = "none"
-SELF = "@self"
-"""Behind a policy's name: the target drafts for itself, with a window of SELF_WINDOW tokens."""
-SELF_WINDOW = 256
+SELF, SELF_WINDOW = "self", 256
+"""A kind of draft: the target drafts for itself and reads so many recent tokens."""
 MARGIN = 16
 """Places that a context keeps free behind a request's last token, for candidates."""
 SCREENED = 128
 """Prompts tried per temperature."""
-
-
-Servers = Mapping[str, ServerProcess]
-"""By what marks the policies that they serve: "" and SELF."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +49,8 @@ class LatencyPlan:
     rounds: int = 5
     tokens: int = 64
     seed: int = 0
+    drafts: int = 1
+    """Servers, one for each kind of draft."""
     repetition: tuple[str, ...] = ()
     """Kinds of :mod:`adaserve.bench.repetition`; none = held-out text that is continued without loops."""
     contexts: tuple[int, ...] = (0,)
@@ -73,7 +68,7 @@ class LatencyPlan:
     @property
     def steps(self) -> int:
         """Batches that will be sent, and one choice of prompts per temperature and context."""
-        each = len(self.batches) * self.rounds * (1 + len(self.policies))
+        each = len(self.batches) * self.rounds * (1 + len(self.policies)) * self.drafts
         return len(self.contexts) * len(self.temperatures) * (1 + each)
 
 
@@ -81,6 +76,7 @@ class LatencyPlan:
 class Sample:
     """One batch under one policy."""
 
+    draft: str  # what kind
     policy: str
     batch: int
     temperature: float
@@ -98,49 +94,46 @@ class Sample:
     same: float = 1.0  # share of the answers that are those of plain decoding
 
 
-def run_latency(spec: ServerSpec, plan: LatencyPlan, out: Path | None, console: Console) -> None:
-    """Starts what is needed, measures, prints a table, writes JSON. Raises ServerError."""
+def run_latency(
+    specs: Mapping[str, ServerSpec], plan: LatencyPlan, out: Path | None, console: Console
+) -> None:
+    """Starts a server for each kind of draft, measures, prints a table, writes JSON. Raises ServerError."""
     path = out or new_results_dir(Path("results"), "latency") / "latency.json"
+    plan = replace(plan, drafts=len(specs))
     with ExitStack() as stack:
-        servers = {"": stack.enter_context(running(spec, path.with_name("server.log"), console))}
-        if any(p.endswith(SELF) for p in plan.policies):
-            own = replace(spec, config=spec.config.changed(drafts="self", draft_window=SELF_WINDOW))
-            servers[SELF] = stack.enter_context(running(own, path.with_name("server-self.log"), console))
+        servers = {
+            kind: stack.enter_context(running(spec, path.with_name(f"server-{kind}.log"), console))
+            for kind, spec in specs.items()
+        }
         bar = stack.enter_context(progress(console))
         task = bar.add_task("measuring", total=plan.steps)
         samples = run(servers, plan, lambda what: bar.update(task, advance=1, description=what))
-        state = servers[""].report()
-    save(path, samples, plan, state)
-    Console(width=None if sys.stdout.isatty() else 120).print(_table(summarize(samples, plan)))
+        states = {kind: server.report() for kind, server in servers.items()}
+    save(path, samples, plan, states)
+    Console(width=None if sys.stdout.isatty() else 130).print(_table(summarize(samples, plan)))
     console.print(f"written to {path}")
 
 
-def run(servers: Servers, plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:
+def run(servers: Mapping[str, ServerProcess], plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:
     """Measures everything in ``plan``; ``done`` is told after each batch."""
     samples = []
-    for context in plan.contexts:
-        for temperature in plan.temperatures:
-            asks = _asks(servers[""], plan, temperature, context)
-            done(f"T={temperature:g}: {len(asks)} prompts")
-            for batch in plan.batches:
-                for turn in range(plan.rounds):
-                    # Long prompts take long to read, so all rounds continue the same ones.
-                    first = 0 if context else turn * 37
-                    chosen = [asks[(first + i) % len(asks)] for i in range(batch)]
-                    _prefill(servers, plan, chosen, fresh=not context)
-                    plain: list[Any] = []
-                    for policy in (BASE, *plan.policies):
-                        sample, texts = _measure(servers, policy, chosen, turn, context)
-                        plain = plain or texts
-                        same = sum(a == b for a, b in zip(texts, plain, strict=True)) / len(texts)
-                        samples.append(replace(sample, same=same))
-                        done(f"batch {batch}, T={temperature:g}, {policy}")
+    for context, temperature in product(plan.contexts, plan.temperatures):
+        asks = _asks(next(iter(servers.values())), plan, temperature, context)
+        done(f"T={temperature:g}: {len(asks)} prompts")
+        for batch, turn in product(plan.batches, range(plan.rounds)):
+            # Long prompts take long to read, so all rounds continue the same ones.
+            first = 0 if context else turn * 37
+            chosen = [asks[(first + i) % len(asks)] for i in range(batch)]
+            for kind, server in servers.items():
+                _prefill(server, plan, chosen, fresh=not context)
+                plain: list[Any] = []
+                for policy in (BASE, *plan.policies):
+                    sample, texts = _measure(kind, server, policy, chosen, turn, context)
+                    plain = plain or texts
+                    same = sum(a == b for a, b in zip(texts, plain, strict=True)) / len(texts)
+                    samples.append(replace(sample, same=same))
+                    done(f"batch {batch}, T={temperature:g}, {kind}, {policy}")
     return samples
-
-
-def _server(servers: Servers, policy: str) -> tuple[ServerProcess, str]:
-    """Who serves a policy, and what it is called there."""
-    return servers[SELF if policy.endswith(SELF) else ""], policy.removesuffix(SELF)
 
 
 def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float, context: int) -> list[Ask]:
@@ -184,23 +177,19 @@ def _that_do_not_loop(server: ServerProcess, plan: LatencyPlan, temperature: flo
     return kept
 
 
-def _prefill(servers: Servers, plan: LatencyPlan, asks: Sequence[Ask], fresh: bool) -> None:
-    """Puts the prompts into all KV caches, so that what follows is decoding and nothing else. ``fresh``: into
-    empty ones."""
-    for own, server in servers.items():
-        first = next((p for p in plan.policies if p.endswith(SELF) is bool(own)), BASE)
-        server.set_policy(first.removesuffix(SELF))
-        if fresh:
-            server.drain()
-        client.batch(server.url, [replace(ask, tokens=1, temperature=0.0) for ask in asks])
+def _prefill(server: ServerProcess, plan: LatencyPlan, asks: Sequence[Ask], fresh: bool) -> None:
+    """Puts the prompts into both KV caches, emptied if ``fresh``, so that what follows is decoding alone."""
+    server.set_policy(plan.policies[0] if plan.policies else BASE)
+    if fresh:
+        server.drain()
+    client.batch(server.url, [replace(ask, tokens=1, temperature=0.0) for ask in asks])
 
 
 def _measure(
-    servers: Servers, policy: str, asks: Sequence[Ask], turn: int, context: int
+    kind: str, server: ServerProcess, policy: str, asks: Sequence[Ask], turn: int, context: int
 ) -> tuple[Sample, list[Any]]:
     """The sample, and the tokens of every answer."""
-    server, name = _server(servers, policy)
-    server.set_policy(name)
+    server.set_policy(policy)
     server.number_requests(turn * len(asks))
     before = server.report()["times"]
     answers = client.batch(server.url, asks)
@@ -212,6 +201,7 @@ def _measure(
     models_s = spent["target_s"] + spent["draft_s"]
     loop_ms = spent["loop_s"] / max(1.0, spent["loops"]) * 1e3
     sample = Sample(
+        draft=kind,
         policy=policy,
         batch=len(asks),
         temperature=asks[0].temperature,
@@ -230,52 +220,58 @@ def _measure(
     return sample, [a["output_ids"] for a in answers]
 
 
+_MEDIANS = (
+    "accept_length", "distinct_8grams", "iteration_ms", "target_ms", "draft_ms", "python_share", "loop_ms",
+    "other_share",
+)  # fmt: skip
+
+
 def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, Any]]:
-    """One row per (context, temperature, batch, policy): medians and the speed-up paired round by round."""
+    """One row per context, temperature, batch, draft and policy: medians, and the speed-up paired by rounds.
+
+    ``over_first_draft``: the speed-up over the first draft under the same policy.
+    """
+    kinds = list(dict.fromkeys(s.draft for s in samples))
     rows = []
     for context, temperature, batch in product(plan.contexts, plan.temperatures, plan.batches):
         case = (context, temperature, batch)
         of = [s for s in samples if (s.context, s.temperature, s.batch) == case]
-        base = {s.round: s.tpot_ms for s in of if s.policy == BASE}
-        for policy in (BASE, *plan.policies):
-            mine = [s for s in of if s.policy == policy]
-            ratios = sorted(base[s.round] / s.tpot_ms for s in mine)
+        for kind, policy in product(kinds, (BASE, *plan.policies)):
+            mine = [s for s in of if s.draft == kind and s.policy == policy]
+            ratios = _speedups([s for s in of if s.draft == kind and s.policy == BASE], mine)
+            over_first = _speedups([s for s in of if s.draft == kinds[0] and s.policy == policy], mine)
             rows.append(
                 {
                     "context": context,
                     "temperature": temperature,
                     "batch": batch,
+                    "draft": kind,
                     "policy": policy,
                     "tpot_ms": statistics.median(s.tpot_ms for s in mine),
                     "speedup": statistics.median(ratios),
                     "speedup_range": [ratios[0], ratios[-1]],
                     "same": statistics.mean(s.same for s in mine),
-                    **{
-                        k: statistics.median(getattr(s, k) for s in mine)
-                        for k in (
-                            "accept_length",
-                            "distinct_8grams",
-                            "iteration_ms",
-                            "target_ms",
-                            "draft_ms",
-                            "python_share",
-                            "loop_ms",
-                            "other_share",
-                        )
-                    },
+                    "over_first_draft": statistics.median(over_first),
+                    **{k: statistics.median(getattr(s, k) for s in mine) for k in _MEDIANS},
                 }
             )
     return rows
 
 
-def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[str, Any]) -> None:
+def _speedups(base: Sequence[Sample], mine: Sequence[Sample]) -> list[float]:
+    """Ascending, of the same rounds."""
+    tpot = {s.round: s.tpot_ms for s in base}
+    return sorted(tpot[s.round] / s.tpot_ms for s in mine)
+
+
+def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, servers: dict[str, Any]) -> None:
     """Writes everything that is needed to judge and to repeat the measurement."""
     body = {
         "schema_version": 3,
         "kind": "bench latency",
         "made": provenance(),
         "plan": asdict(plan),
-        "latency_model": server["latency"],
+        "latency_models": {kind: report["latency"] for kind, report in servers.items()},
         "summary": summarize(samples, plan),
         "samples": [asdict(s) for s in samples],
     }
@@ -284,20 +280,22 @@ def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     heads = (
-        "context", "T", "batch", "policy", "TPOT ms", "speed-up", "(range)", "tok/iter", "worker", "other",
-        "distinct", "same",
+        "context", "T", "batch", "draft", "policy", "TPOT ms", "speed-up", "(range)", "vs first", "tok/iter",
+        "worker", "other", "distinct", "same",
     )  # fmt: skip
-    made = table("decode latency, in turns with plain decoding", heads, left=("policy",))
+    made = table("decode latency, in turns with plain decoding", heads, left=("draft", "policy"))
     for r in rows:
         low, high = r["speedup_range"]
         made.add_row(
             str(r["context"] or "short"),
             f"{r['temperature']:g}",
             str(r["batch"]),
+            r["draft"],
             r["policy"],
             f"{r['tpot_ms']:.2f}",
             f"{r['speedup']:.2f}x",
             f"{low:.2f}-{high:.2f}",
+            f"{r['over_first_draft']:.2f}x",
             f"{r['accept_length']:.2f}",
             f"{r['python_share']:.0%}",
             f"{r['other_share']:.0%}",
@@ -305,8 +303,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{r['same']:.0%}",
         )
     made.caption = (
-        "worker: share of AdaServe's iteration outside both models; other: of the time from one "
-        "iteration to the next, SGLang's own work included; distinct: 8-grams of the output that occur once; "
-        "same: answers as in plain decoding"
+        "vs first: speed-up over the first draft and the same policy; worker: share of AdaServe's iteration "
+        "outside both models; other: of the time from one iteration to the next, SGLang's own work included; "
+        "distinct: 8-grams of the output that occur once; same: answers as in plain decoding"
     )
     return made

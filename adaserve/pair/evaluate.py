@@ -14,11 +14,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as fn
 
+from adaserve.draft_kind import draft_kind
 from adaserve.noise import request_key
 from adaserve.pair.acceptance import FILE_NAME, DraftSharpening, sharpening_of
-from adaserve.pair.candidates import Trees, draft_trees
+from adaserve.pair.candidates import Drafter, ModelDrafter, Trees, draft_trees
 from adaserve.pair.data import load_tokenizer, open_stream
+from adaserve.pair.eagle import load_head
 from adaserve.pair.generate import Written, generate, shared_noise
+from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.long import CATEGORIES as LONG_TEXTS
 from adaserve.pair.long import agreement, chain_tokens, long_prompts, sparse_logits
 from adaserve.pair.model import TinyLlama, load_hf
@@ -74,16 +77,23 @@ def write(target: TinyLlama, prompts: Tensor, new: int, temperature: float, *, s
 
 
 @torch.no_grad()
-def draft_logits(draft: TinyLlama, written: Written) -> Tensor:
+def draft_logits(drafter: Drafter, written: Written) -> Tensor:
     """The draft's logits for every written token, [rows, new, vocab]."""
-    return draft(written.whole[:, :-1])[:, written.prompts.shape[1] - 1 :]
+    return drafter.after(written.whole[:, :-1])[:, written.prompts.shape[1] - 1 :]
 
 
 def best_tau(logits: Tensor, actual: Tensor) -> float:
     """The divisor of the draft's logits under which what the target chose was most likely."""
     flat, wanted = logits.flatten(0, 1), actual.flatten()
+    proposable = _proposable(flat, wanted)
+    flat, wanted = flat[proposable], wanted[proposable]
     losses = [fn.cross_entropy(flat / tau, wanted).item() for tau in _TAUS]
     return float(_TAUS[int(np.argmin(losses))])
+
+
+def _proposable(logits: Tensor, wanted: Tensor) -> Tensor:
+    """bool [n]: where [n, vocab] logits allow the ``wanted`` token; a head knows only some."""
+    return logits.gather(1, wanted[:, None])[:, 0].isfinite()
 
 
 def noise_of(written: Written, vocabulary: int) -> Tensor:
@@ -98,6 +108,8 @@ def best_shared(logits: Tensor, noise: Tensor, actual: Tensor, temperature: floa
     if temperature == 0:
         return best_tau(logits, actual), 0.0
     flat, own, wanted = logits.flatten(0, 1), noise.flatten(0, 1), actual.flatten()
+    proposable = _proposable(flat, wanted)
+    flat, own, wanted = flat[proposable], own[proposable], wanted[proposable]
     best = (math.inf, 1.0, 0.0)
     for weight in temperature * _NOISE:
         noisy = flat + weight * own
@@ -108,7 +120,7 @@ def best_shared(logits: Tensor, noise: Tensor, actual: Tensor, temperature: floa
 
 
 def tree_samples(
-    draft: TinyLlama, written: Written, *, w: int, tau: float, every: int, noise: float = 0.0
+    drafter: Drafter, written: Written, *, w: int, tau: float, every: int, noise: float = 0.0
 ) -> list[tuple[Trees, Tensor]]:
     """Trees at every `every`-th written token, with the continuation that the target really took.
 
@@ -118,7 +130,7 @@ def tree_samples(
     samples = []
     for position in range(every, written.text.shape[1] - DEPTH, every):
         trees = draft_trees(
-            draft,
+            drafter,
             written.whole[:, : start + position],
             depth=DEPTH,
             w=w,
@@ -157,20 +169,21 @@ def calibration_error(rows: list[dict[str, float]]) -> float:
 
 
 class Evaluation:
-    """One pair, one set of rows; fills `report` step by step behind a progress bar."""
+    """One target and one draft, one set of rows; fills `report` step by step behind a progress bar."""
 
-    def __init__(self, pair: Path, corpus: Path, *, rows: int, new: int, seed: int) -> None:
-        self.target, self.draft = load_hf(pair / "target"), load_hf(pair / "draft")
+    def __init__(self, pair: Path, draft: str, corpus: Path, *, rows: int, new: int, seed: int) -> None:
+        self.target = load_hf(pair / "target")
+        self.drafter = load_drafter(pair / draft, self.target)
         self.tokenizer = load_tokenizer(pair / "target")
         self.corpus, self.rows, self.new, self.seed = corpus, rows, new, seed
         self.report: dict[str, Any] = {"rows": rows, "new_tokens": new, "seed": seed}
 
-    def losses(self) -> None:
+    def losses(self, draft: TinyLlama) -> None:
         table: dict[str, Any] = {}
         for kind in track(("code", "prose"), description="Held-out loss"):
             stream = self.corpus / f"held_out-{kind}.bin"
             row = {n: held_out_loss(m, stream, length=512, windows=60).mean().item()
-                   for n, m in (("target", self.target), ("draft", self.draft))}  # fmt: skip
+                   for n, m in (("target", self.target), ("draft", draft))}  # fmt: skip
             by_position = held_out_loss(self.target, stream, length=MAX_CONTEXT_TOKENS, windows=6)
             for start, end in ((256, 512), (1024, 2048), (4096, 8192)):
                 row[f"target_tokens_{start}_to_{end}"] = by_position[start:end].mean().item()
@@ -186,7 +199,7 @@ class Evaluation:
             for category in CATEGORIES:
                 prompts = prompt_batch(self.tokenizer, category, self.rows // 2, odd=True)
                 written = write(self.target, prompts, self.new, temperature, seed=self.seed)
-                logits.append(draft_logits(self.draft, written).flatten(0, 1)[None])
+                logits.append(draft_logits(self.drafter, written).flatten(0, 1)[None])
                 noise.append(noise_of(written, logits[-1].shape[-1]).flatten(0, 1)[None])
                 actual.append(written.text.flatten()[None])
             drafted, wanted = torch.cat(logits, 1), torch.cat(actual, 1)
@@ -221,18 +234,18 @@ class Evaluation:
             for t, rows in ((t, reliability(s)) for t, s in pooled.items())
         }
 
-    def long_contexts(self) -> None:
+    def long_contexts(self, draft: TinyLlama) -> None:
         """Agreement, and accepted tokens of chains, by context and by what the draft reads of it."""
         sharpening = sharpening_of(self.report)
         cases = [(c, t) for c in CONTEXTS for t in LONG_TEMPERATURES]
         self.report["contexts"] = [
             row
             for case in track(cases, description="Long contexts")
-            for row in self._long_rows(*case, sharpening)
+            for row in self._long_rows(draft, *case, sharpening)
         ]
 
     def _long_rows(
-        self, context: int, temperature: float, sharpening: DraftSharpening
+        self, draft: TinyLlama, context: int, temperature: float, sharpening: DraftSharpening
     ) -> list[dict[str, Any]]:
         scale, spread = (float(x) for x in sharpening.reading(temperature))
         agrees: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
@@ -240,9 +253,9 @@ class Evaluation:
         for category in LONG_TEXTS:
             prompts = long_prompts(self.tokenizer, category, max(2, self.rows // 8), context - _LONG_NEW)
             written = write(self.target, prompts, _LONG_NEW, temperature, seed=self.seed)
-            noise = noise_of(written, self.draft.shape.vocab)
+            noise = noise_of(written, draft.shape.vocab)
             for window in WINDOWS:
-                logits = sparse_logits(self.draft, written, window, _SINKS)
+                logits = sparse_logits(draft, written, window, _SINKS)
                 agrees[window].append(agreement(logits, written, noise, scale, spread))
                 best = (logits * scale + noise * spread).softmax(-1).max(-1).values
                 predicted[window].append(best)
@@ -264,13 +277,13 @@ class Evaluation:
         prompts = prompt_batch(self.tokenizer, category, self.rows, odd=False)
         written = write(self.target, prompts, self.new, temperature, seed=self.seed + 1)
         alone, tau, noise = taus
-        logits = draft_logits(self.draft, written)
+        logits = draft_logits(self.drafter, written)
         own = noise * noise_of(written, logits.shape[-1]) if noise else torch.zeros(1)
         agrees = ((logits + own).argmax(-1) == written.text).float().mean()
         every = max(4, math.ceil(self.new / 8))
 
         def samples(w: int, tau: float, noise: float) -> list[tuple[Trees, Tensor]]:
-            return tree_samples(self.draft, written, w=w, tau=tau, every=every, noise=noise)
+            return tree_samples(self.drafter, written, w=w, tau=tau, every=every, noise=noise)
 
         by_width = {w: samples(w, tau, noise) for w in WIDTHS}
         row = {
@@ -285,14 +298,27 @@ class Evaluation:
         return row, by_width[WIDTHS[-1]]
 
 
-def evaluate(pair: Path, corpus: Path, *, rows: int, new: int, seed: int, threads: int) -> dict[str, Any]:
-    """Everything the documentation reports about a pair; needs the corpus only for the losses."""
+def load_drafter(folder: Path, target: TinyLlama) -> Drafter:
+    """The draft model or head in ``folder``."""
+    architectures = json.loads((folder / "config.json").read_text())["architectures"]
+    if draft_kind(architectures, "auto", str(folder)) == "eagle3":
+        return HeadDrafter(target, load_head(folder, target))
+    return ModelDrafter(load_hf(folder))
+
+
+def evaluate(
+    pair: Path, corpus: Path, draft: str = "draft", *, rows: int, new: int, seed: int, threads: int
+) -> dict[str, Any]:
+    """Everything the documentation reports about the target and ``pair / draft``. The text is the same for
+    all drafts. Needs the corpus only for the losses of language models."""
     torch.set_num_threads(threads)
-    evaluation = Evaluation(pair, corpus, rows=rows, new=new, seed=seed)
-    if (corpus / "held_out-code.bin").exists():
-        evaluation.losses()
+    evaluation = Evaluation(pair, draft, corpus, rows=rows, new=new, seed=seed)
+    drafter = evaluation.drafter
+    if isinstance(drafter, ModelDrafter) and (corpus / "held_out-code.bin").exists():
+        evaluation.losses(drafter.model)
     evaluation.acceptance(evaluation.calibrate())
-    evaluation.long_contexts()
+    if isinstance(drafter, ModelDrafter):
+        evaluation.long_contexts(drafter.model)
     return evaluation.report
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 from adaserve.pair import distill, train
 from adaserve.pair.corpus import build
 from adaserve.pair.data import prepare
+from adaserve.pair.eagle import HeadShape
 from adaserve.pair.evaluate import evaluate, write_acceptance
 from adaserve.pair.packed import PLAIN_NAME, pack
 from adaserve.pair.prompts import write_prompts
 from adaserve.pair.schedule import FIRST, Stage
+from adaserve.pair.train_head import train_eagle
+from adaserve.pair.widen import HEAD
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -101,3 +104,30 @@ def _draft_run(run: train.Run, out: Path, recipe: Recipe) -> train.Run:
         run, out=out, minutes=recipe.draft_minutes, phases=recipe.stage.draft,
         matrix_lr=rates * distill.MATRIX_LR, vector_lr=rates * distill.VECTOR_LR,
     )  # fmt: skip
+
+
+def export_head(
+    work: Path,
+    pair: Path,
+    shape: HeadShape,
+    *,
+    minutes: float,
+    written_tokens: int,
+    seed: int,
+    threads: int,
+    start: Path | None,
+) -> Path:
+    """Trains an EAGLE-3 head of ``pair/target`` below ``work``; returns the folder of its shipped form."""
+    run = train.Run(
+        ensure_corpus(work, seed=seed),
+        work / "runs" / HEAD,
+        minutes,
+        seed,
+        threads,
+        compile=False,
+        start=start,
+    )
+    train_eagle(run, pair, written_tokens=written_tokens, shape=shape)
+    out = work / "pair" / HEAD
+    pack(run.out, out)
+    return out

@@ -28,6 +28,9 @@ FIRST = Stage((Phase(0.74, 16, 256), Phase(0.94, 8, 512), Phase(1.00, 2, 2048)),
 FURTHER = Stage(FIRST.target, FIRST.draft, 0.5)
 # Up to the length the server admits, at rates too low to spoil what was learned on short windows.
 LONG = Stage((Phase(0.35, 2, 4096), Phase(1.00, 1, 8192)), (Phase(0.4, 4, 2048), Phase(1.00, 2, 8192)), 0.15)
+# An unrolled head keeps its attention weights, which grow with the square of the length. Small batches first:
+# at the beginning any text tells the way.
+HEAD_PHASES = (Phase(0.35, 8, 256), Phase(0.85, 16, 256), Phase(1.00, 8, 512))
 
 
 @dataclass
