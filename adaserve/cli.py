@@ -60,7 +60,7 @@ DraftKind = Annotated[
     str,
     typer.Option(
         help="What the draft is: model (a language model), eagle3 (an EAGLE-3 head on the target's hidden "
-        "states), or auto: by its config.json."
+        "states), medusa (Medusa heads on them), or auto: by its config.json."
     ),
 ]
 SecondDraft = Annotated[

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head drafts: the text is the target's, and the head proposes what SGLang's own class does."""
+"""Heads draft: the text is the target's, and an EAGLE-3 head proposes what SGLang's own class does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import transformers
 
 from tests.engine.chi_square import chi_square_p
 from tests.engine.conftest import Served
-from tests.engine.harness import run_jobs, workload
+from tests.engine.harness import run_jobs
+from tests.engine.heads import headed_jobs
 from tests.engine.test_greedy import TIE
 
 PROMPT = [5, 17, 33, 99, 250]
@@ -24,6 +25,7 @@ def target(headed_pair: Path) -> Any:
     return transformers.LlamaForCausalLM.from_pretrained(headed_pair / "target", dtype=torch.float32)
 
 
+@pytest.mark.parametrize("headed", ["eagle3"], indirect=True)
 def test_the_same_two_steps_as_sglang(headed: Served) -> None:
     """The same beams by the same parents, with the same scores, for the same hidden states."""
     heads = headed.probe.read()["heads"]
@@ -36,7 +38,7 @@ def test_the_same_two_steps_as_sglang(headed: Served) -> None:
 
 def test_greedy_is_the_target_alone(headed: Served, target: Any) -> None:
     """Every token of every answer is the target's best one behind those before it."""
-    jobs = workload(90, seed=5, leave_every=11)
+    jobs = headed_jobs()
     answers = run_jobs(headed.server, jobs, speed=2)
     for job, answer in zip(jobs, answers, strict=True):
         if answer is None:
@@ -52,10 +54,12 @@ def test_greedy_is_the_target_alone(headed: Served, target: Any) -> None:
     assert sum(m["num_retractions"] for m in finished) > 0, "no retractions"
     assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
     stats = headed.probe.read()
-    assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"
+    assert stats["hidden_audits"] > 50, "hardly any hidden states could be audited"
     assert stats["moved"] > 20, "compaction was not exercised"
-    assert stats["catch_ups"] > 20, "the head never had to catch up"
-    assert stats["draft_audits"][0] > 50, "hardly any cache of the head could be audited"
+    assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "heads agree too rarely or too often"
+    if headed.name == "eagle3":
+        assert stats["catch_ups"] > 20, "the head never had to catch up"
+        assert stats["draft_audits"][0] > 50, "hardly any cache of the head could be audited"
     headed.server.assert_idle_and_clean()
 
 

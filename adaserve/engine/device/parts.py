@@ -43,7 +43,7 @@ CATCH_UP_TOKENS = 512
 class GraphDevice:
     """``Device`` on a GPU."""
 
-    target_states = None  # heads are not served here
+    target_states = medusa = None  # heads are not served here
     stops_early = False
     least_gain = 0.0
 
