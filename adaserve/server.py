@@ -107,9 +107,10 @@ class ServerSpec:
         """Target and draft."""
         if self.model is not None:
             return self.model, self.draft
-        from adaserve.pair.widen import ensure_embedded_pair
+        from adaserve.pair.widen import HEAD, ensure_embedded_pair
 
-        target, draft = ensure_embedded_pair(self.size)
+        draft_name = HEAD if self.config.draft_kind == "eagle3" else "draft"
+        target, draft = ensure_embedded_pair(self.size, draft=draft_name)
         return str(target), str(draft)
 
     def environment(self) -> dict[str, str]:

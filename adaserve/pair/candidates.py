@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ class Trees:
     """Beam-search candidate trees: the `w` best nodes of every level.
 
     paths[level]: [contexts, w, level + 1] tokens from below the root; probability[level]: [contexts, w], the
-    product of the draft's probabilities along the path.
+    product of the drafter's probabilities along the path.
     """
 
     paths: list[Tensor]
@@ -35,18 +36,55 @@ class Trees:
         return self.hits(actual).any(-1).sum(-1)
 
 
-def _fork(cache: Cache, rows: Tensor, capacity: int) -> Cache:
+class Drafter(Protocol):
+    """Whoever draws up trees; what it holds of a text is opaque."""
+
+    def after(self, tokens: Tensor) -> Tensor:
+        """Logits [rows, length, vocab] for what follows each of ``tokens`` [rows, length], -inf for tokens
+        that it never proposes. A head reads the target's hidden states of all tokens before."""
+        ...
+
+    def begin(self, contexts: Tensor, depth: int) -> tuple[Tensor, Any]:
+        """Reads [n, length] tokens; logits [n, vocab] for what follows, and what it holds of them."""
+        ...
+
+    def grow(self, held: Any, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Any]:
+        """The same behind one more token, ``tokens`` [m], each behind the text of one of the ``rows`` [m]."""
+        ...
+
+
+class ModelDrafter:
+    """A language model."""
+
+    def __init__(self, model: TinyLlama) -> None:
+        self.model = model
+
+    @torch.no_grad()
+    def after(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens)
+        return logits
+
+    def begin(self, contexts: Tensor, depth: int) -> tuple[Tensor, Cache]:
+        cache = Cache(self.model, len(contexts), contexts.shape[1] + depth)
+        return extend(self.model, contexts, cache), cache
+
+    def grow(self, held: Cache, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Cache]:
+        cache = _fork(held, rows)
+        return extend(self.model, tokens[:, None], cache), cache
+
+
+def _fork(cache: Cache, rows: Tensor) -> Cache:
     """A cache whose row i continues row `rows[i]`."""
     forked = Cache.__new__(Cache)
     kept = cache.store[:, :, rows, :, : cache.length]
-    forked.store = fn.pad(kept, (0, 0, 0, capacity - cache.length))
+    forked.store = fn.pad(kept, (0, 0, 0, cache.store.shape[4] - cache.length))
     forked.rope, forked.length = cache.rope, cache.length
     return forked
 
 
 @torch.no_grad()
 def draft_trees(
-    draft: TinyLlama,
+    drafter: Drafter,
     contexts: Tensor,
     *,
     depth: int,
@@ -55,18 +93,16 @@ def draft_trees(
     keys: np.ndarray | None = None,
     noise: float = 0.0,
 ) -> Trees:
-    """Trees below each of [contexts, length]: (the draft's logits + `noise` x that of `keys`) / `tau`."""
+    """Trees below each of [contexts, length]: (the drafter's logits + `noise` x that of `keys`) / `tau`."""
     n, length = contexts.shape
-    capacity = length + depth
-    cache = Cache(draft, n, capacity)
-    logits = extend(draft, contexts, cache)
+    logits, held = drafter.begin(contexts, depth)
     prefix = torch.zeros(n, 1, 0, dtype=torch.long)
     score = torch.zeros(n, 1)
     trees = Trees([], [])
     for level in range(depth):
         if keys is not None and noise:
             beams_of_row = logits.shape[0] // n
-            own = shared_noise(keys, cache.length - 1, logits.shape[1])
+            own = shared_noise(keys, length - 1 + level, logits.shape[1])
             logits = logits + noise * own.repeat_interleave(beams_of_row, dim=0)
         logits[:, [BOS_ID, EOS_ID]] = -torch.inf
         log_p, token = fn.log_softmax(logits / tau, dim=-1).topk(w)
@@ -80,6 +116,5 @@ def draft_trees(
         trees.probability.append(score.exp())
         if level < depth - 1:
             rows = (torch.arange(n)[:, None] * beams + parent).flatten()
-            cache = _fork(cache, rows, capacity)
-            logits = extend(draft, tokens.flatten()[:, None], cache)
+            logits, held = drafter.grow(held, rows, tokens.flatten())
     return trees

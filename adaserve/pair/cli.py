@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve.cores import usable_cores
-from adaserve.pair.widen import cache_folder, ensure_embedded_pair, weights_folder
+from adaserve.pair.shape import HEAD_MLP, HEAD_VOCABULARY
+from adaserve.pair.widen import HEAD, cache_folder, drafts_of, ensure_embedded_pair, weights_folder
 
 app = typer.Typer(help="The embedded target and draft: train, measure and widen them.", no_args_is_help=True)
 console = Console()
@@ -63,6 +64,42 @@ def train(
     console.print(f"{pair} holds target/ and draft/; ADASERVE_PAIR_WEIGHTS={pair} makes AdaServe use them")
 
 
+@app.command("train-head")
+def train_head(
+    *,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes.")] = 20,
+    pair: Annotated[
+        Path | None, typer.Option(help="Folder with target/, whose head this is [default: shipped].")
+    ] = None,
+    written_tokens: Annotated[
+        int, typer.Option(min=50_000, help="Tokens the target writes for its head.")
+    ] = 400_000,
+    vocabulary: Annotated[
+        int, typer.Option(min=16, help="Tokens that the head can propose: the most frequent ones.")
+    ] = HEAD_VOCABULARY,
+    mlp: Annotated[int, typer.Option(min=16, help="Width of the head's MLP.")] = HEAD_MLP,
+    go_on: Annotated[
+        bool, typer.Option("--go-on", help="Start from the pair's head, at half the learning rates.")
+    ] = False,
+    work: Work = None,
+    seed: Seed = 0,
+    threads: Threads = THREADS,
+) -> None:
+    """Train an EAGLE-3 head for the embedded target. Ctrl-C, then repeat: it resumes."""
+    from adaserve.pair.eagle import HeadShape
+    from adaserve.pair.export import export_head
+
+    folder = pair if pair is not None else weights_folder()
+    shape = HeadShape(vocab=vocabulary, mlp=mlp)
+    head = export_head(
+        _work(work), folder, shape, minutes=minutes, written_tokens=written_tokens, seed=seed, threads=threads,
+        start=folder / HEAD if go_on else None,
+    )  # fmt: skip
+    console.print(
+        f"{head} holds the head; copy it to {folder / HEAD}, then measure it with `adaserve pair eval --calibrate`"
+    )
+
+
 @app.command("eval")
 def evaluate_pair(
     *,
@@ -79,16 +116,21 @@ def evaluate_pair(
     seed: Seed = 0,
     threads: Threads = THREADS,
 ) -> None:
-    """Measure loss, loops, agreement and accepted tokens on held-out text (the loss needs the corpus)."""
+    """Measure loss, loops, agreement and accepted tokens of draft and head (the loss needs the corpus)."""
     from adaserve.pair.evaluate import evaluate, write_acceptance
 
     folder = pair if pair is not None else weights_folder()
-    report = evaluate(folder, _work(work) / "corpus", rows=rows, new=new_tokens, seed=seed, threads=threads)
-    if calibrate:
-        write_acceptance(report, folder / "draft")
+    reports = {}
+    for draft in drafts_of(folder):
+        console.print(f"[bold]{draft}[/]")
+        reports[draft] = report = evaluate(
+            folder, _work(work) / "corpus", draft, rows=rows, new=new_tokens, seed=seed, threads=threads
+        )
+        if calibrate:
+            write_acceptance(report, folder / draft)
+        _print_report(report)
     if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n")
-    _print_report(report)
+        out.write_text(json.dumps(reports, indent=1) + "\n")
 
 
 def _print_report(report: dict[str, Any]) -> None:

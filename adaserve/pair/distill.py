@@ -102,7 +102,7 @@ def train_draft(run: Run, target_folder: Path, *, written_tokens: int, shape: Sh
         write_text(target, run.corpus / "train.bin", written, written_tokens, seed=run.seed)
     draft = sliced(target, shape) if run.start is None else load_hf(run.start / "draft")
     run = replace(run, phases=DRAFT_PHASES).rates(_MATRIX_LR, _VECTOR_LR)
-    trainer = Trainer(run, draft, lambda window: distillation_loss(draft, target, window[:, :-1]))
+    trainer = Trainer(run, draft, lambda window: distillation_loss(draft, target, window[:, :-1]), save_hf)
     mixture = Mixture(trainer.batches, Batches(open_stream(written), seed=run.seed))
     mixture.used_tokens = trainer.batches.used_tokens
     trainer.batches = mixture

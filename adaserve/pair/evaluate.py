@@ -15,11 +15,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as fn
 
+from adaserve.draft_kind import draft_kind
 from adaserve.noise import request_key
 from adaserve.pair.acceptance import FILE_NAME
-from adaserve.pair.candidates import Trees, draft_trees
+from adaserve.pair.candidates import Drafter, ModelDrafter, Trees, draft_trees
 from adaserve.pair.data import load_tokenizer, open_stream
+from adaserve.pair.eagle import load_head
 from adaserve.pair.generate import generate, shared_noise
+from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.prompts import CATEGORIES, load_prompts
 from adaserve.pair.vocabulary import BOS_ID
@@ -87,16 +90,23 @@ def write(target: TinyLlama, prompts: Tensor, new: int, temperature: float, *, s
 
 
 @torch.no_grad()
-def draft_logits(draft: TinyLlama, written: Written) -> Tensor:
+def draft_logits(drafter: Drafter, written: Written) -> Tensor:
     """The draft's logits for every written token, [rows, new, vocab]."""
-    return draft(written.whole[:, :-1])[:, written.prompts.shape[1] - 1 :]
+    return drafter.after(written.whole[:, :-1])[:, written.prompts.shape[1] - 1 :]
 
 
 def best_tau(logits: Tensor, actual: Tensor) -> float:
     """The divisor of the draft's logits under which what the target chose was most likely."""
     flat, wanted = logits.flatten(0, 1), actual.flatten()
+    proposable = _proposable(flat, wanted)
+    flat, wanted = flat[proposable], wanted[proposable]
     losses = [fn.cross_entropy(flat / tau, wanted).item() for tau in _TAUS]
     return float(_TAUS[int(np.argmin(losses))])
+
+
+def _proposable(logits: Tensor, wanted: Tensor) -> Tensor:
+    """bool [n]: where [n, vocab] logits allow the ``wanted`` token; a head knows only some."""
+    return logits.gather(1, wanted[:, None])[:, 0].isfinite()
 
 
 def noise_of(written: Written, vocabulary: int) -> Tensor:
@@ -111,6 +121,8 @@ def best_shared(logits: Tensor, noise: Tensor, actual: Tensor, temperature: floa
     if temperature == 0:
         return best_tau(logits, actual), 0.0
     flat, own, wanted = logits.flatten(0, 1), noise.flatten(0, 1), actual.flatten()
+    proposable = _proposable(flat, wanted)
+    flat, own, wanted = flat[proposable], own[proposable], wanted[proposable]
     best = (math.inf, 1.0, 0.0)
     for weight in temperature * _NOISE:
         noisy = flat + weight * own
@@ -121,7 +133,7 @@ def best_shared(logits: Tensor, noise: Tensor, actual: Tensor, temperature: floa
 
 
 def tree_samples(
-    draft: TinyLlama, written: Written, *, w: int, tau: float, every: int, noise: float = 0.0
+    drafter: Drafter, written: Written, *, w: int, tau: float, every: int, noise: float = 0.0
 ) -> list[tuple[Trees, Tensor]]:
     """Trees at every `every`-th written token, with the continuation that the target really took.
 
@@ -131,7 +143,7 @@ def tree_samples(
     samples = []
     for position in range(every, written.text.shape[1] - DEPTH, every):
         trees = draft_trees(
-            draft,
+            drafter,
             written.whole[:, : start + position],
             depth=DEPTH,
             w=w,
@@ -170,20 +182,21 @@ def calibration_error(rows: list[dict[str, float]]) -> float:
 
 
 class Evaluation:
-    """One pair, one set of rows; fills `report` step by step behind a progress bar."""
+    """One target and one draft, one set of rows; fills `report` step by step behind a progress bar."""
 
-    def __init__(self, pair: Path, corpus: Path, *, rows: int, new: int, seed: int) -> None:
-        self.target, self.draft = load_hf(pair / "target"), load_hf(pair / "draft")
+    def __init__(self, pair: Path, draft: str, corpus: Path, *, rows: int, new: int, seed: int) -> None:
+        self.target = load_hf(pair / "target")
+        self.drafter = load_drafter(pair / draft, self.target)
         self.tokenizer = load_tokenizer(pair / "target")
         self.corpus, self.rows, self.new, self.seed = corpus, rows, new, seed
         self.report: dict[str, Any] = {"rows": rows, "new_tokens": new, "seed": seed}
 
-    def losses(self) -> None:
+    def losses(self, draft: TinyLlama) -> None:
         table: dict[str, Any] = {}
         for kind in track(("code", "prose"), description="Held-out loss"):
             stream = self.corpus / f"held_out-{kind}.bin"
             row = {n: held_out_loss(m, stream, length=512, windows=60).mean().item()
-                   for n, m in (("target", self.target), ("draft", self.draft))}  # fmt: skip
+                   for n, m in (("target", self.target), ("draft", draft))}  # fmt: skip
             by_position = held_out_loss(self.target, stream, length=2048, windows=12)
             row["target_tokens_256_to_512"] = by_position[256:512].mean().item()
             row["target_tokens_1024_to_2048"] = by_position[1024:].mean().item()
@@ -199,7 +212,7 @@ class Evaluation:
             for category in CATEGORIES:
                 prompts = prompt_batch(self.tokenizer, category, self.rows // 2, odd=True)
                 written = write(self.target, prompts, self.new, temperature, seed=self.seed)
-                logits.append(draft_logits(self.draft, written).flatten(0, 1)[None])
+                logits.append(draft_logits(self.drafter, written).flatten(0, 1)[None])
                 noise.append(noise_of(written, logits[-1].shape[-1]).flatten(0, 1)[None])
                 actual.append(written.text.flatten()[None])
             drafted, wanted = torch.cat(logits, 1), torch.cat(actual, 1)
@@ -240,13 +253,13 @@ class Evaluation:
         prompts = prompt_batch(self.tokenizer, category, self.rows, odd=False)
         written = write(self.target, prompts, self.new, temperature, seed=self.seed + 1)
         alone, tau, noise = taus
-        logits = draft_logits(self.draft, written)
+        logits = draft_logits(self.drafter, written)
         own = noise * noise_of(written, logits.shape[-1]) if noise else torch.zeros(1)
         agrees = ((logits + own).argmax(-1) == written.text).float().mean()
         every = max(4, math.ceil(self.new / 8))
 
         def samples(w: int, tau: float, noise: float) -> list[tuple[Trees, Tensor]]:
-            return tree_samples(self.draft, written, w=w, tau=tau, every=every, noise=noise)
+            return tree_samples(self.drafter, written, w=w, tau=tau, every=every, noise=noise)
 
         by_width = {w: samples(w, tau, noise) for w in WIDTHS}
         row = {
@@ -261,12 +274,24 @@ class Evaluation:
         return row, by_width[WIDTHS[-1]]
 
 
-def evaluate(pair: Path, corpus: Path, *, rows: int, new: int, seed: int, threads: int) -> dict[str, Any]:
-    """Everything the documentation reports about a pair; needs the corpus only for the losses."""
+def load_drafter(folder: Path, target: TinyLlama) -> Drafter:
+    """The draft model or head in ``folder``."""
+    architectures = json.loads((folder / "config.json").read_text())["architectures"]
+    if draft_kind(architectures, "auto", str(folder)) == "eagle3":
+        return HeadDrafter(target, load_head(folder, target))
+    return ModelDrafter(load_hf(folder))
+
+
+def evaluate(
+    pair: Path, corpus: Path, draft: str = "draft", *, rows: int, new: int, seed: int, threads: int
+) -> dict[str, Any]:
+    """Everything the documentation reports about the target and ``pair / draft``. The text is the same for all
+    drafts. Needs the corpus only for the losses of language models."""
     torch.set_num_threads(threads)
-    evaluation = Evaluation(pair, corpus, rows=rows, new=new, seed=seed)
-    if (corpus / "held_out-code.bin").exists():
-        evaluation.losses()
+    evaluation = Evaluation(pair, draft, corpus, rows=rows, new=new, seed=seed)
+    drafter = evaluation.drafter
+    if isinstance(drafter, ModelDrafter) and (corpus / "held_out-code.bin").exists():
+        evaluation.losses(drafter.model)
     evaluation.acceptance(evaluation.calibrate())
     return evaluation.report
 

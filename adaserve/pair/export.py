@@ -10,10 +10,13 @@ from pathlib import Path
 from adaserve.pair.corpus import build
 from adaserve.pair.data import prepare
 from adaserve.pair.distill import train_draft
+from adaserve.pair.eagle import HeadShape
 from adaserve.pair.evaluate import evaluate, write_acceptance
 from adaserve.pair.packed import PLAIN_NAME, pack
 from adaserve.pair.prompts import write_prompts
 from adaserve.pair.train import Run, train_target
+from adaserve.pair.train_head import train_eagle
+from adaserve.pair.widen import HEAD
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -65,3 +68,24 @@ def train_pair(work: Path, recipe: Recipe) -> Path:
     (pair / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     write_acceptance(report, pair / "draft")
     return pair
+
+
+def export_head(
+    work: Path,
+    pair: Path,
+    shape: HeadShape,
+    *,
+    minutes: float,
+    written_tokens: int,
+    seed: int,
+    threads: int,
+    start: Path | None,
+) -> Path:
+    """Trains an EAGLE-3 head of ``pair/target`` below ``work``; returns the folder of its shipped form."""
+    run = Run(
+        ensure_corpus(work, seed=seed), work / "runs" / HEAD, minutes, seed, threads, compile=False, start=start
+    )
+    train_eagle(run, pair, written_tokens=written_tokens, shape=shape)
+    out = work / "pair" / HEAD
+    pack(run.out, out)
+    return out

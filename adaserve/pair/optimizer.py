@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from adaserve.pair.model import Block, TinyLlama
+from adaserve.pair.model import Block
 
 _NEWTON_SCHULZ = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
                   (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))  # fmt: skip
@@ -50,17 +50,20 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(
-    model: TinyLlama, *, matrix_lr: float, vector_lr: float, decay: float
+    model: nn.Module, *, matrix_lr: float, vector_lr: float, decay: float
 ) -> list[torch.optim.Optimizer]:
+    """For whatever of ``model`` is trained: Muon for matrices between hidden states, AdamW for norms and for
+    what reads or writes tokens."""
     fused: dict[int, list[int]] = {}
-    for block in model.blocks:
-        assert isinstance(block, Block)
+    for block in (m for m in model.modules() if isinstance(m, Block)):
         for name, parts in block.parts.items():
             fused[id(block.get_submodule(name).weight)] = parts
     matrices: list[tuple[nn.Parameter, list[int]]] = []
     others: list[nn.Parameter] = []
     for name, p in model.named_parameters():
-        if p.ndim == 2 and not name.startswith("embed"):
+        if not p.requires_grad:
+            continue
+        if p.ndim == 2 and not name.startswith(("embed", "lm_head")):
             matrices.append((p, fused.get(id(p), [p.shape[0]])))
         else:
             others.append(p)

@@ -37,7 +37,7 @@ def pack(source: Path, out: Path) -> None:
         if weight.ndim == 2:
             tensors[name], tensors[name + _SCALE] = quantised(weight)
         else:
-            tensors[name] = weight.to(torch.float16)
+            tensors[name] = weight.to(torch.float16) if weight.is_floating_point() else weight
     copy_companions(source, out)
     save_file(tensors, out / PACKED_NAME)
 

@@ -38,6 +38,7 @@ class Shape:
 
 TARGET = Shape()
 DRAFT = replace(TARGET, layers=2, mlp=512)
+HEAD_VOCABULARY, HEAD_MLP = 1536, 384
 
 
 def hf_config(shape: Shape) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from rich.progress import (
@@ -19,7 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as fn
 
 from adaserve.pair.data import Batches, open_stream
@@ -56,6 +56,7 @@ class Run:
 
 
 LossFunction = Callable[[Tensor], Tensor]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def next_token_loss(model: TinyLlama, window: Tensor) -> Tensor:
@@ -74,11 +75,14 @@ def progress_bar() -> Progress:
     )
 
 
-class Trainer:
-    """The loop shared by target and draft: take a batch, step, log, checkpoint, until the time is spent."""
+class Trainer(Generic[Model]):
+    """The loop of all training: take a batch, step, log, checkpoint, until the time is spent.
 
-    def __init__(self, run: Run, model: TinyLlama, loss: LossFunction) -> None:
-        self.run, self.model = run, model
+    ``save`` writes the model as others read it.
+    """
+
+    def __init__(self, run: Run, model: Model, loss: LossFunction, save: Callable[[Model, Path], None]) -> None:
+        self.run, self.model, self.save = run, model, save
         self.loss = torch.compile(loss, dynamic=False) if run.compile else loss
         self.optimizers = make_optimizers(
             model, matrix_lr=run.matrix_lr, vector_lr=run.vector_lr, decay=run.decay
@@ -118,7 +122,7 @@ class Trainer:
         partial = self.run.out / "checkpoint.partial"
         torch.save(state, partial)
         os.replace(partial, self.run.out / "checkpoint.pt")
-        save_hf(self.model, self.run.out / "latest")
+        self.save(self.model, self.run.out / "latest")
         self._saved_at = self.clock.elapsed_s
 
     def train_step(self) -> float:
@@ -168,5 +172,5 @@ def train_target(run: Run, shape: Shape = TARGET) -> None:
     torch.manual_seed(run.seed)
     model = TinyLlama(shape) if run.start is None else load_hf(run.start / "target")
     run = run.rates(MATRIX_LR, VECTOR_LR)
-    Trainer(run, model, lambda window: next_token_loss(model, window)).fit("target")
+    Trainer(run, model, lambda window: next_token_loss(model, window), save_hf).fit("target")
     save_hf(model, run.out)

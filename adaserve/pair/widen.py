@@ -37,6 +37,8 @@ from adaserve.pair.shape import Shape, hf_config, shape_of
 
 DEFAULT_PARAMETERS = 100_000_000
 WEIGHTS_VARIABLE = "ADASERVE_PAIR_WEIGHTS"
+HEAD = "eagle3"
+"""The folder of the embedded EAGLE-3 head, beside those of target and draft."""
 _FORMAT = 2  # part of the cache key: raise it when the files below change
 _WIDTH_STEP = 256  # widths that divide evenly over SIMD lanes and tensor-parallel ranks
 _NEW_WEIGHT_STD = 0.02
@@ -305,23 +307,33 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def ensure_embedded_pair(size: int | str = DEFAULT_PARAMETERS, *, extra_layers: int = 0) -> tuple[Path, Path]:
+def ensure_embedded_pair(
+    size: int | str = DEFAULT_PARAMETERS, *, extra_layers: int = 0, draft: str = "draft"
+) -> tuple[Path, Path]:
     """Folders of the widened target and of the draft for the server, made in the cache at first use.
 
+    A head needs no widening: the residual stream that it reads is that of the shipped target, layer by layer.
     `size` is the target's parameter count, as a number or like "100M"; sizes below the shipped one give the
     shipped target itself.
     """
-    return ensure_widened("target", Width(parse_size(size), extra_layers)), shipped_draft()
+    return ensure_widened("target", Width(parse_size(size), extra_layers)), shipped_draft(draft)
 
 
-def shipped_draft() -> Path:
-    """The folder of the draft as it is, for the server."""
-    weights = weights_folder()
-    draft = cache_folder() / f"draft-{_digest(weights / 'draft')}"
+def shipped_draft(name: str = "draft") -> Path:
+    """The folder of the draft model or head (``HEAD``) as it is, for the server. Raises PairError."""
+    source = weights_folder() / name
+    if not has_weights(source):
+        raise PairError(f"no {name} in {source.parent}: train one with `adaserve pair train-head`")
+    draft = cache_folder() / f"{name}-{_digest(source)}"
     if not (draft / "config.json").exists():
         with _published(draft) as folder:
-            unpack(weights / "draft", folder)
+            unpack(source, folder)
     return draft
+
+
+def drafts_of(pair: Path) -> list[str]:
+    """Folders of the draft model and of the heads that ``pair`` has."""
+    return [name for name in ("draft", HEAD) if has_weights(pair / name)]
 
 
 def ensure_widened(model: str, width: Width) -> Path:

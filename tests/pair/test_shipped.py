@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from adaserve.pair.acceptance import load_sharpening
+from adaserve.pair.candidates import ModelDrafter
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.evaluate import mean_accepted, prompt_batch, tree_samples, write
 from adaserve.pair.model import TinyLlama, load_hf
@@ -51,7 +52,7 @@ def test_draft_is_accepted_and_its_probabilities_are_right(pair: tuple[TinyLlama
     for temperature, least in ((0.0, 1.6), (0.7, 0.7)):
         written = write(target, prompt_batch(tokenizer, "coding", 24, odd=False), 48, temperature, seed=5)
         scale, spread = (float(x) for x in sharpening.reading(temperature))
-        samples = tree_samples(draft, written, w=2, tau=1 / scale, every=8, noise=spread / scale)
+        samples = tree_samples(ModelDrafter(draft), written, w=2, tau=1 / scale, every=8, noise=spread / scale)
         accepted = mean_accepted(samples)
         predicted = torch.cat([torch.stack(t.probability, 1).sum((1, 2)) for t, _ in samples]).mean().item()
         assert accepted > least

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaserve.pair.acceptance import DraftSharpening, load_sharpening
-from adaserve.pair.candidates import draft_trees
+from adaserve.pair.candidates import ModelDrafter, draft_trees
 from adaserve.pair.distill import divergence, sliced
 from adaserve.pair.evaluate import best_shared, best_tau, distinct_share
 from adaserve.pair.generate import Cache, extend, generate
@@ -37,10 +37,10 @@ def make_run(folder: Path, minutes: float) -> Run:
     return Run(folder, folder / "out", minutes, threads=1, compile=False, phases=(Phase(1.0, 8, 32),))
 
 
-def trainer(run: Run) -> Trainer:
+def trainer(run: Run) -> Trainer[TinyLlama]:
     torch.manual_seed(run.seed)
     model = TinyLlama(TINY)
-    return Trainer(run, model, lambda window: next_token_loss(model, window))
+    return Trainer(run, model, lambda window: next_token_loss(model, window), save_hf)
 
 
 def test_learns_and_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,14 +84,14 @@ def test_draft_that_is_the_target_is_always_accepted_when_greedy() -> None:
     model, prompts = random_model(), torch.randint(2, TINY.vocab, (6, 9))
     whole = generate(model, prompts, 4, torch.zeros(6), seed=0)
     for w in (1, 3):
-        trees = draft_trees(model, prompts, depth=4, w=w, tau=0.01)
+        trees = draft_trees(ModelDrafter(model), prompts, depth=4, w=w, tau=0.01)
         # Every level of a beam holds its likeliest path, which near tau = 0 is the greedy one.
         assert trees.accepted(whole[:, 9:]).tolist() == [4] * 6
 
 
 def test_beam_levels_are_the_best_of_all_extensions() -> None:
     model, prompts = random_model(seed=4), torch.randint(2, TINY.vocab, (2, 6))
-    trees = draft_trees(model, prompts, depth=2, w=2, tau=0.7)
+    trees = draft_trees(ModelDrafter(model), prompts, depth=2, w=2, tau=0.7)
     for row in range(2):
         logits = model(prompts[row : row + 1])[0, -1] / 0.7
         logits[:2] = -torch.inf
@@ -138,9 +138,9 @@ def test_draft_that_is_the_target_finds_every_draw() -> None:
     model, prompts = random_model(), torch.randint(2, TINY.vocab, (6, 9))
     keys = np.arange(6, dtype=np.uint64)
     whole = generate(model, prompts, 4, torch.full((6,), 0.9), seed=0, keys=keys)
-    trees = draft_trees(model, prompts, depth=4, w=1, tau=0.5, keys=keys, noise=0.9)
+    trees = draft_trees(ModelDrafter(model), prompts, depth=4, w=1, tau=0.5, keys=keys, noise=0.9)
     assert trees.accepted(whole[:, 9:]).tolist() == [4] * 6
-    guesses = draft_trees(model, prompts, depth=4, w=1, tau=0.5)
+    guesses = draft_trees(ModelDrafter(model), prompts, depth=4, w=1, tau=0.5)
     assert guesses.accepted(whole[:, 9:]).sum() < 20
 
 

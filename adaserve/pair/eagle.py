@@ -1,0 +1,242 @@
+"""An EAGLE-3 head for training: one layer over the target's hidden states, unrolled over its own guesses.
+
+The head reads a token's embedding and a hidden state of the token before: the target's, projected from some of
+its layers, or its own last output where it drafts further (EAGLE-3, section 3.1).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as fn
+
+from adaserve.draft_kind import EAGLE3
+from adaserve.pair.model import Block, RMSNorm, TinyLlama, rope, rotate
+from adaserve.pair.packed import PLAIN_NAME, read_weights
+from adaserve.pair.shape import HEAD_MLP, HEAD_VOCABULARY, Shape, hf_config
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """``layers``: rising numbers of the target's layers whose inputs are read. ``vocab``: tokens that the head
+    can propose. The rest is as in ``Shape``."""
+
+    layers: tuple[int, ...] = (1, 2, 3)
+    vocab: int = HEAD_VOCABULARY
+    mlp: int = HEAD_MLP
+    heads: int = 4
+    kv_heads: int = 2
+
+    def over(self, target: Shape) -> Shape:
+        """Of the head's layer and output matrix."""
+        return replace(
+            target,
+            vocab=self.vocab,
+            layers=1,
+            mlp=self.mlp,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_width=target.head_dim,
+            tied=False,
+        )
+
+
+class HeadLayer(Block):
+    """A decoder layer that reads an embedding and a hidden state side by side; the latter is its residual."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.qkv = nn.Linear(2 * shape.hidden, self.qkv.out_features, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden)
+
+    def project(self, embedded: Tensor, before: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, [rows, heads, length, head_dim], of tokens [rows, length, hidden]."""
+        shape, (rows, length, _) = self.shape, before.shape
+        joined = torch.cat((self.attn_norm(embedded), self.hidden_norm(before)), -1)
+        qkv = self.qkv(joined).view(rows, length, -1, shape.head_dim).transpose(1, 2)
+        q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        repeat = shape.heads // shape.kv_heads
+        q, k = rotate(q, cos, sin).to(q.dtype), rotate(k, cos, sin).to(k.dtype)
+        return q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+
+    def finish(self, before: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output from what its heads have gathered, [rows, heads, length, head_dim]."""
+        x = before + self.out(mixed.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(fn.silu(gate) * up)
+
+
+class EagleHead(nn.Module):
+    """``token_ids``: int64 [vocab], ascending, the tokens behind the rows of its output matrix. The embedding
+    is the target's and is not trained."""
+
+    def __init__(self, target: TinyLlama, shape: HeadShape, token_ids: Tensor) -> None:
+        super().__init__()
+        if len(token_ids) != shape.vocab:
+            raise ValueError(f"{len(token_ids)} tokens for a head that knows {shape.vocab}")
+        self.shape, self.target_shape, own = shape, target.shape, shape.over(target.shape)
+        hidden = own.hidden
+        self.embed = nn.Embedding.from_pretrained(target.embed.weight.detach(), freeze=True)
+        self.fc = nn.Linear(len(shape.layers) * hidden, hidden, bias=False)
+        self.layer, self.norm = HeadLayer(own), RMSNorm(hidden)
+        self.lm_head = nn.Linear(hidden, own.vocab, bias=False)
+        self.token_ids: Tensor
+        self.register_buffer("token_ids", token_ids)
+        self._start_from(target)
+
+    @torch.no_grad()
+    def _start_from(self, target: TinyLlama) -> None:
+        """The target's last layer, its most used MLP columns and its output rows; it reads the last of the
+        hidden states only."""
+        source, hidden, layer = target.blocks[-1], self.target_shape.hidden, self.layer
+        assert isinstance(source, Block)
+        nn.init.zeros_(self.fc.weight)
+        self.fc.weight[:, -hidden:] = torch.eye(hidden)
+        dim, more = self.target_shape.head_dim, layer.shape.kv_heads // self.target_shape.kv_heads
+        kv = self.target_shape.kv_heads * dim
+        q, k, v = source.qkv.weight.split([len(source.qkv.weight) - 2 * kv, kv, kv])
+        k, v = (w.view(-1, dim, hidden).repeat_interleave(more, 0).flatten(0, 1) for w in (k, v))
+        layer.qkv.weight.copy_(torch.cat((q, k, v)).repeat(1, 2) / 2)
+        layer.out.weight.copy_(source.out.weight)
+        gate, up = source.gate_up.weight.chunk(2)
+        use = gate.norm(dim=1) * up.norm(dim=1) * source.down.weight.norm(dim=0)
+        columns = use.topk(self.shape.mlp).indices.sort().values
+        layer.gate_up.weight.copy_(torch.cat((gate[columns], up[columns])))
+        layer.down.weight.copy_(source.down.weight[:, columns])
+        for mine, name in ((layer.attn_norm, "attn_norm"), (layer.hidden_norm, "attn_norm"),
+                           (layer.mlp_norm, "mlp_norm")):  # fmt: skip
+            mine.load_state_dict(source.get_submodule(name).state_dict())
+        self.norm.load_state_dict(target.norm.state_dict())
+        self.lm_head.weight.copy_(target.embed.weight[self.token_ids])
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., vocab] of the head."""
+        out: Tensor = self.lm_head(self.norm(states))
+        return out
+
+    def unroll(self, tokens: Tensor, layers: Tensor, steps: int) -> list[Tensor]:
+        """Its states [rows, length - 1, hidden] of ``tokens`` [rows, length] but the first, for every step.
+
+        At step k a token is read as the k-th of a draft: the tokens up to k before it as the target has read
+        them, the others with the head's own states (EAGLE-3, section 3.2, training-time test). Of step k the
+        first k - 1 tokens mean nothing. ``layers``: of the target, as in ``Observed``.
+        """
+        own, length = self.layer.shape, tokens.shape[1] - 1
+        cos, sin = rope(length, own.head_dim)
+        embedded = self.embed(tokens[:, 1:])
+        before = self.fc(layers[:, :-1].flatten(2)).float()
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        found = []
+        for step in range(steps):
+            q, k, v = self.layer.project(embedded, before, cos, sin)
+            keys.append(k)
+            values.append(v)
+            found.append(self.layer.finish(before, attend(q, keys, values)))
+            before = shifted(found[-1], 1)
+        return found
+
+
+def shifted(x: Tensor, by: int) -> Tensor:
+    """``x`` [..., length, width] moved to later places, zeros first."""
+    return x if by == 0 else fn.pad(x, (0, 0, by, 0))[..., : x.shape[-2], :]
+
+
+def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of the newest step of an unrolled head, all [rows, heads, length, head_dim].
+
+    At step k (``keys`` has k entries) token p sees the tokens up to p - k + 1 as the first step read them, and
+    behind those token p - i as step k - i read it.
+    """
+    scale, own = q.shape[-1] ** -0.5, len(keys) - 1
+    length = q.shape[-2]
+    if own == 0:
+        return fn.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1 - own)
+    scores = [((q * scale) @ keys[0].transpose(-1, -2)).masked_fill(hidden, -torch.inf)]
+    later = [(keys[own - i], values[own - i], i) for i in range(own)]
+    scores += [(q * scale * shifted(k, i)).sum(-1, keepdim=True) for k, _, i in later]
+    weights = torch.cat(scores, -1).softmax(-1).to(q.dtype)
+    mixed = weights[..., :length] @ values[0]
+    for place, (_, v, i) in enumerate(later, length):
+        mixed = mixed + weights[..., place : place + 1] * shifted(v, i)
+    return mixed
+
+
+_LAYER = "midlayer."
+
+
+def _split(head: EagleHead) -> dict[str, Tensor]:
+    """Weights by the names of public checkpoints."""
+    own, layer = head.layer.shape, head.layer
+    kv = own.kv_heads * own.head_dim
+    q, k, v = layer.qkv.weight.split([own.heads * own.head_dim, kv, kv])
+    gate, up = layer.gate_up.weight.chunk(2)
+    attention, mlp = _LAYER + "self_attn.", _LAYER + "mlp."
+    return {
+        "fc.weight": head.fc.weight,
+        _LAYER + "input_layernorm.weight": layer.attn_norm.weight,
+        _LAYER + "hidden_norm.weight": layer.hidden_norm.weight,
+        _LAYER + "post_attention_layernorm.weight": layer.mlp_norm.weight,
+        attention + "q_proj.weight": q,
+        attention + "k_proj.weight": k,
+        attention + "v_proj.weight": v,
+        attention + "o_proj.weight": layer.out.weight,
+        mlp + "gate_proj.weight": gate,
+        mlp + "up_proj.weight": up,
+        mlp + "down_proj.weight": layer.down.weight,
+        "norm.weight": head.norm.weight,
+        "lm_head.weight": head.lm_head.weight,
+    }
+
+
+def head_config(head: EagleHead) -> dict[str, Any]:
+    """``config.json`` as SGLang reads it."""
+    config = hf_config(head.layer.shape)
+    config |= {
+        "architectures": [EAGLE3],
+        "vocab_size": head.target_shape.vocab,
+        "draft_vocab_size": head.shape.vocab,
+        # SGLang counts the outputs of layers, so that layer i's input is i - 1.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in head.shape.layers]},
+    }
+    return config
+
+
+def save_head(head: EagleHead, folder: Path) -> None:
+    """Writes config.json and float16 weights in the format of public EAGLE-3 checkpoints: no embedding, one
+    ``midlayer``, tokens as differences to their rows (d2t)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: w.detach().to(torch.float16).contiguous() for name, w in _split(head).items()}
+    if not all(torch.isfinite(t).all() for t in tensors.values()):
+        raise ValueError("weights do not fit into float16")
+    ids = head.token_ids
+    known = torch.zeros(head.target_shape.vocab, dtype=torch.bool)
+    known[ids] = True
+    tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+    save_file(tensors, folder / PLAIN_NAME, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(head_config(head), indent=2) + "\n")
+
+
+def load_head(folder: Path, target: TinyLlama) -> EagleHead:
+    """A head that ``save_head`` wrote, or its shipped form."""
+    config = json.loads((folder / "config.json").read_text())
+    shape = HeadShape(
+        tuple(i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
+        config["draft_vocab_size"],
+        config["intermediate_size"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+    )
+    stored = read_weights(folder)
+    head = EagleHead(target, shape, stored["d2t"] + torch.arange(shape.vocab))
+    with torch.no_grad():
+        for name, weight in _split(head).items():
+            weight.copy_(stored[name])
+    return head

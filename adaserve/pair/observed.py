@@ -1,0 +1,56 @@
+"""What heads are trained on: the target's hidden states and logits on windows of text.
+
+The windows are those that the draft is distilled on: half real text, half text that the target wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as fn
+
+from adaserve.pair.data import Batches, open_stream
+from adaserve.pair.distill import Mixture, write_text
+from adaserve.pair.model import TinyLlama, rope
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A target's forward over ``tokens`` [rows, length]."""
+
+    tokens: Tensor
+    layers: Tensor
+    """[rows, length, captured layers, hidden]: the residual stream before each of these layers, in the order
+    of their numbers."""
+    last: Tensor
+    """[rows, length, hidden]: behind the final norm."""
+    logits: Tensor
+    """[rows, length, vocabulary]: for the token that follows."""
+
+
+@torch.no_grad()
+def observe(target: TinyLlama, tokens: Tensor, layers: Sequence[int] = ()) -> Observed:
+    """``layers``: rising numbers of the layers whose inputs are kept."""
+    cos, sin = rope(tokens.shape[1], target.shape.head_dim)
+    x = target.embed(tokens)
+    kept = []
+    for number, block in enumerate(target.blocks):
+        if number in layers:
+            kept.append(x)
+        x = block(x, cos, sin)
+    states = torch.stack(kept, 2) if kept else x.new_zeros(*tokens.shape, 0, x.shape[-1])
+    last = target.norm(x)
+    return Observed(tokens, states, last, fn.linear(last, target.embed.weight))
+
+
+def lessons(target: TinyLlama, corpus: Path, folder: Path, written_tokens: int, *, seed: int) -> Mixture:
+    """Endless batches of windows, ``take(rows, length)``. The target writes its half once, into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    real, written = corpus / "train.bin", folder / "written.bin"
+    if not written.exists():
+        write_text(target, real, written, written_tokens, seed=seed)
+    return Mixture(Batches(open_stream(real), seed=seed), Batches(open_stream(written), seed=seed))
