@@ -67,13 +67,24 @@ class ServerSpec:
 
         Raises ConfigError."""
         try:
-            folder = medusa_folder(self.draft, self.config.draft_kind)
+            folder = medusa_folder(self._draft_folder(), self.config.draft_kind)
             heads = 0 if folder is None else medusa_heads(folder)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if folder is None:
             return self.config
         return self.config.changed(medusa=str(folder), max_depth=min(self.config.max_depth, heads))
+
+    def _draft_folder(self) -> str | None:
+        """Where Medusa heads may be: the embedded ones only where they are asked for."""
+        if self.embedded and self.config.draft_kind == "medusa":
+            from adaserve.pair.widen import MEDUSA, PairError, shipped_draft
+
+            try:
+                return str(shipped_draft(MEDUSA))
+            except PairError as error:
+                raise ConfigError(str(error)) from None
+        return self.draft
 
     @property
     def embedded(self) -> bool:
@@ -107,10 +118,10 @@ class ServerSpec:
         """Target and draft."""
         if self.model is not None:
             return self.model, self.draft
-        from adaserve.pair.widen import HEAD, ensure_embedded_pair
+        from adaserve.pair.widen import HEAD, MEDUSA, ensure_embedded_pair
 
-        draft_name = HEAD if self.config.draft_kind == "eagle3" else "draft"
-        target, draft = ensure_embedded_pair(self.size, draft=draft_name)
+        heads = {"eagle3": HEAD, "medusa": MEDUSA}
+        target, draft = ensure_embedded_pair(self.size, draft=heads.get(self.config.draft_kind, "draft"))
         return str(target), str(draft)
 
     def environment(self) -> dict[str, str]:

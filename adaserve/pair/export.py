@@ -12,11 +12,12 @@ from adaserve.pair.data import prepare
 from adaserve.pair.distill import train_draft
 from adaserve.pair.eagle import HeadShape
 from adaserve.pair.evaluate import evaluate, write_acceptance
+from adaserve.pair.medusa import train_medusa
 from adaserve.pair.packed import PLAIN_NAME, pack
 from adaserve.pair.prompts import write_prompts
 from adaserve.pair.train import Run, train_target
 from adaserve.pair.train_head import train_eagle
-from adaserve.pair.widen import HEAD
+from adaserve.pair.widen import HEAD, MEDUSA
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -83,9 +84,31 @@ def export_head(
 ) -> Path:
     """Trains an EAGLE-3 head of ``pair/target`` below ``work``; returns the folder of its shipped form."""
     run = Run(
-        ensure_corpus(work, seed=seed), work / "runs" / HEAD, minutes, seed, threads, compile=False, start=start
+        ensure_corpus(work, seed=seed),
+        work / "runs" / HEAD,
+        minutes,
+        seed,
+        threads,
+        compile=False,
+        start=start,
     )
     train_eagle(run, pair, written_tokens=written_tokens, shape=shape)
     out = work / "pair" / HEAD
     pack(run.out, out)
     return out
+
+
+def export_medusa(
+    work: Path,
+    pair: Path,
+    *,
+    minutes: float,
+    written_tokens: int,
+    seed: int,
+    threads: int,
+    start: Path | None,
+) -> Path:
+    """Trains Medusa heads of ``pair/target`` below ``work``; returns the folder that is shipped."""
+    corpus, out = ensure_corpus(work, seed=seed), work / "runs" / MEDUSA
+    run = Run(corpus, out, minutes, seed, threads, compile=False, start=start)
+    return train_medusa(run, pair, written_tokens=written_tokens)

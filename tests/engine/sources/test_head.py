@@ -32,8 +32,8 @@ DEPTH, WIDTH = 3, 2
 
 
 class Case:
-    """Two requests of a target and heads on its hidden states, as the worker runs them. ``check`` is given the
-    text, candidates and scores of a row."""
+    """Two requests of a target and heads on its hidden states, as the worker runs them. ``check``: of the
+    text, tokens and scores of a row."""
 
     def __init__(
         self,
