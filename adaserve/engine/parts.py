@@ -88,7 +88,8 @@ class ModelForward(Protocol):
 
     @property
     def first_tokens(self) -> int | None:
-        """Tokens per request that the first step of a search must have; None = only the new ones."""
+        """Tokens per request that the first step of a search has room for, the root included; None = for as
+        many as there are."""
         ...
 
     def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:

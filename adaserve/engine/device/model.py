@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from adaserve.engine.device.attention import (
     TreeKernel,
 )
 from adaserve.engine.device.graphs import GraphTable
-from adaserve.engine.device.sizes import Key, SearchKey, Sizes
+from adaserve.engine.device.sizes import FIRST, Key, SearchKey, Sizes
 from adaserve.engine.parts import Run
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
@@ -32,6 +33,7 @@ class Inputs:
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]: where their KV goes
+    before: Tensor | None = None  # [T, H]: what a head is given besides, hidden states of the tokens before
 
 
 class ModelCall(Protocol):
@@ -50,6 +52,16 @@ class SGLangCall:
         self._backend = TreeAttentionBackend(runner)
 
     def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Tensor:
+        with self.forward(inputs, rows, kernel) as batch:
+            output = self._runner.model.forward(inputs.tokens, inputs.positions, batch)
+        logits: Tensor = output.next_token_logits
+        return logits
+
+    @contextmanager
+    def forward(
+        self, inputs: Inputs, rows: int, kernel: TreeKernel, spec_info: Any = None
+    ) -> Iterator[ForwardBatch]:
+        """What SGLang's models are called with, and what they find around them."""
         runner, device = self._runner, inputs.tokens.device
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,  # the mode that gives logits of every token
@@ -61,7 +73,7 @@ class SGLangCall:
             seq_lens_sum=rows,
             out_cache_loc=inputs.slots,
             positions=inputs.positions,
-            spec_info=None,
+            spec_info=spec_info,
             spec_algorithm=runner.spec_algorithm,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,
@@ -73,8 +85,7 @@ class SGLangCall:
             get_model().override(shared_experts=runner.model.shared_experts_config),
             forward_context(context, forward_batch=batch),
         ):
-            output = runner.model.forward(inputs.tokens, inputs.positions, batch)
-        return output.next_token_logits
+            yield batch
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,8 @@ class Parts:
     ``candidates``: how many best tokens a draft step needs. ``last_position``: highest position with a
     rotary angle; tokens beyond it are never kept, so they may compute anything. ``last_token``: the last row
     of the embedding; a target with more of them only pads further, but its padding must not be looked up.
+    ``first``: tokens per request that the first step of a search has room for. ``words``: int64 [V], the
+    tokens that a head's logits stand for; None = all, in their order.
     """
 
     call: ModelCall
@@ -95,6 +108,8 @@ class Parts:
     candidates: int
     last_position: int
     last_token: int
+    first: int = FIRST
+    words: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
