@@ -22,7 +22,7 @@ from adaserve.bench.gpu_check.figures import draw
 from adaserve.bench.gpu_check.findings import CheckPlan, Findings
 from adaserve.bench.gpu_check.servers import ADASERVE, PLAIN, STANDALONE, Pair, spec_of
 from adaserve.bench.gpu_check.targets import outside_share, targets
-from adaserve.bench.gpu_check.traces import STEPS, summary
+from adaserve.bench.gpu_check.traces import summary
 from adaserve.server import ServerError
 
 
@@ -256,6 +256,23 @@ def test_one_stage_alone(tmp_path: Path, started: list[FakeServer]) -> None:
         check(tmp_path, stages, only=["sglang:sped"])
 
 
+def test_what_was_asked_for_and_not_done(tmp_path: Path, started: list[FakeServer]) -> None:
+    """A dry run does without the servers that need a GPU."""
+
+    def fails(_: Any) -> None:
+        raise ValueError("no")
+
+    stages = {f"{PLAIN}:speed": fails, f"{PLAIN}:exactness": lambda _: None}
+    kind = type("Check", (Staged,), {"stages": stages})
+    made = kind(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+    made.run()
+    assert made.undone == [f"{PLAIN}:speed"]
+    for device, left in (("cpu", []), ("cuda", [f"{STANDALONE[0]}:speed"])):
+        asked = [f"{STANDALONE[0]}:speed"]
+        plain = Check(Pair("t", "d", device), CheckPlan(), tmp_path, Console(quiet=True), only=asked)
+        assert plain.undone == left
+
+
 def test_a_stage_says_what_it_needs(tmp_path: Path) -> None:
     alone = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
     server: Any = FakeServer()
@@ -272,12 +289,12 @@ def test_what_a_trace_says(tmp_path: Path) -> None:
     trace = tmp_path / "x.trace.json.gz"
     other = [{"cat": "cpu_op", "name": "x", "ts": 0, "dur": 99}, {"cat": "kernel", "name": "mark"}]
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, *other]}).encode()))
-    said = summary(trace, "kernel")
-    assert said["events"] == 4 and said["events_per_step"] == 4 / STEPS
+    said = summary(trace, "kernel", steps=2)
+    assert said["events"] == 4 and said["events_per_step"] == 2
     assert said["busy_share"] == pytest.approx(25 / 40)
     assert next(iter(said["longest_us"].items())) == ("a", {"calls": 2, "us": 20})
     with pytest.raises(ServerError, match="no events"):
-        summary(trace, "gpu_memcpy")
+        summary(trace, "gpu_memcpy", steps=2)
 
 
 def test_a_wrong_output_is_no_tie() -> None:

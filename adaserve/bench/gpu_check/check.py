@@ -104,6 +104,14 @@ class Check:
         draw(report, self.out)
         return report
 
+    @property
+    def undone(self) -> list[str]:
+        """Stages that were asked for and gave nothing: they failed, or their server did not start. Of a dry
+        run without those of servers that need a GPU."""
+        needs_gpu = STANDALONE if self.pair.device == "cpu" else ()
+        left = self._only - set(self.found.done)
+        return sorted(stage for stage in left if stage.partition(":")[0] not in needs_gpu)
+
     def _on(self, kind: str, left: Sections) -> bool:
         """Starts a server of ``kind`` and takes stages off ``left`` as they are run; False when no server
         can be had. Returns early when the server died with a stage."""
