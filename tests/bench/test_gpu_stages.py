@@ -83,7 +83,9 @@ def test_a_stage_that_failed_does_not_send_on(host: Path, stage: str, status: in
     assert not re.search(r"[Nn]ext: |have run", failed.stdout)
     fake.write_text("#!/bin/sh\nexit 3\n")
     missed = run(host, stage, PYTHON=str(fake), PAIR="small")
-    assert (missed.returncode == 0 and re.search(r"[Nn]ext|therwise|have run", missed.stdout)) or stage == "smoke"
+    assert (
+        missed.returncode == 0 and re.search(r"[Nn]ext|therwise|have run", missed.stdout)
+    ) or stage == "smoke"
 
 
 def test_stages_name_sections_of_the_check(tmp_path: Path) -> None:

@@ -141,7 +141,8 @@ class BeamSearches:
         q, is_padding = self._parts.first, base == 0
         places = torch.where(is_padding, -1, there["places"])
         step = _Step(there["tokens"], there["positions"], places, there["byte-first"], there["clear-first"])
-        logits, states = self._step(prepared, there, step, self._before(there, places), slice(q - 1, q))
+        before = self._before(there, places)
+        logits, states = self._step(prepared, there, step, before, slice(q - 1, None, q))  # of the roots
         logprob, token = self._best(logits, there, base)
         levels.start(logprob[:, 0], token[:, 0])
         for depth in range(2, len(shape.beams) + 1):
@@ -164,27 +165,24 @@ class BeamSearches:
         before: Tensor | None,
         wanted: slice,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, w, vocab] of the ``wanted`` ones of a step's tokens, and what goes on to the next step.
-        ``before`` [R, q, H]: what the last one handed on."""
+        """Logits [R, w, vocab] and a head's states [R, w, H] of the ``wanted`` ones of a step's tokens.
+        ``before`` [R, q, H]: what a head is given."""
         parts, q = self._parts, step.tokens.shape[1]
         slots = parts.slots(there["pool_rows"][:, None], step.places)
         inputs = Inputs(
             step.tokens.clamp(max=parts.last_token).flatten(),
             step.positions.clamp(0, parts.last_position).flatten(),
             slots.flatten(),
+            wanted,
             None if before is None else before.flatten(0, 1),
         )
         parts.buffers.hide(step.byte, step.clear)
-        found = self._call(inputs, q, prepared.kernels[q], wanted)
+        found = parts.call(inputs, len(slots), prepared.kernels[q])
         parts.buffers.show(step.byte)
-        return found
-
-    def _call(
-        self, inputs: Inputs, q: int, kernel: TreeKernel, wanted: slice
-    ) -> tuple[Tensor, Tensor | None]:
-        """A model's step of ``q`` tokens per request, as ``_step`` gives it; it hands nothing on."""
-        rows = len(inputs.tokens) // q
-        return self._parts.call(inputs, rows, kernel).view(rows, q, -1)[:, wanted], None
+        rows, states = len(slots), found.states
+        return found.logits.unflatten(0, (rows, -1)), None if states is None else states.unflatten(
+            0, (rows, -1)
+        )
 
     def _before(self, there: Mapping[str, Tensor], places: Tensor) -> Tensor | None:
         """What the first step's tokens [R, q] are read with besides: nothing, but for heads."""
@@ -219,7 +217,7 @@ class _Step:
 
 
 def at_the_end(batch: TreeBatch, room: int) -> Arrays:
-    """Tokens, positions and places, int64 [n, room], each request's at the end of its row; place -1 = none."""
+    """Tokens, positions and places, int64 [n, room], a request's at the end of its row; place -1: none."""
     row, ends = batch.row, np.cumsum(batch.q_lens)
     found = np.zeros((3, len(batch.q_lens), room), np.int64)
     found[2] = -1

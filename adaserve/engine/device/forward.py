@@ -132,7 +132,7 @@ class DeviceForward:
         """Logits and their argmax, of all tokens of the padded size."""
         tokens, positions, pool_rows, places = self._inputs[: 4 * key.tokens].view(4, -1)
         slots = self.parts.slots(pool_rows, places)
-        logits = self._shared(key, self.parts.call(Inputs(tokens, positions, slots), key.rows, kernel))
+        logits = self._shared(key, self.parts.call(Inputs(tokens, positions, slots), key.rows, kernel).logits)
         return logits, logits.argmax(dim=-1)
 
     def _shared(self, key: Key, logits: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,14 +34,23 @@ class Inputs:
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]: where their KV goes
+    wanted: slice = field(default_factory=partial(slice, None))  # tokens whose logits are needed
     before: Tensor | None = None  # [T, H]: what a head is given besides, hidden states of the tokens before
 
 
-class ModelCall(Protocol):
-    """Runs a model on static inputs. Two exist: SGLang's models, and tiny ones in tests."""
+@dataclass(frozen=True)
+class Output:
+    """Of the w tokens that are wanted."""
 
-    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Tensor:
-        """Logits [T, vocab] of ``inputs``; their KV goes to ``inputs.slots``."""
+    logits: Tensor  # [w, vocab]
+    states: Tensor | None = None  # [w, H]: what a head's next step takes in
+
+
+class ModelCall(Protocol):
+    """Runs a model on static inputs: SGLang's models, its heads, and tiny ones in tests."""
+
+    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
+        """The KV of ``inputs`` goes to ``inputs.slots``."""
         ...
 
 
@@ -51,14 +61,13 @@ class SGLangCall:
         self._runner = runner
         self._backend = TreeAttentionBackend(runner)
 
-    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Tensor:
-        with self.forward(inputs, rows, kernel) as batch:
+    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
+        with self._around(inputs, rows, kernel) as batch:
             output = self._runner.model.forward(inputs.tokens, inputs.positions, batch)
-        logits: Tensor = output.next_token_logits
-        return logits
+        return Output(output.next_token_logits[inputs.wanted])
 
     @contextmanager
-    def forward(
+    def _around(
         self, inputs: Inputs, rows: int, kernel: TreeKernel, spec_info: Any = None
     ) -> Iterator[ForwardBatch]:
         """What SGLang's models are called with, and what they find around them."""

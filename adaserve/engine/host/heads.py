@@ -38,19 +38,26 @@ class HiddenStates:
     prefix that was read for another request. ``head``: SGLang's model.
     """
 
-    def __init__(self, head: Any, layers: list[int], slots: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        head: Any,
+        layers: list[int],
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         self.layers = torch.tensor(layers, dtype=torch.int32)
         self._head = head.model
-        self._states = torch.zeros(slots, head.config.hidden_size, dtype=dtype)
+        self._states = torch.zeros(slots, head.config.hidden_size, dtype=dtype, device=device)
 
     @torch.no_grad()
     def write(self, slots: Tensor, states: Tensor) -> None:
-        """``states``: fp32 [T, layers, H of the target], what goes into each of the layers."""
+        """``states``: [T, layers, H of the target] or [T, layers * H], what goes into each of the layers."""
         self._states[slots] = project(self._head, states).to(self._states.dtype)
 
     def read(self, slots: Tensor) -> Tensor:
-        """fp32 [T, H of the head]."""
-        return self._states[slots].float()
+        """[.., H of the head], as they are stored."""
+        return self._states[slots]
 
     def move_kv_cache(self, target: Tensor, source: Tensor) -> None:
         """Named as in SGLang's KV pools, beside which this is moved."""
@@ -85,7 +92,7 @@ class HeadForward(HostForward):
     def _before(self, batch: TreeBatch) -> Tensor:
         """The target's, of the tokens before those of a text."""
         slots = self._req_to_token.numpy()[batch.pool_rows[batch.row], batch.places - 1]
-        return self.target_states.read(torch.from_numpy(slots.astype(np.int64)))
+        return self.target_states.read(torch.from_numpy(slots.astype(np.int64))).float()
 
     def _before_level(self, states: Tensor, levels: Levels, step: int) -> Tensor:
         """Its own, of the parents of the beams of depth ``step`` - 1."""

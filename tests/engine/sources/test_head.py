@@ -17,6 +17,7 @@ from adaserve.engine.sources.head import HeadSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
+from tests.engine.device.heads import headed_device
 from tests.engine.heads import Head, following_head, frequent_tokens, head_target
 from tests.engine.host.test_heads import Setting, check_levels
 from tests.engine.trees import factories
@@ -33,16 +34,18 @@ def head() -> Head:
 
 
 class Case:
-    """Two requests of a target and its head, as the worker runs them."""
+    """Two requests of a target and its head, as the worker runs them, over a host's parts or a device's."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, device: str) -> None:
         made = Setting(head, "native")
         self.head, self.states, self.pool = head, made.states, made.reads.pool
         self.table = made.drafts._req_to_token
         self.table[:2] = factories.slot_table(2)
-        self.target = HostForward(made.reads, self.table)
-        self.device = HostDevice(self.target, made.drafts)
-        cache = DraftCache(made.drafts, self.table, self.states._states.shape[0], stride=DEPTH + 1)
+        self.device: Any = HostDevice(HostForward(made.reads, self.table), made.drafts)
+        if device == "graphs":
+            self.device = headed_device(made, head, DEPTH)
+        self.target = self.device.target
+        cache = DraftCache(self.device.drafts[0], self.table, self.states._states.shape[0], stride=DEPTH + 1)
         self.source = HeadSource(self.device, cache, PLAIN, max_nodes=16)
         self.rows = factories.decode_rows([0, 0])
         self.prompts = [list(p) for p in PROMPTS]
@@ -110,11 +113,12 @@ class KV:
             buffer[target] = buffer[source]
 
 
+@pytest.mark.parametrize("device", ["host", "graphs"])
 @pytest.mark.parametrize("seed", range(2))
-def test_drafts_stay_right_from_iteration_to_iteration(head: Head, seed: int) -> None:
+def test_drafts_stay_right_from_iteration_to_iteration(head: Head, seed: int, device: str) -> None:
     """Whatever is kept and accepted, and when nothing is drafted; then behind a prefix that the radix cache
     has of a request that ended."""
-    rng, case = np.random.default_rng(seed), Case(head)
+    rng, case = np.random.default_rng(seed), Case(head, device)
     case.prefill(0, PROMPTS[0], [])
     case.prefill(1, PROMPTS[1], [1, 6])
     accepted, moved = [], []
