@@ -24,3 +24,11 @@ def draft_kind(architectures: Sequence[str] | None, stated: str, path: str) -> D
             f"{found}: use --draft-kind auto, or give the draft that you mean"
         )
     return found
+
+
+def kind_at(path: str, revision: str | None = None) -> DraftKind:
+    """Of the checkpoint at ``path``, a folder or a name on a model hub."""
+    from transformers import PretrainedConfig
+
+    config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    return draft_kind(config.get("architectures"), "auto", path)

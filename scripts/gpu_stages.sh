@@ -148,7 +148,7 @@ adaserve() {
 }
 
 standalone() {
-  local kinds=(sglang-standalone-topk1 sglang-standalone-topk2) words=()
+  local kinds=(sglang-own-topk1 sglang-own-topk2) words=()
   for kind in "${kinds[@]}"; do words+=("$kind:speed" "$kind:exactness"); done
   gpu_check check "$PAIR" "${words[@]}"
   done_or_stop $? || return 2
@@ -162,7 +162,7 @@ profile() {
 }
 
 mixed() {
-  gpu_check check "$PAIR" adaserve:mixed-priced sglang-standalone-topk1:mixed
+  gpu_check check "$PAIR" adaserve:mixed-priced sglang-own-topk1:mixed
   done_or_stop $? || return 2
   say "all stages have run; the report is $work/check/gpu-check.json"
 }

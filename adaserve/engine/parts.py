@@ -24,6 +24,10 @@ class Mark(Protocol):
         """Time between two marks; both must have been reached."""
         ...
 
+    def wait(self) -> None:
+        """Returns once the device has come to it."""
+        ...
+
 
 Run = tuple[Mark, Mark]
 """Start and end of one forward."""

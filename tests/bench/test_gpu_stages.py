@@ -93,9 +93,9 @@ def test_stages_name_sections_of_the_check(tmp_path: Path) -> None:
 
     from adaserve.bench.gpu_check.check import Check
     from adaserve.bench.gpu_check.findings import CheckPlan
-    from adaserve.bench.gpu_check.servers import STANDALONE, Pair
+    from adaserve.bench.gpu_check.servers import OWN, Pair
 
     named = re.findall(r"\b((?:sglang|adaserve)[a-z0-9-]*:[a-z0-9-]+)\b", SCRIPT.read_text())
     assert len(named) >= 8
     Check(Pair("t", "d", "cuda"), CheckPlan(), tmp_path, Console(quiet=True), only=named)
-    assert all(kind in SCRIPT.read_text() for kind in STANDALONE)
+    assert all(kind in SCRIPT.read_text() for kind in OWN)

@@ -62,6 +62,7 @@ def gpu_check(
     from adaserve.bench.gpu_check.check import Check, StageError
     from adaserve.bench.gpu_check.servers import Pair
     from adaserve.bench.gpu_check.shapes import widened_pair
+    from adaserve.draft_kind import kind_at
     from adaserve.loadgen.results import new_results_dir
     from adaserve.pair.widen import PairError
     from adaserve.server import ServerError, on_cpu
@@ -84,9 +85,10 @@ def gpu_check(
         if "--context-length" not in common:
             common += ("--context-length", "4096")
         folder = out or new_results_dir(Path("results"), "gpu-check")
-        check = Check(Pair(model, draft, device, common), plan, folder, console, only or (), stage_limit)
+        pair = Pair(model, draft, device, common, kind_at(draft))
+        check = Check(pair, plan, folder, console, only or (), stage_limit)
         report = check.run()
-    except (ServerError, StageError, PairError, ValueError) as error:
+    except (ServerError, StageError, PairError, ValueError, OSError) as error:
         console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     _show(report, Console())

@@ -16,7 +16,7 @@ from adaserve.engine.device.layout import Extent, seen_by, slot_lists, window_bi
 from adaserve.engine.device.model import Inputs, Parts
 from adaserve.engine.device.sizes import Key, SearchKey
 from adaserve.engine.device.transfer import put
-from adaserve.engine.parts import KeepGoing, Ready, Run, Search
+from adaserve.engine.parts import KeepGoing, Mark, Ready, Run, Search
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
@@ -31,6 +31,7 @@ class DeviceForward:
         most = self.sizes.tokens.fit(self.most_tokens)
         self._inputs = torch.zeros(4 * most, dtype=torch.int64, device=self.device)
         self._kernels: dict[Key, TreeKernel] = {}
+        self._eager: tuple[TreeKernel, Mark] | None = None  # the last forward without a graph, and its end
         self._runs: list[Run] = []
         self._logits: Tensor | None = None  # of all graphs: 16 sizes with 128k tokens would take a gigabyte
 
@@ -118,15 +119,23 @@ class DeviceForward:
         return self.sizes.verification(len(batch), len(batch.q_lens))
 
     def _replay(self, key: Key, extent: Extent) -> Any:
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            kernel = self.parts.make_kernel(self.parts.buffers, key.rows, 0)
-            if key in self.sizes.captured:  # others are not kept: there are too many of them
-                self._kernels[key] = kernel
+        kernel = self._kernels.get(key) or self._make_kernel(key)
         kernel.plan(extent)
         output, run = self.parts.run(key, partial(self._forward, key, kernel))
+        if key not in self._kernels:
+            self._eager = kernel, run[1]
         self._runs.append(run)
         return output
+
+    def _make_kernel(self, key: Key) -> TreeKernel:
+        """Kept for sizes that have a graph: there are too many of the others. One of these must live until
+        its forward is over, since FlashInfer copies its plan from pinned memory behind the allocator's back."""
+        if self._eager is not None:
+            self._eager[1].wait()
+        kernel = self.parts.make_kernel(self.parts.buffers, key.rows, 0)
+        if key in self.sizes.captured:
+            self._kernels[key] = kernel
+        return kernel
 
     def _forward(self, key: Key, kernel: TreeKernel) -> Any:
         """Logits and their argmax, of all tokens of the padded size."""

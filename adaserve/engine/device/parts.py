@@ -112,10 +112,10 @@ class GraphDevice:
         parts.warm_moves([runner.token_to_kv_pool for runner in (target, *drafts)], widest * most_rows)
         parts.warm_draws(int(target.model_config.vocab_size))
         if capture:
-            # Before the first request; the largest first, so that the smaller ones reuse its memory.
+            # Before the first request; those first that take the most memory and are missed the most.
+            capture_all("verification", verifications, parts.target.capture, parts.target.table)
             for draft in parts.drafts:
                 capture_all("draft", searches, draft.capture, draft.table)
-            capture_all("verification", verifications, parts.target.capture, parts.target.table)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
 
