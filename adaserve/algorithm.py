@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from adaserve.config import AdaServeConfig
+from adaserve.draft_kind import kind_at
 from adaserve.host import ATTENTION_BACKEND, on_device
 from adaserve.identity import NAME, ensure_registered
 
@@ -57,16 +58,23 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         server_args.speculative_eagle_topk = config.max_width
         server_args.speculative_num_draft_tokens = 1 + config.max_candidates
         server_args.enable_mixed_chunk = False
-        leave_decode_graphs_to_us(server_args)
+        leave_graphs_to_us(server_args)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = 64
 
 
-def leave_decode_graphs_to_us(server_args: Any) -> None:
-    """SGLang cannot capture a plugin algorithm's decode graphs; ours are captured by ``GraphDevice``."""
-    config = server_args.cuda_graph_config
-    if config is not None and config.decode.backend != "disabled":
-        server_args.cuda_graph_config = replace(config, decode=replace(config.decode, backend="disabled"))
+def leave_graphs_to_us(args: Any) -> None:
+    """SGLang cannot capture a plugin algorithm's decode graphs; ours are captured by ``GraphDevice``. Its
+    prefill graphs are captured before a head has said what it reads, and would never hand that out."""
+    config = args.cuda_graph_config
+    if config is None:
+        return
+    if config.decode.backend != "disabled":
+        config = replace(config, decode=replace(config.decode, backend="disabled"))
+    path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
+    if config.prefill.backend != "disabled" and path and kind_at(path, revision) == "eagle3":
+        config = replace(config, prefill=replace(config.prefill, backend="disabled"))
+    args.cuda_graph_config = config
 
 
 def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:

@@ -27,6 +27,16 @@ def draft_kind(architectures: Sequence[str] | None, stated: str, path: str) -> D
     return found
 
 
+def kind_at(path: str, revision: str | None = None) -> DraftKind:
+    """Of the checkpoint at ``path``, a folder or a name on a model hub."""
+    from transformers import PretrainedConfig
+
+    config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    if MEDUSA_HEADS in config:
+        return "medusa"
+    return draft_kind(config.get("architectures"), "auto", path)
+
+
 def medusa_folder(path: str | None, stated: str) -> Path | None:
     """The draft's folder where it holds Medusa heads, which SGLang doesn't know and isn't told about.
 

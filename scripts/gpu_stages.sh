@@ -64,6 +64,13 @@ gpu_check() { # gpu_check FOLDER SIZE STAGE...
     --out "$work/$folder" --stage-limit "${LIMIT:-420}" "${words[@]}" $sizes
 }
 
+done_or_stop() { # done_or_stop STATUS: 3 is a missed target, which the next stages may explain
+  case $1 in 0 | 3) return 0 ;; esac
+  say "$stage is not done: the lines above say why, and the logs below $work. Mend that and run it again;" \
+      "if it must wait, help lists the other stages"
+  return 2
+}
+
 assemble() {
   if [ "$device" = cpu ]; then
     say "nothing to assemble for --device cpu: $PYTHON serves as it is. Next: facts"
@@ -115,10 +122,13 @@ kernels() {
 }
 
 smoke() {
-  if gpu_check smoke small sglang:exactness adaserve:exactness; then
+  gpu_check smoke small sglang:exactness adaserve:exactness
+  local found=$?
+  done_or_stop $found || return 2
+  if [ $found = 0 ]; then
     say "the small pair is exact. Next: plain"
   else
-    say "the small pair is not exact, or a server failed: spend the time here, not on speed." \
+    say "the small pair is not exact: spend the time here, not on speed." \
         "Try ATTENTION=triton scripts/gpu_stages.sh smoke (after rm -r .local/gpu-stages/smoke), then --disable-cuda-graph"
     return 2
   fi
@@ -126,34 +136,34 @@ smoke() {
 
 plain() {
   gpu_check check "$PAIR" sglang:exactness sglang:speed
-  if [ $? -gt 1 ]; then return 2; fi
+  done_or_stop $? || return 2
   say "next: adaserve. If this server ran out of memory: PAIR=small from here on"
 }
 
 adaserve() {
   gpu_check check "$PAIR" adaserve:exactness adaserve:speed adaserve:verification
-  if [ $? -gt 1 ]; then return 2; fi
+  done_or_stop $? || return 2
   say "outputs that differ (not ties): back to kernels. Outside of the models above 8%: profile first." \
       "Otherwise: standalone"
 }
 
 standalone() {
-  local kinds=(sglang-standalone-topk1 sglang-standalone-topk2) words=()
+  local kinds=(sglang-own-topk1 sglang-own-topk2) words=()
   for kind in "${kinds[@]}"; do words+=("$kind:speed" "$kind:exactness"); done
   gpu_check check "$PAIR" "${words[@]}"
-  if [ $? -gt 1 ]; then return 2; fi
+  done_or_stop $? || return 2
   say "slower than STANDALONE at some batch: profile at that batch. Next: profile"
 }
 
 profile() {
   gpu_check check "$PAIR" adaserve:profile
-  if [ $? -gt 1 ]; then return 2; fi
+  done_or_stop $? || return 2
   say "busy_share below 0.9: the device waits for the host; the trace shows where. Next: mixed"
 }
 
 mixed() {
-  gpu_check check "$PAIR" adaserve:mixed-priced sglang-standalone-topk1:mixed
-  if [ $? -gt 1 ]; then return 2; fi
+  gpu_check check "$PAIR" adaserve:mixed-priced sglang-own-topk1:mixed
+  done_or_stop $? || return 2
   say "all stages have run; the report is $work/check/gpu-check.json"
 }
 

@@ -19,6 +19,9 @@ class HostMark:
         assert isinstance(later, HostMark)
         return later.time_s - self.time_s
 
+    def wait(self) -> None:
+        """It has been reached."""
+
 
 class EventMark:
     """An event behind everything queued so far on the current stream."""
@@ -30,6 +33,9 @@ class EventMark:
     def seconds_until(self, later: Mark) -> float:
         assert isinstance(later, EventMark)
         return self.event.elapsed_time(later.event) / 1e3
+
+    def wait(self) -> None:
+        self.event.synchronize()
 
 
 def mark(device: torch.device) -> Mark:

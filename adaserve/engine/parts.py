@@ -24,6 +24,10 @@ class Mark(Protocol):
         """Time between two marks; both must have been reached."""
         ...
 
+    def wait(self) -> None:
+        """Returns once the device has come to it."""
+        ...
+
 
 Run = tuple[Mark, Mark]
 """Start and end of one forward."""
@@ -108,7 +112,8 @@ class ModelForward(Drafter, Protocol):
 
     @property
     def first_tokens(self) -> int | None:
-        """Tokens per request that the first step of a search must have; None = only the new ones."""
+        """Tokens per request that the first step of a search has room for, the root included; None = for as
+        many as there are."""
         ...
 
     def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:

@@ -20,9 +20,9 @@ from adaserve.bench.gpu_check.check import Check, Sections, StageError
 from adaserve.bench.gpu_check.cli import _plan
 from adaserve.bench.gpu_check.figures import draw
 from adaserve.bench.gpu_check.findings import CheckPlan, Findings
-from adaserve.bench.gpu_check.servers import ADASERVE, PLAIN, STANDALONE, Pair, spec_of
+from adaserve.bench.gpu_check.servers import ADASERVE, OWN, PLAIN, Pair, spec_of
 from adaserve.bench.gpu_check.targets import outside_share, targets
-from adaserve.bench.gpu_check.traces import STEPS, summary
+from adaserve.bench.gpu_check.traces import summary
 from adaserve.server import ServerError
 
 
@@ -78,7 +78,7 @@ def test_outputs_are_compared_with_mercy_for_ties(tmp_path: Path) -> None:
 def findings() -> Findings:
     clean = {"requests": 2, "identical": 2, "ties": 0, "different": []}
     spent = {"iterations": 10.0, "target_s": 0.7, "draft_s": 0.28, "loops": 5.0, "loop_s": 0.5}
-    goodput = {"priced": 90.0, "adaserve": 110.0, STANDALONE[0]: 100.0, STANDALONE[1]: 99.0}
+    goodput = {"priced": 90.0, "adaserve": 110.0, OWN[0]: 100.0, OWN[1]: 99.0}
     mixed = {
         "0.5": {"priced": {"token_goodput": 5.0}},
         "1.3": {name: {"token_goodput": value} for name, value in goodput.items()},
@@ -88,8 +88,8 @@ def findings() -> Findings:
         tpot_ms={
             PLAIN: {1: 10.0, 32: 12.0},
             "adaserve": {1: 4.0, 32: 9.0},
-            STANDALONE[0]: {1: 6.0, 32: 8.1},
-            STANDALONE[1]: {1: 5.0, 32: 10.0},
+            OWN[0]: {1: 6.0, 32: 8.1},
+            OWN[1]: {1: 5.0, 32: 10.0},
         },
         details={"adaserve": {32: spent}, "verification": {"ratio": 1.2}},
         mixed=mixed,
@@ -163,7 +163,7 @@ class Staged(Check):
     def _adaserve(self) -> Sections:
         return {n.partition(":")[2]: s for n, s in self.stages.items() if n.startswith(ADASERVE)}
 
-    def _standalone(self, kind: str) -> Sections:
+    def _own(self, kind: str) -> Sections:
         return {}
 
 
@@ -256,13 +256,30 @@ def test_one_stage_alone(tmp_path: Path, started: list[FakeServer]) -> None:
         check(tmp_path, stages, only=["sglang:sped"])
 
 
+def test_what_was_asked_for_and_not_done(tmp_path: Path, started: list[FakeServer]) -> None:
+    """A dry run does without the servers that need a GPU."""
+
+    def fails(_: Any) -> None:
+        raise ValueError("no")
+
+    stages = {f"{PLAIN}:speed": fails, f"{PLAIN}:exactness": lambda _: None}
+    kind = type("Check", (Staged,), {"stages": stages})
+    made = kind(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+    made.run()
+    assert made.undone == [f"{PLAIN}:speed"]
+    for device, left in (("cpu", []), ("cuda", [f"{OWN[0]}:speed"])):
+        asked = [f"{OWN[0]}:speed"]
+        plain = Check(Pair("t", "d", device), CheckPlan(), tmp_path, Console(quiet=True), only=asked)
+        assert plain.undone == left
+
+
 def test_a_stage_says_what_it_needs(tmp_path: Path) -> None:
     alone = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
     server: Any = FakeServer()
     with pytest.raises(StageError, match="run sglang:exactness first"):
         alone._outputs(server, "priced")
     with pytest.raises(StageError, match="sglang:speed"):
-        alone._mixed(server, STANDALONE[0])
+        alone._mixed(server, OWN[0])
 
 
 def test_what_a_trace_says(tmp_path: Path) -> None:
@@ -272,12 +289,12 @@ def test_what_a_trace_says(tmp_path: Path) -> None:
     trace = tmp_path / "x.trace.json.gz"
     other = [{"cat": "cpu_op", "name": "x", "ts": 0, "dur": 99}, {"cat": "kernel", "name": "mark"}]
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, *other]}).encode()))
-    said = summary(trace, "kernel")
-    assert said["events"] == 4 and said["events_per_step"] == 4 / STEPS
+    said = summary(trace, "kernel", steps=2)
+    assert said["events"] == 4 and said["events_per_step"] == 2
     assert said["busy_share"] == pytest.approx(25 / 40)
     assert next(iter(said["longest_us"].items())) == ("a", {"calls": 2, "us": 20})
     with pytest.raises(ServerError, match="no events"):
-        summary(trace, "gpu_memcpy")
+        summary(trace, "gpu_memcpy", steps=2)
 
 
 def test_a_wrong_output_is_no_tie() -> None:
@@ -297,16 +314,18 @@ def test_figures(tmp_path: Path) -> None:
 
 def test_commands() -> None:
     flags = {}
-    for kind in (ADASERVE, PLAIN, *STANDALONE):
+    for kind in (ADASERVE, PLAIN, *OWN):
         command = spec_of(Pair("target", "draft", "cuda", ("--x", "1")), kind).command()
         flags[kind] = " ".join(command)
         assert "--model-path target" in flags[kind] and flags[kind].count("--x 1") == 1
     assert "--speculative-algorithm ADASERVE" in flags[ADASERVE]
     assert "speculative" not in flags[PLAIN]
-    for kind, topk in zip(STANDALONE, ("1", "2"), strict=True):
+    for kind, topk in zip(OWN, ("1", "2"), strict=True):
         assert "--speculative-algorithm STANDALONE" in flags[kind]
         assert "--speculative-draft-model-path draft" in flags[kind]
         assert f"--speculative-eagle-topk {topk}" in flags[kind]
+        headed = spec_of(Pair("target", "head", "cuda", kind="eagle3"), kind).command()
+        assert "EAGLE3" in headed and "STANDALONE" not in headed
 
 
 def test_plans() -> None:

@@ -71,14 +71,31 @@ def test_a_kernel_that_fails_changes_the_rest(host: Path) -> None:
     assert "--attention-backend flashinfer" in chosen
 
 
+@pytest.mark.parametrize("stage", ["smoke", "plain", "adaserve", "standalone", "profile", "mixed"])
+@pytest.mark.parametrize("status", [1, 2])
+def test_a_stage_that_failed_does_not_send_on(host: Path, stage: str, status: int) -> None:
+    """Neither after a check that says so nor after one that crashed; a missed target is no failure."""
+    fake = host / "python"
+    fake.write_text(f"#!/bin/sh\nexit {status}\n")
+    fake.chmod(0o755)
+    failed = run(host, stage, PYTHON=str(fake), PAIR="small")
+    assert failed.returncode == 2 and "is not done" in failed.stdout
+    assert not re.search(r"[Nn]ext: |have run", failed.stdout)
+    fake.write_text("#!/bin/sh\nexit 3\n")
+    missed = run(host, stage, PYTHON=str(fake), PAIR="small")
+    assert (
+        missed.returncode == 0 and re.search(r"[Nn]ext|therwise|have run", missed.stdout)
+    ) or stage == "smoke"
+
+
 def test_stages_name_sections_of_the_check(tmp_path: Path) -> None:
     from rich.console import Console
 
     from adaserve.bench.gpu_check.check import Check
     from adaserve.bench.gpu_check.findings import CheckPlan
-    from adaserve.bench.gpu_check.servers import STANDALONE, Pair
+    from adaserve.bench.gpu_check.servers import OWN, Pair
 
     named = re.findall(r"\b((?:sglang|adaserve)[a-z0-9-]*:[a-z0-9-]+)\b", SCRIPT.read_text())
     assert len(named) >= 8
     Check(Pair("t", "d", "cuda"), CheckPlan(), tmp_path, Console(quiet=True), only=named)
-    assert all(kind in SCRIPT.read_text() for kind in STANDALONE)
+    assert all(kind in SCRIPT.read_text() for kind in OWN)

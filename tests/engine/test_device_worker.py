@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from adaserve.host import DEVICE_PATH_ENV
 from tests.engine.conftest import POLICIES, TIGHT, Served, adaserve_server
@@ -13,6 +15,7 @@ from tests.engine.harness import Job, Server, Zygote, run_jobs, workload
 from tests.engine.test_features import PROMPTS, assert_equal_answers, greedy
 from tests.engine.test_grammar import GRAMMARS, job
 from tests.engine.test_greedy import assert_same
+from tests.engine.test_heads import assert_best
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,44 @@ def test_greedy_is_the_target_alone(device: Served, stock: Server, pair: Path) -
     state = device.server.internal_state()["adaserve"]
     assert state["device"]["device"] == "cpu" and state["device"]["captured"] is False
     device.server.assert_idle_and_clean()
+
+
+@pytest.fixture(scope="module")
+def headed_device(
+    zygote: Zygote, headed_pair: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """An EAGLE-3 head drafts, in SGLang's own class."""
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("headed_device"),
+        headed_pair,
+        "eagle3",
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        {"rotate": POLICIES, "hold_back": True, "compare_head": True, "audit_every": 1 << 30},
+        overlap=True,
+        **{**TIGHT, "chunked-prefill-size": 16},
+    )
+    server.environment[DEVICE_PATH_ENV] = "1"
+    with server.running(zygote):
+        yield Served("headed_device", server, probe)
+        server.assert_idle_and_clean()
+        assert probe.read()["wrong_lengths"] == []
+
+
+def test_a_head_drafts_as_in_sglang(headed_device: Served) -> None:
+    """The same beams of two steps, by the same parents and with the same scores, and the target's text."""
+    heads = headed_device.probe.read()["heads"]
+    (tokens, parents, scores), (their_tokens, their_parents, their_scores) = heads["ours"], heads["sglang"]
+    assert (tokens, parents) == (their_tokens, their_parents) and len(tokens) == 6
+    assert scores == pytest.approx(their_scores, rel=1e-4)
+
+
+def test_greedy_with_a_head_is_the_target_alone(headed_device: Served, headed_pair: Path) -> None:
+    jobs = workload(40, seed=5, leave_every=11)
+    target = transformers.LlamaForCausalLM.from_pretrained(headed_pair / "target", dtype=torch.float32)
+    assert_best(target, jobs, run_jobs(headed_device.server, jobs, speed=2))
+    stats = headed_device.probe.read()
+    assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"
+    assert stats["moved"] > 10 and stats["catch_ups"] > 10, "neither compaction nor catching up was exercised"
 
 
 def test_logprobs(device: Served, stock: Server) -> None:

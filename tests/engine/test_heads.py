@@ -12,7 +12,7 @@ import transformers
 
 from tests.engine.chi_square import chi_square_p
 from tests.engine.conftest import Served
-from tests.engine.harness import run_jobs
+from tests.engine.harness import Job, run_jobs
 from tests.engine.heads import headed_jobs
 from tests.engine.test_greedy import TIE
 
@@ -23,6 +23,20 @@ TEMPERATURE, SAMPLES, TOKENS, BINS = 0.7, 250, 6, 20
 @pytest.fixture(scope="session")
 def target(headed_pair: Path) -> Any:
     return transformers.LlamaForCausalLM.from_pretrained(headed_pair / "target", dtype=torch.float32)
+
+
+def assert_best(target: Any, jobs: list[Job], answers: list[Any]) -> None:
+    """Every token of every answer, of those that came, is the target's best one behind those before it."""
+    for job, answer in zip(jobs, answers, strict=True):
+        if answer is None:
+            continue
+        said, at = answer["output_ids"], len(job.input_ids) - 1
+        with torch.no_grad():
+            logits = target(torch.tensor([[*job.input_ids, *said]])).logits[0, at:-1]
+        lost = logits.max(-1).values - logits.gather(1, torch.tensor(said)[:, None])[:, 0]
+        assert lost.max() < TIE, (job, said)
+        wanted = job.params["max_new_tokens"]
+        assert len(said) == wanted or (said[-1] == 0 and not job.params["ignore_eos"]), "it ended early"
 
 
 @pytest.mark.parametrize("headed", ["eagle3"], indirect=True)
@@ -40,16 +54,7 @@ def test_greedy_is_the_target_alone(headed: Served, target: Any) -> None:
     """Every token of every answer is the target's best one behind those before it."""
     jobs = headed_jobs()
     answers = run_jobs(headed.server, jobs, speed=2)
-    for job, answer in zip(jobs, answers, strict=True):
-        if answer is None:
-            continue
-        said, at = answer["output_ids"], len(job.input_ids) - 1
-        with torch.no_grad():
-            logits = target(torch.tensor([[*job.input_ids, *said]])).logits[0, at:-1]
-        lost = logits.max(-1).values - logits.gather(1, torch.tensor(said)[:, None])[:, 0]
-        assert lost.max() < TIE, (job, said)
-        wanted = job.params["max_new_tokens"]
-        assert len(said) == wanted or (said[-1] == 0 and not job.params["ignore_eos"]), "it ended early"
+    assert_best(target, jobs, answers)
     finished = [a["meta_info"] for a in answers if a is not None]
     assert sum(m["num_retractions"] for m in finished) > 0, "no retractions"
     assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"

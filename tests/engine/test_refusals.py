@@ -48,22 +48,18 @@ def test_a_draft_model_without_a_use_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "settings", "device", "remedy"),
+    ("kinds", "settings", "remedy"),
     [
-        (["eagle3", "model"], {}, "cpu", "leave --second-draft out"),
-        (["eagle3"], {"draft_window": 64}, "cpu", "--draft-window 0"),
-        (["eagle3"], {"learn": True}, "cpu", "leave --learn out"),
-        (["eagle3"], {}, "cuda", r"on CPUs only.*--speculative-algorithm EAGLE3"),
+        (["eagle3", "model"], {}, "leave --second-draft out"),
+        (["eagle3"], {"draft_window": 64}, "--draft-window 0"),
+        (["eagle3"], {"learn": True}, "leave --learn out"),
     ],
 )
-def test_where_no_head_is_served(kinds: Any, settings: dict[str, Any], device: str, remedy: str) -> None:
-    target = SimpleNamespace(model_runner=SimpleNamespace(device=device))
+def test_where_no_head_is_served(kinds: Any, settings: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
-        require_servable(kinds, AdaServeConfig(**settings), target)
-    require_servable(
-        ["eagle3"], AdaServeConfig(), SimpleNamespace(model_runner=SimpleNamespace(device="cpu"))
-    )
-    require_servable(["model"] * len(kinds), AdaServeConfig(**settings), target)
+        require_servable(kinds, AdaServeConfig(**settings))
+    require_servable(["eagle3"], AdaServeConfig())
+    require_servable(["model"] * len(kinds), AdaServeConfig(**settings))
 
 
 class CapturingTarget:

@@ -20,7 +20,7 @@ from adaserve.bench.gpu_check.answers import Answer
 from adaserve.bench.gpu_check.figures import draw
 from adaserve.bench.gpu_check.findings import STATE_FILE, CheckPlan, Findings, resume, write
 from adaserve.bench.gpu_check.mixed import run_mixed
-from adaserve.bench.gpu_check.servers import ADASERVE, PLAIN, STANDALONE, Pair, serving
+from adaserve.bench.gpu_check.servers import ADASERVE, OWN, PLAIN, Pair, serving
 from adaserve.bench.gpu_check.targets import targets
 from adaserve.bench.gpu_check.traces import profile
 from adaserve.bench.prompts import held_out
@@ -35,7 +35,7 @@ NOT_SHOWN_ON_CPU = (
     "speed: the tiny pair on SDPA is bound by Python, so TPOT, price of verification, the share outside "
     "of the models and goodput mean nothing",
     "FlashInfer, CUDA graphs and their memory: no kernel of a GPU ran",
-    "SGLang's own STANDALONE speculation: it needs Triton, so its server does not start and is skipped",
+    "SGLang's own speculation: it needs Triton, so its server does not start and is skipped",
 )
 
 NONE = "none"
@@ -67,7 +67,7 @@ class Check:
         self._servers: dict[str, Sections] = {
             PLAIN: self._plain(),
             ADASERVE: self._adaserve(),
-            **{kind: self._standalone(kind) for kind in STANDALONE},
+            **{kind: self._own(kind) for kind in OWN},
         }
         self._only = self._chosen(only)
 
@@ -103,6 +103,14 @@ class Check:
         report = self._save()
         draw(report, self.out)
         return report
+
+    @property
+    def undone(self) -> list[str]:
+        """Stages that were asked for and gave nothing: they failed, or their server did not start. Of a dry
+        run without those of servers that need a GPU."""
+        needs_gpu = OWN if self.pair.device == "cpu" else ()
+        left = self._only - set(self.found.done)
+        return sorted(stage for stage in left if stage.partition(":")[0] not in needs_gpu)
 
     def _on(self, kind: str, left: Sections) -> bool:
         """Starts a server of ``kind`` and takes stages off ``left`` as they are run; False when no server
@@ -157,7 +165,7 @@ class Check:
             sections[f"mixed-{policy}"] = partial(self._mixed, name=policy, policy=policy)
         return sections
 
-    def _standalone(self, kind: str) -> Sections:
+    def _own(self, kind: str) -> Sections:
         sections: Sections = {
             "exactness": lambda s: self._outputs(s, kind),
             "speed": lambda s: self._speed(s, [kind]),
@@ -308,7 +316,7 @@ def _reason(error: Exception) -> str:
 
 
 def _times(server: ServerProcess, name: str) -> dict[str, float] | None:
-    return None if name == PLAIN or name in STANDALONE else server.report()["times"]
+    return None if name == PLAIN or name in OWN else server.report()["times"]
 
 
 def _spent(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -56,11 +56,13 @@ def gpu_check(
 
     Writes gpu-check.json and figures, after every stage; a stage that fails does not keep the others from
     running, and is run again when the command is started again with the same --out. Takes about 40 minutes on
-    a pair of the size of an 8B model, which is made without downloads.
+    a pair of the size of an 8B model, which is made without downloads. Exits with 3 where a target is missed,
+    and with 2 where a stage could not be done.
     """
     from adaserve.bench.gpu_check.check import Check, StageError
     from adaserve.bench.gpu_check.servers import Pair
     from adaserve.bench.gpu_check.shapes import widened_pair
+    from adaserve.draft_kind import kind_at
     from adaserve.loadgen.results import new_results_dir
     from adaserve.pair.widen import PairError
     from adaserve.server import ServerError, on_cpu
@@ -83,18 +85,22 @@ def gpu_check(
         if "--context-length" not in common:
             common += ("--context-length", "4096")
         folder = out or new_results_dir(Path("results"), "gpu-check")
-        check = Check(Pair(model, draft, device, common), plan, folder, console, only or (), stage_limit)
+        pair = Pair(model, draft, device, common, kind_at(draft))
+        check = Check(pair, plan, folder, console, only or (), stage_limit)
         report = check.run()
-    except (ServerError, StageError, PairError, ValueError) as error:
+    except (ServerError, StageError, PairError, ValueError, OSError) as error:
         console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     _show(report, Console())
     for sentence in report["does_not_show"]:
         console.print(f"not shown by a dry run: {sentence}", highlight=False, soft_wrap=True)
     console.print(f"written to {folder}")
-    missed = any(t["met"] is False for t in report["targets"]) and not dry
-    if missed or report["failed"]:
-        raise typer.Exit(1)
+    if check.undone:
+        said = f"not done: {', '.join(check.undone)} (the same command with --out {folder} runs them again)"
+        console.print(f"[red]{said}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(2)
+    if any(t["met"] is False for t in report["targets"]):
+        raise typer.Exit(3)
 
 
 def _costs(dry: bool, size: str | None) -> tuple[Cost, Cost | None]:

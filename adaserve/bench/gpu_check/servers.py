@@ -1,4 +1,5 @@
-"""The servers that are compared: AdaServe, SGLang without speculation, and with its own, STANDALONE."""
+"""The servers that are compared: AdaServe, SGLang without speculation, and with its own speculation by the same
+draft."""
 
 from __future__ import annotations
 
@@ -11,18 +12,21 @@ from rich.console import Console
 
 from adaserve.bench.servers import running
 from adaserve.config import AdaServeConfig
+from adaserve.draft_kind import DraftKind
 from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.server import ServerProcess, ServerSpec
 
 ADASERVE, PLAIN = "adaserve", "sglang"
 TREES = {
-    "sglang-standalone-topk1": ("--speculative-num-steps", "4", "--speculative-eagle-topk", "1",
-                                "--speculative-num-draft-tokens", "5"),
-    "sglang-standalone-topk2": ("--speculative-num-steps", "4", "--speculative-eagle-topk", "2",
-                                "--speculative-num-draft-tokens", "7"),
+    "sglang-own-topk1": ("--speculative-num-steps", "4", "--speculative-eagle-topk", "1",
+                         "--speculative-num-draft-tokens", "5"),
+    "sglang-own-topk2": ("--speculative-num-steps", "4", "--speculative-eagle-topk", "2",
+                         "--speculative-num-draft-tokens", "7"),
 }  # fmt: skip
 """SGLang's own speculation: a chain, and the tree that its documentation gives for a stand-alone draft."""
-STANDALONE = tuple(TREES)
+OWN = tuple(TREES)
+OWN_ALGORITHM: dict[DraftKind, str] = {"model": "STANDALONE", "eagle3": "EAGLE3"}
+"""By the kind of the draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class Pair:
     draft: str
     device: str  # cuda | cpu
     flags: tuple[str, ...] = ()  # SGLang's own, for every server
+    kind: DraftKind = "model"  # of the draft
     config: AdaServeConfig = field(default_factory=AdaServeConfig)
 
 
@@ -41,7 +46,7 @@ def spec_of(pair: Pair, kind: str) -> ServerSpec:
     flags = (*(("--max-total-tokens", "65536") if pair.device == "cpu" else ()), *pair.flags)
     spec = ServerSpec(pair.target, pair.draft, config=pair.config, extra=flags)
     if kind in TREES:
-        return replace(spec, algorithm="STANDALONE", extra=(*flags, *TREES[kind]))
+        return replace(spec, algorithm=OWN_ALGORITHM[pair.kind], extra=(*flags, *TREES[kind]))
     return spec if kind == ADASERVE else replace(spec, algorithm=None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaserve.bench.gpu_check.findings import Findings
-from adaserve.bench.gpu_check.servers import PLAIN, STANDALONE
+from adaserve.bench.gpu_check.servers import OWN, PLAIN
 
 SPECULATING = ("priced", "adaserve")
 """Policies that the targets apply to; the default one first."""
@@ -42,7 +42,7 @@ def targets(found: Findings, dry: bool = False) -> list[dict[str, Any]]:
     highest = max(found.mixed, key=float, default=None)
     goodput = {} if highest is None else {k: v["token_goodput"] for k, v in found.mixed[highest].items()}
     best, theirs = (
-        max((goodput[k] for k in names if k in goodput), default=None) for names in (SPECULATING, STANDALONE)
+        max((goodput[k] for k in names if k in goodput), default=None) for names in (SPECULATING, OWN)
     )
     gain = _ratio(best, theirs)
     add("goodput at the highest load above SGLang's own speculation", gain, _at_least(gain, 1.0))
@@ -64,8 +64,8 @@ def _best_tpot(found: Findings, names: tuple[str, ...], batch: int) -> float | N
 
 def _least_gain(found: Findings) -> float | None:
     """Over SGLang's better tree, at the batch size where it is smallest."""
-    batches = {b for name in STANDALONE for b in found.tpot_ms.get(name, {})}
-    gains = [_ratio(_best_tpot(found, STANDALONE, b), _best_tpot(found, SPECULATING, b)) for b in batches]
+    batches = {b for name in OWN for b in found.tpot_ms.get(name, {})}
+    gains = [_ratio(_best_tpot(found, OWN, b), _best_tpot(found, SPECULATING, b)) for b in batches]
     return min((g for g in gains if g is not None), default=None)
 
 

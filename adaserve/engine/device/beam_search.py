@@ -1,4 +1,8 @@
-"""A whole beam search as one CUDA graph: all draft steps, and the bookkeeping between them."""
+"""A whole beam search as one CUDA graph: all draft steps, and the bookkeeping between them.
+
+The first step has room for the same number of tokens of every request: what the draft has not seen of it,
+and its root at the end. Room that is left over is padding.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from adaserve.engine.device import noise
 from adaserve.engine.device.attention import TreeKernel
 from adaserve.engine.device.layout import Extent, slot_lists, window_bits
 from adaserve.engine.device.model import Inputs, Parts
-from adaserve.engine.device.sizes import FIRST, SearchKey
+from adaserve.engine.device.sizes import SearchKey
 from adaserve.engine.device.transfer import QueuedCopy, StaticArrays
 from adaserve.engine.parts import Beams, Ready, Run, Search
 from adaserve.engine.search import Levels
@@ -48,9 +52,8 @@ class BeamSearches:
         key = self._parts.sizes.search(shape, a)
         kv_lens = without_gap(search.base + shape.width, first.gap)
         arrays = {
-            "tokens": first.tokens.reshape(a, FIRST),
-            "base": search.base, "pool_rows": search.pool_rows, "scale": search.scale,
-            "spread": search.spread, "keys": search.keys,
+            **at_the_end(first, self._parts.first), "base": search.base, "pool_rows": search.pool_rows,
+            "scale": search.scale, "spread": search.spread, "keys": search.keys,
         }  # fmt: skip
         found, run = self._run(key, self._prepare(key, shape), arrays, kv_lens, first.gap)
         copy = QueuedCopy({"found": found})
@@ -68,7 +71,9 @@ class BeamSearches:
         shape = tree_shape(sizes.depth, beams, None)
         key = sizes.search(shape, a)
         base = np.minimum(batch.kv_lens - batch.q_lens, self._parts.req_to_token.shape[1] - shape.width)
-        arrays = {**self._padding(a), "base": base, "pool_rows": batch.pool_rows}
+        places = base[:, None] + np.arange(1 - self._parts.first, 1)
+        arrays = {**self._padding(a), "positions": places, "places": places, "base": base,
+                  "pool_rows": batch.pool_rows}  # fmt: skip
         return self._run(key, self._prepare(key, shape), arrays, base + shape.width)[1]
 
     def capture(self, key: SearchKey) -> None:
@@ -76,19 +81,19 @@ class BeamSearches:
         shape = tree_shape(len(key.beams), key.beams[0], None)
         self._run(key, self._prepare(key, shape), self._padding(0), np.zeros(0, np.int64))
 
-    @staticmethod
-    def _padding(rows: int) -> Arrays:
+    def _padding(self, rows: int) -> Arrays:
         none, ones = np.zeros(rows, np.int64), np.ones(rows, np.float32)
-        tokens = np.zeros((rows, FIRST), np.int64)
-        return {"tokens": tokens, "base": none, "pool_rows": none, "scale": ones, "spread": 0 * ones,
-                "keys": none.astype(np.uint64)}  # fmt: skip
+        first = np.zeros((rows, self._parts.first), np.int64)
+        return {"tokens": first, "positions": first, "places": first, "base": none, "pool_rows": none,
+                "scale": ones, "spread": 0 * ones, "keys": none.astype(np.uint64)}  # fmt: skip
 
     def _prepare(self, key: SearchKey, shape: TreeShape) -> _Prepared:
         if (prepared := self._prepared.get(key)) is not None:
             return prepared
         parts = self._parts
         columns = torch.from_numpy(shape.columns).to(parts.device)
-        kernels = {q: self._kernel(key, q, place) for place, q in enumerate(_queries(shape))}
+        queries = dict.fromkeys((parts.first, *shape.beams[:-1]))  # tokens per request of the steps
+        kernels = {q: self._kernel(key, q, place) for place, q in enumerate(queries)}
         prepared = _Prepared(shape, columns, kernels)
         if key in parts.sizes.captured:  # others are not kept: there are too many of them
             self._prepared[key] = prepared
@@ -114,9 +119,9 @@ class BeamSearches:
         lists = slot_lists(parts.req_to_token.shape[1], arrays["pool_rows"], kv_lens, gap)
         padded = np.concatenate([kv_lens, np.ones(spare, np.int64)])
         extents = {q: Extent(np.full(key.rows, q), padded) for q in prepared.kernels}
-        bits: Arrays = {}
-        for q, extent in extents.items():
-            bits |= _window(q, extent, prepared.shape.width, a)
+        bits = _first_window(extents[parts.first], parts.first, prepared.shape.width, a)
+        for q in set(prepared.shape.beams[:-1]):
+            bits |= _window(q, extents[q], prepared.shape.width, a)
         no_gap = dict.fromkeys(("gap_at", "gap_length"), np.zeros(a, np.int64))  # gaps come and go
         given = {name: _pad(values, key.rows) for name, values in {**no_gap, **arrays, **lists}.items()}
         there = prepared.static.put({**given, **bits}, parts.device)
@@ -133,65 +138,113 @@ class BeamSearches:
     def _search(self, key: SearchKey, prepared: _Prepared, there: Mapping[str, Tensor]) -> Tensor:
         shape, base = prepared.shape, there["base"][:, None]
         levels = Levels(shape, key.rows, prepared.columns)
-        at = base + torch.arange(1 - FIRST, 1, device=base.device)
-        seen = torch.zeros(key.rows, FIRST, shape.width, dtype=torch.bool, device=base.device)
-        seen[:, -1, 0] = True  # the root sees itself; the token before it stands before the window
-        logits = self._step(prepared, there, there["tokens"], at, at, seen)
-        logprob, token = self._best(logits[:, -1:], there, base)
+        q, is_padding = self._parts.first, base == 0
+        places = torch.where(is_padding, -1, there["places"])
+        step = _Step(there["tokens"], there["positions"], places, there["byte-first"], there["clear-first"])
+        before = self._before(there, places)
+        logits, states = self._step(prepared, there, step, before, slice(q - 1, None, q))  # of the roots
+        logprob, token = self._best(logits, there, base)
         levels.start(logprob[:, 0], token[:, 0])
-        for step in range(2, len(shape.beams) + 1):
-            nodes = levels.level(step - 1)
-            tokens, places = levels.tokens[:, nodes], base + levels.columns[nodes]
-            positions = base + (step - 1)
-            logits = self._step(prepared, there, tokens, positions, places, levels.visible[:, nodes])
-            levels.grow(step, *self._best(logits, there, positions))
+        for depth in range(2, len(shape.beams) + 1):
+            nodes = levels.level(depth - 1)
+            tokens, positions = levels.tokens[:, nodes], base + (depth - 1)
+            places = torch.where(is_padding, -1, base + levels.columns[nodes])
+            q, seen = tokens.shape[1], levels.visible[:, nodes]
+            clear = torch.where(seen, 0, there[f"clear-{q}"].view_as(seen))
+            step = _Step(tokens, positions.expand_as(tokens), places, there[f"byte-{q}"], clear)
+            before = self._before_level(states, levels, depth)
+            logits, states = self._step(prepared, there, step, before, slice(None))
+            levels.grow(depth, *self._best(logits, there, positions))
         return levels.found
 
     def _step(
         self,
         prepared: _Prepared,
         there: Mapping[str, Tensor],
-        tokens: Tensor,
-        positions: Tensor,
-        places: Tensor,
-        seen: Tensor,
-    ) -> Tensor:
-        """Logits [R, q, vocab] of ``tokens`` [R, q] at ``places`` [R, q]; ``seen`` [R, q, width]."""
-        parts, (rows, q) = self._parts, tokens.shape
-        is_padding = there["base"][:, None] == 0
-        slots = parts.slots(there["pool_rows"][:, None], torch.where(is_padding, -1, places))
-        positions = positions.clamp(0, parts.last_position).expand_as(tokens)
-        byte, clear = there[f"byte-{q}"], there[f"clear-{q}"].view_as(seen)
-        parts.buffers.hide(byte, torch.where(seen, 0, clear))
-        tokens = tokens.clamp(max=parts.last_token)
-        inputs = Inputs(tokens.flatten(), positions.flatten(), slots.flatten())
-        logits = parts.call(inputs, rows, prepared.kernels[q])
-        parts.buffers.show(byte)
-        return logits.view(rows, q, -1)
+        step: _Step,
+        before: Tensor | None,
+        wanted: slice,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, w, vocab] and a head's states [R, w, H] of the ``wanted`` ones of a step's tokens.
+        ``before`` [R, q, H]: what a head is given."""
+        parts, q = self._parts, step.tokens.shape[1]
+        slots = parts.slots(there["pool_rows"][:, None], step.places)
+        inputs = Inputs(
+            step.tokens.clamp(max=parts.last_token).flatten(),
+            step.positions.clamp(0, parts.last_position).flatten(),
+            slots.flatten(),
+            wanted,
+            None if before is None else before.flatten(0, 1),
+        )
+        parts.buffers.hide(step.byte, step.clear)
+        found = parts.call(inputs, len(slots), prepared.kernels[q])
+        parts.buffers.show(step.byte)
+        rows, states = len(slots), found.states
+        return found.logits.unflatten(0, (rows, -1)), None if states is None else states.unflatten(
+            0, (rows, -1)
+        )
+
+    def _before(self, there: Mapping[str, Tensor], places: Tensor) -> Tensor | None:
+        """What the first step's tokens [R, q] are read with besides: nothing, but for heads."""
+        return None
+
+    def _before_level(self, states: Tensor | None, levels: Levels, step: int) -> Tensor | None:
+        """The same for the beams of depth ``step`` - 1, ``states`` being those of the beams before them."""
+        return None
 
     def _best(self, logits: Tensor, there: Mapping[str, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities (float64) and ids of the best tokens [R, q, K]; ``positions`` [R, 1]."""
         rows, q, _ = logits.shape
         columns = (there["scale"], there["spread"], there["keys"], positions[:, 0])
         each = (c[:, None].expand(rows, q).flatten() for c in columns)
-        scaled = noise.read(logits.flatten(0, 1), *each)
+        words = self._parts.words
+        scaled = noise.read(logits.flatten(0, 1), *each, words=words)
         best = scaled.topk(self._parts.candidates, dim=-1)
         logprob = best.values - scaled.logsumexp(dim=-1, keepdim=True)
-        return logprob.double().view(rows, q, -1), best.indices.view(rows, q, -1)
+        tokens = best.indices if words is None else words[best.indices]
+        return logprob.double().view(rows, q, -1), tokens.view(rows, q, -1)
 
 
-def _queries(shape: TreeShape) -> list[int]:
-    """Tokens per request of the steps: the first one's, then those of the others that differ."""
-    return list(dict.fromkeys((FIRST, *shape.beams[:-1])))
+@dataclass(frozen=True)
+class _Step:
+    """Tokens [R, q] of one forward, and what their windows hide."""
+
+    tokens: Tensor
+    positions: Tensor
+    places: Tensor  # -1 = padding
+    byte: Tensor  # int64 [R * q, columns], ``window_bits``
+    clear: Tensor  # uint8, as many
+
+
+def at_the_end(batch: TreeBatch, room: int) -> Arrays:
+    """Tokens, positions and places, int64 [n, room], a request's at the end of its row; place -1: none."""
+    row, ends = batch.row, np.cumsum(batch.q_lens)
+    found = np.zeros((3, len(batch.q_lens), room), np.int64)
+    found[2] = -1
+    found[:, row, room - ends[row] + np.arange(len(batch))] = batch.tokens, batch.positions, batch.places
+    return dict(zip(("tokens", "positions", "places"), found, strict=True))
+
+
+def _first_window(extent: Extent, q: int, width: int, a: int) -> Arrays:
+    """``_window`` of the first step: text up to the root, where a token sees those up to itself."""
+    seen = np.arange(q - 2 + width) < np.arange(q)[:, None]
+    byte, clear = window_bits(
+        extent, q - 2 + width, _and_padding(np.tile(seen, (len(extent.q_lens), 1)), a * q)
+    )
+    return {"byte-first": byte, "clear-first": clear}
 
 
 def _window(q: int, extent: Extent, width: int, a: int) -> Arrays:
     """Bytes of the mask that tell of a step's windows, and what clears their bits. Padding behind the first
     ``a`` rows sees its one key."""
-    seen = np.zeros((len(extent.q_lens) * q, width), np.bool_)
-    seen[a * q :] = True
+    seen = _and_padding(np.zeros((len(extent.q_lens) * q, width), np.bool_), a * q)
     byte, clear = window_bits(extent, width, seen)
     return {f"byte-{q}": byte, f"clear-{q}": clear}
+
+
+def _and_padding(seen: np.ndarray, tokens: int) -> np.ndarray:
+    seen[tokens:] = True
+    return seen
 
 
 def _pad(values: np.ndarray, rows: int) -> np.ndarray:

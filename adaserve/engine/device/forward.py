@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +14,9 @@ from adaserve.engine.device.attention import TreeKernel
 from adaserve.engine.device.beam_search import BeamSearches
 from adaserve.engine.device.layout import Extent, seen_by, slot_lists, window_bits
 from adaserve.engine.device.model import Inputs, Parts
-from adaserve.engine.device.sizes import FIRST, Key, SearchKey
+from adaserve.engine.device.sizes import Key, SearchKey
 from adaserve.engine.device.transfer import put
-from adaserve.engine.parts import KeepGoing, Ready, Run, Search
+from adaserve.engine.parts import KeepGoing, Mark, Ready, Run, Search
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
@@ -23,17 +24,14 @@ from adaserve.engine.trees.verify import SCRATCH_SLOT
 class DeviceForward:
     """``ModelForward`` by padded size, on static buffers, with a graph per size where graphs are captured."""
 
-    first_tokens = FIRST
-    """The last cached token and the root, so that a search's first size does not depend on what the last
-    verification accepted; writing a key twice writes the same."""
-
     def __init__(self, parts: Parts) -> None:
         self.parts, self.device, self.most_tokens = parts, parts.device, parts.sizes.most_tokens
-        self.sizes, self.table = parts.sizes, parts.table
+        self.sizes, self.table, self.first_tokens = parts.sizes, parts.table, parts.first
         self._searches = BeamSearches(parts)
         most = self.sizes.tokens.fit(self.most_tokens)
         self._inputs = torch.zeros(4 * most, dtype=torch.int64, device=self.device)
         self._kernels: dict[Key, TreeKernel] = {}
+        self._eager: tuple[TreeKernel, Mark] | None = None  # the last forward without a graph, and its end
         self._runs: list[Run] = []
         self._logits: Tensor | None = None  # of all graphs: 16 sizes with 128k tokens would take a gigabyte
 
@@ -41,7 +39,6 @@ class DeviceForward:
 
     def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
         """The tokens, padded, where their keys are and what hides some of these."""
-        assert batch.gap is None, "only the steps of a search leave places out"
         key, p = self._key(batch), self.parts
         inputs = np.zeros((4, key.tokens), np.int64)
         inputs[3] = -1
@@ -53,13 +50,18 @@ class DeviceForward:
         )
         seen = seen_by(batch)
         byte, clear = window_bits(Extent(batch.q_lens, batch.kv_lens), seen.shape[1], seen)
-        lists = slot_lists(p.req_to_token.shape[1], batch.pool_rows, batch.kv_lens)
+        lists = slot_lists(p.req_to_token.shape[1], batch.pool_rows, batch.kv_lens, batch.gap)
         return {"inputs": inputs, "byte": byte, "clear": clear, **lists}
 
     def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [T, vocab] and their argmax int64 [T], valid until the next forward."""
-        if tensors is None:
-            tensors = put(self.arrays(batch), self.device)
+        logits, best = self._queue(
+            batch, put(self.arrays(batch), self.device) if tensors is None else tensors
+        )
+        return logits[: len(batch)], best[: len(batch)]
+
+    def _queue(self, batch: TreeBatch, tensors: Mapping[str, Tensor]) -> Any:
+        """What ``_forward`` gives, padding included."""
         key, count, buffers = self._key(batch), len(batch), self.parts.buffers
         q_lens, kv_lens, spare = batch.q_lens, batch.kv_lens, key.rows - len(batch.q_lens)
         self._inputs[: 4 * key.tokens].copy_(tensors["inputs"].flatten())
@@ -71,8 +73,7 @@ class DeviceForward:
         extent = Extent(q_lens, kv_lens)
         buffers.see_all(int(extent.byte_starts[-1]))
         buffers.hide(tensors["byte"], tensors["clear"])
-        logits, best = self._replay(key, extent)
-        return logits[:count], best[:count]
+        return self._replay(key, extent)
 
     def logits(self, states: tuple[Tensor, Tensor]) -> Tensor:
         logits = states[0]
@@ -117,22 +118,30 @@ class DeviceForward:
     def _key(self, batch: TreeBatch) -> Key:
         return self.sizes.verification(len(batch), len(batch.q_lens))
 
-    def _replay(self, key: Key, extent: Extent) -> tuple[Tensor, Tensor]:
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            kernel = self.parts.make_kernel(self.parts.buffers, key.rows, 0)
-            if key in self.sizes.captured:  # others are not kept: there are too many of them
-                self._kernels[key] = kernel
+    def _replay(self, key: Key, extent: Extent) -> Any:
+        kernel = self._kernels.get(key) or self._make_kernel(key)
         kernel.plan(extent)
         output, run = self.parts.run(key, partial(self._forward, key, kernel))
+        if key not in self._kernels:
+            self._eager = kernel, run[1]
         self._runs.append(run)
-        states: tuple[Tensor, Tensor] = output
-        return states
+        return output
 
-    def _forward(self, key: Key, kernel: TreeKernel) -> tuple[Tensor, Tensor]:
+    def _make_kernel(self, key: Key) -> TreeKernel:
+        """Kept for sizes that have a graph: there are too many of the others. One of these must live until
+        its forward is over, since FlashInfer copies its plan from pinned memory behind the allocator's back."""
+        if self._eager is not None:
+            self._eager[1].wait()
+        kernel = self.parts.make_kernel(self.parts.buffers, key.rows, 0)
+        if key in self.sizes.captured:
+            self._kernels[key] = kernel
+        return kernel
+
+    def _forward(self, key: Key, kernel: TreeKernel) -> Any:
+        """Logits and their argmax, of all tokens of the padded size."""
         tokens, positions, pool_rows, places = self._inputs[: 4 * key.tokens].view(4, -1)
         slots = self.parts.slots(pool_rows, places)
-        logits = self._shared(key, self.parts.call(Inputs(tokens, positions, slots), key.rows, kernel))
+        logits = self._shared(key, self.parts.call(Inputs(tokens, positions, slots), key.rows, kernel).logits)
         return logits, logits.argmax(dim=-1)
 
     def _shared(self, key: Key, logits: Tensor) -> Tensor:

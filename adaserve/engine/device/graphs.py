@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 WARM_UPS = 2
 """Runs before a capture: kernels are compiled and chosen outside the graph."""
+
+
+LEAST_FREE_BYTES = 1 << 30
+"""Left to prefills, whose activations are not allocated yet when graphs are captured."""
 
 
 class Graph(Protocol):
@@ -89,6 +93,7 @@ class GraphTable:
         self.capture = capture
         self.report = CaptureReport()
         self._graphs: dict[Any, Graph] = {}
+        self._is_closed = False
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -100,9 +105,14 @@ class GraphTable:
         """The graph of ``key``, made of ``function`` at its first use."""
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._make(key, function) if self.capture else EagerGraph(function)
+            captures = self.capture and not self._is_closed
+            graph = self._make(key, function) if captures else EagerGraph(function)
             self._graphs[key] = graph
         return graph
+
+    def close(self) -> None:
+        """What has no graph by now runs eagerly."""
+        self._is_closed = True
 
     def _make(self, key: Any, function: Callable[[], Any]) -> Graph:
         before, start_s = _used_bytes(), time.perf_counter()
@@ -119,10 +129,26 @@ def _used_bytes() -> int:
     return int(total - free)
 
 
-def capture_all(name: str, keys: Iterable[Any], run: Callable[[Any], None], table: GraphTable) -> None:
-    """Captures every key, the largest first, so that the smaller ones reuse its memory."""
-    for key in keys:
+def capture_all(
+    name: str,
+    keys: Sequence[Any],
+    run: Callable[[Any], None],
+    table: GraphTable,
+    free_bytes: Callable[[], int] | None = None,
+) -> None:
+    """Captures the keys in their order, the largest first, so that the smaller ones reuse its memory; as long
+    as there is memory for the prefills that come. ``free_bytes``: the device's, if not as CUDA says."""
+    free = free_bytes or (lambda: torch.cuda.mem_get_info()[0])
+    for done, key in enumerate(keys):
+        if table.capture and free() < LEAST_FREE_BYTES:
+            logger.warning(
+                "AdaServe: %d of %d %s graphs were captured, and the others are left out since less than %d "
+                "MB are free: lower --mem-fraction-static, --max-depth or --max-running-requests",
+                done, len(keys), name, LEAST_FREE_BYTES >> 20,
+            )  # fmt: skip
+            break
         run(key)
+    table.close()
     if table.capture:
         r = table.report
         logger.info(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +22,7 @@ from adaserve.engine.device.attention import (
     TreeKernel,
 )
 from adaserve.engine.device.graphs import GraphTable
-from adaserve.engine.device.sizes import Key, SearchKey, Sizes
+from adaserve.engine.device.sizes import FIRST, Key, SearchKey, Sizes
 from adaserve.engine.parts import Run
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
@@ -32,13 +34,23 @@ class Inputs:
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]: where their KV goes
+    wanted: slice = field(default_factory=partial(slice, None))  # tokens whose logits are needed
+    before: Tensor | None = None  # [T, H]: what a head is given besides, hidden states of the tokens before
+
+
+@dataclass(frozen=True)
+class Output:
+    """Of the w tokens that are wanted."""
+
+    logits: Tensor  # [w, vocab]
+    states: Tensor | None = None  # [w, H]: what a head's next step takes in
 
 
 class ModelCall(Protocol):
-    """Runs a model on static inputs. Two exist: SGLang's models, and tiny ones in tests."""
+    """Runs a model on static inputs: SGLang's models, its heads, and tiny ones in tests."""
 
-    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Tensor:
-        """Logits [T, vocab] of ``inputs``; their KV goes to ``inputs.slots``."""
+    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
+        """The KV of ``inputs`` goes to ``inputs.slots``."""
         ...
 
 
@@ -49,7 +61,16 @@ class SGLangCall:
         self._runner = runner
         self._backend = TreeAttentionBackend(runner)
 
-    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Tensor:
+    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
+        with self._around(inputs, rows, kernel) as batch:
+            output = self._runner.model.forward(inputs.tokens, inputs.positions, batch)
+        return Output(output.next_token_logits[inputs.wanted])
+
+    @contextmanager
+    def _around(
+        self, inputs: Inputs, rows: int, kernel: TreeKernel, spec_info: Any = None
+    ) -> Iterator[ForwardBatch]:
+        """What SGLang's models are called with, and what they find around them."""
         runner, device = self._runner, inputs.tokens.device
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,  # the mode that gives logits of every token
@@ -61,7 +82,7 @@ class SGLangCall:
             seq_lens_sum=rows,
             out_cache_loc=inputs.slots,
             positions=inputs.positions,
-            spec_info=None,
+            spec_info=spec_info,
             spec_algorithm=runner.spec_algorithm,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,
@@ -73,8 +94,7 @@ class SGLangCall:
             get_model().override(shared_experts=runner.model.shared_experts_config),
             forward_context(context, forward_batch=batch),
         ):
-            output = runner.model.forward(inputs.tokens, inputs.positions, batch)
-        return output.next_token_logits
+            yield batch
 
 
 @dataclass(frozen=True)
@@ -84,6 +104,8 @@ class Parts:
     ``candidates``: how many best tokens a draft step needs. ``last_position``: highest position with a
     rotary angle; tokens beyond it are never kept, so they may compute anything. ``last_token``: the last row
     of the embedding; a target with more of them only pads further, but its padding must not be looked up.
+    ``first``: tokens per request that the first step of a search has room for. ``words``: int64 [V], the
+    tokens that a head's logits stand for; None = all, in their order.
     """
 
     call: ModelCall
@@ -95,6 +117,8 @@ class Parts:
     candidates: int
     last_position: int
     last_token: int
+    first: int = FIRST
+    words: Tensor | None = None
 
     @property
     def device(self) -> torch.device:

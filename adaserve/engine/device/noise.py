@@ -16,26 +16,36 @@ ROWS_AT_ONCE = 64
 """Bounds the memory that noise takes while it is made: three times 33 MB at a vocabulary of 128k."""
 
 
-def gumbel(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """fp32 [T, vocabulary]; ``keys`` int64 [T] (the bits of uint64 ones), ``positions`` int64 [T]."""
+def gumbel(keys: Tensor, positions: Tensor, words: Tensor) -> Tensor:
+    """fp32 [T, V], of the tokens ``words`` int32 [V]; ``keys`` int64 [T] (the bits of uint64 ones),
+    ``positions`` int64 [T]."""
     seed = _mix64(keys ^ _mix64(positions + _signed(0x9E3779B97F4A7C15, 64)))
     low, high = seed[:, None].contiguous().view(torch.int32).split(1, dim=1)
-    bits = torch.arange(vocabulary, dtype=torch.int32, device=keys.device) + low
+    bits = words + low
     bits = _mix32_(_mix32_(bits).bitwise_xor_(high))
     u = _shifted(bits, 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=BELOW_ONE)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
-def read(logits: Tensor, scale: Tensor, spread: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """fp32 [T, vocab]: ``scale * logits + spread * noise``; all others [T]. One kernel on a GPU."""
+def read(
+    logits: Tensor,
+    scale: Tensor,
+    spread: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    words: Tensor | None = None,
+) -> Tensor:
+    """fp32 [T, V]: ``scale * logits + spread * noise``, all [T] but ``words`` int64 [V]: the tokens that the
+    columns stand for, None = all in their order. One kernel on a GPU."""
     if logits.is_cuda:
         from adaserve.engine.device.noise_kernel import read_fused
 
-        return read_fused(logits, scale, spread, keys, positions)
+        return read_fused(logits, scale, spread, keys, positions, words)
     out = logits.float() * scale[:, None]
+    every = torch.arange(out.shape[1], device=out.device) if words is None else words
     for start in range(0, len(out), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
-        out[part].addcmul_(gumbel(keys[part], positions[part], out.shape[1]), spread[part, None])
+        out[part].addcmul_(gumbel(keys[part], positions[part], every.int()), spread[part, None])
     return out
 
 

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from adaserve.config import AdaServeConfig
+from adaserve.draft_kind import EAGLE3
 from adaserve.engine.clock import mark
 from adaserve.engine.device import noise
 from adaserve.engine.device.attention import AttentionBuffers, MakeKernel, kernel_maker
 from adaserve.engine.device.forward import DeviceForward
 from adaserve.engine.device.graphs import GraphTable, capture_all
+from adaserve.engine.device.heads import DeviceHead, device_head
 from adaserve.engine.device.model import Parts, SGLangCall
 from adaserve.engine.device.sizes import FIRST, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.device.transfer import QueuedCopy, put
+from adaserve.engine.host.heads import HiddenStates
 from adaserve.engine.parts import Mark, ModelForward
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.verify import SCRATCH_SLOT
@@ -43,12 +46,18 @@ CATCH_UP_TOKENS = 512
 class GraphDevice:
     """``Device`` on a GPU."""
 
-    target_states = medusa = None  # heads are not served here
+    medusa = None  # not served here
     stops_early = False
     least_gain = 0.0
 
-    def __init__(self, target: DeviceForward, *drafts: DeviceForward, attention: str = "sdpa") -> None:
-        self.target, self.drafts = target, drafts
+    def __init__(
+        self,
+        target: DeviceForward,
+        *drafts: DeviceForward,
+        attention: str = "sdpa",
+        target_states: HiddenStates | None = None,
+    ) -> None:
+        self.target, self.drafts, self.target_states = target, drafts, target_states
         self.device = target.device
         self._attention = attention  # its kernel's name
 
@@ -76,35 +85,38 @@ class GraphDevice:
         buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device, unpacked=attention == "triton")
         capture = device.type == "cuda" and not bool(target.server_args.disable_cuda_graph)
 
-        def forward(runner: Any, make: MakeKernel, keys: Sequence[Key | SearchKey]) -> DeviceForward:
-            return DeviceForward(
-                Parts(
-                    SGLangCall(runner),
-                    make,
-                    GraphTable(capture),
-                    buffers,
-                    replace(sizes, captured=frozenset(keys)),
-                    table,
-                    candidates=max(config.max_width, 3),
-                    last_position=int(target.model_config.context_len) - 1,
-                    last_token=int(runner.model_config.vocab_size) - 1,
-                )
+        def parts_of(runner: Any, make: MakeKernel, keys: Sequence[Key | SearchKey]) -> Parts:
+            return Parts(
+                SGLangCall(runner),
+                make,
+                GraphTable(capture),
+                buffers,
+                replace(sizes, captured=frozenset(keys)),
+                table,
+                candidates=max(config.max_width, 3),
+                last_position=int(target.model_config.context_len) - 1,
+                last_token=int(runner.model_config.vocab_size) - 1,
             )
 
         searches, verifications = list(sizes.searches()), list(sizes.verifications())
+        forwards = []
+        for draft in drafts:
+            own = parts_of(draft, kernel_maker(attention, draft, device)[1], searches)  # one kernel for all
+            is_head = type(draft.model).__name__ == EAGLE3
+            forwards.append(device_head(own, target, draft, config) if is_head else DeviceForward(own))
         parts = cls(
-            forward(target, make, verifications),
-            # The target's kernel: they share the buffers.
-            *(forward(draft, kernel_maker(attention, draft, device)[1], searches) for draft in drafts),
+            DeviceForward(parts_of(target, make, verifications)),
+            *forwards,
             attention=attention,
+            target_states=next((f.hidden for f in forwards if isinstance(f, DeviceHead)), None),
         )
         parts.warm_moves([runner.token_to_kv_pool for runner in (target, *drafts)], widest * most_rows)
         parts.warm_draws(int(target.model_config.vocab_size))
         if capture:
-            # Before the first request; the largest first, so that the smaller ones reuse its memory.
+            # Before the first request; those first that take the most memory and are missed the most.
+            capture_all("verification", verifications, parts.target.capture, parts.target.table)
             for draft in parts.drafts:
                 capture_all("draft", searches, draft.capture, draft.table)
-            capture_all("verification", verifications, parts.target.capture, parts.target.table)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from adaserve.engine.trees.shape import TreeShape
 
 FIRST = 2
-"""Tokens per request in the first step of a search: the last cached one and the root."""
+"""Tokens per request that the first step of a draft model's search has room for: the last accepted one,
+which it has not read when all were accepted, and the root."""
 
 
 @dataclass(frozen=True)

@@ -47,21 +47,22 @@ class HiddenStates:
         dtype: torch.dtype,
         layers: Sequence[int] = (),
         project: Callable[[Tensor], Tensor] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.layers = torch.tensor(layers, dtype=torch.int32)
         self.project = project
-        self._states = torch.zeros(slots, size, dtype=dtype)
+        self._states = torch.zeros(slots, size, dtype=dtype, device=device)
 
     @torch.no_grad()
     def write(self, slots: Tensor, states: Tensor, last: Tensor) -> None:
-        """``states``: fp32 [T, layers, H of the target], what goes into each of the layers; ``last``: fp32
-        [T, H of the target], what comes out behind the final norm."""
+        """``states``: [T, layers, H of the target] or [T, layers * H], what goes into each of the layers;
+        ``last``: [T, H of the target], what comes out of the final norm."""
         made = last if self.project is None else self.project(states)
         self._states[slots] = made.to(self._states.dtype)
 
     def read(self, slots: Tensor) -> Tensor:
-        """fp32 [T, size]."""
-        return self._states[slots].float()
+        """[.., size], as they are stored."""
+        return self._states[slots]
 
     def move_kv_cache(self, target: Tensor, source: Tensor) -> None:
         """Named as in SGLang's KV pools, beside which this is moved."""
@@ -96,7 +97,7 @@ class HeadForward(HostForward):
     def _before(self, batch: TreeBatch) -> Tensor:
         """The target's, of the tokens before those of a text."""
         slots = self._req_to_token.numpy()[batch.pool_rows[batch.row], batch.places - 1]
-        return self.target_states.read(torch.from_numpy(slots.astype(np.int64)))
+        return self.target_states.read(torch.from_numpy(slots.astype(np.int64))).float()
 
     def _before_level(self, states: Tensor, levels: Levels, step: int) -> Tensor:
         """Its own, of the parents of the beams of depth ``step`` - 1."""
@@ -145,6 +146,13 @@ def layers_to_capture(target: Any, head: Any) -> list[int]:
     return layers
 
 
+def hidden_states(target: Any, head: Any) -> HiddenStates:
+    """What SGLang's model of a head reads of the ``ModelRunner`` ``target``. Raises ValueError."""
+    pool, layers = target.token_to_kv_pool.k_buffer[0], layers_to_capture(target.model, head)
+    size, made = head.config.hidden_size, partial(project, head.model)
+    return HiddenStates(pool.shape[0], size, pool.dtype, layers, made, pool.device)
+
+
 def lean_target(target: Any, storage: Storage | Literal["off"], who_needs: str) -> tuple[LeanModel, Storage]:
     """Our forward of the target that the ``ModelRunner`` holds. Raises ValueError where there is none."""
     lean: LeanModel | None = getattr(target.model, LEAN_ATTRIBUTE, None)
@@ -164,14 +172,7 @@ def head_forward(target: Any, head: Any, storage: Storage | Literal["off"]) -> H
     if reason is not None:
         raise ValueError(f"this EAGLE-3 head is not supported on a CPU: {reason}")
     read, storage = lean_target(target, storage, "an EAGLE-3 head needs")
-    pool = target.token_to_kv_pool.k_buffer[0]
-    read.sink = hidden = HiddenStates(
-        pool.shape[0],
-        model.config.hidden_size,
-        pool.dtype,
-        layers_to_capture(target.model, model),
-        partial(project, model.model),
-    )
+    read.sink = hidden = hidden_states(target, model)
     grow_rotary_table(model)
     lean = LeanModel(*read_head(model), storage)
     return HeadForward(LeanForward(lean, head.token_to_kv_pool), head.req_to_token_pool.req_to_token, hidden)

@@ -99,7 +99,7 @@ class MedusaForward:
         """fp32 [heads, n, H]: what the first heads make of the token before each request's last one."""
         last = batch.places[np.cumsum(batch.q_lens) - 1]
         slots = self._req_to_token.numpy()[batch.pool_rows, last - 1]
-        hidden = self.target_states.read(torch.from_numpy(slots.astype(np.int64)))
+        hidden = self.target_states.read(torch.from_numpy(slots.astype(np.int64))).float()
         return torch.stack([_through(blocks, hidden) for blocks in self._blocks[:heads]])
 
     def _logits(self, states: Tensor) -> Tensor:

@@ -129,7 +129,8 @@ class BeamSource:
 
     def _catch_up(self, pool_rows: np.ndarray) -> Run | None:
         """Separate from the first step, so that the policy does not count it as the cost of drafting."""
-        most = MOST_PENDING if self._forward.first_tokens is None else 1
+        room = self._forward.first_tokens
+        most = MOST_PENDING if room is None else room - 1
         start = self._device.mark()
         return (start, self._device.mark()) if self.cache.catch_up(pool_rows, most) else None
 

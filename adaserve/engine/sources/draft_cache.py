@@ -29,7 +29,6 @@ class Held:
 
     length: int  # leading cached tokens whose KV the draft has
     pending: list[int]  # the cached tokens behind them
-    last: int  # the last cached token
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class DraftCache:
         """A prompt, or all of it so far (``text``), is cached; its new tokens at ``slots`` were ``read`` by
         the draft or were not."""
         self._is_held[slots.long()] = read
-        self._held[pool_row] = Held(len(text) if read else 0, [] if read else list(text), text[-1])
+        self._held[pool_row] = Held(len(text) if read else 0, [] if read else list(text))
         self._exchangeable[pool_row] = _Exchangeable(list(text), len(text))
 
     def find_holes(self, pool_rows: Sequence[int]) -> None:
@@ -102,13 +101,9 @@ class DraftCache:
         if not late:
             return False
         held = [self._held[row] for row in late]
-        # A forward that begins with the last cached token will write that one's KV itself.
-        keep = 1 if self._forward.first_tokens is not None else 0
-        tokens = [h.pending[: len(h.pending) - keep] for h in held]
-        self.feed(late, [h.length for h in held], tokens)
-        for h, fed in zip(held, tokens, strict=True):
-            h.length += len(fed)
-            del h.pending[: len(fed)]
+        self.feed(late, [h.length for h in held], [h.pending for h in held])
+        for h in held:
+            h.length, h.pending = h.length + len(h.pending), []
         return True
 
     def feed(self, pool_rows: Sequence[int], starts: Sequence[int], tokens: Sequence[list[int]]) -> None:
@@ -152,10 +147,7 @@ class DraftCache:
         """
         held = [self._held[row] for row in pool_rows.tolist()]
         base = np.array([h.length + len(h.pending) for h in held], np.int64)
-        if self._forward.first_tokens is None:
-            texts = [[*h.pending, root] for h, root in zip(held, roots.tolist(), strict=True)]
-        else:  # writing the last cached token's KV again changes nothing, or little where there is a gap
-            texts = [[h.last, root] for h, root in zip(held, roots.tolist(), strict=True)]
+        texts = [[*h.pending, root] for h, root in zip(held, roots.tolist(), strict=True)]
         q_lens = np.array([len(t) for t in texts], np.int64)
         tokens = np.array([t for text in texts for t in text], np.int64)
         if int(q_lens.max()) > 1:
@@ -175,7 +167,6 @@ class DraftCache:
             held.pending += tokens
         else:
             held.length, held.pending = held.length + known, tokens[known:]
-        held.last = tokens[-1]
         if (prompt := self._exchangeable.get(pool_row)) is not None:
             prompt.text += tokens
             prompt.iterations += 1

@@ -16,7 +16,6 @@ from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import DraftKind, draft_kind
-from adaserve.host import on_device
 from adaserve.patches.kv_sizing import draft_config
 
 
@@ -62,7 +61,7 @@ class DraftModels(EagleDraftWorkerBase):
             require_common_vocabulary(target_worker, worker, path)
         config = AdaServeConfig.load()
         kinds = [kind_of(worker, path, config) for path, worker in zip(paths, workers, strict=True)]
-        require_servable(kinds, config, target_worker)
+        require_servable(kinds, config)
         for kind, worker in zip(kinds, workers, strict=True):
             if kind == "eagle3":
                 share_embeddings(target_worker, worker)
@@ -107,7 +106,7 @@ def kind_of(worker: Any, path: str, config: AdaServeConfig) -> DraftKind:
     return draft_kind(worker.model_runner.model_config.hf_config.architectures, config.draft_kind, path)
 
 
-def require_servable(kinds: Sequence[DraftKind], config: AdaServeConfig, target: Any) -> None:
+def require_servable(kinds: Sequence[DraftKind], config: AdaServeConfig) -> None:
     """Raises ValueError with the remedy where heads stand in a combination that is not served."""
     if "eagle3" not in kinds:
         return
@@ -115,11 +114,6 @@ def require_servable(kinds: Sequence[DraftKind], config: AdaServeConfig, target:
         (len(kinds) > 1, "cannot be one of two drafts: leave --second-draft out"),
         (config.learn, "does not learn while it serves: leave --learn out"),
         (config.draft_window != 0, "reads whole contexts, which is cheap in one layer: use --draft-window 0"),
-        (
-            on_device(target.model_runner.device),
-            "is served on CPUs only so far: give a draft model, or serve with SGLang's own "
-            "--speculative-algorithm EAGLE3",
-        ),
     ]
     for refused, reason in refusals:
         if refused:

@@ -30,7 +30,7 @@ class SelfSource(StatelessSource):
     def __init__(self, device: Device, max_nodes: int) -> None:
         if device.target.first_tokens is not None:
             raise ValueError(
-                "a target drafts for itself on CPUs only: its searches on a GPU would write the last cached "
-                "token again, from little. Use --drafts model or --drafts suffix"
+                "a target drafts for itself on CPUs only: on a GPU there are no graphs of its searches. Use "
+                "--drafts model or --drafts suffix"
             )
         super().__init__(device.target, SHARPENING, max_nodes, ANY_DEPTH)

@@ -14,7 +14,7 @@ from torch import Tensor
 from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel, TreeKernel
 from adaserve.engine.device.forward import DeviceForward
 from adaserve.engine.device.graphs import GraphTable
-from adaserve.engine.device.model import Inputs, Parts
+from adaserve.engine.device.model import Inputs, Output, Parts
 from adaserve.engine.device.parts import GraphDevice
 from adaserve.engine.device.sizes import Key, SearchKey, Sizes, Tiers
 from adaserve.engine.host.forwards import HostForward
@@ -64,10 +64,10 @@ class TinyModel:
     def topk_logprobs(self, hidden: Tensor, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
         return self.backend.topk_logprobs(hidden, reading, width)
 
-    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Tensor:
+    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
         assert isinstance(kernel, SdpaKernel)
         hidden = self.hidden(inputs.tokens, inputs.positions, inputs.slots, kernel.tree_plan)
-        return self.backend.logits(hidden)
+        return Output(self.backend.logits(hidden)[inputs.wanted])
 
 
 class Pool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pkgutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,15 +98,22 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert sized(is_draft_worker=True)._cell_size == sized(spec_algorithm=object())._cell_size == 1000
 
 
-def test_sglang_leaves_decode_graphs_to_us() -> None:
+def test_sglang_leaves_graphs_to_us(tmp_path: Path) -> None:
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-    from adaserve.algorithm import leave_decode_graphs_to_us
+    from adaserve.algorithm import leave_graphs_to_us
 
-    given = CudaGraphConfig(decode=PhaseConfig(backend="full"), prefill=PhaseConfig(backend="disabled"))
-    args = SimpleNamespace(cuda_graph_config=given)
-    leave_decode_graphs_to_us(args)
-    assert args.cuda_graph_config.decode.backend == "disabled"
+    given = CudaGraphConfig(decode=PhaseConfig(backend="full"), prefill=PhaseConfig(backend="breakable"))
+    for kind, prefill in (("LlamaForCausalLM", "breakable"), ("LlamaForCausalLMEagle3", "disabled")):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [kind]}))
+        args = SimpleNamespace(
+            cuda_graph_config=given,
+            speculative_draft_model_path=str(tmp_path),
+            speculative_draft_model_revision=None,
+        )
+        leave_graphs_to_us(args)
+        assert args.cuda_graph_config.decode.backend == "disabled"
+        assert args.cuda_graph_config.prefill.backend == prefill, "a head reads what prefills hand out"
     assert given.decode.backend == "full", "the user's own object must stay as it was"
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.device.graphs import EagerGraph, GraphTable
+from adaserve.engine.device import model
+from adaserve.engine.device.graphs import LEAST_FREE_BYTES, EagerGraph, GraphTable, capture_all
 from adaserve.engine.device.sizes import SearchKey, Sizes, Tiers
 from adaserve.engine.device.transfer import QueuedCopy, StaticArrays, put
+from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import tree_shape
-from tests.engine.device.factories import CPU
+from tests.engine.device.factories import CPU, Requests, TinyModel, device_forward
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 64, 100, 512])
@@ -48,6 +54,50 @@ def test_a_graph_runs_on_what_its_inputs_hold() -> None:
     assert len(table) == 1 and len(made) == 2
     assert isinstance(table.get("key", forward), EagerGraph)
     assert table.report.to_json() == {"graphs": 0, "seconds": 0.0, "bytes": 0}
+
+
+def test_graphs_end_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left runs all the same, and nothing is captured while requests are served."""
+    table, captured, ran = GraphTable(capture=True), [], []
+
+    def capture(self: GraphTable, key: int, function: Any) -> EagerGraph:
+        captured.append(key)
+        return EagerGraph(function)
+
+    def run(key: int) -> None:
+        table.get(key, lambda: ran.append(key)).replay()
+
+    monkeypatch.setattr(GraphTable, "_make", capture)
+    free = iter([LEAST_FREE_BYTES + 5, LEAST_FREE_BYTES, LEAST_FREE_BYTES - 1])
+    capture_all("draft", [3, 2, 1], run, table, lambda: next(free))
+    for key in (1, 3):
+        run(key)
+    assert captured == [3, 2] and ran == [3, 2, 1, 3]
+
+
+def test_a_kernel_without_a_graph_lives_until_its_forward_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan is copied from memory that would be used again; the next one waits for the forward."""
+    requests, events, made = Requests([5, 17]), [], []
+    forward = device_forward(requests, TinyModel(requests.slots), [])
+    make = forward.parts.make_kernel
+
+    def recorded(*arguments: Any) -> Any:
+        events.append("make")
+        kernel = make(*arguments)
+        made.append(weakref.ref(kernel))
+        return kernel
+
+    class Mark:
+        def wait(self) -> None:
+            assert made[-1]() is not None
+            events.append("wait")
+
+    monkeypatch.setattr(model, "mark", lambda device: Mark())
+    forward.parts = dataclasses.replace(forward.parts, make_kernel=recorded)
+    for _ in range(2):
+        tokens = TreeBatch.roots(np.array([3, 4]), requests.pool_rows, np.array(requests.lengths), 1)
+        forward.run(tokens)
+    assert events == ["make", "wait", "make"]
 
 
 def test_keys() -> None:

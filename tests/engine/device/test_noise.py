@@ -18,6 +18,7 @@ from adaserve.engine.reading import Reading
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS, VOCABULARY = noise.ROWS_AT_ONCE + 8, 5000
+EVERY = torch.arange(VOCABULARY, dtype=torch.int32)
 
 
 def rows() -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +38,7 @@ def on_device(keys: np.ndarray) -> torch.Tensor:
 def test_the_hosts_numbers() -> None:
     keys, positions = rows()
     right = torch.from_numpy(host.gumbel(keys, positions, VOCABULARY))
-    got = noise.gumbel(on_device(keys), torch.from_numpy(positions), VOCABULARY)
+    got = noise.gumbel(on_device(keys), torch.from_numpy(positions), EVERY)
     assert got.dtype == torch.float32 and got.shape == right.shape
     high = right > -2.0  # all that can decide a draw; below, fp32 has few numbers left to round to
     assert high.float().mean() > 0.99
@@ -48,13 +49,13 @@ def test_the_hosts_numbers() -> None:
 def test_it_is_gumbel_noise() -> None:
     """Mean, variance and tail; and rows have nothing to do with each other."""
     keys, positions = rows()
-    values = noise.gumbel(on_device(keys), torch.from_numpy(positions), VOCABULARY).double()
+    values = noise.gumbel(on_device(keys), torch.from_numpy(positions), EVERY).double()
     assert abs(float(values.mean()) - 0.5772) < 0.01 and abs(float(values.var()) - 1.6449) < 0.03
     assert abs(float((values > 5).double().mean()) - 0.006715) < 0.001
     off_diagonal = torch.corrcoef(values) - torch.eye(ROWS)
     assert float(off_diagonal.abs().max()) < 0.08
     one = torch.full((3,), 5), torch.arange(3)
-    assert float((torch.corrcoef(noise.gumbel(*one, VOCABULARY)) - torch.eye(3)).abs().max()) < 0.06
+    assert float((torch.corrcoef(noise.gumbel(*one, EVERY)) - torch.eye(3)).abs().max()) < 0.06
 
 
 def test_reading() -> None:
@@ -67,6 +68,13 @@ def test_reading() -> None:
     got = noise.read(logits.half().float(), *columns, on_device(keys), torch.from_numpy(positions))
     torch.testing.assert_close(got, right, rtol=1e-3, atol=4e-3)
     assert got.argmax(-1).tolist() == right.argmax(-1).tolist()
+
+
+def test_a_head_reads_the_noise_of_the_tokens_that_it_knows() -> None:
+    keys, positions = (torch.from_numpy(v) for v in (rows()[0].view(np.int64), rows()[1]))
+    ones, words = torch.ones(ROWS), torch.tensor([4999, 3, 700])
+    every = noise.read(torch.zeros(ROWS, VOCABULARY), ones, ones, keys, positions)
+    assert torch.equal(noise.read(torch.zeros(ROWS, 3), ones, ones, keys, positions, words), every[:, words])
 
 
 KERNEL = """
@@ -89,7 +97,9 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     assert torch.equal(got.argmax(-1), right.argmax(-1))
     worst.append(float((got - right).abs().max()))
 none = torch.zeros(len(keys), 1300), scale, torch.ones(len(keys)), keys, positions
-worst.append(float((noise.read(*none) - read_fused(*none)).abs().max()))
+words = torch.randperm(128_000, generator=torch.Generator().manual_seed(1))[:1300]
+for some in (None, words):
+    worst.append(float((noise.read(*none, words) - read_fused(*none, words)).abs().max()))
 print(json.dumps(worst))
 """
 

@@ -410,10 +410,13 @@ def our_levels(worker: Any, tokens: Any, width: int) -> list[Any]:
     def text(count: int) -> Any:
         return TreeBatch.causal(tokens[:count].numpy(), row, zero, np.array([count]))
 
-    worker.device.target.run(text(n))
-    ones = np.ones(1, np.float32)
-    search = Search(tree_shape(2, width, None), np.array([n]), row, ones, 0 * ones, np.array([1], np.uint64))
-    beams = worker.device.drafts[0].search(text(n + 1), search, None)()
+    device = worker.device
+    device.target.run(text(n))
+    device.drafts[0].run(text(n))
+    ones, shape = np.ones(1, np.float32), tree_shape(2, width, None)
+    search = Search(shape, np.array([n]), row, ones, 0 * ones, np.array([1], np.uint64))
+    root = TreeBatch.roots(tokens[n:].numpy(), row, np.array([n]), shape.width)
+    beams = device.drafts[0].search(root, search, None)()
     parents = np.maximum(beams.parents[0, width:], 0)
     return [beams.tokens[0].tolist(), parents.tolist(), np.exp(beams.logprobs[0]).tolist()]
 

@@ -20,6 +20,7 @@ from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
+from tests.engine.device.heads import headed_device
 from tests.engine.heads import following_head, frequent_tokens, head_target
 from tests.engine.host.test_heads import Setting, check_levels
 from tests.engine.host.test_medusa import Setting as MedusaSetting
@@ -39,7 +40,7 @@ class Case:
         self,
         pool: Any,
         table: torch.Tensor,
-        device: HostDevice,
+        device: Any,
         source: TreeSource,
         check: Callable[[list[int], np.ndarray, np.ndarray], None],
     ) -> None:
@@ -133,14 +134,18 @@ def drafts_stay_right(case: Case, seed: int) -> None:
     case.check(case.propose([True, True]))
 
 
+@pytest.mark.parametrize("parts", ["host", "graphs"])
 @pytest.mark.parametrize("seed", range(2))
-def test_an_eagle_head(seed: int) -> None:
+def test_an_eagle_head(seed: int, parts: str) -> None:
+    """Over a host's parts or a device's."""
     target = head_target()
     head = following_head(target, frequent_tokens(target), weight=0.5)
     made = Setting(head, "native")
     table = made.drafts._req_to_token
-    device = HostDevice(HostForward(made.reads, table), made.drafts)
-    cache = DraftCache(made.drafts, table, made.states._states.shape[0], stride=DEPTH + 1)
+    device: Any = HostDevice(HostForward(made.reads, table), made.drafts)
+    if parts == "graphs":
+        device = headed_device(made, head, DEPTH)
+    cache = DraftCache(device.drafts[0], table, made.states._states.shape[0], stride=DEPTH + 1)
 
     def check(text: list[int], tokens: np.ndarray, scores: np.ndarray) -> None:
         check_levels(head, text, tokens, scores, WIDTH, 1, 0.0)

@@ -91,7 +91,7 @@ def test_draws_are_read_as_the_target_reads_them() -> None:
     assert SHARPENING.reading(0.0)[1] == 0.0
 
 
-def test_it_is_refused_where_searches_begin_with_the_last_cached_token() -> None:
+def test_it_is_refused_where_searches_have_a_size() -> None:
     device = SimpleNamespace(target=SimpleNamespace(first_tokens=2))
     with pytest.raises(ValueError, match="on CPUs only"):
         SelfSource(device, MAX_NODES)  # type: ignore[arg-type]
