@@ -1,5 +1,4 @@
-"""The servers that are compared: AdaServe, SGLang without speculation, and with its own speculation by the same
-draft."""
+"""The servers that are compared: AdaServe, SGLang alone, and SGLang speculating with the same draft."""
 
 from __future__ import annotations
 

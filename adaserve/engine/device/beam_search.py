@@ -196,9 +196,9 @@ class BeamSearches:
         """Log-probabilities (float64) and ids of the best tokens [R, q, K]; ``positions`` [R, 1]."""
         rows, q, _ = logits.shape
         columns = (there["scale"], there["spread"], there["keys"], positions[:, 0])
-        each = (c[:, None].expand(rows, q).flatten() for c in columns)
+        scale, spread, keys, at = (c[:, None].expand(rows, q).flatten() for c in columns)
         words = self._parts.words
-        scaled = noise.read(logits.flatten(0, 1), *each, words=words)
+        scaled = noise.read(logits.flatten(0, 1), scale, spread, keys, at, words)
         best = scaled.topk(self._parts.candidates, dim=-1)
         logprob = best.values - scaled.logsumexp(dim=-1, keepdim=True)
         tokens = best.indices if words is None else words[best.indices]

@@ -129,7 +129,7 @@ class DeviceForward:
 
     def _make_kernel(self, key: Key) -> TreeKernel:
         """Kept for sizes that have a graph: there are too many of the others. One of these must live until
-        its forward is over, since FlashInfer copies its plan from pinned memory behind the allocator's back."""
+        its forward is over, since FlashInfer's plan is copied from memory that no allocator watches."""
         if self._eager is not None:
             self._eager[1].wait()
         kernel = self.parts.make_kernel(self.parts.buffers, key.rows, 0)
