@@ -42,7 +42,6 @@ def test_a_draft_model_without_a_use_is_refused() -> None:
     ("kinds", "settings", "device", "remedy"),
     [
         (["eagle3", "model"], {}, "cpu", "leave --second-draft out"),
-        (["eagle3"], {"draft_window": 64}, "cpu", "--draft-window 0"),
         (["eagle3"], {"learn": True}, "cpu", "leave --learn out"),
         (["eagle3"], {}, "cuda", r"on CPUs only.*--speculative-algorithm EAGLE3"),
     ],
