@@ -286,6 +286,15 @@ def bench_latency(
     *,
     model: Model = None,
     draft: Draft = None,
+    draft_kinds: Annotated[
+        Any,
+        typer.Option(
+            "--draft-kind",
+            parser=words,
+            metavar="A,B",
+            help="As in `serve`; several are compared in turns, each on a server of its own.",
+        ),
+    ] = "auto",
     size: Size = "100M",
     policies: Annotated[
         Any,
@@ -314,7 +323,7 @@ def bench_latency(
         Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-latency/latency.json")
     ] = None,
 ) -> None:
-    """Compare TPOT with plain decoding at several batch sizes, in turns on one server."""
+    """Compare TPOT with plain decoding at several batch sizes, in turns on one server per kind of draft."""
     from adaserve.bench.latency import BASE, LatencyPlan, run_latency
     from adaserve.bench.repetition import KINDS
     from adaserve.server import ServerError
@@ -324,11 +333,37 @@ def bench_latency(
         raise typer.BadParameter(f"--repetition knows {', '.join(KINDS)}, not {', '.join(sorted(wrong))}")
     plan = LatencyPlan(others, batches, temperatures, rounds, tokens, repetition=repetition)
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
-    spec = _spec(model, draft, size, cpu_weights=cpu_weights, budget=budget, prefill="exclusive")
+    settings = {"cpu_weights": cpu_weights, "budget": budget, "prefill": "exclusive"}
+    specs = {kind: _spec(model, draft, size, draft_kind=kind, **settings) for kind in draft_kinds}
     try:
-        run_latency(spec, plan, out, console)
+        run_latency(specs, plan, out, console)
     except ServerError as error:
         _fail(error)
+
+
+@bench.command("heads")
+def bench_heads(
+    *,
+    batches: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,8",
+    temperature: Annotated[float, typer.Option(min=0, help="Of the text that the target writes.")] = 0.8,
+    depth: Annotated[int, typer.Option(min=1, max=8, help="Depth of the trees.")] = 4,
+    width: Annotated[int, typer.Option(min=1, max=16, help="Width of the trees.")] = 3,
+    trees: Annotated[int, typer.Option(min=2, help="Trees of each draft per batch size.")] = 200,
+    rows: Annotated[int, typer.Option(min=2, help="Prompts per category.")] = 24,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens the target writes per prompt.")] = 96,
+    seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, show_default="all")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-heads")
+    ] = None,
+) -> None:
+    """Accepted tokens and drafting time of the embedded draft and the embedded heads, in turns."""
+    from adaserve.bench.heads import HeadPlan, run_heads
+
+    plan = HeadPlan(
+        counts(batches), temperature, depth, width, tokens, rows, trees, seed, threads or usable_cores()
+    )
+    run_heads(plan, out, console)
 
 
 @bench.command("kernels")

@@ -1,7 +1,7 @@
-"""``adaserve bench latency``: TPOT of policies against plain decoding, in turns on one server.
+"""``adaserve bench latency``: TPOT of policies against plain decoding, in turns on one server per draft.
 
-One server runs all policies in turn, batch by batch, so that a machine that slows down slows all of
-them. A batch is one ``/generate`` call with n held-out prompts; its TPOT is the mean over its
+A server runs all policies in turn, batch by batch, and so do the servers of several drafts, so that a machine
+that slows down slows all of them. A batch is one ``/generate`` call with n held-out prompts; its TPOT is the mean over its
 requests of the server's own decode time per token.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,15 @@ class LatencyPlan:
     rounds: int = 5
     tokens: int = 64
     seed: int = 0
+    drafts: int = 1
+    """Servers, one for each kind of draft."""
     repetition: tuple[str, ...] = ()
     """Kinds of :mod:`adaserve.bench.repetition`; none = held-out text that is continued without loops."""
 
     @property
     def steps(self) -> int:
         """Batches that will be sent, and one choice of prompts per temperature."""
-        per_temperature = len(self.batches) * self.rounds * (1 + len(self.policies))
+        per_temperature = len(self.batches) * self.rounds * (1 + len(self.policies)) * self.drafts
         return len(self.temperatures) * (1 + per_temperature)
 
 
@@ -55,6 +59,7 @@ class LatencyPlan:
 class Sample:
     """One batch under one policy."""
 
+    draft: str  # what kind
     policy: str
     batch: int
     temperature: float
@@ -70,31 +75,42 @@ class Sample:
     other_share: float  # of that time that is in neither model
 
 
-def run_latency(spec: ServerSpec, plan: LatencyPlan, out: Path | None, console: Console) -> None:
-    """Starts a server, measures, prints a table, writes JSON. Raises ServerError."""
+def run_latency(
+    specs: Mapping[str, ServerSpec], plan: LatencyPlan, out: Path | None, console: Console
+) -> None:
+    """Starts a server for each kind of draft, measures, prints a table, writes JSON. Raises ServerError."""
     path = out or new_results_dir(Path("results"), "latency") / "latency.json"
-    with running(spec, path.with_name("server.log"), console) as server, progress(console) as bar:
+    plan = replace(plan, drafts=len(specs))
+    with ExitStack() as stack:
+        servers = {
+            kind: stack.enter_context(running(spec, path.with_name(f"server-{kind}.log"), console))
+            for kind, spec in specs.items()
+        }
+        bar = stack.enter_context(progress(console))
         task = bar.add_task("measuring", total=plan.steps)
-        samples = run(server, plan, lambda what: bar.update(task, advance=1, description=what))
-        state = server.report()
-    save(path, samples, plan, state)
+        samples = run(servers, plan, lambda what: bar.update(task, advance=1, description=what))
+        states = {kind: server.report() for kind, server in servers.items()}
+    save(path, samples, plan, states)
     Console().print(_table(summarize(samples, plan)))
     console.print(f"written to {path}")
 
 
-def run(server: ServerProcess, plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:
+def run(
+    servers: Mapping[str, ServerProcess], plan: LatencyPlan, done: Callable[[str], None]
+) -> list[Sample]:
     """Measures everything in ``plan``; ``done`` is told after each batch."""
     samples = []
     for temperature in plan.temperatures:
-        asks = _asks(server, plan, temperature)
+        asks = _asks(next(iter(servers.values())), plan, temperature)
         done(f"T={temperature:g}: {len(asks)} prompts")
         for batch in plan.batches:
             for turn in range(plan.rounds):
                 chosen = [asks[(turn * 37 + i) % len(asks)] for i in range(batch)]
-                _prefill(server, plan, chosen)
-                for policy in (BASE, *plan.policies):
-                    samples.append(_measure(server, policy, chosen, turn))
-                    done(f"batch {batch}, T={temperature:g}, {policy}")
+                for kind, server in servers.items():
+                    _prefill(server, plan, chosen)
+                    for policy in (BASE, *plan.policies):
+                        samples.append(_measure(kind, server, policy, chosen, turn))
+                        done(f"batch {batch}, T={temperature:g}, {kind}, {policy}")
     return samples
 
 
@@ -132,7 +148,7 @@ def _prefill(server: ServerProcess, plan: LatencyPlan, asks: Sequence[Ask]) -> N
     client.batch(server.url, [replace(ask, tokens=1, temperature=0.0) for ask in asks])
 
 
-def _measure(server: ServerProcess, policy: str, asks: Sequence[Ask], turn: int) -> Sample:
+def _measure(kind: str, server: ServerProcess, policy: str, asks: Sequence[Ask], turn: int) -> Sample:
     server.set_policy(policy)
     before = server.report()["times"]
     answers = client.batch(server.url, asks)
@@ -144,6 +160,7 @@ def _measure(server: ServerProcess, policy: str, asks: Sequence[Ask], turn: int)
     models_s = spent["target_s"] + spent["draft_s"]
     loop_ms = spent["loop_s"] / max(1.0, spent["loops"]) * 1e3
     return Sample(
+        draft=kind,
         policy=policy,
         batch=len(asks),
         temperature=asks[0].temperature,
@@ -160,50 +177,53 @@ def _measure(server: ServerProcess, policy: str, asks: Sequence[Ask], turn: int)
     )
 
 
+_MEDIANS = (
+    "accept_length", "distinct_8grams", "iteration_ms", "target_ms", "draft_ms", "python_share", "loop_ms",
+    "other_share",
+)  # fmt: skip
+
+
 def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, Any]]:
-    """One row per (temperature, batch, policy): medians and the speed-up paired round by round."""
+    """One row per (temperature, batch, draft, policy): medians and the speed-up paired round by round. Those of
+    further drafts also have the speed-up over the first draft under the same policy."""
+    kinds = list(dict.fromkeys(s.draft for s in samples))
     rows = []
-    for temperature in plan.temperatures:
-        for batch in plan.batches:
-            of = [s for s in samples if s.batch == batch and s.temperature == temperature]
-            base = {s.round: s.tpot_ms for s in of if s.policy == BASE}
-            for policy in (BASE, *plan.policies):
-                mine = [s for s in of if s.policy == policy]
-                ratios = sorted(base[s.round] / s.tpot_ms for s in mine)
-                rows.append(
-                    {
-                        "temperature": temperature,
-                        "batch": batch,
-                        "policy": policy,
-                        "tpot_ms": statistics.median(s.tpot_ms for s in mine),
-                        "speedup": statistics.median(ratios),
-                        "speedup_range": [ratios[0], ratios[-1]],
-                        **{
-                            k: statistics.median(getattr(s, k) for s in mine)
-                            for k in (
-                                "accept_length",
-                                "distinct_8grams",
-                                "iteration_ms",
-                                "target_ms",
-                                "draft_ms",
-                                "python_share",
-                                "loop_ms",
-                                "other_share",
-                            )
-                        },
-                    }
-                )
+    for temperature, batch in product(plan.temperatures, plan.batches):
+        of = [s for s in samples if s.batch == batch and s.temperature == temperature]
+        for kind, policy in product(kinds, (BASE, *plan.policies)):
+            mine = [s for s in of if s.draft == kind and s.policy == policy]
+            ratios = _speedups([s for s in of if s.draft == kind and s.policy == BASE], mine)
+            over_first = _speedups([s for s in of if s.draft == kinds[0] and s.policy == policy], mine)
+            rows.append(
+                {
+                    "temperature": temperature,
+                    "batch": batch,
+                    "draft": kind,
+                    "policy": policy,
+                    "tpot_ms": statistics.median(s.tpot_ms for s in mine),
+                    "speedup": statistics.median(ratios),
+                    "speedup_range": [ratios[0], ratios[-1]],
+                    "over_first_draft": statistics.median(over_first),
+                    **{k: statistics.median(getattr(s, k) for s in mine) for k in _MEDIANS},
+                }
+            )
     return rows
 
 
-def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[str, Any]) -> None:
+def _speedups(base: Sequence[Sample], mine: Sequence[Sample]) -> list[float]:
+    """Ascending, of the same rounds."""
+    tpot = {s.round: s.tpot_ms for s in base}
+    return sorted(tpot[s.round] / s.tpot_ms for s in mine)
+
+
+def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, servers: dict[str, Any]) -> None:
     """Writes everything that is needed to judge and to repeat the measurement."""
     body = {
-        "schema_version": 2,
+        "schema_version": 3,
         "kind": "bench latency",
         "made": provenance(),
         "plan": asdict(plan),
-        "latency_model": server["latency"],
+        "latency_models": {kind: report["latency"] for kind, report in servers.items()},
         "summary": summarize(samples, plan),
         "samples": [asdict(s) for s in samples],
     }
@@ -212,25 +232,28 @@ def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, server: dict[
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     heads = (
-        "T", "batch", "policy", "TPOT ms", "speed-up", "(range)", "tok/iter", "worker", "other", "distinct",
+        "T", "batch", "draft", "policy", "TPOT ms", "speed-up", "(range)", "vs first", "tok/iter", "worker", "other",
+        "distinct",
     )  # fmt: skip
-    made = table("decode latency, in turns with plain decoding", heads, left=("policy",))
+    made = table("decode latency, in turns with plain decoding", heads, left=("draft", "policy"))
     for r in rows:
         low, high = r["speedup_range"]
         made.add_row(
             f"{r['temperature']:g}",
             str(r["batch"]),
+            r["draft"],
             r["policy"],
             f"{r['tpot_ms']:.2f}",
             f"{r['speedup']:.2f}x",
             f"{low:.2f}-{high:.2f}",
+            f"{r['over_first_draft']:.2f}x",
             f"{r['accept_length']:.2f}",
             f"{r['python_share']:.0%}",
             f"{r['other_share']:.0%}",
             f"{r['distinct_8grams']:.0%}",
         )
     made.caption = (
-        "worker: share of AdaServe's iteration outside both models; other: of the time from one "
+        "vs first: speed-up over the first draft under the same policy; worker: share of AdaServe's iteration outside both models; other: of the time from one "
         "iteration to the next, SGLang's own work included; distinct: 8-grams of the output that occur once"
     )
     return made

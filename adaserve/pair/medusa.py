@@ -20,7 +20,7 @@ from adaserve.pair.observed import Observed, lessons, observe
 from adaserve.pair.schedule import HEAD_PHASES
 from adaserve.pair.shape import MEDUSA_DEPTH, MEDUSA_LAYERS
 from adaserve.pair.train import Run, Trainer
-from adaserve.pair.train_head import SHARPENED, STEP_WEIGHT, Divergence, fast_products
+from adaserve.pair.train_head import SHARPENED, STEP_WEIGHT, CrossEntropy, fast_products
 
 COMPARED = 4
 """One token in so many is compared: passes over the vocabulary cost far more than all products, and places
@@ -97,12 +97,10 @@ def heads_loss(blocks: MedusaBlocks, seen: Observed, share: int = 1) -> Tensor:
     states = seen.last[:, places]
     total, weight = torch.zeros(()), 1.0
     for i in range(depth):
-        wanted = (seen.logits[:, places + 1 + i].flatten(0, 1) / SHARPENED).log_softmax(-1)
+        wanted = (seen.logits[:, places + 1 + i] / SHARPENED).log_softmax(-1)
         plain = wanted.exp()
-        logits = blocks(states, i).flatten(0, 1)
-        counted = torch.full((len(logits),), weight / len(logits))
-        crossed = Divergence.apply(logits, plain, counted)  # type: ignore[no-untyped-call]
-        total = total + crossed + weight * torch.linalg.vecdot(plain, wanted).float().mean()
+        crossed = CrossEntropy.apply(blocks(states, i), plain, 0)  # type: ignore[no-untyped-call]
+        total = total + weight * (crossed + torch.linalg.vecdot(plain, wanted).float().mean())
         weight *= STEP_WEIGHT
     return total * (1 - STEP_WEIGHT) / (1 - weight)
 

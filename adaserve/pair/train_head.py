@@ -23,41 +23,42 @@ SHARPENED = 0.7
 """The temperature at which the distributions are compared: what requests sample at, and between greedy and 1."""
 STEP_WEIGHT = 0.8
 """Of each step's loss, as a share of the one before: a later step is reached less often."""
-_MATRIX_LR, _VECTOR_LR = 0.02, 0.002
+_MATRIX_LR, _VECTOR_LR = 0.03, 0.004
 
 
-class Divergence(torch.autograd.Function):
-    """The cross entropy of rows of logits [n, vocab] with ``wanted`` [n, vocab], both at ``SHARPENED``, weighted
-    by ``weights`` [n] and summed, in nats.
+class CrossEntropy(torch.autograd.Function):
+    """The mean cross entropy in nats of logits [rows, length, vocab] with ``wanted`` of the same shape, both at
+    ``SHARPENED``, over all but the ``first`` places of each row.
 
     Keeps nothing but the gradient: on a CPU passes over the vocabulary cost more than all products.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, wanted: Tensor, first: int) -> Tensor:
         got = torch.log_softmax(logits / SHARPENED, -1)
-        loss = -(torch.linalg.vecdot(wanted, got).float() * weights).sum()
-        ctx.save_for_backward(got.exp_().sub_(wanted).mul_(weights[:, None] / SHARPENED))
+        loss = -torch.linalg.vecdot(wanted, got)[:, first:].float().mean()
+        gradient = got.exp_().sub_(wanted)
+        gradient[:, :first] = 0
+        ctx.save_for_backward(gradient)
+        ctx.scale = 1 / (SHARPENED * gradient.shape[0] * (gradient.shape[1] - first))
         return loss
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * outer[0].to(gradient.dtype), None, None
+        return gradient.mul_(float(outer[0]) * ctx.scale), None, None
 
 
 def unrolled_loss(head: EagleHead, seen: Observed, steps: int) -> Tensor:
     """Forward KL(target || head) over the tokens that the head knows, in nats per token, averaged over the
     steps by their weights."""
-    wanted = (seen.logits[:, 1:, head.token_ids].flatten(0, 1) / SHARPENED).log_softmax(-1)
+    wanted = (seen.logits[:, 1:, head.token_ids] / SHARPENED).log_softmax(-1)
     plain = wanted.exp()
     entropy = -torch.linalg.vecdot(plain, wanted).float()
-    rows, length = seen.tokens.shape[0], seen.tokens.shape[1] - 1
-    place, total, weight = torch.arange(length).repeat(rows), torch.zeros(()), 1.0
+    total, weight = torch.zeros(()), 1.0
     for step, states in enumerate(head.unroll(seen.tokens, seen.layers, steps)):
-        counted = (place >= step) * (weight / (rows * (length - step)))
-        crossed = Divergence.apply(head.logits(states).flatten(0, 1), plain, counted)  # type: ignore[no-untyped-call]
-        total = total + crossed - (entropy * counted).sum()
+        crossed = CrossEntropy.apply(head.logits(states), plain, step)  # type: ignore[no-untyped-call]
+        total = total + weight * (crossed - entropy[:, step:].mean())
         weight *= STEP_WEIGHT
     return total * (1 - STEP_WEIGHT) / (1 - weight)
 

@@ -51,7 +51,6 @@ def test_a_draft_model_without_a_use_is_refused() -> None:
     ("kinds", "settings", "remedy"),
     [
         (["eagle3", "model"], {}, "leave --second-draft out"),
-        (["eagle3"], {"draft_window": 64}, "--draft-window 0"),
         (["eagle3"], {"learn": True}, "leave --learn out"),
     ],
 )

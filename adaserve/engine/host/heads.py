@@ -107,11 +107,13 @@ class HeadForward(HostForward):
 
 
 def without_first(batch: TreeBatch) -> TreeBatch:
-    """The batch without the first token of every text, which no key shows either."""
-    if batch.gap is not None:
-        return batch  # done already
+    """The batch without the first token of every text, which no key shows either. The gap of a head begins with
+    that token."""
+    if batch.gap is not None and batch.gap.start:
+        raise ValueError(f"a head's gap begins at 0, not at {batch.gap.start}")
+    left_out = np.zeros_like(batch.kv_lens) if batch.gap is None else batch.gap.length
     some = batch.places > 0
-    first = np.minimum(batch.kv_lens, 1)
+    first = np.where(left_out > 0, 0, np.minimum(batch.kv_lens, 1))
     return replace(
         batch,
         tokens=batch.tokens[some],
@@ -120,7 +122,7 @@ def without_first(batch: TreeBatch) -> TreeBatch:
         q_lens=np.bincount(batch.row[some], minlength=len(batch.q_lens)),
         kv_lens=batch.kv_lens - first,
         seen=None if batch.seen is None else batch.seen[some],
-        gap=Gap(0, first),
+        gap=Gap(0, left_out + first),
     )
 
 

@@ -114,7 +114,7 @@ class BeamSource:
         forward, pool_rows = self._forward, rows.pool_rows[active]
         self.cache.find_holes(pool_rows.tolist())
         caught_up = self._catch_up(pool_rows)
-        gap = left_out(plan, rows.seq_lens, active)
+        gap = self._left_out(plan, rows.seq_lens, active)
         first = self.cache.first_batch(pool_rows, rows.roots[active], shape.width, gap)
         ready = forward.search(
             first, search_for(self.sharpening, rows, active, shape), for_rows(keep, plan, active, len(rows))
@@ -122,6 +122,10 @@ class BeamSource:
         self.cache.drafted(pool_rows)
         self._searched = _Searched(frozenset(pool_rows.tolist()), shape, ready)
         return Drafting(lambda: self._proposal(shape, active, ready(), len(rows)), caught_up)
+
+    def _left_out(self, plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
+        """Of the contexts of the active rows, ``cached`` being the tokens [n] of all."""
+        return left_out(plan, cached, active)
 
     def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
         made = proposal(shape, active, beams, n, MODEL << self._number)

@@ -113,7 +113,6 @@ def require_servable(kinds: Sequence[DraftKind], config: AdaServeConfig) -> None
     refusals = [
         (len(kinds) > 1, "cannot be one of two drafts: leave --second-draft out"),
         (config.learn, "does not learn while it serves: leave --learn out"),
-        (config.draft_window != 0, "reads whole contexts, which is cheap in one layer: use --draft-window 0"),
     ]
     for refused, reason in refusals:
         if refused:

@@ -10,8 +10,10 @@ import numpy as np
 
 from adaserve.engine.parts import Beams
 from adaserve.engine.sources.beam import BeamSource
+from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import TreeShape
+from adaserve.scheduler.interface import IterationPlan
 
 
 class HeadSource(BeamSource):
@@ -25,6 +27,12 @@ class HeadSource(BeamSource):
         starts = list(batch.prefix_lens)
         new = [list(text[start:]) for text, start in zip(texts, starts, strict=True)]
         self.cache.feed(batch.req_pool_indices.tolist(), starts, new)
+
+    def _left_out(self, plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
+        """The first tokens are no sinks to a head, which has never read the very first. So it reads as many
+        recent ones more."""
+        gap = super()._left_out(plan, cached, active)
+        return gap and replace(gap, start=0)
 
     def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
         """Candidates of which it keeps no KV."""

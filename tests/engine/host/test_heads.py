@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from adaserve.engine.host.heads import HeadForward, HiddenStates, project
 from adaserve.engine.host.params import LayerWeights, ModelWeights
 from adaserve.engine.parts import Beams, KeepGoing, Search
 from adaserve.engine.reading import Reading
-from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.batch import Gap, TreeBatch
 from adaserve.engine.trees.shape import tree_shape
 from tests.engine.heads import LAYERS, Head, following_head, frequent_tokens, head_target
 from tests.engine.host.factories import Pool, read_hf
@@ -87,20 +88,25 @@ class Setting:
             self.drafts.run(self.batch(np.minimum(starts, known), known))
             starts = end
 
-    def search(self, depth: int, width: int, pending: int = 0) -> Beams:
+    def search(self, depth: int, width: int, pending: int = 0, gap: Gap | None = None) -> Beams:
         """``pending``: cached tokens that the head has not read."""
         ones = np.ones(2, np.float32)
         search = Search(
             tree_shape(depth, width, None), LENGTHS, ROWS, ones, 0.7 * ones, np.array([3, 4], np.uint64)
         )
-        return self.drafts.search(self.batch(LENGTHS - pending, LENGTHS + 1), search, None)()
+        batch = self.batch(LENGTHS - pending, LENGTHS + 1)
+        if gap is not None:
+            batch = replace(batch, kv_lens=batch.kv_lens - gap.length, gap=gap)
+        return self.drafts.search(batch, search, None)()
 
 
-def logprobs(head: Head, text: list[int], path: tuple[int, ...], key: int, spread: float) -> torch.Tensor:
+def logprobs(
+    head: Head, text: list[int], path: tuple[int, ...], key: int, spread: float, left_out: int = 1
+) -> torch.Tensor:
     """float64 [vocab] of what may follow ``path`` behind ``text``, root included: from scratch, step by step
-    on the head's own states."""
+    on the head's own states. ``left_out``: tokens that the head does not see, though the target does."""
     tokens = torch.tensor([text])
-    before, tokens = head.target_states(tokens[:, :-1]), tokens[:, 1:]
+    before, tokens = head.target_states(tokens[:, :-1])[:, left_out - 1 :], tokens[:, left_out:]
     states = head(tokens, before)
     for token in path:
         before = torch.cat([before, states[:, -1:]], 1)
@@ -114,7 +120,14 @@ def logprobs(head: Head, text: list[int], path: tuple[int, ...], key: int, sprea
 
 
 def check_levels(
-    head: Head, text: list[int], tokens: np.ndarray, scores: np.ndarray, width: int, key: int, spread: float
+    head: Head,
+    text: list[int],
+    tokens: np.ndarray,
+    scores: np.ndarray,
+    width: int,
+    key: int,
+    spread: float,
+    left_out: int = 1,
 ) -> None:
     """The candidates of one row against a beam search over all tokens that the head knows."""
     beams: dict[tuple[int, ...], float] = {(): 0.0}
@@ -122,7 +135,7 @@ def check_levels(
         grown = {
             (*path, token): score + logprob
             for path, score in beams.items()
-            for token, logprob in enumerate(logprobs(head, text, path, key, spread).tolist())
+            for token, logprob in enumerate(logprobs(head, text, path, key, spread, left_out).tolist())
         }
         beams = dict(sorted(grown.items(), key=lambda item: -item[1])[:width])
         nodes = slice(level * width, (level + 1) * width)
@@ -165,6 +178,18 @@ def test_the_best_of_all_extensions(
     found = case.search(depth, width, pending)
     for r in range(2):
         check_levels(head, case.texts[r], found.tokens[r], found.logprobs[r], width, 3 + r, 0.7)
+
+
+@pytest.mark.parametrize("forward", [HeadForward, Walking])
+def test_a_window_leaves_out_early_tokens(head: Head, backend: str, forward: type[HeadForward]) -> None:
+    """Of one of two texts; the other one is read as a whole, but for its first token."""
+    case = Setting(head, backend, forward)
+    case.read(LENGTHS)
+    left_out = np.array([0, 12])
+    found = case.search(2, 3, pending=2, gap=Gap(0, left_out))
+    for r in range(2):
+        seen = (found.tokens[r], found.logprobs[r])
+        check_levels(head, case.texts[r], *seen, 3, 3 + r, 0.7, max(1, int(left_out[r])))
 
 
 def test_hidden_states_that_do_not_fit_are_refused(head: Head) -> None:
