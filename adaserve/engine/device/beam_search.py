@@ -218,6 +218,7 @@ class _Step:
 
 def at_the_end(batch: TreeBatch, room: int) -> Arrays:
     """Tokens, positions and places, int64 [n, room], a request's at the end of its row; place -1: none."""
+    assert batch.q_lens.max() <= room, "what has no room must be read before"
     row, ends = batch.row, np.cumsum(batch.q_lens)
     found = np.zeros((3, len(batch.q_lens), room), np.int64)
     found[2] = -1

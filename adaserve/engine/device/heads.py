@@ -31,7 +31,6 @@ from adaserve.engine.parts import KeepGoing, Ready, Search
 from adaserve.engine.search import Levels
 from adaserve.engine.trees.batch import TreeBatch
 
-
 READ_AT_ONCE = 256
 """Tokens of a prompt in one forward of a head: the mask of a causal forward is worked out on the host, which
 takes time and an upload by the square of this (4 ms and 0.6 MB; 50 ms and 9 MB for 1024)."""
