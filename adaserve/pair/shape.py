@@ -38,7 +38,7 @@ class Shape:
 
 TARGET = Shape()
 DRAFT = replace(TARGET, layers=2, mlp=512)
-HEAD_VOCABULARY, HEAD_MLP = 1536, 384
+HEAD_VOCABULARY, HEAD_MLP = 2048, 256
 
 
 def hf_config(shape: Shape) -> dict[str, Any]:
