@@ -92,11 +92,11 @@ def train_head(
     folder = pair if pair is not None else weights_folder()
     shape = HeadShape(vocab=vocabulary, mlp=mlp)
     head = export_head(
-        _work(work), folder, shape, minutes=minutes, written_tokens=written_tokens, seed=seed, threads=threads,
-        start=folder / HEAD if go_on else None,
+        _work(work), folder, shape, minutes=minutes, written_tokens=written_tokens, seed=seed,
+        threads=threads, start=folder / HEAD if go_on else None,
     )  # fmt: skip
     console.print(
-        f"{head} holds the head; copy it to {folder / HEAD}, then measure it with `adaserve pair eval --calibrate`"
+        f"{head} holds the head; copy it to {folder / HEAD} and measure it: `adaserve pair eval --calibrate`"
     )
 
 

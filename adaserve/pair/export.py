@@ -83,7 +83,13 @@ def export_head(
 ) -> Path:
     """Trains an EAGLE-3 head of ``pair/target`` below ``work``; returns the folder of its shipped form."""
     run = Run(
-        ensure_corpus(work, seed=seed), work / "runs" / HEAD, minutes, seed, threads, compile=False, start=start
+        ensure_corpus(work, seed=seed),
+        work / "runs" / HEAD,
+        minutes,
+        seed,
+        threads,
+        compile=False,
+        start=start,
     )
     train_eagle(run, pair, written_tokens=written_tokens, shape=shape)
     out = work / "pair" / HEAD

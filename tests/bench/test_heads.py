@@ -34,7 +34,10 @@ def texts(target: TinyLlama) -> list[Text]:
     prompts = torch.randint(2, TINY.vocab, (5, PROMPT), generator=torch.Generator().manual_seed(4))
     keys = np.arange(11, 16, dtype=np.uint64)
     written = generate(target, prompts, NEW, torch.full((5,), PLAN.temperature), seed=0, keys=keys).numpy()
-    return [Text(row[: len(row) - i], PROMPT, int(key)) for i, (row, key) in enumerate(zip(written, keys, strict=True))]
+    return [
+        Text(row[: len(row) - i], PROMPT, int(key))
+        for i, (row, key) in enumerate(zip(written, keys, strict=True))
+    ]
 
 
 def expected(drafter: Drafter, text: Text, at: int, folder: Path) -> int:
