@@ -60,7 +60,8 @@ DraftKind = Annotated[
     str,
     typer.Option(
         help="What the draft is: model (a language model), eagle3 (an EAGLE-3 head on the target's hidden "
-        "states), medusa (Medusa heads on them), or auto: by its config.json."
+        "states), medusa (Medusa heads on them), or auto: by its config.json. Of the embedded drafts it "
+        "chooses one; auto is the model."
     ),
 ]
 SecondDraft = Annotated[
@@ -333,8 +334,12 @@ def bench_latency(
         raise typer.BadParameter(f"--repetition knows {', '.join(KINDS)}, not {', '.join(sorted(wrong))}")
     plan = LatencyPlan(others, batches, temperatures, rounds, tokens, repetition=repetition)
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
-    settings = {"cpu_weights": cpu_weights, "budget": budget, "prefill": "exclusive"}
-    specs = {kind: _spec(model, draft, size, draft_kind=kind, **settings) for kind in draft_kinds}
+    specs = {
+        kind: _spec(
+            model, draft, size, draft_kind=kind, cpu_weights=cpu_weights, budget=budget, prefill="exclusive"
+        )
+        for kind in draft_kinds
+    }
     try:
         run_latency(specs, plan, out, console)
     except ServerError as error:
@@ -353,9 +358,7 @@ def bench_heads(
     tokens: Annotated[int, typer.Option(min=16, help="Tokens the target writes per prompt.")] = 96,
     seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, show_default="all")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-heads")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-heads")] = None,
 ) -> None:
     """Accepted tokens and drafting time of the embedded draft and the embedded heads, in turns."""
     from adaserve.bench.heads import HeadPlan, run_heads

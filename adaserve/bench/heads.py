@@ -1,9 +1,9 @@
 """`adaserve bench heads`: trees of the embedded draft and of the embedded heads, over the same text.
 
 The target writes held-out continuations by its own noise. Each draft then walks along them as it would on a
-server: it draws up a tree with the kernels that serve, takes what the text confirms and one token more, and goes
-on. So accepted tokens and drafting time are those of a server, without one. Times are taken in turns, tree by
-tree, and compared by the median of the ratios of neighbours.
+server: it draws up a tree with the kernels that serve, takes what the text confirms and one token more, and
+goes on. So accepted tokens and drafting time are those of a server, without one. Times are taken in turns,
+tree by tree, and compared by the median of the ratios of neighbours.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt with its continuation, which begins at ``start``, and the key of the noise that it was drawn by."""
+    """A prompt with its continuation, which begins at ``start``; ``key``: of the noise behind it."""
 
     tokens: np.ndarray
     start: int
@@ -161,15 +161,13 @@ class Walk(ABC):
         first = self._causal(rows, self.read, self.at + 1)
         scale, spread = self.sharpening.reading(np.full(len(rows), self.plan.temperature))
         keys = np.array([self.texts[t].key for t in self.text], np.uint64)
-        search = Search(
-            self.shape, self.at, rows, scale.astype(np.float32), spread.astype(np.float32), keys
-        )
+        search = Search(self.shape, self.at, rows, scale.astype(np.float32), spread.astype(np.float32), keys)
         self.forward.take_runs()
         beams = self.forward.search(first, search, None)()
         seconds = sum(start.seconds_until(end) for start, end in self.forward.take_runs())
-        accepted = np.array([
-            self._accepted(row, beams.tokens[row], beams.parents[row]) for row in rows.tolist()
-        ])
+        accepted = np.array(
+            [self._accepted(row, beams.tokens[row], beams.parents[row]) for row in rows.tolist()]
+        )
         self.read = self.at + 1
         self._catch_up(rows, self.read + self.kept(accepted))
         self.at = self.at + accepted + 1
@@ -213,7 +211,9 @@ def over_pool(network: LeanModel, layers: int, slots: int) -> LeanForward:
 class ModelWalk(Walk):
     """Of a draft model, which has the KV of all nodes that it expanded."""
 
-    def __init__(self, model: TinyLlama, texts: Sequence[Text], rows: int, plan: HeadPlan, folder: Path) -> None:
+    def __init__(
+        self, model: TinyLlama, texts: Sequence[Text], rows: int, plan: HeadPlan, folder: Path
+    ) -> None:
         self.model = model
         super().__init__(texts, rows, plan, load_sharpening(folder))
 
@@ -229,7 +229,13 @@ class EagleWalk(Walk):
     """Of an EAGLE-3 head, which reads all accepted tokens again, with the target's states of them."""
 
     def __init__(
-        self, target: TinyLlama, head: EagleHead, texts: Sequence[Text], rows: int, plan: HeadPlan, folder: Path
+        self,
+        target: TinyLlama,
+        head: EagleHead,
+        texts: Sequence[Text],
+        rows: int,
+        plan: HeadPlan,
+        folder: Path,
     ) -> None:
         self.target, self.head = target, head
         super().__init__(texts, rows, plan, load_sharpening(folder))
@@ -255,7 +261,13 @@ class MedusaWalk(Walk):
     """Of Medusa heads, which read nothing but the target's state of the token before a root."""
 
     def __init__(
-        self, target: TinyLlama, heads: MedusaHeads, texts: Sequence[Text], rows: int, plan: HeadPlan, folder: Path
+        self,
+        target: TinyLlama,
+        heads: MedusaHeads,
+        texts: Sequence[Text],
+        rows: int,
+        plan: HeadPlan,
+        folder: Path,
     ) -> None:
         self.target, self.heads = target, heads
         super().__init__(texts, rows, plan, load_sharpening(folder))
@@ -321,7 +333,7 @@ class Row:
 
 
 def summarize(made: dict[str, list[Tree]], batch: int) -> list[Row]:
-    """The drafts of one batch size. Raises ValueError without the draft model, which they are compared with."""
+    """The drafts of one batch size. Raises ValueError without the draft model that they are compared with."""
     if BASE not in made:
         raise ValueError(f"there is no {BASE} among {', '.join(made)}")
     rows = []

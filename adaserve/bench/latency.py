@@ -1,8 +1,8 @@
 """``adaserve bench latency``: TPOT of policies against plain decoding, in turns on one server per draft.
 
 A server runs all policies in turn, batch by batch, and so do the servers of several drafts, so that a machine
-that slows down slows all of them. A batch is one ``/generate`` call with n held-out prompts; its TPOT is the mean over its
-requests of the server's own decode time per token.
+that slows down slows all of them. A batch is one ``/generate`` call with n held-out prompts; its TPOT is the
+mean over its requests of the server's own decode time per token.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def run_latency(
     console.print(f"written to {path}")
 
 
-def run(
-    servers: Mapping[str, ServerProcess], plan: LatencyPlan, done: Callable[[str], None]
-) -> list[Sample]:
+def run(servers: Mapping[str, ServerProcess], plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:
     """Measures everything in ``plan``; ``done`` is told after each batch."""
     samples = []
     for temperature in plan.temperatures:
@@ -184,8 +182,10 @@ _MEDIANS = (
 
 
 def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, Any]]:
-    """One row per (temperature, batch, draft, policy): medians and the speed-up paired round by round. Those of
-    further drafts also have the speed-up over the first draft under the same policy."""
+    """One row per (temperature, batch, draft, policy): medians and the speed-up paired round by round.
+
+    ``over_first_draft``: the speed-up over the first draft under the same policy.
+    """
     kinds = list(dict.fromkeys(s.draft for s in samples))
     rows = []
     for temperature, batch in product(plan.temperatures, plan.batches):
@@ -232,8 +232,8 @@ def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, servers: dict
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     heads = (
-        "T", "batch", "draft", "policy", "TPOT ms", "speed-up", "(range)", "vs first", "tok/iter", "worker", "other",
-        "distinct",
+        "T", "batch", "draft", "policy", "TPOT ms", "speed-up", "(range)", "vs first", "tok/iter", "worker",
+        "other", "distinct",
     )  # fmt: skip
     made = table("decode latency, in turns with plain decoding", heads, left=("draft", "policy"))
     for r in rows:
@@ -253,7 +253,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{r['distinct_8grams']:.0%}",
         )
     made.caption = (
-        "vs first: speed-up over the first draft under the same policy; worker: share of AdaServe's iteration outside both models; other: of the time from one "
-        "iteration to the next, SGLang's own work included; distinct: 8-grams of the output that occur once"
+        "vs first: speed-up over the first draft and the same policy; worker: share of AdaServe's iteration "
+        "outside both models; other: of the time from one iteration to the next, SGLang's own work included; "
+        "distinct: 8-grams of the output that occur once"
     )
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,8 +93,12 @@ def draft_trees(
     tau: float,
     keys: np.ndarray | None = None,
     noise: float = 0.0,
+    never: Sequence[int] = (BOS_ID, EOS_ID),
 ) -> Trees:
-    """Trees below each of [contexts, length]: (the drafter's logits + `noise` x that of `keys`) / `tau`."""
+    """Trees below each of [contexts, length]: (the drafter's logits + `noise` x that of `keys`) / `tau`.
+
+    `never`: tokens that are not proposed.
+    """
     n, length = contexts.shape
     logits, held = drafter.begin(contexts, depth)
     prefix = torch.zeros(n, 1, 0, dtype=torch.long)
@@ -104,7 +109,7 @@ def draft_trees(
             beams_of_row = logits.shape[0] // n
             own = shared_noise(keys, length - 1 + level, logits.shape[1])
             logits = logits + noise * own.repeat_interleave(beams_of_row, dim=0)
-        logits[:, [BOS_ID, EOS_ID]] = -torch.inf
+        logits[:, list(never)] = -torch.inf
         log_p, token = fn.log_softmax(logits / tau, dim=-1).topk(w)
         beams = score.shape[1]
         total = (score[:, :, None] + log_p.view(n, beams, w)).flatten(1)

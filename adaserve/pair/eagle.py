@@ -1,7 +1,7 @@
 """An EAGLE-3 head for training: one layer over the target's hidden states, unrolled over its own guesses.
 
-The head reads a token's embedding and a hidden state of the token before: the target's, projected from some of
-its layers, or its own last output where it drafts further (EAGLE-3, section 3.1).
+The head reads a token's embedding and a hidden state of the token before: the target's, projected from some
+of its layers, or its own last output where it drafts further (EAGLE-3, section 3.1).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from adaserve.pair.shape import HEAD_MLP, HEAD_VOCABULARY, Shape, hf_config
 
 @dataclass(frozen=True)
 class HeadShape:
-    """``layers``: rising numbers of the target's layers whose inputs are read. ``vocab``: tokens that the head
-    can propose. The rest is as in ``Shape``."""
+    """``layers``: rising numbers of the target's layers whose inputs are read. ``vocab``: tokens that the
+    head can propose. The rest is as in ``Shape``."""
 
     layers: tuple[int, ...] = (1, 2, 3)
     vocab: int = HEAD_VOCABULARY
@@ -134,7 +134,7 @@ class EagleHead(nn.Module):
         keys: list[Tensor] = []
         values: list[Tensor] = []
         found = []
-        for step in range(steps):
+        for _ in range(steps):
             q, k, v = self.layer.project(embedded, before, cos, sin)
             keys.append(k)
             values.append(v)
@@ -151,8 +151,8 @@ def shifted(x: Tensor, by: int) -> Tensor:
 def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Attention of the newest step of an unrolled head, all [rows, heads, length, head_dim].
 
-    At step k (``keys`` has k entries) token p sees the tokens up to p - k + 1 as the first step read them, and
-    behind those token p - i as step k - i read it.
+    At step k (``keys`` has k entries) token p sees the tokens up to p - k + 1 as the first step read them,
+    and behind those token p - i as step k - i read it.
     """
     scale, own = q.shape[-1] ** -0.5, len(keys) - 1
     length = q.shape[-2]

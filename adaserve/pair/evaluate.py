@@ -289,8 +289,8 @@ def load_drafter(folder: Path, target: TinyLlama) -> Drafter:
 def evaluate(
     pair: Path, corpus: Path, draft: str = "draft", *, rows: int, new: int, seed: int, threads: int
 ) -> dict[str, Any]:
-    """Everything the documentation reports about the target and ``pair / draft``. The text is the same for all
-    drafts. Needs the corpus only for the losses of language models."""
+    """Everything the documentation reports about the target and ``pair / draft``. The text is the same for
+    all drafts. Needs the corpus only for the losses of language models."""
     torch.set_num_threads(threads)
     evaluation = Evaluation(pair, draft, corpus, rows=rows, new=new, seed=seed)
     drafter = evaluation.drafter

@@ -48,7 +48,7 @@ def observe(target: TinyLlama, tokens: Tensor, layers: Sequence[int] = ()) -> Ob
 
 
 def lessons(target: TinyLlama, corpus: Path, folder: Path, written_tokens: int, *, seed: int) -> Mixture:
-    """Endless batches of windows, ``take(rows, length)``. The target writes its half once, into ``folder``."""
+    """Endless batches of windows, ``take(rows, length)``. The target writes its half, once, to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     real, written = corpus / "train.bin", folder / "written.bin"
     if not written.exists():

@@ -18,8 +18,8 @@ class Phase:
 TARGET_PHASES = (Phase(0.74, 16, 256), Phase(0.94, 8, 512), Phase(1.00, 2, 2048))
 # One phase: the draft starts from trained layers, and each further shape costs a compilation.
 DRAFT_PHASES = (Phase(1.00, 4, 1024),)
-# An unrolled head keeps its attention weights, which grow with the square of the length. Small batches first: at
-# the beginning any text tells the way.
+# An unrolled head keeps its attention weights, which grow with the square of the length. Small batches first:
+# at the beginning any text tells the way.
 HEAD_PHASES = (Phase(0.35, 8, 256), Phase(0.85, 16, 256), Phase(1.00, 8, 512))
 
 

@@ -81,7 +81,9 @@ class Trainer(Generic[Model]):
     ``save`` writes the model as others read it.
     """
 
-    def __init__(self, run: Run, model: Model, loss: LossFunction, save: Callable[[Model, Path], None]) -> None:
+    def __init__(
+        self, run: Run, model: Model, loss: LossFunction, save: Callable[[Model, Path], None]
+    ) -> None:
         self.run, self.model, self.save = run, model, save
         self.loss = torch.compile(loss, dynamic=False) if run.compile else loss
         self.optimizers = make_optimizers(

@@ -13,22 +13,22 @@ from torch import Tensor
 
 from adaserve.pair.data import open_stream
 from adaserve.pair.eagle import EagleHead, HeadShape, load_head, save_head
-from adaserve.pair.model import TinyLlama, load_hf
+from adaserve.pair.model import load_hf
 from adaserve.pair.observed import Observed, lessons, observe
 from adaserve.pair.schedule import HEAD_PHASES
 from adaserve.pair.train import Run, Trainer
 
 STEPS = 4
 SHARPENED = 0.7
-"""The temperature at which the distributions are compared: what requests sample at, and between greedy and 1."""
+"""The temperature at which distributions are compared: what requests sample at, between greedy and 1."""
 STEP_WEIGHT = 0.8
 """Of each step's loss, as a share of the one before: a later step is reached less often."""
 _MATRIX_LR, _VECTOR_LR = 0.03, 0.004
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The mean cross entropy in nats of logits [rows, length, vocab] with ``wanted`` of the same shape, both at
-    ``SHARPENED``, over all but the ``first`` places of each row.
+    """The mean cross entropy in nats of logits [rows, length, vocab] with ``wanted`` of the same shape, both
+    at ``SHARPENED``, over all but the ``first`` places of each row.
 
     Keeps nothing but the gradient: on a CPU passes over the vocabulary cost more than all products.
     """

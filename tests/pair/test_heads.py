@@ -39,7 +39,7 @@ def random_head(target: TinyLlama) -> EagleHead:
 
 @torch.no_grad()
 def test_unrolled_steps_are_those_of_a_draft(target: TinyLlama) -> None:
-    """Step k at a token = the target has read all but the last k - 1 tokens, which the head reads one by one."""
+    """Step k at a token = the target has read all but the last k - 1 tokens, and the head reads these."""
     head = random_head(target)
     tokens = torch.randint(2, TINY.vocab, (3, 11))
     unrolled = head.unroll(tokens, observe(target, tokens, SHAPE.layers).layers, 4)
@@ -51,16 +51,15 @@ def test_unrolled_steps_are_those_of_a_draft(target: TinyLlama) -> None:
             if end + step > tokens.shape[1]:
                 break
             _, held = drafter.grow(held, rows, tokens[:, end + step - 1])
-            torch.testing.assert_close(
-                held.states, unrolled[step][:, end + step - 2], rtol=1e-4, atol=1e-4
-            )
+            torch.testing.assert_close(held.states, unrolled[step][:, end + step - 2], rtol=1e-4, atol=1e-4)
 
 
 def test_unknown_tokens_are_never_proposed(target: TinyLlama) -> None:
     drafter = HeadDrafter(target, random_head(target))
     tokens = torch.randint(2, TINY.vocab, (4, 8))
     known = set(IDS.tolist())
-    assert set(torch.cat([p.flatten() for p in draft_trees(drafter, tokens, depth=3, w=3, tau=1).paths]).tolist()) <= known
+    for level in draft_trees(drafter, tokens, depth=3, w=3, tau=1).paths:
+        assert set(level.flatten().tolist()) <= known
     logits = drafter.after(tokens)[:, 1:]
     assert logits.isfinite().sum(-1).eq(len(known)).all()
     assert best_tau(logits, torch.randint(0, TINY.vocab, logits.shape[:2])) > 0

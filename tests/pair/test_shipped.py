@@ -11,10 +11,13 @@ import torch
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.pair.candidates import ModelDrafter
 from adaserve.pair.data import load_tokenizer
-from adaserve.pair.evaluate import mean_accepted, prompt_batch, tree_samples, write
+from adaserve.pair.eagle import HeadShape
+from adaserve.pair.evaluate import load_drafter, mean_accepted, prompt_batch, tree_samples, write
+from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.shape import DRAFT, TARGET
 from adaserve.pair.train import next_token_loss
+from adaserve.pair.widen import HEAD
 
 WEIGHTS = Path(str(files("adaserve.pair").joinpath("weights")))
 
@@ -27,7 +30,7 @@ def pair() -> tuple[TinyLlama, TinyLlama]:
 
 def test_shapes_and_size(pair: tuple[TinyLlama, TinyLlama]) -> None:
     assert [model.shape for model in pair] == [TARGET, DRAFT]
-    assert sum(f.stat().st_size for f in WEIGHTS.rglob("*") if f.is_file()) < 8_000_000
+    assert sum(f.stat().st_size for f in WEIGHTS.rglob("*") if f.is_file()) < 9_000_000
 
 
 def test_one_vocabulary() -> None:
@@ -35,6 +38,20 @@ def test_one_vocabulary() -> None:
     for name in names:
         assert (WEIGHTS / "target" / name).read_bytes() == (WEIGHTS / "draft" / name).read_bytes()
     assert load_tokenizer(WEIGHTS / "target").get_vocab_size() == TARGET.vocab
+
+
+def test_head_reads_this_target_and_is_accepted(pair: tuple[TinyLlama, TinyLlama]) -> None:
+    target, _ = pair
+    drafter = load_drafter(WEIGHTS / HEAD, target)
+    assert isinstance(drafter, HeadDrafter)
+    assert drafter.head.shape == HeadShape()
+    sharpening = load_sharpening(WEIGHTS / HEAD)
+    assert sharpening.measured
+    prompts = prompt_batch(load_tokenizer(WEIGHTS / "target"), "coding", 16, odd=False)
+    written = write(target, prompts, 48, 0.7, seed=5)
+    scale, spread = (float(x) for x in sharpening.reading(0.7))
+    samples = tree_samples(drafter, written, w=2, tau=1 / scale, every=8, noise=spread / scale)
+    assert mean_accepted(samples) > 0.3
 
 
 def test_target_has_read_such_text(pair: tuple[TinyLlama, TinyLlama]) -> None:
@@ -52,7 +69,9 @@ def test_draft_is_accepted_and_its_probabilities_are_right(pair: tuple[TinyLlama
     for temperature, least in ((0.0, 1.6), (0.7, 0.7)):
         written = write(target, prompt_batch(tokenizer, "coding", 24, odd=False), 48, temperature, seed=5)
         scale, spread = (float(x) for x in sharpening.reading(temperature))
-        samples = tree_samples(ModelDrafter(draft), written, w=2, tau=1 / scale, every=8, noise=spread / scale)
+        samples = tree_samples(
+            ModelDrafter(draft), written, w=2, tau=1 / scale, every=8, noise=spread / scale
+        )
         accepted = mean_accepted(samples)
         predicted = torch.cat([torch.stack(t.probability, 1).sum((1, 2)) for t, _ in samples]).mean().item()
         assert accepted > least

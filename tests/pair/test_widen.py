@@ -9,11 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from adaserve.config import AdaServeConfig
+from adaserve.draft_kind import draft_kind
 from adaserve.pair import ensure_embedded_pair
+from adaserve.pair.eagle import EagleHead, HeadShape, load_head, save_head
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
+from adaserve.pair.observed import observe
 from adaserve.pair.packed import pack, read_weights, unpack
 from adaserve.pair.shape import Shape, shape_of
-from adaserve.pair.widen import PairError, Width, parse_size, widen, widened_shape
+from adaserve.pair.widen import HEAD, PairError, Width, drafts_of, parse_size, widen, widened_shape
+from adaserve.server import ServerSpec
 
 TOKENS = torch.arange(30)[None]
 SMALL = Shape(vocab=97, hidden=32, layers=2, mlp=48, heads=4, kv_heads=2)
@@ -176,6 +181,15 @@ def own_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "weights"
 
 
+def test_a_head_reads_the_same_in_the_widened_target(tmp_path: Path) -> None:
+    small = make_model(tmp_path / "small")
+    widen(tmp_path / "small", tmp_path / "wide", Width(400_000, extra_layers=2))
+    wide = load_hf(tmp_path / "wide")
+    with torch.no_grad():
+        expected, got = (observe(model, TOKENS, (0, 1)).layers for model in (small, wide))
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-5)
+
+
 def test_second_call_finds_the_cache(own_pair: Path) -> None:
     target, draft = ensure_embedded_pair("0.4M")
     written = (target / "model.safetensors").stat().st_mtime_ns
@@ -183,6 +197,25 @@ def test_second_call_finds_the_cache(own_pair: Path) -> None:
     assert (target / "model.safetensors").stat().st_mtime_ns == written
     assert (target / "tokenizer.json").exists()
     assert torch.equal(logits(draft, TOKENS), logits(own_pair / "draft", TOKENS))
+
+
+def test_the_head_is_served_where_it_is_asked_for(own_pair: Path) -> None:
+    spec = ServerSpec(size="0.4M", config=AdaServeConfig(draft_kind="eagle3"))
+    with pytest.raises(PairError, match="adaserve pair train-head"):
+        spec.models()
+    target = load_hf(own_pair / "target")
+    shape = HeadShape(
+        layers=(0, 1), vocab=30, mlp=24, heads=target.shape.heads, kv_heads=target.shape.kv_heads
+    )
+    head = EagleHead(target, shape, torch.arange(30))
+    save_head(head, own_pair.parent / "head")
+    pack(own_pair.parent / "head", own_pair / HEAD)
+    _, folder = spec.models()
+    assert folder is not None
+    architectures = json.loads((Path(folder) / "config.json").read_text())["architectures"]
+    assert draft_kind(architectures, "eagle3", folder) == "eagle3"
+    assert drafts_of(own_pair) == ["draft", HEAD]
+    assert (load_head(Path(folder), target).token_ids == torch.arange(30)).all()
 
 
 def test_other_weights_or_sizes_get_another_folder(own_pair: Path) -> None:

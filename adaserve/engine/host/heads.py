@@ -107,8 +107,8 @@ class HeadForward(HostForward):
 
 
 def without_first(batch: TreeBatch) -> TreeBatch:
-    """The batch without the first token of every text, which no key shows either. The gap of a head begins with
-    that token."""
+    """The batch without the first token of every text, which no key shows either. A head's gap begins with
+    it."""
     if batch.gap is not None and batch.gap.start:
         raise ValueError(f"a head's gap begins at 0, not at {batch.gap.start}")
     left_out = np.zeros_like(batch.kv_lens) if batch.gap is None else batch.gap.length

@@ -1,0 +1,92 @@
+"""`adaserve bench heads` walks as a server would, with trees that the training network confirms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from adaserve.bench.heads import EagleWalk, HeadPlan, ModelWalk, Text, Tree, Walk, in_turns, summarize
+from adaserve.pair.acceptance import load_sharpening
+from adaserve.pair.candidates import Drafter, ModelDrafter, draft_trees
+from adaserve.pair.generate import generate
+from adaserve.pair.head_drafts import HeadDrafter
+from adaserve.pair.model import TinyLlama
+from tests.pair.test_heads import random_head
+from tests.pair.test_training import TINY, random_model
+
+PLAN = HeadPlan(temperature=0.8, depth=3, width=2, storage="fp32")
+PROMPT, NEW = 6, 14
+
+
+@pytest.fixture(scope="module")
+def target() -> TinyLlama:
+    return random_model()
+
+
+@pytest.fixture(scope="module")
+def texts(target: TinyLlama) -> list[Text]:
+    """Of different lengths, written by the target's noise."""
+    prompts = torch.randint(2, TINY.vocab, (5, PROMPT), generator=torch.Generator().manual_seed(4))
+    keys = np.arange(11, 16, dtype=np.uint64)
+    written = generate(target, prompts, NEW, torch.full((5,), PLAN.temperature), seed=0, keys=keys).numpy()
+    return [
+        Text(row[: len(row) - i], PROMPT, int(key))
+        for i, (row, key) in enumerate(zip(written, keys, strict=True))
+    ]
+
+
+def expected(drafter: Drafter, text: Text, at: int, folder: Path) -> int:
+    scale, spread = (float(v) for v in load_sharpening(folder).reading(PLAN.temperature))
+    context: Tensor = torch.from_numpy(text.tokens[: at + 1])[None]
+    keys = np.array([text.key], np.uint64)
+    trees = draft_trees(
+        drafter, context, depth=3, w=2, tau=1 / scale, keys=keys, noise=spread / scale, never=()
+    )
+    return int(trees.accepted(torch.from_numpy(text.tokens[at + 1 : at + 4])[None])[0])
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle3"])
+def test_accepts_what_the_training_network_would(
+    kind: str, target: TinyLlama, texts: list[Text], tmp_path: Path
+) -> None:
+    head, drafts = random_head(target), random_model(seed=0)
+    walk: Walk
+    drafter: Drafter
+    if kind == "eagle3":
+        walk, drafter = EagleWalk(target, head, texts, 2, PLAN, tmp_path), HeadDrafter(target, head)
+    else:
+        walk, drafter = ModelWalk(drafts, texts, 2, PLAN, tmp_path), ModelDrafter(drafts)
+    walk.start()
+    visited, accepted = set(), 0
+    for _ in range(20):
+        places = [(text, int(at)) for text, at in zip(walk.text, walk.at, strict=True)]
+        tree = walk.step()
+        wanted = [expected(drafter, texts[text], at, tmp_path) for text, at in places]
+        assert list(tree.accepted) == wanted
+        visited |= {text for text, _ in places}
+        accepted += sum(wanted)
+    assert visited == set(range(5)), "texts were left out"
+    assert accepted > 3, "hardly anything was accepted"
+
+
+def test_ratios_are_those_of_neighbours() -> None:
+    class Counting:
+        def __init__(self, seconds: list[float]) -> None:
+            self.left = seconds
+
+        def start(self) -> None: ...
+
+        def step(self) -> Tree:
+            return Tree((1, 2), self.left.pop(0))
+
+    drafts: dict[str, Any] = {"draft": Counting([9, 1, 4, 1]), "eagle3": Counting([9, 0.5, 2, 5])}
+    rows = {row.draft: row for row in summarize(in_turns(drafts, 3, lambda: None), 2)}
+    assert rows["eagle3"].time_ratio == 0.5 and rows["draft"].time_ratio == 1
+    assert rows["eagle3"].accepted == 1.5 and rows["eagle3"].draft_ms == 2000
+    with pytest.raises(ValueError, match="no draft among eagle3"):
+        summarize({"eagle3": [Tree((1,), 1.0)]}, 1)
