@@ -17,7 +17,8 @@ from adaserve.engine.sources.head import HeadSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
-from tests.engine.device.heads import headed_device
+from tests.engine.device.heads import TinyCall, headed_device
+from tests.engine.device.test_no_waiting import Watch
 from tests.engine.heads import Head, following_head, frequent_tokens, head_target
 from tests.engine.host.test_heads import Setting, check_levels
 from tests.engine.trees import factories
@@ -134,3 +135,20 @@ def test_drafts_stay_right_from_iteration_to_iteration(head: Head, seed: int, de
     ended = case.text(1)
     case.prefill(1, [*ended[:-2], 17, 18, 19], [], cached=len(ended) - 2)
     case.check(case.propose([True, True]))
+
+
+def test_a_search_on_a_device_waits_for_nothing(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states are found and handed on by operators that a CUDA graph can hold."""
+    case, call, calls = Case(head, "graphs"), TinyCall.__call__, []
+    for r, prompt in enumerate(PROMPTS):
+        case.prefill(r, prompt, [])
+
+    def unwatched(self: TinyCall, *arguments: Any) -> Any:
+        calls.append(self)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return call(self, *arguments)
+
+    monkeypatch.setattr(TinyCall, "__call__", unwatched)
+    with Watch() as watch:
+        case.propose([True, True])
+    assert watch.waits == [] and len(calls) == DEPTH
