@@ -20,7 +20,8 @@ from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
-from tests.engine.device.heads import headed_device
+from tests.engine.device.heads import TinyCall, headed_device
+from tests.engine.device.test_no_waiting import Watch
 from tests.engine.heads import following_head, frequent_tokens, head_target
 from tests.engine.host.test_heads import Setting, check_levels
 from tests.engine.host.test_medusa import Setting as MedusaSetting
@@ -134,9 +135,7 @@ def drafts_stay_right(case: Case, seed: int) -> None:
     case.check(case.propose([True, True]))
 
 
-@pytest.mark.parametrize("parts", ["host", "graphs"])
-@pytest.mark.parametrize("seed", range(2))
-def test_an_eagle_head(seed: int, parts: str) -> None:
+def eagle_case(parts: str) -> Case:
     """Over a host's parts or a device's."""
     target = head_target()
     head = following_head(target, frequent_tokens(target), weight=0.5)
@@ -150,8 +149,13 @@ def test_an_eagle_head(seed: int, parts: str) -> None:
     def check(text: list[int], tokens: np.ndarray, scores: np.ndarray) -> None:
         check_levels(head, text, tokens, scores, WIDTH, 1, 0.0)
 
-    source = HeadSource(device, cache, PLAIN, max_nodes=16)
-    drafts_stay_right(Case(made.reads.pool, table, device, source, check), seed)
+    return Case(made.reads.pool, table, device, HeadSource(device, cache, PLAIN, max_nodes=16), check)
+
+
+@pytest.mark.parametrize("parts", ["host", "graphs"])
+@pytest.mark.parametrize("seed", range(2))
+def test_an_eagle_head(seed: int, parts: str) -> None:
+    drafts_stay_right(eagle_case(parts), seed)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -168,3 +172,20 @@ def test_medusa_heads(seed: int) -> None:
 
     source = StatelessSource(made.drafts, PLAIN, 16, made.drafts.most_steps)
     drafts_stay_right(Case(made.reads.pool, made.table, device, source, check), seed)
+
+
+def test_a_search_on_a_device_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states are found and handed on by operators that a CUDA graph can hold."""
+    case, call, calls = eagle_case("graphs"), TinyCall.__call__, []
+    for r, prompt in enumerate(PROMPTS):
+        case.prefill(r, prompt, [])
+
+    def unwatched(self: TinyCall, *arguments: Any) -> Any:
+        calls.append(self)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return call(self, *arguments)
+
+    monkeypatch.setattr(TinyCall, "__call__", unwatched)
+    with Watch() as watch:
+        case.propose([True, True])
+    assert watch.waits == [] and len(calls) == DEPTH
