@@ -1,4 +1,4 @@
-"""What other programs use of this machine while something is measured."""
+"""What other programs, and other guests of a shared host, use of this machine while something is measured."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import psutil
 
 BUSY = 0.15
 """Share of all cores that other programs may use without being mentioned."""
+SLOW = 0.12
+"""How much slower than usual a host may be without that being mentioned. Other guests of a shared host slow
+down its memory, which no look at processes shows.
+"""
 
 
 @dataclass
 class OtherPrograms:
-    """Processor seconds that everything but this process and its children used while it was watched."""
+    """Processor seconds that everything but this process and its children used while it was watched.
+
+    What a hypervisor gave to other guests meanwhile (``steal``) is among them."""
 
     cpu_s: float = 0.0
     core_s: float = field(default=0.0)  # seconds x cores
@@ -41,7 +47,7 @@ def _others_s() -> float:
     """Busy seconds of all cores since the system started, without those of this process and its children."""
     times = psutil.cpu_times()
     # Linux counts a guest's time as its host's user time already.
-    busy = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+    busy = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
     ours = 0.0
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):

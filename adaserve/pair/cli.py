@@ -119,6 +119,9 @@ def evaluate_pair(
     pair: Annotated[
         Path | None, typer.Option(help="Folder with target/ and draft/ [default: shipped].")
     ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Folder of one of the drafts: draft or eagle3.", show_default="all")
+    ] = None,
     rows: Annotated[int, typer.Option(min=2, help="Prompts per category and temperature.")] = 32,
     new_tokens: Annotated[int, typer.Option(min=16, help="Tokens the target writes per prompt.")] = 128,
     out: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
@@ -134,7 +137,7 @@ def evaluate_pair(
 
     folder = pair if pair is not None else weights_folder()
     reports = {}
-    for draft in drafts_of(folder):
+    for draft in drafts_of(folder) if only is None else [only]:
         console.print(f"[bold]{draft}[/]")
         reports[draft] = report = evaluate(
             folder, _work(work) / "corpus", draft, rows=rows, new=new_tokens, seed=seed, threads=threads

@@ -20,6 +20,7 @@ from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 
 BASELINE_REQUESTS, BASELINE_TOKENS = 7, 48
+PACE_REQUESTS, PACE_TOKENS = 3, 20
 CAPACITY_REQUESTS, CAPACITY_RUNNING = 64, 16
 WARM_REQUESTS, WARM_RUNNING = 16, 4
 PREFILL_TOKENS, PREFILL_REQUESTS = (16, 48, 128, 384), 5
@@ -73,6 +74,17 @@ class Host:
             self._drain(server)
         return server.process
 
+    def pace_ms(self, wanted: System, texts: Sequence[str]) -> float:
+        """How fast the host is right now: ms per token of single requests with plain decoding, on the server
+        that is set as wanted and drained, and is so again afterwards."""
+        server = self._servers[wanted.server]
+        if wanted.policy is not None:
+            self._set(server, system(PLAIN))
+        found_ms = unloaded(server.process, texts, PACE_REQUESTS, PACE_TOKENS)
+        self._drain(server)
+        self._set(server, wanted)
+        return found_ms
+
     @staticmethod
     def _set(server: _Running, wanted: System) -> None:
         setting = (wanted.policy, wanted.prefill)
@@ -123,9 +135,14 @@ def burst(server: ServerProcess, asks: Sequence[Ask], at_once: int) -> float:
     return time.perf_counter() - start_s
 
 
-def unloaded(server: ServerProcess, texts: Sequence[str]) -> float:
+def unloaded(
+    server: ServerProcess,
+    texts: Sequence[str],
+    requests: int = BASELINE_REQUESTS,
+    tokens: int = BASELINE_TOKENS,
+) -> float:
     """ms per token of single requests, one after the other: the median of several."""
-    asks = [Ask(texts[k % len(texts)], BASELINE_TOKENS) for k in range(BASELINE_REQUESTS)]
+    asks = [Ask(texts[k % len(texts)], tokens) for k in range(requests)]
     return statistics.median(stream(server.url, a).tpot_ms for a in asks)
 
 

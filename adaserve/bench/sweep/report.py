@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from adaserve.bench.busy import BUSY
+from adaserve.bench.busy import BUSY, SLOW
 from adaserve.bench.sweep.aggregate import NOISE_POINTS, Comparison, Interval, Outcome, Results
 from adaserve.bench.sweep.claims import fill_readme
 from adaserve.bench.sweep.figures import draw_all
@@ -336,7 +336,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _troubles(results: Results) -> list[str]:
-    """Cases that failed, were cut short or ran while something else used the machine."""
+    """Cases that failed, were cut short or ran while the machine was busy or slow."""
     lines = []
     for case in results.store.cases().values():
         if case["status"] != "ok":
@@ -347,8 +347,13 @@ def _troubles(results: Results) -> list[str]:
             lines.append(f"- {case['id']}: {failed} of {case['all']['requests']} requests failed")
         if busy > BUSY:
             lines.append(
-                f"- {case['id']}: other programs used {busy:.0%} of the machine, in the quietest of "
+                f"- {case['id']}: other programs used {busy:.0%} of the machine, in the least disturbed of "
                 f"{case['attempts']} attempts"
+            )
+        if case["slower"] > SLOW:
+            lines.append(
+                f"- {case['id']}: the machine was {case['slower']:.0%} slower than usual, in the least "
+                f"disturbed of {case['attempts']} attempts"
             )
         if lag is not None and lag > 10:
             lines.append(f"- {case['id']}: requests left up to {lag:.0f} ms late (p99)")

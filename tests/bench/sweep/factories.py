@@ -64,6 +64,8 @@ def case_line(case: Case, records: list[RequestRecord], status: str = "ok") -> d
         "setting": case.policy,
         "attempts": 1,
         "others": 0.01,
+        "pace_ms": [10.0, 10.1],
+        "slower": 0.01,
         "status": status,
         "error": None if status == "ok" else "because",
         "git_sha": "abc",

@@ -37,6 +37,7 @@ class FakeHost:
     def __init__(self, *_: Any) -> None:
         self.served: list[str] = []
         self.stops = 0
+        self.paces_ms: list[float] = []  # of single requests, before and after each attempt
 
     def __enter__(self) -> FakeHost:
         return self
@@ -47,6 +48,9 @@ class FakeHost:
     def serve(self, wanted: System, _warm_up: object = ()) -> SimpleNamespace:
         self.served.append(wanted.name)
         return SimpleNamespace(drain=lambda: None)
+
+    def pace_ms(self, *_: object) -> float:
+        return self.paces_ms.pop(0) if self.paces_ms else 10.0
 
     def stop(self) -> None:
         self.stops += 1
@@ -187,6 +191,16 @@ def test_a_block_on_a_busy_host_is_measured_again_and_the_quietest_attempt_count
     assert (lines[second]["others"], lines[second]["attempts"]) == (0.3, 3)
     assert [r.id for r in world.store.records(first)] == ["2"], "the records of the attempt that counts"
     assert [r.id for r in world.store.records(second)] == ["4"]
+
+
+def test_a_block_on_a_slow_host_is_measured_again(world: World) -> None:
+    first, second = (c.id for c in PLAN.cases()[:2])
+    world.host.paces_ms = [10.0, 13.0, 10.0, 11.0, 10.1, 10.2]
+    assert world.sweep()
+    assert world.ran[:3] == [first, first, second], "11 ms is within what is usual"
+    line = world.store.finished()[first]
+    assert (line["pace_ms"], line["attempts"]) == ([10.0, 11.0], 2)
+    assert "30% slower than usual" in world.output.getvalue()
 
 
 def test_lengths_are_tried_first_and_the_best_one_plays(world: World) -> None:
