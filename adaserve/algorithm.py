@@ -83,7 +83,7 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
 
     refusals = [
         (
-            config.has_model and not args.speculative_draft_model_path,
+            config.has_model and config.medusa is None and not args.speculative_draft_model_path,
             "a draft model is missing: add --speculative-draft-model-path, or serve without one "
             "(adaserve serve --drafts suffix)",
         ),
@@ -91,6 +91,14 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             not config.has_model and bool(args.speculative_draft_model_path),
             f"drafts are {config.drafts}, so that a draft model has no use: "
             "remove --speculative-draft-model-path",
+        ),
+        (
+            config.medusa is not None and bool(args.speculative_draft_model_path),
+            "Medusa heads draft in place of a draft model: remove --speculative-draft-model-path",
+        ),
+        (
+            config.medusa is not None and on_device(args.device),
+            "Medusa heads are served on CPUs only so far: give a draft model",
         ),
         ((args.page_size or 1) > 1, f"page size {args.page_size} is not supported: use --page-size 1"),
         (bool(args.enable_lora or args.lora_paths), "LoRA adapters are not supported: remove --lora-paths"),

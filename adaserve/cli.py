@@ -60,7 +60,8 @@ DraftKind = Annotated[
     str,
     typer.Option(
         help="What the draft is: model (a language model), eagle3 (an EAGLE-3 head on the target's hidden "
-        "states), or auto: by its config.json. Of the embedded drafts it chooses one; auto is the model."
+        "states), medusa (Medusa heads on them), or auto: by its config.json. Of the embedded drafts it "
+        "chooses one; auto is the model."
     ),
 ]
 SecondDraft = Annotated[

@@ -51,10 +51,13 @@ class AdaServeConfig(Checked):
         description="who proposes tokens: model (a draft model), self (the target, which reads little), "
         "suffix (earlier text that repeats), or model,suffix or self,suffix: both in one tree",
     )
-    draft_kind: Literal["auto", "model", "eagle3"] = Field(
+    draft_kind: Literal["auto", "model", "eagle3", "medusa"] = Field(
         default="auto",
         description="what the draft is: model (a language model), eagle3 (an EAGLE-3 head on the target's "
-        "hidden states), or auto: by its config.json",
+        "hidden states), medusa (Medusa heads on them), or auto: by its config.json",
+    )
+    medusa: str | None = Field(
+        default=None, description="folder of Medusa heads, which draft in place of a draft model"
     )
     second_draft: str | None = Field(
         default=None,
@@ -220,6 +223,21 @@ class AdaServeConfig(Checked):
             )
         return self
 
+    @model_validator(mode="after")
+    def _heads_draft_alone(self) -> Self:
+        if self.medusa is None:
+            return self
+        refusals = (
+            (not self.has_model, f"draft, and drafts are {self.drafts}: let drafts be model or model,suffix"),
+            (self.second_draft is not None, "cannot be one of two drafts: leave --second-draft out"),
+            (self.learn, "do not learn while they serve: leave --learn out"),
+            (self.draft_window != 0, "read no context: use --draft-window 0"),
+        )
+        for refused, reason in refusals:
+            if refused:
+                raise ConfigError(f"Medusa heads {reason}")
+        return self
+
     @field_validator("slo_config", "profile")
     @classmethod
     def _a_file(cls, path: str | None) -> str | None:
@@ -237,7 +255,7 @@ class AdaServeConfig(Checked):
 
     @property
     def has_model(self) -> bool:
-        """Whether a draft model is served."""
+        """Whether a draft model is served, or heads."""
         return "model" in self.drafts.split(",")
 
     @model_validator(mode="after")

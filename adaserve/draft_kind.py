@@ -1,28 +1,29 @@
-"""What kind of draft a checkpoint is: a language model, or a head on the target's hidden states."""
+"""What kind of draft a checkpoint is: a language model, or heads on the target's hidden states."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-DraftKind = Literal["model", "eagle3"]
+DraftKind = Literal["model", "eagle3", "medusa"]
 
 EAGLE3 = "LlamaForCausalLMEagle3"
 """SGLang's class of an EAGLE-3 head, as ``config.json`` names it."""
 
+MEDUSA_HEADS = "medusa_num_heads"
+"""What only the ``config.json`` of Medusa heads has; it names neither an architecture nor a model type."""
+
 
 def draft_kind(architectures: Sequence[str] | None, stated: str, path: str) -> DraftKind:
-    """By the ``architectures`` of the draft's ``config.json``. ``stated``: the setting ``draft_kind``.
+    """Of a draft that SGLang loads, by the ``architectures`` of its ``config.json``. ``stated``: the setting
+    ``draft_kind``.
 
     Raises ValueError where the two disagree.
     """
     found: DraftKind = "eagle3" if EAGLE3 in (architectures or ()) else "model"
-    if stated not in ("auto", found):
-        names = ", ".join(architectures or ["no architectures"])
-        raise ValueError(
-            f"draft_kind is {stated}, but by its config.json ({names}) the draft {path} is of the kind "
-            f"{found}: use --draft-kind auto, or give the draft that you mean"
-        )
+    _require(found, stated, path, ", ".join(architectures or ["no architectures"]))
     return found
 
 
@@ -31,4 +32,46 @@ def kind_at(path: str, revision: str | None = None) -> DraftKind:
     from transformers import PretrainedConfig
 
     config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    if MEDUSA_HEADS in config:
+        return "medusa"
     return draft_kind(config.get("architectures"), "auto", path)
+
+
+def medusa_folder(path: str | None, stated: str) -> Path | None:
+    """The draft's folder where it holds Medusa heads, which SGLang doesn't know and isn't told about.
+
+    Raises ValueError where they are not the kind that was stated, or are stated and not there.
+    """
+    folder = None if path is None else Path(path)
+    if folder is not None and MEDUSA_HEADS in (config := read_config(folder)):
+        _require("medusa", stated, str(path), f"{MEDUSA_HEADS} {config[MEDUSA_HEADS]}")
+        return folder
+    if stated == "medusa":
+        raise ValueError(
+            f"draft_kind is medusa, and {path or 'no draft'} is no folder of this host whose config.json has "
+            f"{MEDUSA_HEADS}: give --draft-model-path such a folder"
+        )
+    return None
+
+
+def medusa_heads(folder: Path) -> int:
+    """How many heads there are in a ``medusa_folder``. Raises ValueError."""
+    count = read_config(folder)[MEDUSA_HEADS]
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"{MEDUSA_HEADS} in {folder / 'config.json'} is {count}: it must be 1 or more")
+    return count
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's ``config.json``; empty where there is none on this host."""
+    path = folder / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return config
+
+
+def _require(found: DraftKind, stated: str, path: str, reason: str) -> None:
+    if stated not in ("auto", found):
+        raise ValueError(
+            f"draft_kind is {stated}, but by its config.json ({reason}) the draft {path} is of the kind "
+            f"{found}: use --draft-kind auto, or give the draft that you mean"
+        )

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import httpx
 import psutil
 
-from adaserve.config import AdaServeConfig
+from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.cores import usable_cores
+from adaserve.draft_kind import medusa_folder, medusa_heads
 from adaserve.lifetime import PARENT_ENV
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 
@@ -59,6 +60,32 @@ class ServerSpec:
                     else "leave out --draft-model-path, or give --drafts model,suffix"
                 )
             )
+        self.served  # noqa: B018 (what can't be served is refused now)
+
+    @property
+    def served(self) -> AdaServeConfig:
+        """The configuration, told of the draft where that is Medusa heads: those SGLang doesn't load.
+
+        Raises ConfigError."""
+        try:
+            folder = medusa_folder(self._draft_folder(), self.config.draft_kind)
+            heads = 0 if folder is None else medusa_heads(folder)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if folder is None:
+            return self.config
+        return self.config.changed(medusa=str(folder), max_depth=min(self.config.max_depth, heads))
+
+    def _draft_folder(self) -> str | None:
+        """Where Medusa heads may be: the embedded ones only where they are asked for."""
+        if self.embedded and self.config.draft_kind == "medusa":
+            from adaserve.pair.widen import MEDUSA, PairError, shipped_draft
+
+            try:
+                return str(shipped_draft(MEDUSA))
+            except PairError as error:
+                raise ConfigError(str(error)) from None
+        return self.draft
 
     @property
     def embedded(self) -> bool:
@@ -74,7 +101,7 @@ class ServerSpec:
         flags = {"--model-path": model, "--host": self.host, "--port": str(self.port)}
         if self.algorithm is not None:
             flags["--speculative-algorithm"] = self.algorithm
-            if draft is not None and self.config.has_model:
+            if draft is not None and self.served.has_model and self.served.medusa is None:
                 flags["--speculative-draft-model-path"] = draft
         if on_cpu():
             # Weights are packed by our own forward; SGLang's tensors stay in fp32.
@@ -92,15 +119,15 @@ class ServerSpec:
         """Target and draft."""
         if self.model is not None:
             return self.model, self.draft
-        from adaserve.pair.widen import HEAD, ensure_embedded_pair
+        from adaserve.pair.widen import HEAD, MEDUSA, ensure_embedded_pair
 
-        draft_name = HEAD if self.config.draft_kind == "eagle3" else "draft"
-        target, draft = ensure_embedded_pair(self.size, draft=draft_name)
+        heads = {"eagle3": HEAD, "medusa": MEDUSA}
+        target, draft = ensure_embedded_pair(self.size, draft=heads.get(self.config.draft_kind, "draft"))
         return str(target), str(draft)
 
     def environment(self) -> dict[str, str]:
         """The environment of the server: our configuration, quiet start, sane threads."""
-        config = self.config
+        config = self.served
         if self.embedded and config.cpu_weights == "auto":
             # The embedded target stands in for a memory-bound one: the more bytes a weight has, the more
             # tokens a CPU verifies while it waits for memory (docs/embedded-pair.md).

@@ -39,17 +39,19 @@ def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
         config = draft_config(kvc.server_args, path)
         configurator._cell_size += draft_bytes_per_token(config, kvc.kv_cache_dtype)
         if draft_kind(config.hf_config.architectures, ours.draft_kind, path) == "eagle3":
-            configurator._cell_size += head_bytes_per_token(config, kvc.kv_cache_dtype)
+            configurator._cell_size += hidden_bytes_per_token(config, kvc.kv_cache_dtype)
+    if ours.medusa is not None:
+        configurator._cell_size += hidden_bytes_per_token(kvc.model_config, kvc.kv_cache_dtype)
     if str(kvc.device).startswith("cuda"):
         vocabulary = int(kvc.model_config.vocab_size)
         configurator._fixed_overhead_bytes += DEVICE_RESERVE_BYTES + RESERVE_BYTES_PER_WORD * vocabulary
 
 
 def draft_paths(config: AdaServeConfig) -> tuple[str, ...]:
-    """The draft models that this process serves: SGLang's own, and ours behind it."""
+    """The draft models that SGLang loads in this process: its own, and ours behind it."""
     from sglang.srt.runtime_context import get_spec
 
-    if not config.has_model:
+    if not config.has_model or config.medusa is not None:
         return ()
     return tuple(path for path in (get_spec().speculative_draft_model_path, config.second_draft) if path)
 
@@ -67,8 +69,8 @@ def draft_config(server_args: Any, path: str, **more: Any) -> Any:
     )
 
 
-def head_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """The hidden state that a head reads of a token of the target."""
+def hidden_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """The hidden state that heads read of a token of the target."""
     return int(config.hidden_size * dtype.itemsize)
 
 

@@ -13,8 +13,10 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,18 +26,21 @@ from torch import Tensor
 from adaserve.bench.terminal import progress, table
 from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.forwards import HostForward, LeanForward
-from adaserve.engine.host.heads import HeadForward, HiddenStates
+from adaserve.engine.host.heads import HeadForward, HiddenStates, project
 from adaserve.engine.host.linear import Storage
+from adaserve.engine.host.medusa import MedusaForward
 from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.parts import Search
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape, tree_shape
 from adaserve.loadgen.results import new_results_dir, provenance
+from adaserve.medusa import MedusaHeads
 from adaserve.pair.acceptance import DraftSharpening, load_sharpening
 from adaserve.pair.candidates import ModelDrafter
 from adaserve.pair.eagle import EagleHead
 from adaserve.pair.evaluate import load_drafter, prompt_batch, write
 from adaserve.pair.head_drafts import HeadDrafter
+from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import Block, TinyLlama, load_hf, rope
 from adaserve.pair.observed import observe
 from adaserve.pair.prompts import CATEGORIES
@@ -132,8 +137,8 @@ class Walk(ABC):
             self._open(row, self.text[row])
 
     @abstractmethod
-    def make(self, slots: int) -> HostForward:
-        """The forward over a KV pool of so many slots."""
+    def make(self, slots: int) -> Any:
+        """The forward over a KV pool of so many slots, as a device's ``Drafter``."""
 
     @abstractmethod
     def kept(self, accepted: np.ndarray) -> np.ndarray:
@@ -237,11 +242,9 @@ class EagleWalk(Walk):
 
     def make(self, slots: int) -> HostForward:
         lean = kernel_model(self.head, self.room, self.plan.storage)
-        loaded = SimpleNamespace(
-            model=SimpleNamespace(fc=self.head.fc, input_norm=None, fc_norm=None),
-            config=SimpleNamespace(hidden_size=self.head.layer.shape.hidden),
-        )
-        self.states = HiddenStates(loaded, list(self.head.shape.layers), slots, torch.float32)
+        loaded = SimpleNamespace(fc=self.head.fc, input_norm=None, fc_norm=None)
+        size, layers = self.head.layer.shape.hidden, self.head.shape.layers
+        self.states = HiddenStates(slots, size, torch.float32, layers, partial(project, loaded))
         return HeadForward(over_pool(lean, 1, slots), self.table, self.states)
 
     def kept(self, accepted: np.ndarray) -> np.ndarray:
@@ -251,7 +254,40 @@ class EagleWalk(Walk):
         super()._open(row, text)
         tokens = torch.from_numpy(self.texts[text].tokens)[None]
         seen = observe(self.target, tokens, self.head.shape.layers)
-        self.states.write(self.table[row, : tokens.shape[1]].long(), seen.layers[0])
+        self.states.write(self.table[row, : tokens.shape[1]].long(), seen.layers[0], seen.last[0])
+
+
+class MedusaWalk(Walk):
+    """Of Medusa heads, which read nothing but the target's state of the token before a root."""
+
+    def __init__(
+        self,
+        target: TinyLlama,
+        heads: MedusaHeads,
+        texts: Sequence[Text],
+        rows: int,
+        plan: HeadPlan,
+        folder: Path,
+    ) -> None:
+        self.target, self.heads = target, heads
+        super().__init__(texts, rows, plan, load_sharpening(folder))
+
+    def make(self, slots: int) -> MedusaForward:
+        lean = kernel_model(self.target, self.room, self.plan.storage)
+        self.states = HiddenStates(slots, self.target.shape.hidden, torch.float32)
+        return MedusaForward(self.heads, lean, self.states, self.table, self.plan.storage)
+
+    def kept(self, accepted: np.ndarray) -> np.ndarray:
+        return accepted
+
+    def _catch_up(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        self.read = np.maximum(self.read, ends)
+
+    def _open(self, row: int, text: int) -> None:
+        super()._open(row, text)
+        tokens = torch.from_numpy(self.texts[text].tokens)[None]
+        seen = observe(self.target, tokens)
+        self.states.write(self.table[row, : tokens.shape[1]].long(), seen.layers[0], seen.last[0])
 
 
 def walks(pair: Path, target: TinyLlama, texts: Sequence[Text], rows: int, plan: HeadPlan) -> dict[str, Walk]:
@@ -263,6 +299,8 @@ def walks(pair: Path, target: TinyLlama, texts: Sequence[Text], rows: int, plan:
             found[name] = EagleWalk(target, drafter.head.requires_grad_(False), texts, rows, plan, folder)
         elif isinstance(drafter, ModelDrafter):
             found[name] = ModelWalk(drafter.model.requires_grad_(False), texts, rows, plan, folder)
+        elif isinstance(drafter, MedusaDrafter):
+            found[name] = MedusaWalk(target, drafter.blocks.published(), texts, rows, plan, folder)
     return found
 
 

@@ -22,7 +22,7 @@ import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.host_load import OtherProcesses
-from adaserve.engine.parts import Device, ModelForward
+from adaserve.engine.parts import Device, Drafter
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.host import cpu_name
 from adaserve.scheduler.fit import fit_latency, fit_table
@@ -90,10 +90,10 @@ def measure(
     progress: Callable[[str], None] = lambda _: None,
     context_len: int = 1 << 30,
     most_rows: int = 1 << 30,
-    drafting: Sequence[ModelForward] = (),
+    drafting: Sequence[Drafter] = (),
 ) -> Profile:
     """Times all models' forwards as they are served. ``slots``: size of the KV pool, which is empty;
-    ``most_rows``: requests that run at a time; ``drafting``: the models that draft."""
+    ``most_rows``: requests that run at a time; ``drafting``: what drafts."""
     # Longer contexts than the models have positions for would read past their rotary tables.
     short = tuple(c for c in grid.contexts if c < context_len) or (max(1, context_len // 2),)
     grid = dataclasses.replace(grid, contexts=short)
@@ -127,8 +127,8 @@ def _verify_step(device: Device) -> Step:
     return step
 
 
-def _draft_step(drafts: Sequence[ModelForward], width: int) -> Step:
-    """Of all draft models, one after the other."""
+def _draft_step(drafts: Sequence[Drafter], width: int) -> Step:
+    """Of all that drafts, one after the other."""
     return lambda batch: max([draft.rehearse(batch, width) for draft in drafts])
 
 
@@ -167,7 +167,7 @@ class _Timed:
     """Times one kind of forward."""
 
     room: _Room
-    models: Sequence[ModelForward]
+    models: Sequence[Drafter]
     step: Step
     repeats: int
     progress: Callable[[str], None]
@@ -218,9 +218,7 @@ def _long(timed: _Timed, per_row: int, short: int, longest: int) -> list[tuple[f
     return points
 
 
-def _time(
-    device: Device, models: Sequence[ModelForward], step: Step, batch: TreeBatch, repeats: int
-) -> float:
+def _time(device: Device, models: Sequence[Drafter], step: Step, batch: TreeBatch, repeats: int) -> float:
     """Seconds of one forward, the shortest of several runs: what other programs cost is left to online
     learning.
     """

@@ -82,7 +82,27 @@ Ready = Callable[[], Beams]
 """Gives what was queued; waits for the device if it must."""
 
 
-class ModelForward(Protocol):
+class Drafter(Protocol):
+    """What makes candidate trees: a model step by step, or heads that need no steps."""
+
+    def rehearse(self, batch: TreeBatch, width: int) -> int:
+        """Draft steps over the batch's requests as they are served, for measurements; how many. ``width``:
+        best successors that a token's step finds, at most."""
+        ...
+
+    def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
+        """Queues a whole beam search. ``first`` ends, per row, in the root; its gap is that of all steps.
+
+        ``keep`` is asked between steps by devices that can stop early.
+        """
+        ...
+
+    def take_runs(self) -> list[Run]:
+        """Start and end of every forward since the last call; durations are known once they were reached."""
+        ...
+
+
+class ModelForward(Drafter, Protocol):
     """One model's forwards over tree batches. Not safe for concurrent calls."""
 
     @property
@@ -112,20 +132,13 @@ class ModelForward(Protocol):
         """Greedy token of each, int64 [T]."""
         ...
 
-    def rehearse(self, batch: TreeBatch, width: int) -> int:
-        """Draft steps over the batch's requests as they are served, for measurements; how many. ``width``:
-        best successors that a token's step finds, at most."""
-        ...
 
-    def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
-        """Queues a whole beam search. ``first`` ends, per row, in the root; its gap is that of all steps.
+class ParallelHeads(Drafter, Protocol):
+    """Heads that make all levels of a tree at once (Medusa)."""
 
-        ``keep`` is asked between steps by devices that can stop early.
-        """
-        ...
-
-    def take_runs(self) -> list[Run]:
-        """Start and end of every forward since the last call; durations are known once they were reached."""
+    @property
+    def most_steps(self) -> int:
+        """Levels that there are heads for."""
         ...
 
 
@@ -138,6 +151,11 @@ class Device(Protocol):
     @property
     def drafts(self) -> Sequence[ModelForward]:
         """Of the draft models, in their order; empty where none is served."""
+        ...
+
+    @property
+    def medusa(self) -> ParallelHeads | None:
+        """Medusa heads, where they draft in place of a draft model."""
         ...
 
     @property

@@ -27,7 +27,7 @@ from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
 from adaserve.engine.iteration import Iteration, Marks, counts_by_source, sample_of
 from adaserve.engine.learner import Learner
-from adaserve.engine.parts import Device, Run
+from adaserve.engine.parts import Device, Drafter, Run
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.requests import Requests
@@ -74,7 +74,8 @@ class AdaServeWorker(BaseSpecWorker):
         self._draft_worker = (
             DraftModels(paths, server_args, gpu_id, nccl_port, target_worker) if paths else None
         )
-        self._models = (server_args.model_path, ("itself",) if self.config.has_self else paths)
+        who = ("itself",) if self.config.has_self else (self.config.medusa,) if self.config.medusa else paths
+        self._models = (server_args.model_path, who)
         seed = (server_args.random_seed, get_parallel().dp_rank or 0)
         self._init_state(Requests(seed), overlaps=not get_schedule().disable_overlap_schedule)
 
@@ -138,7 +139,7 @@ class AdaServeWorker(BaseSpecWorker):
             target.token_to_kv_pool.size,
             context_len=target.model_config.context_len,
             most_rows=int(target.max_running_requests),
-            drafting=(self.device.target,) if self.config.has_self else self.device.drafts,
+            drafting=(self.device.target,) if self.config.has_self else self._drafters,
         )
         meta = measure.fingerprint(*self._models, self.config)
         self._profile = measure.save_full_profile(meta, lambda grid, tick: run(grid, progress=tick))
@@ -146,6 +147,11 @@ class AdaServeWorker(BaseSpecWorker):
         self.costs = LearnedCosts(self.latency)
         self._meta = meta
         self._take_runs()  # the measurements'
+
+    @property
+    def _drafters(self) -> Sequence[Drafter]:
+        medusa = self.device.medusa
+        return self.device.drafts if medusa is None else (*self.device.drafts, medusa)
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -409,8 +415,8 @@ class AdaServeWorker(BaseSpecWorker):
             self._forget(rid)
 
     def _take_runs(self) -> list[list[Run]]:
-        """Forwards since the last time, of the target and of each draft model."""
-        return [model.take_runs() for model in (self.device.target, *self.device.drafts)]
+        """Forwards since the last time, of the target and of each that drafts beside it."""
+        return [model.take_runs() for model in (self.device.target, *self._drafters)]
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Called before SGLang gives the request's slots to the radix cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from adaserve.cores import usable_cores
 from adaserve.pair.shape import HEAD_MLP, HEAD_VOCABULARY
-from adaserve.pair.widen import HEAD, cache_folder, drafts_of, ensure_embedded_pair, weights_folder
+from adaserve.pair.widen import HEAD, MEDUSA, cache_folder, drafts_of, ensure_embedded_pair, weights_folder
 
 app = typer.Typer(help="The embedded target and draft: train, measure and widen them.", no_args_is_help=True)
 console = Console()
@@ -27,6 +28,13 @@ WrittenTokens = Annotated[int, typer.Option(min=50_000, help="Tokens the target 
 Compile = Annotated[bool, typer.Option(help="Compile the training step (needs a C++ compiler).")]
 Bf16 = Annotated[bool, typer.Option(help="Multiply in bfloat16: twice as fast on CPUs with AMX.")]
 THREADS = usable_cores()
+
+
+class HeadKind(StrEnum):
+    """Heads that can be trained, by their folders beside target and draft."""
+
+    eagle3 = HEAD
+    medusa = MEDUSA
 
 
 def _work(folder: Path | None) -> Path:
@@ -97,6 +105,7 @@ def extend(
 @app.command("train-head")
 def train_head(
     *,
+    kind: Annotated[HeadKind, typer.Option(help="An EAGLE-3 head, or Medusa heads.")] = HeadKind.eagle3,
     minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes.")] = 20,
     pair: Annotated[
         Path | None, typer.Option(help="Folder with target/, whose head this is [default: shipped].")
@@ -115,18 +124,22 @@ def train_head(
     seed: Seed = 0,
     threads: Threads = THREADS,
 ) -> None:
-    """Train an EAGLE-3 head for the embedded target. Ctrl-C, then repeat: it resumes."""
+    """Train heads for the embedded target. Ctrl-C, then repeat: it resumes."""
     from adaserve.pair.eagle import HeadShape
-    from adaserve.pair.export import export_head
+    from adaserve.pair.export import export_head, export_medusa
 
     folder = pair if pair is not None else weights_folder()
-    shape = HeadShape(vocab=vocabulary, mlp=mlp)
-    head = export_head(
-        _work(work), folder, shape, minutes=minutes, written_tokens=written_tokens, seed=seed,
-        threads=threads, start=folder / HEAD if go_on else None,
-    )  # fmt: skip
+    recipe: dict[str, Any] = {
+        "minutes": minutes, "written_tokens": written_tokens, "seed": seed, "threads": threads,
+        "start": folder / kind.value if go_on else None,
+    }  # fmt: skip
+    if kind is HeadKind.eagle3:
+        head = export_head(_work(work), folder, HeadShape(vocab=vocabulary, mlp=mlp), **recipe)
+    else:
+        head = export_medusa(_work(work), folder, **recipe)
     console.print(
-        f"{head} holds the head; copy it to {folder / HEAD} and measure it: `adaserve pair eval --calibrate`"
+        f"{head} is trained; copy it to {folder / kind.value}, then measure it with "
+        "`adaserve pair eval --calibrate`"
     )
 
 

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as fn
 
-from adaserve.draft_kind import draft_kind
+from adaserve.draft_kind import draft_kind, medusa_folder
+from adaserve.medusa import load_medusa
 from adaserve.noise import request_key
 from adaserve.pair.acceptance import FILE_NAME, DraftSharpening, sharpening_of
 from adaserve.pair.candidates import Drafter, ModelDrafter, Trees, draft_trees
@@ -24,6 +25,7 @@ from adaserve.pair.generate import Written, generate, shared_noise
 from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.long import CATEGORIES as LONG_TEXTS
 from adaserve.pair.long import agreement, chain_tokens, long_prompts, sparse_logits
+from adaserve.pair.medusa import MedusaBlocks, MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.prompts import CATEGORIES, load_prompts
 from adaserve.pair.vocabulary import BOS_ID, MAX_CONTEXT_TOKENS
@@ -299,7 +301,9 @@ class Evaluation:
 
 
 def load_drafter(folder: Path, target: TinyLlama) -> Drafter:
-    """The draft model or head in ``folder``."""
+    """The draft model or the heads in ``folder``."""
+    if medusa_folder(str(folder), "auto") is not None:
+        return MedusaDrafter(target, MedusaBlocks.of(load_medusa(folder), target))
     architectures = json.loads((folder / "config.json").read_text())["architectures"]
     if draft_kind(architectures, "auto", str(folder)) == "eagle3":
         return HeadDrafter(target, load_head(folder, target))

@@ -12,11 +12,12 @@ from adaserve.pair.corpus import build
 from adaserve.pair.data import prepare
 from adaserve.pair.eagle import HeadShape
 from adaserve.pair.evaluate import evaluate, write_acceptance
+from adaserve.pair.medusa import train_medusa
 from adaserve.pair.packed import PLAIN_NAME, pack
 from adaserve.pair.prompts import write_prompts
 from adaserve.pair.schedule import FIRST, Stage
 from adaserve.pair.train_head import train_eagle
-from adaserve.pair.widen import HEAD
+from adaserve.pair.widen import HEAD, MEDUSA
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -131,3 +132,19 @@ def export_head(
     out = work / "pair" / HEAD
     pack(run.out, out)
     return out
+
+
+def export_medusa(
+    work: Path,
+    pair: Path,
+    *,
+    minutes: float,
+    written_tokens: int,
+    seed: int,
+    threads: int,
+    start: Path | None,
+) -> Path:
+    """Trains Medusa heads of ``pair/target`` below ``work``; returns the folder that is shipped."""
+    corpus, out = ensure_corpus(work, seed=seed), work / "runs" / MEDUSA
+    run = train.Run(corpus, out, minutes, seed, threads, compile=False, start=start)
+    return train_medusa(run, pair, written_tokens=written_tokens)

@@ -40,6 +40,7 @@ class Shape:
 
 TARGET = Shape()
 DRAFT = replace(TARGET, layers=2, mlp=512)
+MEDUSA_DEPTH, MEDUSA_LAYERS = 4, 2
 HEAD_VOCABULARY, HEAD_MLP = 2048, 256
 
 

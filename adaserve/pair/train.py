@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +25,7 @@ from torch.nn import functional as fn
 from adaserve.pair.data import Batches, open_stream
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import make_optimizers
-from adaserve.pair.schedule import FIRST, Clock, Phase, learning_rate
+from adaserve.pair.schedule import FIRST, FURTHER, HEAD_PHASES, Clock, Phase, learning_rate
 from adaserve.pair.shape import ROPE_THETA, TARGET, Shape
 
 CHECKPOINT_EVERY_S = 240.0
@@ -48,6 +48,12 @@ class Run:
     decay: float = 0.05
     phases: tuple[Phase, ...] = FIRST.target
     start: Path | None = None  # a trained pair to go on from
+
+
+def head_run(run: Run, matrix_lr: float, vector_lr: float) -> Run:
+    """``run`` for a head, with such peak learning rates, lower where it goes on from trained weights."""
+    share = (FIRST if run.start is None else FURTHER).rates
+    return replace(run, phases=HEAD_PHASES, matrix_lr=share * matrix_lr, vector_lr=share * vector_lr)
 
 
 LossFunction = Callable[[Tensor], Tensor]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from adaserve.pair.data import open_stream
 from adaserve.pair.eagle import EagleHead, HeadShape, load_head, save_head
 from adaserve.pair.model import load_hf
 from adaserve.pair.observed import Observed, lessons, observe
-from adaserve.pair.schedule import FIRST, FURTHER, HEAD_PHASES
-from adaserve.pair.train import Run, Trainer
+from adaserve.pair.train import Run, Trainer, head_run
 
 STEPS = 4
 SHARPENED = 0.7
@@ -101,9 +99,7 @@ def train_eagle(
         with fast_products():
             return unrolled_loss(head, observe(target, window[:, :-1], head.shape.layers), steps)
 
-    rates = (FIRST if run.start is None else FURTHER).rates
-    run = replace(run, phases=HEAD_PHASES, matrix_lr=rates * _MATRIX_LR, vector_lr=rates * _VECTOR_LR)
-    trainer = Trainer(run, head, loss, save_head)
+    trainer = Trainer(head_run(run, _MATRIX_LR, _VECTOR_LR), head, loss, save_head)
     batches.used_tokens = trainer.batches.used_tokens
     trainer.batches = batches
     trainer.fit("EAGLE-3 head")

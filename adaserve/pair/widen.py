@@ -32,6 +32,7 @@ from rich.progress import track
 from safetensors.torch import save_file
 from torch import Tensor
 
+from adaserve.draft_kind import medusa_folder
 from adaserve.pair.packed import PLAIN_NAME, copy_companions, has_weights, read_weights, unpack
 from adaserve.pair.shape import Shape, hf_config, shape_of
 
@@ -39,6 +40,8 @@ DEFAULT_PARAMETERS = 100_000_000
 WEIGHTS_VARIABLE = "ADASERVE_PAIR_WEIGHTS"
 HEAD = "eagle3"
 """The folder of the embedded EAGLE-3 head, beside those of target and draft."""
+MEDUSA = "medusa"
+"""The folder of the embedded Medusa heads, in the form in which they are served."""
 _FORMAT = 2  # part of the cache key: raise it when the files below change
 _WIDTH_STEP = 256  # widths that divide evenly over SIMD lanes and tensor-parallel ranks
 _NEW_WEIGHT_STD = 0.02
@@ -320,8 +323,11 @@ def ensure_embedded_pair(
 
 
 def shipped_draft(name: str = "draft") -> Path:
-    """The folder of the draft model or head (``HEAD``) as it is, for the server. Raises PairError."""
+    """The folder of the draft model or of heads (``HEAD``, ``MEDUSA``) as it is, for the server. Raises
+    PairError."""
     source = weights_folder() / name
+    if medusa_folder(str(source), "auto") is not None:
+        return source  # that is how they are served
     if not has_weights(source):
         raise PairError(f"no {name} in {source.parent}: train one with `adaserve pair train-head`")
     draft = cache_folder() / f"{name}-{_digest(source)}"
@@ -333,7 +339,8 @@ def shipped_draft(name: str = "draft") -> Path:
 
 def drafts_of(pair: Path) -> list[str]:
     """Folders of the draft model and of the heads that ``pair`` has."""
-    return [name for name in ("draft", HEAD) if has_weights(pair / name)]
+    plain = [name for name in ("draft", HEAD) if has_weights(pair / name)]
+    return [*plain, *([MEDUSA] if medusa_folder(str(pair / MEDUSA), "auto") else [])]
 
 
 def ensure_widened(model: str, width: Width) -> Path:

@@ -10,13 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaserve.bench.heads import EagleWalk, HeadPlan, ModelWalk, Text, Tree, Walk, in_turns, summarize
+from adaserve.bench.heads import (
+    EagleWalk,
+    HeadPlan,
+    MedusaWalk,
+    ModelWalk,
+    Text,
+    Tree,
+    Walk,
+    in_turns,
+    summarize,
+)
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.pair.candidates import Drafter, ModelDrafter, draft_trees
 from adaserve.pair.generate import generate
 from adaserve.pair.head_drafts import HeadDrafter
+from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import TinyLlama
 from tests.pair.test_heads import random_head
+from tests.pair.test_medusa import random_blocks
 from tests.pair.test_training import TINY, random_model
 
 PLAN = HeadPlan(temperature=0.8, depth=3, width=2, storage="fp32")
@@ -50,7 +62,7 @@ def expected(drafter: Drafter, text: Text, at: int, folder: Path) -> int:
     return int(trees.accepted(torch.from_numpy(text.tokens[at + 1 : at + 4])[None])[0])
 
 
-@pytest.mark.parametrize("kind", ["model", "eagle3"])
+@pytest.mark.parametrize("kind", ["model", "eagle3", "medusa"])
 def test_accepts_what_the_training_network_would(
     kind: str, target: TinyLlama, texts: list[Text], tmp_path: Path
 ) -> None:
@@ -59,6 +71,10 @@ def test_accepts_what_the_training_network_would(
     drafter: Drafter
     if kind == "eagle3":
         walk, drafter = EagleWalk(target, head, texts, 2, PLAN, tmp_path), HeadDrafter(target, head)
+    elif kind == "medusa":
+        blocks = random_blocks(target)
+        walk = MedusaWalk(target, blocks.published(), texts, 2, PLAN, tmp_path)
+        drafter = MedusaDrafter(target, blocks)
     else:
         walk, drafter = ModelWalk(drafts, texts, 2, PLAN, tmp_path), ModelDrafter(drafts)
     walk.start()

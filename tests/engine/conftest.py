@@ -210,20 +210,29 @@ def headed_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def headed(zygote: Zygote, headed_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """An EAGLE-3 head drafts; small chunks, trees of several policies, little KV, requests taken back."""
+@pytest.fixture(scope="session", params=["eagle3", "medusa"])
+def headed(
+    request: pytest.FixtureRequest,
+    zygote: Zygote,
+    headed_pair: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    """An EAGLE-3 head drafts, or Medusa heads do; small chunks, trees of several policies, little KV,
+    requests taken back."""
+    name = str(request.param)
+    is_eagle, medusa = name == "eagle3", {"medusa": str(headed_pair / "medusa")}
+    config = {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "forced_depth": 6}
     server, probe = adaserve_server(
-        tmp_path_factory.mktemp("headed"),
+        tmp_path_factory.mktemp(name),
         headed_pair,
-        "eagle3",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "forced_depth": 6},
-        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "compare_head": True},
+        name if is_eagle else None,
+        config if is_eagle else {**config, **medusa},
+        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "compare_head": is_eagle},
         overlap=True,
         **{**TIGHT, "chunked-prefill-size": 16},
     )
     with server.running(zygote):
-        yield Served("headed", server, probe)
+        yield Served(name, server, probe)
         server.assert_idle_and_clean()
         stats = probe.read()
         assert stats["wrong_lengths"] == []

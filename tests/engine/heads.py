@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from tests.engine.harness import Job, workload
+from tests.engine.medusa import fitted_heads, save_published
 from tests.engine.pairs import MAX_POSITIONS, VOCAB, random_target, save_tokenizer
 
 DRAFT_VOCAB = 384
@@ -140,9 +142,16 @@ def save_head(head: Head, folder: Path) -> None:
 
 
 def save_headed_pair(folder: Path) -> None:
-    """Writes ``target`` and its head ``eagle3`` below ``folder``."""
+    """Writes ``target`` and heads of both kinds, ``eagle3`` and ``medusa``, below ``folder``."""
     torch.set_num_threads(1)
     target = head_target()
     target.save_pretrained(folder / "target")
     save_tokenizer(folder / "target")
     save_head(following_head(target, frequent_tokens(target)), folder / "eagle3")
+    short = [job.input_ids for job in headed_jobs() if len(job.input_ids) <= 8]
+    save_published(fitted_heads(target, short), folder / "medusa")
+
+
+def headed_jobs() -> list[Job]:
+    """What the servers with heads are asked."""
+    return workload(90, seed=5, leave_every=11)

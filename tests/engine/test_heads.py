@@ -1,4 +1,4 @@
-"""An EAGLE-3 head drafts: the text is the target's, and the head proposes what SGLang's own class does."""
+"""Heads draft: the text is the target's, and an EAGLE-3 head proposes what SGLang's own class does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import transformers
 
 from tests.engine.chi_square import chi_square_p
 from tests.engine.conftest import Served
-from tests.engine.harness import Job, run_jobs, workload
+from tests.engine.harness import Job, run_jobs
+from tests.engine.heads import headed_jobs
 from tests.engine.test_greedy import TIE
 
 PROMPT = [5, 17, 33, 99, 250]
@@ -38,6 +39,7 @@ def assert_best(target: Any, jobs: list[Job], answers: list[Any]) -> None:
         assert len(said) == wanted or (said[-1] == 0 and not job.params["ignore_eos"]), "it ended early"
 
 
+@pytest.mark.parametrize("headed", ["eagle3"], indirect=True)
 def test_the_same_two_steps_as_sglang(headed: Served) -> None:
     """The same beams by the same parents, with the same scores, for the same hidden states."""
     heads = headed.probe.read()["heads"]
@@ -50,17 +52,19 @@ def test_the_same_two_steps_as_sglang(headed: Served) -> None:
 
 def test_greedy_is_the_target_alone(headed: Served, target: Any) -> None:
     """Every token of every answer is the target's best one behind those before it."""
-    jobs = workload(90, seed=5, leave_every=11)
+    jobs = headed_jobs()
     answers = run_jobs(headed.server, jobs, speed=2)
     assert_best(target, jobs, answers)
     finished = [a["meta_info"] for a in answers if a is not None]
     assert sum(m["num_retractions"] for m in finished) > 0, "no retractions"
     assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
     stats = headed.probe.read()
-    assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"
+    assert stats["hidden_audits"] > 50, "hardly any hidden states could be audited"
     assert stats["moved"] > 20, "compaction was not exercised"
-    assert stats["catch_ups"] > 20, "the head never had to catch up"
-    assert stats["draft_audits"][0] > 50, "hardly any cache of the head could be audited"
+    assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "heads agree too rarely or too often"
+    if headed.name == "eagle3":
+        assert stats["catch_ups"] > 20, "the head never had to catch up"
+        assert stats["draft_audits"][0] > 50, "hardly any cache of the head could be audited"
     headed.server.assert_idle_and_clean()
 
 

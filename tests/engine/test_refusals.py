@@ -33,6 +33,15 @@ def test_what_is_supported_passes() -> None:
     refuse_unsupported(arguments(speculative_draft_model_path=None), AdaServeConfig(drafts="suffix"))
 
 
+def test_medusa_heads_draft_in_place_of_a_model() -> None:
+    config = AdaServeConfig(medusa="heads")
+    refuse_unsupported(arguments(speculative_draft_model_path=None), config)
+    with pytest.raises(ValueError, match="remove --speculative-draft-model-path"):
+        refuse_unsupported(arguments(), config)
+    with pytest.raises(ValueError, match="on CPUs only"):
+        refuse_unsupported(arguments(speculative_draft_model_path=None, device="cuda"), config)
+
+
 def test_a_draft_model_without_a_use_is_refused() -> None:
     with pytest.raises(ValueError, match="remove --speculative-draft-model-path"):
         refuse_unsupported(arguments(), AdaServeConfig(drafts="suffix"))

@@ -15,10 +15,11 @@ from adaserve.pair.eagle import HeadShape
 from adaserve.pair.evaluate import load_drafter, mean_accepted, prompt_batch, tree_samples, write
 from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.long import long_prompts
+from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
-from adaserve.pair.shape import DRAFT, TARGET
+from adaserve.pair.shape import DRAFT, MEDUSA_DEPTH, MEDUSA_LAYERS, TARGET
 from adaserve.pair.train import next_token_loss
-from adaserve.pair.widen import HEAD
+from adaserve.pair.widen import HEAD, MEDUSA
 
 WEIGHTS = Path(str(files("adaserve.pair").joinpath("weights")))
 
@@ -31,7 +32,7 @@ def pair() -> tuple[TinyLlama, TinyLlama]:
 
 def test_shapes_and_size(pair: tuple[TinyLlama, TinyLlama]) -> None:
     assert [model.shape for model in pair] == [TARGET, DRAFT]
-    assert sum(f.stat().st_size for f in WEIGHTS.rglob("*") if f.is_file()) < 9_000_000
+    assert sum(f.stat().st_size for f in WEIGHTS.rglob("*") if f.is_file()) < 10_000_000
 
 
 def test_one_vocabulary() -> None:
@@ -53,6 +54,18 @@ def test_head_reads_this_target_and_is_accepted(pair: tuple[TinyLlama, TinyLlama
     scale, spread = (float(x) for x in sharpening.reading(0.7))
     samples = tree_samples(drafter, written, w=2, tau=1 / scale, every=8, noise=spread / scale)
     assert mean_accepted(samples) > 0.3
+
+
+def test_medusa_heads_read_this_target_and_are_accepted(pair: tuple[TinyLlama, TinyLlama]) -> None:
+    target, _ = pair
+    drafter, sharpening = load_drafter(WEIGHTS / MEDUSA, target), load_sharpening(WEIGHTS / MEDUSA)
+    assert isinstance(drafter, MedusaDrafter) and sharpening.measured
+    assert (drafter.blocks.depth, drafter.blocks.layers) == (MEDUSA_DEPTH, MEDUSA_LAYERS)
+    prompts = prompt_batch(load_tokenizer(WEIGHTS / "target"), "chat", 8, odd=False)
+    written = write(target, prompts, 32, 0.7, seed=5)
+    scale, spread = (float(x) for x in sharpening.reading(0.7))
+    samples = tree_samples(drafter, written, w=3, tau=1 / scale, every=4, noise=spread / scale)
+    assert mean_accepted(samples) > 0.2
 
 
 def test_target_has_read_such_text(pair: tuple[TinyLlama, TinyLlama]) -> None:

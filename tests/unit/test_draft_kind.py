@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from adaserve.draft_kind import EAGLE3, draft_kind
+from adaserve.draft_kind import EAGLE3, draft_kind, medusa_folder, medusa_heads
 
 
 @pytest.mark.parametrize(
@@ -25,3 +29,31 @@ def test_kinds(architectures: list[str] | None, stated: str, kind: str) -> None:
 def test_another_kind_than_stated_is_refused(architecture: str, stated: str) -> None:
     with pytest.raises(ValueError, match=rf"{stated}.*{architecture}.*folder/x.*--draft-kind auto"):
         draft_kind([architecture], stated, "folder/x")
+
+
+def folder_with(path: Path, config: dict[str, Any]) -> str:
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def test_medusa_heads_are_told_by_their_count(tmp_path: Path) -> None:
+    """They name neither an architecture nor a model type."""
+    path = folder_with(tmp_path, {"medusa_num_heads": 4, "medusa_num_layers": 1})
+    assert medusa_folder(path, "auto") == medusa_folder(path, "medusa") == tmp_path
+    assert medusa_heads(tmp_path) == 4
+    with pytest.raises(
+        ValueError, match=r"eagle3.*medusa_num_heads 4.*of the kind medusa.*--draft-kind auto"
+    ):
+        medusa_folder(path, "eagle3")
+    folder_with(tmp_path, {"medusa_num_heads": "many"})
+    with pytest.raises(ValueError, match="is many: it must be 1 or more"):
+        medusa_heads(tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, "lab/model", "a folder"])
+def test_what_is_no_folder_of_medusa_heads(path: str | None, tmp_path: Path) -> None:
+    if path == "a folder":
+        path = folder_with(tmp_path, {"architectures": ["LlamaForCausalLM"]})
+    assert medusa_folder(path, "auto") is None
+    with pytest.raises(ValueError, match="give --draft-model-path such a folder"):
+        medusa_folder(path, "medusa")

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from adaserve import server
 from adaserve.cli import app
-from adaserve.config import AdaServeConfig
+from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port
 
 LINE = (
@@ -101,3 +102,27 @@ def test_a_model_alone_is_served_without_a_draft() -> None:
     assert "--speculative-draft-model-path" not in command and "m" in command
     both = ServerSpec("m", "d", config=AdaServeConfig(drafts="model,suffix")).command()
     assert both[both.index("--speculative-draft-model-path") + 1] == "d"
+
+
+def test_sglang_is_not_told_of_medusa_heads(tmp_path: Path) -> None:
+    """It would not know what they are. No tree is deeper than there are heads."""
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
+    spec = ServerSpec("m", str(tmp_path), config=AdaServeConfig(max_depth=5))
+    assert "--speculative-draft-model-path" not in spec.command()
+    config = AdaServeConfig(**json.loads(spec.environment()["ADASERVE_CONFIG"]))
+    assert (config.medusa, config.max_depth) == (str(tmp_path), 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"draft_kind": "model"}, "--draft-kind auto"),
+        ({"second_draft": "lab/second"}, "leave --second-draft out"),
+        ({"learn": True}, "leave --learn out"),
+        ({"draft_window": 64}, "--draft-window 0"),
+    ],
+)
+def test_where_no_medusa_heads_are_served(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
+    with pytest.raises(ConfigError, match=says):
+        ServerSpec("m", str(tmp_path), config=AdaServeConfig(**settings))

@@ -25,7 +25,7 @@ from adaserve.engine.device.forward import DeviceForward
 from adaserve.engine.device.model import Inputs, Output, Parts, SGLangCall
 from adaserve.engine.device.sizes import Key
 from adaserve.engine.device.transfer import put
-from adaserve.engine.host.heads import HiddenStates, layers_to_capture, without_first
+from adaserve.engine.host.heads import HiddenStates, hidden_states, without_first
 from adaserve.engine.host.install import LEAN_ATTRIBUTE
 from adaserve.engine.parts import KeepGoing, Ready, Search
 from adaserve.engine.search import Levels
@@ -106,9 +106,7 @@ def hidden_states_of(target: Any, head: Any) -> HiddenStates:
         raise ValueError("this EAGLE-3 head is not supported: multimodal rotary embedding")
     if model.model.hidden_size_in != model.config.hidden_size:
         raise ValueError("this EAGLE-3 head is not supported on a GPU: its hidden size is not the target's")
-    pool = target.token_to_kv_pool.k_buffer[0]
-    layers = layers_to_capture(target.model, model)
-    hidden = HiddenStates(model, layers, pool.shape[0], pool.dtype, pool.device)
+    hidden = hidden_states(target, model)
     lean = getattr(target.model, LEAN_ATTRIBUTE, None)
     if lean is not None:  # a GPU's parts on a CPU
         lean.sink = hidden
@@ -118,7 +116,7 @@ def hidden_states_of(target: Any, head: Any) -> HiddenStates:
     def writing(input_ids: Tensor, positions: Tensor, forward_batch: Any, *more: Any, **named: Any) -> Tensor:
         states: Tensor
         states, captured = forward(input_ids, positions, forward_batch, *more, **named)
-        hidden.write(forward_batch.out_cache_loc, pack_aux_hidden_states(captured))
+        hidden.write(forward_batch.out_cache_loc, pack_aux_hidden_states(captured), states)
         return states
 
     inner.forward = writing

@@ -46,6 +46,7 @@ CATCH_UP_TOKENS = 512
 class GraphDevice:
     """``Device`` on a GPU."""
 
+    medusa = None  # not served here
     stops_early = False
     least_gain = 0.0
 

@@ -21,15 +21,16 @@ Backend = NativeBackend | TorchBackend
 
 
 class Sink(Protocol):
-    """Keeps what goes into some layers."""
+    """Keeps hidden states."""
 
     @property
     def layers(self) -> torch.Tensor:
-        """int32 [k]: their numbers, below that of all layers."""
+        """int32 [k]: numbers of the layers of which it wants the inputs, below that of all layers."""
         ...
 
-    def write(self, slots: torch.Tensor, states: torch.Tensor) -> None:
-        """Of the tokens whose KV stands at ``slots``, int64 [T]: fp32 [T, k, H]."""
+    def write(self, slots: torch.Tensor, states: torch.Tensor, last: torch.Tensor) -> None:
+        """Of the tokens whose KV stands at ``slots``, int64 [T]: what goes into its layers, fp32 [T, k, H],
+        and what comes out of the final norm, fp32 [T, H]."""
         ...
 
 
@@ -88,7 +89,7 @@ class LeanModel:
         shape = (input_ids.numel(), sink.layers.numel(), self.config.hidden_size)
         capture = Capture(sink.layers, torch.empty(shape))
         hidden = self.held.forward(*inputs, before, capture)
-        sink.write(out_slots, capture.states)
+        sink.write(out_slots, capture.states, hidden)
         return hidden
 
     @property

@@ -126,11 +126,7 @@ class HostForward:
         if forbid is None:
             best = self.model.topk_logprobs(states, reading, width)
         else:
-            logits = self.model.logits(states)
-            forbid(logits)
-            # A head may know none of the tokens that a grammar allows: then there is no distribution.
-            logprobs = torch.log_softmax(read(logits, reading), -1).nan_to_num_(nan=-torch.inf)
-            best = logprobs.topk(width)
+            best = best_of(self.model.logits(states), reading, width, forbid)
         self._runs.append((start, HostMark()))
         return best
 
@@ -197,7 +193,7 @@ class HostForward:
         shape, a = search.shape, len(search.base)
         levels = Levels(shape, a, torch.from_numpy(shape.columns))
         roots = torch.from_numpy(np.cumsum(first.q_lens) - 1)
-        forbid = _forbid(search, levels, 1)
+        forbid = forbidding(search, levels, 1)
         states = self.run(first)[roots]
         logprob, token = self._best(states, search.reading(1, 1), shape.beams[0], forbid)
         levels.start(logprob.double(), token)
@@ -210,7 +206,7 @@ class HostForward:
             plan = attention_plan(self._req_to_token, batch, kv_slots)
             states = self._hidden(batch, plan, self._before_level(states, levels, step))
             m = len(batch) // a
-            forbid = _forbid(search, levels, step)
+            forbid = forbidding(search, levels, step)
             best = self._best(states, search.reading(m, step), levels.children(step), forbid)
             logprob, token = (v.view(a, m, -1) for v in best)
             levels.grow(step, logprob.double(), token)
@@ -225,7 +221,19 @@ class HostForward:
         return runs
 
 
-def _forbid(search: Search, levels: Levels, step: int) -> Callable[[Tensor], None] | None:
+def best_of(
+    logits: Tensor, reading: Reading, width: int, forbid: Callable[[Tensor], None] | None = None
+) -> tuple[Tensor, Tensor]:
+    """``topk_logprobs`` of ``logits`` [rows, vocab], some of which ``forbid`` sets to -inf."""
+    if forbid is not None:
+        forbid(logits)
+    # A head may know none of the tokens that a grammar allows: then there is no distribution.
+    logprobs = torch.log_softmax(read(logits, reading), -1).nan_to_num_(nan=-torch.inf)
+    best, tokens = logprobs.topk(width)
+    return best, tokens
+
+
+def forbidding(search: Search, levels: Levels, step: int) -> Callable[[Tensor], None] | None:
     """What sets logits of ``step`` to -inf, where there are grammars."""
     if (asked := search.forbid) is None:
         return None

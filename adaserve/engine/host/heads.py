@@ -13,8 +13,9 @@ one more than SGLang's: rotary embeddings see differences only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -32,31 +33,35 @@ from adaserve.engine.trees.batch import Gap, TreeBatch
 
 
 class HiddenStates:
-    """What a head reads of the target, by KV slot: one projected hidden state of every cached token.
+    """What heads read of the target, by KV slot: one hidden state of every cached token, ``size`` wide.
 
     The target writes them wherever it writes KV, so they are there for all cached tokens, also for those of a
-    prefix that was read for another request. ``head``: SGLang's model.
+    prefix that was read for another request. They are made by ``project`` of what goes into ``layers``, or,
+    where it is None, are what comes out of the target's final norm.
     """
 
     def __init__(
         self,
-        head: Any,
-        layers: list[int],
         slots: int,
+        size: int,
         dtype: torch.dtype,
+        layers: Sequence[int] = (),
+        project: Callable[[Tensor], Tensor] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.layers = torch.tensor(layers, dtype=torch.int32)
-        self._head = head.model
-        self._states = torch.zeros(slots, head.config.hidden_size, dtype=dtype, device=device)
+        self.project = project
+        self._states = torch.zeros(slots, size, dtype=dtype, device=device)
 
     @torch.no_grad()
-    def write(self, slots: Tensor, states: Tensor) -> None:
-        """``states``: [T, layers, H of the target] or [T, layers * H], what goes into each of the layers."""
-        self._states[slots] = project(self._head, states).to(self._states.dtype)
+    def write(self, slots: Tensor, states: Tensor, last: Tensor) -> None:
+        """``states``: [T, layers, H of the target] or [T, layers * H], what goes into each of the layers;
+        ``last``: [T, H of the target], what comes out of the final norm."""
+        made = last if self.project is None else self.project(states)
+        self._states[slots] = made.to(self._states.dtype)
 
     def read(self, slots: Tensor) -> Tensor:
-        """[.., H of the head], as they are stored."""
+        """[.., size], as they are stored."""
         return self._states[slots]
 
     def move_kv_cache(self, target: Tensor, source: Tensor) -> None:
@@ -143,6 +148,24 @@ def layers_to_capture(target: Any, head: Any) -> list[int]:
     return layers
 
 
+def hidden_states(target: Any, head: Any) -> HiddenStates:
+    """What SGLang's model of a head reads of the ``ModelRunner`` ``target``. Raises ValueError."""
+    pool, layers = target.token_to_kv_pool.k_buffer[0], layers_to_capture(target.model, head)
+    size, made = head.config.hidden_size, partial(project, head.model)
+    return HiddenStates(pool.shape[0], size, pool.dtype, layers, made, pool.device)
+
+
+def lean_target(target: Any, storage: Storage | Literal["off"], who_needs: str) -> tuple[LeanModel, Storage]:
+    """Our forward of the target that the ``ModelRunner`` holds. Raises ValueError where there is none."""
+    lean: LeanModel | None = getattr(target.model, LEAN_ATTRIBUTE, None)
+    if lean is None or storage == "off":
+        raise ValueError(
+            f"{who_needs} AdaServe's own forward of the target on a CPU: serve a Llama or Qwen "
+            "target that is not quantised, and not with --cpu-weights off"
+        )
+    return lean, storage
+
+
 def head_forward(target: Any, head: Any, storage: Storage | Literal["off"]) -> HeadForward:
     """The forward of the EAGLE-3 head that the ``ModelRunner`` ``head`` holds, which from now on is told the
     hidden states of ``target``. Raises ValueError with the reason where there can be none."""
@@ -150,15 +173,8 @@ def head_forward(target: Any, head: Any, storage: Storage | Literal["off"]) -> H
     reason = head_obstacle(model)
     if reason is not None:
         raise ValueError(f"this EAGLE-3 head is not supported on a CPU: {reason}")
-    lean_target: LeanModel | None = getattr(target.model, LEAN_ATTRIBUTE, None)
-    if lean_target is None or storage == "off":
-        raise ValueError(
-            "an EAGLE-3 head needs AdaServe's own forward of the target on a CPU: serve a Llama or Qwen "
-            "target that is not quantised, and not with --cpu-weights off"
-        )
-    pool = target.token_to_kv_pool.k_buffer[0]
-    hidden = HiddenStates(model, layers_to_capture(target.model, model), pool.shape[0], pool.dtype)
-    lean_target.sink = hidden
+    read, storage = lean_target(target, storage, "an EAGLE-3 head needs")
+    read.sink = hidden = hidden_states(target, model)
     grow_rotary_table(model)
     lean = LeanModel(*read_head(model), storage)
     return HeadForward(LeanForward(lean, head.token_to_kv_pool), head.req_to_token_pool.req_to_token, hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from adaserve.engine.clock import HostMark
 from adaserve.engine.host import gumbel
 from adaserve.engine.host.forwards import HostForward, host_forward
 from adaserve.engine.host.heads import HeadForward, head_forward
+from adaserve.engine.host.medusa import MedusaForward, medusa_forward
 from adaserve.engine.reading import Reading
 
 LEAST_GAIN = 0.05
@@ -37,9 +39,11 @@ class HostDevice:
     stops_early = True
     least_gain = LEAST_GAIN
 
-    def __init__(self, target: HostForward, *drafts: HostForward) -> None:
-        self.target, self.drafts = target, drafts
-        heads = [draft for draft in drafts if isinstance(draft, HeadForward)]
+    def __init__(
+        self, target: HostForward, *drafts: HostForward, medusa: MedusaForward | None = None
+    ) -> None:
+        self.target, self.drafts, self.medusa = target, drafts, medusa
+        heads = [draft for draft in (*drafts, medusa) if isinstance(draft, HeadForward | MedusaForward)]
         self.target_states = heads[0].target_states if heads else None
 
     @classmethod
@@ -51,7 +55,10 @@ class HostDevice:
                 return head_forward(target, runner, config.cpu_weights)
             return host_forward(runner)
 
-        return cls(host_forward(target), *map(draft_forward, drafts))
+        medusa = None
+        if config.medusa is not None:
+            medusa = medusa_forward(target, Path(config.medusa), config.cpu_weights)
+        return cls(host_forward(target), *map(draft_forward, drafts), medusa=medusa)
 
     def mark(self) -> HostMark:
         return HostMark()

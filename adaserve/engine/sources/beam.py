@@ -19,7 +19,7 @@ from adaserve.engine.sources.source import Drafting, KeepDrafting
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.engine.trees.shape import TreeShape, tree_shape
+from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, tree_shape
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.pair.acceptance import DraftSharpening
 from adaserve.scheduler.interface import MODEL, CandidateTrees, IterationPlan
@@ -145,10 +145,12 @@ def drafted_rows(plan: IterationPlan, rows: DecodeRows) -> np.ndarray:
     return np.flatnonzero(may if plan.drafting is None else may & plan.drafting)
 
 
-def fitting_shape(plan: IterationPlan, rows: DecodeRows, active: np.ndarray, most: int) -> TreeShape | None:
-    """The planned shape, cut to ``most`` nodes: a fixed tree knows nothing of this server's limits. None =
-    nothing is to be drafted for the rows ``active``."""
-    depth = min(plan.depth, int(rows.running.max_depth[active].max(initial=0)))
+def fitting_shape(
+    plan: IterationPlan, rows: DecodeRows, active: np.ndarray, most: int, deepest: int = ANY_DEPTH
+) -> TreeShape | None:
+    """The planned shape, cut to ``most`` nodes and ``deepest`` levels: a fixed tree knows nothing of this
+    server's limits. None = nothing is to be drafted for the rows ``active``."""
+    depth = min(plan.depth, deepest, int(rows.running.max_depth[active].max(initial=0)))
     while depth:
         branching = None if plan.branching is None else plan.branching[:depth]
         shape = tree_shape(depth, plan.width, branching)

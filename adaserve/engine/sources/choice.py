@@ -18,6 +18,7 @@ from adaserve.engine.sources.forced import ForcedSource, spelling_of
 from adaserve.engine.sources.head import HeadSource
 from adaserve.engine.sources.own import SelfSource
 from adaserve.engine.sources.source import TreeSource
+from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.sources.suffix import SuffixSource
 from adaserve.pair.acceptance import load_sharpening
 
@@ -41,6 +42,10 @@ def sources_of(
         kind = HeadSource if model.kind == "eagle3" else BeamSource
         sharpening = load_sharpening(Path(model.path))
         yield kind(device, cache, sharpening, config.beam_candidates, model, number)
+    if config.medusa is not None:
+        assert device.medusa is not None
+        sharpening = load_sharpening(Path(config.medusa))
+        yield StatelessSource(device.medusa, sharpening, config.beam_candidates, device.medusa.most_steps)
     if config.has_self:
         yield SelfSource(device, config.beam_candidates)
     if config.forced_depth and tokenizer is not None and (spelling := spelling_of(tokenizer)):

@@ -12,6 +12,9 @@ from functools import lru_cache
 
 import numpy as np
 
+ANY_DEPTH = 1 << 30
+"""Of a source that can draft as deep as it is asked to."""
+
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from adaserve.engine.host import LeanModel, build
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.gumbel import read
-from adaserve.engine.host.heads import HeadForward, HiddenStates
+from adaserve.engine.host.heads import HeadForward, HiddenStates, project
 from adaserve.engine.host.params import LayerWeights, ModelWeights
 from adaserve.engine.parts import Beams, KeepGoing, Search
 from adaserve.engine.reading import Reading
@@ -63,10 +64,9 @@ class Setting:
         for row, length in zip(ROWS, LENGTHS, strict=True):
             taken = pools[0].take(int(length) + WINDOW)
             self.table[row, : len(taken)] = torch.tensor(taken, dtype=torch.int32)
-        loaded = SimpleNamespace(
-            model=SimpleNamespace(fc=head.fc, input_norm=None, fc_norm=None), config=head.config
-        )
-        self.states = HiddenStates(loaded, LAYERS, pools[0].slots, torch.float32)
+        loaded = SimpleNamespace(fc=head.fc, input_norm=None, fc_norm=None)
+        size = head.config.hidden_size
+        self.states = HiddenStates(pools[0].slots, size, torch.float32, LAYERS, partial(project, loaded))
         self.target.sink = self.states
         paged = [SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v) for pool in pools]
         self.reads = LeanForward(self.target, paged[0])

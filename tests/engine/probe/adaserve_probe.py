@@ -84,6 +84,7 @@ def probed(base: type) -> type:
                 target_kv_error=0.0,
                 draft_kv_error=0.0,
                 hidden_error=0.0,
+                hidden_audits=0,
                 draft_audits=[0, 0],  # of the first draft model and the second
                 forgotten=0,
                 depths={},
@@ -221,18 +222,22 @@ def probed(base: type) -> type:
             errors = kv_errors(self.target_worker, tokens, slots)
             stats["target_kv_error"] = max(stats["target_kv_error"], errors.max().item())
             layers = 1 if options.get("windows") else None
+            if (states := self.device.target_states) is not None:
+                fresh = fresh_states(states, self.target_worker, tokens)
+                stats["hidden_error"] = max(
+                    stats["hidden_error"], (states.read(slots) - fresh).abs().max().item()
+                )
+                stats["hidden_audits"] += 1
             for k, (source, worker) in enumerate(self._drafting()):
                 held = source.cache[pool_row]
                 if held.length + len(held.pending) != length:
                     stats["wrong_lengths"].append([state.rid, k, length, held.length, len(held.pending)])
                     continue
-                if (states := self.device.target_states) is not None:
-                    fresh, known = head_errors(self.device.drafts[k], self.target_worker, tokens, slots)
-                    known, hidden = known[: held.length], (states.read(slots) - fresh).abs().max().item()
-                    stats["hidden_error"] = max(stats["hidden_error"], hidden)
+                if states is not None:
+                    known = head_errors(self.device.drafts[k], fresh, tokens, slots)
                 else:
-                    known = kv_errors(worker, tokens, slots, layers)[: held.length]
-                if len(known):
+                    known = kv_errors(worker, tokens, slots, layers)
+                if len(known := known[: held.length]):
                     stats["draft_audits"][k] += 1
                     stats["draft_kv_error"] = max(stats["draft_kv_error"], known.max().item())
 
@@ -330,16 +335,17 @@ def differences(scratch: Any, pool: Any, slots: Any, layers: int | None = None) 
 
 @contextmanager
 def recorded(lean: Any) -> Iterator[list[Any]]:
-    """Forwards of a target inside give their hidden states, [T, layers, H] each, to a list and to no head."""
+    """Forwards of a target inside give their hidden states to a list and to no head: what goes into the
+    layers that a head reads, [T, layers, H], and what comes out of the final norm, [T, H]."""
     sink, states = lean.sink, []
     if sink is not None:
-        lean.sink = SimpleNamespace(layers=sink.layers, write=lambda _, states_: states.append(states_))
+        lean.sink = SimpleNamespace(layers=sink.layers, write=lambda _, *given: states.append(given))
     yield states
     lean.sink = sink
 
 
 def hidden_of(target_worker: Any, tokens: Any) -> Any:
-    """fp32 [T, layers, H]: what a head may read of a text, in a fresh prefill."""
+    """fp32 [T, layers, H] and [T, H]: what heads may read of a text, in a fresh prefill."""
     import torch
 
     from adaserve.engine.host.install import LEAN_ATTRIBUTE
@@ -354,22 +360,28 @@ def hidden_of(target_worker: Any, tokens: Any) -> Any:
     return states[0]
 
 
-def head_errors(head: Any, target_worker: Any, tokens: list[int], slots: Any) -> tuple[Any, Any]:
-    """The hidden states of a fresh prefill as the head reads them, and the largest difference of each
-    position's key or value in the head. The first token has none."""
+def fresh_states(states: Any, target_worker: Any, tokens: list[int]) -> Any:
+    """What ``states`` should hold of a text, by a fresh prefill."""
     import torch
 
-    from adaserve.engine.host.heads import project
+    layers, last = hidden_of(target_worker, tokens)
+    with torch.no_grad():
+        return last if states.project is None else states.project(layers)
+
+
+def head_errors(head: Any, states: Any, tokens: list[int], slots: Any) -> Any:
+    """The largest difference of each position's key or value in a head from a fresh prefill's, given the
+    target's ``states``. The first token has none."""
+    import torch
+
     from adaserve.engine.trees.attention import causal_plan
 
-    with torch.no_grad():
-        states = project(head.target_states._head, hidden_of(target_worker, tokens))
     pool, n = head.model.pool, len(tokens) - 1
     every, lengths = torch.arange(n), np.array([n])
     scratch = [[torch.zeros(n, *b.shape[1:], dtype=b.dtype) for b in pool.k_buffer] for _ in range(2)]
     text, plan = torch.tensor(tokens[1:]), causal_plan(every, lengths, lengths)
     head.model.model.forward(text, every + 1, every, *scratch, plan, states[:-1])
-    return states, torch.cat([torch.zeros(1), differences(scratch, pool, slots[1:])])
+    return torch.cat([torch.zeros(1), differences(scratch, pool, slots[1:])])
 
 
 def both_heads(worker: Any, width: int = 3, length: int = 40) -> dict[str, Any]:
@@ -430,7 +442,7 @@ def sglang_levels(worker: Any, tokens: Any, slots: Any, width: int) -> list[Any]
         return p, ids[index], output.hidden_states
 
     length = np.array([n])
-    raw = hidden_of(worker.target_worker, tokens[:n]).flatten(1)
+    raw = hidden_of(worker.target_worker, tokens[:n])[0].flatten(1)
     p, index, states = step(
         tokens[1:], torch.arange(n), slots[:n], causal_plan(slots[:n], length, length), raw
     )

@@ -1,7 +1,8 @@
-"""A head's drafts from iteration to iteration, without SGLang: each tree is that of a fresh start."""
+"""What heads draft from iteration to iteration, without SGLang: each tree is that of a fresh start."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,17 @@ from adaserve.engine.host.forwards import HostForward
 from adaserve.engine.host.parts import HostDevice
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.head import HeadSource
+from adaserve.engine.sources.source import TreeSource
+from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
 from tests.engine.device.heads import TinyCall, headed_device
 from tests.engine.device.test_no_waiting import Watch
-from tests.engine.heads import Head, following_head, frequent_tokens, head_target
+from tests.engine.heads import following_head, frequent_tokens, head_target
 from tests.engine.host.test_heads import Setting, check_levels
+from tests.engine.host.test_medusa import Setting as MedusaSetting
+from tests.engine.medusa import best_paths, random_heads
 from tests.engine.trees import factories
 from tests.engine.trees.factories import PLAIN, iteration_plan, random_selection, tensors_of
 
@@ -28,26 +33,21 @@ PROMPTS = [[5, 9, 2], [7, 8, 300, 20, 77, 8, 400, 3, 9, 11, 13]]
 DEPTH, WIDTH = 3, 2
 
 
-@pytest.fixture(scope="module")
-def head() -> Head:
-    target = head_target()
-    return following_head(target, frequent_tokens(target), weight=0.5)
-
-
 class Case:
-    """Two requests of a target and its head, as the worker runs them, over a host's parts or a device's."""
+    """Two requests of a target and heads on its hidden states, as the worker runs them. ``check``: of the
+    text, tokens and scores of a row."""
 
-    def __init__(self, head: Head, device: str) -> None:
-        made = Setting(head, "native")
-        self.head, self.states, self.pool = head, made.states, made.reads.pool
-        self.table = made.drafts._req_to_token
-        self.table[:2] = factories.slot_table(2)
-        self.device: Any = HostDevice(HostForward(made.reads, self.table), made.drafts)
-        if device == "graphs":
-            self.device = headed_device(made, head, DEPTH)
-        self.target = self.device.target
-        cache = DraftCache(self.device.drafts[0], self.table, self.states._states.shape[0], stride=DEPTH + 1)
-        self.source = HeadSource(self.device, cache, PLAIN, max_nodes=16)
+    def __init__(
+        self,
+        pool: Any,
+        table: torch.Tensor,
+        device: Any,
+        source: TreeSource,
+        check: Callable[[list[int], np.ndarray, np.ndarray], None],
+    ) -> None:
+        self.pool, self.table, self.device, self.source, self._check = pool, table, device, source, check
+        table[:2] = factories.slot_table(2)
+        self.target = device.target
         self.rows = factories.decode_rows([0, 0])
         self.prompts = [list(p) for p in PROMPTS]
 
@@ -81,7 +81,7 @@ class Case:
         trees = proposal.trees
         for r in range(2):
             nodes = slice(*trees.row_start[r : r + 2])
-            check_levels(self.head, self.text(r), trees.token[nodes], trees.logprob[nodes], WIDTH, 1, 0.0)
+            self._check(self.text(r), trees.token[nodes], trees.logprob[nodes])
 
     def verify(self, proposal: Proposal, rng: np.random.Generator) -> tuple[int, bool]:
         """Accepts most of what is kept; gives the accepted nodes, and whether any of them moved."""
@@ -93,7 +93,7 @@ class Case:
         tensors, deepest = tensors_of(verified.arrays()), verified.deepest
         got = verify.accept(tensors, torch.from_numpy(draws), 2, deepest, deepest + 1)
         target, sources = verify.moves(tensors, got, self.table, 2, deepest)
-        assert len(sources) == 1, "the head keeps no KV of what it drafts"
+        assert len(sources) == 1, "heads keep no KV of what they draft"
         for pool in (KV(self.pool), self.device.target_states):
             self.device.move(pool, target, sources[0])
         for r, state in enumerate(self.rows.states):
@@ -114,12 +114,10 @@ class KV:
             buffer[target] = buffer[source]
 
 
-@pytest.mark.parametrize("device", ["host", "graphs"])
-@pytest.mark.parametrize("seed", range(2))
-def test_drafts_stay_right_from_iteration_to_iteration(head: Head, seed: int, device: str) -> None:
-    """Whatever is kept and accepted, and when nothing is drafted; then behind a prefix that the radix cache
-    has of a request that ended."""
-    rng, case = np.random.default_rng(seed), Case(head, device)
+def drafts_stay_right(case: Case, seed: int) -> None:
+    """From iteration to iteration, whatever is kept and accepted, and when nothing is drafted; then behind a
+    prefix that the radix cache has of a request that ended."""
+    rng = np.random.default_rng(seed)
     case.prefill(0, PROMPTS[0], [])
     case.prefill(1, PROMPTS[1], [1, 6])
     accepted, moved = [], []
@@ -137,9 +135,48 @@ def test_drafts_stay_right_from_iteration_to_iteration(head: Head, seed: int, de
     case.check(case.propose([True, True]))
 
 
-def test_a_search_on_a_device_waits_for_nothing(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def eagle_case(parts: str) -> Case:
+    """Over a host's parts or a device's."""
+    target = head_target()
+    head = following_head(target, frequent_tokens(target), weight=0.5)
+    made = Setting(head, "native")
+    table = made.drafts._req_to_token
+    device: Any = HostDevice(HostForward(made.reads, table), made.drafts)
+    if parts == "graphs":
+        device = headed_device(made, head, DEPTH)
+    cache = DraftCache(device.drafts[0], table, made.states._states.shape[0], stride=DEPTH + 1)
+
+    def check(text: list[int], tokens: np.ndarray, scores: np.ndarray) -> None:
+        check_levels(head, text, tokens, scores, WIDTH, 1, 0.0)
+
+    return Case(made.reads.pool, table, device, HeadSource(device, cache, PLAIN, max_nodes=16), check)
+
+
+@pytest.mark.parametrize("parts", ["host", "graphs"])
+@pytest.mark.parametrize("seed", range(2))
+def test_an_eagle_head(seed: int, parts: str) -> None:
+    drafts_stay_right(eagle_case(parts), seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_medusa_heads(seed: int) -> None:
+    target = head_target()
+    made = MedusaSetting(target, random_heads(target, layers=2))
+    device = HostDevice(HostForward(made.reads, made.table), medusa=made.drafts)
+
+    def check(text: list[int], tokens: np.ndarray, scores: np.ndarray) -> None:
+        for level, paths in enumerate(best_paths(made.heads, target, text, DEPTH, WIDTH, 1, 0.0)):
+            nodes = slice(level * WIDTH, (level + 1) * WIDTH)
+            assert tokens[nodes].tolist() == [path[-1] for path in paths]
+            assert np.allclose(scores[nodes], list(paths.values()), atol=1e-3)
+
+    source = StatelessSource(made.drafts, PLAIN, 16, made.drafts.most_steps)
+    drafts_stay_right(Case(made.reads.pool, made.table, device, source, check), seed)
+
+
+def test_a_search_on_a_device_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states are found and handed on by operators that a CUDA graph can hold."""
-    case, call, calls = Case(head, "graphs"), TinyCall.__call__, []
+    case, call, calls = eagle_case("graphs"), TinyCall.__call__, []
     for r, prompt in enumerate(PROMPTS):
         case.prefill(r, prompt, [])
 

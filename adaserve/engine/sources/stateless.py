@@ -1,0 +1,66 @@
+"""Searches of which nothing has to be kept between iterations: by the target itself, or by Medusa heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from adaserve.engine.parts import Drafter
+from adaserve.engine.sources.beam import (
+    drafted_rows,
+    fitting_shape,
+    for_rows,
+    left_out,
+    proposal,
+    search_for,
+)
+from adaserve.engine.sources.source import Drafting, KeepDrafting
+from adaserve.engine.state import DecodeRows
+from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.proposal import Proposal
+from adaserve.engine.trees.verify import VerifyBatch
+from adaserve.pair.acceptance import DraftSharpening
+from adaserve.scheduler.interface import IterationPlan
+
+
+class StatelessSource:
+    """``TreeSource`` over a drafter that finds all it needs in what the target has written. Searches begin
+    with the roots. ``max_nodes``: KV slots that a window has for candidates; ``most_steps``: levels that the
+    drafter can make."""
+
+    def __init__(
+        self, drafter: Drafter, sharpening: DraftSharpening, max_nodes: int, most_steps: int
+    ) -> None:
+        self._drafter, self._sharpening = drafter, sharpening
+        self._max_nodes, self._most_steps = max_nodes, most_steps
+
+    def prefilled(self, batch: Any, drafts: bool) -> None:
+        """Nothing: what the target has read is there."""
+
+    def offer(self, rows: DecodeRows) -> Proposal | None:
+        """Nothing without a forward."""
+        return None
+
+    def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
+        """Up to plan.depth draft steps; None when no row may have a tree, or none is to be drafted for."""
+        active = drafted_rows(plan, rows)
+        shape = fitting_shape(plan, rows, active, self._max_nodes, self._most_steps)
+        if shape is None:
+            return None
+        first = TreeBatch.roots(
+            rows.roots[active],
+            rows.pool_rows[active],
+            rows.seq_lens[active],
+            shape.width,
+            left_out(plan, rows.seq_lens, active),
+        )
+        search = search_for(self._sharpening, rows, active, shape)
+        ready = self._drafter.search(first, search, for_rows(keep, plan, active, len(rows)))
+        return Drafting(lambda: proposal(shape, active, ready(), len(rows)))
+
+    def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:
+        """Nothing: verification has written what the next search reads."""
+
+    def finished(self, pool_row: int) -> None:
+        """Nothing is kept of a request."""
