@@ -323,6 +323,8 @@ def evaluate(
     evaluation.acceptance(evaluation.calibrate())
     if isinstance(drafter, ModelDrafter):
         evaluation.long_contexts(drafter.model)
+    else:
+        evaluation.report["contexts"] = []
     return evaluation.report
 
 

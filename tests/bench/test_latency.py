@@ -7,9 +7,9 @@ from adaserve.bench.latency import MARGIN, LatencyPlan, Sample, _long, summarize
 
 def sample(context: int, policy: str, turn: int, tpot_ms: float, same: float = 1.0) -> Sample:
     return Sample(
-        policy, batch=1, temperature=0.8, context=context, round=turn, tpot_ms=tpot_ms, accept_length=2.0,
-        distinct_8grams=1.0, iteration_ms=9.0, target_ms=6.0, draft_ms=2.0, python_share=0.1, loop_ms=10.0,
-        other_share=0.2, same=same,
+        "model", policy, batch=1, temperature=0.8, context=context, round=turn, tpot_ms=tpot_ms,
+        accept_length=2.0, distinct_8grams=1.0, iteration_ms=9.0, target_ms=6.0, draft_ms=2.0,
+        python_share=0.1, loop_ms=10.0, other_share=0.2, same=same,
     )  # fmt: skip
 
 

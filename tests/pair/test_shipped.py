@@ -53,7 +53,7 @@ def test_head_reads_this_target_and_is_accepted(pair: tuple[TinyLlama, TinyLlama
     written = write(target, prompts, 48, 0.7, seed=5)
     scale, spread = (float(x) for x in sharpening.reading(0.7))
     samples = tree_samples(drafter, written, w=2, tau=1 / scale, every=8, noise=spread / scale)
-    assert mean_accepted(samples) > 0.3
+    assert mean_accepted(samples) > 1.2
 
 
 def test_medusa_heads_read_this_target_and_are_accepted(pair: tuple[TinyLlama, TinyLlama]) -> None:
