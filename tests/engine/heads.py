@@ -75,8 +75,12 @@ class Head(nn.Module):
 
 
 def head_target(seed: int = 1) -> Any:
-    """A target that a head can follow: the attention of its first layer says nearly all."""
-    target = random_target(seed)
+    """A target that a head can follow."""
+    return followable(random_target(seed))
+
+
+def followable(target: Any) -> Any:
+    """The same model, and the attention of its first layer says nearly all."""
     first, *later = target.model.layers
     with torch.no_grad():
         target.model.embed_tokens.weight.mul_(0.1)
