@@ -64,11 +64,11 @@ class SGLangHead(SGLangCall):
 
 
 class SGLangMTP(SGLangHead):
-    """The same of an MTP layer, which counts places as SGLang does: it reads the one that is 0 there without
-    its embedding."""
+    """The same of an MTP layer, which reads the token at SGLang's position 0, the second one of a text,
+    without its embedding. SGLang's positions of a head are one less than ours; padding stands at 0."""
 
     def _states(self, model: Any, inputs: Inputs, batch: Any) -> tuple[Tensor, Tensor]:
-        hidden = model.model(inputs.tokens, inputs.positions - 1, batch)
+        hidden = model.model(inputs.tokens, (inputs.positions - 1).clamp(min=0), batch)
         return hidden, hidden
 
 
