@@ -60,8 +60,9 @@ DraftKind = Annotated[
     str,
     typer.Option(
         help="What the draft is: model (a language model), eagle3 (an EAGLE-3 head on the target's hidden "
-        "states), mtp (an MTP layer, by default the one in the target's own checkpoint), medusa (Medusa heads on "
-        "hidden states), or auto: by its config.json. Of the embedded drafts it chooses one; auto is the model."
+        "states), mtp (an MTP layer, by default the one in the target's own checkpoint), medusa (Medusa "
+        "heads on hidden states), or auto: by its config.json. Of the embedded drafts it chooses one; auto "
+        "is the model."
     ),
 ]
 SecondDraft = Annotated[

@@ -54,7 +54,8 @@ class AdaServeConfig(Checked):
     draft_kind: Literal["auto", "model", "eagle3", "mtp", "medusa"] = Field(
         default="auto",
         description="what the draft is: model (a language model), eagle3 (an EAGLE-3 head on the target's "
-        "hidden states), mtp (an MTP layer of the target's own checkpoint), medusa (Medusa heads on them), or auto: by its config.json",
+        "hidden states), mtp (an MTP layer of the target's own checkpoint), medusa (Medusa heads on hidden "
+        "states), or auto: by its config.json",
     )
     medusa: str | None = Field(
         default=None, description="folder of Medusa heads, which draft in place of a draft model"

@@ -1,4 +1,4 @@
-"""What kind of draft a checkpoint is: a language model, or something that reads the target's hidden states."""
+"""What kind of draft a checkpoint is: a language model, or what reads the target's hidden states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EAGLE3 = "LlamaForCausalLMEagle3"
 """SGLang's class of an EAGLE-3 head, as ``config.json`` names it."""
 
 MTP = "MiMoMTP"
-"""SGLang's class of an MTP layer, a part of the checkpoint of the target whose architecture is ``MTP_TARGET``."""
+"""SGLang's class of an MTP layer, which is in the checkpoint of a target of the class ``MTP_TARGET``."""
 
 MTP_TARGET = "MiMoForCausalLM"
 

@@ -70,7 +70,8 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
         from adaserve.engine.host.install import install
 
         weights = AdaServeConfig.load().cpu_weights
-        if weights != "off" and type(model).__name__ not in HEADS:  # heads are packed once they know the target
+        # Heads are packed once they know the target.
+        if weights != "off" and type(model).__name__ not in HEADS:
             install(model, weights)
 
     def get_dispatch_key_name(self) -> str:

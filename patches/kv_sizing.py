@@ -80,5 +80,6 @@ def draft_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
     parallel = get_parallel()
     heads = config.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
-    layers = config.num_nextn_predict_layers or config.num_hidden_layers  # an MTP layer's config is its target's
+    # An MTP layer's config is its target's.
+    layers = config.num_nextn_predict_layers or config.num_hidden_layers
     return int(2 * layers * heads * config.head_dim * dtype.itemsize)

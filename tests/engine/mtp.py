@@ -17,7 +17,7 @@ from tests.engine.pairs import MAX_POSITIONS, VOCAB, save_tokenizer
 
 
 class Mtp(nn.Module):
-    """DeepSeek-V3, section 2.2, over a layer of Qwen2; its parameters have the names of public checkpoints."""
+    """DeepSeek-V3, section 2.2, over a layer of Qwen2; parameters are named as in public checkpoints."""
 
     def __init__(self, target: Any) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Mtp(nn.Module):
             return self.target[0].model(text).last_hidden_state
 
     def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
-        """States [n, T, H] of ``tokens``, the first of which is the second of its text, given those ``before``
-        each of them."""
+        """States [n, T, H] of ``tokens``, which begin with the second one of their text, given those
+        ``before`` each of them."""
         model = self.target[0].model
         embedded = model.embed_tokens(tokens).clone()
         embedded[:, 0] = 0  # as MiMo's layer is read by SGLang
@@ -91,8 +91,8 @@ def save_with_layer(folder: Path) -> None:
         f"model.mtp_layers.0.{name.removeprefix('block.')}": value.contiguous()
         for name, value in following_layer(target).state_dict().items()
     }
-    save_file({**load_file(folder / "model.safetensors"), **own}, folder / "model.safetensors", {"format": "pt"})
-    path = folder / "config.json"
+    file, path = folder / "model.safetensors", folder / "config.json"
+    save_file({**load_file(file), **own}, file, {"format": "pt"})
     config = json.loads(path.read_text())
     config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     path.write_text(json.dumps(config))

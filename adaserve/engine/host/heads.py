@@ -1,11 +1,12 @@
-"""Heads on a CPU host: drafts that read the target's hidden states (EAGLE-3, section 3; DeepSeek-V3, section 2.2).
+"""Heads on a CPU host: drafts that read the target's hidden states.
 
-A head is one decoder layer. For a token it takes in the token's embedding and a hidden state of the token
-before: the target's, projected from three of its layers, where the target has read that token; its own last
-output where it drafts further. SGLang's class loads the checkpoint and projects; our kernels run the layer.
+A head (EAGLE-3, section 3) is one decoder layer. For a token it takes in the token's embedding and a hidden
+state of the token before: the target's, projected from three of its layers, where the target has read that
+token; its own last output where it drafts further. SGLang's class loads the checkpoint and projects; our
+kernels run the layer.
 
-An MTP layer is a head of the same kind, which ships inside the target's checkpoint. It reads what comes out of
-the target's final norm, and hands on what comes out of its own.
+An MTP layer (DeepSeek-V3, section 2.2) is a head of the same kind, which ships inside the target's
+checkpoint. It reads what comes out of the target's final norm, and hands on what comes out of its own.
 
 A token's key and value in the head follow from the tokens up to it, as in a draft model. They stand in its
 own slot, so what holds for a draft's KV cache (``DraftCache``) holds for a head's, shared prefixes and holes

@@ -98,8 +98,9 @@ class TorchBackend:
         if self._stage is None or self._project is None:
             return before
         eps, seen = self._config.norm_eps, embedded * (positions > 1)[:, None]
-        normed = (_rms_norm(seen, self._stage.token_norm, eps), _rms_norm(before, self._stage.hidden_norm, eps))
-        return self._project(torch.cat(normed, dim=-1))
+        token = _rms_norm(seen, self._stage.token_norm, eps)
+        hidden = _rms_norm(before, self._stage.hidden_norm, eps)
+        return self._project(torch.cat((token, hidden), dim=-1))
 
     def _heads(
         self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
