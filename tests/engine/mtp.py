@@ -34,14 +34,13 @@ class Mtp(nn.Module):
         with torch.no_grad():
             return self.target[0].model(text).last_hidden_state
 
-    def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
-        """States [n, T, H] of ``tokens``, which begin with the second one of their text, given those
-        ``before`` each of them."""
+    def forward(self, tokens: Tensor, before: Tensor, first: int = 1) -> Tensor:
+        """States [n, T, H] of ``tokens``, given those ``before`` each of them. ``first``: place of the first
+        one in its text."""
         model = self.target[0].model
-        embedded = model.embed_tokens(tokens).clone()
-        embedded[:, 0] = 0  # as MiMo's layer is read by SGLang
+        places = torch.arange(first, first + tokens.shape[1])[None]
+        embedded = model.embed_tokens(tokens) * (places > 1)[..., None]  # as SGLang reads MiMo's layer
         x = self.input_proj(torch.cat([self.hidden_layernorm(before), self.token_layernorm(embedded)], -1))
-        places = torch.arange(1, 1 + tokens.shape[1])[None]
         out = self.block(x, position_ids=places, position_embeddings=model.rotary_emb(x, places))
         return self.final_layernorm(out[0] if isinstance(out, tuple) else out)
 

@@ -157,10 +157,22 @@ def layers_to_capture(target: Any, head: Any) -> list[int]:
 def hidden_states(target: Any, head: Any) -> HiddenStates:
     """What SGLang's model of a head reads of the ``ModelRunner`` ``target``. Raises ValueError."""
     if type(head).__name__ == MTP:
+        require_same_sizes(target.model.config, head.config)
         return final_states(target)
     pool, layers = target.token_to_kv_pool.k_buffer[0], layers_to_capture(target.model, head)
     size, made = head.config.hidden_size, partial(project, head.model)
     return HiddenStates(pool.shape[0], size, pool.dtype, layers, made, pool.device)
+
+
+def require_same_sizes(target: Any, layer: Any) -> None:
+    """Raises ValueError where the configuration of an MTP layer is not that of its target: the kernels, which
+    are given the target's matrices, do not check their sizes."""
+    of_layer, of_target = ((c.hidden_size, c.vocab_size) for c in (layer, target))
+    if of_layer != of_target:
+        raise ValueError(
+            "the MTP layer works with hidden states of {} numbers and {} tokens, and the target with {} and "
+            "{}: serve the target whose checkpoint the layer is in".format(*of_layer, *of_target)
+        )
 
 
 def final_states(target: Any) -> HiddenStates:

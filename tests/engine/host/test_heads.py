@@ -27,7 +27,6 @@ ROWS = np.array([2, 0])
 LENGTHS = np.array([9, 23])
 WINDOW = 32
 
-
 Heads = dict[str, Head | Mtp]
 
 
@@ -123,11 +122,11 @@ def logprobs(
     on the head's own states. ``left_out``: tokens that the head does not see, though the target does."""
     tokens = torch.tensor([text])
     before, tokens = head.target_states(tokens[:, :-1])[:, left_out - 1 :], tokens[:, left_out:]
-    states = head(tokens, before)
+    states = head(tokens, before, left_out)
     for token in path:
         before = torch.cat([before, states[:, -1:]], 1)
         tokens = torch.cat([tokens, torch.tensor([[token]])], 1)
-        states = head(tokens, before)
+        states = head(tokens, before, left_out)
     logits = torch.full((1, head.config.vocab_size), -torch.inf)
     logits[:, head.token_ids] = head.logits(states[:, -1])
     one, position = np.ones(1, np.float32), np.array([len(text) - 1 + len(path)])
@@ -216,8 +215,12 @@ def test_the_best_of_all_extensions(
 
 
 @pytest.mark.parametrize("forward", [HeadForward, Walking])
-def test_a_window_leaves_out_early_tokens(head: Head, backend: str, forward: type[HeadForward]) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_window_leaves_out_early_tokens(
+    kind: str, heads: Heads, backend: str, forward: type[HeadForward]
+) -> None:
     """Of one of two texts; the other one is read as a whole, but for its first token."""
+    head = heads[kind]
     case = Setting(head, backend, forward)
     case.read(LENGTHS)
     left_out = np.array([0, 12])
