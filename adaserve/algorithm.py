@@ -72,7 +72,7 @@ def leave_graphs_to_us(args: Any) -> None:
     if config.decode.backend != "disabled":
         config = replace(config, decode=replace(config.decode, backend="disabled"))
     path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    if config.prefill.backend != "disabled" and path and kind_at(path, revision) == "eagle3":
+    if config.prefill.backend != "disabled" and path and kind_at(path, revision) in ("eagle3", "mtp"):
         config = replace(config, prefill=replace(config.prefill, backend="disabled"))
     args.cuda_graph_config = config
 

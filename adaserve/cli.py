@@ -60,8 +60,9 @@ DraftKind = Annotated[
     str,
     typer.Option(
         help="What the draft is: model (a language model), eagle3 (an EAGLE-3 head on the target's hidden "
-        "states), medusa (Medusa heads on them), or auto: by its config.json. Of the embedded drafts it "
-        "chooses one; auto is the model."
+        "states), mtp (an MTP layer, by default the one in the target's own checkpoint), medusa (Medusa "
+        "heads on hidden states), or auto: by its config.json. Of the embedded drafts it chooses one; auto "
+        "is the model."
     ),
 ]
 SecondDraft = Annotated[
@@ -104,6 +105,8 @@ def _spec(
     from adaserve.server import ServerError, ServerSpec
 
     try:
+        if settings.get("draft_kind") == "mtp" and draft is None:
+            draft = model  # the layer is a part of the target's checkpoint
         if drafts is None:
             drafts = "suffix" if model is not None and draft is None else "model"
         config = AdaServeConfig(drafts=drafts, **settings)

@@ -51,10 +51,11 @@ class AdaServeConfig(Checked):
         description="who proposes tokens: model (a draft model), self (the target, which reads little), "
         "suffix (earlier text that repeats), or model,suffix or self,suffix: both in one tree",
     )
-    draft_kind: Literal["auto", "model", "eagle3", "medusa"] = Field(
+    draft_kind: Literal["auto", "model", "eagle3", "mtp", "medusa"] = Field(
         default="auto",
         description="what the draft is: model (a language model), eagle3 (an EAGLE-3 head on the target's "
-        "hidden states), medusa (Medusa heads on them), or auto: by its config.json",
+        "hidden states), mtp (an MTP layer of the target's own checkpoint), medusa (Medusa heads on hidden "
+        "states), or auto: by its config.json",
     )
     medusa: str | None = Field(
         default=None, description="folder of Medusa heads, which draft in place of a draft model"

@@ -1,4 +1,4 @@
-"""What kind of draft a checkpoint is: a language model, or heads on the target's hidden states."""
+"""What kind of draft a checkpoint is: a language model, or what reads the target's hidden states."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-DraftKind = Literal["model", "eagle3", "medusa"]
+DraftKind = Literal["model", "eagle3", "mtp", "medusa"]
 
 EAGLE3 = "LlamaForCausalLMEagle3"
 """SGLang's class of an EAGLE-3 head, as ``config.json`` names it."""
+
+MTP = "MiMoMTP"
+"""SGLang's class of an MTP layer, which is in the checkpoint of a target of the class ``MTP_TARGET``."""
+
+MTP_TARGET = "MiMoForCausalLM"
+
+HEADS = (EAGLE3, MTP)
+"""SGLang's classes of what reads hidden states."""
 
 MEDUSA_HEADS = "medusa_num_heads"
 """What only the ``config.json`` of Medusa heads has; it names neither an architecture nor a model type."""
@@ -22,7 +30,12 @@ def draft_kind(architectures: Sequence[str] | None, stated: str, path: str) -> D
 
     Raises ValueError where the two disagree.
     """
-    found: DraftKind = "eagle3" if EAGLE3 in (architectures or ()) else "model"
+    names = architectures or ()
+    found: DraftKind = "model"
+    if EAGLE3 in names:
+        found = "eagle3"
+    elif MTP in names or MTP_TARGET in names:  # SGLang takes the MTP layer out of such a draft
+        found = "mtp"
     _require(found, stated, path, ", ".join(architectures or ["no architectures"]))
     return found
 

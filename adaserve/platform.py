@@ -66,11 +66,12 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Puts our forward under the model, speculative or not, so that all policies gain alike."""
         from adaserve.config import AdaServeConfig
-        from adaserve.draft_kind import EAGLE3
+        from adaserve.draft_kind import HEADS
         from adaserve.engine.host.install import install
 
         weights = AdaServeConfig.load().cpu_weights
-        if weights != "off" and type(model).__name__ != EAGLE3:  # heads are packed once they know the target
+        # Heads are packed once they know the target.
+        if weights != "off" and type(model).__name__ not in HEADS:
             install(model, weights)
 
     def get_dispatch_key_name(self) -> str:

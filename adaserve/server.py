@@ -51,6 +51,8 @@ class ServerSpec:
     def __post_init__(self) -> None:
         if self.model is None and self.draft is not None:
             raise ServerError("a draft model needs a target of the same family: give --model-path as well")
+        if self.model is None and self.config.draft_kind == "mtp":
+            raise ServerError("the embedded target has no MTP layer: give a --model-path that has one")
         if self.model is not None and (self.draft is not None) != self.config.has_model:
             raise ServerError(
                 f"drafts are {self.config.drafts}: "

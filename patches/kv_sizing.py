@@ -38,7 +38,7 @@ def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
     for path in draft_paths(ours):
         config = draft_config(kvc.server_args, path)
         configurator._cell_size += draft_bytes_per_token(config, kvc.kv_cache_dtype)
-        if draft_kind(config.hf_config.architectures, ours.draft_kind, path) == "eagle3":
+        if draft_kind(config.hf_config.architectures, ours.draft_kind, path) != "model":
             configurator._cell_size += hidden_bytes_per_token(config, kvc.kv_cache_dtype)
     if ours.medusa is not None:
         configurator._cell_size += hidden_bytes_per_token(kvc.model_config, kvc.kv_cache_dtype)
@@ -80,4 +80,6 @@ def draft_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
     parallel = get_parallel()
     heads = config.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
-    return int(2 * config.num_hidden_layers * heads * config.head_dim * dtype.itemsize)
+    # An MTP layer's config is its target's.
+    layers = config.num_nextn_predict_layers or config.num_hidden_layers
+    return int(2 * layers * heads * config.head_dim * dtype.itemsize)

@@ -157,6 +157,7 @@ MEMBERS = [
     "sglang.srt.speculative.spec_utils.draft_pp_context",
     "sglang.srt.models.llama.LlamaForCausalLM.set_eagle3_layers_to_capture",
     "sglang.srt.models.llama_eagle3.LlamaForCausalLMEagle3.set_embed",
+    "sglang.srt.models.mimo_mtp.MiMoMTP.set_embed_and_head",
     "sglang.srt.models.llama_eagle3.LlamaForCausalLMEagle3.set_embed_and_head",
     "sglang.srt.model_executor.forward_context.get_attn_backend",
     "sglang.srt.model_executor.forward_context.get_token_to_kv_pool",

@@ -16,6 +16,7 @@ import pytest
 
 from tests.engine.harness import Probe, Server, Zygote
 from tests.engine.heads import save_headed_pair
+from tests.engine.mtp import save_with_layer
 from tests.engine.pairs import save_pair
 
 POLICIES = [
@@ -210,24 +211,34 @@ def headed_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session", params=["eagle3", "medusa"])
+@pytest.fixture(scope="session")
+def mtp_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that is its own draft, as far as its checkpoint goes."""
+    folder = tmp_path_factory.mktemp("mtp_pair")
+    save_with_layer(folder / "target")
+    return folder
+
+
+@pytest.fixture(scope="session", params=["eagle3", "mtp", "medusa"])
 def headed(
     request: pytest.FixtureRequest,
     zygote: Zygote,
     headed_pair: Path,
+    mtp_pair: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    """An EAGLE-3 head drafts, or Medusa heads do; small chunks, trees of several policies, little KV,
-    requests taken back."""
+    """An EAGLE-3 head drafts, an MTP layer or Medusa heads; small chunks, trees of several policies, little
+    KV, requests taken back."""
     name = str(request.param)
-    is_eagle, medusa = name == "eagle3", {"medusa": str(headed_pair / "medusa")}
+    draft = {"eagle3": "eagle3", "mtp": "target", "medusa": None}[name]
+    medusa = {"medusa": str(headed_pair / "medusa")} if name == "medusa" else {}
     config = {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "forced_depth": 6}
     server, probe = adaserve_server(
         tmp_path_factory.mktemp(name),
-        headed_pair,
-        name if is_eagle else None,
-        config if is_eagle else {**config, **medusa},
-        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "compare_head": is_eagle},
+        mtp_pair if name == "mtp" else headed_pair,
+        draft,
+        {**config, **medusa},
+        {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "compare_head": draft is not None},
         overlap=True,
         **{**TIGHT, "chunked-prefill-size": 16},
     )

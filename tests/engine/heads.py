@@ -55,15 +55,16 @@ class Head(nn.Module):
             states = self.target[0](text, output_hidden_states=True).hidden_states
         return self.fc(torch.cat([states[i] for i in LAYERS], -1))
 
-    def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
-        """States [n, T, H] of ``tokens``, given those ``before`` each of them."""
+    def forward(self, tokens: Tensor, before: Tensor, first: int = 1) -> Tensor:
+        """States [n, T, H] of ``tokens``, given those ``before`` each of them. ``first``: place of the first
+        one in its text."""
         layer, c = self.midlayer, self.config
         attention, (n, length) = layer["self_attn"], tokens.shape
         embedded = layer["input_layernorm"](self.target[0].model.embed_tokens(tokens))
         joined = torch.cat([embedded, layer["hidden_norm"](before)], -1)
         q, k, v = (attention[f"{name}_proj"](joined).view(n, length, -1, c.head_dim).transpose(1, 2)
                    for name in "qkv")  # fmt: skip
-        q, k = apply_rotary_pos_emb(q, k, *self.rope(v, torch.arange(length)[None]))
+        q, k = apply_rotary_pos_emb(q, k, *self.rope(v, torch.arange(first, first + length)[None]))
         mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = before + attention["o_proj"](mixed.transpose(1, 2).flatten(2))
         mlp, normed = layer["mlp"], layer["post_attention_layernorm"](x)
@@ -75,8 +76,12 @@ class Head(nn.Module):
 
 
 def head_target(seed: int = 1) -> Any:
-    """A target that a head can follow: the attention of its first layer says nearly all."""
-    target = random_target(seed)
+    """A target that a head can follow."""
+    return followable(random_target(seed))
+
+
+def followable(target: Any) -> Any:
+    """The same model, and the attention of its first layer says nearly all."""
     first, *later = target.model.layers
     with torch.no_grad():
         target.model.embed_tokens.weight.mul_(0.1)

@@ -54,15 +54,19 @@ def test_greedy_is_the_target_alone(device: Served, stock: Server, pair: Path) -
     device.server.assert_idle_and_clean()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["eagle3", "mtp"])
 def headed_device(
-    zygote: Zygote, headed_pair: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    zygote: Zygote,
+    headed_pair: Path,
+    mtp_pair: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    """An EAGLE-3 head drafts, in SGLang's own class."""
+    """An EAGLE-3 head drafts, or an MTP layer, in SGLang's own class."""
+    name = str(request.param)
     server, probe = adaserve_server(
-        tmp_path_factory.mktemp("headed_device"),
-        headed_pair,
-        "eagle3",
+        tmp_path_factory.mktemp(f"{name}_device"),
+        *((mtp_pair, "target") if name == "mtp" else (headed_pair, name)),
         {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
         {"rotate": POLICIES, "hold_back": True, "compare_head": True, "audit_every": 1 << 30},
         overlap=True,
@@ -70,7 +74,7 @@ def headed_device(
     )
     server.environment[DEVICE_PATH_ENV] = "1"
     with server.running(zygote):
-        yield Served("headed_device", server, probe)
+        yield Served(name, server, probe)
         server.assert_idle_and_clean()
         assert probe.read()["wrong_lengths"] == []
 
@@ -83,9 +87,12 @@ def test_a_head_drafts_as_in_sglang(headed_device: Served) -> None:
     assert scores == pytest.approx(their_scores, rel=1e-4)
 
 
-def test_greedy_with_a_head_is_the_target_alone(headed_device: Served, headed_pair: Path) -> None:
+def test_greedy_with_a_head_is_the_target_alone(
+    headed_device: Served, headed_pair: Path, mtp_pair: Path
+) -> None:
     jobs = workload(40, seed=5, leave_every=11)
-    target = transformers.LlamaForCausalLM.from_pretrained(headed_pair / "target", dtype=torch.float32)
+    folder = (mtp_pair if headed_device.name == "mtp" else headed_pair) / "target"
+    target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_best(target, jobs, run_jobs(headed_device.server, jobs, speed=2))
     stats = headed_device.probe.read()
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"

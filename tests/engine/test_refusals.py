@@ -13,7 +13,7 @@ import transformers
 
 from adaserve.algorithm import refuse_unsupported
 from adaserve.config import AdaServeConfig, ConfigError
-from adaserve.engine.host.heads import layers_to_capture
+from adaserve.engine.host.heads import layers_to_capture, require_same_sizes
 from adaserve.engine.sources.draft_model import require_common_vocabulary, require_servable
 from tests.engine.conftest import adaserve_server
 
@@ -51,7 +51,8 @@ def test_a_draft_model_without_a_use_is_refused() -> None:
     ("kinds", "settings", "remedy"),
     [
         (["eagle3", "model"], {}, "leave --second-draft out"),
-        (["eagle3"], {"learn": True}, "leave --learn out"),
+        (["eagle3"], {"learn": True}, "an EAGLE-3 head .* leave --learn out"),
+        (["mtp"], {"learn": True}, "an MTP layer .* leave --learn out"),
     ],
 )
 def test_where_no_head_is_served(kinds: Any, settings: dict[str, Any], remedy: str) -> None:
@@ -59,6 +60,16 @@ def test_where_no_head_is_served(kinds: Any, settings: dict[str, Any], remedy: s
         require_servable(kinds, AdaServeConfig(**settings))
     require_servable(["eagle3"], AdaServeConfig())
     require_servable(["model"] * len(kinds), AdaServeConfig(**settings))
+
+
+def test_an_mtp_layer_of_another_target_is_refused() -> None:
+    """The kernels would read foreign memory."""
+    layer = SimpleNamespace(hidden_size=128, vocab_size=512)
+    require_same_sizes(SimpleNamespace(hidden_size=128, vocab_size=512), layer)
+    for sizes in ((64, 512), (128, 500)):
+        target = SimpleNamespace(hidden_size=sizes[0], vocab_size=sizes[1])
+        with pytest.raises(ValueError, match="128 numbers and 512 .* {} and {}: serve".format(*sizes)):
+            require_same_sizes(target, layer)
 
 
 class CapturingTarget:

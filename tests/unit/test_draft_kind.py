@@ -16,6 +16,8 @@ from adaserve.draft_kind import EAGLE3, draft_kind, medusa_folder, medusa_heads
     [
         ([EAGLE3], "auto", "eagle3"),
         ([EAGLE3], "eagle3", "eagle3"),
+        (["MiMoMTP"], "auto", "mtp"),
+        (["MiMoForCausalLM"], "mtp", "mtp"),
         (["LlamaForCausalLM"], "auto", "model"),
         (["Qwen3ForCausalLM"], "model", "model"),
         (None, "auto", "model"),

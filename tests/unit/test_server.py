@@ -97,6 +97,22 @@ def test_what_the_draft_reads_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None
     assert (config.draft_window, config.draft_sinks, len(started)) == ("auto", 6, 1)
 
 
+def test_an_mtp_layer_comes_from_the_targets_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a draft is named; the embedded target has none."""
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
+    monkeypatch.setattr("os.environ", os.environ.copy())
+    refused = CliRunner().invoke(app, ["serve", "--draft-kind", "mtp"])
+    assert refused.exit_code == 2 and not started
+    assert "the embedded target has no MTP layer: give a --model-path that has one" in refused.output
+    serve = ["serve", "--draft-kind", "mtp", "--model-path", "m"]
+    for given in ([], ["--draft-model-path", "d"]):
+        assert CliRunner().invoke(app, [*serve, *given]).exit_code == 0
+    drafts = [command[command.index("--speculative-draft-model-path") + 1] for command in started]
+    assert drafts == ["m", "d"]
+    assert AdaServeConfig(**json.loads(os.environ["ADASERVE_CONFIG"])).draft_kind == "mtp"
+
+
 def test_a_model_alone_is_served_without_a_draft() -> None:
     command = ServerSpec("m", config=AdaServeConfig(drafts="suffix")).command()
     assert "--speculative-draft-model-path" not in command and "m" in command

@@ -24,7 +24,7 @@ TREES = {
 }  # fmt: skip
 """SGLang's own speculation: a chain, and the tree that its documentation gives for a stand-alone draft."""
 OWN = tuple(TREES)
-OWN_ALGORITHM: dict[DraftKind, str] = {"model": "STANDALONE", "eagle3": "EAGLE3"}
+OWN_ALGORITHM: dict[DraftKind, str] = {"model": "STANDALONE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
 """By the kind of the draft."""
 
 

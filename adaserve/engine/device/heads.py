@@ -1,4 +1,4 @@
-"""EAGLE-3 heads on a device: SGLang's own class, its steps and the hidden states that they read in one graph.
+"""Heads on a device: SGLang's own class, its steps and the hidden states that they read in one graph.
 
 Books, hidden states by KV slot and the layout of the KV are those of CPU hosts (``engine.host.heads``). The
 target writes hidden states in the forward that writes its KV, so they come out of a verification's graph
@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from adaserve.config import AdaServeConfig
+from adaserve.draft_kind import MTP
 from adaserve.engine.device.attention import TreeKernel
 from adaserve.engine.device.beam_search import BeamSearches
 from adaserve.engine.device.forward import DeviceForward
@@ -51,10 +52,24 @@ class SGLangHead(SGLangCall):
         assert inputs.before is not None
         spec_info = _SpecInfo(inputs.before.to(runner.dtype))
         with self._around(inputs, rows, kernel, spec_info) as batch:
-            hidden, (states,) = model.model(inputs.tokens, inputs.positions, batch)
+            hidden, states = self._states(model, inputs, batch)
             metadata = LogitsMetadata(ForwardMode.TARGET_VERIFY)  # all that are given
             output = model.logits_processor(inputs.tokens, hidden[wanted], model.lm_head, metadata)
         return Output(output.next_token_logits, states[wanted])
+
+    def _states(self, model: Any, inputs: Inputs, batch: Any) -> tuple[Tensor, Tensor]:
+        """[T, H] each: what the LM head reads, and what the next step takes in."""
+        hidden, (states,) = model.model(inputs.tokens, inputs.positions, batch)
+        return hidden, states
+
+
+class SGLangMTP(SGLangHead):
+    """The same of an MTP layer, which reads the token at SGLang's position 0, the second one of a text,
+    without its embedding. SGLang's positions of a head are one less than ours; padding stands at 0."""
+
+    def _states(self, model: Any, inputs: Inputs, batch: Any) -> tuple[Tensor, Tensor]:
+        hidden = model.model(inputs.tokens, (inputs.positions - 1).clamp(min=0), batch)
+        return hidden, hidden
 
 
 class HeadSearches(BeamSearches):
@@ -102,10 +117,8 @@ def hidden_states_of(target: Any, head: Any) -> HiddenStates:
     """What the head of the ``ModelRunner`` ``head`` reads of ``target``, which from now on writes it. Raises
     ValueError with the reason where there can be none."""
     model, inner = head.model, target.model.model
-    if model.model.is_mrope_enabled:
-        raise ValueError("this EAGLE-3 head is not supported: multimodal rotary embedding")
-    if model.model.hidden_size_in != model.config.hidden_size:
-        raise ValueError("this EAGLE-3 head is not supported on a GPU: its hidden size is not the target's")
+    if type(model).__name__ != MTP:
+        _refuse_unsupported(model)
     hidden = hidden_states(target, model)
     lean = getattr(target.model, LEAN_ATTRIBUTE, None)
     if lean is not None:  # a GPU's parts on a CPU
@@ -114,20 +127,31 @@ def hidden_states_of(target: Any, head: Any) -> HiddenStates:
     forward = inner.forward
 
     def writing(input_ids: Tensor, positions: Tensor, forward_batch: Any, *more: Any, **named: Any) -> Tensor:
-        states: Tensor
-        states, captured = forward(input_ids, positions, forward_batch, *more, **named)
-        hidden.write(forward_batch.out_cache_loc, pack_aux_hidden_states(captured), states)
+        made = forward(input_ids, positions, forward_batch, *more, **named)
+        # Alone where no layer's input was asked for.
+        states, captured = (made, None) if isinstance(made, Tensor) else made
+        packed = states if captured is None else pack_aux_hidden_states(captured)
+        hidden.write(forward_batch.out_cache_loc, packed, states)
         return states
 
     inner.forward = writing
     return hidden
 
 
+def _refuse_unsupported(model: Any) -> None:
+    """Raises ValueError for an EAGLE-3 head that is not covered."""
+    if model.model.is_mrope_enabled:
+        raise ValueError("this EAGLE-3 head is not supported: multimodal rotary embedding")
+    if model.model.hidden_size_in != model.config.hidden_size:
+        raise ValueError("this EAGLE-3 head is not supported on a GPU: its hidden size is not the target's")
+
+
 def device_head(parts: Parts, target: Any, head: Any, config: AdaServeConfig) -> DeviceHead:
-    """The forward of the EAGLE-3 head that the ``ModelRunner`` ``head`` holds; ``parts``: as a draft model's.
+    """The forward of the head that the ``ModelRunner`` ``head`` holds; ``parts``: as a draft model's.
 
     The first step has room for all that its own tree can have had accepted. Raises ValueError."""
-    ids = head.model.hot_token_id
+    ids = getattr(head.model, "hot_token_id", None)  # an MTP layer knows all tokens
     words = None if ids is None else ids.to(device=parts.device, dtype=torch.int64)
-    own = replace(parts, call=SGLangHead(head), first=1 + config.max_depth, words=words)
+    call = SGLangMTP(head) if type(head.model).__name__ == MTP else SGLangHead(head)
+    own = replace(parts, call=call, first=1 + config.max_depth, words=words)
     return DeviceHead(own, hidden_states_of(target, head))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from adaserve.config import AdaServeConfig
-from adaserve.draft_kind import EAGLE3
+from adaserve.draft_kind import HEADS
 from adaserve.engine.clock import mark
 from adaserve.engine.device import noise
 from adaserve.engine.device.attention import AttentionBuffers, MakeKernel, kernel_maker
@@ -102,7 +102,7 @@ class GraphDevice:
         forwards = []
         for draft in drafts:
             own = parts_of(draft, kernel_maker(attention, draft, device)[1], searches)  # one kernel for all
-            is_head = type(draft.model).__name__ == EAGLE3
+            is_head = type(draft.model).__name__ in HEADS
             forwards.append(device_head(own, target, draft, config) if is_head else DeviceForward(own))
         parts = cls(
             DeviceForward(parts_of(target, make, verifications)),

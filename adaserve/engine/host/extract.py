@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
+from adaserve.draft_kind import MTP_TARGET
+from adaserve.engine.host.params import InputStage, LayerWeights, ModelConfig, ModelWeights
 
-_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", MTP_TARGET)
 # SGLang wraps or replaces these classes for quantisation, LoRA and expert parallelism.
 _PLAIN_LAYERS = (
     {"qkv_proj": "QKVParallelLinear", "o_proj": "RowParallelLinear"},  # attention
@@ -41,6 +43,20 @@ def head_obstacle(model: Any) -> str | None:
     if model.model.is_mrope_enabled:
         return "multimodal rotary embedding"
     return next(_common_obstacles(model), None)
+
+
+def mtp_obstacle(model: Any) -> str | None:
+    """None when the lean forward computes what SGLang's class of an MTP layer does, else the reason."""
+    return next(_common_obstacles(_mtp_as_model(model)), None)
+
+
+def _mtp_as_model(model: Any) -> SimpleNamespace:
+    """Its only layer, between embedding and final norm, named as in a language model."""
+    inner = model.model
+    layers = SimpleNamespace(
+        embed_tokens=inner.embed_tokens, layers=[inner.mtp_block], norm=inner.final_layernorm
+    )
+    return SimpleNamespace(model=layers, lm_head=model.lm_head, config=model.config)
 
 
 def _common_obstacles(model: Any) -> Iterator[str]:
@@ -131,6 +147,15 @@ def read_head(model: Any) -> tuple[ModelWeights, ModelConfig]:
     )
     ids = model.hot_token_id
     return replace(weights, layers=layers, token_ids=None if ids is None else ids.long().cpu()), config
+
+
+def read_mtp(model: Any) -> tuple[ModelWeights, ModelConfig]:
+    """Weights and shape of SGLang's ``MiMoMTP``."""
+    weights, config = read_weights(_mtp_as_model(model))
+    inner = model.model
+    of_hidden, of_token = inner.input_proj.weight.detach().chunk(2, dim=1)
+    norms = (inner.token_layernorm.weight.detach(), inner.hidden_layernorm.weight.detach())
+    return replace(weights, stage=InputStage(*norms, torch.cat((of_token, of_hidden), dim=1))), config
 
 
 def _vocab_rows(module: Any, vocab_size: int) -> torch.Tensor:

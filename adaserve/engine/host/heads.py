@@ -1,8 +1,12 @@
-"""EAGLE-3 heads on a CPU host (EAGLE-3, section 3): drafts that read the target's hidden states.
+"""Heads on a CPU host: drafts that read the target's hidden states.
 
-A head is one decoder layer. For a token it takes in the token's embedding and a hidden state of the token
-before: the target's, projected from three of its layers, where the target has read that token; its own last
-output where it drafts further. SGLang's class loads the checkpoint and projects; our kernels run the layer.
+A head (EAGLE-3, section 3) is one decoder layer. For a token it takes in the token's embedding and a hidden
+state of the token before: the target's, projected from three of its layers, where the target has read that
+token; its own last output where it drafts further. SGLang's class loads the checkpoint and projects; our
+kernels run the layer.
+
+An MTP layer (DeepSeek-V3, section 2.2) is a head of the same kind, which ships inside the target's
+checkpoint. It reads what comes out of the target's final norm, and hands on what comes out of its own.
 
 A token's key and value in the head follow from the tokens up to it, as in a draft model. They stand in its
 own slot, so what holds for a draft's KV cache (``DraftCache``) holds for a head's, shared prefixes and holes
@@ -14,7 +18,7 @@ one more than SGLang's: rotary embeddings see differences only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -22,11 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.host.extract import head_obstacle, read_head
+from adaserve.draft_kind import EAGLE3, MTP
+from adaserve.engine.host.extract import head_obstacle, mtp_obstacle, read_head, read_mtp
 from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.install import LEAN_ATTRIBUTE, grow_rotary_table
 from adaserve.engine.host.linear import Storage
+from adaserve.engine.host.params import ModelConfig, ModelWeights
 from adaserve.engine.parts import KeepGoing, Ready, Search
 from adaserve.engine.search import Levels
 from adaserve.engine.trees.batch import Gap, TreeBatch
@@ -150,9 +156,29 @@ def layers_to_capture(target: Any, head: Any) -> list[int]:
 
 def hidden_states(target: Any, head: Any) -> HiddenStates:
     """What SGLang's model of a head reads of the ``ModelRunner`` ``target``. Raises ValueError."""
+    if type(head).__name__ == MTP:
+        require_same_sizes(target.model.config, head.config)
+        return final_states(target)
     pool, layers = target.token_to_kv_pool.k_buffer[0], layers_to_capture(target.model, head)
     size, made = head.config.hidden_size, partial(project, head.model)
     return HiddenStates(pool.shape[0], size, pool.dtype, layers, made, pool.device)
+
+
+def require_same_sizes(target: Any, layer: Any) -> None:
+    """Raises ValueError where the configuration of an MTP layer is not that of its target: the kernels, which
+    are given the target's matrices, do not check their sizes."""
+    of_layer, of_target = ((c.hidden_size, c.vocab_size) for c in (layer, target))
+    if of_layer != of_target:
+        raise ValueError(
+            "the MTP layer works with hidden states of {} numbers and {} tokens, and the target with {} and "
+            "{}: serve the target whose checkpoint the layer is in".format(*of_layer, *of_target)
+        )
+
+
+def final_states(target: Any) -> HiddenStates:
+    """What comes out of the final norm of the ``ModelRunner`` ``target``."""
+    pool = target.token_to_kv_pool.k_buffer[0]
+    return HiddenStates(pool.shape[0], target.model.config.hidden_size, pool.dtype, device=pool.device)
 
 
 def lean_target(target: Any, storage: Storage | Literal["off"], who_needs: str) -> tuple[LeanModel, Storage]:
@@ -166,15 +192,30 @@ def lean_target(target: Any, storage: Storage | Literal["off"], who_needs: str) 
     return lean, storage
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """``obstacle``: why our kernels don't compute what SGLang's class does, if they don't."""
+
+    name: str
+    obstacle: Callable[[Any], str | None]
+    read: Callable[[Any], tuple[ModelWeights, ModelConfig]]
+
+
+_KINDS = {
+    EAGLE3: _Kind("EAGLE-3 head", head_obstacle, read_head),
+    MTP: _Kind("MTP layer", mtp_obstacle, read_mtp),
+}
+
+
 def head_forward(target: Any, head: Any, storage: Storage | Literal["off"]) -> HeadForward:
-    """The forward of the EAGLE-3 head that the ``ModelRunner`` ``head`` holds, which from now on is told the
+    """The forward of the head that the ``ModelRunner`` ``head`` holds, which from now on is told the
     hidden states of ``target``. Raises ValueError with the reason where there can be none."""
     model = head.model
-    reason = head_obstacle(model)
-    if reason is not None:
-        raise ValueError(f"this EAGLE-3 head is not supported on a CPU: {reason}")
-    read, storage = lean_target(target, storage, "an EAGLE-3 head needs")
+    kind = _KINDS[type(model).__name__]
+    if (reason := kind.obstacle(model)) is not None:
+        raise ValueError(f"this {kind.name} is not supported on a CPU: {reason}")
+    read, storage = lean_target(target, storage, f"an {kind.name} needs")
     read.sink = hidden = hidden_states(target, model)
     grow_rotary_table(model)
-    lean = LeanModel(*read_head(model), storage)
+    lean = LeanModel(*kind.read(model), storage)
     return HeadForward(LeanForward(lean, head.token_to_kv_pool), head.req_to_token_pool.req_to_token, hidden)

@@ -57,8 +57,10 @@ def grow_rotary_table(model: Any) -> None:
     with a shorter context of its own is asked for the target's positions too.
     """
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.rotary_embedding import RotaryEmbedding
     from sglang.srt.runtime_context import get_server_args
 
     needed = ModelConfig.from_server_args(get_server_args()).context_len + _TREE_HEADROOM
-    for layer in model.model.layers:
-        layer.self_attn.rotary_emb._ensure_cos_sin_cache_length(needed)
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module._ensure_cos_sin_cache_length(needed)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from adaserve.engine.clock import HostMark
 from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.forwards import best_of, forbidding
-from adaserve.engine.host.heads import HiddenStates, lean_target
+from adaserve.engine.host.heads import HiddenStates, final_states, lean_target
 from adaserve.engine.host.linear import Storage, torch_linear
 from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search
 from adaserve.engine.reading import Reading
@@ -143,7 +143,5 @@ def medusa_forward(target: Any, folder: Path, storage: Storage | Literal["off"])
             + f", and this one has {config.hidden_size} and {config.vocab_size}: serve the target that they "
             "were trained for"
         )
-    pool = target.token_to_kv_pool.k_buffer[0]
-    hidden = HiddenStates(pool.shape[0], config.hidden_size, pool.dtype)
-    lean.sink = hidden
+    lean.sink = hidden = final_states(target)
     return MedusaForward(heads, lean, hidden, target.req_to_token_pool.req_to_token, storage)

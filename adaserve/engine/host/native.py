@@ -61,6 +61,9 @@ class _ModelSource(ctypes.Structure):
         *((name, _Pointer) for name in ("embed", "cos_sin", "final_norm", "token_ids")),
         ("layer", ctypes.POINTER(_LayerSource)),
         ("lm_head", _MatrixSource),
+        ("project", _MatrixSource),
+        ("token_norm", _Pointer),
+        ("hidden_norm", _Pointer),
     )
 
 
@@ -279,6 +282,10 @@ class NativeBackend:
             self._keep(weights.final_norm), None if ids is None else ids.data_ptr(), layers,
             _matrix(weights.lm_head, None, storage, packing),
         )  # fmt: skip
+        if (stage := weights.stage) is not None:
+            source.project = _matrix(stage.project, None, storage, packing)
+            source.token_norm = self._keep(stage.token_norm)
+            source.hidden_norm = self._keep(stage.hidden_norm)
         return self._kernels.ada_model_create(ctypes.addressof(source))
 
     def _describe_layer(

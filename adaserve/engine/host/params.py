@@ -54,6 +54,17 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
+class InputStage:
+    """What an MTP layer does first: it projects a token's normed embedding and the normed hidden state of the
+    token before, side by side (DeepSeek-V3, section 2.2, equation 21). The second token of a text is read
+    without its embedding, as SGLang and vLLM do it."""
+
+    token_norm: torch.Tensor  # [H]
+    hidden_norm: torch.Tensor  # [H]
+    project: torch.Tensor  # [H, 2 * H], the columns of the embedding first
+
+
+@dataclass(frozen=True)
 class ModelWeights:
     embed: torch.Tensor  # [vocab, H]
     layers: tuple[LayerWeights, ...]
@@ -63,10 +74,12 @@ class ModelWeights:
     token_ids: torch.Tensor | None = None
     """int64 [rows of lm_head]: the token behind each row, for a head that knows only some tokens; None: row
     i is token i."""
+    stage: InputStage | None = None
+    """Of an MTP layer, which takes in its own states behind the final norm."""
 
     @property
-    def is_head(self) -> bool:
-        """Whether this is a head, whose states come before its final norm: its next step takes them in."""
+    def is_eagle(self) -> bool:
+        """Whether this is an EAGLE-3 head, which takes in its own states before the final norm."""
         return self.layers[0].hidden_norm is not None
 
 

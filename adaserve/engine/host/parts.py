@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adaserve.config import AdaServeConfig
-from adaserve.draft_kind import EAGLE3
+from adaserve.draft_kind import HEADS
 from adaserve.engine.clock import HostMark
 from adaserve.engine.host import gumbel
 from adaserve.engine.host.forwards import HostForward, host_forward
@@ -51,7 +51,7 @@ class HostDevice:
         """For ``ModelRunner``s."""
 
         def draft_forward(runner: Any) -> HostForward:
-            if type(runner.model).__name__ == EAGLE3:
+            if type(runner.model).__name__ in HEADS:
                 return head_forward(target, runner, config.cpu_weights)
             return host_forward(runner)
 

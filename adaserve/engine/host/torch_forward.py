@@ -39,7 +39,9 @@ class TorchBackend:
         self._final_norm = weights.final_norm.float()
         self._lm_head = torch_linear(weights.lm_head, None, storage)
         self._cos_sin = weights.cos_sin.float()
-        self._is_head, self._token_ids = weights.is_head, weights.token_ids
+        self._is_eagle, self._token_ids = weights.is_eagle, weights.token_ids
+        self._stage = weights.stage
+        self._project = None if self._stage is None else torch_linear(self._stage.project, None, storage)
 
     def forward(
         self,
@@ -57,25 +59,25 @@ class TorchBackend:
         embedded = self._embed[input_ids].float()
         if not input_ids.numel():  # not every operator below takes an empty batch
             return embedded
-        residual = embedded if before is None else before
+        residual = embedded if before is None else self._taken_in(embedded, before, positions)
         for i, (layer, k_buffer, v_buffer) in enumerate(zip(self._layers, k_buffers, v_buffers, strict=True)):
             if capture is not None:
                 capture.states[:, capture.layers == i] = residual[:, None]
             normed = _rms_norm(embedded if layer.hidden_norm is not None else residual, layer.input_norm, eps)
             if layer.hidden_norm is not None:
                 normed = torch.cat((normed, _rms_norm(residual, layer.hidden_norm, eps)), dim=-1)
-            q, k, v = self._project(layer, normed, cos, sin)
+            q, k, v = self._heads(layer, normed, cos, sin)
             k_buffer[out_slots] = k.to(k_buffer.dtype)
             v_buffer[out_slots] = v.to(v_buffer.dtype)
             residual = residual + layer.o(attend(q, k_buffer, v_buffer, plan))
             gate, up = layer.gate_up(_rms_norm(residual, layer.post_norm, eps)).chunk(2, dim=-1)
             residual = residual + layer.down(functional.silu(gate) * up)
-        return residual if self._is_head else _rms_norm(residual, self._final_norm, eps)
+        return residual if self._is_eagle else _rms_norm(residual, self._final_norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if not hidden.shape[0]:
             return hidden.new_empty(0, self._config.vocab_size)
-        if self._is_head:
+        if self._is_eagle:
             hidden = _rms_norm(hidden, self._final_norm, self._config.norm_eps)
         return all_tokens(self._lm_head(hidden), self._token_ids, self._config.vocab_size)
 
@@ -89,7 +91,18 @@ class TorchBackend:
         logprobs, tokens = as_read.log_softmax(dim=-1).topk(width, dim=-1)
         return logprobs, tokens
 
-    def _project(
+    def _taken_in(
+        self, embedded: torch.Tensor, before: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """What a head's residual stream begins with."""
+        if self._stage is None or self._project is None:
+            return before
+        eps, seen = self._config.norm_eps, embedded * (positions > 1)[:, None]
+        token = _rms_norm(seen, self._stage.token_norm, eps)
+        hidden = _rms_norm(before, self._stage.hidden_norm, eps)
+        return self._project(torch.cat((token, hidden), dim=-1))
+
+    def _heads(
         self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         c = self._config

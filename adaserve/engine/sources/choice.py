@@ -39,7 +39,7 @@ def sources_of(
     for number, (model, pool) in enumerate(zip(models, pools, strict=True)):
         slots = pool.k_buffer[0].shape[0]
         cache = DraftCache(device.drafts[number], req_to_token, slots, config.deepest + 1)
-        kind = HeadSource if model.kind == "eagle3" else BeamSource
+        kind = HeadSource if model.kind in ("eagle3", "mtp") else BeamSource
         sharpening = load_sharpening(Path(model.path))
         yield kind(device, cache, sharpening, config.beam_candidates, model, number)
     if config.medusa is not None:

@@ -63,8 +63,8 @@ class DraftModels(EagleDraftWorkerBase):
         kinds = [kind_of(worker, path, config) for path, worker in zip(paths, workers, strict=True)]
         require_servable(kinds, config)
         for kind, worker in zip(kinds, workers, strict=True):
-            if kind == "eagle3":
-                share_embeddings(target_worker, worker)
+            if kind != "model":
+                share_embeddings(target_worker, worker, kind)
         models = zip(paths, workers, kinds, strict=True)
         self.models = tuple(DraftModel(path, worker, layout, kind) for path, worker, kind in models)
 
@@ -106,9 +106,13 @@ def kind_of(worker: Any, path: str, config: AdaServeConfig) -> DraftKind:
     return draft_kind(worker.model_runner.model_config.hf_config.architectures, config.draft_kind, path)
 
 
+_HEAD_NAMES: dict[DraftKind, str] = {"eagle3": "EAGLE-3 head", "mtp": "MTP layer"}
+
+
 def require_servable(kinds: Sequence[DraftKind], config: AdaServeConfig) -> None:
     """Raises ValueError with the remedy where heads stand in a combination that is not served."""
-    if "eagle3" not in kinds:
+    name = next((_HEAD_NAMES[kind] for kind in kinds if kind in _HEAD_NAMES), None)
+    if name is None:
         return
     refusals = [
         (len(kinds) > 1, "cannot be one of two drafts: leave --second-draft out"),
@@ -116,12 +120,12 @@ def require_servable(kinds: Sequence[DraftKind], config: AdaServeConfig) -> None
     ]
     for refused, reason in refusals:
         if refused:
-            raise ValueError(f"an EAGLE-3 head {reason}")
+            raise ValueError(f"an {name} {reason}")
 
 
-def share_embeddings(target: Any, head: Any) -> None:
-    """Gives the head the target's embeddings, and its output matrix where the head has none of its own. As in
-    SGLang's ``EagleDraftWorker.init_lm_head``."""
+def share_embeddings(target: Any, head: Any, kind: DraftKind) -> None:
+    """Gives the head the target's embeddings, and its output matrix where the head has none of its own, as an
+    MTP layer never has. As in SGLang's ``EagleDraftWorker.init_lm_head``."""
     runner, model = target.model_runner, head.model_runner.model
     embed, matrix = resolve_draft_embed_and_head(
         target_model=runner.model,
@@ -130,7 +134,7 @@ def share_embeddings(target: Any, head: Any) -> None:
         revision=runner.model_config.revision,
         load_config=runner.load_config,
     )
-    if model.load_lm_head_from_target:
+    if kind == "mtp" or model.load_lm_head_from_target:
         model.set_embed_and_head(embed, matrix)
     else:
         model.set_embed(embed)

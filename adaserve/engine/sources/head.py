@@ -1,4 +1,4 @@
-"""Beam search on a head that reads the target's hidden states (EAGLE-3, section 3)."""
+"""Beam search on a head that reads the target's hidden states (EAGLE-3, section 3), or on an MTP layer."""
 
 from __future__ import annotations
 

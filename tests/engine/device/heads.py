@@ -18,6 +18,7 @@ from adaserve.engine.host.forwards import LeanForward
 from tests.engine.device.factories import CPU
 from tests.engine.heads import Head
 from tests.engine.host.test_heads import Setting
+from tests.engine.mtp import Mtp
 
 SIZES = Sizes(
     Tiers((1, 2, 4)), Tiers((1, 2, 4, 8, 16, 32, 64)), most_rows=4, most_tokens=64, depth=4, width=4
@@ -39,7 +40,7 @@ class TinyCall:
         return Output(logits if self._words is None else logits[:, self._words], wanted)
 
 
-def headed_device(made: Setting, head: Head, depth: int) -> GraphDevice:
+def headed_device(made: Setting, head: Head | Mtp, depth: int) -> GraphDevice:
     """Over the target, the head and the hidden states of ``made``."""
     buffers = AttentionBuffers.allocate(1 << 12, 1 << 14, CPU)
     buffers.kv_indices.fill_(7)

@@ -68,7 +68,7 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) ->
 
     named = SimpleNamespace(architectures=["LlamaForCausalLM"])
     draft = SimpleNamespace(
-        num_hidden_layers=16, head_dim=64, hidden_size=512, hf_config=named,
+        num_hidden_layers=16, num_nextn_predict_layers=None, head_dim=64, hidden_size=512, hf_config=named,
         get_num_kv_heads=lambda tp, dcp: 8 // tp,
     )  # fmt: skip
     drafts = ["first"]

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in our kernels against the same head in plain torch."""
+"""Heads in our kernels against the same heads in plain torch."""
 
 from __future__ import annotations
 
@@ -14,24 +14,35 @@ from adaserve.engine.host import LeanModel, build
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.heads import HeadForward, HiddenStates, project
-from adaserve.engine.host.params import LayerWeights, ModelWeights
+from adaserve.engine.host.params import InputStage, LayerWeights, ModelWeights
 from adaserve.engine.parts import Beams, KeepGoing, Search
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.batch import Gap, TreeBatch
 from adaserve.engine.trees.shape import tree_shape
 from tests.engine.heads import LAYERS, Head, following_head, frequent_tokens, head_target
 from tests.engine.host.factories import Pool, read_hf
+from tests.engine.mtp import Mtp, following_layer, mtp_target
 
 ROWS = np.array([2, 0])
 LENGTHS = np.array([9, 23])
 WINDOW = 32
 
+Heads = dict[str, Head | Mtp]
+
 
 @pytest.fixture(scope="module")
-def head() -> Head:
-    """Hidden states matter to it as much as tokens do."""
+def heads() -> Heads:
+    """Hidden states matter to them as much as tokens do."""
     target = head_target()
-    return following_head(target, frequent_tokens(target), weight=0.5)
+    layer = following_layer(mtp_target(), weight=1.0)
+    for norm in (layer.token_layernorm, layer.hidden_layernorm, layer.final_layernorm):
+        norm.weight += 0.2 * torch.randn(norm.weight.shape, generator=torch.Generator().manual_seed(1))
+    return {"eagle3": following_head(target, frequent_tokens(target), weight=0.5), "mtp": layer}
+
+
+@pytest.fixture
+def head(heads: Heads) -> Head | Mtp:
+    return heads["eagle3"]
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -53,20 +64,24 @@ class Walking(HeadForward):
 class Setting:
     """Two texts whose prefixes the target and the head have read; the last token of each is its root."""
 
-    def __init__(self, head: Head, backend: str, forward: type[HeadForward] = HeadForward) -> None:
+    def __init__(self, head: Head | Mtp, backend: str, forward: type[HeadForward] = HeadForward) -> None:
         self.head = head
         weights, config = read_hf(head.target[0])
         self.target = LeanModel(weights, config, "fp32")
-        self.lean = LeanModel(head_weights(head, weights), config, "fp32")
+        of_head = mtp_weights(head) if isinstance(head, Mtp) else head_weights(head, weights)
+        self.lean = LeanModel(of_head, config, "fp32")
         assert self.target.backend == self.lean.backend == backend
         pools = [Pool(config, layers) for layers in (len(weights.layers), 1)]
         self.table = torch.zeros(3, 64, dtype=torch.int32)
         for row, length in zip(ROWS, LENGTHS, strict=True):
             taken = pools[0].take(int(length) + WINDOW)
             self.table[row, : len(taken)] = torch.tensor(taken, dtype=torch.int32)
-        loaded = SimpleNamespace(fc=head.fc, input_norm=None, fc_norm=None)
-        size = head.config.hidden_size
-        self.states = HiddenStates(pools[0].slots, size, torch.float32, LAYERS, partial(project, loaded))
+        slots, size = pools[0].slots, head.config.hidden_size
+        if isinstance(head, Mtp):
+            self.states = HiddenStates(slots, size, torch.float32)
+        else:
+            loaded = SimpleNamespace(fc=head.fc, input_norm=None, fc_norm=None)
+            self.states = HiddenStates(slots, size, torch.float32, LAYERS, partial(project, loaded))
         self.target.sink = self.states
         paged = [SimpleNamespace(k_buffer=pool.k, v_buffer=pool.v) for pool in pools]
         self.reads = LeanForward(self.target, paged[0])
@@ -101,17 +116,17 @@ class Setting:
 
 
 def logprobs(
-    head: Head, text: list[int], path: tuple[int, ...], key: int, spread: float, left_out: int = 1
+    head: Head | Mtp, text: list[int], path: tuple[int, ...], key: int, spread: float, left_out: int = 1
 ) -> torch.Tensor:
     """float64 [vocab] of what may follow ``path`` behind ``text``, root included: from scratch, step by step
     on the head's own states. ``left_out``: tokens that the head does not see, though the target does."""
     tokens = torch.tensor([text])
     before, tokens = head.target_states(tokens[:, :-1])[:, left_out - 1 :], tokens[:, left_out:]
-    states = head(tokens, before)
+    states = head(tokens, before, left_out)
     for token in path:
         before = torch.cat([before, states[:, -1:]], 1)
         tokens = torch.cat([tokens, torch.tensor([[token]])], 1)
-        states = head(tokens, before)
+        states = head(tokens, before, left_out)
     logits = torch.full((1, head.config.vocab_size), -torch.inf)
     logits[:, head.token_ids] = head.logits(states[:, -1])
     one, position = np.ones(1, np.float32), np.array([len(text) - 1 + len(path)])
@@ -120,7 +135,7 @@ def logprobs(
 
 
 def check_levels(
-    head: Head,
+    head: Head | Mtp,
     text: list[int],
     tokens: np.ndarray,
     scores: np.ndarray,
@@ -158,7 +173,18 @@ def head_weights(head: Head, target: ModelWeights) -> ModelWeights:
     )
 
 
-def test_hidden_states_are_those_of_the_target(head: Head, backend: str) -> None:
+def mtp_weights(layer: Mtp) -> ModelWeights:
+    target, block = layer.target[0], SimpleNamespace(layers=[layer.block], norm=layer.final_layernorm)
+    block.embed_tokens, block.rotary_emb = target.model.embed_tokens, target.model.rotary_emb
+    weights, _ = read_hf(SimpleNamespace(model=block, config=layer.config, lm_head=target.lm_head))
+    of_hidden, of_token = layer.input_proj.weight.chunk(2, 1)
+    norms = (layer.token_layernorm.weight, layer.hidden_layernorm.weight)
+    return replace(weights, stage=InputStage(*norms, torch.cat([of_token, of_hidden], 1)))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_hidden_states_are_those_of_the_target(kind: str, heads: Heads, backend: str) -> None:
+    head = heads[kind]
     case = Setting(head, backend)
     case.read(LENGTHS // 2, LENGTHS)
     for row, text, length in zip(ROWS, case.texts, LENGTHS, strict=True):
@@ -169,10 +195,18 @@ def test_hidden_states_are_those_of_the_target(head: Head, backend: str) -> None
 
 @pytest.mark.parametrize("forward", [HeadForward, Walking])
 @pytest.mark.parametrize(("depth", "width", "pending"), [(3, 3, 0), (2, 4, 3), (1, 2, 9)])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_the_best_of_all_extensions(
-    head: Head, backend: str, forward: type[HeadForward], depth: int, width: int, pending: int
+    kind: str,
+    heads: Heads,
+    backend: str,
+    forward: type[HeadForward],
+    depth: int,
+    width: int,
+    pending: int,
 ) -> None:
     """Every beam expanded by all tokens that the head knows, each on the states of its own path."""
+    head = heads[kind]
     case = Setting(head, backend, forward)
     case.read(LENGTHS // 2, LENGTHS, pending=pending)
     found = case.search(depth, width, pending)
@@ -181,8 +215,12 @@ def test_the_best_of_all_extensions(
 
 
 @pytest.mark.parametrize("forward", [HeadForward, Walking])
-def test_a_window_leaves_out_early_tokens(head: Head, backend: str, forward: type[HeadForward]) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_window_leaves_out_early_tokens(
+    kind: str, heads: Heads, backend: str, forward: type[HeadForward]
+) -> None:
     """Of one of two texts; the other one is read as a whole, but for its first token."""
+    head = heads[kind]
     case = Setting(head, backend, forward)
     case.read(LENGTHS)
     left_out = np.array([0, 12])

@@ -432,17 +432,18 @@ def sglang_levels(worker: Any, tokens: Any, slots: Any, width: int) -> list[Any]
     from adaserve.engine.trees.plan import TreeAttentionPlan
 
     runner, n = worker._draft_worker.models[0].runner, len(tokens) - 1
-    ids = runner.model.hot_token_id
+    ids = getattr(runner.model, "hot_token_id", None)
 
     def step(text: Any, positions: Any, at: Any, plan: Any, before: Any) -> tuple[Any, Any, Any]:
         batch = SGLangForward(runner)._forward_batch(text, positions, at, plan)
         batch.spec_info.hidden_states, batch.capture_hidden_mode = before, CaptureHiddenMode.FULL
         output = runner.forward(batch).logits_output
         p, index = output.next_token_logits.softmax(-1).topk(width)
-        return p, ids[index], output.hidden_states
+        return p, index if ids is None else ids[index], output.hidden_states
 
     length = np.array([n])
-    raw = hidden_of(worker.target_worker, tokens[:n])[0].flatten(1)
+    layers, last = hidden_of(worker.target_worker, tokens[:n])
+    raw = layers.flatten(1) if layers.numel() else last
     p, index, states = step(
         tokens[1:], torch.arange(n), slots[:n], causal_plan(slots[:n], length, length), raw
     )

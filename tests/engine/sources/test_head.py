@@ -22,10 +22,11 @@ from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
 from tests.engine.device.heads import TinyCall, headed_device
 from tests.engine.device.test_no_waiting import Watch
-from tests.engine.heads import following_head, frequent_tokens, head_target
+from tests.engine.heads import Head, following_head, frequent_tokens, head_target
 from tests.engine.host.test_heads import Setting, check_levels
 from tests.engine.host.test_medusa import Setting as MedusaSetting
 from tests.engine.medusa import best_paths, random_heads
+from tests.engine.mtp import Mtp, following_layer, mtp_target
 from tests.engine.trees import factories
 from tests.engine.trees.factories import PLAIN, iteration_plan, random_selection, tensors_of
 
@@ -135,10 +136,17 @@ def drafts_stay_right(case: Case, seed: int) -> None:
     case.check(case.propose([True, True]))
 
 
-def eagle_case(parts: str) -> Case:
-    """Over a host's parts or a device's."""
+def a_head(kind: str) -> Head | Mtp:
+    """Hidden states matter to it."""
+    if kind == "mtp":
+        return following_layer(mtp_target(), weight=1.0)
     target = head_target()
-    head = following_head(target, frequent_tokens(target), weight=0.5)
+    return following_head(target, frequent_tokens(target), weight=0.5)
+
+
+def head_case(kind: str, parts: str) -> Case:
+    """Over a host's parts or a device's."""
+    head = a_head(kind)
     made = Setting(head, "native")
     table = made.drafts._req_to_token
     device: Any = HostDevice(HostForward(made.reads, table), made.drafts)
@@ -153,9 +161,10 @@ def eagle_case(parts: str) -> Case:
 
 
 @pytest.mark.parametrize("parts", ["host", "graphs"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 @pytest.mark.parametrize("seed", range(2))
-def test_an_eagle_head(seed: int, parts: str) -> None:
-    drafts_stay_right(eagle_case(parts), seed)
+def test_a_head(seed: int, kind: str, parts: str) -> None:
+    drafts_stay_right(head_case(kind, parts), seed)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -176,7 +185,7 @@ def test_medusa_heads(seed: int) -> None:
 
 def test_a_search_on_a_device_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states are found and handed on by operators that a CUDA graph can hold."""
-    case, call, calls = eagle_case("graphs"), TinyCall.__call__, []
+    case, call, calls = head_case("eagle3", "graphs"), TinyCall.__call__, []
     for r, prompt in enumerate(PROMPTS):
         case.prefill(r, prompt, [])
 

@@ -67,18 +67,22 @@ static void embed_block(void *data, int block) {
         widen(s->embed_type, s->embed, (size_t)p->b->ids[i] * s->hidden, p->residual + (size_t)i * s->hidden, s->hidden);
 }
 
-/* A head's input, [2 * hidden] a token: the normed embedding, then the normed hidden state that came before it. */
+/* A head's input, [2 * hidden] a token: the normed embedding, then the normed hidden state that came before it. An
+ * MTP layer reads the second token of a text without its embedding. */
 static void join_block(void *data, int block) {
     const pass *p = ((const row_job *)data)->p;
     const model_source *s = &p->m->shape;
     const layer *l = &p->m->layers[0];
+    const int mtp = is_mtp(p->m);
+    const float *token_norm = mtp ? s->token_norm : l->input_norm, *hidden_norm = mtp ? s->hidden_norm : l->hidden_norm;
     const size_t n = s->hidden;
     for (int i = block * SHARED_ROWS; i < imin((block + 1) * SHARED_ROWS, p->b->tokens); i++) {
         float *residual = p->residual + i * n, *joined = p->joined + 2 * i * n;
         widen(s->embed_type, s->embed, (size_t)p->b->ids[i] * n, residual, (int)n);
-        rms_norm(residual, l->input_norm, joined, (int)n, s->norm_eps);
+        if (mtp && p->b->positions[i] <= 1) memset(residual, 0, sizeof(float) * n);
+        rms_norm(residual, token_norm, joined, (int)n, s->norm_eps);
         memcpy(residual, p->b->before + i * n, sizeof(float) * n);
-        rms_norm(residual, l->hidden_norm, joined + n, (int)n, s->norm_eps);
+        rms_norm(residual, hidden_norm, joined + n, (int)n, s->norm_eps);
     }
 }
 
@@ -180,14 +184,20 @@ static void layer_phases(team *t, const pass *p, int index) {
 
 static void forward_phases(team *t, void *data) {
     const pass *p = data;
-    row_job job = {.p = p, .weight = p->m->shape.final_norm, .out = p->b->hidden, .stride = p->m->shape.hidden};
-    const int head = is_head(p->m), blocks = row_blocks(p->b->tokens);
-    team_phase(t, blocks, (phase_work){NULL, head ? join_block : embed_block, &job});
-    for (int i = 0; i < p->m->shape.layers; i++) {
+    model *m = p->m;
+    row_job job = {.p = p, .weight = m->shape.final_norm, .out = p->b->hidden, .stride = m->shape.hidden};
+    const int blocks = row_blocks(p->b->tokens);
+    team_phase(t, blocks, (phase_work){NULL, is_head(m) ? join_block : embed_block, &job});
+    if (is_mtp(m)) {
+        operand x = {p->joined, 2 * job.stride, DEPTH};
+        gemm(t, &m->project, x, p->b->tokens, (epilogue){EPILOGUE_STORE, p->residual, job.stride, 0},
+             &m->members[t->rank].gemm);
+    }
+    for (int i = 0; i < m->shape.layers; i++) {
         capture_phases(t, p, i);
         layer_phases(t, p, i);
     }
-    team_phase(t, blocks, (phase_work){NULL, head ? copy_block : norm_block, &job});
+    team_phase(t, blocks, (phase_work){NULL, is_eagle(m) ? copy_block : norm_block, &job});
 }
 
 /* Bytes of the counters of all phases above. */
@@ -196,6 +206,7 @@ static size_t forward_phase_bytes(const pass *p, int threads) {
     const int tokens = p->b->tokens, items = p->attention.item_start[p->b->requests];
     const size_t rows = phase_bytes(threads, row_blocks(tokens)), norms = norms_itself(p) ? 0 : 2 * rows;
     size_t total = (2 + p->b->captures) * rows;
+    if (is_mtp(p->m)) total += phase_bytes(threads, gemm_items(&p->m->project, tokens));
     for (int i = 0; i < s->layers; i++) {
         const layer *l = &p->m->layers[i];
         total += norms + rows + phase_bytes(threads, items) + phase_bytes(threads, gemm_items(&l->qkv, tokens)) +

@@ -43,7 +43,7 @@ typedef struct {
     model *m;
     const float *hidden;
     int rows, width; /* width 0: logits only, -1: argmax */
-    float *normed;   /* a head's states, which come before its final norm; NULL otherwise */
+    float *normed;   /* an EAGLE-3 head's states, which come before its final norm; NULL otherwise */
     float *logits, *logprobs;
     const reading *read;
     int64_t *tokens;
@@ -88,7 +88,7 @@ static void head_phases(team *t, void *data) {
 static int run_head(head_pass p, int threads) {
     const size_t hidden = p.m->shape.hidden, vocab = p.m->lm_head.columns;
     threads = useful_threads((int64_t)(vocab * hidden), p.rows, threads);
-    if (is_head(p.m) && !(p.normed = reserve(&p.m->normed, sizeof(float) * p.rows * hidden))) return -1;
+    if (is_eagle(p.m) && !(p.normed = reserve(&p.m->normed, sizeof(float) * p.rows * hidden))) return -1;
     if (!p.logits) p.logits = reserve(&p.m->logits, sizeof(float) * p.rows * vocab);
     if (!p.logits || !reserve_members(p.m, threads)) return -1;
     const size_t bytes = phase_bytes(threads, gemm_items(&p.m->lm_head, p.rows)) + 2 * phase_bytes(threads, p.rows);

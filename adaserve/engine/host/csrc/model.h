@@ -29,6 +29,9 @@ typedef struct {
     const int64_t *token_ids; /* [rows of lm_head]: the token of each; NULL: its number */
     const layer_source *layer;
     matrix_source lm_head;
+    /* What an MTP layer does first: [hidden, 2 * hidden], and the norms of what it reads. weight: NULL elsewhere. */
+    matrix_source project;
+    const float *token_norm, *hidden_norm;
 } model_source;
 
 /* Mirrored by a ctypes structure in native.py. */
@@ -69,7 +72,7 @@ typedef struct {
 typedef struct {
     model_source shape;
     layer *layers;
-    matrix lm_head;
+    matrix lm_head, project;
     buffer residual, normed, joined, qkv, attended, mlp, logits, plan, phases, beam;
     member *members;
     int num_members;
@@ -77,7 +80,12 @@ typedef struct {
 
 /* An EAGLE-3 head: its first layer reads a token's embedding beside the hidden state that came before it. What it
  * gives are hidden states before its final norm, since they are also what its next step takes in. */
-static inline int is_head(const model *m) { return m->shape.layers > 0 && m->layers[0].hidden_norm != NULL; }
+static inline int is_eagle(const model *m) { return m->shape.layers > 0 && m->layers[0].hidden_norm != NULL; }
+
+/* An MTP layer: it projects both before its first layer, and its next step takes in what the final norm gives. */
+static inline int is_mtp(const model *m) { return m->shape.project.weight != NULL; }
+
+static inline int is_head(const model *m) { return is_eagle(m) || is_mtp(m); }
 
 static void *reserve(buffer *b, size_t bytes) {
     if (b->bytes < bytes) {
@@ -129,6 +137,7 @@ EXPORT void ada_model_free(model *m) {
         for (int j = 0; j < 4; j++) matrix_free(all[j]);
     }
     matrix_free(&m->lm_head);
+    matrix_free(&m->project);
     buffer *buffers[] = {&m->residual, &m->normed, &m->joined, &m->qkv, &m->attended, &m->mlp, &m->logits, &m->plan,
                          &m->phases, &m->beam};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]->data);
@@ -145,6 +154,7 @@ EXPORT model *ada_model_create(const model_source *source) {
     m->shape = *source;
     m->layers = calloc(source->layers, sizeof(layer));
     int ok = m->layers != NULL && matrix_load(&m->lm_head, &source->lm_head, 0, source->threads);
+    if (ok && is_mtp(m)) ok = matrix_load(&m->project, &source->project, 0, source->threads);
     for (int i = 0; ok && i < source->layers; i++) ok = layer_load(&m->layers[i], &source->layer[i], source->threads);
     if (ok) return m;
     ada_model_free(m);
