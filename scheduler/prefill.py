@@ -15,10 +15,11 @@ Pacing = Literal["fixed", "slack"]
 
 LEAST_HEADROOM = 0.6
 HEADROOM_PER_LOST = 0.05
-"""A prompt whose TTFT SLO comes near is given up if the tightest running TPOT SLO would keep less headroom than
-the first, more by the second for every lost prompt that waits, and at most 1. With nobody lost it may be a short
-burst, which costs the running requests little. With many, the load is too high to serve everybody in time, and
-every further request makes others miss theirs. Tuned on the sweep's traffic, in the simulator."""
+"""A prompt whose TTFT SLO comes near is given up if the tightest running TPOT SLO would keep less headroom
+than the first, more by the second for every lost prompt that waits, and at most 1. With nobody lost it may
+be a short burst, which costs the running requests little. With many, the load is too high to serve
+everybody in time, and every further request makes others miss theirs. Tuned on the sweep's traffic, in the
+simulator."""
 
 
 GATE = 1.1
