@@ -160,6 +160,14 @@ class AdaServeConfig(Checked):
         description="slack: a prompt waits while one more request would leave the tightest running TPOT SLO "
         "with less headroom than this factor, until its own TTFT aim comes near (0 = never wait)",
     )
+    prefill_lost_interval_ms: float = Field(
+        default=4000.0,
+        ge=0,
+        lt=1e9,
+        description="slack: a prompt whose TTFT SLO comes near is given up while it would make running "
+        "requests miss theirs; it starts when there is room, or one such prompt this often (0 = none is "
+        "given up)",
+    )
 
     shed: bool = Field(
         default=False,

@@ -13,6 +13,22 @@ from adaserve.scheduler.latency import Latency
 Order = Literal["fcfs", "slack", "short", "deadline"]
 Pacing = Literal["fixed", "slack"]
 
+LEAST_HEADROOM = 0.6
+HEADROOM_PER_LOST = 0.05
+"""A prompt whose TTFT SLO comes near is given up if the tightest running TPOT SLO would keep less headroom
+than the first, more by the second for every lost prompt that waits, and at most 1. With nobody lost it may
+be a short burst, which costs the running requests little. With many, the load is too high to serve
+everybody in time, and every further request makes others miss theirs. Tuned on the sweep's traffic, in the
+simulator."""
+
+
+GATE = 1.1
+LOST_EVERY_S = 4.0
+"""What a server has by default (``prefill_headroom`` and ``prefill_lost_interval_ms``)."""
+
+LATER_S = 1e6
+"""More than any wait: behind all others."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
@@ -23,6 +39,7 @@ class PrefillConfig:
     gate: float | None = None  # start prompts only while the tightest running SLO keeps this headroom
     gate_free: int = 2  # the gate is open below this many running requests
     gate_claim: float = 0.25  # a prompt starts anyway when its prefill needs this share of the time left
+    lost_every_s: float | None = None  # gate: prompts are given up, one starts this often; None = never
     shed: bool = False  # answer 429 to requests whose TTFT SLO is already lost; off by default
     shed_factor: float = 1.0  # lost = waited longer than this many TTFT SLOs
     pacing: Pacing = "fixed"  # slack: chunks are as large as the running requests can bear
@@ -49,6 +66,8 @@ class PrefillConfig:
             raise ValueError(f"late_share must be in [0, 1), got {self.late_share}")
         if not 0 < self.gate_claim <= 1:
             raise ValueError(f"gate_claim must be in (0, 1], got {self.gate_claim}")
+        if self.lost_every_s is not None and not self.lost_every_s > 0:
+            raise ValueError(f"lost_every_s must be > 0, got {self.lost_every_s}")
         if not self.patience_s > 0:
             raise ValueError(f"patience_s must be > 0, got {self.patience_s}")
 
@@ -60,7 +79,7 @@ class WaitingBatch:
     arrival_s: FloatArray
     ttft_slo_s: FloatArray  # inf = none
     prompt_left: IntArray  # tokens still to be prefilled
-    started: BoolArray  # part of the prompt is in the cache already
+    started: BoolArray  # part of the prompt is in the cache, or it was retracted behind its first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +93,20 @@ class Pressure:
     decodes: int = 0  # decode iterations since the last chunk
     spent_s: float = 0.0  # seconds of prefill since the last decode iteration
     room: FloatArray | None = None  # as ``room_to_join`` gives it; None = not known, the gate is open
+    lost_wait_s: float = np.inf  # seconds since a lost prompt was started for having waited longest
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
     """What to prefill now: rows in this order until ``tokens`` are spent; ``shed`` rows get 429.
 
-    0 tokens: decode first.
+    0 tokens: decode first. ``lost``: a lost prompt comes first now, for having waited longest.
     """
 
     tokens: int
     order: IntArray
     shed: BoolArray
+    lost: bool = False
 
 
 def room_to_join(
@@ -202,6 +223,24 @@ def slack_tokens(
     return tokens
 
 
+def lost_prompts(waiting: WaitingBatch, now_s: float) -> BoolArray:
+    """Which prompts have not started by their TTFT SLO, [n]."""
+    lost: BoolArray = ~waiting.started & (waiting.arrival_s + waiting.ttft_slo_s < now_s)
+    return lost
+
+
+def most_overdue(
+    config: PrefillConfig, waiting: WaitingBatch, pressure: Pressure, now_s: float
+) -> int | None:
+    """The lost prompt whose TTFT SLO passed first, if it is time for one to start: for that long it has been
+    lost, and none was started for this reason."""
+    if config.lost_every_s is None or pressure.lost_wait_s < config.lost_every_s:
+        return None
+    due_s = np.where(lost_prompts(waiting, now_s), waiting.arrival_s + waiting.ttft_slo_s, np.inf)
+    first = int(np.argmin(due_s))
+    return first if now_s - due_s[first] >= config.lost_every_s else None
+
+
 def held_back(
     config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
 ) -> BoolArray:
@@ -211,6 +250,9 @@ def held_back(
     Serving fewer at a time does the same work and costs only TTFT. So a prompt waits while the tightest
     running SLO has less than ``gate`` headroom, until its prefill and those before it would need
     ``gate_claim`` of the time that is left until its aim (its TTFT SLO, or ``patience_s``).
+
+    Where ``lost_every_s`` is set, a TTFT SLO is no licence to spoil others: its prompt starts only with the
+    headroom of ``LEAST_HEADROOM``, else it waits on, and once it is lost it waits for ``gate`` again.
     """
     held = np.zeros(len(order), np.bool_)
     room = pressure.room
@@ -220,9 +262,18 @@ def held_back(
     # A few iterations pass between a decision and the first token.
     left_s = aims_s(config, waiting)[order] - now_s - config.most_decodes * pressure.period_s
     work_s = np.cumsum(waiting.prompt_left[order]) * token_s
-    free = ~waiting.started[order] & (work_s < config.gate_claim * left_s)
-    joining = int(np.count_nonzero(~free)) + np.cumsum(free)
-    held[free] = room[np.minimum(joining, len(room))[free] - 1] < config.gate
+    can_wait = work_s < config.gate_claim * left_s
+    least = np.zeros(len(order))
+    if config.lost_every_s is not None:
+        lost = lost_prompts(waiting, now_s)
+        risk = min(1.0, LEAST_HEADROOM + HEADROOM_PER_LOST * int(np.count_nonzero(lost)))
+        least = np.where(np.isfinite(waiting.ttft_slo_s[order]), risk, 0.0)
+        can_wait |= lost[order]
+    least = np.where(waiting.started[order], 0.0, np.where(can_wait, config.gate, least))
+    joining = int(np.count_nonzero(least == 0.0))
+    for i in np.flatnonzero(least).tolist():
+        held[i] = room[min(joining, len(room) - 1)] < least[i]
+        joining += not held[i]
     return held
 
 
@@ -243,18 +294,24 @@ def plan_prefill(
     if config.shed:
         shed = (waited > config.shed_factor * waiting.ttft_slo_s) & ~waiting.started
     if config.order == "slack":
-        rank = waiting.arrival_s + np.where(np.isfinite(waiting.ttft_slo_s), waiting.ttft_slo_s, 1e6)
+        rank = waiting.arrival_s + np.where(np.isfinite(waiting.ttft_slo_s), waiting.ttft_slo_s, LATER_S)
     elif config.order == "deadline":
         rank = aims_s(config, waiting)
+        if config.lost_every_s is not None:  # who can still be in time comes first
+            rank = np.where(lost_prompts(waiting, now_s), rank + LATER_S, rank)
     elif config.order == "short":
         rank = waiting.prompt_left.astype(np.float64)
     else:
         rank = waiting.arrival_s
     order = np.lexsort((rank, ~waiting.started))
     order = order[~shed[order]]
+    overdue = None
     if pressure is not None and n_running >= config.gate_free:
-        order = order[~held_back(config, waiting, order, pressure, now_s)]
+        overdue = most_overdue(config, waiting, pressure, now_s)
+        order = order[~held_back(config, waiting, order, pressure, now_s) | (order == overdue)]
+        if overdue is not None:
+            order = order[np.argsort((order != overdue) & ~waiting.started[order], kind="stable")]
     tokens = config.chunk_tokens
     if config.pacing == "slack" and n_running and pressure is not None:
         tokens = slack_tokens(config, waiting, order, pressure, now_s)
-    return PrefillPlan(tokens if len(order) else 0, order, shed)
+    return PrefillPlan(tokens if len(order) else 0, order, shed, overdue is not None and tokens > 0)

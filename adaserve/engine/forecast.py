@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.engine.prefill import MOST_WAITING, PrefillPacer, Situation
+from adaserve.engine.prefill import PrefillPacer, Situation
 from adaserve.patches.served_worker import Load
 from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.forecast import predicted_wait_s
@@ -85,7 +85,8 @@ class Forecaster:
 
     def _situation(self, load: Load, now_s: float) -> tuple[Situation, FloatArray]:
         """The state of queue and batch, and the seconds until each running request ends, rising."""
-        waiting = [*([] if load.started is None else [load.started]), *load.waiting[:MOST_WAITING]]
+        looked = (load.waiting[i] for i in self._pacer.looked_at(load.waiting, now_s))
+        waiting = [*([] if load.started is None else [load.started]), *looked]
         situation = self._pacer.situation(load.running, load.started, waiting, load.most_tokens, now_s)
         if not load.paced:
             situation = situation._replace(rule=replace(situation.rule, gate=None, pacing="fixed"))

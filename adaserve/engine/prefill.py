@@ -35,7 +35,10 @@ from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
 
 MOST_WAITING = 64
-"""A decision looks at this many prompts of the queue; the rest wait behind them anyway."""
+"""A decision looks at this many prompts of the queue that can still be in time; the rest wait behind them."""
+
+MOST_LOST = 16
+"""And at this many that can't, those that have waited longest: more of them change nothing."""
 
 NEWEST = 0.1
 """Weight of the newest iteration in the moving averages."""
@@ -81,6 +84,8 @@ class PrefillPacer:
         self.set_mode(config.prefill if alone else "exclusive")
         self._interval, self._patience_s = config.prefill_interval, config.prefill_patience_ms / 1e3
         self._gate = config.prefill_headroom or None
+        self._lost_every_s = config.prefill_lost_interval_ms / 1e3 or None
+        self._lost_at_s = -np.inf  # when a lost prompt was last started for having waited longest
         self._costs, self._ledger, self._states = costs, ledger, states
         self._prefills = costs.prefills()
         self.outlook = Outlook(costs)
@@ -154,25 +159,38 @@ class PrefillPacer:
         """How many prompt tokens to prefill before the next decode iteration (0 = none), and in which order.
 
         ``running``: the requests that decode, never empty. ``started``: the request whose prompt is partly
-        in the cache, row 0 of the plan if there is one. ``waiting``: the queue; its first MOST_WAITING
-        requests are the further rows. ``most_tokens``: SGLang's own chunk size. Rows that the plan's order
-        leaves out have to wait.
+        in the cache, row 0 of the plan if there is one. ``waiting``: the queue, the further rows.
+        ``most_tokens``: SGLang's own chunk size. Rows that the plan's order leaves out have to wait; only
+        those of ``looked_at`` can be in it.
         """
-        waiting = [*([] if started is None else [started]), *waiting[:MOST_WAITING]]
-        rule, queue, known, batch, pressure = self.situation(running, started, waiting, most_tokens, now_s)
+        picked, before = self.looked_at(waiting, now_s), int(started is not None)
+        looked = [*([] if started is None else [started]), *(waiting[i] for i in picked)]
+        rule, queue, known, batch, pressure = self.situation(running, started, looked, most_tokens, now_s)
         plan = plan_prefill(rule, queue, len(running), now_s, pressure)
+        if plan.lost:
+            self._lost_at_s = now_s
         admitted = set(plan.order.tolist())
         self._ledger.gate(
             (self._ledger.slo(r).slo_class, now_s - arrived_s)
-            for i, (r, arrived_s) in enumerate(zip(waiting, queue.arrival_s.tolist(), strict=True))
+            for i, (r, arrived_s) in enumerate(zip(looked, queue.arrival_s.tolist(), strict=True))
             if i not in admitted
         )
         if self._holds.limits:
             gone = admitted if plan.tokens else set()
-            held = {self._tenant(r) for i, r in enumerate(waiting) if i not in gone}
+            held = {self._tenant(r) for i, r in enumerate(looked) if i not in gone}
             tight = [known[i] for i in binding_rows(pressure.slack_s, batch.tpot_slo_s)]
             self._holders = {t for t in map(self._tenant, tight) if held - ({t} - {ANONYMOUS})}
-        return plan
+        rows = np.array([*range(before), *(before + i for i in picked)], np.int64)
+        return replace(plan, order=rows[plan.order], shed=np.zeros(before + len(waiting), np.bool_))
+
+    def looked_at(self, waiting: Sequence[Any], now_s: float) -> list[int]:
+        """Places in the queue of the first prompts that can still be in time, and of those lost longest."""
+        if self._lost_every_s is None:
+            return list(range(min(len(waiting), MOST_WAITING)))
+        due_s = [np.inf if r.output_ids else sum(self._aim(r)) for r in waiting]  # retracted: nothing is due
+        in_time = [i for i, due in enumerate(due_s) if due >= now_s]
+        lost = sorted((i for i, due in enumerate(due_s) if due < now_s), key=due_s.__getitem__)
+        return in_time[:MOST_WAITING] + lost[:MOST_LOST]
 
     def situation(
         self,
@@ -216,6 +234,7 @@ class PrefillPacer:
             most_decodes=self._interval,
             patience_s=self._patience_s,
             gate=self._gate,
+            lost_every_s=self._lost_every_s,
         )
 
     def _pressure(
@@ -230,7 +249,8 @@ class PrefillPacer:
             usual, cycle_s = np.full(len(batch), self._mean_pace.value), self._cycle_s.value or period_s
             slos, verified = batch.tpot_slo_s, self._verified.value
             room = predicted_room(self._costs, slos, usual, cycle_s, verified, joining)
-        return Pressure(slack, period_s, *chunks, self._decodes, self._spent_s, room)
+        lost_wait_s = now_s - self._lost_at_s
+        return Pressure(slack, period_s, *chunks, self._decodes, self._spent_s, room, lost_wait_s)
 
     def _waiting(self, reqs: Sequence[Any], started: Any | None) -> WaitingBatch:
         aims = [self._aim(r) for r in reqs]
@@ -239,7 +259,7 @@ class PrefillPacer:
             arrival_s=np.array([a for a, _ in aims]),
             ttft_slo_s=np.array([t for _, t in aims]),
             prompt_left=np.array(left, np.int64),
-            started=np.array([r is started for r in reqs], np.bool_),
+            started=np.array([r is started or bool(r.output_ids) for r in reqs], np.bool_),
         )
 
     def _aim(self, req: Any) -> tuple[float, float]:

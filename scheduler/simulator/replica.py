@@ -84,6 +84,7 @@ class Replica:
         self._pace = MovingAverage(0.1)  # tokens per request and iteration
         self._iteration_s = MovingAverage(0.1)  # decode iterations alone
         self._verified = MovingAverage(0.1)  # tokens per verification
+        self._lost_at_s = 0.0  # when a lost prompt was last started for having waited longest
         self._decodes, self._spent_s = 0, 0.0  # since the last chunk; since the last decode iteration
 
     LOG_FIELDS = (
@@ -147,6 +148,8 @@ class Replica:
         if not self.waiting:
             return []
         plan = self._plan_prefill()
+        if plan.lost:
+            self._lost_at_s = self.now_s
         if plan.shed.any():
             for request, out in zip(list(self.waiting), plan.shed.tolist(), strict=True):
                 request.shed = out
@@ -204,7 +207,8 @@ class Replica:
         if config.gate is not None:
             cycle_s, verified = self._period_s.value or period_s, self._verified.value
             room = predicted_room(latency, self.rows.slo, pace, cycle_s, verified, len(self.waiting))
-        return Pressure(slack, period_s, sizes, seconds, self._decodes, self._spent_s, room)
+        lost_wait_s = self.now_s - self._lost_at_s
+        return Pressure(slack, period_s, sizes, seconds, self._decodes, self._spent_s, room, lost_wait_s)
 
     def _finish_prefill(self, chunk: list[tuple[SimRequest, int]]) -> None:
         ready = [r for r, _ in chunk if r.prefilled >= r.prompt_tokens]

@@ -45,7 +45,7 @@ class Request:
         self, rid: str, prompt: int = 200, age_s: float = 0.0, slot: int = 0, tenant: str = ANONYMOUS
     ) -> None:
         self.tenant = tenant
-        self.rid, self.origin_input_ids, self.output_ids = rid, [1] * prompt, [1] * 50
+        self.rid, self.origin_input_ids, self.output_ids = rid, [1] * prompt, list[int]()
         self.num_matched_prefix_tokens = 0
         self.time_stats = SimpleNamespace(created_time=NOW - age_s)
         self.kv = SimpleNamespace(req_pool_idx=slot)
@@ -208,6 +208,34 @@ def test_prompts_wait_while_one_more_would_be_too_many() -> None:
     assert step(held, TWO) is None and len(held.waiting_queue) == 1
     assert step(scheduler(full(0.100), [Request("new")]), TWO) is not None, "there is room"
     assert step(scheduler(full(0.042, prefill_headroom=0.0), [Request("new")]), TWO) is not None
+
+
+def test_a_long_queue_of_lost_prompts_hides_nobody() -> None:
+    """They stand in front, having come first; more of them than a decision looks at."""
+    known = {f"lost{i}": 0.5 for i in range(200)} | {"fresh": 1.0}
+    lost = [Request(f"lost{i}", prompt=20, age_s=30 - 0.1 * i) for i in range(200)]
+    queue = [*lost, Request("fresh", prompt=20, age_s=0.95)]
+
+    def offered(slo_s: float) -> list[str]:
+        paced = full(slo_s)
+        paced._ledger.slo = lambda req: SLO("c", ttft_s=known[req.rid])  # type: ignore[method-assign]
+        sched, seen = scheduler(paced, list(queue)), list[str]()
+        _paced(lambda s, _: seen.extend(r.rid for r in s.waiting_queue), sched, TWO)
+        assert {r.rid for r in sched.waiting_queue} == known.keys(), "nobody was lost"
+        return seen
+
+    assert offered(0.500)[:3] == ["lost0", "fresh", "lost1"], "the first has waited far too long"
+    assert offered(0.040) == ["lost0"], "and costs too much for more than one"
+
+
+def test_a_retracted_request_is_not_given_up() -> None:
+    """Its first token was in time, and its TPOT runs."""
+    back = Request("back", prompt=20, age_s=30)
+    back.output_ids = [1] * 5
+    paced = full(0.042)
+    paced._ledger.slo = lambda req: SLO("c", ttft_s=0.5)  # type: ignore[method-assign]
+    assert step(scheduler(paced, [back]), TWO) is not None
+    assert step(scheduler(paced, [Request("lost", prompt=20, age_s=1.0)]), TWO) is None
 
 
 def test_the_books_know_who_waits_at_the_gate_and_for_how_long() -> None:

@@ -262,10 +262,78 @@ def test_gate_holds_only_whom_it_may(left, room, age, ttft, n_running):
         assert len(got) == len(left)
 
 
+# -- prompts that are given up --------------------------------------------------------------
+
+LOSING = replace(GATED, lost_every_s=2.0)
+
+
+def test_a_ttft_slo_is_no_licence_to_spoil_others():
+    """Near its TTFT SLO a prompt starts with less headroom than the gate asks for, but not with any."""
+    near = waiting((40,), ttft=0.5)
+    assert gated([0.61], near, now_s=0.3, config=LOSING) == [0]
+    assert gated([0.59], near, now_s=0.3, config=LOSING) == []
+    assert gated([1.19], near, now_s=0.2, config=LOSING) == [], "it can still wait"
+    assert gated([0.1], waiting((40,)), now_s=2.9, config=LOSING) == [0], "it has no TTFT SLO to lose"
+    assert gated([0.1], waiting((40,), ttft=0.5, started=(0,)), now_s=9.0, config=LOSING) == [0]
+
+
+def test_the_more_are_lost_the_less_is_risked_for_one_more():
+    """Those came 2.1 s before the one whose TTFT SLO is near."""
+    for lost, room, starts in ((0, 0.61, True), (2, 0.69, False), (2, 0.71, True), (20, 0.99, False)):
+        queue = waiting((40,) * (lost + 1), ttft=0.5)
+        queue = replace(queue, arrival_s=np.array([-2.1] * lost + [0.0]))
+        order = gated([room] * 30, queue, now_s=0.3, config=replace(LOSING, lost_every_s=100.0))
+        assert order == [lost] * starts, (lost, room)
+
+
+def test_lost_prompts_wait_behind_the_others_for_room():
+    queue = replace(waiting((40, 40, 40), ttft=0.5), arrival_s=np.array([-1.0, 0.2, 0.1]))
+    assert gated([2.0, 1.5, 1.3], queue, now_s=0.3, config=LOSING) == [2, 1, 0]
+    assert gated([2.0, 1.5, 1.1], queue, now_s=0.3, config=LOSING) == [2, 1]
+
+
+def test_lost_prompts_start_one_by_one_whatever_it_costs():
+    """The one lost longest, when it has been lost for ``lost_every_s`` and no other was started meanwhile."""
+    queue = replace(waiting((40, 40, 40), ttft=0.5), arrival_s=np.array([-2.0, -3.0, 1.4]))
+    state = replace(pressure(9.0), room=np.array([0.3] * 4))
+
+    def plan(now_s, lost_wait_s):
+        return plan_prefill(LOSING, queue, 3, now_s, replace(state, lost_wait_s=lost_wait_s))
+
+    assert plan(-0.6, math.inf).order.tolist() == [], "1.9 s ago the first one was lost"
+    first = plan(-0.4, math.inf)
+    assert first.order.tolist() == [1] and first.lost and first.tokens > 0
+    again = plan(0.6, 1.0)
+    assert again.order.tolist() == [] and not again.lost
+    assert plan(1.6, 2.0).order.tolist() == [1], "before the one that might still be in time"
+    alone = plan_prefill(LOSING, queue, 1, 1.6, state)
+    assert sorted(alone.order.tolist()) == [0, 1, 2] and alone.order[0] == 2, "nobody is in the way"
+
+
+def test_giving_up_serves_more_under_overload_and_ends_nobody():
+    """Far more than can be served in time: without it nearly all miss their SLOs."""
+    latency = hardware_latency("llama-3.1-70b", "a100", 4)
+    mix = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+
+    def run(lost_every_s, seed):
+        requests = make_requests(synthetic_trace(240, 9.0, seed, mix), SLOConfig(), 0.03, TextModel(), seed)
+        for request in requests:
+            request.ttft_slo_s = 1.0
+        config = PrefillConfig(512, "deadline", gate=1.1, pacing="slack", lost_every_s=lost_every_s)
+        replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=config, exclusive_tokens=512)
+        result = simulate(requests, SimulationConfig(replica, "priced", PolicyConfig(latency=latency)))
+        assert all(r.finished for r in result.requests)
+        return np.mean([r.attained for r in result.records()])
+
+    gains = [run(4.0, seed) - run(None, seed) for seed in range(3)]
+    assert min(gains) > 0.05, gains
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"pacing": "fast"}, {"spend": 0.0}, {"least_tokens": 0}, {"most_decodes": 0}, {"late_share": 1.0},
-     {"patience_s": 0.0}, {"gate_claim": 0.0}, {"order": "last"}, {"horizon_tokens": 0}],
+     {"patience_s": 0.0}, {"gate_claim": 0.0}, {"order": "last"}, {"horizon_tokens": 0},
+     {"lost_every_s": 0.0}],
 )  # fmt: skip
 def test_bad_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

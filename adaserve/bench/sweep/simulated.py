@@ -19,7 +19,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import LatencyModel, TableCost
 from adaserve.scheduler.policies import chain_length
-from adaserve.scheduler.prefill import PrefillConfig
+from adaserve.scheduler.prefill import GATE, LOST_EVERY_S, PrefillConfig
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
 from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_chains
@@ -99,7 +99,8 @@ class Simulator:
             chunk_tokens=CHUNK_TOKENS,
             order="deadline" if paced else "fcfs",
             pacing="slack" if paced else "fixed",
-            gate=1.1 if paced else None,
+            gate=GATE if paced else None,
+            lost_every_s=LOST_EVERY_S if paced else None,
         )
         return ReplicaConfig(
             self._latency, kv_tokens=65_536, prefill_mode="exclusive", prefill=prefill,
