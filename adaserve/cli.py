@@ -105,8 +105,9 @@ def _spec(
     from adaserve.server import ServerError, ServerSpec
 
     try:
-        if settings.get("draft_kind") == "mtp" and draft is None:
-            draft = model  # the layer is a part of the target's checkpoint
+        is_part = settings.get("draft_kind") == "mtp" and "model" in (drafts or "model").split(",")
+        if is_part and draft is None:
+            draft = model  # an MTP layer stands in the target's checkpoint
         if drafts is None:
             drafts = "suffix" if model is not None and draft is None else "model"
         config = AdaServeConfig(drafts=drafts, **settings)
