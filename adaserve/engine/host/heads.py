@@ -158,7 +158,7 @@ def hidden_states(target: Any, head: Any) -> HiddenStates:
     """What SGLang's model of a head reads of the ``ModelRunner`` ``target``. Raises ValueError."""
     if type(head).__name__ == MTP:
         require_same_sizes(target.model.config, head.config)
-        return final_states(target)
+        return final_states(target, head.config.hidden_size)
     pool, layers = target.token_to_kv_pool.k_buffer[0], layers_to_capture(target.model, head)
     size, made = head.config.hidden_size, partial(project, head.model)
     return HiddenStates(pool.shape[0], size, pool.dtype, layers, made, pool.device)
@@ -175,10 +175,10 @@ def require_same_sizes(target: Any, layer: Any) -> None:
         )
 
 
-def final_states(target: Any) -> HiddenStates:
-    """What comes out of the final norm of the ``ModelRunner`` ``target``."""
+def final_states(target: Any, size: int) -> HiddenStates:
+    """What comes out of the final norm of the ``ModelRunner`` ``target``, ``size`` wide."""
     pool = target.token_to_kv_pool.k_buffer[0]
-    return HiddenStates(pool.shape[0], target.model.config.hidden_size, pool.dtype, device=pool.device)
+    return HiddenStates(pool.shape[0], size, pool.dtype, device=pool.device)
 
 
 def lean_target(target: Any, storage: Storage | Literal["off"], who_needs: str) -> tuple[LeanModel, Storage]:

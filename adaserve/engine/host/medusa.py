@@ -143,5 +143,5 @@ def medusa_forward(target: Any, folder: Path, storage: Storage | Literal["off"])
             + f", and this one has {config.hidden_size} and {config.vocab_size}: serve the target that they "
             "were trained for"
         )
-    lean.sink = hidden = final_states(target)
+    lean.sink = hidden = final_states(target, config.hidden_size)
     return MedusaForward(heads, lean, hidden, target.req_to_token_pool.req_to_token, storage)
