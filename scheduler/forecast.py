@@ -39,17 +39,15 @@ class Outlook:
         self._means: dict[int, tuple[float, ...]] = {}  # the fields of _Usual, by the bits of the batch size
         self._paces: dict[tuple[int, str], float] = {}  # the same for each class
 
-    def observe(self, outcome: IterationOutcome, continued: bool) -> None:
-        """An iteration. ``continued``: some of its requests decoded in the one before it as well, so the time
-        since then is theirs."""
+    def observe(self, outcome: IterationOutcome) -> None:
+        """An iteration."""
         running, tokens = outcome.plan.running, outcome.new_tokens.tolist()
         n = len(running)
         size = n.bit_length()
-        cycle_s = outcome.since_last_s if continued and outcome.since_last_s else outcome.total_s
         verified, steps = outcome.selection.verify_tokens, outcome.trees.draft_steps
         context = float(running.context_tokens.sum())
         # Plain numbers: for so few of them arrays are slower, and this runs in every iteration.
-        seen = (n, cycle_s, sum(tokens) / n, verified, steps, outcome.plan.width, context)
+        seen = (n, outcome.cycle_s, sum(tokens) / n, verified, steps, outcome.plan.width, context)
         known = self._means.get(size, seen)
         self._means[size] = tuple(blend(k, s, NEWEST) for k, s in zip(known, seen, strict=True))
         emitted: dict[str, list[int]] = {}

@@ -218,6 +218,12 @@ class IterationOutcome:
     None = derive it from ``accepted``."""
     prefill_tokens: int = 0  # prefill tokens that shared the verify forward; their time is in verify_s
 
+    @property
+    def cycle_s(self) -> float:
+        """From the end of the previous iteration to the end of this one, if any of its requests decoded in
+        that one as well; else what was in between is not theirs, and it is ``total_s``."""
+        return self.since_last_s if self.since_last_s and self.plan.running.decoded_tokens.any() else self.total_s
+
 
 class Policy(Protocol):
     """One scheduling policy. Implementations live in this package and are built by name."""

@@ -12,6 +12,7 @@ outcomes had arrived when an iteration was planned (overlap).
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
@@ -33,6 +34,8 @@ from adaserve.scheduler.interface import (
 )
 
 SCHEMA_VERSION = 1
+FLUSH_EVERY = 16
+"""Iterations after which a compressed recording is written out: more often, it would compress worse."""
 
 
 class ReplayError(ValueError):
@@ -111,6 +114,8 @@ class Recorder:
         }
         self._file.write(json.dumps(body) + "\n")
         self._observed += 1
+        if self._observed % FLUSH_EVERY == 0:
+            self._file.flush()
 
     def forget(self, rid: str) -> None:
         """Call with ``policy.forget``: a replay forgets at the same point."""
@@ -124,7 +129,8 @@ class Recorder:
 def _open(path: Path, mode: str) -> IO[str]:
     if path.suffix == ".gz":
         return gzip.open(path, mode, encoding="utf-8")  # type: ignore[return-value]
-    # Line by line: a server that is killed has lost at most the line it was writing.
+    # Line by line: a server that is killed has lost at most the line it was writing. A compressed recording
+    # loses up to FLUSH_EVERY iterations.
     return open(path, mode.removesuffix("t"), buffering=1, encoding="utf-8")
 
 
@@ -153,10 +159,18 @@ def _fields_in(data: dict[str, Any]) -> dict[str, Any]:
     return {name: _in(name, value) for name, value in data.items()}
 
 
+def _whole_lines(file: IO[str]) -> Iterator[str]:
+    """A recording ends when its server does, perhaps within a line or a compressed block."""
+    with contextlib.suppress(EOFError):
+        for line in file:
+            if line.endswith("\n"):
+                yield line
+
+
 def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
     try:
         with _open(path, "rt") as f:
-            for number, line in enumerate(f, 1):
+            for number, line in enumerate(_whole_lines(f), 1):
                 try:
                     data = json.loads(line)
                     if "schema_version" in data:

@@ -90,7 +90,7 @@ class PrefillPacer:
         self._prefills = costs.prefills()
         self.outlook = Outlook(costs)
         self._period_s = MovingAverage(NEWEST)  # of decode iterations
-        self._cycle_s = MovingAverage(NEWEST)  # the same with the prefills between them
+        self._cycle_s = MovingAverage(NEWEST)  # from the end of one to that of the next
         self._verified = MovingAverage(NEWEST)  # tokens per verification
         self._mean_pace = MovingAverage(NEWEST, start=1.0)  # tokens per request and iteration
         self._pace: dict[str, float] = {}  # the same per request, of those that ran in the last iteration
@@ -133,12 +133,12 @@ class PrefillPacer:
     def observe(self, outcome: IterationOutcome) -> None:
         """A decode iteration."""
         self._period_s.add(outcome.total_s)
-        self._cycle_s.add(outcome.total_s + self._spent_s)
+        self._cycle_s.add(outcome.cycle_s)
         self._verified.add(float(outcome.selection.verify_tokens))
         self._decodes, self._spent_s = self._decodes + 1, 0.0
         self._holds.charge(self._holders, outcome.total_s, outcome.end_s)
         self._holders = set()
-        self.outlook.observe(outcome, any(rid in self._pace for rid in outcome.plan.running.rids))
+        self.outlook.observe(outcome)
         self._mean_pace.add(float(outcome.new_tokens.mean()))
         known, usual = self._pace, self._mean_pace.value
         self._pace = {

@@ -332,8 +332,8 @@ class PricedPolicy(BasePolicy):
         bought = self._bought.pop(plan.iteration, None)
         if bought is not None and (len(plan.running) >= SMALL or plan.iteration % RELAXED == RELAXED - 1):
             self._learn_surplus(outcome, *bought)
-        if (period := outcome.since_last_s or outcome.total_s) > 0:
-            self._period_s.add(period)
+        if outcome.cycle_s > 0:
+            self._period_s.add(outcome.cycle_s)
         self._pace.add(float(outcome.new_tokens.mean()))
         self._level_acceptance.add(self.rates.overall)
 

@@ -67,15 +67,12 @@ class _Watch:
         self._replica, self._slots = replica, config.replica.max_running
         self._outlook, self._delivered = Outlook(config.replica.latency), DeliveredTPOT()
         self._seen, self._ended = 0, 0
-        self._last: frozenset[str] = frozenset()
 
     def learn(self, said: dict[str, tuple[float, float]]) -> None:
         """Takes in the iterations and the finished requests that are new."""
         outcomes = self._replica.outcomes or []
         for outcome in outcomes[self._seen :]:
-            rids = frozenset(outcome.plan.running.rids)
-            self._outlook.observe(outcome, not rids.isdisjoint(self._last))
-            self._last = rids
+            self._outlook.observe(outcome)
         self._seen = len(outcomes)
         for r in self._replica.done[self._ended :]:
             if r.produced:

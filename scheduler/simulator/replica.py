@@ -279,7 +279,8 @@ class Replica:
         selection = self.policy.select(plan, drafted.trees)
         accepted = self.sampler.verify(drafted, selection)
         fed = [n, *(n * (s.stop - s.start) for s in drafted.levels[:-1])]  # rows of each draft forward
-        seconds = sum(self.config.latency.draft_step_s(rows, plan.draft_context) for rows in fed)
+        latency, read = self.config.latency, plan.draft_context
+        seconds = latency.draft_start_s(n, read) + sum(latency.draft_step_s(rows, read) for rows in fed)
         return drafted.trees, selection, accepted, self._noisy(seconds)
 
     def _report(self, outcome: IterationOutcome) -> None:
@@ -293,7 +294,7 @@ class Replica:
         if not outcome.prefill_tokens:
             self._iteration_s.add(outcome.total_s)
         self._verified.add(float(outcome.selection.verify_tokens))
-        self._period_s.add(outcome.since_last_s)
+        self._period_s.add(outcome.cycle_s)
         self._pace.add(float(outcome.new_tokens.mean()))
         self._decodes = 0 if outcome.prefill_tokens else self._decodes + 1
         self._spent_s = 0.0

@@ -24,10 +24,11 @@ LATENCY = LatencyModel(ForwardCost(0.001), ForwardCost(0.010, per_token_s=0.001)
 CONFIG = PrefillConfig(order="deadline", pacing="slack", gate=1.1, patience_s=3.0, most_decodes=4)
 
 
-def iteration(classes, tokens, cycle_s, total_s=0.5, kept=0):
-    """One iteration of plain decoding, or with ``kept`` verified nodes for each request."""
+def iteration(classes, tokens, cycle_s, total_s=0.5, kept=0, decoded=1):
+    """One iteration of plain decoding, or with ``kept`` verified nodes for each request, which had
+    ``decoded`` tokens."""
     n = len(classes)
-    batch = running(n, slo_class=tuple(classes), context_tokens=0)
+    batch = running(n, slo_class=tuple(classes), context_tokens=0, decoded_tokens=decoded)
     trees = trees_from([[(-1, 0.9)] * kept for _ in range(n)])
     plan = IterationPlan(0, 0.0, batch, np.ones(n), int(kept > 0), 1, n * (1 + kept))
     counts = np.full(n, kept)
@@ -36,10 +37,10 @@ def iteration(classes, tokens, cycle_s, total_s=0.5, kept=0):
     return replace(made, new_tokens=np.asarray(tokens), since_last_s=cycle_s, total_s=total_s)
 
 
-def outlook(*iterations, continued=True):
+def outlook(*iterations):
     seen = Outlook(LATENCY)
     for one in iterations:
-        seen.observe(one, continued)
+        seen.observe(one)
     return seen
 
 
@@ -86,9 +87,8 @@ def test_predictions_of_requests_that_arrive(policy):
 
 def test_time_before_the_first_iteration_is_nobodys():
     """The prefill of a request, or idle time before it came, is no part of its TPOT."""
-    assert outlook(iteration(["chat"], [2], 9.0, total_s=0.014), continued=False).cycle_s(1) == pytest.approx(
-        0.014
-    )
+    first = iteration(["chat"], [2], 9.0, total_s=0.014, decoded=0)
+    assert outlook(first).cycle_s(1) == pytest.approx(0.014)
 
 
 def test_recent_iterations_count():

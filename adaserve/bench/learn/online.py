@@ -26,9 +26,9 @@ from adaserve.loadgen.results import new_results_dir, provenance
 from adaserve.server import ServerProcess, ServerSpec
 
 SETTINGS = {
-    "first": "draft as it came",
-    "held": "draft that learned, not learning",
-    "present": "draft that learns",
+    "first": "first draft",
+    "held": "not learning",
+    "present": "learning",
 }
 
 
@@ -137,8 +137,8 @@ def _block(at: tuple[int, str, str, int], answers: Sequence[Reply], same: float)
 def _table(blocks: Sequence[Block], plan: LearnPlan) -> Any:
     """A row for each part of the stream: its last half, when the draft has seen something of it."""
     settings = [SETTINGS[name] for name in plan.settings]
-    heads = ("part", *(f"accepted, {s}" for s in settings), "gain", "TPOT", "attainment", "same texts")
-    made = table("Second half of each part", heads, left=heads[:1])
+    heads = ("", *settings, "gain", "TPOT", "attained", "same")
+    made = table("Accepted per verification, second half of each part", heads, left=heads[:1])
     for part, domain in enumerate(plan.order):
         mine = {n: [b for b in blocks if b.part == part and b.draft == n] for n in plan.settings}
         paired = {b.tokens for b in mine[plan.against]}
@@ -166,17 +166,19 @@ def _mean(values: Sequence[float | None]) -> float:
 
 
 def _draw(blocks: Sequence[Block], plan: LearnPlan, path: Path) -> None:
+    """A colour for each domain: how much is accepted differs more between domains than between drafts."""
     figure, (ax,) = panels(width=6.4, height=3.4)
-    for index, name in enumerate(plan.settings):
-        mine = [b for b in blocks if b.draft == name]
-        ax.plot(
-            [b.tokens for b in mine], [b.accepted for b in mine], color=color(index), label=SETTINGS[name]
-        )
-    starts = {b.part: b for b in reversed(blocks)}
-    for b in starts.values():
+    for index, domain in enumerate(dict.fromkeys(b.domain for b in blocks)):
+        for name, style in zip(plan.settings, ("o--", "o-"), strict=True):
+            mine = [b for b in blocks if (b.domain, b.draft) == (domain, name)]
+            ax.plot(
+                [b.tokens for b in mine], [b.accepted for b in mine], style, color=color(index),
+                markersize=3, linewidth=1.2, label=domain if name == "present" else None,
+            )  # fmt: skip
+    later = {b.part: b for b in reversed(blocks) if b.part}
+    for b in later.values():
         ax.axvline(b.tokens, color="#8c8c8c", linewidth=0.7)
-        ax.text(b.tokens, ax.get_ylim()[1], f" {b.domain}", va="top", fontsize=8)
-    ax.set_xlabel("tokens served before")
+    ax.set_xlabel(f"tokens served before (dashed: {SETTINGS[plan.against]})")
     ax.set_ylabel("accepted tokens per verification")
     legend(figure, ax)
     save(figure, path)

@@ -11,13 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.optimize import nnls
+from scipy.stats import theilslopes
 
 from adaserve.bench.sweep.aggregate import Block, Outcome, Results
 from adaserve.bench.sweep.plan import Point
+from adaserve.bench.sweep.systems import GATE as GATED
 from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context
-from adaserve.scheduler.latency import LatencyModel, TableCost
+from adaserve.scheduler.latency import LatencyModel, StepCost, TableCost
 from adaserve.scheduler.policies import chain_length
 from adaserve.scheduler.prefill import GATE, LOST_EVERY_S, PrefillConfig
 from adaserve.scheduler.simulator.replica import ReplicaConfig
@@ -164,7 +167,10 @@ def fitted_overhead(results: Results) -> tuple[float, float]:
     """Seconds that an iteration spends outside the models: in any case, and per running request.
 
     On a host whose cores also stream the tokens this is a large part, which a profile of forwards cannot see.
-    A straight line through the blocks, by what their servers counted; the profile's own where none did."""
+    A straight line through the blocks, by what their servers counted; the profile's own where none did. It
+    is Theil's and Sen's, which a few blocks can't bend: in far overloaded ones the forwards of all iterations
+    differ from those of the loops that ``loop_s`` is the mean of, since more requests run where prompts come
+    in between."""
     rows, seconds = [], []
     for line in results.store.finished().values():
         server = line.get("server") or {}
@@ -174,7 +180,8 @@ def fitted_overhead(results: Results) -> tuple[float, float]:
             seconds.append(max(0.0, server["loop_s"] - models_s))
     if len(set(rows)) < 2:
         return LatencyModel.from_json(results.head["latency_model"]).overhead_s, 0.0
-    per_row, fixed = np.polyfit(rows, seconds, 1)
+    line = theilslopes(seconds, rows)
+    per_row, fixed = line.slope, line.intercept
     if per_row < 0 or fixed < 0:
         return (0.0, float(np.mean(seconds) / np.mean(rows))) if fixed < 0 else (float(np.mean(seconds)), 0.0)
     return float(fixed), float(per_row)
@@ -185,7 +192,8 @@ def as_served(profile: LatencyModel, results: Results) -> LatencyModel:
 
     A profile is measured on an idle server. Under load the same cores tokenize and stream, and a forward of
     few tokens, which waits for memory, suffers less by that than one of many. Per doubling of the tokens, the
-    median ratio of served to profiled time over the blocks."""
+    median ratio of served to profiled time over the blocks. Drafts as `_draft_as_served` has them."""
+    profile = _draft_as_served(profile, results)
     tokens, ratios = [], []
     for line in results.store.finished().values():
         server, total = line.get("server"), line["all"]
@@ -206,6 +214,33 @@ def as_served(profile: LatencyModel, results: Results) -> LatencyModel:
     times = np.maximum.accumulate(profile.verify_s(sizes) * np.interp(np.log2(sizes), known, ratio))
     table = TableCost(tuple(sizes.tolist()), tuple(times.tolist()), *profile.verify.reading)
     return replace(profile, verify=table)
+
+
+def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:
+    """One factor for the start of a draft with its first step, and one for all further steps, by the blocks
+    whose drafts have the same number of steps in every iteration."""
+    parts, served_s = [], []
+    for line in results.store.finished().values():
+        steps, server = chain_length(str(line["setting"]).removesuffix(GATED)), line.get("server")
+        if steps is None or not server or not server["iterations"]:
+            continue
+        n = max(1, round(server["running"]))
+        first_s = profile.draft_s(n, 1, 1)
+        parts.append((first_s, profile.draft_s(n, steps, 1) - first_s))
+        served_s.append(server["seconds"]["draft"] / server["iterations"])
+    if not parts:
+        return profile
+    first, later = nnls(np.array(parts), np.array(served_s))[0]
+    start = profile.draft_first or profile.draft
+    return replace(
+        profile,
+        draft=_times(profile.draft, later or first),
+        draft_first=_times(start, first or later),
+    )
+
+
+def _times(cost: StepCost, factor: float) -> TableCost:
+    return TableCost(tuple(SIZES.tolist()), tuple((factor * cost.alone(SIZES)).tolist()), *cost.reading)
 
 
 def _fit(chains: Sequence[tuple[int, float]]) -> float:
