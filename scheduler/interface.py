@@ -222,7 +222,8 @@ class IterationOutcome:
     def cycle_s(self) -> float:
         """From the end of the previous iteration to the end of this one, if any of its requests decoded in
         that one as well; else what was in between is not theirs, and it is ``total_s``."""
-        return self.since_last_s if self.since_last_s and self.plan.running.decoded_tokens.any() else self.total_s
+        continued = self.since_last_s > 0 and bool(self.plan.running.decoded_tokens.any())
+        return self.since_last_s if continued else self.total_s
 
 
 class Policy(Protocol):

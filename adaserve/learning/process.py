@@ -41,6 +41,19 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.2
 BUSY_S = 2.0
 """A server that has said that it is busy says so again within this time, or has nothing to do any more."""
+SPARE = 0.5
+"""A piece of work that got less of a processor than this found the host busy."""
+REST, MOST_REST_S = 3.0, 30.0
+"""On a busy host the trainer waits so many times as long as a piece of work took, at most the second."""
+
+
+def rest_s(worked_s: float, used_s: float) -> float:
+    """How long to wait behind a piece of work that took ``worked_s``, ``used_s`` of them on a processor.
+
+    Even a thread that gives way at once costs those that it gives way to something, since its data took the
+    place of theirs in the caches. So on a host without spare capacity it must hardly ever run.
+    """
+    return min(REST * worked_s, MOST_REST_S) if used_s < SPARE * worked_s else 0.0
 
 
 class Process:
@@ -57,6 +70,7 @@ class Process:
         self._offered = 0
         self._answers: dict[int, bool] = {}  # by number of the offer
         self._busy_until_s = 0.0
+        self._resume()
         draft = DraftCopy(settings.draft)
         home = home_records(draft, settings.draft)
         self._trainer = Trainer(
@@ -75,6 +89,7 @@ class Process:
             self._pause()
             if len(self._fresh) < JUDGED:
                 time.sleep(LOOK_S)
+                self._resume()
                 continue
             unseen = [self._fresh.popleft() for _ in range(JUDGED)]
             self._fresh_bytes -= sum(r.nbytes for r in unseen)
@@ -113,6 +128,7 @@ class Process:
         while self._offered not in self._answers:  # the weights must stay until then
             time.sleep(LOOK_S)
             self._listen()
+        self._resume()
         return self._answers.pop(self._offered)
 
     def _keep(self, found: Judgement) -> None:
@@ -135,11 +151,19 @@ class Process:
             logger.warning("AdaServe: a draft could not be kept: %s", error)
 
     def _pause(self) -> None:
-        """Takes in records and messages; waits while the server is busy. Raises EOFError at its end."""
+        """Takes in records and messages; waits while server or host are busy. Raises EOFError at the server's
+        end."""
+        now_s = time.monotonic()
+        until_s = now_s + rest_s(now_s - self._resumed_s, time.process_time() - self._used_s)
         self._listen()
-        while time.monotonic() < self._busy_until_s:
+        while time.monotonic() < max(until_s, self._busy_until_s):
             time.sleep(LOOK_S)
             self._listen()
+        self._resume()
+
+    def _resume(self) -> None:
+        """A piece of work begins."""
+        self._resumed_s, self._used_s = time.monotonic(), time.process_time()
 
     def _listen(self) -> None:
         while (data := self._ring.read()) is not None:

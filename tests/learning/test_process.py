@@ -26,7 +26,7 @@ from adaserve.learning.messages import (
     receive,
     send,
 )
-from adaserve.learning.process import Process
+from adaserve.learning.process import MOST_REST_S, Process, rest_s
 from adaserve.learning.shared import Ring, allocate, memory
 from adaserve.learning.trainer import JUDGED
 from adaserve.learning.versions import Versions
@@ -162,3 +162,11 @@ def test_after_a_restart_it_goes_on_from_the_draft_that_is_served(
     feed(line, target[0], 2 * JUDGED, seed=1)
     progress = line.next(Progress)
     assert isinstance(progress, Progress) and progress.present > 1.5 * progress.first
+
+
+def test_a_trainer_that_gets_little_of_a_processor_rests() -> None:
+    """What it takes from a host without spare capacity falls to a fraction."""
+    assert rest_s(0.2, used_s=0.19) == 0.0
+    worked_s, used_s = 2.0, 0.2
+    assert used_s / (worked_s + rest_s(worked_s, used_s)) < 0.3 * used_s / worked_s
+    assert rest_s(3600.0, used_s=1.0) == MOST_REST_S, "it must not look hung"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,6 +209,15 @@ def test_prompts_wait_while_one_more_would_be_too_many() -> None:
     assert step(held, TWO) is None and len(held.waiting_queue) == 1
     assert step(scheduler(full(0.100), [Request("new")]), TWO) is not None, "there is room"
     assert step(scheduler(full(0.042, prefill_headroom=0.0), [Request("new")]), TWO) is not None
+
+
+@pytest.mark.parametrize(("since_last_s", "waits"), [(0.040, False), (0.070, True)])
+def test_all_the_time_between_iterations_counts(since_last_s: float, waits: bool) -> None:
+    """Iterations take 40 ms, but one ends only every 70 ms: SGLang and streaming take the rest."""
+    paced = full(0.060)
+    for i in range(10):
+        paced.observe(replace(decoded(NOW + since_last_s * i), since_last_s=since_last_s))
+    assert (step(scheduler(paced, [Request("new")]), TWO) is None) == waits
 
 
 def test_a_long_queue_of_lost_prompts_hides_nobody() -> None:

@@ -16,7 +16,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context, IterationPlan, Selection
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, plan_prefill
-from adaserve.scheduler.replay import Recorder, ReplayError, read_recording, replay
+from adaserve.scheduler.replay import FLUSH_EVERY, Recorder, ReplayError, read_recording, replay
 from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.fleet import FleetConfig, fleet_requests, learn_pace, run_fleet
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
@@ -235,6 +235,31 @@ class TestReplay:
         cfg = self.record(tmp_path / "run.jsonl.gz", policy)
         assert sum(1 for _ in read_recording(tmp_path / "run.jsonl.gz")) > 30
         assert replay(tmp_path / "run.jsonl.gz", build_policy(policy, cfg.policy_config)) == []
+
+    @pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.gz"])
+    def test_a_recording_ends_with_its_server(self, tmp_path, name):
+        """Even within a line or a compressed block; what is whole can be read."""
+        path = tmp_path / name
+        self.record(path)
+        whole = list(read_recording(path))
+        path.write_bytes(path.read_bytes()[:-500])
+        rest = list(read_recording(path))
+        assert 0.5 * len(whole) < len(rest) < len(whole)
+        assert [r.plan.iteration for r in rest] == [r.plan.iteration for r in whole[: len(rest)]]
+
+    def test_a_compressed_recording_can_be_read_while_it_is_written(self, tmp_path):
+        cfg = config("priced")
+        replica = build_replica(cfg)
+        recorder = Recorder(tmp_path / "run.jsonl.gz")
+        spy(replica.policy, recorder)
+        for request in requests(15, rate=50.0):
+            replica.submit(request)
+        while replica.busy:
+            replica.step()
+        written = sum(1 for _ in read_recording(tmp_path / "run.jsonl.gz"))
+        recorder.close()
+        total = sum(1 for _ in read_recording(tmp_path / "run.jsonl.gz"))
+        assert total - FLUSH_EVERY <= written <= total and written > 0
 
     def test_a_different_policy_is_noticed(self, tmp_path):
         self.record(tmp_path / "run.jsonl", "adaserve")

@@ -40,6 +40,9 @@ def bench_learn(
     ] = 0.0,
     classes: Annotated[str, typer.Option(metavar="A,B", help="SLO classes of the requests, in turn.")] = "",
     policy: Annotated[str, typer.Option("--policy", help="adaserve, priced, chain-4, ...")] = "chain-4",
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of the requests, that are learned from, not --offline.")
+    ] = 1.0,
     loss: Annotated[str, typer.Option(help="forward, reverse, jsd, lk or hard.")] = "jsd",
     nice: Annotated[int, typer.Option(min=0, max=19, help="How far the trainer stands back.")] = 19,
     size: Annotated[
@@ -69,7 +72,7 @@ def bench_learn(
     except ValueError as error:
         raise typer.BadParameter(f"--order has {error}: write it as cpp+law:64") from None
     _known("--order", tuple(domains), (*PATTERNS, HOME))
-    settings: dict[str, Any] = {"learn": True, "learn_share": 1.0, "learn_loss": loss, "learn_nice": nice}
+    settings: dict[str, Any] = {"learn": True, "learn_share": share, "learn_loss": loss, "learn_nice": nice}
     try:
         if offline:
             run_offline(plan, chosen, out, console)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
-from scipy.stats import theilslopes
+from scipy.stats import siegelslopes
 
 from adaserve.bench.sweep.aggregate import Block, Outcome, Results
 from adaserve.bench.sweep.plan import Point
@@ -167,10 +167,10 @@ def fitted_overhead(results: Results) -> tuple[float, float]:
     """Seconds that an iteration spends outside the models: in any case, and per running request.
 
     On a host whose cores also stream the tokens this is a large part, which a profile of forwards cannot see.
-    A straight line through the blocks, by what their servers counted; the profile's own where none did. It
-    is Theil's and Sen's, which a few blocks can't bend: in far overloaded ones the forwards of all iterations
-    differ from those of the loops that ``loop_s`` is the mean of, since more requests run where prompts come
-    in between."""
+    A straight line through the blocks, by what their servers counted; the profile's own where none did. It is
+    one of repeated medians (Siegel), which a few blocks can't bend: in far overloaded ones the forwards of
+    all iterations differ from those of the loops that ``loop_s`` is the mean of, since more requests run
+    where prompts come in between."""
     rows, seconds = [], []
     for line in results.store.finished().values():
         server = line.get("server") or {}
@@ -180,7 +180,7 @@ def fitted_overhead(results: Results) -> tuple[float, float]:
             seconds.append(max(0.0, server["loop_s"] - models_s))
     if len(set(rows)) < 2:
         return LatencyModel.from_json(results.head["latency_model"]).overhead_s, 0.0
-    line = theilslopes(seconds, rows)
+    line = siegelslopes(seconds, rows)
     per_row, fixed = line.slope, line.intercept
     if per_row < 0 or fixed < 0:
         return (0.0, float(np.mean(seconds) / np.mean(rows))) if fixed < 0 else (float(np.mean(seconds)), 0.0)

@@ -37,9 +37,9 @@ PLAN = SweepPlan(
 )
 
 
-def served(folder: Path, **server: Any) -> Store:
+def served(folder: Path, plan: SweepPlan = PLAN, **server: Any) -> Store:
     """A sweep whose servers counted ``server``: values, or functions of the block's position."""
-    store = finished_sweep(folder, PLAN, lambda _, i: 13.0 if i % 4 else 9.0, n=24)
+    store = finished_sweep(folder, plan, lambda _, i: 13.0 if i % 4 else 9.0, n=24)
     store.write_head({**store.head(), "latency_model": PROFILE.to_json()})
     for k, line in enumerate(list(store.finished().values())):
         made = {name: v(k) if callable(v) else v for name, v in server.items()}
@@ -53,6 +53,17 @@ def test_time_outside_the_models_is_a_line_over_running_requests(tmp_path: Path)
         loop_s=lambda k: 0.011 + 0.003 + 0.0005 * (1.0 + k),
     )  # fmt: skip
     assert fitted_overhead(Results(store)) == (pytest.approx(0.003), pytest.approx(0.0005))
+
+
+def test_a_few_odd_blocks_do_not_bend_the_line(tmp_path: Path) -> None:
+    """Of twelve, the two with the most running requests: least squares would have a slope below 0."""
+    store = served(
+        tmp_path, replace(PLAN, seeds=(0, 1, 2)), running=lambda k: 1.0 + k, iterations=100,
+        seconds={"draft": 0.1, "verify": 1.0},
+        loop_s=lambda k: 0.011 + (0.003 + 0.0005 * (1.0 + k) if k < 10 else 0.0),
+    )  # fmt: skip
+    fixed_s, row_s = fitted_overhead(Results(store))
+    assert fixed_s == pytest.approx(0.003, rel=0.2) and row_s == pytest.approx(0.0005, rel=0.2)
 
 
 def test_without_counts_the_profiles_own_overhead_stays(tmp_path: Path) -> None:
@@ -73,6 +84,24 @@ def test_forwards_take_what_they_took_under_load(tmp_path: Path) -> None:
     assert model.verify_s(2.0) == pytest.approx(PROFILE.verify_s(2.0), rel=0.01)
     assert model.verify_s(32.0) == pytest.approx(1.5 * PROFILE.verify_s(32.0), rel=0.01)
     assert PROFILE.verify_s(8.0) < model.verify_s(8.0) < 1.5 * PROFILE.verify_s(8.0)
+
+
+def test_drafts_take_what_they_took_under_load(tmp_path: Path) -> None:
+    """The first step takes four times and every other one twice as long as profiled."""
+    plan = replace(PLAN, policies=("chain-2", "chain-4"))
+    store = finished_sweep(tmp_path, plan, lambda _, i: 13.0, n=24)
+    store.write_head({**store.head(), "latency_model": PROFILE.to_json()})
+    for k, line in enumerate(list(store.finished().values())):
+        n = 5 if k // 2 % 2 else 20
+        steps = int(line["setting"][-1])
+        first_s, later_s = PROFILE.draft_s(n, 1, 1), (steps - 1) * PROFILE.draft_step_s(n)
+        seconds = {"draft": 100 * (4 * first_s + 2 * later_s), "verify": 100 * PROFILE.verify_s(n * 2.0)}
+        made = {"running": float(n), "tree_nodes": 1.0, "iterations": 100, "seconds": seconds}
+        store.add({**line, "server": {**line["server"], **made}})
+    model = as_served(PROFILE, Results(store))
+    for n in (5, 20):
+        assert model.draft_s(n, 1, 1) == pytest.approx(4 * PROFILE.draft_s(n, 1, 1), rel=0.02)
+        assert model.draft_step_s(n) == pytest.approx(2 * PROFILE.draft_step_s(n), rel=0.02)
 
 
 def test_acceptance_is_that_of_the_chains(tmp_path: Path) -> None:
