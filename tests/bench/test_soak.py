@@ -378,13 +378,15 @@ def test_a_seed_names_a_mix_and_the_mix_has_everything() -> None:
 
 def test_a_short_soak_holds_every_invariant(tmp_path: Path) -> None:
     plan = SoakPlan(
-        minutes=0.25, workers=2, clients=2, lanes=10, cases=30, quiet_s=10.0, change_s=1.5, kill_s=3.0
-    )
+        minutes=0.25, workers=2, clients=2, lanes=10, cases=30, quiet_s=10.0, change_s=1.5, kill_s=3.0,
+        learn=True,
+    )  # fmt: skip
     record = run_soak(plan, tmp_path, Console(quiet=True))
     assert record.held, markdown(record)
     data = record.data
     assert data["quiet_points"] >= 2 and data["policy_changes"] >= 3 and data["retractions"] > 0
     assert data["requests"] > 100 and data["compared_with_reference"] > 25
     assert data["by_kind"]["client killed"] > 0 and data["ends"]["abort"] > 0
+    assert data["learning"]["recorded"] > 0 and "trainer" in {m["role"] for m in data["memory"]}
     assert json.loads((tmp_path / "soak.json").read_text())["requests"] == data["requests"]
     assert "All invariants held" in (tmp_path / "README.md").read_text()

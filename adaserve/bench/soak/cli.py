@@ -19,6 +19,9 @@ def bench_soak(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="HTTP processes of the server.")] = 4,
     clients: Annotated[int, typer.Option(min=1, help="Client processes.")] = 3,
+    learn: Annotated[
+        bool, typer.Option("--learn", help="The draft learns from all requests, and is swapped meanwhile.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="What is drawn.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-soak")
@@ -35,7 +38,9 @@ def bench_soak(
     console = Console(stderr=True)
     if minutes is None and requests is None:
         minutes = 10.0
-    plan = SoakPlan(minutes=minutes, requests=requests, workers=workers, clients=clients, seed=seed)
+    plan = SoakPlan(
+        minutes=minutes, requests=requests, workers=workers, clients=clients, learn=learn, seed=seed
+    )
     folder = out or new_results_dir(Path("results"), "soak")
     try:
         record = run_soak(plan, folder, console)

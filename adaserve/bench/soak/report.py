@@ -106,7 +106,7 @@ def markdown(record: Record) -> str:
         f"{d['compared_with_reference']:,} answers were compared with a reference; {d['streams']:,} were "
         f"streams. {d['quiet_points']} quiet points, {d['probes']} probes (longest {d['longest_probe_s']} s"
         f"), {d['policy_changes']} changes of policy or prefills, {d.get('retractions', 'unknown')} "
-        f"retractions. Slowest answer: {d['slowest_answer_s']} s.",
+        f"retractions. Slowest answer: {d['slowest_answer_s']} s.{_learned(d.get('learning'))}",
         "",
         "## Requests",
         "",
@@ -131,6 +131,15 @@ def markdown(record: Record) -> str:
         *_violations(d["violation_details"]),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _learned(learning: Mapping[str, Any] | None) -> str:
+    if learning is None:
+        return ""
+    return (
+        f" The draft learned from {learning['requests']:,} requests and was swapped {learning['swaps']} times, "
+        f"the last time in {learning['swap_ms']:.1f} ms; {learning['rejected']} candidates were rejected."
+    )
 
 
 def _yes(value: bool) -> str:

@@ -50,6 +50,7 @@ class SoakPlan:
     workers: int = 4  # HTTP processes of the server
     clients: int = 3  # client processes
     lanes: int = 12  # calls that each of them has under way
+    learn: bool = False  # the draft, from what is served
     seed: int = 0
     cases: int = 64
     quiet_s: float = 120.0  # between two quiet points
@@ -204,7 +205,7 @@ def run_soak(plan: SoakPlan, out: Path, console: Console) -> Record:
     Raises ServerError when the server can't be started."""
     texts = tuple(held_out(plan.seed)[:TEXTS])
     cases = greedy_cases(texts, plan.seed, plan.cases)
-    server = soak_server(out, plan.workers, plan.seed)
+    server = soak_server(out, plan.workers, plan.learn, plan.seed)
     with console.status("starting the server"):
         server.start()
     try:
@@ -279,6 +280,7 @@ def _record(soak: Soak, interrupted: bool) -> Record:
     }
     # A server that is dead or hangs is in the record already, which must be written all the same.
     with suppress(httpx.HTTPError):
+        extra["learning"] = soak.control.snapshot()["learning"]
         extra["retractions"] = soak.control.total("sglang:num_retracted_requests_total")
         extra["server_output_tokens"] = soak.control.total("adaserve:output_tokens_total")
     return Record.of(

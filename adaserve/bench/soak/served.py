@@ -41,7 +41,7 @@ _ENVIRONMENT = {
 }
 
 
-def soak_server(folder: Path, workers: int, seed: int) -> ServerProcess:
+def soak_server(folder: Path, workers: int, learn: bool, seed: int) -> ServerProcess:
     """Not started yet. Raises ServerError."""
     folder.mkdir(parents=True, exist_ok=True)
     classes = folder / "classes.yaml"
@@ -56,8 +56,12 @@ def soak_server(folder: Path, workers: int, seed: int) -> ServerProcess:
     spec = ServerSpec(
         size="1M",  # less than the embedded target has: it is served as it is
         port=free_port(),
-        # Small trees: here every token costs the same, so large ones would only make it slow.
-        config=AdaServeConfig(slo_config=str(classes), budget=48, max_depth=3, max_width=2),
+        # Small trees: here every token costs the same, so large ones would only make it slow. The trainer's
+        # memory is full before the soak begins to judge it.
+        config=AdaServeConfig(
+            slo_config=str(classes), budget=48, max_depth=3, max_width=2,
+            learn=learn, learn_share=1.0, learn_nice=0, learn_memory_mb=16,
+        ),
         # A model that knows no JSON would fill it with blanks for ever.
         extra=(*extra, "--constrained-json-disable-any-whitespace"),
     )

@@ -16,6 +16,7 @@ from adaserve.slo.classes import DEFAULT_CLASS
 PROBE_S = 3.0
 TITLE = "sglang::"
 """How SGLang names its processes."""
+TRAINER = "adaserve.learning.process"
 
 
 def memory(pid: int) -> MemorySample:
@@ -29,6 +30,8 @@ def memory(pid: int) -> MemorySample:
             continue
         if title.startswith(TITLE):
             mib[title.removeprefix(TITLE).strip()] = rss
+        elif TRAINER in title:
+            mib["trainer"] = rss
     return MemorySample(time.time(), mib)
 
 
