@@ -39,13 +39,14 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """What chains of ``depth`` give. Times in seconds, all requests together."""
+    """What trees of ``depth`` levels give. Times in seconds, all requests together."""
 
     depth: int
     plain_s: float  # T_T
     draft_step_s: float  # T_D
     verify_s: float  # T_V
     tokens: float  # Omega, per request
+    width: int = 1  # tokens at each level, one of which is followed; 1 = a chain
 
     @property
     def ratio(self) -> float:

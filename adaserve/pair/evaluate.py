@@ -24,7 +24,7 @@ from adaserve.pair.eagle import load_head
 from adaserve.pair.generate import Written, generate, shared_noise
 from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.long import CATEGORIES as LONG_TEXTS
-from adaserve.pair.long import agreement, chain_tokens, long_prompts, sparse_logits
+from adaserve.pair.long import long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.medusa import MedusaBlocks, MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.prompts import CATEGORIES, load_prompts
@@ -250,7 +250,7 @@ class Evaluation:
         self, draft: TinyLlama, context: int, temperature: float, sharpening: DraftSharpening
     ) -> list[dict[str, Any]]:
         scale, spread = (float(x) for x in sharpening.reading(temperature))
-        agrees: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
+        ranked: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
         predicted: dict[int, list[Tensor]] = {window: [] for window in WINDOWS}
         for category in LONG_TEXTS:
             prompts = long_prompts(self.tokenizer, category, max(2, self.rows // 8), context - _LONG_NEW)
@@ -258,7 +258,7 @@ class Evaluation:
             noise = noise_of(written, draft.shape.vocab)
             for window in WINDOWS:
                 logits = sparse_logits(draft, written, window, _SINKS)
-                agrees[window].append(agreement(logits, written, noise, scale, spread))
+                ranked[window].append(ranks(logits, written, noise, scale, spread))
                 best = (logits * scale + noise * spread).softmax(-1).max(-1).values
                 predicted[window].append(best)
         return [
@@ -266,9 +266,9 @@ class Evaluation:
                 "context": context,
                 "temperature": temperature,
                 "window": window,
-                "top_1_agrees": round(torch.cat(agrees[window]).float().mean().item(), 3),
+                "top_1_agrees": round((torch.cat(ranked[window]) == 0).float().mean().item(), 3),
                 "top_1_predicted": round(torch.cat(predicted[window]).mean().item(), 3),
-                "accepted_w1": round(chain_tokens(torch.cat(agrees[window]), DEPTH)[-1] - 1.0, 3),
+                "accepted_w1": round(tree_tokens(torch.cat(ranked[window]), DEPTH)[-1] - 1.0, 3),
             }
             for window in WINDOWS
         ]

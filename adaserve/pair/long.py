@@ -1,7 +1,7 @@
 """Long held-out texts, and how often a model that reads little of them agrees with what the target writes.
 
 At every token each way to draft is asked what it would have proposed there: a draft that has been right so
-far has the same text before it, so a run of right tokens is what a chain would have got accepted.
+far has the same text before it, so a run of right tokens is what a tree would have got accepted.
 """
 
 from __future__ import annotations
@@ -58,16 +58,24 @@ def _without(full: Cache, position: int, sinks: int, left_out: int) -> Cache:
     return cache
 
 
-def agreement(logits: Tensor, written: Written, noise: Tensor, scale: float, spread: float) -> Tensor:
-    """Whether the best token, as the draft reads its logits, is the one that was written, [rows, new]."""
-    return (logits * scale + noise * spread).argmax(-1) == written.text
+def ranks(logits: Tensor, written: Written, noise: Tensor, scale: float, spread: float) -> Tensor:
+    """How many tokens the draft, as it reads its logits, puts before the one that was written, [rows, new]."""
+    read = logits * scale + noise * spread
+    return (read > read.gather(-1, written.text[..., None])).sum(-1)
 
 
-def chain_tokens(agrees: Tensor, deepest: int) -> tuple[float, ...]:
-    """Expected tokens of chains of 0, 1, ..., ``deepest``, the bonus included."""
-    streak, runs = torch.zeros(len(agrees)), []
-    for column in agrees.flip(1).T:
-        streak = torch.where(column, streak + 1, 0)
-        runs.append(streak)
-    run = torch.stack(runs[deepest - 1 :])  # where a chain of the deepest still fits into the text
-    return tuple(1.0 + run.clamp(max=k).mean().item() for k in range(deepest + 1))
+def tree_tokens(ranks: Tensor, deepest: int, width: int = 1) -> tuple[float, ...]:
+    """Expected tokens, the bonus included, of trees with 0, 1, ..., ``deepest`` levels.
+
+    A tree has the draft's ``width`` best tokens at each level, and goes on behind the best one only. Averaged
+    over the places where the deepest tree still fits into the text.
+    """
+    places = ranks.shape[1] - deepest + 1
+    offered, followed = (ranks < width).float(), (ranks == 0).float()
+    accepted = torch.zeros(len(ranks), ranks.shape[1] + 1)
+    expected = [1.0]
+    for level in range(deepest):
+        starts = slice(0, ranks.shape[1] - level)
+        accepted = offered[:, starts] + followed[:, starts] * accepted[:, 1:]
+        expected.append(1.0 + accepted[:, :places].mean().item())
+    return tuple(expected)

@@ -12,15 +12,15 @@ from rich.console import Console
 from torch.nn import functional as fn
 from typer.testing import CliRunner
 
-from adaserve.bench.context.agreement import TextPlan
+from adaserve.bench.context.agreement import Agreement, TextPlan
 from adaserve.bench.context.report import Cell, Mode, rising_from, table, winner
-from adaserve.bench.context.run import ContextPlan, best_cells, layout, run_context
+from adaserve.bench.context.run import VERIFIED, ContextPlan, best_cells, layout, run_context
 from adaserve.bench.context.simulated import simulate_context
 from adaserve.bench.simulate import app
 from adaserve.engine.host import build
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.generate import Written
-from adaserve.pair.long import chain_tokens, long_prompts, sparse_logits
+from adaserve.pair.long import long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.model import TinyLlama, rope, rotate
 from adaserve.pair.shape import Shape as PairShape
 from adaserve.pair.widen import weights_folder
@@ -47,24 +47,44 @@ def test_who_wins_and_where_it_rises() -> None:
     assert cells[3].tokens_per_s == pytest.approx(4 * 1.2)
 
 
-def test_expected_tokens_of_chains() -> None:
-    """Runs of right tokens, cut at the chain's length, wherever the longest chain still fits."""
-    agrees = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]], dtype=torch.bool)
-    places = [(row, start) for row in agrees.tolist() for start in range(len(row) - 2)]
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_expected_tokens_of_trees(width: int) -> None:
+    """Walks down every tree, wherever the deepest one still fits."""
+    ranked = torch.tensor([[0, 0, 2, 0, 1], [0, 1, 0, 0, 5]])
+    places = [(row, start) for row in ranked.tolist() for start in range(len(row) - 2)]
 
-    def run(row: list[bool], start: int, k: int) -> int:
-        wrong = [i for i in range(k) if not row[start + i]]
-        return wrong[0] if wrong else k
+    def walk(row: list[int], start: int, levels: int) -> int:
+        accepted = 0
+        for rank in row[start : start + levels]:
+            accepted += rank < width
+            if rank > 0:
+                break
+        return accepted
 
-    expected = [1 + np.mean([run(row, s, k) for row, s in places]) for k in range(4)]
-    assert chain_tokens(agrees, 3) == pytest.approx(expected)
+    expected = [1 + np.mean([walk(row, s, k) for row, s in places]) for k in range(4)]
+    assert tree_tokens(ranked, 3, width) == pytest.approx(expected)
 
 
-def test_the_best_depth_is_taken_by_what_was_measured() -> None:
-    taken = {("verify", 1 + k): 1.0 + 0.01 * k for k in (0, 1, 2, 3, 4, 6, 8)} | {("draft full", 1): 0.2}
-    agreed = {"draft full": (0.5, tuple(min(1 + 0.5 * k, 2.0) for k in range(9)))}
-    (found,) = best_cells(taken, [Mode(False, 0)], agreed, 4, 100)
-    assert found.best.depth == 2 and found.best.ratio == pytest.approx(2.0 / (0.4 + 1.02))
+def test_a_rank_counts_what_the_noise_puts_first() -> None:
+    text = Written(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[2, 0]]), np.zeros(1, np.uint64))
+    logits = torch.tensor([[[3.0, 1.0, 2.0], [3.0, 1.0, 2.0]]])
+    noise = torch.tensor([[[0.0, 0.0, 4.0], [0.0, 9.0, 4.0]]])
+    assert ranks(logits, text, noise, 1.0, 0.0).tolist() == [[1, 0]]
+    assert ranks(logits, text, noise, 1.0, 1.0).tolist() == [[0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("token_s", "sibling", "tree"), [(0.01, 0.0, (2, 1)), (0.01, 0.2, (2, 3)), (0.4, 0.2, (1, 1))]
+)
+def test_the_best_tree_is_taken_by_what_was_measured(
+    token_s: float, sibling: float, tree: tuple[int, int]
+) -> None:
+    taken = {("verify", k): 1.0 + token_s * (k - 1) for k in VERIFIED} | {("draft full", 1): 0.2}
+    tokens = {w: tuple(min(1 + 0.5 * k, 2.0) + (k > 0) * (w - 1) * sibling for k in range(9)) for w in (1, 2, 3)}
+    (found,) = best_cells(taken, [Mode(False, 0)], {"draft full": Agreement(0.5, tokens)}, 4, 100)
+    depth, width = tree
+    assert (found.best.depth, found.best.width) == tree
+    assert found.best.ratio == pytest.approx(tokens[width][depth] / (0.2 * depth + 1 + token_s * depth * width))
 
 
 def model() -> TinyLlama:

@@ -5,6 +5,7 @@ The target continues long held-out texts with noise that the draft knows, as a s
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from adaserve.bench.context.report import Mode
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.evaluate import noise_of, write
-from adaserve.pair.long import CATEGORIES, agreement, chain_tokens, long_prompts, sparse_logits
+from adaserve.pair.long import CATEGORIES, long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.model import load_hf
 
 
@@ -30,10 +31,18 @@ class TextPlan:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """How often one mode agrees with the target."""
+
+    share: float  # of tokens that are its best guess
+    tokens: Mapping[int, tuple[float, ...]]  # by width: ``tree_tokens``
+
+
 def measure_agreement(
-    target: Path, draft: Path, modes: list[Mode], plan: TextPlan, deepest: int
-) -> dict[str, tuple[float, tuple[float, ...]]]:
-    """Per mode: the share of right tokens, and ``chain_tokens``."""
+    target: Path, draft: Path, modes: list[Mode], plan: TextPlan, widths: Sequence[int], deepest: int
+) -> dict[str, Agreement]:
+    """By the mode's name, of trees up to ``deepest`` levels."""
     tokenizer, models = load_tokenizer(target), {True: load_hf(target), False: load_hf(draft)}
     scale, spread = (float(v) for v in load_sharpening(draft).reading(plan.temperature))
     own = (1.0 / plan.temperature, 1.0) if plan.temperature else (1.0, 0.0)
@@ -45,6 +54,9 @@ def measure_agreement(
         for mode in modes:
             logits = sparse_logits(models[mode.is_self], written, mode.window, mode.sinks)
             reading = own if mode.is_self else (scale, spread)
-            found[mode.name].append(agreement(logits, written, noise, *reading))
+            found[mode.name].append(ranks(logits, written, noise, *reading))
     joined = {name: torch.cat(parts) for name, parts in found.items()}
-    return {name: (a.float().mean().item(), chain_tokens(a, deepest)) for name, a in joined.items()}
+    return {
+        name: Agreement((r == 0).float().mean().item(), {w: tree_tokens(r, deepest, w) for w in widths})
+        for name, r in joined.items()
+    }

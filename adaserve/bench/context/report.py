@@ -30,7 +30,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Cell:
-    """The best chain of one mode for ``requests`` requests with ``context`` cached tokens each."""
+    """The best tree of one mode for ``requests`` requests with ``context`` cached tokens each."""
 
     requests: int
     context: int
@@ -68,7 +68,7 @@ def rising_from(cells: Sequence[Cell], mode: str) -> int | None:
 
 def table(cells: Sequence[Cell]) -> str:
     """Markdown: one row per requests, context and mode, and where speedups rise with the requests."""
-    heads = ("context", "requests", "plain ms", "mode", "acceptance", "depth", "T_D/T", "T_V/T", "tokens",
+    heads = ("context", "requests", "plain ms", "mode", "acceptance", "tree", "T_D/T", "T_V/T", "tokens",
              "tokens/s", "speedup", "")  # fmt: skip
     lines = [_row(heads), _row(["--:"] * 3 + [":--"] + ["--:"] * 7 + [":--"])]
     for context, requests in sorted({(c.context, c.requests) for c in cells}):
@@ -78,7 +78,7 @@ def table(cells: Sequence[Cell]) -> str:
             b = c.best
             lines.append(_row([
                 str(context), str(requests), f"{1e3 * b.plain_s:.1f}", c.mode, f"{c.acceptance:.2f}",
-                str(b.depth), f"{b.draft_step_s / b.plain_s:.2f}", f"{b.verify_s / b.plain_s:.2f}",
+                f"{b.depth} x {b.width}", f"{b.draft_step_s / b.plain_s:.2f}", f"{b.verify_s / b.plain_s:.2f}",
                 f"{b.tokens:.2f}", f"{c.tokens_per_s:.0f}", f"{b.ratio:.2f}", "*" if c.mode == first else "",
             ]))  # fmt: skip
     lines += ["", "Speedup grows with every step in requests:", ""]

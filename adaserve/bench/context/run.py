@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
 
-from adaserve.bench.context.agreement import TextPlan, measure_agreement
+from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreement
 from adaserve.bench.context.report import Cell, Mode, figure, table
 from adaserve.bench.kernels import SETS, Shape, random_model
 from adaserve.bench.terminal import progress
@@ -34,7 +34,12 @@ from adaserve.scheduler.fit import fit_table
 from adaserve.scheduler.latency import TableCost
 from adaserve.scheduler.speedup import Drafting, Speedup, inflection
 
-DEPTHS = (1, 2, 3, 4, 6, 8)
+TREES = (*((depth, 1) for depth in (1, 2, 3, 4, 6, 8)), *((d, w) for w in (2, 3) for d in (1, 2, 3, 4)))
+"""Levels of a tree, and tokens at each of them. A draft step reads one token, whatever the width."""
+
+DEEPEST, WIDTHS = max(depth for depth, _ in TREES), sorted({width for _, width in TREES})
+VERIFIED = sorted({1} | {1 + depth * width for depth, width in TREES})
+"""Tokens of one request in a forward of the target."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def steps(
     target: SyntheticCache, draft: SyntheticCache, modes: Sequence[Mode], requests: int, context: int
 ) -> dict[Step, Callable[[], torch.Tensor]]:
     """Every forward that a case needs."""
-    calls = {("verify", 1 + k): target.step(requests, 1 + k, context, context) for k in (0, *DEPTHS)}
+    calls = {("verify", k): target.step(requests, k, context, context) for k in VERIFIED}
     for mode in modes:
         model = target if mode.is_self else draft
         calls[mode.name, 1] = model.step(requests, 1, context, mode.reads(context))
@@ -121,22 +126,22 @@ def in_turns(calls: dict[Step, Callable[[], torch.Tensor]], rounds: int) -> dict
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
-Agreement = dict[str, tuple[float, tuple[float, ...]]]
-"""Mode -> share of right tokens, expected tokens of chains of 0, 1, ... tokens."""
-
-
 def best_cells(
-    taken: dict[Step, float], modes: Sequence[Mode], agreed: Agreement, requests: int, context: int
+    taken: dict[Step, float],
+    modes: Sequence[Mode],
+    agreed: Mapping[str, Agreement],
+    requests: int,
+    context: int,
 ) -> list[Cell]:
-    """The best depth of every mode, given what its forwards take and how often it agrees."""
+    """The best tree of every mode, given what its forwards take and how often it agrees."""
     cells = []
     for mode in modes:
-        acceptance, tokens = agreed[mode.name]
+        how = agreed[mode.name]
+        plain_s, draft_s = taken["verify", 1], taken[mode.name, 1]
         every = [
-            Speedup(k, taken["verify", 1], taken[mode.name, 1], taken["verify", 1 + k], tokens[k])
-            for k in DEPTHS
+            Speedup(d, plain_s, draft_s, taken["verify", 1 + d * w], how.tokens[w][d], w) for d, w in TREES
         ]
-        cells.append(Cell(requests, context, mode.name, acceptance, max(every, key=lambda s: s.ratio)))
+        cells.append(Cell(requests, context, mode.name, how.share, max(every, key=lambda s: s.ratio)))
     return cells
 
 
@@ -149,8 +154,8 @@ def run_context(plan: ContextPlan, console: Console) -> list[Cell]:
     console.print(f"acceptance on held-out texts of {plan.text.length} tokens", highlight=False)
     modes = plan.modes
     folders = weights_folder() / "target", weights_folder() / "draft"
-    agreed = measure_agreement(*folders, modes, plan.text, max(DEPTHS))
-    slots = max(plan.requests) * (max(plan.contexts) + 1 + max(DEPTHS))
+    agreed = measure_agreement(*folders, modes, plan.text, WIDTHS, DEEPEST)
+    slots = max(plan.requests) * (max(plan.contexts) + max(VERIFIED))
     wide, slim = (_shape(folder) for folder in folders)
     target = SyntheticCache(_kernel_shape(widened_shape(wide, Width())), plan.storage, slots)
     draft = SyntheticCache(_kernel_shape(slim), plan.storage, slots)
@@ -169,12 +174,14 @@ def run_context(plan: ContextPlan, console: Console) -> list[Cell]:
     return cells
 
 
-def _inflections(plan: ContextPlan, agreed: Agreement, fitted: dict[bool, TableCost]) -> str:
+def _inflections(
+    plan: ContextPlan, agreed: Mapping[str, Agreement], fitted: dict[bool, TableCost]
+) -> str:
     """S_inflection of every mode, by the costs that fit what was measured."""
-    lines = ["By costs that fit these times, from any number of requests to the next:", ""]
+    lines = ["Of chains, by costs that fit these times, from any number of requests to the next:", ""]
     for mode in plan.modes:
-        drafting = Drafting(mode.name, fitted[mode.is_self], agreed[mode.name][0], mode.window, mode.sinks)
-        length = inflection(fitted[True], drafting, plan.requests, max(DEPTHS))
+        drafting = Drafting(mode.name, fitted[mode.is_self], agreed[mode.name].share, mode.window, mode.sinks)
+        length = inflection(fitted[True], drafting, plan.requests, DEEPEST)
         lines.append(
             f"- {mode.name}: {'at no context' if length is None else f'from {length:.0f} tokens on'}"
         )
@@ -182,7 +189,11 @@ def _inflections(plan: ContextPlan, agreed: Agreement, fitted: dict[bool, TableC
 
 
 def _report(
-    plan: ContextPlan, cells: Sequence[Cell], agreed: Agreement, inflections: str, console: Console
+    plan: ContextPlan,
+    cells: Sequence[Cell],
+    agreed: Mapping[str, Agreement],
+    inflections: str,
+    console: Console,
 ) -> None:
     kind = SETS[build.load_library(build.build()).ada_vector_lanes()]
     title = f"# Speculation at long contexts, {kind}, {plan.threads} threads"
@@ -194,7 +205,7 @@ def _report(
     record = {
         "made": provenance(), "set": kind, "threads": plan.threads, "storage": plan.storage,
         "rounds": plan.rounds, "text_tokens": plan.text.length, "temperature": plan.text.temperature,
-        "agreement": {name: {"share": a, "chain_tokens": t} for name, (a, t) in agreed.items()},
+        "agreement": {name: asdict(how) for name, how in agreed.items()},
         "cells": [cell.record() for cell in cells],
     }  # fmt: skip
     (plan.out / f"{kind}.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -207,7 +218,7 @@ def _notes(plan: ContextPlan) -> str:
     return (
         f"Times are medians of {plan.rounds} rounds in turns, of forwards alone, over a synthetic KV cache. "
         f"Acceptance is that of held-out texts of {text.length} tokens at T = {text.temperature:g}, at every "
-        f"context; the pair has been trained on up to {MAX_CONTEXT_TOKENS}. Chains; what a server adds "
-        "around an iteration is not in it. T is a plain step, T_D a draft step, T_V a verification; * marks "
-        "the winner."
+        f"context; the pair has been trained on up to {MAX_CONTEXT_TOKENS}. A tree has levels x candidates, and "
+        "goes on behind the best candidate only. What a server adds around an iteration is not in it. T is a "
+        "plain step, T_D a draft step, T_V a verification; * marks the winner."
     )
