@@ -8,12 +8,17 @@ batch is made: here it is made later, or smaller. The worker's ``PrefillPacer`` 
 SGLang admits a prompt when there are KV slots for all of it, and then takes for granted that nobody else
 allocates between its chunks. So decode iterations run in between only while the slots of the rest of the
 prompt stay free; when they would not, the prompt is finished first. Then it can be retracted like any other.
+
+SGLang gives a started prompt the whole chunk, however long it is and whoever waits, save under its policy
+``shortest-prefill-first``. Prompts that are due earlier pass it here: the started one gets what they leave.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -35,7 +40,9 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     if worker is None or not worker.prefill.paces(worker.policy.name):
         return original(self, running_batch)
     running = _decoding(self, running_batch)
-    if not running or not _something_waits(self, running_batch) or _short_of_memory(self, running_batch):
+    spare = _spare_slots(self, running_batch)
+    in_the_way = running or self.chunked_req is not None
+    if not in_the_way or not _something_waits(self, running_batch) or spare <= 0:
         return original(self, running_batch)
     most_tokens = self.chunked_prefill_size or self.max_prefill_tokens
     plan = worker.prefill.plan(
@@ -48,11 +55,19 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     held = _line_up(self, plan.order.tolist())
     if usual is not None:
         self.chunked_prefill_size = min(usual, -(-plan.tokens // align) * align)
+    if 0 < plan.reserved < spare:
+        self.policy.shortest_prefill_chunk_limit = partial(_left_over, plan.reserved)
     try:
         return original(self, running_batch)
     finally:
+        vars(self.policy).pop("shortest_prefill_chunk_limit", None)
         self.chunked_prefill_size = usual
         self.waiting_queue = self.waiting_queue + held
+
+
+def _left_over(reserved: int, _started: Any, _waiting: Any, budget: int, _page_size: int) -> int | None:
+    """In place of SGLang's rule for ``shortest-prefill-first``: how much of a chunk the started prompt gets."""
+    return budget - reserved if budget > reserved else None
 
 
 def _queue_ready_grammars(scheduler: Any) -> None:
@@ -78,14 +93,14 @@ def _something_waits(scheduler: Any, running_batch: Any) -> bool:
     )
 
 
-def _short_of_memory(scheduler: Any, running_batch: Any) -> bool:
-    """Whether a decode iteration now could take slots that the started prompt needs."""
+def _spare_slots(scheduler: Any, running_batch: Any) -> float:
+    """KV slots beyond those that a decode iteration now and the rest of the started prompt could take."""
     req = scheduler.chunked_req
     if req is None:
-        return False
+        return math.inf
     left = len(req.full_untruncated_fill_ids) - req.prefix_len
     free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-    return bool(free - running_batch.new_tokens_required_next_decode() <= left)
+    return float(free - running_batch.new_tokens_required_next_decode() - left)
 
 
 def _line_up(scheduler: Any, order: list[int]) -> list[Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from adaserve.scheduler.averages import blend
 from adaserve.scheduler.interface import Context, FloatArray, IterationOutcome
 from adaserve.scheduler.latency import Latency
-from adaserve.scheduler.prefill import PrefillConfig, Pressure, WaitingBatch, aims_s, plan_prefill
+from adaserve.scheduler.prefill import PrefillConfig, Pressure, WaitingBatch, aims_s, overtaking, plan_prefill
 
 NEWEST = 0.05
 """Weight of the newest iteration: the last two dozen count."""
@@ -109,7 +109,9 @@ def predicted_wait_s(
     last, n = len(waiting.arrival_s) - 1, len(finish_s)
     token_s = float(pressure.seconds[-1] / pressure.sizes[-1])
     aims = aims_s(config, waiting)
-    ahead = waiting.started | (aims <= aims[last])
+    ahead = aims <= aims[last]
+    if not overtaking(config, waiting, aims)[last]:
+        ahead |= waiting.started
     ahead[last] = False
     work_s = float(waiting.prompt_left[ahead].sum()) * token_s
     wait_s = work_s / (config.late_share if n and config.pacing == "slack" else 1.0)

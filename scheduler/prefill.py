@@ -100,13 +100,15 @@ class Pressure:
 class PrefillPlan:
     """What to prefill now: rows in this order until ``tokens`` are spent; ``shed`` rows get 429.
 
-    0 tokens: decode first. ``lost``: a lost prompt comes first now, for having waited longest.
+    0 tokens: decode first. ``lost``: a lost prompt comes first now, for having waited longest. ``reserved``:
+    those of the tokens that belong to prompts which overtake a started one.
     """
 
     tokens: int
     order: IntArray
     shed: BoolArray
     lost: bool = False
+    reserved: int = 0
 
 
 def room_to_join(
@@ -198,8 +200,8 @@ def slack_tokens(
     """Size of the chunk that runs before the next decode iteration; 0 = decode first.
 
     As much as the tightest request can bear (``spend`` of its slack), or as much as the waiting prompts
-    claim, whichever is more. A chunk too small to be worth a forward waits until more has come together, but
-    for at most ``most_decodes`` iterations: a prompt always makes progress.
+    claim, whichever is more. A chunk too small to be worth a forward, or for a prompt that overtakes, waits
+    until more has come together, but for at most ``most_decodes`` iterations: a prompt always makes progress.
     """
     left = int(waiting.prompt_left[order].sum())
     if left <= 0:
@@ -212,15 +214,41 @@ def slack_tokens(
     claimed_s = pressure.period_s * rounds * share / (1 - share) if share < 1 else np.inf
     within = int(np.searchsorted(seconds, max(bearable_s, claimed_s) - pressure.spent_s, side="right"))
     tokens = min(int(sizes[within - 1]) if within else 0, config.chunk_tokens)
-    least = min(config.least_tokens, config.chunk_tokens)
+    beside = int(waiting.prompt_left[order[0]]) + 1 if _overtakes_first(waiting, order) else 0
+    least = max(min(config.least_tokens, config.chunk_tokens), beside)
     if tokens < min(least, left):
         if pressure.decodes < config.most_decodes:
             return 0
         tokens = least
     # As few chunks as that size needs, but equal ones: no forward for a few tokens at the end.
     if tokens < min(left, config.chunk_tokens):
-        return -(-left // -(-left // tokens))
+        return max(beside, -(-left // -(-left // tokens)))
     return tokens
+
+
+def overtaking(config: PrefillConfig, waiting: WaitingBatch, due_s: FloatArray) -> BoolArray:
+    """Prompts that go before started ones, [n]: those that are due earlier and fit into one chunk.
+
+    A server holds one prompt that is read in part. So a prompt can only pass it whole, in a chunk of which
+    the started one gets the rest.
+    """
+    if not waiting.started.any():
+        return np.zeros(len(due_s), np.bool_)
+    earlier = due_s < due_s[waiting.started].min()
+    return ~waiting.started & earlier & (waiting.prompt_left < config.chunk_tokens)
+
+
+def _overtakes_first(waiting: WaitingBatch, order: IntArray) -> bool:
+    return bool(waiting.started[order].any() and not waiting.started[order[0]])
+
+
+def reserved_tokens(waiting: WaitingBatch, order: IntArray, tokens: int) -> int:
+    """Of a chunk, what belongs to the prompts that stand before the started one and fit in beside it."""
+    if not len(order) or not _overtakes_first(waiting, order):
+        return 0
+    ahead = order[: int(np.argmax(waiting.started[order]))]
+    taken = np.cumsum(waiting.prompt_left[ahead])
+    return int(taken[taken < tokens].max(initial=0))
 
 
 def lost_prompts(waiting: WaitingBatch, now_s: float) -> BoolArray:
@@ -286,24 +314,26 @@ def plan_prefill(
 ) -> PrefillPlan:
     """Pure: the prefill share of one iteration.
 
-    Started prompts go first (their KV is taken already). ``pressure`` is needed for ``pacing="slack"`` and
-    for the gate while requests decode.
+    Started prompts go first (their KV is taken already), but for those that overtake them in the order
+    ``deadline``. ``pressure`` is needed for ``pacing="slack"`` and for the gate while requests decode.
     """
     waited = now_s - waiting.arrival_s
     shed = np.zeros(len(waited), np.bool_)
     if config.shed:
         shed = (waited > config.shed_factor * waiting.ttft_slo_s) & ~waiting.started
+    passes = np.zeros(len(waited), np.bool_)
     if config.order == "slack":
         rank = waiting.arrival_s + np.where(np.isfinite(waiting.ttft_slo_s), waiting.ttft_slo_s, LATER_S)
     elif config.order == "deadline":
         rank = aims_s(config, waiting)
         if config.lost_every_s is not None:  # who can still be in time comes first
             rank = np.where(lost_prompts(waiting, now_s), rank + LATER_S, rank)
+        passes = overtaking(config, waiting, rank)
     elif config.order == "short":
         rank = waiting.prompt_left.astype(np.float64)
     else:
         rank = waiting.arrival_s
-    order = np.lexsort((rank, ~waiting.started))
+    order = np.lexsort((rank, ~waiting.started, ~passes))
     order = order[~shed[order]]
     overdue = None
     if pressure is not None and n_running >= config.gate_free:
@@ -314,4 +344,6 @@ def plan_prefill(
     tokens = config.chunk_tokens
     if config.pacing == "slack" and n_running and pressure is not None:
         tokens = slack_tokens(config, waiting, order, pressure, now_s)
-    return PrefillPlan(tokens if len(order) else 0, order, shed, overdue is not None and tokens > 0)
+    tokens = tokens if len(order) else 0
+    reserved = reserved_tokens(waiting, order, tokens)
+    return PrefillPlan(tokens, order, shed, overdue is not None and tokens > 0, reserved)

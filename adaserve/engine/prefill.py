@@ -158,7 +158,7 @@ class PrefillPacer:
     ) -> PrefillPlan:
         """How many prompt tokens to prefill before the next decode iteration (0 = none), and in which order.
 
-        ``running``: the requests that decode, never empty. ``started``: the request whose prompt is partly
+        ``running``: the requests that decode. ``started``: the request whose prompt is partly
         in the cache, row 0 of the plan if there is one. ``waiting``: the queue, the further rows.
         ``most_tokens``: SGLang's own chunk size. Rows that the plan's order leaves out have to wait; only
         those of ``looked_at`` can be in it.

@@ -238,6 +238,8 @@ def test_a_prefill_batch_reads_its_chunk_size_anew() -> None:
     for attribute in ("chunked_prefill_size", "max_prefill_tokens", "chunked_req", "truncation_align_size"):
         assert f"self.{attribute}" in source, f"Scheduler.{attribute} moved: prefills would not be paced"
     assert "for req in self.waiting_queue" in source, "the queue is no longer served in its order"
+    limit = "adder.chunked_req_limit = self.policy.shortest_prefill_chunk_limit("
+    assert limit in source, "nobody could pass a started prompt"
 
 
 def test_what_load_snapshots_are_made_and_read_with() -> None:

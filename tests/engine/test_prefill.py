@@ -133,6 +133,39 @@ def test_a_long_prompt_is_interleaved_by_slack(slow: Served, stock: Server) -> N
     assert max(gaps) <= most, f"a waiting prompt got no chunk for more than {most} iterations: {gaps}"
 
 
+@pytest.mark.parametrize("decoding", [False, True])
+def test_a_short_prompt_passes_a_long_one_that_has_begun(slow: Served, decoding: bool) -> None:
+    """Where it is due earlier; both texts are those that they have alone."""
+    urgent = Job(tuple(range(40, 60)), greedy(6))
+    jobs, ttft_ms = (ARRIVING, urgent), (60_000, 500)
+    alone = outputs(run_jobs(slow.server, jobs))
+
+    async def meet() -> tuple[list[str], list[list[int]]]:
+        done: list[str] = []
+        async with httpx.AsyncClient(base_url=slow.server.url, timeout=120) as client:
+
+            async def ask(job: Job, name: str, ttft: int) -> list[int]:
+                params = job.body["sampling_params"] | {"custom_params": {"slo_ttft_ms": ttft}}
+                answer = await client.post("/generate", json={**job.body, "sampling_params": params})
+                done.append(name)
+                return list(answer.raise_for_status().json()["output_ids"])
+
+            others = [client.post("/generate", json=job.body) for job in DECODING * decoding]
+            running = [asyncio.create_task(other) for other in others]
+            await asyncio.sleep(1.0 * decoding)
+            before = len(slow.probe.read()["forwards"])
+            long = asyncio.create_task(ask(jobs[0], "long", ttft_ms[0]))
+            while CHUNK not in slow.probe.read()["forwards"][before:] and not decoding:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5 * decoding)
+            answers = await asyncio.gather(long, ask(jobs[1], "urgent", ttft_ms[1]), *running)
+            return done, answers[:2]
+
+    done, answers = asyncio.run(meet())
+    assert answers == alone, "another text"
+    assert done == ["urgent", "long"]
+
+
 def test_nobody_decodes_nobody_to_spare(slow: Served) -> None:
     """Alone, a prompt takes the fewest chunks that SGLang allows."""
     before = len(slow.probe.read()["forwards"])

@@ -186,6 +186,39 @@ def test_stated_ttft_first_otherwise_in_order() -> None:
     assert sched.waiting_queue == queue
 
 
+def share_of_the_started(sched: Any, running: Any = RUNNING) -> tuple[int, int | None]:
+    """The chunk, and what of it the started prompt may have at most (None = all)."""
+    seen: list[tuple[int, int | None]] = []
+
+    def prefill(s: Any, _: Any) -> None:
+        rule = getattr(s.policy, "shortest_prefill_chunk_limit", lambda *_: None)
+        budget = s.chunked_prefill_size
+        seen.append((budget, rule(s.chunked_req, s.waiting_queue, budget, 1)))
+
+    _paced(prefill, sched, running)
+    assert not hasattr(sched.policy, "shortest_prefill_chunk_limit"), "SGLang's own rule is back"
+    return seen[0]
+
+
+NOBODY = SimpleNamespace(**{**vars(RUNNING), "reqs": [], "new_tokens_required_next_decode": lambda: 0})
+
+
+@pytest.mark.parametrize("running", [RUNNING, NOBODY])
+def test_a_short_prompt_that_is_due_earlier_gets_its_place_beside_a_started_one(running: Any) -> None:
+    def sched(ttft: float, free: int = 10_000) -> Any:
+        paced = pacer(1.0, ttft={"long": 60.0, "short": ttft})
+        return scheduler(
+            paced, [Request("short", prompt=40)], chunked_req=Request("long", prompt=5000),
+            token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: free),
+        )  # fmt: skip
+
+    assert share_of_the_started(sched(0.5), running) == (256, 216)
+    assert share_of_the_started(sched(61.0), running) == (256, None)
+    assert share_of_the_started(sched(0.5, free=5050), running)[1] == (216 if running is NOBODY else None), (
+        "with 20 slots for decoding and 5,000 for the long one, 30 are left"
+    )
+
+
 TWO = SimpleNamespace(**{**vars(RUNNING), "reqs": [Request("r0"), Request("r1", slot=1)]})
 
 

@@ -184,16 +184,72 @@ def test_order_is_by_deadline_and_nobody_is_overtaken_for_ever():
     queue = waiting((50, 50, 50, 50), arrival=(0.0, 1.0, 1.2, 1.9), ttft=(math.inf, 0.5, math.inf, math.inf))
     plan = plan_prefill(CONFIG, queue, 1, 2.0, pressure(1.0))
     assert plan.order.tolist() == [1, 0, 2, 3]
-    started = plan_prefill(
-        CONFIG, replace(queue, started=np.array([0, 0, 0, 1], bool)), 1, 2.0, pressure(1.0)
-    )
-    assert started.order.tolist() == [3, 1, 0, 2]
+    long = replace(queue, prompt_left=np.array([256] * 4), started=np.array([0, 0, 0, 1], bool))
+    assert plan_prefill(CONFIG, long, 1, 2.0, pressure(1.0)).order.tolist() == [3, 1, 0, 2]
 
 
 def test_idle_server_and_fixed_pacing_take_the_full_chunk():
     assert plan_prefill(CONFIG, waiting(), 0, 0.0).tokens == 256
     fixed = replace(CONFIG, pacing="fixed")
     assert plan_prefill(fixed, waiting(), 3, 0.0, pressure(0.0)).tokens == 256
+
+
+# -- who overtakes --------------------------------------------------------------------------
+
+LONG = 5000
+
+
+def behind_a_long_one(left, ttft, slack=9.0, n_running=1, **rest):
+    """The plan for prompts that came behind one that is being read and is due after 60 s."""
+    queue = waiting((LONG, *left), ttft=(60.0, *ttft), started=(0,))
+    return plan_prefill(CONFIG, queue, n_running, 0.0, pressure(slack, **rest))
+
+
+def test_a_short_prompt_that_is_due_earlier_passes_a_started_one() -> None:
+    plan = behind_a_long_one((40,), (0.5,))
+    assert plan.order.tolist() == [1, 0] and plan.reserved == 40 and plan.tokens == 256
+    idle = behind_a_long_one((40,), (0.5,), n_running=0)
+    assert idle.order.tolist() == [1, 0] and idle.reserved == 40 and idle.tokens == 256
+
+
+def test_who_is_due_later_or_needs_more_than_a_chunk_waits() -> None:
+    for left, ttft in ((40, 61.0), (256, 0.5), (40, math.inf)):
+        config = replace(CONFIG, patience_s=90.0)
+        queue = waiting((LONG, left), ttft=(60.0, ttft), started=(0,))
+        plan = plan_prefill(config, queue, 1, 0.0, pressure(9.0))
+        assert plan.order.tolist() == [0, 1] and plan.reserved == 0, (left, ttft)
+
+
+def test_as_many_pass_as_fit_beside_a_token_of_the_started_one() -> None:
+    assert behind_a_long_one((100, 100, 100), (0.5, 0.6, 0.4)).reserved == 200
+    assert behind_a_long_one((100, 155), (0.5, 0.6)).reserved == 255
+    assert behind_a_long_one((100, 156), (0.5, 0.6)).reserved == 100
+
+
+def test_a_chunk_waits_until_who_passes_fits_into_it() -> None:
+    """SGLang reads a prompt beside a started one whole or not at all."""
+    assert behind_a_long_one((100,), (1.5,), slack=0.05).tokens == 0
+    waited = behind_a_long_one((100,), (1.5,), slack=0.05, decodes=CONFIG.most_decodes)
+    assert waited.tokens >= 101 and waited.reserved == 100
+    assert 16 <= behind_a_long_one((), (), slack=0.0, decodes=CONFIG.most_decodes).tokens < 100
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 600), st.floats(0.1, 90)), max_size=5),
+    slacks,
+    st.integers(0, CONFIG.most_decodes),
+    st.integers(0, 2),
+)
+def test_a_started_prompt_always_gets_a_part_of_the_chunk(others, slack, decodes, n_running):
+    left, ttft = zip(*others, strict=True) if others else ((), ())
+    plan = behind_a_long_one(left, ttft, slack, n_running, decodes=decodes)
+    assert sorted(plan.order.tolist()) == list(range(len(left) + 1))
+    assert plan.reserved == 0 or plan.reserved < plan.tokens <= CONFIG.chunk_tokens
+    place = plan.order.tolist().index(0)
+    passed = [i - 1 for i in plan.order[:place]]
+    assert all(ttft[i] < 60 and left[i] < CONFIG.chunk_tokens for i in passed)
+    if passed and plan.tokens:
+        assert plan.reserved >= left[passed[0]], "the first one that passes has its place"
 
 
 # -- the gate -------------------------------------------------------------------------------
