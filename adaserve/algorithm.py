@@ -97,8 +97,8 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             "Medusa heads draft in place of a draft model: remove --speculative-draft-model-path",
         ),
         (
-            config.medusa is not None and on_device(args.device),
-            "Medusa heads are served on CPUs only so far: give a draft model",
+            config.medusa is not None and args.tp_size > 1,
+            "Medusa heads are not shared between ranks: use --tp-size 1",
         ),
         ((args.page_size or 1) > 1, f"page size {args.page_size} is not supported: use --page-size 1"),
         (bool(args.enable_lora or args.lora_paths), "LoRA adapters are not supported: remove --lora-paths"),

@@ -58,6 +58,17 @@ def load_medusa(folder: Path) -> MedusaHeads:
     )
 
 
+def require_target(heads: MedusaHeads, folder: Path, hidden_size: int, vocab_size: int) -> None:
+    """Raises ValueError where a target of these sizes is not the one that the heads were made for."""
+    size, vocabularies = heads.bias.shape[-1], {len(m) for m in heads.lm_heads or ()}
+    if size != hidden_size or vocabularies - {vocab_size}:
+        raise ValueError(
+            f"the Medusa heads in {folder} were made for a target with a hidden size of {size}"
+            + "".join(f" and {tokens} tokens" for tokens in sorted(vocabularies))
+            + f", and this one has {hidden_size} and {vocab_size}: serve the target that they were trained for"
+        )
+
+
 def save_medusa(heads: MedusaHeads, folder: Path, **more: Any) -> None:
     """Writes an existing ``folder``. ``more``: further values for its ``config.json``."""
     count, layers = heads.bias.shape[:2]

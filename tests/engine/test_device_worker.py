@@ -54,7 +54,7 @@ def test_greedy_is_the_target_alone(device: Served, stock: Server, pair: Path) -
     device.server.assert_idle_and_clean()
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["eagle3", "mtp", "medusa"])
 def headed_device(
     request: pytest.FixtureRequest,
     zygote: Zygote,
@@ -62,13 +62,16 @@ def headed_device(
     mtp_pair: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    """An EAGLE-3 head drafts, or an MTP layer, in SGLang's own class."""
+    """An EAGLE-3 head drafts, or an MTP layer, in SGLang's own class; or Medusa heads."""
     name = str(request.param)
+    draft = {"eagle3": "eagle3", "mtp": "target", "medusa": None}[name]
+    medusa = {"medusa": str(headed_pair / "medusa")} if name == "medusa" else {}
     server, probe = adaserve_server(
         tmp_path_factory.mktemp(f"{name}_device"),
-        *((mtp_pair, "target") if name == "mtp" else (headed_pair, name)),
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
-        {"rotate": POLICIES, "hold_back": True, "compare_head": True, "audit_every": 1 << 30},
+        mtp_pair if name == "mtp" else headed_pair,
+        draft,
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **medusa},
+        {"rotate": POLICIES, "hold_back": True, "compare_head": draft is not None, "audit_every": 1 << 30},
         overlap=True,
         **{**TIGHT, "chunked-prefill-size": 16},
     )
@@ -79,6 +82,7 @@ def headed_device(
         assert probe.read()["wrong_lengths"] == []
 
 
+@pytest.mark.parametrize("headed_device", ["eagle3", "mtp"], indirect=True)
 def test_a_head_drafts_as_in_sglang(headed_device: Served) -> None:
     """The same beams of two steps, by the same parents and with the same scores, and the target's text."""
     heads = headed_device.probe.read()["heads"]
@@ -96,7 +100,8 @@ def test_greedy_with_a_head_is_the_target_alone(
     assert_best(target, jobs, run_jobs(headed_device.server, jobs, speed=2))
     stats = headed_device.probe.read()
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"
-    assert stats["moved"] > 10 and stats["catch_ups"] > 10, "neither compaction nor catching up was exercised"
+    assert stats["moved"] > 10, "compaction was not exercised"
+    assert stats["catch_ups"] > 10 or headed_device.name == "medusa", "catching up was not exercised"
 
 
 def test_logprobs(device: Served, stock: Server) -> None:

@@ -38,8 +38,9 @@ def test_medusa_heads_draft_in_place_of_a_model() -> None:
     refuse_unsupported(arguments(speculative_draft_model_path=None), config)
     with pytest.raises(ValueError, match="remove --speculative-draft-model-path"):
         refuse_unsupported(arguments(), config)
-    with pytest.raises(ValueError, match="on CPUs only"):
-        refuse_unsupported(arguments(speculative_draft_model_path=None, device="cuda"), config)
+    refuse_unsupported(arguments(speculative_draft_model_path=None, device="cuda"), config)
+    with pytest.raises(ValueError, match="Medusa heads are not shared between ranks"):
+        refuse_unsupported(arguments(speculative_draft_model_path=None, device="cuda", tp_size=2), config)
 
 
 def test_a_draft_model_without_a_use_is_refused() -> None:

@@ -56,13 +56,7 @@ class BeamSearches:
             "scale": search.scale, "spread": search.spread, "keys": search.keys,
         }  # fmt: skip
         found, run = self._run(key, self._prepare(key, shape), arrays, kv_lens, first.gap)
-        copy = QueuedCopy({"found": found})
-
-        def read() -> Beams:
-            tokens, parents, logprobs = copy.read()["found"][:, :a]
-            return Beams(tokens, parents, logprobs.view(np.float64), steps=len(shape.beams))
-
-        return read, run
+        return queued_beams(found, a, len(shape.beams)), run
 
     def rehearse(self, batch: TreeBatch, width: int) -> Run:
         """The deepest search that has a graph, over the batch's requests and as wide as it."""
@@ -123,7 +117,7 @@ class BeamSearches:
         for q in set(prepared.shape.beams[:-1]):
             bits |= _window(q, extents[q], prepared.shape.width, a)
         no_gap = dict.fromkeys(("gap_at", "gap_length"), np.zeros(a, np.int64))  # gaps come and go
-        given = {name: _pad(values, key.rows) for name, values in {**no_gap, **arrays, **lists}.items()}
+        given = {name: padded_rows(values, key.rows) for name, values in {**no_gap, **arrays, **lists}.items()}
         there = prepared.static.put({**given, **bits}, parts.device)
         parts.buffers.set_slots(
             parts.req_to_token, {name: there[name][:a] for name in lists}, int(kv_lens.sum()), spare
@@ -136,14 +130,14 @@ class BeamSearches:
     # -- inside of it -------------------------------------------------------------------------
 
     def _search(self, key: SearchKey, prepared: _Prepared, there: Mapping[str, Tensor]) -> Tensor:
-        shape, base = prepared.shape, there["base"][:, None]
+        parts, shape, base = self._parts, prepared.shape, there["base"][:, None]
         levels = Levels(shape, key.rows, prepared.columns)
-        q, is_padding = self._parts.first, base == 0
+        q, is_padding = parts.first, base == 0
         places = torch.where(is_padding, -1, there["places"])
         step = _Step(there["tokens"], there["positions"], places, there["byte-first"], there["clear-first"])
         before = self._before(there, places)
         logits, states = self._step(prepared, there, step, before, slice(q - 1, None, q))  # of the roots
-        logprob, token = self._best(logits, there, base)
+        logprob, token = best_children(parts, logits, there, base)
         levels.start(logprob[:, 0], token[:, 0])
         for depth in range(2, len(shape.beams) + 1):
             nodes = levels.level(depth - 1)
@@ -154,7 +148,7 @@ class BeamSearches:
             step = _Step(tokens, positions.expand_as(tokens), places, there[f"byte-{q}"], clear)
             before = self._before_level(states, levels, depth)
             logits, states = self._step(prepared, there, step, before, slice(None))
-            levels.grow(depth, *self._best(logits, there, positions))
+            levels.grow(depth, *best_children(parts, logits, there, positions))
         return levels.found
 
     def _step(
@@ -192,17 +186,30 @@ class BeamSearches:
         """The same for the beams of depth ``step`` - 1, ``states`` being those of the beams before them."""
         return None
 
-    def _best(self, logits: Tensor, there: Mapping[str, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (float64) and ids of the best tokens [R, q, K]; ``positions`` [R, 1]."""
-        rows, q, _ = logits.shape
-        columns = (there["scale"], there["spread"], there["keys"], positions[:, 0])
-        scale, spread, keys, at = (c[:, None].expand(rows, q).flatten() for c in columns)
-        words = self._parts.words
-        scaled = noise.read(logits.flatten(0, 1), scale, spread, keys, at, words)
-        best = scaled.topk(self._parts.candidates, dim=-1)
-        logprob = best.values - scaled.logsumexp(dim=-1, keepdim=True)
-        tokens = best.indices if words is None else words[best.indices]
-        return logprob.double().view(rows, q, -1), tokens.view(rows, q, -1)
+
+def best_children(
+    parts: Parts, logits: Tensor, there: Mapping[str, Tensor], positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (float64) and ids of the best tokens [R, q, K]; ``positions`` [R, 1]."""
+    rows, q, _ = logits.shape
+    columns = (there["scale"], there["spread"], there["keys"], positions[:, 0])
+    scale, spread, keys, at = (c[:, None].expand(rows, q).flatten() for c in columns)
+    scaled = noise.read(logits.flatten(0, 1), scale, spread, keys, at, parts.words)
+    best = scaled.topk(parts.candidates, dim=-1)
+    logprob = best.values - scaled.logsumexp(dim=-1, keepdim=True)
+    tokens = best.indices if parts.words is None else parts.words[best.indices]
+    return logprob.double().view(rows, q, -1), tokens.view(rows, q, -1)
+
+
+def queued_beams(found: Tensor, a: int, steps: int) -> Ready:
+    """The first ``a`` rows of ``Levels.found``, on their way to the host."""
+    copy = QueuedCopy({"found": found})
+
+    def read() -> Beams:
+        tokens, parents, logprobs = copy.read()["found"][:, :a]
+        return Beams(tokens, parents, logprobs.view(np.float64), steps)
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -248,6 +255,6 @@ def _and_padding(seen: np.ndarray, tokens: int) -> np.ndarray:
     return seen
 
 
-def _pad(values: np.ndarray, rows: int) -> np.ndarray:
+def padded_rows(values: np.ndarray, rows: int) -> np.ndarray:
     """With zeros, to so many rows."""
     return np.concatenate([values, np.zeros((rows - len(values), *values.shape[1:]), values.dtype)])

@@ -116,14 +116,20 @@ class DeviceHead(DeviceForward):
 def hidden_states_of(target: Any, head: Any) -> HiddenStates:
     """What the head of the ``ModelRunner`` ``head`` reads of ``target``, which from now on writes it. Raises
     ValueError with the reason where there can be none."""
-    model, inner = head.model, target.model.model
+    model = head.model
     if type(model).__name__ != MTP:
         _refuse_unsupported(model)
     hidden = hidden_states(target, model)
-    lean = getattr(target.model, LEAN_ATTRIBUTE, None)
+    keep_states(target, hidden)
+    return hidden
+
+
+def keep_states(target: Any, hidden: HiddenStates) -> None:
+    """From now on the ``ModelRunner`` ``target`` writes its states to ``hidden``."""
+    inner, lean = target.model.model, getattr(target.model, LEAN_ATTRIBUTE, None)
     if lean is not None:  # a GPU's parts on a CPU
         lean.sink = hidden
-        return hidden
+        return
     forward = inner.forward
 
     def writing(input_ids: Tensor, positions: Tensor, forward_batch: Any, *more: Any, **named: Any) -> Tensor:
@@ -135,7 +141,6 @@ def hidden_states_of(target: Any, head: Any) -> HiddenStates:
         return states
 
     inner.forward = writing
-    return hidden
 
 
 def _refuse_unsupported(model: Any) -> None:

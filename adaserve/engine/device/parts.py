@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from adaserve.engine.device.attention import AttentionBuffers, MakeKernel, kerne
 from adaserve.engine.device.forward import DeviceForward
 from adaserve.engine.device.graphs import GraphTable, capture_all
 from adaserve.engine.device.heads import DeviceHead, device_head
+from adaserve.engine.device.medusa import DeviceMedusa, device_medusa
 from adaserve.engine.device.model import Parts, SGLangCall
 from adaserve.engine.device.sizes import FIRST, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.device.transfer import QueuedCopy, put
 from adaserve.engine.host.heads import HiddenStates
-from adaserve.engine.parts import Mark, ModelForward
+from adaserve.engine.parts import Drafter, Mark
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
@@ -46,7 +48,6 @@ CATCH_UP_TOKENS = 512
 class GraphDevice:
     """``Device`` on a GPU."""
 
-    medusa = None  # not served here
     stops_early = False
     least_gain = 0.0
 
@@ -54,10 +55,11 @@ class GraphDevice:
         self,
         target: DeviceForward,
         *drafts: DeviceForward,
+        medusa: DeviceMedusa | None = None,
         attention: str = "sdpa",
         target_states: HiddenStates | None = None,
     ) -> None:
-        self.target, self.drafts, self.target_states = target, drafts, target_states
+        self.target, self.drafts, self.medusa, self.target_states = target, drafts, medusa, target_states
         self.device = target.device
         self._attention = attention  # its kernel's name
 
@@ -104,21 +106,30 @@ class GraphDevice:
             own = parts_of(draft, kernel_maker(attention, draft, device)[1], searches)  # one kernel for all
             is_head = type(draft.model).__name__ in HEADS
             forwards.append(device_head(own, target, draft, config) if is_head else DeviceForward(own))
+        medusa = None
+        if config.medusa is not None:
+            medusa = device_medusa(parts_of(target, make, searches), target, Path(config.medusa))
+        readers = [f for f in (*forwards, medusa) if isinstance(f, DeviceHead | DeviceMedusa)]
         parts = cls(
             DeviceForward(parts_of(target, make, verifications)),
             *forwards,
+            medusa=medusa,
             attention=attention,
-            target_states=next((f.hidden for f in forwards if isinstance(f, DeviceHead)), None),
+            target_states=readers[0].hidden if readers else None,
         )
         parts.warm_moves([runner.token_to_kv_pool for runner in (target, *drafts)], widest * most_rows)
         parts.warm_draws(int(target.model_config.vocab_size))
         if capture:
             # Before the first request; those first that take the most memory and are missed the most.
             capture_all("verification", verifications, parts.target.capture, parts.target.table)
-            for draft in parts.drafts:
-                capture_all("draft", searches, draft.capture, draft.table)
+            for drafter in parts._drafters:
+                capture_all("draft", searches, drafter.capture, drafter.table)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
+
+    @property
+    def _drafters(self) -> Sequence[DeviceForward | DeviceMedusa]:
+        return self.drafts if self.medusa is None else (*self.drafts, self.medusa)
 
     def mark(self) -> Mark:
         return mark(self.device)
@@ -152,7 +163,7 @@ class GraphDevice:
         if self.device.type == "cuda":
             self.draw(torch.zeros(1, vocabulary, device=self.device), Reading.plain(np.ones(1)))
 
-    def time(self, models: Sequence[ModelForward], step: Callable[[], Any]) -> float:
+    def time(self, models: Sequence[Drafter], step: Callable[[], Any]) -> float:
         """The forwards of ``step`` alone, between events around their graphs: what the host prepares for each
         is not what a search or a verification costs."""
         for model in models:
@@ -171,7 +182,7 @@ class GraphDevice:
             "captured": self.target.table.capture,
             "row_tiers": list(sizes.rows.sizes),
             "token_tiers": list(sizes.tokens.sizes),
-            "draft_graphs": [draft.table.report.to_json() for draft in self.drafts],
+            "draft_graphs": [drafter.table.report.to_json() for drafter in self._drafters],
             "verification_graphs": self.target.table.report.to_json(),
         }
 
@@ -179,7 +190,7 @@ class GraphDevice:
         """One line for the log."""
         if not self.target.table.capture:
             return "without CUDA graphs"
-        total = [f.table.report for f in (*self.drafts, self.target)]
+        total = [f.table.report for f in (*self._drafters, self.target)]
         return (
             f"{sum(r.graphs for r in total)} CUDA graphs in {sum(r.seconds for r in total):.1f} s, "
             f"{sum(r.bytes for r in total) / 1e6:.0f} MB"

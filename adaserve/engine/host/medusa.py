@@ -25,7 +25,7 @@ from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search
 from adaserve.engine.reading import Reading
 from adaserve.engine.search import Levels
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.medusa import MedusaHeads, load_medusa
+from adaserve.medusa import MedusaHeads, load_medusa, require_target
 
 
 class MedusaForward:
@@ -135,13 +135,6 @@ def medusa_forward(target: Any, folder: Path, storage: Storage | Literal["off"])
     ``target``. Raises ValueError with the reason where there can be none."""
     lean, storage = lean_target(target, storage, "Medusa heads need")
     heads, config = load_medusa(folder), lean.config
-    size, vocabularies = heads.bias.shape[-1], {len(m) for m in heads.lm_heads or ()}
-    if size != config.hidden_size or vocabularies - {config.vocab_size}:
-        raise ValueError(
-            f"the Medusa heads in {folder} were made for a target with a hidden size of {size}"
-            + "".join(f" and {tokens} tokens" for tokens in sorted(vocabularies))
-            + f", and this one has {config.hidden_size} and {config.vocab_size}: serve the target that they "
-            "were trained for"
-        )
+    require_target(heads, folder, config.hidden_size, config.vocab_size)
     lean.sink = hidden = final_states(target, config.hidden_size)
     return MedusaForward(heads, lean, hidden, target.req_to_token_pool.req_to_token, storage)

@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.engine.device.attention import AttentionBuffers
+from adaserve.engine.device.graphs import GraphTable
+from adaserve.engine.device.medusa import DeviceMedusa
+from adaserve.engine.device.model import Parts
+from adaserve.engine.device.sizes import SearchKey, Sizes, Tiers
 from adaserve.engine.host import LeanModel, build
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.heads import HiddenStates
@@ -68,10 +73,12 @@ class Setting:
         ones, keys = np.ones(2, np.float32), np.array([3, 4], np.uint64)
         return Search(tree_shape(depth, width, branching), LENGTHS, ROWS, ones, 0.7 * ones, keys)
 
-    def found(self, search: Search) -> Any:
+    def first(self, search: Search) -> TreeBatch:
         roots = np.array([text[-1] for text in self.texts])
-        first = TreeBatch.roots(roots, ROWS, LENGTHS, search.shape.width)
-        return self.drafts.search(first, search, None)()
+        return TreeBatch.roots(roots, ROWS, LENGTHS, search.shape.width)
+
+    def found(self, search: Search) -> Any:
+        return self.drafts.search(self.first(search), search, None)()
 
 
 @pytest.mark.parametrize(("layers", "tied"), [(1, False), (2, True)])
@@ -124,6 +131,49 @@ def test_what_a_grammar_forbids_depends_on_the_path(target: Any) -> None:
     assert found.tokens[:, 2:].tolist() == [[7, 8]] * 2
     assert found.parents[:, 2:].tolist() == [[0, 1]] * 2
     assert np.allclose(found.logprobs[:, 2:], first.logprobs, atol=1e-5)
+
+
+def device_heads(case: Setting, target: Any, captured: bool) -> DeviceMedusa:
+    """The same heads on a device's parts, whose searches have four rows at least."""
+    shapes = [tree_shape(depth, width, None) for depth in (1, 3) for width in (2, 3)]
+    tiers = Tiers((4, 8))
+    keys = frozenset(SearchKey(4, shape.beams) for shape in shapes) if captured else frozenset()
+    sizes = Sizes(tiers, tiers, 8, 8, depth=4, width=3, captured=keys)
+    buffers = AttentionBuffers.allocate(16, 16, torch.device("cpu"))
+    parts = Parts(None, None, GraphTable(False), buffers, sizes, case.table, 3, 63, 511)  # type: ignore[arg-type]
+    return DeviceMedusa(case.heads, parts, case.states, target.lm_head.weight.detach())
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("layers", "tied"), [(1, False), (2, True)])
+@pytest.mark.parametrize("shape", [(3, 3, None), (1, 2, None), (2, 1, (2, 3)), (3, 2, None)])
+def test_a_device_drafts_the_same(
+    target: Any, layers: int, tied: bool, shape: tuple[int, int, Any], captured: bool
+) -> None:
+    """In one graph, of padded rows; again with other requests, whose inputs lie where the first ones' lay."""
+    case = Setting(target, random_heads(target, layers, tied))
+    case.read()
+    heads = device_heads(case, target, captured)
+    both = case.search(*shape)
+    hot = replace(both, keys=np.array([2**64 - 5, 9], np.uint64), spread=np.array([0.0, 1.3], np.float32))
+    for search in (both, hot, both):
+        right, found = case.found(search), heads.search(case.first(search), search, None)()
+        assert found.steps == right.steps == len(search.shape.beams)
+        assert found.tokens.tolist() == right.tokens.tolist()
+        assert found.parents.tolist() == right.parents.tolist()
+        np.testing.assert_allclose(found.logprobs, right.logprobs, atol=1e-4)
+    assert len(heads.take_runs()) == 3 and not heads.take_runs()
+
+
+def test_a_device_rehearses_what_it_serves(target: Any) -> None:
+    """As deep as there are heads, though the sizes allow more; and makes graphs of no deeper searches."""
+    case = Setting(target, random_heads(target))
+    case.read()
+    heads = device_heads(case, target, captured=True)
+    assert heads.rehearse(case.first(case.search(3, 3)), 3) == heads.most_steps == HEADS
+    for depth in (3, 4):
+        heads.capture(SearchKey(4, (3,) * depth))
+    assert list(heads.table) == [SearchKey(4, (3, 3, 3))]
 
 
 @pytest.mark.parametrize("tied", [False, True])
