@@ -58,12 +58,12 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         server_args.speculative_eagle_topk = config.max_width
         server_args.speculative_num_draft_tokens = 1 + config.max_candidates
         server_args.enable_mixed_chunk = False
-        leave_graphs_to_us(server_args)
+        leave_graphs_to_us(server_args, config)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = 64
 
 
-def leave_graphs_to_us(args: Any) -> None:
+def leave_graphs_to_us(args: Any, ours: AdaServeConfig) -> None:
     """SGLang cannot capture a plugin algorithm's decode graphs; ours are captured by ``GraphDevice``. Its
     prefill graphs are captured before a head has said what it reads, and would never hand that out."""
     config = args.cuda_graph_config
@@ -72,7 +72,8 @@ def leave_graphs_to_us(args: Any) -> None:
     if config.decode.backend != "disabled":
         config = replace(config, decode=replace(config.decode, backend="disabled"))
     path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    if config.prefill.backend != "disabled" and path and kind_at(path, revision) in ("eagle3", "mtp"):
+    has_head = ours.medusa is not None or (path and kind_at(path, revision) in ("eagle3", "mtp"))
+    if config.prefill.backend != "disabled" and has_head:
         config = replace(config, prefill=replace(config.prefill, backend="disabled"))
     args.cuda_graph_config = config
 

@@ -84,10 +84,17 @@ def save_medusa(heads: MedusaHeads, folder: Path, **more: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def _read(folder: Path) -> dict[str, Tensor]:
-    if (folder / _PLAIN).exists():
-        return load_file(folder / _PLAIN)
-    if (folder / _PICKLED).exists():
-        tensors: dict[str, Tensor] = torch.load(folder / _PICKLED, map_location="cpu", weights_only=True)
-        return tensors
+def weights_file(folder: Path) -> Path:
+    """Raises ValueError where there is none."""
+    for name in (_PLAIN, _PICKLED):
+        if (folder / name).exists():
+            return folder / name
     raise ValueError(f"there is neither {_PLAIN} nor {_PICKLED} in {folder}: download the whole folder")
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    path = weights_file(folder)
+    if path.name == _PLAIN:
+        return load_file(path)
+    tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return tensors

@@ -7,6 +7,7 @@ slots as the target's, would be allocated on top of memory that is already given
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import draft_kind
 from adaserve.identity import is_ours
+from adaserve.medusa import weights_file
 from adaserve.patches import hook
 
 DEVICE_RESERVE_BYTES = 3 << 29
@@ -45,6 +47,8 @@ def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
     if str(kvc.device).startswith("cuda"):
         vocabulary = int(kvc.model_config.vocab_size)
         configurator._fixed_overhead_bytes += DEVICE_RESERVE_BYTES + RESERVE_BYTES_PER_WORD * vocabulary
+        if ours.medusa is not None:  # SGLang does not load them
+            configurator._fixed_overhead_bytes += weights_file(Path(ours.medusa)).stat().st_size
 
 
 def draft_paths(config: AdaServeConfig) -> tuple[str, ...]:

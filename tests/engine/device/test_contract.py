@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from adaserve.config import AdaServeConfig
+
 SGLANG = "sglang.srt"
 MEMBERS = [
     f"{SGLANG}.distributed.parallel_state.graph_capture",
@@ -61,7 +63,7 @@ def test_the_planner_leaves_mask_and_slots_to_us() -> None:
     )
 
 
-def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from adaserve.algorithm import AdaServeAlgorithm
     from adaserve.identity import NAME
     from adaserve.patches import kv_sizing
@@ -97,6 +99,13 @@ def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert sized(device="cpu")._fixed_overhead_bytes == 5
     assert sized(is_draft_worker=True)._cell_size == sized(spec_algorithm=object())._cell_size == 1000
 
+    drafts.clear()  # Medusa heads: a hidden state per token, and weights that SGLang does not load
+    (tmp_path / "medusa_lm_head.safetensors").write_bytes(bytes(77))
+    monkeypatch.setattr(AdaServeConfig, "load", lambda: AdaServeConfig(medusa=str(tmp_path)))
+    with_heads = sized(model_config=SimpleNamespace(vocab_size=1000, hidden_size=512))
+    assert with_heads._cell_size == 1000 + 512 * 2
+    assert with_heads._fixed_overhead_bytes == 5 + kv_sizing.DEVICE_RESERVE_BYTES + 6_144_000 + 77
+
 
 def test_sglang_leaves_graphs_to_us(tmp_path: Path) -> None:
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
@@ -104,14 +113,19 @@ def test_sglang_leaves_graphs_to_us(tmp_path: Path) -> None:
     from adaserve.algorithm import leave_graphs_to_us
 
     given = CudaGraphConfig(decode=PhaseConfig(backend="full"), prefill=PhaseConfig(backend="breakable"))
-    for kind, prefill in (("LlamaForCausalLM", "breakable"), ("LlamaForCausalLMEagle3", "disabled")):
+    plain, heads = AdaServeConfig(), AdaServeConfig(medusa="heads")
+    for kind, ours, prefill in (
+        ("LlamaForCausalLM", plain, "breakable"),
+        ("LlamaForCausalLMEagle3", plain, "disabled"),
+        (None, heads, "disabled"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [kind]}))
         args = SimpleNamespace(
             cuda_graph_config=given,
-            speculative_draft_model_path=str(tmp_path),
+            speculative_draft_model_path=kind and str(tmp_path),
             speculative_draft_model_revision=None,
         )
-        leave_graphs_to_us(args)
+        leave_graphs_to_us(args, ours)
         assert args.cuda_graph_config.decode.backend == "disabled"
         assert args.cuda_graph_config.prefill.backend == prefill, "a head reads what prefills hand out"
     assert given.decode.backend == "full", "the user's own object must stay as it was"
