@@ -65,7 +65,8 @@ def require_target(heads: MedusaHeads, folder: Path, hidden_size: int, vocab_siz
         raise ValueError(
             f"the Medusa heads in {folder} were made for a target with a hidden size of {size}"
             + "".join(f" and {tokens} tokens" for tokens in sorted(vocabularies))
-            + f", and this one has {hidden_size} and {vocab_size}: serve the target that they were trained for"
+            + f", and this one has {hidden_size} and {vocab_size}: serve the target that they were "
+            "trained for"
         )
 
 

@@ -66,7 +66,7 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
 
 
 def _left_over(reserved: int, _started: Any, _waiting: Any, budget: int, _page_size: int) -> int | None:
-    """In place of SGLang's rule for ``shortest-prefill-first``: how much of a chunk the started prompt gets."""
+    """In place of SGLang's rule for ``shortest-prefill-first``: the started prompt's part of a chunk."""
     return budget - reserved if budget > reserved else None
 
 
@@ -100,7 +100,8 @@ def _spare_slots(scheduler: Any, running_batch: Any) -> float:
         return math.inf
     left = len(req.full_untruncated_fill_ids) - req.prefix_len
     free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-    return float(free - running_batch.new_tokens_required_next_decode() - left)
+    decoding = running_batch.new_tokens_required_next_decode() if running_batch.reqs else 0
+    return float(free - decoding - left)
 
 
 def _line_up(scheduler: Any, order: list[int]) -> list[Any]:

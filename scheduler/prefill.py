@@ -227,14 +227,15 @@ def slack_tokens(
 
 
 def overtaking(config: PrefillConfig, waiting: WaitingBatch, due_s: FloatArray) -> BoolArray:
-    """Prompts that go before started ones, [n]: those that are due earlier and fit into one chunk.
+    """Prompts that go before started ones, [n]: those that state when they are due, which is earlier, and fit
+    into one chunk.
 
     A server holds one prompt that is read in part. So a prompt can only pass it whole, in a chunk of which
     the started one gets the rest.
     """
     if not waiting.started.any():
         return np.zeros(len(due_s), np.bool_)
-    earlier = due_s < due_s[waiting.started].min()
+    earlier = np.isfinite(waiting.ttft_slo_s) & (due_s < due_s[waiting.started].min())
     return ~waiting.started & earlier & (waiting.prompt_left < config.chunk_tokens)
 
 

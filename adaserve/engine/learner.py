@@ -14,7 +14,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.host.swap import Weights, exchange, prepared, served
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.state import RequestState
-from adaserve.engine.tap import Tap
+from adaserve.engine.tap import ReadStates, Tap
 from adaserve.engine.trainer_link import TrainerLink, bytes_of
 from adaserve.learning.draft import checked
 from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progress
@@ -53,16 +53,24 @@ class Learner:
     """Owns the tap and the line to the trainer; exchanges the draft's weights and how they are read.
 
     ``model``: the draft as SGLang has loaded it; ``source`` drafts with it. ``folder``: of its checkpoint.
+    ``states`` and ``target``, where it is a head: the hidden states that it reads, the target's checkpoint.
     """
 
     def __init__(
-        self, config: AdaServeConfig, model: Any, source: BeamSource, folder: str, stats: SLOStats
+        self,
+        config: AdaServeConfig,
+        model: Any,
+        source: BeamSource,
+        folder: str,
+        stats: SLOStats,
+        states: ReadStates | None = None,
+        target: str | None = None,
     ) -> None:
         if config.learn_folder is not None:
             Versions(Path(config.learn_folder)).current(folder)  # while a wrong one can still be said
         self._model, self._source, self._stats = model, source, stats
-        self.tap = Tap(config.learn_share)
-        self.link = TrainerLink(config, folder, bytes_of(model))
+        self.tap = Tap(config.learn_share, states=states)
+        self.link = TrainerLink(config, folder, bytes_of(model), target)
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # what a candidate must look like
         self._looked_s = 0.0
         self._first = self._serving()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,14 @@ MOST_OPEN = 16
 """Requests that are recorded at the same time."""
 LEAST_POSITIONS, MOST_POSITIONS = 8, 256
 """Of a request; later ones are not recorded."""
+MOST_STATE = 6e4
+"""Hidden states beyond this are cut off: float16 ends near it."""
 MOST_CONTEXT = 1024
 """Tokens before the first position; earlier ones are cut off."""
+
+
+ReadStates = Callable[[int, np.ndarray], Tensor]
+"""(row of ``req_to_token``, places [k]) -> the target's hidden states [k, H] of the tokens that are there."""
 
 
 @dataclass(slots=True)
@@ -31,10 +38,16 @@ class _Open:
     start: int = -1
     logprobs: list[np.ndarray] = field(default_factory=list)
     ids: list[np.ndarray] = field(default_factory=list)
+    states: list[np.ndarray] = field(default_factory=list)
     positions: int = 0
 
+    @property
+    def cut(self) -> int:
+        """The first token that is kept."""
+        return max(0, self.start - MOST_CONTEXT)
+
     def record(self, temperature: float, state: RequestState) -> Record:
-        cut = max(0, self.start - MOST_CONTEXT)
+        cut = self.cut
         tokens = np.array(self.tokens[cut : self.start + self.positions + 1], np.int32)
         ids = np.concatenate(self.ids) if self.ids else None
         return Record(
@@ -45,6 +58,7 @@ class _Open:
             temperature,
             state.key,
             state.slo_class,
+            np.concatenate(self.states) if self.states else None,
         )
 
 
@@ -52,11 +66,11 @@ class Tap:
     """Collects records of running requests and puts finished ones into the trainer's ``ring``.
 
     ``share``: of the requests, chosen by their noise's key. Where the ring is full nothing is recorded, so a
-    trainer that hangs costs no time; without a ring there is none.
+    trainer that hangs costs no time; without a ring there is none. ``states``: for a draft that is a head.
     """
 
-    def __init__(self, share: float, ring: Ring | None = None) -> None:
-        self._share, self.ring = share, ring
+    def __init__(self, share: float, ring: Ring | None = None, states: ReadStates | None = None) -> None:
+        self._share, self.ring, self._states = share, ring, states
         self._open: dict[str, tuple[RequestState, float, _Open]] = {}
         self.recorded = self.dropped = 0
         self.pauses = False  # no request is begun
@@ -114,6 +128,11 @@ class Tap:
             opened.logprobs.append(logprobs[here])
             if ids is not None:
                 opened.ids.append(ids[here])
+            if self._states is not None:
+                before = [] if opened.states else [np.arange(opened.cut, opened.start)]
+                places = np.concatenate([*before, verified.batch.places[at[here]]])
+                states = self._states(int(rows.pool_rows[row]), places)
+                opened.states.append(states.clamp(-MOST_STATE, MOST_STATE).half().numpy())
             opened.positions += count
             opened.tokens += emitted[row][:count]
             if opened.positions >= MOST_POSITIONS:

@@ -46,11 +46,15 @@ FIRST_WAIT_S = 5.0
 class TrainerLink:
     """One trainer at a time, and the memory shared with it.
 
-    ``folder``: the draft's checkpoint. ``weights_bytes``: room for a candidate.
+    ``folder``: the draft's checkpoint. ``weights_bytes``: room for a candidate. ``target``: the target's
+    checkpoint, where the draft is a head.
     """
 
-    def __init__(self, config: AdaServeConfig, folder: str, weights_bytes: int) -> None:
+    def __init__(
+        self, config: AdaServeConfig, folder: str, weights_bytes: int, target: str | None = None
+    ) -> None:
         self._config, self._folder, self._weights_bytes = config, folder, weights_bytes
+        self._target = target
         self._connection: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._asked_s: float | None = None  # and not yet answered
@@ -122,7 +126,7 @@ class TrainerLink:
         ours, theirs = socket.socketpair()
         settings = Settings(
             self._folder, config.learn_loss, config.learn_rate, config.learn_memory_mb, config.learn_folder,
-            ring, weights, theirs.fileno(), None if served is None else served[0],
+            ring, weights, theirs.fileno(), self._target, None if served is None else served[0],
         )  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", "adaserve.learning.process", msgspec.json.encode(settings).decode()],
@@ -177,5 +181,9 @@ def starves(pid: int, cpu_s: float, seconds: float) -> bool:
 
 
 def bytes_of(model: Any) -> int:
-    """Room for a model's weights as a safetensors file."""
-    return sum(p.numel() * p.element_size() for p in model.parameters()) + (1 << 20)
+    """Room for a model's weights as a safetensors file, and for a head's table of tokens."""
+    return (
+        sum(p.numel() * p.element_size() for p in model.parameters())
+        + 9 * model.config.vocab_size
+        + (1 << 20)
+    )

@@ -128,7 +128,13 @@ class AdaServeWorker(BaseSpecWorker):
             raise ConfigError("drafts learn on a single CPU rank so far: leave out --learn")
         source = self._sources[0]
         assert isinstance(source, BeamSource)
-        return Learner(self.config, draft.runner.model, source, draft.path, self.ledger.stats)
+        states = target = None
+        if draft.kind != "model":
+            assert self.device.target_states is not None
+            table = self.req_to_token_pool.req_to_token
+            states, target = partial(self.device.target_states.of_request, table), self._models[0]
+        stats = self.ledger.stats
+        return Learner(self.config, draft.runner.model, source, draft.path, stats, states, target)
 
     def _measure(self, target: Any) -> None:
         """What forwards cost here: from an earlier run, a profile, or a short measurement."""

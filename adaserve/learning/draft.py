@@ -67,6 +67,10 @@ class DraftCopy:
         spans = [hidden[row, r.start : r.start + len(r)] for row, r in enumerate(records)]
         return list(head(torch.cat(spans)).split([len(r) for r in records]))
 
+    def unrolled(self, records: Sequence[Record]) -> list[list[Tensor]]:
+        """``logits`` of every step that is trained: of one, since a model reads tokens and no guesses."""
+        return [self.logits(records)]
+
 
 def to_bytes(state: Mapping[str, Tensor]) -> bytes:
     """A safetensors file."""

@@ -80,6 +80,7 @@ class Settings(msgspec.Struct):
     ring: int  # descriptors of shared memory and of the socket
     weights: int
     socket: int
+    target: str | None = None  # whose embedding the draft reads, which is a head; None = it is a model
     served: Candidate | None = None  # after a restart: the draft that is served, in shared memory
 
 

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from adaserve.learning.draft import DraftCopy, checked, to_bytes
+from adaserve.learning.head import HeadCopy
 from adaserve.learning.home import home_records
 from adaserve.learning.messages import (
     Alive,
@@ -71,8 +72,13 @@ class Process:
         self._answers: dict[int, bool] = {}  # by number of the offer
         self._busy_until_s = 0.0
         self._resume()
-        draft = DraftCopy(settings.draft)
-        home = home_records(draft, settings.draft)
+        draft: DraftCopy | HeadCopy
+        home: list[Record] = []
+        if settings.target is None:
+            draft = DraftCopy(settings.draft)
+            home = home_records(draft, settings.draft)
+        else:  # nobody has read home texts, so there are no hidden states of them
+            draft = HeadCopy(settings.draft, settings.target)
         self._trainer = Trainer(
             draft,
             home,

@@ -21,6 +21,8 @@ from adaserve.pair.acceptance import Correction, DraftSharpening
 
 _NOISE_FACTORS = np.geomspace(0.75, 1.4, 9)
 _TAU_FACTORS = np.geomspace(0.6, 1.8, 15)
+UNKNOWN = -1e4
+"""The logit of tokens that a draft with a vocabulary of its own does not know: finite, and never the best."""
 LIKELIEST = 64
 """Tokens of the target's that are looked at one by one; others are never counted as accepted."""
 
@@ -77,6 +79,11 @@ def served(record: Record) -> Tensor:
     return torch.from_numpy(record.tokens[first : first + len(record)].astype("int64"))
 
 
+def knows_served(record: Record, logits: Tensor) -> Tensor:
+    """bool [n]: whether the draft, which says ``logits``, knows the token that was served."""
+    return logits.gather(1, served(record)[:, None])[:, 0] > UNKNOWN / 2
+
+
 @torch.no_grad()
 def fit(records: Sequence[Record], logits: Sequence[Tensor], sharpening: DraftSharpening) -> Correction:
     """What ``sharpening`` lacks for a draft that says ``logits`` [n, vocab] of each record.
@@ -109,9 +116,11 @@ def _best_tau(
     costs = np.zeros(len(_TAU_FACTORS))
     for record, logits in records:
         scale, spread = map(float, sharpening.reading(record.temperature))
-        token, read = served(record), logits * scale
+        token, known = served(record), knows_served(record, logits)
+        read = logits * scale
         if record.temperature > 0:
             read = read + spread * noise_factor * noise(record, logits.shape[1])
+        read, token = read[known], token[known]
         costs += [float(fn.cross_entropy(read / f, token, reduction="sum")) for f in _TAU_FACTORS]
     return float(_TAU_FACTORS[costs.argmin()])
 

@@ -12,7 +12,8 @@ FULL_VOCABULARY = 8192
 """Up to this many tokens a distribution is kept whole; above, the likeliest ``TOP`` and what is left."""
 TOP = 32
 
-_HEADER = struct.Struct("<iiiiidQ")  # tokens, start, positions, columns (0 = whole), bytes of the class, ...
+_HEADER = struct.Struct("<iiiiiidQ")
+"""Tokens, start, positions, columns (0 = whole), width of hidden states (0 = none), bytes of the class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,36 +27,42 @@ class Record:
     temperature: float  # 0 = greedy
     key: int  # of the request's noise (adaserve/noise.py)
     slo_class: str = ""
+    states: np.ndarray | None = None
+    """float16 [start + n, H]: hidden states of the target, for heads; of all tokens but the last."""
 
     def __len__(self) -> int:
         return len(self.logprobs)
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + self.logprobs.nbytes + (0 if self.ids is None else self.ids.nbytes)
+        more = [a.nbytes for a in (self.ids, self.states) if a is not None]
+        return self.tokens.nbytes + self.logprobs.nbytes + sum(more)
 
     def to_bytes(self) -> bytes:
         n, columns = self.logprobs.shape
         name = self.slo_class.encode()
-        header = (len(self.tokens), self.start, n, 0 if self.ids is None else columns, len(name))
+        width = 0 if self.states is None else self.states.shape[1]
+        header = (len(self.tokens), self.start, n, 0 if self.ids is None else columns, width, len(name))
         parts = [_HEADER.pack(*header, self.temperature, self.key), name, self.tokens.tobytes()]
-        if self.ids is not None:
-            parts.append(self.ids.tobytes())
+        parts += [a.tobytes() for a in (self.ids, self.states) if a is not None]
         return b"".join([*parts, self.logprobs.tobytes()])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        length, start, n, columns, named, temperature, key = _HEADER.unpack_from(data)
+        length, start, n, columns, width, named, temperature, key = _HEADER.unpack_from(data)
         at = _HEADER.size + named
         name = data[_HEADER.size : at].decode()
         tokens = np.frombuffer(data, np.int32, length, at)
         at += tokens.nbytes
-        ids = None
+        ids = states = None
         if columns:
             ids = np.frombuffer(data, np.int32, n * columns, at).reshape(n, columns)
             at += ids.nbytes
+        if width:
+            states = np.frombuffer(data, np.float16, (start + n) * width, at).reshape(-1, width)
+            at += states.nbytes
         logprobs = np.frombuffer(data, np.float16, -1, at).reshape(n, -1)
-        return cls(tokens, start, logprobs, ids, temperature, key, name)
+        return cls(tokens, start, logprobs, ids, temperature, key, name, states)
 
 
 def kept(logits: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.ndarray | None]:

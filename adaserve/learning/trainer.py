@@ -19,6 +19,7 @@ from torch import Tensor
 
 from adaserve.learning import losses, reading
 from adaserve.learning.draft import DraftCopy
+from adaserve.learning.head import HeadCopy
 from adaserve.learning.messages import ClassScore
 from adaserve.learning.records import Record
 from adaserve.pair.acceptance import Correction, DraftSharpening
@@ -32,6 +33,8 @@ JUDGE_EVERY = 2
 """Rounds of ``JUDGED`` requests: judging costs as much as half a round of training."""
 FITTED = 16
 """Requests that the reading of a candidate is fitted to, the newest that it was trained on."""
+STEP_WEIGHT = 0.8
+"""Of each step's loss, as a share of the one before: a later step is reached less often."""
 WARM_UP, CLIP, BETAS = 10, 1.0, (0.9, 0.95)
 TOKENS_AT_ONCE = 1024
 
@@ -102,7 +105,7 @@ class Trainer:
 
     def __init__(
         self,
-        draft: DraftCopy,
+        draft: DraftCopy | HeadCopy,
         home: Sequence[Record],
         recipe: Recipe,
         *,
@@ -179,8 +182,11 @@ class Trainer:
             average.lerp_(weight, 1 - decay)
 
     def _loss_sum(self, records: Sequence[Record]) -> Tensor:
-        every = zip(records, self.draft.logits(records), strict=True)
-        return torch.stack([self.loss_on(r, logits).sum() for r, logits in every]).sum()
+        steps = []
+        for number, said in enumerate(self.draft.unrolled(records)):
+            every = [self.loss_on(r, logits).sum() for r, logits in zip(records, said, strict=True)]
+            steps.append(STEP_WEIGHT**number * torch.stack(every).sum())
+        return torch.stack(steps).sum()
 
     def loss_on(self, record: Record, logits: Tensor) -> Tensor:
         """[n]: of a draft that says ``logits`` [n, vocab] at the record's positions."""
@@ -248,7 +254,8 @@ def verdict(gains: Tensor) -> str:
 def _hard(record: Record, logits: Tensor, sharpening: DraftSharpening) -> Tensor:
     scale, spread = map(float, sharpening.reading(record.temperature))
     noise = reading.noise(record, logits.shape[1]) if record.temperature > 0 else torch.zeros(1)
-    return losses.hard_loss(logits, reading.served(record), noise, 1 / scale, spread / scale)
+    loss = losses.hard_loss(logits, reading.served(record), noise, 1 / scale, spread / scale)
+    return loss * reading.knows_served(record, logits)
 
 
 def _parts(records: Sequence[Record]) -> list[list[Record]]:

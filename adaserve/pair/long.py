@@ -59,7 +59,7 @@ def _without(full: Cache, position: int, sinks: int, left_out: int) -> Cache:
 
 
 def ranks(logits: Tensor, written: Written, noise: Tensor, scale: float, spread: float) -> Tensor:
-    """How many tokens the draft, as it reads its logits, puts before the one that was written, [rows, new]."""
+    """How many tokens the draft, as it reads its logits, puts before the written one, [rows, new]."""
     read = logits * scale + noise * spread
     return (read > read.gather(-1, written.text[..., None])).sum(-1)
 

@@ -80,11 +80,15 @@ def test_the_best_tree_is_taken_by_what_was_measured(
     token_s: float, sibling: float, tree: tuple[int, int]
 ) -> None:
     taken = {("verify", k): 1.0 + token_s * (k - 1) for k in VERIFIED} | {("draft full", 1): 0.2}
-    tokens = {w: tuple(min(1 + 0.5 * k, 2.0) + (k > 0) * (w - 1) * sibling for k in range(9)) for w in (1, 2, 3)}
+    tokens = {
+        w: tuple(min(1 + 0.5 * k, 2.0) + (k > 0) * (w - 1) * sibling for k in range(9)) for w in (1, 2, 3)
+    }
     (found,) = best_cells(taken, [Mode(False, 0)], {"draft full": Agreement(0.5, tokens)}, 4, 100)
     depth, width = tree
     assert (found.best.depth, found.best.width) == tree
-    assert found.best.ratio == pytest.approx(tokens[width][depth] / (0.2 * depth + 1 + token_s * depth * width))
+    assert found.best.ratio == pytest.approx(
+        tokens[width][depth] / (0.2 * depth + 1 + token_s * depth * width)
+    )
 
 
 def model() -> TinyLlama:

@@ -12,10 +12,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import Served, adaserve_server
 from tests.engine.harness import Job, Server, Zygote, run_jobs, workload
 from tests.engine.test_greedy import assert_same
+from tests.engine.test_heads import assert_best
 from tests.engine.test_sampling import SMALLEST_P, comparisons, sample
 
 
@@ -35,6 +39,34 @@ def learning(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactor
     )  # fmt: skip
     with server.running(zygote):
         yield Served("learning", server, probe)
+        server.assert_idle_and_clean()
+
+
+@pytest.fixture(scope="module")
+def learning_head(
+    zygote: Zygote, headed_pair: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """The same of an EAGLE-3 head; its other weights are noise."""
+    head, other = headed_pair / "eagle3", tmp_path_factory.mktemp("other")
+    tensors = load_file(head / "model.safetensors")
+    noise = torch.Generator().manual_seed(3)
+    for name, t in tensors.items():
+        if name.startswith("midlayer."):
+            tensors[name] = t + 0.5 * t.std() * torch.randn(t.shape, generator=noise)
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("learning_head"),
+        headed_pair,
+        "eagle3",
+        {
+            "policy": "chain-4", "max_depth": 4, "learn": True, "learn_share": 1.0, "learn_nice": 0,
+            "learn_rate": 1e-3, "learn_memory_mb": 16,
+        },
+        {"swap": [7, str(head), str(other)], "audit_every": 1 << 20},
+        overlap=True,
+    )  # fmt: skip
+    with server.running(zygote):
+        yield Served("learning_head", server, probe)
         server.assert_idle_and_clean()
 
 
@@ -79,6 +111,22 @@ def test_texts_are_the_same_while_drafts_are_swapped_under_them(
     assert max(long) > 7, "no request lived through a swap"
     assert min(long) < 20, "no draft was good"
     assert learning.probe.read()["poisoned"] and state(learning.server)["rejected"] >= 1
+
+
+def test_a_head_learns_and_texts_stay_the_targets(learning_head: Served, headed_pair: Path) -> None:
+    """Weights are swapped with requests in flight; the trainer gets hidden states, and judges."""
+    server = learning_head.server
+    wait_until(lambda: state(server).get("trainer") == "running", server)
+    jobs = workload(100, seed=17, max_new=40, spread_s=2.0)
+    target = transformers.AutoModelForCausalLM.from_pretrained(headed_pair / "target", dtype=torch.float32)
+    assert_best(target, jobs, run_jobs(server, jobs))
+    run_jobs(server, [j for j in jobs if j.params["max_new_tokens"] > 12] * 2, speed=4)
+    wait_until(lambda: bool(state(server)["judged"]), server)
+    now = state(server)
+    assert now["requests"] >= 32 and now["trainer"] == "running"
+    assert 0 < now["judged"][-1]["first"] <= 4
+    stats = learning_head.probe.read()
+    assert stats["poisoned"] and stats["accepted"] > 50, "the head's drafts were never right"
 
 
 def test_candidates_are_judged_on_what_was_served(learning: Served, jobs: list[Job]) -> None:

@@ -136,7 +136,7 @@ def test_a_long_prompt_is_interleaved_by_slack(slow: Served, stock: Server) -> N
 @pytest.mark.parametrize("decoding", [False, True])
 def test_a_short_prompt_passes_a_long_one_that_has_begun(slow: Served, decoding: bool) -> None:
     """Where it is due earlier; both texts are those that they have alone."""
-    urgent = Job(tuple(range(40, 60)), greedy(6))
+    urgent = Job(tuple(range(40, 60)), greedy(1))  # only its first token is due early
     jobs, ttft_ms = (ARRIVING, urgent), (60_000, 500)
     alone = outputs(run_jobs(slow.server, jobs))
 

@@ -52,7 +52,6 @@ def test_a_draft_model_without_a_use_is_refused() -> None:
     ("kinds", "settings", "remedy"),
     [
         (["eagle3", "model"], {}, "leave --second-draft out"),
-        (["eagle3"], {"learn": True}, "an EAGLE-3 head .* leave --learn out"),
         (["mtp"], {"learn": True}, "an MTP layer .* leave --learn out"),
     ],
 )

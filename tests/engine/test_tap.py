@@ -38,8 +38,10 @@ class Service:
     """Greedy requests served by a target that looks at one token only, with trees of a draft that is wrong
     now and then."""
 
-    def __init__(self, ring: Ring, prompts: list[list[int]], share: float = 1.0, **params: Any) -> None:
-        self.tap, self.model = Tap(share, ring), FakeModel()
+    def __init__(
+        self, ring: Ring, prompts: list[list[int]], share: float = 1.0, states: Any = None, **params: Any
+    ) -> None:
+        self.tap, self.model = Tap(share, ring, states), FakeModel()
         self.target = FakeModel(
             self.model.table + torch.randn(23, 23, generator=torch.Generator().manual_seed(9))
         )
@@ -48,6 +50,7 @@ class Service:
             RequestState(f"r{i}", "default", math.inf, 0.0, generated=[i + 1]) for i in range(len(prompts))
         ]
         self.lengths = [len(p) for p in prompts]
+        self.places = [list(range(n)) for n in self.lengths]  # where KV was when it was recorded
         self.rng = np.random.default_rng(0)
 
     def start(self) -> None:
@@ -64,6 +67,9 @@ class Service:
             tensors_of(verified.arrays()), says.argmax(-1), len(rows), verified.deepest, 5
         )
         self.tap.verified(rows, verified, acceptance, says)
+        accepted = acceptance.accepted.numpy()
+        for row, places in enumerate(self.places):
+            places.extend(verified.batch.places[accepted & (verified.row == row)].tolist())
         for row, state in enumerate(self.states):
             count = int(acceptance.count[row]) + 1
             state.advance(acceptance.emitted[row, :count].tolist())
@@ -102,6 +108,28 @@ def test_every_accepted_position_is_written_down_once(ring: tuple[Ring, Ring]) -
         expected = torch.log_softmax(service.target.table[torch.from_numpy(at.astype(np.int64))], -1)
         assert torch.allclose(reading.target(record), expected, atol=0.02)
         assert record.temperature == 0
+
+
+def test_heads_get_the_hidden_states_of_all_tokens_but_the_last(ring: tuple[Ring, Ring]) -> None:
+    """Of prompts from where they are committed, of candidates from where they were verified."""
+    asked: dict[int, list[int]] = {}
+
+    def states(pool_row: int, places: np.ndarray) -> torch.Tensor:
+        asked.setdefault(pool_row, []).extend(places.tolist())
+        return torch.stack((torch.full((len(places),), float(pool_row)), torch.from_numpy(places)), 1)
+
+    service = Service(ring[0], [[3, 4, 5, 6, 7], [8, 9]], states=states)
+    service.start()
+    for _ in range(12):
+        service.iterate()
+    for state in service.states:
+        service.tap.finished(state.rid)
+    records, rows = read_all(ring[1]), decode_rows(service.lengths).pool_rows.tolist()
+    assert [asked[row] for row in rows] == service.places
+    for record, row in zip(records, rows, strict=True):
+        assert record.states is not None and record.states.shape == (record.start + len(record), 2)
+        assert record.states[:, 0].tolist() == [row] * len(record.states)
+        assert record.states[:, 1].tolist() == asked[row]
 
 
 @pytest.mark.parametrize(

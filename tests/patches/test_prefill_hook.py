@@ -200,7 +200,7 @@ def share_of_the_started(sched: Any, running: Any = RUNNING) -> tuple[int, int |
     return seen[0]
 
 
-NOBODY = SimpleNamespace(**{**vars(RUNNING), "reqs": [], "new_tokens_required_next_decode": lambda: 0})
+NOBODY = SimpleNamespace(**{**vars(RUNNING), "reqs": [], "new_tokens_required_next_decode": None})
 
 
 @pytest.mark.parametrize("running", [RUNNING, NOBODY])

@@ -77,9 +77,10 @@ def table(cells: Sequence[Cell]) -> str:
         for c in here:
             b = c.best
             lines.append(_row([
-                str(context), str(requests), f"{1e3 * b.plain_s:.1f}", c.mode, f"{c.acceptance:.2f}",
-                f"{b.depth} x {b.width}", f"{b.draft_step_s / b.plain_s:.2f}", f"{b.verify_s / b.plain_s:.2f}",
-                f"{b.tokens:.2f}", f"{c.tokens_per_s:.0f}", f"{b.ratio:.2f}", "*" if c.mode == first else "",
+                str(context), str(requests), f"{1e3 * b.plain_s:.1f}", c.mode,
+                f"{c.acceptance:.2f}", f"{b.depth} x {b.width}", f"{b.draft_step_s / b.plain_s:.2f}",
+                f"{b.verify_s / b.plain_s:.2f}", f"{b.tokens:.2f}", f"{c.tokens_per_s:.0f}", f"{b.ratio:.2f}",
+                "*" if c.mode == first else "",
             ]))  # fmt: skip
     lines += ["", "Speedup grows with every step in requests:", ""]
     for mode in dict.fromkeys(c.mode for c in cells):

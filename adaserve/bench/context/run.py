@@ -174,9 +174,7 @@ def run_context(plan: ContextPlan, console: Console) -> list[Cell]:
     return cells
 
 
-def _inflections(
-    plan: ContextPlan, agreed: Mapping[str, Agreement], fitted: dict[bool, TableCost]
-) -> str:
+def _inflections(plan: ContextPlan, agreed: Mapping[str, Agreement], fitted: dict[bool, TableCost]) -> str:
     """S_inflection of every mode, by the costs that fit what was measured."""
     lines = ["Of chains, by costs that fit these times, from any number of requests to the next:", ""]
     for mode in plan.modes:
@@ -218,7 +216,7 @@ def _notes(plan: ContextPlan) -> str:
     return (
         f"Times are medians of {plan.rounds} rounds in turns, of forwards alone, over a synthetic KV cache. "
         f"Acceptance is that of held-out texts of {text.length} tokens at T = {text.temperature:g}, at every "
-        f"context; the pair has been trained on up to {MAX_CONTEXT_TOKENS}. A tree has levels x candidates, and "
-        "goes on behind the best candidate only. What a server adds around an iteration is not in it. T is a "
-        "plain step, T_D a draft step, T_V a verification; * marks the winner."
+        f"context; the pair has been trained on up to {MAX_CONTEXT_TOKENS}. A tree has levels x candidates, "
+        "and goes on behind the best candidate only. What a server adds around an iteration is not in it. "
+        "T is a plain step, T_D a draft step, T_V a verification; * marks the winner."
     )

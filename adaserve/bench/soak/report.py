@@ -137,8 +137,9 @@ def _learned(learning: Mapping[str, Any] | None) -> str:
     if learning is None:
         return ""
     return (
-        f" The draft learned from {learning['requests']:,} requests and was swapped {learning['swaps']} times, "
-        f"the last time in {learning['swap_ms']:.1f} ms; {learning['rejected']} candidates were rejected."
+        f" The draft learned from {learning['requests']:,} requests and was swapped {learning['swaps']} "
+        f"times, the last time in {learning['swap_ms']:.1f} ms; {learning['rejected']} candidates were "
+        "rejected."
     )
 
 

@@ -59,8 +59,14 @@ def soak_server(folder: Path, workers: int, learn: bool, seed: int) -> ServerPro
         # Small trees: here every token costs the same, so large ones would only make it slow. The trainer's
         # memory is full before the soak begins to judge it.
         config=AdaServeConfig(
-            slo_config=str(classes), budget=48, max_depth=3, max_width=2,
-            learn=learn, learn_share=1.0, learn_nice=0, learn_memory_mb=16,
+            slo_config=str(classes),
+            budget=48,
+            max_depth=3,
+            max_width=2,
+            learn=learn,
+            learn_share=1.0,
+            learn_nice=0,
+            learn_memory_mb=16,
         ),
         # A model that knows no JSON would fill it with blanks for ever.
         extra=(*extra, "--constrained-json-disable-any-whitespace"),

@@ -117,7 +117,9 @@ class BeamSearches:
         for q in set(prepared.shape.beams[:-1]):
             bits |= _window(q, extents[q], prepared.shape.width, a)
         no_gap = dict.fromkeys(("gap_at", "gap_length"), np.zeros(a, np.int64))  # gaps come and go
-        given = {name: padded_rows(values, key.rows) for name, values in {**no_gap, **arrays, **lists}.items()}
+        given = {
+            name: padded_rows(values, key.rows) for name, values in {**no_gap, **arrays, **lists}.items()
+        }
         there = prepared.static.put({**given, **bits}, parts.device)
         parts.buffers.set_slots(
             parts.req_to_token, {name: there[name][:a] for name in lists}, int(kv_lens.sum()), spare

@@ -1,6 +1,6 @@
-"""Medusa heads on a device: all levels of a tree in one graph, out of one hidden state of each request.
+"""Medusa heads on a device: all levels of a tree in one graph, from one hidden state of each request.
 
-What they read and what they say is as on CPU hosts (``engine.host.medusa``), save that grammars are not asked.
+What they read and what they say is as on CPU hosts (``engine.host.medusa``), but grammars are not asked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Prepared:
 class DeviceMedusa:
     """``ParallelHeads`` on the hidden states of the target, which ``hidden`` keeps.
 
-    ``parts``: the target's, with graphs and sizes for searches. ``lm_head`` [V, H]: of heads without their own.
+    ``parts``: the target's, with graphs and sizes for searches. ``lm_head`` [V, H]: of heads without one.
     """
 
     def __init__(self, heads: MedusaHeads, parts: Parts, hidden: HiddenStates, lm_head: Tensor) -> None:
@@ -111,16 +111,20 @@ class DeviceMedusa:
         """[heads, R, H]: what the first heads make of ``hidden`` [R, H]."""
         x = hidden.to(self._weight.dtype).expand(heads, -1, -1)
         for layer in range(self._weight.shape[1]):
-            x = x + functional.silu(
-                torch.baddbmm(self._bias[:heads, layer], x, self._weight[:heads, layer])
-            )
+            x = x + functional.silu(torch.baddbmm(self._bias[:heads, layer], x, self._weight[:heads, layer]))
         return x
 
 
 def _nothing(rows: int) -> dict[str, np.ndarray]:
     """Greedy searches of requests without text."""
     none, ones = np.zeros(rows, np.int64), np.ones(rows, np.float32)
-    return {"base": none, "pool_rows": none, "scale": ones, "spread": 0 * ones, "keys": none.astype(np.uint64)}
+    return {
+        "base": none,
+        "pool_rows": none,
+        "scale": ones,
+        "spread": 0 * ones,
+        "keys": none.astype(np.uint64),
+    }
 
 
 def device_medusa(parts: Parts, target: Any, folder: Path) -> DeviceMedusa:

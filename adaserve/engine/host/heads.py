@@ -70,6 +70,10 @@ class HiddenStates:
         """[.., size], as they are stored."""
         return self._states[slots]
 
+    def of_request(self, req_to_token: Tensor, pool_row: int, places: np.ndarray) -> Tensor:
+        """[k, size] of the tokens whose KV stands at ``places`` [k] of a row of ``req_to_token``."""
+        return self.read(req_to_token[pool_row, torch.from_numpy(places)].long())
+
     def move_kv_cache(self, target: Tensor, source: Tensor) -> None:
         """Named as in SGLang's KV pools, beside which this is moved."""
         self._states[target] = self._states[source]
@@ -218,4 +222,5 @@ def head_forward(target: Any, head: Any, storage: Storage | Literal["off"]) -> H
     read.sink = hidden = hidden_states(target, model)
     grow_rotary_table(model)
     lean = LeanModel(*kind.read(model), storage)
+    object.__setattr__(model, LEAN_ATTRIBUTE, lean)  # where better weights are put
     return HeadForward(LeanForward(lean, head.token_to_kv_pool), head.req_to_token_pool.req_to_token, hidden)

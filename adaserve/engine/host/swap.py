@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaserve.engine.host.extract import read_weights
+from adaserve.draft_kind import EAGLE3
+from adaserve.engine.host.extract import read_head, read_weights
 from adaserve.engine.host.forward import Backend, LeanModel
 from adaserve.engine.host.install import LEAN_ATTRIBUTE
 from adaserve.engine.host.params import ModelWeights
@@ -19,6 +20,10 @@ _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """What SGLang keeps in one matrix -> the checkpoint's names, row by row."""
+
+
+EMBEDDING = "model.embed_tokens.weight"
+"""A head's is the target's, which must stay as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +47,18 @@ def prepared(model: Any, tensors: Mapping[str, Tensor]) -> Weights:
 
     Raises ValueError when they do not fit the model.
     """
-    params = {name: _fitted(name, p.data, tensors) for name, p in model.named_parameters()}
+    tensors = {_in_sglang(name): t for name, t in tensors.items()}
+    kept = {EMBEDDING} if _is_head(model) else set()
+    params = {
+        name: p.data if name in kept else _fitted(name, p.data, tensors)
+        for name, p in model.named_parameters()
+    }
     lean = _lean(model)
     if lean is None:
         return Weights(params, None)
     at = {p.data_ptr(): params[name] for name, p in model.named_parameters()}
-    return Weights(params, lean.packed(_with(read_weights(model)[0], at)))
+    read = read_head if _is_head(model) else read_weights
+    return Weights(params, lean.packed(_with(read(model)[0], at)))
 
 
 def exchange(model: Any, weights: Weights) -> None:
@@ -58,6 +69,17 @@ def exchange(model: Any, weights: Weights) -> None:
     if (lean := _lean(model)) is not None:
         assert weights.packed is not None
         lean.held = weights.packed
+
+
+def _is_head(model: Any) -> bool:
+    return type(model).__name__ == EAGLE3
+
+
+def _in_sglang(name: str) -> str:
+    """A tensor of a checkpoint by the name that SGLang's model has for it: heads come with shorter ones."""
+    if name.startswith(("model.", "lm_head.")):
+        return name
+    return "model." + name.replace("midlayer.", "layers.0.")
 
 
 def _lean(model: Any) -> LeanModel | None:

@@ -116,7 +116,7 @@ def require_servable(kinds: Sequence[DraftKind], config: AdaServeConfig) -> None
         return
     refusals = [
         (len(kinds) > 1, "cannot be one of two drafts: leave --second-draft out"),
-        (config.learn, "does not learn while it serves: leave --learn out"),
+        (config.learn and "mtp" in kinds, "does not learn while it serves: leave --learn out"),
     ]
     for refused, reason in refusals:
         if refused:

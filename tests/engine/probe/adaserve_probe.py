@@ -180,10 +180,12 @@ def probed(base: type) -> type:
 
             self.stats["poisoned"] = True
             learner = self.learner
-            state = {
-                name: torch.full(tuple(shape), float("nan"), dtype=getattr(torch, dtype))
-                for name, (dtype, shape) in learner.tensors.items()
-            }
+            state = {}
+            for name, (dtype, shape) in learner.tensors.items():
+                kind = getattr(torch, dtype)
+                state[name] = torch.full(
+                    tuple(shape), float("nan") if kind.is_floating_point else 0, dtype=kind
+                )
             data = to_bytes(state)
             learner.link.weights[: len(data)] = data
             learner.take_in(Candidate(0, len(data), 4.0, 1.0, Correction()))
