@@ -56,6 +56,7 @@ def apply_all() -> None:
         slo_requests,
         slo_responses,
         stop_strings,
+        worker_supervisor,
     )
 
     for module in (
@@ -76,6 +77,7 @@ def apply_all() -> None:
         load_reports,
         shedding,
         routes,
+        worker_supervisor,
         load_headers,  # around everything, refusals included
     ):
         module.register()

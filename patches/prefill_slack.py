@@ -11,6 +11,9 @@ prompt stay free; when they would not, the prompt is finished first. Then it can
 
 SGLang gives a started prompt the whole chunk, however long it is and whoever waits, save under its policy
 ``shortest-prefill-first``. Prompts that are due earlier pass it here: the started one gets what they leave.
+They may need less of it than was foreseen, since part of them turns out to be cached, and then the next in the
+queue would be started beside the first. SGLang can hold one started prompt and ends where there are two, so a
+prompt that would not be read whole waits.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from adaserve.patches.served_worker import worker_of
 def register() -> None:
     target = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
     hook(target, _paced, HookType.AROUND)
+    adder = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    hook(f"{adder}.add_one_req", _whole_beside_a_started_one, HookType.AROUND)
 
 
 def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -> Any:
@@ -68,6 +73,22 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
 def _left_over(reserved: int, _started: Any, _waiting: Any, budget: int, _page_size: int) -> int | None:
     """In place of SGLang's rule for ``shortest-prefill-first``: the started prompt's part of a chunk."""
     return budget - reserved if budget > reserved else None
+
+
+def _whole_beside_a_started_one(
+    original: Callable[..., Any],
+    self: Any,
+    req: Any,
+    has_chunked_req: bool,
+    truncation_align_size: int | None,
+) -> Any:
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    if has_chunked_req and self.rem_chunk_tokens is not None:
+        left = self.ceil_paged_tokens(len(req.full_untruncated_fill_ids) - req.prefix_len)
+        if left > self.rem_chunk_tokens or self.is_hybrid_swa:
+            return AddReqResult.OTHER
+    return original(self, req, has_chunked_req, truncation_align_size)
 
 
 def _queue_ready_grammars(scheduler: Any) -> None:

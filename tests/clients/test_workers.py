@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from adaserve.loadgen.server_metrics import REQUESTS, parse_metrics
@@ -81,3 +84,16 @@ def test_ranks_are_added_up(ranks: ServerProcess) -> None:
     labels = {"slo_class": "chat", "objective": "all"}.items()
     counted = [v for (name, at), v in samples.items() if name == REQUESTS and labels <= dict(at).items()]
     assert sum(counted) == 12
+
+
+def test_a_server_ends_with_its_scheduler(tmp_path: Path) -> None:
+    """Whoever supervises it starts it again; a server that stays and answers nothing would never be."""
+    spec = ServerSpec(size="12M", port=free_port(), extra=("--tokenizer-worker-num", "2"))
+    with ServerProcess(spec, log=tmp_path / "server.log") as running:
+        assert complete(running.url, "chat").status_code == 200
+        (scheduler,) = (p for p in psutil.Process(running.pid).children(True) if "scheduler" in p.name())
+        scheduler.kill()
+        end = time.monotonic() + 30
+        while running.alive and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not running.alive

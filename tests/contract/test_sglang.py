@@ -240,6 +240,7 @@ def test_a_prefill_batch_reads_its_chunk_size_anew() -> None:
     assert "for req in self.waiting_queue" in source, "the queue is no longer served in its order"
     limit = "adder.chunked_req_limit = self.policy.shortest_prefill_chunk_limit("
     assert limit in source, "nobody could pass a started prompt"
+    assert "has_chunked_req=(self.chunked_req is not None)" in source, "two prompts could be started"
 
 
 def test_what_load_snapshots_are_made_and_read_with() -> None:

@@ -166,6 +166,41 @@ def test_a_short_prompt_passes_a_long_one_that_has_begun(slow: Served, decoding:
     assert done == ["urgent", "long"]
 
 
+def test_a_prompt_that_passes_and_is_cached_leaves_its_place_to_nobody(
+    zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It needs one token of the twenty that it was given; who comes next does not fit into the other nineteen."""
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp("cached"),
+        pair,
+        "noisy",
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        {"slow_ms": SLOW_MS, "trace": True},
+        **{"context-length": 512},
+    )
+    urgent, after = Job(tuple(range(40, 60)), greedy(2)), Job(tuple(range(100, 162)), greedy(2))
+
+    def ask(client: httpx.AsyncClient, job: Job, ttft_ms: int) -> asyncio.Task[httpx.Response]:
+        params = job.body["sampling_params"] | {"custom_params": {"slo_ttft_ms": ttft_ms}}
+        return asyncio.create_task(client.post("/generate", json={**job.body, "sampling_params": params}))
+
+    async def meet() -> list[list[int]]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            await ask(client, urgent, 400)
+            before = len(probe.read()["forwards"])
+            started = ask(client, ARRIVING, 60_000)
+            while CHUNK not in probe.read()["forwards"][before:]:
+                await asyncio.sleep(0.01)
+            answers = await asyncio.gather(started, ask(client, urgent, 400), ask(client, after, 900))
+            return [answer.raise_for_status().json()["output_ids"] for answer in answers]
+
+    with server.running(zygote):
+        alone = outputs(run_jobs(server, (ARRIVING, urgent, after)))
+        wait_until_idle(server)  # and flushed
+        assert asyncio.run(meet()) == alone
+        server.assert_idle_and_clean()
+
+
 def test_nobody_decodes_nobody_to_spare(slow: Served) -> None:
     """Alone, a prompt takes the fewest chunks that SGLang allows."""
     before = len(slow.probe.read()["forwards"])
