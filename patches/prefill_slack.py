@@ -10,10 +10,10 @@ allocates between its chunks. So decode iterations run in between only while the
 prompt stay free; when they would not, the prompt is finished first. Then it can be retracted like any other.
 
 SGLang gives a started prompt the whole chunk, however long it is and whoever waits, save under its policy
-``shortest-prefill-first``. Prompts that are due earlier pass it here: the started one gets what they leave.
-They may need less of it than was foreseen, since part of them turns out to be cached, and then the next in the
-queue would be started beside the first. SGLang can hold one started prompt and ends where there are two, so a
-prompt that would not be read whole waits.
+``shortest-prefill-first``. Prompts that are due earlier pass it here: the started one gets what they
+leave. They may need less than was foreseen, since part of them turns out to be cached, and then the next in
+the queue would be started beside the first. SGLang can hold one started prompt and ends where there are
+two, so a prompt that would not be read whole waits.
 """
 
 from __future__ import annotations

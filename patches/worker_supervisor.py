@@ -1,8 +1,8 @@
 """With several HTTP workers, too, a server whose scheduler has died ends.
 
-Why: SGLang's processes tell the first of them by SIGQUIT that they died, and its handler ends the server. With
-``--tokenizer-worker-num`` above 1 uvicorn supervises the workers there; it takes over every signal, and for
-this one it knows nothing to do. So the server would stay, answer nothing, and never be started again.
+Why: SGLang's processes tell the first of them by SIGQUIT that they died, and its handler ends the server.
+With ``--tokenizer-worker-num`` above 1 uvicorn supervises the workers there; it takes over every signal, and
+for this one it knows nothing to do. So the server would stay, answer nothing, and never be started again.
 """
 
 from __future__ import annotations

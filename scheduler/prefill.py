@@ -177,21 +177,33 @@ def aims_s(config: PrefillConfig, waiting: WaitingBatch) -> FloatArray:
     return waiting.arrival_s + np.where(stated, waiting.ttft_slo_s, config.patience_s)
 
 
+def prefill_s(tokens: IntArray, pressure: Pressure) -> FloatArray:
+    """Seconds of prefills of so many ``tokens``, each in as few chunks as possible; any shape.
+
+    A prompt of a few tokens takes nearly as long as one of some dozens."""
+    whole, rest = np.divmod(tokens, int(pressure.sizes[-1]))
+    sizes, seconds = np.concatenate([[0], pressure.sizes]), np.concatenate([[0.0], pressure.seconds])
+    taken: FloatArray = whole * float(seconds[-1]) + np.interp(rest, sizes, seconds)
+    return taken
+
+
 def claimed_share(
-    config: PrefillConfig, waiting: WaitingBatch, order: IntArray, token_s: float, now_s: float
+    config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
 ) -> float:
     """Share of the time that prefills need for all rows to be done in time, in ``order``; 0 to 1.
 
     Only a TTFT SLO that can still be met claims more than ``late_share``: one for which even all of the time
-    would be too little is lost already.
+    would be too little is lost already. The next decision comes after an iteration: what is left then
+    counts.
     """
     if not len(order):
         return 0.0
-    work_s = np.cumsum(waiting.prompt_left[order]) * token_s
+    work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
     left_s = aims_s(config, waiting)[order] - now_s
-    share = np.divide(work_s, left_s, out=np.full(len(order), np.inf), where=left_s > 0)
-    firm = np.isfinite(waiting.ttft_slo_s[order]) & (share <= 1)
-    return float(np.where(firm, share, np.minimum(share, config.late_share)).max())
+    firm = np.isfinite(waiting.ttft_slo_s[order]) & (work_s <= left_s)
+    later_s = left_s - pressure.period_s
+    share = np.divide(work_s, later_s, out=np.full(len(order), np.inf), where=later_s > 0)
+    return float(np.minimum(share, np.where(firm, 1.0, config.late_share)).max())
 
 
 def slack_tokens(
@@ -209,7 +221,7 @@ def slack_tokens(
     sizes, seconds = pressure.sizes, pressure.seconds
     least_slack_s = float(np.min(pressure.slack_s, initial=np.inf))
     bearable_s = config.spend * (least_slack_s + pressure.spent_s)
-    share = claimed_share(config, waiting, order, float(seconds[-1] / sizes[-1]), now_s)
+    share = claimed_share(config, waiting, order, pressure, now_s)
     rounds = max(1, pressure.decodes)
     claimed_s = pressure.period_s * rounds * share / (1 - share) if share < 1 else np.inf
     within = int(np.searchsorted(seconds, max(bearable_s, claimed_s) - pressure.spent_s, side="right"))
@@ -252,9 +264,15 @@ def reserved_tokens(waiting: WaitingBatch, order: IntArray, tokens: int) -> int:
     return int(taken[taken < tokens].max(initial=0))
 
 
-def lost_prompts(waiting: WaitingBatch, now_s: float) -> BoolArray:
-    """Which prompts have not started by their TTFT SLO, [n]."""
-    lost: BoolArray = ~waiting.started & (waiting.arrival_s + waiting.ttft_slo_s < now_s)
+def lost_prompts(waiting: WaitingBatch, now_s: float, pressure: Pressure | None) -> BoolArray:
+    """Which prompts that have not started can't meet their TTFT SLO any more, [n].
+
+    Their prefill would come too late even as the next one; an iteration's time is left for the first
+    token's way to the client. Without ``pressure``: only those whose SLO has passed."""
+    needs_s = np.zeros(len(waiting.started))
+    if pressure is not None:
+        needs_s = pressure.period_s + prefill_s(waiting.prompt_left, pressure)
+    lost: BoolArray = ~waiting.started & (waiting.arrival_s + waiting.ttft_slo_s < now_s + needs_s)
     return lost
 
 
@@ -265,7 +283,7 @@ def most_overdue(
     lost, and none was started for this reason."""
     if config.lost_every_s is None or pressure.lost_wait_s < config.lost_every_s:
         return None
-    due_s = np.where(lost_prompts(waiting, now_s), waiting.arrival_s + waiting.ttft_slo_s, np.inf)
+    due_s = np.where(lost_prompts(waiting, now_s, pressure), waiting.arrival_s + waiting.ttft_slo_s, np.inf)
     first = int(np.argmin(due_s))
     return first if now_s - due_s[first] >= config.lost_every_s else None
 
@@ -287,14 +305,13 @@ def held_back(
     room = pressure.room
     if config.gate is None or room is None:
         return held
-    token_s = float(pressure.seconds[-1] / pressure.sizes[-1])
     # A few iterations pass between a decision and the first token.
     left_s = aims_s(config, waiting)[order] - now_s - config.most_decodes * pressure.period_s
-    work_s = np.cumsum(waiting.prompt_left[order]) * token_s
+    work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
     can_wait = work_s < config.gate_claim * left_s
     least = np.zeros(len(order))
     if config.lost_every_s is not None:
-        lost = lost_prompts(waiting, now_s)
+        lost = lost_prompts(waiting, now_s, pressure)
         risk = min(1.0, LEAST_HEADROOM + HEADROOM_PER_LOST * int(np.count_nonzero(lost)))
         least = np.where(np.isfinite(waiting.ttft_slo_s[order]), risk, 0.0)
         can_wait |= lost[order]
@@ -328,7 +345,7 @@ def plan_prefill(
     elif config.order == "deadline":
         rank = aims_s(config, waiting)
         if config.lost_every_s is not None:  # who can still be in time comes first
-            rank = np.where(lost_prompts(waiting, now_s), rank + LATER_S, rank)
+            rank = np.where(lost_prompts(waiting, now_s, pressure), rank + LATER_S, rank)
         passes = overtaking(config, waiting, rank)
     elif config.order == "short":
         rank = waiting.prompt_left.astype(np.float64)

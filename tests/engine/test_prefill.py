@@ -169,7 +169,7 @@ def test_a_short_prompt_passes_a_long_one_that_has_begun(slow: Served, decoding:
 def test_a_prompt_that_passes_and_is_cached_leaves_its_place_to_nobody(
     zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """It needs one token of the twenty that it was given; who comes next does not fit into the other nineteen."""
+    """It needs one token of the twenty that it was given. Who comes next does not fit into the others."""
     server, probe = adaserve_server(
         tmp_path_factory.mktemp("cached"),
         pair,

@@ -257,7 +257,7 @@ def test_a_long_queue_of_lost_prompts_hides_nobody() -> None:
     """They stand in front, having come first; more of them than a decision looks at."""
     known = {f"lost{i}": 0.5 for i in range(200)} | {"fresh": 1.0}
     lost = [Request(f"lost{i}", prompt=20, age_s=30 - 0.1 * i) for i in range(200)]
-    queue = [*lost, Request("fresh", prompt=20, age_s=0.95)]
+    queue = [*lost, Request("fresh", prompt=20, age_s=0.8)]
 
     def offered(slo_s: float) -> list[str]:
         paced = full(slo_s)

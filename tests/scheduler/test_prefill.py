@@ -19,6 +19,7 @@ from adaserve.scheduler.prefill import (
     claimed_share,
     least_chunk,
     plan_prefill,
+    prefill_s,
     room_to_join,
     slack_tokens,
     stall_slack,
@@ -169,15 +170,21 @@ def test_a_stated_ttft_that_can_be_met_goes_first():
 def test_a_ttft_that_is_lost_already_claims_no_more_than_any_other():
     """100 tokens need 115 ms: an aim 50 ms ahead is lost, and those who decode would pay for nothing."""
     queue, order = waiting((100,), ttft=0.05), np.arange(1)
-    assert claimed_share(CONFIG, queue, order, 0.00115, 0.0) == CONFIG.late_share
-    assert claimed_share(CONFIG, waiting((100,), ttft=0.12), order, 0.00115, 0.0) > CONFIG.late_share
+    assert claimed_share(CONFIG, queue, order, pressure(0.0), 0.0) == CONFIG.late_share
+    assert claimed_share(CONFIG, waiting((100,), ttft=0.12), order, pressure(0.0), 0.0) == 1.0
 
 
 def test_share_of_a_queue_is_that_of_its_tightest_prefix():
     queue = waiting((100, 100), ttft=(1.0, 1.5))
     order = np.arange(2)
-    assert claimed_share(CONFIG, queue, order, 0.001, 0.0) == pytest.approx(max(0.1 / 1.0, 0.2 / 1.5))
-    assert claimed_share(CONFIG, queue, order[:0], 0.001, 0.0) == 0.0
+    first, both = 0.115 / (1.0 - PERIOD_S), 0.215 / (1.5 - PERIOD_S)
+    assert claimed_share(CONFIG, queue, order, pressure(0.0), 0.0) == pytest.approx(max(first, both))
+    assert claimed_share(CONFIG, queue, order[:0], pressure(0.0), 0.0) == 0.0
+
+
+def test_a_short_prompt_takes_a_forward_too():
+    taken = prefill_s(np.array([0, 1, 100, 256, 257, 600]), pressure(0.0))
+    assert taken == pytest.approx([0, 0.016, 0.115, 0.271, 0.287, 2 * 0.271 + 0.103])
 
 
 def test_order_is_by_deadline_and_nobody_is_overtaken_for_ever():
@@ -292,11 +299,11 @@ def test_started_prompts_go_on_and_count():
 
 
 def test_nobody_is_held_longer_than_the_aim_allows():
-    queue = waiting((40,))  # 42 ms of prefill: a quarter of 169 ms, four iterations of 20 ms before the aim
-    assert gated([0.5], queue, now_s=1.7) == []
-    assert gated([0.5], queue, now_s=1.8) == [0]
-    assert gated([0.5], waiting((40,), ttft=0.5), now_s=0.2) == []
-    assert gated([0.5], waiting((40,), ttft=0.5), now_s=0.3) == [0]
+    queue = waiting((40,))  # 55 ms of prefill: a quarter of 220 ms, four iterations of 20 ms before the aim
+    assert gated([0.5], queue, now_s=1.65) == []
+    assert gated([0.5], queue, now_s=1.75) == [0]
+    assert gated([0.5], waiting((40,), ttft=0.5), now_s=0.15) == []
+    assert gated([0.5], waiting((40,), ttft=0.5), now_s=0.25) == [0]
 
 
 @given(
@@ -328,9 +335,19 @@ def test_a_ttft_slo_is_no_licence_to_spoil_others():
     near = waiting((40,), ttft=0.5)
     assert gated([0.61], near, now_s=0.3, config=LOSING) == [0]
     assert gated([0.59], near, now_s=0.3, config=LOSING) == []
-    assert gated([1.19], near, now_s=0.2, config=LOSING) == [], "it can still wait"
+    assert gated([1.19], near, now_s=0.15, config=LOSING) == [], "it can still wait"
     assert gated([0.1], waiting((40,)), now_s=2.9, config=LOSING) == [0], "it has no TTFT SLO to lose"
     assert gated([0.1], waiting((40,), ttft=0.5, started=(0,)), now_s=9.0, config=LOSING) == [0]
+
+
+def test_who_would_come_too_late_is_lost_before_the_slo_has_passed():
+    """75 ms before it: 55 ms of prefill, and 20 for the first token's way."""
+    near = waiting((40,), ttft=0.5)
+    assert gated([0.61], near, now_s=0.424, config=LOSING) == [0]
+    assert gated([0.61], near, now_s=0.426, config=LOSING) == []
+    assert gated([1.21], near, now_s=0.426, config=LOSING) == [0], "with room it starts like anybody"
+    late = replace(waiting((40, 40), ttft=0.5), arrival_s=np.array([0.0, 0.1]))
+    assert gated([2.0, 1.5], late, now_s=0.43, config=LOSING) == [1, 0]
 
 
 def test_the_more_are_lost_the_less_is_risked_for_one_more():
