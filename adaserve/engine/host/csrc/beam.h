@@ -159,7 +159,7 @@ EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int thre
     }
     const reading roots = {s->scale, s->spread, s->keys, s->base};
     const reading beams = {b.scale, b.spread, b.keys, b.positions};
-    if (ada_top_logprobs(m, b.hidden, s->rows, &roots, w, b.logprobs, b.best, threads)) return -1;
+    if (top_logprobs(m, b.hidden, s->rows, 1, &roots, w, b.logprobs, b.best, threads)) return -1;
     first_level(s, &b);
     batch level = *first;
     level.tokens = s->rows * w;
@@ -180,7 +180,7 @@ EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int thre
         level_inputs(s, &b, step);
         if (is_head(m)) parents_states(m, s, &b, first->hidden, step);
         if ((wrong = ada_forward(m, &level, threads))) return wrong;
-        if (ada_top_logprobs(m, b.hidden, s->rows * w, &beams, w, b.logprobs, b.best, threads)) return -1;
+        if (top_logprobs(m, b.hidden, s->rows * w, w, &beams, w, b.logprobs, b.best, threads)) return -1;
         next_level(s, &b, step);
     }
     return s->depth;

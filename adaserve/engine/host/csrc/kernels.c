@@ -43,6 +43,7 @@ typedef struct {
     model *m;
     const float *hidden;
     int rows, width; /* width 0: logits only, -1: argmax */
+    int alike;       /* neighbours with one key and position, whose noise is the same; divides `rows` */
     float *normed;   /* an EAGLE-3 head's states, which come before its final norm; NULL otherwise */
     float *logits, *logprobs;
     const reading *read;
@@ -61,19 +62,24 @@ static void name_tokens(const model *m, int64_t *tokens, int count) {
     for (int i = 0; ids && i < count; i++) tokens[i] = ids[tokens[i]];
 }
 
-static void read_logits(void *data, int i) {
+static void best_logits(void *data, int i) {
     const head_pass *p = data;
     const int vocab = p->m->lm_head.columns;
-    float *logits = p->logits + (size_t)i * vocab;
-    if (p->width < 0) {
-        p->tokens[i] = row_argmax(logits, vocab);
-        name_tokens(p->m, p->tokens + i, 1);
-        return;
+    p->tokens[i] = row_argmax(p->logits + (size_t)i * vocab, vocab);
+    name_tokens(p->m, p->tokens + i, 1);
+}
+
+static void read_logits(void *data, int item) {
+    const head_pass *p = data;
+    const int vocab = p->m->lm_head.columns, begin = item * p->alike;
+    float *logits = p->logits + (size_t)begin * vocab;
+    if (p->read->spread[begin] != 0.0f) read_rows(logits, p->alike, vocab, p->m->shape.token_ids, p->read, begin);
+    else for (int i = 0; i < p->alike; i++) scale_row(logits + (size_t)i * vocab, vocab, p->read->scale[begin + i]);
+    for (int i = begin; i < begin + p->alike; i++, logits += vocab) {
+        int64_t *tokens = p->tokens + (size_t)i * p->width;
+        row_top_logprobs(logits, vocab, p->width, p->logprobs + (size_t)i * p->width, tokens);
+        name_tokens(p->m, tokens, p->width);
     }
-    int64_t *tokens = p->tokens + (size_t)i * p->width;
-    read_row(logits, vocab, p->m->shape.token_ids, p->read, i);
-    row_top_logprobs(logits, vocab, p->width, p->logprobs + (size_t)i * p->width, tokens);
-    name_tokens(p->m, tokens, p->width);
 }
 
 static void head_phases(team *t, void *data) {
@@ -82,7 +88,8 @@ static void head_phases(team *t, void *data) {
     operand x = {p->normed ? p->normed : p->hidden, p->m->shape.hidden, DEPTH};
     epilogue e = {EPILOGUE_STORE, p->logits, p->m->lm_head.columns, 0};
     gemm(t, &p->m->lm_head, x, p->rows, e, &p->m->members[t->rank].gemm);
-    if (p->width) team_phase(t, p->rows, (phase_work){NULL, read_logits, data});
+    if (p->width < 0) team_phase(t, p->rows, (phase_work){NULL, best_logits, data});
+    if (p->width > 0) team_phase(t, p->rows / p->alike, (phase_work){NULL, read_logits, data});
 }
 
 static int run_head(head_pass p, int threads) {
@@ -106,10 +113,15 @@ EXPORT int ada_argmax(model *m, const float *hidden, int rows, int64_t *tokens, 
     return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = -1, .tokens = tokens}, threads);
 }
 
+static int top_logprobs(model *m, const float *hidden, int rows, int alike, const reading *read, int width,
+                        float *logprobs, int64_t *tokens, int threads) {
+    return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = width, .alike = alike, .read = read,
+                                .logprobs = logprobs, .tokens = tokens}, threads);
+}
+
 EXPORT int ada_top_logprobs(model *m, const float *hidden, int rows, const reading *read, int width, float *logprobs,
                             int64_t *tokens, int threads) {
-    return run_head((head_pass){.m = m, .hidden = hidden, .rows = rows, .width = width, .read = read,
-                                .logprobs = logprobs, .tokens = tokens}, threads);
+    return top_logprobs(m, hidden, rows, 1, read, width, logprobs, tokens, threads);
 }
 
 typedef struct {

@@ -47,25 +47,43 @@ static ALWAYS_INLINE noise row_noise(const reading *r, int i) {
     return own;
 }
 
+static ALWAYS_INLINE vf noise_of(vu token, uint32_t high) { return gumbel(mix32(mix32(token) ^ high)); }
+
 static ALWAYS_INLINE vf next_noise(noise *own) {
-    const vf values = gumbel(mix32(mix32(own->token) ^ own->high));
+    const vf values = noise_of(own->token, own->high);
     own->token += VL;
     return values;
 }
 
-/* logits <- scale * logits + spread * noise of row `i`. `ids`: the logits' tokens, NULL where they are all. */
-static void read_row(float *logits, int n, const int64_t *ids, const reading *r, int i) {
-    const float scale = r->scale[i], spread = r->spread[i];
-    const int noisy = spread != 0.0f;
-    noise own = row_noise(r, i);
-    const uint32_t first = own.token[0];
+/* Token numbers of the logits from `at` on, less than VL of them at the end; `ids`: NULL where they are all. */
+static ALWAYS_INLINE vu tokens_at(const int64_t *ids, int at, int n) {
+    vu tokens = {0};
+    if (ids && at + VL <= n) return __builtin_convertvector(*(const vl *)(ids + at), vu);
+    for (int j = 0; j < VL; j++) tokens[j] = ids ? (uint32_t)ids[imin(at + j, n - 1)] : (uint32_t)(at + j);
+    return tokens;
+}
+
+/* logits <- scale * logits + spread * noise, of the `rows` rows from `i` on, whose keys and positions are those of
+ * the first: so is their noise. `ids`: the logits' tokens, NULL where they are all. */
+static void read_rows(float *logits, int rows, int n, const int64_t *ids, const reading *r, int i) {
+    const noise start = row_noise(r, i);
     for (int at = 0; at < n; at += VL) {
-        vf shift = splat(0.0f);
-        for (int j = 0; noisy && ids && j < VL && at + j < n; j++) own.token[j] = first + (uint32_t)ids[at + j];
-        if (noisy) shift = next_noise(&own) * spread;
-        if (at + VL <= n) store(logits + at, load(logits + at) * scale + shift);
-        else for (int j = 0; at + j < n; j++) logits[at + j] = logits[at + j] * scale + shift[j];
+        const vf shift = noise_of(start.token[0] + tokens_at(ids, at, n), start.high);
+        for (int row = 0; row < rows; row++) {
+            float *to = logits + (size_t)row * n + at;
+            const float scale = r->scale[i + row];
+            const vf own = shift * r->spread[i + row];
+            if (at + VL <= n) store(to, load(to) * scale + own);
+            else for (int j = 0; at + j < n; j++) to[j] = to[j] * scale + own[j];
+        }
     }
+}
+
+/* The same without noise, of one row. */
+static void scale_row(float *logits, int n, float scale) {
+    int at = 0;
+    for (; at + VL <= n; at += VL) store(logits + at, load(logits + at) * scale);
+    for (; at < n; at++) logits[at] *= scale;
 }
 
 /* The first of the largest, as torch.argmax gives it. */

@@ -34,6 +34,7 @@ typedef float vf __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+typedef int64_t vl __attribute__((vector_size(8 * VL), aligned(8), may_alias));
 typedef uint8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
 
 enum { FP32 = 0, FP16 = 1, BF16 = 2, NUM_TYPES = 3 };
