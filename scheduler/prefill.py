@@ -72,6 +72,11 @@ class PrefillConfig:
             raise ValueError(f"patience_s must be > 0, got {self.patience_s}")
 
 
+def served_prefill(chunk_tokens: int) -> PrefillConfig:
+    """What a server does by default under a policy that looks at SLOs."""
+    return PrefillConfig(chunk_tokens, "deadline", GATE, pacing="slack", lost_every_s=LOST_EVERY_S)
+
+
 @dataclass(frozen=True, slots=True)
 class WaitingBatch:
     """Requests whose prefill is not done; arrays of shape [n]."""

@@ -260,9 +260,9 @@ def _capacity(plan: FleetPlan, reports: Sequence[dict[str, Any]], measured: floa
     costs = LatencyModel.from_json(reports[0]["latency_learned"] or reports[0]["latency"])
     baseline_ms = float(reports[0]["baseline_ms"])
     simulated = SimulatedFleet.of(plan.policy, costs, baseline_ms, plan.seed, _recording(plan.out, 0))
-    loaded, pace = read_recorded([str(plan.out / "trace.jsonl")], plan.seed), simulated.pace()
+    attainment = simulated.attainment(read_recorded([str(plan.out / "trace.jsonl")], plan.seed), SLOConfig())
     sizes = sorted({1, plan.replicas, plan.replicas + 1})
-    return Capacity(measured, {n: simulated.attainment(loaded, n, pace, SLOConfig()) for n in sizes})
+    return Capacity(measured, {n: attainment(n) for n in sizes})
 
 
 # -- the command ----------------------------------------------------------------------------

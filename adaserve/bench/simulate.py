@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -33,8 +34,8 @@ from adaserve.loadgen.figures import save
 from adaserve.loadgen.results import command_line
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.latency import LatencyModel, ProfileError, load_latency
-from adaserve.scheduler.policies import build_policy, policy_names
-from adaserve.scheduler.prefill import Order, PrefillConfig
+from adaserve.scheduler.policies import build_policy, is_slo_aware, policy_names
+from adaserve.scheduler.prefill import Order, PrefillConfig, served_prefill
 from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT
 from adaserve.scheduler.simulator.fleet import (
@@ -49,10 +50,11 @@ from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_
 from adaserve.scheduler.simulator.order import ROW_ORDERS
 from adaserve.scheduler.simulator.recorded import load_children, recorded_slowdown
 from adaserve.scheduler.simulator.replica import PrefillMode, ReplicaConfig
-from adaserve.scheduler.simulator.run import SimulationConfig
+from adaserve.scheduler.simulator.run import SimulationConfig, simulate, violations
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
-from adaserve.scheduler.simulator.workload import TextModel, synthetic_trace
+from adaserve.scheduler.simulator.workload import SimRequest, TextModel, make_requests, synthetic_trace
 from adaserve.slo.classes import SLOConfig, SLOError
+from adaserve.slo.metrics import RequestRecord
 from adaserve.slo.trace import Trace, TraceError, assign_classes, read_trace
 
 app = typer.Typer(help="Simulate policies, loads and fleets without a GPU.", no_args_is_help=True)
@@ -66,6 +68,9 @@ ProfileFile = Annotated[Path | None, typer.Option(help="latency profile of `adas
 RouterName = Literal["round-robin", "least-work", "slo"]
 Baseline = Annotated[float | None, typer.Option(help="unloaded ms per token; default from latency")]
 JsonFile = Annotated[Path | None, typer.Option(help="JSON file for the result")]
+
+DETAILED = 3000
+"""Requests of a trace that `capacity` simulates iteration by iteration, at some hundred requests a second."""
 
 
 def _fail(error: Exception | str) -> NoReturn:
@@ -243,7 +248,14 @@ class SimulatedFleet:
         says, so will the simulated ones."""
         children: ChildSource = load_children(recorded) if recorded else SyntheticChildren()
         times = recorded_slowdown(recorded, latency) if recorded else 1.0
-        replica = ReplicaConfig(latency, busy=((0.0, np.inf, times),))
+        chunk = PrefillConfig().chunk_tokens
+        replica = ReplicaConfig(
+            latency,
+            prefill_mode="exclusive",
+            prefill=served_prefill(chunk) if is_slo_aware(policy) else PrefillConfig(chunk),
+            exclusive_tokens=chunk,
+            busy=((0.0, np.inf, times),),
+        )
         config = SimulationConfig(
             replica, policy, PolicyConfig(latency=latency), children=children, seed=seed
         )
@@ -253,12 +265,21 @@ class SimulatedFleet:
         """How one replica fares under load; takes seconds."""
         return learn_pace(self.config, SLOConfig(), self.baseline_s, self.config.seed)
 
-    def attainment(
-        self, trace: Trace, replicas: int, pace: PaceTable, slos: SLOConfig, router: str = "least-work"
-    ) -> float:
-        """Share of the trace's requests that would attain their SLOs on so many replicas."""
-        fleet = FleetConfig(replicas, router, self.config.seed)
-        return fleet_attainment(trace, slos, self.baseline_s, self.latency, pace, fleet)
+    def attainment(self, trace: Trace, slos: SLOConfig, router: str = "least-work") -> Callable[[int], float]:
+        """Share of the trace's requests that would attain their SLOs, by the number of replicas.
+
+        Long traces are simulated at fleet scale, which knows nothing of the admission gate."""
+        if len(trace) <= DETAILED:
+            requests = make_requests(trace, slos, self.baseline_s, TextModel(), self.config.seed)
+            return lambda n: 1.0 - violations(self._detailed(requests, n, router))
+        pace = self.pace()
+        return lambda n: fleet_attainment(
+            trace, slos, self.baseline_s, self.latency, pace, FleetConfig(n, router, self.config.seed)
+        )
+
+    def _detailed(self, requests: Sequence[SimRequest], replicas: int, router: str) -> list[RequestRecord]:
+        fleet = replace(self.config, replicas=replicas, router=router)
+        return simulate([replace(r) for r in requests], fleet).records()
 
 
 @app.command()
@@ -292,14 +313,13 @@ def capacity(
         slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()
         of = SimulatedFleet.of(policy, _latency(model, gpu, tp, profile), baseline_ms, seed, recorded)
         loaded = read_recorded(trace, seed)
-        with console.status("learning the pace of one replica"):
-            pace = of.pace()
         with Progress(console=console) as progress:
-            task = progress.add_task("fleets", total=None)
+            task = progress.add_task("one replica", total=None)
+            attainment = of.attainment(loaded, slos, router)
 
             def attain(n: int) -> float:
                 progress.update(task, description=f"{n} replicas")
-                return of.attainment(loaded, n, pace, slos, router)
+                return attainment(n)
 
             answer = min_replicas(attain, target, most)
     except (ValueError, ProfileError, TraceError, SLOError) as error:

@@ -15,6 +15,7 @@ import numpy as np
 
 from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.prefill import PrefillConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, build_replica
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
 from adaserve.slo.classes import SLOConfig
@@ -44,7 +45,7 @@ def learn_pace(config: SimulationConfig, slos: SLOConfig, baseline_s: float, see
         rows = tuple(replace(r, arrival_s=0.0, output_tokens=100_000) for r in trace.rows)
         text = TextModel()
         requests = make_requests(replace(trace, rows=rows), slos, baseline_s, text, seed)
-        endless = replace(config.replica, kv_tokens=1 << 40, noise=0.0)
+        endless = replace(config.replica, kv_tokens=1 << 40, noise=0.0, prefill=PrefillConfig())  # no gate
         replica = build_replica(replace(config, replica=endless))
         for request in requests:
             replica.submit(request)

@@ -64,17 +64,18 @@ def load_children(path: Path) -> RecordedChildren:
 
 def recorded_slowdown(path: Path, latency: Latency) -> float:
     """How many times as long the iterations of a recording took as ``latency`` says of them: replicas that
-    share a host, or other programs. Raises ValueError when it holds no iteration."""
-    took_s = said_s = 0.0
+    share a host, or other programs. The median of cycles, since prefills lie within some of them. Raises
+    ValueError when it holds no iteration."""
+    ratios = []
     for item in read_recording(path):
         if item.outcome is not None:
             running = item.plan.running
             context = Context(float(running.context_tokens.sum()), len(running))
             tokens = item.selection.verify_tokens + item.outcome.prefill_tokens
-            took_s += item.outcome.total_s
-            said_s += latency.iteration_s(
+            said_s = latency.iteration_s(
                 len(running), item.trees.draft_steps, item.plan.width, tokens, context
             )
-    if said_s <= 0:
+            ratios.append(item.outcome.cycle_s / said_s)
+    if not ratios:
         raise ValueError(f"{path} holds no iteration; record while requests are served")
-    return took_s / said_s
+    return float(np.median(ratios))

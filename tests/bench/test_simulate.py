@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from adaserve.bench.simulate import app, read_recorded
+from adaserve.bench.simulate import SimulatedFleet, app, read_recorded, read_workload
 from adaserve.scheduler.latency import Profile
-from adaserve.scheduler.simulator.workload import synthetic_trace
+from adaserve.scheduler.prefill import GATE
+from adaserve.scheduler.simulator.hardware import hardware_latency
+from adaserve.scheduler.simulator.run import simulate, violations
+from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
+from adaserve.slo.classes import SLOConfig
 from adaserve.slo.trace import write_jsonl
 
 
@@ -52,6 +56,19 @@ def test_capacity_answers() -> None:
     )
     assert got.exit_code == 0, got.output
     assert "minimum replicas for 90% attainment" in got.output
+
+
+def test_fleets_serve_as_servers_do() -> None:
+    """With the gate and prefills of a server, iteration by iteration while the trace is short."""
+    latency = hardware_latency("llama-3.1-70b", "a100", 4)
+    priced, chain = (SimulatedFleet.of(policy, latency, None, 0) for policy in ("priced", "chain-2"))
+    assert priced.config.replica.prefill.gate == GATE and chain.config.replica.prefill.gate is None
+    trace = read_workload("synthetic:100:4", 0)
+    requests = make_requests(trace, SLOConfig(), priced.baseline_s, TextModel(), 0)
+    records = simulate(requests, replace(priced.config, replicas=2)).records()
+    attainment = priced.attainment(trace, SLOConfig())
+    assert attainment(2) == pytest.approx(1 - violations(records))
+    assert attainment(1) < attainment(2)
 
 
 def test_forecasts_are_compared_with_what_was_delivered() -> None:

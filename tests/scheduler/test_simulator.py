@@ -283,6 +283,7 @@ class TestReplay:
         for line in lines:
             if line.get("outcome"):
                 line["outcome"]["total_s"] *= 2.5
+                line["outcome"]["since_last_s"] *= 2.5
         (tmp_path / "busy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         assert recorded_slowdown(tmp_path / "busy.jsonl", LATENCY) == pytest.approx(2.5 * slowdown)
         (tmp_path / "empty.jsonl").write_text('{"schema_version": 1}\n')

@@ -22,7 +22,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import LatencyModel, StepCost, TableCost
 from adaserve.scheduler.policies import chain_length
-from adaserve.scheduler.prefill import GATE, LOST_EVERY_S, PrefillConfig
+from adaserve.scheduler.prefill import PrefillConfig, served_prefill
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
 from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_chains
@@ -98,13 +98,7 @@ class Simulator:
 
     def _replica(self, setting: System) -> ReplicaConfig:
         paced = setting.prefill == "slack"
-        prefill = PrefillConfig(
-            chunk_tokens=CHUNK_TOKENS,
-            order="deadline" if paced else "fcfs",
-            pacing="slack" if paced else "fixed",
-            gate=GATE if paced else None,
-            lost_every_s=LOST_EVERY_S if paced else None,
-        )
+        prefill = served_prefill(CHUNK_TOKENS) if paced else PrefillConfig(CHUNK_TOKENS)
         return ReplicaConfig(
             self._latency, kv_tokens=65_536, prefill_mode="exclusive", prefill=prefill,
             exclusive_tokens=CHUNK_TOKENS, row_overhead_s=self._row_s,
