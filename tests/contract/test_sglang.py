@@ -73,6 +73,10 @@ TARGETS = {
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
+    f"{MANAGERS}.schedule_policy.PrefillAdder.add_one_req": [
+        "self", "req", "has_chunked_req", "truncation_align_size",
+    ],
+    "sglang.srt.entrypoints.http_server._setup_and_run_http_server": [],
     "sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata": ["meta_info"],
     "sglang.srt.observability.req_time_stats.APIServerReqTimeStats.__getstate__": ["self"],
     "sglang.srt.observability.req_time_stats.DPControllerReqTimeStats.__getstate__": ["self"],
@@ -241,6 +245,15 @@ def test_a_prefill_batch_reads_its_chunk_size_anew() -> None:
     limit = "adder.chunked_req_limit = self.policy.shortest_prefill_chunk_limit("
     assert limit in source, "nobody could pass a started prompt"
     assert "has_chunked_req=(self.chunked_req is not None)" in source, "two prompts could be started"
+
+
+def test_a_server_with_several_workers_hears_of_a_death_by_a_signal() -> None:
+    """patches/worker_supervisor.py gives uvicorn's supervisor what to do then."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from uvicorn.supervisors.multiprocess import Multiprocess
+
+    assert "parent_process.send_signal(signal.SIGQUIT)" in inspect.getsource(run_scheduler_process)
+    assert 'getattr(self, f"handle_{sig_name.lower()}", None)' in inspect.getsource(Multiprocess.handle_signals)
 
 
 def test_what_load_snapshots_are_made_and_read_with() -> None:
