@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape
+
+if TYPE_CHECKING:  # trees know grammars, which know parts
+    from adaserve.engine.trees.verify import Acceptance, VerifyBatch
 
 
 class Mark(Protocol):
@@ -187,6 +190,17 @@ class Device(Protocol):
 
     def draw(self, logits: Tensor, reading: Reading) -> Tensor:
         """The best token of every row of fp32 ``logits`` [rows, vocab] as read, int64 [rows]."""
+        ...
+
+    def accept(
+        self, tensors: Mapping[str, Tensor], draws: Tensor, n: int, deepest: int, stride: int
+    ) -> Acceptance:
+        """What the target's ``draws`` int64 [T] accept of a ``VerifyBatch`` of n rows whose arrays are
+        ``tensors``. ``deepest``: depth of its deepest token."""
+        ...
+
+    def in_place(self, verified: VerifyBatch, acceptance: Acceptance) -> bool:
+        """Whether all KV that was accepted is known to stand where it belongs."""
         ...
 
     def move(self, pool: Any, target: Tensor, source: Tensor) -> None:

@@ -280,7 +280,7 @@ class AdaServeWorker(BaseSpecWorker):
         selected = self.device.mark()
         verified = verify.build(rows, proposal, selection)
         tensors, draws, logits = self._verify(batch, rows, verified, allowed)
-        acceptance = verify.accept(tensors, draws, len(rows), verified.deepest, self.stride)
+        acceptance = self.device.accept(tensors, draws, len(rows), verified.deepest, self.stride)
         if self.learner is not None and logits is not None:
             self.learner.tap.verified(rows, verified, acceptance, logits)
         result = self._result(batch, acceptance, tensors, draws, logits)
@@ -373,8 +373,8 @@ class AdaServeWorker(BaseSpecWorker):
         self, verified: verify.VerifyBatch, tensors: verify.Tensors, acceptance: verify.Acceptance
     ) -> None:
         """Makes the accepted paths contiguous in all KV caches."""
-        if verified.in_place:
-            return  # everything accepted is already in place
+        if self.device.in_place(verified, acceptance):
+            return
         table = self.req_to_token_pool.req_to_token
         n = len(verified.root)
         target, sources = verify.moves(tensors, acceptance, table, n, verified.deepest)

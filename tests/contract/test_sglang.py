@@ -76,7 +76,6 @@ TARGETS = {
     f"{MANAGERS}.schedule_policy.PrefillAdder.add_one_req": [
         "self", "req", "has_chunked_req", "truncation_align_size",
     ],
-    "sglang.srt.entrypoints.http_server._setup_and_run_http_server": [],
     "sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata": ["meta_info"],
     "sglang.srt.observability.req_time_stats.APIServerReqTimeStats.__getstate__": ["self"],
     "sglang.srt.observability.req_time_stats.DPControllerReqTimeStats.__getstate__": ["self"],
@@ -253,7 +252,9 @@ def test_a_server_with_several_workers_hears_of_a_death_by_a_signal() -> None:
     from uvicorn.supervisors.multiprocess import Multiprocess
 
     assert "parent_process.send_signal(signal.SIGQUIT)" in inspect.getsource(run_scheduler_process)
-    assert 'getattr(self, f"handle_{sig_name.lower()}", None)' in inspect.getsource(Multiprocess.handle_signals)
+    assert 'getattr(self, f"handle_{sig_name.lower()}", None)' in inspect.getsource(
+        Multiprocess.handle_signals
+    )
 
 
 def test_what_load_snapshots_are_made_and_read_with() -> None:

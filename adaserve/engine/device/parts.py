@@ -30,7 +30,7 @@ from adaserve.engine.device.transfer import QueuedCopy, put
 from adaserve.engine.host.heads import HiddenStates
 from adaserve.engine.parts import Drafter, Mark
 from adaserve.engine.reading import Reading
-from adaserve.engine.trees.verify import SCRATCH_SLOT
+from adaserve.engine.trees import verify
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,15 @@ class GraphDevice:
         there = self.put({name: getattr(reading, name) for name in names})
         return noise.read(logits, *there.values()).argmax(dim=-1)
 
+    def accept(
+        self, tensors: Mapping[str, Tensor], draws: Tensor, n: int, deepest: int, stride: int
+    ) -> verify.Acceptance:
+        return verify.accept(tensors, draws, n, deepest, stride)
+
+    def in_place(self, verified: verify.VerifyBatch, acceptance: verify.Acceptance) -> bool:
+        """What was accepted is not known yet."""
+        return verified.in_place
+
     def move(self, pool: Any, target: Tensor, source: Tensor) -> None:
         pool.move_kv_cache(target, source)
 
@@ -154,7 +163,7 @@ class GraphDevice:
         if self.device.type != "cuda":
             return
         for exponent in range(most.bit_length() + 1):
-            scratch = torch.full((1 << exponent,), SCRATCH_SLOT, dtype=torch.int64, device=self.device)
+            scratch = torch.full((1 << exponent,), verify.SCRATCH_SLOT, dtype=torch.int64, device=self.device)
             for pool in pools:
                 self.move(pool, scratch, scratch)
 

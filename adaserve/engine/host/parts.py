@@ -18,6 +18,7 @@ from adaserve.engine.host.forwards import HostForward, host_forward
 from adaserve.engine.host.heads import HeadForward, head_forward
 from adaserve.engine.host.medusa import MedusaForward, medusa_forward
 from adaserve.engine.reading import Reading
+from adaserve.engine.trees import verify
 
 LEAST_GAIN = 0.05
 """Building trees is work for the host, and it competes with the models for the same cores."""
@@ -72,9 +73,19 @@ class HostDevice:
     def draw(self, logits: Tensor, reading: Reading) -> Tensor:
         return gumbel.draw(logits, reading)
 
+    def accept(
+        self, tensors: Mapping[str, Tensor], draws: Tensor, n: int, deepest: int, stride: int
+    ) -> verify.Acceptance:
+        return verify.walk(tensors, draws, n, stride)
+
+    def in_place(self, verified: verify.VerifyBatch, acceptance: verify.Acceptance) -> bool:
+        """Mostly it does, since the likeliest path is."""
+        taken = acceptance.accepted.numpy()
+        return bool((verified.held_at[:, taken] == verified.positions[taken]).all())
+
     def move(self, pool: Any, target: Tensor, source: Tensor) -> None:
         moved = target != source
-        if moved.any():  # mostly not, since the likeliest path is already in place
+        if moved.any():
             pool.move_kv_cache(target[moved], source[moved])
 
     def time(self, models: Sequence[HostForward], step: Callable[[], Any]) -> float:

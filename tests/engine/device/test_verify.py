@@ -91,7 +91,10 @@ def test_one_walk(lengths: list[int], seed: int, max_depth: list[int] | None) ->
         tensors = device.put({**v.arrays(), **device.target.arrays(v.batch)})
         for name, values in v.arrays().items():
             assert tensors[name].tolist() == values.tolist(), name
-        got = verify.accept(tensors, case.draws, n, v.deepest, 6)
+        got = device.accept(tensors, case.draws, n, v.deepest, 6)
+        if device.in_place(v, got):  # then nothing would move
+            target, sources = verify.moves(tensors, got, case.requests.req_to_token, n, v.deepest)
+            assert all(source.tolist() == target.tolist() for source in sources)
         copy = device.get(count=got.count, emitted=got.emitted, accepted=got.accepted).read()
         assert copy["accepted"].sum() == copy["count"].sum() + n
         assert copy["accepted"].dtype == np.bool_ and copy["emitted"].shape == (n, 6)

@@ -276,15 +276,19 @@ def random_draws(batch: verify.VerifyBatch, rng: np.random.Generator) -> np.ndar
     return draws
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("seed", range(20))
-def test_accept_walks_the_tree(seed: int) -> None:
+def test_accept_walks_the_tree(seed: int, where: str) -> None:
     rng = np.random.default_rng(seed)
     rows = decode_rows([5, 9, 3, 7], max_depth=[5, 0, 9, 9])
     proposal = drafted(rows, 4, 3)
     batch = verify.build(rows, proposal, random_selection(proposal.trees, rng))
     draws, stride = random_draws(batch, rng), 5
     tensors, table = tensors_of(batch.arrays()), slot_table(4)
-    got = verify.accept(tensors, torch.from_numpy(draws), 4, batch.deepest, stride)
+    if where == "host":
+        got = verify.walk(tensors, torch.from_numpy(draws), 4, stride)
+    else:
+        got = verify.accept(tensors, torch.from_numpy(draws), 4, batch.deepest, stride)
     targets, sources = verify.moves(tensors, got, table, 4, batch.deepest)
     targets, sources = targets.view(4, -1), sources.view(-1, 4, batch.deepest)
     index = verify.path_index(tensors, got, stride)
@@ -335,5 +339,7 @@ def test_roots_only() -> None:
     nothing = selection_of(proposal.trees, np.zeros(proposal.trees.n_nodes, np.bool_))
     built = verify.build(rows, proposal, nothing)
     assert built.tokens.tolist() == [1, 2] and built.positions.tolist() == [5, 9] and built.batch.seen is None
-    got = verify.accept(tensors_of(built.arrays()), torch.tensor([4, 4]), 2, 0, 3)
-    assert got.count.tolist() == [0, 0] and got.emitted.tolist() == [[4, 0, 0], [4, 0, 0]]
+    tensors, draws = tensors_of(built.arrays()), torch.tensor([4, 4])
+    for got in (verify.accept(tensors, draws, 2, 0, 3), verify.walk(tensors, draws, 2, 3)):
+        assert got.count.tolist() == [0, 0] and got.emitted.tolist() == [[4, 0, 0], [4, 0, 0]]
+        assert got.accepted.all() and got.bonus.tolist() == [4, 4]
