@@ -93,6 +93,7 @@ PARAMETERS = {
         "batch", "model_runner", "return_hidden_states_before_norm",
     },
     "sglang.srt.layers.sampler.apply_custom_logit_processor": {"logits", "sampling_batch_info"},
+    "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head": {"hidden_states", "lm_head"},
     "sglang.srt.layers.sampler.sampling_from_probs_torch": {"probs", "sampling_seed", "positions"},
     "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": {
         "probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions",

@@ -51,6 +51,20 @@ def test_penalties_and_bias_mixed_with_plain_requests(served: Served, stock: Ser
     assert plain != bent, "the penalties changed nothing, so nothing was tested"
 
 
+def test_a_prefill_gives_the_logits_of_a_verification(served: Served) -> None:
+    """Bit by bit, whether a token comes first or later."""
+    params = greedy(max_new_tokens=6)
+    (whole,) = run_jobs(served.server, [Job(tuple(PROMPTS[2]), params, extra={"return_logprob": True})])
+    assert whole is not None
+    later = whole["meta_info"]["output_token_logprobs"]
+    for i in range(6):
+        prompt = (*PROMPTS[2], *whole["output_ids"][:i])
+        (one,) = run_jobs(
+            served.server, [Job(prompt, greedy(max_new_tokens=1), extra={"return_logprob": True})]
+        )
+        assert one is not None and one["meta_info"]["output_token_logprobs"][0][:2] == later[i][:2]
+
+
 def test_logprobs(served: Served, stock: Server) -> None:
     extra = {
         "return_logprob": True,

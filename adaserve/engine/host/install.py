@@ -18,7 +18,8 @@ LEAN_ATTRIBUTE = "adaserve_lean"
 
 
 def install(model: Any, storage: Storage) -> bool:
-    """Replaces the decoder stack's forward; False, with a logged reason, where the model isn't covered."""
+    """Replaces the decoder stack's forward and the product that makes logits; False, with a logged reason,
+    where the model isn't covered."""
     from adaserve.engine.host.forward import supports
 
     reason = supports(model)
@@ -42,7 +43,12 @@ def install(model: Any, storage: Storage) -> bool:
             input_ids, positions, forward_batch.out_cache_loc, pool.k_buffer, pool.v_buffer, plan
         )
 
+    def logits(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Bit by bit those of verifications, and without torch's threads, which wait for each other."""
+        return lean.logits(hidden_states)
+
     model.model.forward = forward
+    model.logits_processor._compute_lm_head = logits
     return True
 
 
