@@ -64,9 +64,10 @@ class FirstStep:
     """What the first draft step for n requests takes, and all around the steps, without reading their
     contexts: fixed + n x per_row; and what all steps take to read them.
 
-    Only whole drafts are timed. So this is a least squares fit of fixed + n x per_row, of a factor of the
-    first guess of the later steps, and of the cost of reading contexts, by relative errors: a time that was
-    far too long hardly counts.
+    This is a least squares fit of fixed + n x per_row, of a factor of the first guess of the later steps,
+    and of the cost of reading contexts, by relative errors: a time that was far too long hardly counts.
+    A GPU times whole drafts only, and drafts that are all of one depth do not tell what starting them
+    costs. A host knows when the first level was there, and so times both parts.
     """
 
     KEPT = 0.98  # of the weight of older drafts, per draft
@@ -87,10 +88,10 @@ class FirstStep:
         self._work_out()
 
     def observe(self, n: int, later_s: float, seconds: float, read: float = 0.0, pairs: float = 0.0) -> None:
-        """A draft for n requests took ``seconds``. ``later_s``: first guess for its later steps; ``read`` and
-        ``pairs``: sum L and sum q L over all of its steps."""
+        """A draft for n requests took ``seconds``, or its later steps alone (n = 0). ``later_s``: first
+        guess for the later steps; ``read`` and ``pairs``: sum L and sum q L over all of these steps."""
         scale, pair_scale = self._scales
-        row = (1.0, n, later_s, read * scale, pairs * pair_scale)
+        row = (float(n > 0), n, later_s, read * scale, pairs * pair_scale)
         self._fit.add(tuple(x / seconds for x in row), 1.0)
         if len(self._fit) >= LEARN_EVERY:
             self._work_out()
@@ -188,22 +189,28 @@ class LearnedCosts(Latency):
             return
         tokens = outcome.selection.verify_tokens + outcome.prefill_tokens
         self.verify.observe(tokens, context, outcome.verify_s)
-        n, depth = outcome.plan.drafting_rows, outcome.trees.draft_steps
-        if depth:
-            self._observe_draft(n, depth, outcome.plan.width, outcome.plan.draft_context, outcome.draft_s)
+        if outcome.trees.draft_steps:
+            self._observe_draft(outcome)
         if outcome.since_last_s:
             self._observe_other(outcome.since_last_s - outcome.draft_s - outcome.verify_s)
 
-    def _observe_draft(self, n: int, depth: int, width: int, context: Context, seconds: float) -> None:
+    def _observe_draft(self, outcome: IterationOutcome) -> None:
+        seconds, first_s = outcome.draft_s, outcome.first_level_s
         if not (math.isfinite(seconds) and seconds > 0) or math.log(self.slowdown) > MUCH:
             return
-        rows, later = n * width, depth - 1
+        plan, later = outcome.plan, outcome.trees.draft_steps - 1
+        n, context, rows = plan.drafting_rows, plan.draft_context, plan.drafting_rows * plan.width
         guess_s = self._guess.quiet_s(rows)
-        pairs = context.each * (n + later * rows)
-        self.first.observe(n, later * guess_s, seconds, depth * context.tokens, pairs)
+        read, pairs = context.tokens, context.each * n
+        later_read, later_pairs = later * context.tokens, later * context.each * rows
+        if later and first_s is not None and 0 < first_s < seconds:
+            self.first.observe(n, 0.0, first_s, read, pairs)
+            self.first.observe(0, later * guess_s, seconds - first_s, later_read, later_pairs)
+        else:
+            first_s = self.first.seconds(n) + self._reading_s(n, context)
+            self.first.observe(n, later * guess_s, seconds, read + later_read, pairs + later_pairs)
         if later:
             line_s = self.first.factor * guess_s
-            first_s = self.first.seconds(n) + self._reading_s(n, context)
             step_s = (seconds - first_s) / later - self._reading_s(rows, context)
             step_s = min(max(step_s, line_s / STEP_RANGE), line_s * STEP_RANGE)
             self.step.observe(rows, step_s, self.slowdown)

@@ -217,6 +217,8 @@ class IterationOutcome:
     """[m]: kept nodes whose parent was accepted (censoring: all others were never tried).
     None = derive it from ``accepted``."""
     prefill_tokens: int = 0  # prefill tokens that shared the verify forward; their time is in verify_s
+    first_level_s: float | None = None
+    """Of ``draft_s``, until the first of several levels was there; None where only whole drafts are timed."""
 
     @property
     def cycle_s(self) -> float:

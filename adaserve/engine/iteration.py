@@ -34,6 +34,7 @@ class Marks:
     selected: Mark
     committed: Mark
     caught_up: tuple[Run, ...]  # when sources took in what they had missed, inside of drafting
+    first_level: Mark | None = None  # of a draft with several, where a single source was asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Iteration:
         catch_up_s = sum(start.seconds_until(end) for start, end in marks.caught_up)
         total_s = marks.start.seconds_until(marks.committed)
         end_s = self.start_s + total_s
+        first = marks.first_level
         accepted = np.zeros(trees.n_nodes, np.bool_)
         accepted[verified.node] = self.accepted()[~verified.is_root]
         return IterationOutcome(
@@ -80,6 +82,7 @@ class Iteration:
             verify_s=marks.selected.seconds_until(marks.committed),
             total_s=total_s,
             since_last_s=end_s - last_end_s if last_end_s else 0.0,
+            first_level_s=None if first is None else marks.start.seconds_until(first) - catch_up_s,
         )
 
 

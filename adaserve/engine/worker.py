@@ -288,7 +288,8 @@ class AdaServeWorker(BaseSpecWorker):
             on_publish(result.new_seq_lens)
         self._compact(verified, tensors, acceptance)
         caught_up = tuple(d.caught_up for d in drafts if d.caught_up is not None)
-        marks = Marks(start, drafted, selected, self.device.mark(), caught_up)
+        first_level = drafts[0].first_level if len(drafts) == 1 else None
+        marks = Marks(start, drafted, selected, self.device.mark(), caught_up, first_level)
         outcome = self.device.get(
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def test_a_recording_replays_to_identical_plans_and_selections(recorded: Recorde
     assert max(len(i.plan.running) for i in iterations) > 2
     assert '"forget"' in recorded.path.read_text()
     assert replay(recorded.path, build_policy(recorded.policy, recorded.config)) == []
+
+
+def test_of_drafts_with_several_levels_it_is_known_when_the_first_was_there(recorded: Recorded) -> None:
+    """Of those alone can a policy learn what starting a draft costs and what a step does."""
+    outcomes = [json.loads(line) for line in recorded.path.read_text().splitlines()]
+    several = [o for o in outcomes if "trees" in o and max(o["trees"]["depth"], default=0) > 1]
+    assert len(several) > 20
+    assert all(0 < o["outcome"]["first_level_s"] < o["outcome"]["draft_s"] for o in several)
 
 
 def test_another_setting_does_not_replay(recorded: Recorded) -> None:

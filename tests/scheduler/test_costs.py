@@ -231,6 +231,22 @@ def test_first_step_and_later_steps_are_told_apart():
         assert costs.draft_s(n, 5, 3, Context(512.0)) == pytest.approx(9e-4 + 14.6e-5 * n + 1e-3, rel=0.1)
 
 
+def test_two_timed_parts_tell_a_start_from_steps_though_all_drafts_are_alike():
+    """As on a server whose load is steady. Here the first guess has far too cheap steps."""
+    costs, rng = (
+        LearnedCosts(replace(START, draft=ForwardCost(5e-5, per_token_s=1e-6))),
+        np.random.default_rng(1),
+    )
+    for _ in range(600):
+        n = int(rng.integers(10, 13))
+        first_s, later_s = 1.4e-3 + 1e-5 * n, 2 * (3e-4 + 4e-6 * 3 * n)
+        first_s, later_s = ((1.0 + abs(rng.normal(0, 0.05))) * x for x in (first_s, later_s))
+        costs.observe(served(n, 3, 3, draft_s=first_s + later_s, first_level_s=first_s), Context(512.0))
+    assert costs.first.seconds(11) == pytest.approx(1.51e-3, rel=0.15)
+    assert costs.draft_step_s(33, Context(512.0)) == pytest.approx(4.3e-4, rel=0.15)
+    assert costs.draft_s(11, 5, 3, Context(512.0)) == pytest.approx(1.51e-3 + 4 * 4.3e-4, rel=0.15)
+
+
 def test_a_draft_that_stalled_hardly_counts():
     first = FirstStep(ForwardCost(2e-4), ReadingCost())
     for i in range(64):

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.engine.parts import Beams, Device, KeepGoing, ModelForward, Ready, Run, Search
+from adaserve.engine.clock import HostMark
+from adaserve.engine.parts import Beams, Device, Mark, ModelForward, Ready, Run, Search
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.source import Drafting, KeepDrafting
@@ -116,12 +117,12 @@ class BeamSource:
         caught_up = self._catch_up(pool_rows)
         gap = self._left_out(plan, rows.seq_lens, active)
         first = self.cache.first_batch(pool_rows, rows.roots[active], shape.width, gap)
-        ready = forward.search(
-            first, search_for(self.sharpening, rows, active, shape), for_rows(keep, plan, active, len(rows))
-        )
+        asking = asking_for(keep, plan, active, len(rows))
+        ready = forward.search(first, search_for(self.sharpening, rows, active, shape), asking)
         self.cache.drafted(pool_rows)
         self._searched = _Searched(frozenset(pool_rows.tolist()), shape, ready)
-        return Drafting(lambda: self._proposal(shape, active, ready(), len(rows)), caught_up)
+        first_level = None if asking is None else asking.first_level
+        return Drafting(lambda: self._proposal(shape, active, ready(), len(rows)), caught_up, first_level)
 
     def _left_out(self, plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
         """Of the contexts of the active rows, ``cached`` being the tokens [n] of all."""
@@ -200,14 +201,23 @@ def proposal(shape: TreeShape, active: np.ndarray, beams: Beams, n: int, source:
     return Proposal(trees, np.tile(shape.columns[:nodes], len(active)), shape.width)
 
 
-def for_rows(keep: KeepDrafting | None, plan: IterationPlan, active: np.ndarray, n: int) -> KeepGoing | None:
-    """Asks the policy, which knows all n rows, about the ``active`` ones' newest level."""
-    if keep is None:
-        return None
+class Asking:
+    """Asks the policy, which knows all n rows, about the newest level of the ``active`` ones.
 
-    def asked(step: int, frontier: np.ndarray) -> bool:
-        every = np.full((n, frontier.shape[1]), -np.inf)
-        every[active] = frontier
-        return keep(plan, step, every)
+    Only hosts ask (``Device.stops_early``). There a level is done when it is asked about."""
 
-    return asked
+    def __init__(self, keep: KeepDrafting, plan: IterationPlan, active: np.ndarray, n: int) -> None:
+        self._keep, self._plan, self._active, self._n = keep, plan, active, n
+        self.first_level: Mark | None = None
+
+    def __call__(self, step: int, frontier: np.ndarray) -> bool:
+        if self.first_level is None:
+            self.first_level = HostMark()
+        every = np.full((self._n, frontier.shape[1]), -np.inf)
+        every[self._active] = frontier
+        return self._keep(self._plan, step, every)
+
+
+def asking_for(keep: KeepDrafting | None, plan: IterationPlan, active: np.ndarray, n: int) -> Asking | None:
+    """What a search over the ``active`` rows of n asks, if there is anybody to ask."""
+    return None if keep is None else Asking(keep, plan, active, n)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from adaserve.engine.parts import Run
+from adaserve.engine.parts import Mark, Run
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
@@ -25,6 +25,8 @@ class Drafting:
     read: Callable[[], Proposal]  # waits for the device if it must
     caught_up: Run | None = None
     """When the source took in tokens that it had missed; this does not count as the cost of drafting."""
+    first_level: Mark | None = None
+    """When the first of several levels was there; None where nobody was asked whether to go on."""
 
 
 class TreeSource(Protocol):

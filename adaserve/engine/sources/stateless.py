@@ -8,9 +8,9 @@ import numpy as np
 
 from adaserve.engine.parts import Drafter
 from adaserve.engine.sources.beam import (
+    asking_for,
     drafted_rows,
     fitting_shape,
-    for_rows,
     left_out,
     proposal,
     search_for,
@@ -56,8 +56,10 @@ class StatelessSource:
             left_out(plan, rows.seq_lens, active),
         )
         search = search_for(self._sharpening, rows, active, shape)
-        ready = self._drafter.search(first, search, for_rows(keep, plan, active, len(rows)))
-        return Drafting(lambda: proposal(shape, active, ready(), len(rows)))
+        asking = asking_for(keep, plan, active, len(rows))
+        ready = self._drafter.search(first, search, asking)
+        first_level = None if asking is None else asking.first_level
+        return Drafting(lambda: proposal(shape, active, ready(), len(rows)), first_level=first_level)
 
     def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:
         """Nothing: verification has written what the next search reads."""
