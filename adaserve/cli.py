@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from adaserve.bench.options import counts, floats, words
-from adaserve.cores import usable_cores
+from adaserve.cores import short_spins, usable_cores
 
 app = typer.Typer(
     name="adaserve",
@@ -492,6 +492,7 @@ def _mount() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    short_spins(os.environ)
     _mount()
     # However a command ends, the servers that it started end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -14,6 +14,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
+from adaserve.cores import short_spins
 from adaserve.host import ATTENTION_BACKEND
 from adaserve.identity import NAME
 
@@ -46,6 +47,7 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
         if os.environ.get(OVERLAP_ENV, "0") != "1":
             server_args.disable_overlap_schedule = True  # nothing runs beside a CPU
         server_args.disable_cuda_graph = True
+        short_spins(os.environ)  # of the scheduler, which is not started yet
         # Compiled operators would start a compiler in the middle of a request (repetition penalties do).
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # SGLang would wait a minute for a GPU's core dump before a broken server ends.

@@ -2,7 +2,8 @@
 
 The target writes held-out continuations by its own noise. Each draft then walks along them as it would on a
 server: it draws up a tree with the kernels that serve, takes what the text confirms and one token more, and
-goes on. So accepted tokens and drafting time are those of a server, without one. Times are taken in turns,
+goes on. Before each tree the served target verifies one token of each request, which takes the caches as on
+a server. So accepted tokens and drafting time are those of a server, without one. Times are taken in turns,
 tree by tree, and compared by the median of the ratios of neighbours.
 """
 
@@ -13,7 +14,6 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +46,7 @@ from adaserve.pair.observed import observe
 from adaserve.pair.prompts import CATEGORIES
 from adaserve.pair.shape import NORM_EPS
 from adaserve.pair.tokenizer import load_tokenizer
-from adaserve.pair.widen import drafts_of, weights_folder
+from adaserve.pair.widen import drafts_of, ensure_embedded_pair, weights_folder
 
 BASE = "draft"
 
@@ -237,14 +237,15 @@ class EagleWalk(Walk):
         plan: HeadPlan,
         folder: Path,
     ) -> None:
-        self.target, self.head = target, head
+        self.head = head
+        loaded = SimpleNamespace(fc=head.fc, input_norm=None, fc_norm=None)
+        seen = [observe(target, torch.from_numpy(t.tokens)[None], head.shape.layers).layers[0] for t in texts]
+        self.read_with = [project(loaded, states) for states in seen]
         super().__init__(texts, rows, plan, load_sharpening(folder))
 
     def make(self, slots: int) -> HostForward:
         lean = kernel_model(self.head, self.room, self.plan.storage)
-        loaded = SimpleNamespace(fc=self.head.fc, input_norm=None, fc_norm=None)
-        size, layers = self.head.layer.shape.hidden, self.head.shape.layers
-        self.states = HiddenStates(slots, size, torch.float32, layers, partial(project, loaded))
+        self.states = HiddenStates(slots, self.head.layer.shape.hidden, torch.float32)
         return HeadForward(over_pool(lean, 1, slots), self.table, self.states)
 
     def kept(self, accepted: np.ndarray) -> np.ndarray:
@@ -252,9 +253,8 @@ class EagleWalk(Walk):
 
     def _open(self, row: int, text: int) -> None:
         super()._open(row, text)
-        tokens = torch.from_numpy(self.texts[text].tokens)[None]
-        seen = observe(self.target, tokens, self.head.shape.layers)
-        self.states.write(self.table[row, : tokens.shape[1]].long(), seen.layers[0], seen.last[0])
+        states = self.read_with[text]
+        self.states.write(self.table[row, : len(states)].long(), states, states)
 
 
 class MedusaWalk(Walk):
@@ -270,6 +270,7 @@ class MedusaWalk(Walk):
         folder: Path,
     ) -> None:
         self.target, self.heads = target, heads
+        self.read_with = [observe(target, torch.from_numpy(t.tokens)[None]).last[0] for t in texts]
         super().__init__(texts, rows, plan, load_sharpening(folder))
 
     def make(self, slots: int) -> MedusaForward:
@@ -285,9 +286,8 @@ class MedusaWalk(Walk):
 
     def _open(self, row: int, text: int) -> None:
         super()._open(row, text)
-        tokens = torch.from_numpy(self.texts[text].tokens)[None]
-        seen = observe(self.target, tokens)
-        self.states.write(self.table[row, : tokens.shape[1]].long(), seen.layers[0], seen.last[0])
+        states = self.read_with[text]
+        self.states.write(self.table[row, : len(states)].long(), states, states)
 
 
 def walks(pair: Path, target: TinyLlama, texts: Sequence[Text], rows: int, plan: HeadPlan) -> dict[str, Walk]:
@@ -304,8 +304,25 @@ def walks(pair: Path, target: TinyLlama, texts: Sequence[Text], rows: int, plan:
     return found
 
 
-def in_turns(drafts: dict[str, Walk], trees: int, done: Callable[[], None]) -> dict[str, list[Tree]]:
-    """Some trees that do not count, then ``trees`` rounds, each in the other order than the one before."""
+class Verification:
+    """The served target's forward over one token of each of ``rows`` requests."""
+
+    def __init__(self, network: TinyLlama, rows: int, storage: Storage) -> None:
+        table = torch.arange(rows, dtype=torch.int32)[:, None]
+        forward = over_pool(kernel_model(network, 1, storage), network.shape.layers, rows)
+        self._forward = HostForward(forward, table)
+        zeros, ones = np.zeros(rows, np.int64), np.ones(rows, np.int64)
+        self._batch = TreeBatch.causal(zeros, np.arange(rows), zeros, ones)
+
+    def __call__(self) -> None:
+        self._forward.argmax(self._forward.run(self._batch))
+
+
+def in_turns(
+    drafts: dict[str, Walk], trees: int, verify: Callable[[], None], done: Callable[[], None]
+) -> dict[str, list[Tree]]:
+    """Some trees that do not count, then ``trees`` rounds, each in the other order than the one before.
+    ``verify`` goes before each tree."""
     made: dict[str, list[Tree]] = {name: [] for name in drafts}
     order = list(drafts)
     for draft in drafts.values():
@@ -314,6 +331,7 @@ def in_turns(drafts: dict[str, Walk], trees: int, done: Callable[[], None]) -> d
     for _ in range(trees):
         order.reverse()
         for name in order:
+            verify()
             made[name].append(drafts[name].step())
         done()
     return made
@@ -360,12 +378,14 @@ def run_heads(plan: HeadPlan, out: Path | None, console: Console) -> None:
     target = load_hf(pair / "target").requires_grad_(False)
     console.print("the target writes text")
     texts = written_texts(target, pair, plan)
+    served = load_hf(ensure_embedded_pair()[0]).requires_grad_(False)
     rows: list[Row] = []
     with progress(console) as bar:
         task = bar.add_task("trees", total=plan.trees * len(plan.batches))
         for batch in plan.batches:
             drafts = walks(pair, target, texts, batch, plan)
-            rows += summarize(in_turns(drafts, plan.trees, lambda: bar.advance(task)), batch)
+            verify = Verification(served, batch, plan.storage)
+            rows += summarize(in_turns(drafts, plan.trees, verify, lambda: bar.advance(task)), batch)
     path = out or new_results_dir(Path("results"), "heads") / "heads.json"
     body = {"schema_version": 1, "kind": "bench heads", "made": provenance(), "plan": asdict(plan)}
     path.write_text(json.dumps({**body, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

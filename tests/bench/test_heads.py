@@ -101,7 +101,7 @@ def test_ratios_are_those_of_neighbours() -> None:
             return Tree((1, 2), self.left.pop(0))
 
     drafts: dict[str, Any] = {"draft": Counting([9, 1, 4, 1]), "eagle3": Counting([9, 0.5, 2, 5])}
-    rows = {row.draft: row for row in summarize(in_turns(drafts, 3, lambda: None), 2)}
+    rows = {row.draft: row for row in summarize(in_turns(drafts, 3, lambda: None, lambda: None), 2)}
     assert rows["eagle3"].time_ratio == 0.5 and rows["draft"].time_ratio == 1
     assert rows["eagle3"].accepted == 1.5 and rows["eagle3"].draft_ms == 2000
     with pytest.raises(ValueError, match="no draft among eagle3"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaserve.cores import usable_cores
+from adaserve.cores import short_spins, usable_cores
 from adaserve.server import ServerSpec
 
 COUNT_IN_CHILD = "from adaserve.cores import usable_cores; print(usable_cores())"
@@ -99,3 +99,20 @@ def test_a_server_gets_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ServerSpec("model", "draft").environment()["OMP_NUM_THREADS"] == "1"
     finally:
         os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ids=["silent", "own-count", "own-policy"],
+)
+def test_torch_threads_spin_shortly_unless_told_otherwise(given: dict[str, str], spins: str | None) -> None:
+    environ = dict(given)
+    short_spins(environ)
+    assert environ == given | ({} if spins is None else {"GOMP_SPINCOUNT": spins})
+
+
+def test_torch_is_not_loaded_before_the_command_line_has_said_how_its_threads_wait() -> None:
+    """GNU's OpenMP reads its environment when it is loaded."""
+    code = "import sys, adaserve.cli; assert 'torch' not in sys.modules, 'torch came too early'"
+    subprocess.run([sys.executable, "-c", code], check=True)
