@@ -44,8 +44,9 @@ Draft = Annotated[
 Drafts = Annotated[
     str | None,
     typer.Option(
-        help="Who proposes tokens: model, suffix, or model,suffix. suffix proposes what followed earlier in "
-        "the same request's text, at next to no cost and for any model.",
+        help="Who proposes tokens: model, self, suffix, or two of them as model,suffix. self is the target "
+        "over a few of its tokens (--draft-window); suffix proposes what followed earlier in the same "
+        "request's text, at next to no cost and for any model.",
         show_default="model; suffix where --model-path has no --draft-model-path",
     ),
 ]

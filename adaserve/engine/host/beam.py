@@ -23,7 +23,6 @@ class BeamArrays:
 
     width: int
     depth: int
-    last: np.ndarray  # int32 [a]: the row's root among the tokens of the first forward
     base: np.ndarray  # int64 [a]: cached tokens, which is the root's position
     kv_indptr: np.ndarray  # int32 [a + 1]
     kv_indices: np.ndarray  # int32 [sum]: per row the prefix, then the window of w slots

@@ -11,7 +11,7 @@ from adaserve.engine.host.beam import BeamArrays, KeepGoing
 from adaserve.engine.host.extract import read_weights, supports
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.native import NativeBackend
-from adaserve.engine.host.params import Capture, ModelConfig, ModelWeights
+from adaserve.engine.host.params import Before, Capture, ModelConfig, ModelWeights
 from adaserve.engine.host.torch_forward import TorchBackend
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
@@ -73,12 +73,11 @@ class LeanModel:
         k_buffers: list[torch.Tensor],
         v_buffers: list[torch.Tensor],
         plan: TreeAttentionPlan,
-        before: torch.Tensor | None = None,
+        before: Before | None = None,
     ) -> torch.Tensor:
         """Hidden states after the final norm, fp32 [T, H], of T tokens (`input_ids`, `positions` int64 [T]).
 
-        A head also takes in `before`, fp32 [T, H], the hidden states of the tokens before, and gives states
-        before its final norm.
+        A head also takes in the hidden states of the tokens `before`, and gives states before its final norm.
         Writes the tokens' keys and values into `out_slots` (int64 [T]) of the pools, per layer
         [slots, kv_heads, head_dim], before attending.
         """
@@ -107,7 +106,7 @@ class LeanModel:
         plan: TreeAttentionPlan,
         beams: BeamArrays,
         keep: KeepGoing | None,
-        before: torch.Tensor | None = None,
+        before: Before | None = None,
     ) -> int:
         """`forward` of tokens that end in the rows' roots, then up to `beams.depth` levels of candidates
         below them, all in one call. Fills in the arrays of `beams`; returns the levels that were made."""

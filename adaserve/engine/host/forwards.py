@@ -14,6 +14,7 @@ from adaserve.engine.host.beam import MAX_WIDTH, BeamArrays
 from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.install import LEAN_ATTRIBUTE
+from adaserve.engine.host.params import Before
 from adaserve.engine.host.sglang_forward import SGLangForward
 from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search
 from adaserve.engine.reading import Reading
@@ -32,10 +33,10 @@ class HostModel(Protocol):
         positions: Tensor,
         slots: Tensor,
         plan: TreeAttentionPlan,
-        before: Tensor | None = None,
+        before: Before | None = None,
     ) -> Tensor:
         """Opaque states [T, ...] of ``tokens`` (int64 [T]) at ``positions``; their KV goes to ``slots``.
-        ``before``: fp32 [T, H], what a head takes in besides."""
+        ``before``: what a head takes in besides."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class LeanForward:
         positions: Tensor,
         slots: Tensor,
         plan: TreeAttentionPlan,
-        before: Tensor | None = None,
+        before: Before | None = None,
     ) -> Tensor:
         pool = self.pool
         return self.model.forward(tokens, positions, slots, pool.k_buffer, pool.v_buffer, plan, before)
@@ -87,15 +88,15 @@ class HostForward:
     def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
         return self._hidden(batch, attention_plan(self._req_to_token, batch), self._before(batch))
 
-    def _before(self, batch: TreeBatch) -> Tensor | None:
+    def _before(self, batch: TreeBatch) -> Before | None:
         """What the tokens of a text are read with besides: nothing, but for heads."""
         return None
 
-    def _before_level(self, states: Tensor, levels: Levels, step: int) -> Tensor | None:
+    def _before_level(self, states: Tensor, levels: Levels, step: int) -> Before | None:
         """The same for the beams of depth ``step`` - 1, ``states`` being those of the beams before them."""
         return None
 
-    def _hidden(self, batch: TreeBatch, plan: TreeAttentionPlan, before: Tensor | None) -> Tensor:
+    def _hidden(self, batch: TreeBatch, plan: TreeAttentionPlan, before: Before | None) -> Tensor:
         slots = token_slots(self._req_to_token, batch)
         inputs = (torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), slots, plan)
         start = HostMark()
@@ -155,7 +156,6 @@ class HostForward:
         arrays = BeamArrays(
             width=width,
             depth=len(shape.beams),
-            last=(np.cumsum(first.q_lens) - 1).astype(np.int32),
             base=search.base,
             kv_indptr=indptr(kv_lens).astype(np.int32),
             kv_indices=kv_slots,

@@ -32,9 +32,10 @@ from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.install import LEAN_ATTRIBUTE, grow_rotary_table
 from adaserve.engine.host.linear import Storage
-from adaserve.engine.host.params import ModelConfig, ModelWeights
+from adaserve.engine.host.params import Before, ModelConfig, ModelWeights
 from adaserve.engine.parts import KeepGoing, Ready, Search
 from adaserve.engine.search import Levels
+from adaserve.engine.trees.attention import token_slots
 from adaserve.engine.trees.batch import Gap, TreeBatch
 
 
@@ -57,18 +58,18 @@ class HiddenStates:
     ) -> None:
         self.layers = torch.tensor(layers, dtype=torch.int32)
         self.project = project
-        self._states = torch.zeros(slots, size, dtype=dtype, device=device)
+        self.by_slot = torch.zeros(slots, size, dtype=dtype, device=device)
 
     @torch.no_grad()
     def write(self, slots: Tensor, states: Tensor, last: Tensor) -> None:
         """``states``: [T, layers, H of the target] or [T, layers * H], what goes into each of the layers;
         ``last``: [T, H of the target], what comes out of the final norm."""
         made = last if self.project is None else self.project(states)
-        self._states[slots] = made.to(self._states.dtype)
+        self.by_slot[slots] = made.to(self.by_slot.dtype)
 
     def read(self, slots: Tensor) -> Tensor:
         """[.., size], as they are stored."""
-        return self._states[slots]
+        return self.by_slot[slots]
 
     def of_request(self, req_to_token: Tensor, pool_row: int, places: np.ndarray) -> Tensor:
         """[k, size] of the tokens whose KV stands at ``places`` [k] of a row of ``req_to_token``."""
@@ -76,7 +77,7 @@ class HiddenStates:
 
     def move_kv_cache(self, target: Tensor, source: Tensor) -> None:
         """Named as in SGLang's KV pools, beside which this is moved."""
-        self._states[target] = self._states[source]
+        self.by_slot[target] = self.by_slot[source]
 
 
 def project(head: Any, states: Tensor) -> Tensor:
@@ -104,16 +105,16 @@ class HeadForward(HostForward):
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
         return super().search(without_first(first), search, keep)
 
-    def _before(self, batch: TreeBatch) -> Tensor:
+    def _before(self, batch: TreeBatch) -> Before:
         """The target's, of the tokens before those of a text."""
-        slots = self._req_to_token.numpy()[batch.pool_rows[batch.row], batch.places - 1]
-        return self.target_states.read(torch.from_numpy(slots.astype(np.int64))).float()
+        return Before(self.target_states.by_slot, token_slots(self._req_to_token, batch, back=1))
 
-    def _before_level(self, states: Tensor, levels: Levels, step: int) -> Tensor:
+    def _before_level(self, states: Tensor, levels: Levels, step: int) -> Before:
         """Its own, of the parents of the beams of depth ``step`` - 1."""
         parents = levels.parents_of(step)
         by_row = states.view(len(parents), -1, states.shape[-1])
-        return by_row.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1])).flatten(0, 1)
+        taken = by_row.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1]))
+        return Before(taken.flatten(0, 1))
 
 
 def without_first(batch: TreeBatch) -> TreeBatch:

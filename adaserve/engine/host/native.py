@@ -11,7 +11,7 @@ import torch
 from adaserve.engine.host.beam import BeamArrays, KeepGoing
 from adaserve.engine.host.gumbel import NativeReading
 from adaserve.engine.host.linear import STORAGE_DTYPES, Storage, exact_storage
-from adaserve.engine.host.params import Capture, LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.host.params import Before, Capture, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.host.torch_forward import all_tokens
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
@@ -75,7 +75,9 @@ class _Batch(ctypes.Structure):
         ("k_pools", _Pointer),
         ("v_pools", _Pointer),
         ("slot_stride", ctypes.c_int64),
-        *((name, _Pointer) for name in ("hidden", "before", "captured", "capture")),
+        *((name, _Pointer) for name in ("hidden", "before", "before_rows")),
+        *((name, ctypes.c_int64) for name in ("befores", "before_type")),
+        *((name, _Pointer) for name in ("captured", "capture")),
         ("captures", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("keys", "mask_cells", "pool_slots")),
     )
@@ -84,7 +86,7 @@ class _Batch(ctypes.Structure):
 class _Beam(ctypes.Structure):
     _fields_ = (
         *((name, _Int) for name in ("rows", "width", "depth", "window")),
-        *((name, _Pointer) for name in ("last", "base", "kv_indptr", "kv_indices", "columns")),
+        *((name, _Pointer) for name in ("base", "kv_indptr", "kv_indices", "columns")),
         *((name, _Pointer) for name in ("scale", "spread", "keys")),
         *((name, _Pointer) for name in ("tokens", "parents", "logprobs", "visible", "keep")),
         ("held", ctypes.c_int64),
@@ -124,14 +126,16 @@ class NativeBackend:
         k_buffers: Sequence[torch.Tensor],
         v_buffers: Sequence[torch.Tensor],
         plan: TreeAttentionPlan,
-        before: torch.Tensor | None = None,
+        before: Before | None = None,
         capture: Capture | None = None,
     ) -> torch.Tensor:
         hidden = torch.empty(input_ids.numel(), self._config.hidden_size)
         if input_ids.numel():
             inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
-            before = None if before is None else _fp32(before)
-            self._describe(inputs, k_buffers, v_buffers, plan, hidden, before, capture)
+            self._describe(inputs, k_buffers, v_buffers, plan, before)
+            self._batch.hidden = hidden.data_ptr()
+            if capture is not None:
+                self._hand_out(capture)
             self._check(self._kernels.ada_forward(self._model, self._batch_pointer, torch.get_num_threads()))
         return hidden
 
@@ -145,13 +149,11 @@ class NativeBackend:
         plan: TreeAttentionPlan,
         beams: BeamArrays,
         keep: KeepGoing | None,
-        before: torch.Tensor | None = None,
+        before: Before | None = None,
     ) -> int:
         """As `LeanModel.beam_search` says."""
-        hidden = torch.empty(input_ids.numel(), self._config.hidden_size)
         inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
-        before = None if before is None else _fp32(before)
-        self._describe(inputs, k_buffers, v_buffers, plan, hidden, before)
+        self._describe(inputs, k_buffers, v_buffers, plan, before)
         failures: list[BaseException] = []
 
         def asked(step: int) -> int:
@@ -163,10 +165,10 @@ class NativeBackend:
 
         callback = _Keep(asked) if keep is not None else None
         b = beams
-        arrays = (b.last, b.base, b.kv_indptr, b.kv_indices, b.columns, b.scale, b.spread, b.keys)
+        arrays = (b.base, b.kv_indptr, b.kv_indices, b.columns, b.scale, b.spread, b.keys)
         outputs = (b.tokens, b.parents, b.logprobs, b.visible)
         search = _Beam(
-            len(b.last), b.width, b.depth, 1 + b.width * b.depth,
+            len(b.base), b.width, b.depth, 1 + b.width * b.depth,
             *(a.ctypes.data for a in (*arrays, *outputs)),
             None if callback is None else ctypes.cast(callback, _Pointer),
             len(b.kv_indices),
@@ -227,27 +229,39 @@ class NativeBackend:
         k_buffers: Sequence[torch.Tensor],
         v_buffers: Sequence[torch.Tensor],
         plan: TreeAttentionPlan,
-        hidden: torch.Tensor,
-        before: torch.Tensor | None,
-        capture: Capture | None = None,
+        before: Before | None,
     ) -> None:
         """Fills in the batch; the caller keeps the tensors alive while C reads them."""
         b, mask = self._batch, plan.custom_mask
         if not len(inputs[0]) == len(inputs[1]) == len(inputs[2]):
             raise ValueError("a forward needs one token id, one position and one slot for each token")
-        b.tokens, b.requests = hidden.shape[0], plan.num_requests
+        b.tokens, b.requests = len(inputs[0]), plan.num_requests
         b.ids, b.positions, b.slots = (t.data_ptr() for t in inputs)
         b.qo_indptr, b.kv_indptr = plan.qo_indptr.data_ptr(), plan.kv_indptr.data_ptr()
         b.kv_indices = plan.kv_indices.data_ptr()
         b.mask = None if mask is None else mask.data_ptr()
         b.keys, b.mask_cells = plan.kv_indices.numel(), 0 if mask is None else mask.numel()
-        b.hidden = hidden.data_ptr()
-        b.before = None if before is None else before.data_ptr()
         b.captures = 0
-        if capture is not None:
-            b.captures, b.capture = capture.layers.numel(), capture.layers.data_ptr()
-            b.captured = capture.states.data_ptr()
+        self._take_in(before)
         self._set_pools(k_buffers, v_buffers)
+
+    def _take_in(self, before: Before | None) -> None:
+        b = self._batch
+        if before is None:
+            b.before = None
+            return
+        states, rows = before.states, before.rows
+        if states.dtype not in _TYPES or states.shape[1:] != (self._config.hidden_size,):
+            raise ValueError(f"a head does not take in states of {states.dtype}, {tuple(states.shape)}")
+        if not states.is_contiguous() or (rows is not None and not _is_list(rows, b.tokens)):
+            raise ValueError("a head takes in contiguous states, and one row of them for each token")
+        b.before, b.befores, b.before_type = states.data_ptr(), len(states), _TYPES[states.dtype]
+        b.before_rows = None if rows is None else rows.data_ptr()
+
+    def _hand_out(self, capture: Capture) -> None:
+        b = self._batch
+        b.captures, b.capture = capture.layers.numel(), capture.layers.data_ptr()
+        b.captured = capture.states.data_ptr()
 
     def _set_pools(self, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor]) -> None:
         first, head_dim = k_buffers[0], self._config.head_dim
@@ -319,6 +333,10 @@ def _matrix(
         packing.append(wide)
         bias_pointer = wide.data_ptr()
     return _MatrixSource(stored.data_ptr(), bias_pointer, *stored.shape, _TYPES[dtype])
+
+
+def _is_list(tensor: torch.Tensor, length: int) -> bool:
+    return tensor.dtype == torch.int64 and tensor.shape == (length,) and tensor.is_contiguous()
 
 
 def _int64(tensor: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,18 @@ class ModelWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Before:
+    """What a head takes in besides T tokens: hidden states of the tokens before them."""
+
+    states: torch.Tensor  # [N, H], any floating dtype
+    rows: torch.Tensor | None = None  # int64 [T]: of ``states``; None: row t goes with token t
+
+    def gathered(self) -> torch.Tensor:
+        """fp32 [T, H]."""
+        return (self.states if self.rows is None else self.states[self.rows]).float()
+
+
+@dataclass(frozen=True, slots=True)
 class Capture:
     """The residual stream before some layers, which a forward of T tokens hands out."""
 

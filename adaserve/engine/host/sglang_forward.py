@@ -14,6 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from adaserve.engine.host.gumbel import read
+from adaserve.engine.host.params import Before
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
@@ -65,7 +66,7 @@ class SGLangForward:
         positions: torch.Tensor,
         slots: torch.Tensor,
         plan: TreeAttentionPlan,
-        before: torch.Tensor | None = None,
+        before: Before | None = None,
     ) -> torch.Tensor:
         assert before is None, "heads have a forward of their own"
         output = self._runner.forward(self._forward_batch(tokens, positions, slots, plan))

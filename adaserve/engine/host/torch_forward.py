@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.linear import Linear, Storage, torch_linear
-from adaserve.engine.host.params import Capture, LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.host.params import Before, Capture, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
@@ -51,7 +51,7 @@ class TorchBackend:
         k_buffers: list[torch.Tensor],
         v_buffers: list[torch.Tensor],
         plan: TreeAttentionPlan,
-        before: torch.Tensor | None = None,
+        before: Before | None = None,
         capture: Capture | None = None,
     ) -> torch.Tensor:
         eps = self._config.norm_eps
@@ -59,7 +59,7 @@ class TorchBackend:
         embedded = self._embed[input_ids].float()
         if not input_ids.numel():  # not every operator below takes an empty batch
             return embedded
-        residual = embedded if before is None else self._taken_in(embedded, before, positions)
+        residual = embedded if before is None else self._taken_in(embedded, before.gathered(), positions)
         for i, (layer, k_buffer, v_buffer) in enumerate(zip(self._layers, k_buffers, v_buffers, strict=True)):
             if capture is not None:
                 capture.states[:, capture.layers == i] = residual[:, None]

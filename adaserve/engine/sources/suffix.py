@@ -1,5 +1,5 @@
-"""Proposes what followed where a request's text was before as it is now: in its own prompt and output and,
-if that was asked for, in its tenant's other requests.
+"""Where the end of a request's text has occurred before, proposes what followed it there: in its own prompt
+and output and, if that was asked for, in its tenant's other requests.
 
 Nothing is forwarded for it, so what it proposes is there before a plan is made. Verification writes the KV
 of the nodes that it keeps.

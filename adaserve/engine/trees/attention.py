@@ -32,9 +32,9 @@ def gather_slots(
     return slots
 
 
-def token_slots(req_to_token: torch.Tensor, batch: TreeBatch) -> torch.Tensor:
-    """int64 [T]: the KV slot that each token writes."""
-    slots = req_to_token.numpy()[batch.pool_rows[batch.row], batch.places]
+def token_slots(req_to_token: torch.Tensor, batch: TreeBatch, back: int = 0) -> torch.Tensor:
+    """int64 [T]: the KV slot that each token writes, or that of the place so far before its own."""
+    slots = req_to_token.numpy()[batch.pool_rows[batch.row], batch.places - back]
     return torch.from_numpy(slots.astype(np.int64))
 
 

@@ -125,23 +125,23 @@ def test_the_last_valid_values_pass(lean: LeanModel) -> None:
     assert torch.isfinite(forward(lean, call)).all()
 
 
-def beams(width: int = 2, depth: int = 2) -> BeamArrays:
-    window, nodes = 1 + width * depth, width * depth
-    prefix = TOKENS - 1  # the root is the last token of the first forward
-    slots = [9, 3, 4, 20, *range(30, 30 + window - 1)]
+def beams(*texts: list[int], width: int = 2, depth: int = 2) -> BeamArrays:
+    """``texts``: slots of each row's text, the root's last."""
+    texts, window, nodes = texts or ([9, 3, 4, 20],), 1 + width * depth, width * depth
+    a, free = len(texts), iter(range(30, SLOTS))
+    slots = [[*text, *(next(free) for _ in range(window - 1))] for text in texts]
     return BeamArrays(
-        width, depth,
-        last=np.array([TOKENS - 1], np.int32), base=np.array([prefix], np.int64),
-        kv_indptr=np.array([0, prefix + window], np.int32), kv_indices=np.array(slots, np.int32),
-        columns=np.arange(1, window, dtype=np.int32),
-        scale=np.ones(1, np.float32), spread=np.zeros(1, np.float32), keys=np.ones(1, np.uint64),
-        tokens=np.zeros((1, nodes), np.int64), parents=np.zeros((1, nodes), np.int64),
-        logprobs=np.zeros((1, nodes)), visible=np.zeros((1, nodes, window), np.bool_),
+        width, depth, base=np.array([len(text) - 1 for text in texts], np.int64),
+        kv_indptr=np.cumsum([0, *map(len, slots)]).astype(np.int32),
+        kv_indices=np.concatenate(slots).astype(np.int32), columns=np.arange(1, window, dtype=np.int32),
+        scale=np.ones(a, np.float32), spread=np.zeros(a, np.float32), keys=np.ones(a, np.uint64),
+        tokens=np.zeros((a, nodes), np.int64), parents=np.zeros((a, nodes), np.int64),
+        logprobs=np.zeros((a, nodes)), visible=np.zeros((a, nodes, window), np.bool_),
     )  # fmt: skip
 
 
-def search(lean: LeanModel, arrays: BeamArrays) -> int:
-    ids, positions, slots, plan = Call.good().inputs()
+def search(lean: LeanModel, arrays: BeamArrays, call: Call | None = None) -> int:
+    ids, positions, slots, plan = (call or Call.good()).inputs()
     pool = Pool(lean.config, 2, SLOTS)
     return lean.beam_search(ids, positions, slots, pool.k, pool.v, plan, arrays, None)
 
@@ -153,8 +153,6 @@ def test_a_beam_search_runs(lean: LeanModel) -> None:
 @pytest.mark.parametrize(
     ("name", "at", "value", "words"),
     [
-        ("last", 0, TOKENS, "beams"),
-        ("last", 0, -1, "beams"),
         ("columns", 1, 5, "beams"),
         ("columns", 1, -1, "beams"),
         ("kv_indptr", 1, 20, "beams"),
@@ -171,3 +169,24 @@ def test_a_beam_search_outside_its_arrays_is_refused(
     getattr(arrays, name)[at] = value
     with pytest.raises(IndexError, match=words):
         search(lean, arrays)
+
+
+@pytest.mark.parametrize("qo", [[0, TOKENS], [0, TOKENS, TOKENS]], ids=["fewer rows", "no root"])
+def test_a_beam_search_needs_a_root_in_each_row(lean: LeanModel, qo: list[int]) -> None:
+    call = Call.good()
+    call.qo, call.kv = qo, [0, *[TOKENS] * (len(qo) - 1)]
+    with pytest.raises(IndexError, match="beams"):
+        search(lean, beams([9, 3], [4, 20]), call)
+
+
+def test_roots_see_what_a_mask_shows_them(lean: LeanModel) -> None:
+    """Where a mask is given, it is the last one of each row's queries that counts."""
+    causal = Call([5, 6, 7, 8], [0, 0, 1, 2], [9, 3, 4, 20], [0, 1, 4], [0, 1, 4], [9, 3, 4, 20])
+    found = []
+    for mask in (None, [1, *np.tril(np.ones((3, 3), int)).ravel()], [1, 1, 0, 0, 1, 1, 0, 0, 0, 1]):
+        causal.mask = None if mask is None else torch.tensor(mask, dtype=torch.bool)
+        found.append(beams([9], [3, 4, 20]))
+        search(lean, found[-1], causal)
+    assert np.array_equal(found[1].logprobs, found[0].logprobs)
+    assert np.array_equal(found[2].logprobs[0], found[0].logprobs[0])
+    assert not np.array_equal(found[2].logprobs[1, :2], found[0].logprobs[1, :2]), "it saw what was hidden"

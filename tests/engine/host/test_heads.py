@@ -14,9 +14,10 @@ from adaserve.engine.host import LeanModel, build
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.heads import HeadForward, HiddenStates, project
-from adaserve.engine.host.params import InputStage, LayerWeights, ModelWeights
+from adaserve.engine.host.params import Before, InputStage, LayerWeights, ModelWeights
 from adaserve.engine.parts import Beams, KeepGoing, Search
 from adaserve.engine.reading import Reading
+from adaserve.engine.trees.attention import attention_plan, token_slots
 from adaserve.engine.trees.batch import Gap, TreeBatch
 from adaserve.engine.trees.shape import tree_shape
 from tests.engine.heads import LAYERS, Head, following_head, frequent_tokens, head_target
@@ -239,3 +240,34 @@ def test_hidden_states_that_do_not_fit_are_refused(head: Head) -> None:
     case.states.layers = torch.tensor([0, 3], dtype=torch.int32)  # of three layers
     with pytest.raises(IndexError, match="a layer that the model does not have"):
         HostForward(case.reads, case.table).run(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_hidden_states_of_half_precision(head: Head, dtype: torch.dtype) -> None:
+    """They are read as they are stored."""
+    case = Setting(head, "native")
+    case.read(LENGTHS)
+    stored = case.states.by_slot.to(dtype)
+    case.states.by_slot = stored
+    of_half = case.search(3, 3, pending=2)
+    case.states.by_slot = stored.float()
+    assert np.array_equal(of_half.logprobs, case.search(3, 3, pending=2).logprobs)
+
+
+def test_rows_of_hidden_states_that_are_not_there_are_refused(head: Head) -> None:
+    case = Setting(head, "native")
+    batch, states = case.batch(np.zeros(2, np.int64), LENGTHS), case.states.by_slot
+    model, tokens = case.drafts.model, len(batch)
+    slots, rows = token_slots(case.table, batch), torch.zeros(tokens, dtype=torch.int64)
+    inputs = (torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), slots)
+    plan = attention_plan(case.table, batch)
+    model.hidden(*inputs, plan, Before(states, rows))
+    for wrong in (-1, len(states)):
+        rows[tokens - 1] = wrong
+        with pytest.raises(IndexError, match="hidden states are missing"):
+            model.hidden(*inputs, plan, Before(states, rows))
+    with pytest.raises(IndexError, match="hidden states are missing"):
+        model.hidden(*inputs, plan, Before(states[: tokens - 1]))
+    for unfit in (Before(states, rows[1:]), Before(states.double(), rows), Before(states[:, 1:], rows)):
+        with pytest.raises(ValueError, match="a head"):
+            model.hidden(*inputs, plan, unfit)

@@ -12,7 +12,6 @@
 /* Mirrored by a ctypes structure in native.py. */
 typedef struct {
     int32_t rows, width, depth, window; /* window = 1 + width * depth columns: the root's and the nodes' */
-    const int32_t *last;                /* [rows]: the row's root among the tokens of the first forward */
     const int64_t *base;                /* [rows]: cached tokens, the root's position */
     const int32_t *kv_indptr, *kv_indices; /* per row the prefix, then the window */
     const int32_t *columns;             /* [width * depth]: window column of each node */
@@ -118,14 +117,14 @@ static void level_inputs(const beam *s, const beam_buffers *b, int step) {
 }
 
 /* A head's state behind each parent of the level before `step`: its forward over that level takes them in. */
-static void parents_states(const model *m, const beam *s, const beam_buffers *b, const float *first, int step) {
+static void parents_states(const model *m, const beam *s, const beam_buffers *b, int step) {
     const int w = s->width, before = (step - 1) * w;
     const size_t n = m->shape.hidden;
     for (int row = 0; row < s->rows; row++)
         for (int i = 0; i < w; i++) {
             const int64_t parent = s->parents[(size_t)row * w * s->depth + before + i];
-            const float *state = parent < 0 ? first + s->last[row] * n : b->hidden + (row * w + parent - before + w) * n;
-            memcpy(b->before + (row * w + i) * n, state, sizeof(float) * n);
+            const size_t at = parent < 0 ? row : row * w + parent - (before - w); /* before the first level: roots */
+            memcpy(b->before + (row * w + i) * n, b->hidden + at * n, sizeof(float) * n);
         }
 }
 
@@ -134,34 +133,34 @@ static int check_beam(const batch *first, const beam *s) {
     if (s->window != 1 + s->width * s->depth || bad_spans(s->kv_indptr, s->rows, s->held)) return BAD_BEAM;
     for (int row = 0; row < s->rows; row++)
         if (s->kv_indptr[row + 1] - s->kv_indptr[row] < s->window) return BAD_BEAM;
-    if (outside32(s->columns, s->width * s->depth, s->window)) return BAD_BEAM;
-    return outside32(s->last, s->rows, first->tokens) ? BAD_BEAM : 0;
+    if (outside32(s->columns, s->width * s->depth, s->window) || first->requests != s->rows) return BAD_BEAM;
+    for (int row = 0; row < s->rows; row++)
+        if (first->qo_indptr[row + 1] <= first->qo_indptr[row]) return BAD_BEAM; /* there is no root */
+    return 0;
 }
 
-/* `first` is the forward that ends in the rows' roots. Returns the steps run, or below 0 what is wrong (check.h). */
+/* In `first` each row's last token is its root; the states of `first` go nowhere. Returns the steps run, or below 0
+ * what is wrong (check.h). */
 EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int threads) {
     const int w = s->width;
-    const size_t hidden = m->shape.hidden;
     beam_buffers b;
     int wrong = check_beam(first, s);
     if (wrong) return wrong;
     if (!beam_reserve(m, s, &b)) return NO_MEMORY;
-    if ((wrong = ada_forward(m, first, threads))) return wrong;
+    batch level = *first;
+    level.hidden = b.hidden; /* of the roots, then of each level */
+    if ((wrong = run_forward(m, &level, 1, threads))) return wrong;
     memset(b.mask, 1, (size_t)s->kv_indptr[s->rows] * w);
     for (int row = 0; row <= s->rows; row++) b.qo_indptr[row] = row * w;
-    for (int row = 0; row < s->rows; row++) {
-        memcpy(b.hidden + row * hidden, first->hidden + s->last[row] * hidden, sizeof(float) * hidden);
-        for (int i = 0; i < w; i++) {
-            b.scale[row * w + i] = s->scale[row];
-            b.spread[row * w + i] = s->spread[row];
-            b.keys[row * w + i] = s->keys[row];
-        }
+    for (int i = 0; i < s->rows * w; i++) {
+        b.scale[i] = s->scale[i / w];
+        b.spread[i] = s->spread[i / w];
+        b.keys[i] = s->keys[i / w];
     }
     const reading roots = {s->scale, s->spread, s->keys, s->base};
     const reading beams = {b.scale, b.spread, b.keys, b.positions};
     if (top_logprobs(m, b.hidden, s->rows, 1, &roots, w, b.logprobs, b.best, threads)) return -1;
     first_level(s, &b);
-    batch level = *first;
     level.tokens = s->rows * w;
     level.requests = s->rows;
     level.ids = b.ids;
@@ -171,15 +170,17 @@ EXPORT int ada_beam_search(model *m, const batch *first, const beam *s, int thre
     level.kv_indptr = s->kv_indptr;
     level.kv_indices = s->kv_indices;
     level.mask = b.mask;
-    level.hidden = b.hidden;
     level.before = is_head(m) ? b.before : NULL;
+    level.before_rows = NULL;
+    level.before_type = FP32;
+    level.befores = level.tokens;
     level.keys = s->held;
     level.mask_cells = (int64_t)s->kv_indptr[s->rows] * w;
     for (int step = 1; step < s->depth; step++) {
         if (s->keep && !s->keep(step)) return step;
         level_inputs(s, &b, step);
-        if (is_head(m)) parents_states(m, s, &b, first->hidden, step);
-        if ((wrong = ada_forward(m, &level, threads))) return wrong;
+        if (is_head(m)) parents_states(m, s, &b, step);
+        if ((wrong = run_forward(m, &level, 0, threads))) return wrong;
         if (top_logprobs(m, b.hidden, s->rows * w, w, &beams, w, b.logprobs, b.best, threads)) return -1;
         next_level(s, &b, step);
     }

@@ -43,6 +43,8 @@ static int check_batch(const batch *b, const model *m) {
     }
     if (b->mask && cells > b->mask_cells) return BAD_SPAN;
     if (is_head(m) != (b->before != NULL)) return BAD_STATES;
+    if (b->before && (b->before_rows ? outside64(b->before_rows, b->tokens, b->befores) : b->tokens > b->befores))
+        return BAD_STATES;
     if (b->captures && (!b->captured || outside32(b->capture, b->captures, s->layers))) return BAD_STATES;
     if (outside64(b->ids, b->tokens, s->vocab)) return BAD_TOKEN;
     if (outside64(b->positions, b->tokens, s->positions)) return BAD_POSITION;

@@ -4,11 +4,12 @@
 
 #include "check.h"
 
-typedef struct {
+typedef struct pass {
     model *m;
     const batch *b;
     attention attention;
     float *residual, *normed, *joined, *qkv, *attended, *mlp;
+    const struct pass *ends; /* of each request's last token, which goes on alone once all keys are written; or NULL */
 } pass;
 
 #define SHARED_ROWS 4 /* tokens that are embedded, normed or positioned at a time */
@@ -81,7 +82,8 @@ static void join_block(void *data, int block) {
         widen(s->embed_type, s->embed, (size_t)p->b->ids[i] * n, residual, (int)n);
         if (mtp && p->b->positions[i] <= 1) memset(residual, 0, sizeof(float) * n);
         rms_norm(residual, token_norm, joined, (int)n, s->norm_eps);
-        memcpy(residual, p->b->before + i * n, sizeof(float) * n);
+        const size_t row = p->b->before_rows ? (size_t)p->b->before_rows[i] : (size_t)i;
+        widen((int)p->b->before_type, p->b->before, row * n, residual, (int)n);
         rms_norm(residual, hidden_norm, joined + n, (int)n, s->norm_eps);
     }
 }
@@ -164,57 +166,94 @@ static void mlp_phases(team *t, const pass *p, const layer *l, const float *norm
     }
 }
 
-static void layer_phases(team *t, const pass *p, int index) {
-    const model_source *s = &p->m->shape;
+/* Queries, and keys and values of the pools. */
+static void project_phases(team *t, const pass *p, int index) {
     const layer *l = &p->m->layers[index];
-    const int tokens = p->b->tokens;
-    const size_t hidden = s->hidden, q_size = s->heads * s->head_dim, qkv_size = l->qkv.columns;
-    gemm_scratch *scratch = &p->m->members[t->rank].gemm;
+    const size_t hidden = p->m->shape.hidden, qkv_size = l->qkv.columns;
     row_job job = {.p = p, .index = index};
-
     operand x = {p->joined, 2 * hidden, DEPTH};
     if (!l->hidden_norm) x = (operand){normed_rows(t, p, l->input_norm), hidden, DEPTH};
-    gemm(t, &l->qkv, x, tokens, (epilogue){EPILOGUE_STORE, p->qkv, qkv_size, 0}, scratch);
-    team_phase(t, row_blocks(tokens), (phase_work){NULL, position_block, &job});
+    gemm(t, &l->qkv, x, p->b->tokens, (epilogue){EPILOGUE_STORE, p->qkv, qkv_size, 0}, &p->m->members[t->rank].gemm);
+    team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, position_block, &job});
+}
+
+/* What the queries find, and the MLP. */
+static void mix_phases(team *t, const pass *p, int index) {
+    const model_source *s = &p->m->shape;
+    const layer *l = &p->m->layers[index];
+    gemm_scratch *scratch = &p->m->members[t->rank].gemm;
     attention_phase(t, p, index);
-    operand attended = {p->attended, q_size, DEPTH};
-    gemm(t, &l->o, attended, tokens, (epilogue){EPILOGUE_ADD, p->residual, hidden, 0}, scratch);
+    operand attended = {p->attended, s->heads * s->head_dim, DEPTH};
+    gemm(t, &l->o, attended, p->b->tokens, (epilogue){EPILOGUE_ADD, p->residual, s->hidden, 0}, scratch);
     mlp_phases(t, p, l, normed_rows(t, p, l->post_norm), scratch);
+}
+
+/* Queries and residuals of each request's last token to the front. No row is overwritten before it has moved. */
+static void move_ends(void *data, int item) {
+    const pass *p = ((const row_job *)data)->p;
+    const size_t hidden = p->m->shape.hidden, q_size = p->attention.heads * p->attention.head_dim;
+    (void)item;
+    for (size_t i = 0; i < (size_t)p->b->requests; i++) {
+        const size_t last = p->b->qo_indptr[i + 1] - 1;
+        if (last == i) continue;
+        memcpy(p->residual + i * hidden, p->residual + last * hidden, sizeof(float) * hidden);
+        memcpy(p->qkv + i * p->attention.q_stride, p->qkv + last * p->attention.q_stride, sizeof(float) * q_size);
+    }
 }
 
 static void forward_phases(team *t, void *data) {
     const pass *p = data;
     model *m = p->m;
-    row_job job = {.p = p, .weight = m->shape.final_norm, .out = p->b->hidden, .stride = m->shape.hidden};
-    const int blocks = row_blocks(p->b->tokens);
-    team_phase(t, blocks, (phase_work){NULL, is_head(m) ? join_block : embed_block, &job});
+    const size_t hidden = m->shape.hidden;
+    row_job all = {.p = p};
+    team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, is_head(m) ? join_block : embed_block, &all});
     if (is_mtp(m)) {
-        operand x = {p->joined, 2 * job.stride, DEPTH};
-        gemm(t, &m->project, x, p->b->tokens, (epilogue){EPILOGUE_STORE, p->residual, job.stride, 0},
+        operand x = {p->joined, 2 * hidden, DEPTH};
+        gemm(t, &m->project, x, p->b->tokens, (epilogue){EPILOGUE_STORE, p->residual, hidden, 0},
              &m->members[t->rank].gemm);
     }
     for (int i = 0; i < m->shape.layers; i++) {
         capture_phases(t, p, i);
-        layer_phases(t, p, i);
+        project_phases(t, p, i);
+        if (p->ends && i == m->shape.layers - 1) {
+            team_phase(t, 1, (phase_work){NULL, move_ends, &all});
+            p = p->ends;
+        }
+        mix_phases(t, p, i);
     }
-    team_phase(t, blocks, (phase_work){NULL, is_eagle(m) ? copy_block : norm_block, &job});
+    row_job out = {.p = p, .weight = m->shape.final_norm, .out = p->b->hidden, .stride = hidden};
+    team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, is_eagle(m) ? copy_block : norm_block, &out});
+}
+
+static size_t row_bytes(const pass *p, int threads) { return phase_bytes(threads, row_blocks(p->b->tokens)); }
+
+static size_t norm_bytes(const pass *p, int threads) { return norms_itself(p) ? 0 : row_bytes(p, threads); }
+
+/* Bytes of the counters of `mix_phases`. */
+static size_t mix_bytes(const pass *p, const layer *l, int threads) {
+    const int tokens = p->b->tokens, items = p->attention.item_start[p->b->requests];
+    /* A row block of the MLP is one of a product. */
+    const size_t mlp = phase_bytes(threads, l->gate_up.groups) + phase_bytes(threads, l->down.groups);
+    return norm_bytes(p, threads) + phase_bytes(threads, items) + phase_bytes(threads, gemm_items(&l->o, tokens)) +
+           ceil_div(tokens, ROW_BLOCK) * mlp;
 }
 
 /* Bytes of the counters of all phases above. */
 static size_t forward_phase_bytes(const pass *p, int threads) {
-    const model_source *s = &p->m->shape;
-    const int tokens = p->b->tokens, items = p->attention.item_start[p->b->requests];
-    const size_t rows = phase_bytes(threads, row_blocks(tokens)), norms = norms_itself(p) ? 0 : 2 * rows;
-    size_t total = (2 + p->b->captures) * rows;
-    if (is_mtp(p->m)) total += phase_bytes(threads, gemm_items(&p->m->project, tokens));
-    for (int i = 0; i < s->layers; i++) {
-        const layer *l = &p->m->layers[i];
-        total += norms + rows + phase_bytes(threads, items) + phase_bytes(threads, gemm_items(&l->qkv, tokens)) +
-                 phase_bytes(threads, gemm_items(&l->o, tokens));
-        /* A row block of the MLP is one of a product. */
-        total += ceil_div(tokens, ROW_BLOCK) * (phase_bytes(threads, l->gate_up.groups) + phase_bytes(threads, l->down.groups));
+    const model *m = p->m;
+    const int tokens = p->b->tokens;
+    size_t total = (1 + p->b->captures) * row_bytes(p, threads);
+    if (is_mtp(m)) total += phase_bytes(threads, gemm_items(&m->project, tokens));
+    for (int i = 0; i < m->shape.layers; i++) {
+        const layer *l = &m->layers[i];
+        total += norm_bytes(p, threads) + phase_bytes(threads, gemm_items(&l->qkv, tokens)) + row_bytes(p, threads);
+        if (p->ends && i == m->shape.layers - 1) {
+            total += phase_bytes(threads, 1);
+            p = p->ends;
+        }
+        total += mix_bytes(p, l, threads);
     }
-    return total;
+    return total + row_bytes(p, threads);
 }
 
 /* Queries per item and kv heads per item. Many queries share a pass over the keys, and all heads of a slot are best
@@ -249,14 +288,30 @@ static int reserve_scratch(member *m, const attention *a, size_t rows, size_t st
     return 1;
 }
 
-static int plan_attention(pass *p, int threads) {
-    model *m = p->m;
+/* Members' scratch for the attention of a pass. */
+static int reserve_members_scratch(const pass *p, int threads) {
+    const attention *a = &p->attention;
+    int queries = 1, longest = 0;
+    for (int i = 0; i < a->requests; i++) {
+        queries = imax(queries, a->block_queries[i]);
+        longest = imax(longest, a->kv_indptr[i + 1] - a->kv_indptr[i]);
+    }
+    const size_t rows = (size_t)a->item_heads * queries * (a->heads / a->kv_heads);
+    /* The extra panel keeps rows of a power-of-two length out of each other's cache sets. */
+    const size_t stride = (size_t)(ceil_div(longest, PANEL) + 1) * PANEL;
+    for (int i = 0; i < threads; i++)
+        if (!reserve_scratch(&p->m->members[i], a, rows, stride)) return 0;
+    return 1;
+}
+
+/* The attention of a pass over the last queries of each request of `whole`, all of them or fewer. */
+static int plan_attention(pass *p, const batch *whole, buffer *plan, int threads) {
     const batch *b = p->b;
-    const model_source *s = &m->shape;
+    const model_source *s = &p->m->shape;
     const int n = b->requests;
-    int64_t *mask_start = reserve(&m->plan, sizeof(int64_t) * (n + 1) + sizeof(int32_t) * (2 * n + 1));
+    int64_t *mask_start = reserve(plan, sizeof(int64_t) * n + sizeof(int32_t) * (2 * n + 1));
     if (!mask_start) return 0;
-    int32_t *item_start = (int32_t *)(mask_start + n + 1), *block = item_start + n + 1;
+    int32_t *item_start = (int32_t *)(mask_start + n), *block = item_start + n + 1;
     p->attention = (attention){
         .heads = s->heads, .kv_heads = s->kv_heads, .head_dim = s->head_dim,
         .padded_dim = ceil_div(s->head_dim, PANEL) * PANEL, .type = b->kv_type, .q = p->qkv,
@@ -265,20 +320,29 @@ static int plan_attention(pass *p, int threads) {
         .kv_indices = b->kv_indices, .mask = b->mask, .mask_start = mask_start, .item_start = item_start,
         .block_queries = block};
     plan_items(&p->attention, item_start, block, threads);
-    int queries = 1, longest = 0;
-    mask_start[0] = 0;
+    int64_t cells = 0;
     for (int i = 0; i < n; i++) {
-        const int keys = b->kv_indptr[i + 1] - b->kv_indptr[i];
-        mask_start[i + 1] = mask_start[i] + (int64_t)(b->qo_indptr[i + 1] - b->qo_indptr[i]) * keys;
-        queries = imax(queries, block[i]);
-        longest = imax(longest, keys);
+        const int64_t keys = b->kv_indptr[i + 1] - b->kv_indptr[i];
+        cells += (whole->qo_indptr[i + 1] - whole->qo_indptr[i]) * keys;
+        mask_start[i] = cells - (b->qo_indptr[i + 1] - b->qo_indptr[i]) * keys;
     }
-    const size_t rows = (size_t)p->attention.item_heads * queries * (s->heads / s->kv_heads);
-    /* The extra panel keeps rows of a power-of-two length out of each other's cache sets. */
-    const size_t stride = (size_t)(ceil_div(longest, PANEL) + 1) * PANEL;
-    for (int i = 0; i < threads; i++)
-        if (!reserve_scratch(&m->members[i], &p->attention, rows, stride)) return 0;
     return 1;
+}
+
+/* What is left of pass `p` once only each request's last token goes on; `b` is made its batch. Their scratch is that
+ * of `p`, which has at least as many queries and heads in an item. */
+static int plan_ends(pass *ends, batch *b, const pass *p, int threads) {
+    model *m = p->m;
+    const int n = p->b->requests;
+    int32_t *qo_indptr = reserve(&m->ends, sizeof(int32_t) * (n + 1));
+    if (!qo_indptr) return 0;
+    for (int i = 0; i <= n; i++) qo_indptr[i] = i;
+    *b = *p->b;
+    b->tokens = n;
+    b->qo_indptr = qo_indptr;
+    *ends = *p;
+    ends->b = b;
+    return plan_attention(ends, p->b, &m->plan_of_ends, threads);
 }
 
 #endif

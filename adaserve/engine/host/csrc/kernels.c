@@ -15,8 +15,9 @@ static int64_t layer_weights(const model *m) {
     return m->shape.layers ? (int64_t)(l->qkv.bytes + l->o.bytes + l->gate_up.bytes + l->down.bytes) / 2 : 0;
 }
 
-/* 0, or below 0 what is wrong (check.h). */
-EXPORT int ada_forward(model *m, const batch *b, int threads) {
+/* `ends_only`: states of each request's last token alone are wanted; each has one. 0, or below 0 what is wrong
+ * (check.h). */
+static int run_forward(model *m, const batch *b, int ends_only, int threads) {
     const model_source *s = &m->shape;
     const int wrong = check_batch(b, m);
     if (wrong) return wrong;
@@ -32,12 +33,21 @@ EXPORT int ada_forward(model *m, const batch *b, int threads) {
     p.mlp = reserve(&m->mlp, sizeof(float) * mlp);
     if (is_head(m) && !p.joined) return NO_MEMORY;
     if (!p.residual || !p.normed || !p.qkv || !p.attended || !p.mlp) return NO_MEMORY;
-    if (!reserve_members(m, threads) || !plan_attention(&p, threads)) return NO_MEMORY;
+    if (!reserve_members(m, threads) || !plan_attention(&p, b, &m->plan, threads)) return NO_MEMORY;
+    if (!reserve_members_scratch(&p, threads)) return NO_MEMORY;
+    pass ends;
+    batch last_tokens;
+    if (ends_only && b->tokens > b->requests) {
+        if (!plan_ends(&ends, &last_tokens, &p, threads)) return NO_MEMORY;
+        p.ends = &ends;
+    }
     char *phases = reserve_phases(&m->phases, forward_phase_bytes(&p, threads));
     if (!phases) return NO_MEMORY;
     team_run(forward_phases, &p, threads, phases);
     return 0;
 }
+
+EXPORT int ada_forward(model *m, const batch *b, int threads) { return run_forward(m, b, 0, threads); }
 
 typedef struct {
     model *m;

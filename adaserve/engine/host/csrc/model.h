@@ -42,8 +42,10 @@ typedef struct {
     const uint8_t *mask;
     void *const *k_pools, *const *v_pools; /* per layer [slots, kv_heads, head_dim] */
     int64_t slot_stride;                   /* elements between slots */
-    float *hidden;                         /* out: [tokens, hidden] */
-    const float *before;                   /* [tokens, hidden]: what a head takes in beside the tokens; else NULL */
+    float *hidden;                         /* out: [tokens, hidden], or [requests, hidden] of their last tokens */
+    const void *before;                    /* [befores, hidden]: what a head takes in beside the tokens; else NULL */
+    const int64_t *before_rows;            /* [tokens]: their rows of `before`; NULL: row i goes with token i */
+    int64_t befores, before_type;
     float *captured;                       /* out: [tokens, captures, hidden], the residuals before some layers */
     const int32_t *capture;                /* [captures]: these layers */
     int64_t captures;
@@ -73,7 +75,7 @@ typedef struct {
     model_source shape;
     layer *layers;
     matrix lm_head, project;
-    buffer residual, normed, joined, qkv, attended, mlp, logits, plan, phases, beam;
+    buffer residual, normed, joined, qkv, attended, mlp, logits, plan, ends, plan_of_ends, phases, beam;
     member *members;
     int num_members;
 } model;
@@ -139,7 +141,7 @@ EXPORT void ada_model_free(model *m) {
     matrix_free(&m->lm_head);
     matrix_free(&m->project);
     buffer *buffers[] = {&m->residual, &m->normed, &m->joined, &m->qkv, &m->attended, &m->mlp, &m->logits, &m->plan,
-                         &m->phases, &m->beam};
+                         &m->ends, &m->plan_of_ends, &m->phases, &m->beam};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]->data);
     for (int i = 0; i < m->num_members; i++) free(m->members[i].attention.data);
     free(m->members);
