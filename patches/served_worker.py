@@ -126,6 +126,11 @@ class ServedWorker(Protocol):
         """The next request to be prefilled has this number."""
         ...
 
+    def ended_early(self, rid: str, holds_row: bool) -> None:
+        """A request ended before it decoded, if the worker knows it; ``holds_row``: its row of the request
+        pool and the KV slots there are still its own, or were until a moment ago."""
+        ...
+
     @property
     def policy_names(self) -> tuple[str, ...]:
         """What ``set_policy`` accepts."""

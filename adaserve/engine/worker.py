@@ -435,6 +435,17 @@ class AdaServeWorker(BaseSpecWorker):
         else:  # it is in an unobserved iteration, whose outcome would bring it back; waiting would cost time
             self._leaving.append(rid)
 
+    def ended_early(self, rid: str, holds_row: bool) -> None:
+        """A request that SGLang does not report (``patches/request_ends.py``). The slots of one that has lost
+        its row are others' by now."""
+        if rid not in self.requests:
+            return
+        if holds_row:
+            self.note_request_finished(rid=rid, natural_stop=False)
+        else:
+            self.requests.end(rid)
+            self._forget(rid)
+
     def _forget(self, rid: str) -> None:
         self._policies.forget(rid)
         if self.learner is not None:

@@ -70,6 +70,7 @@ TARGETS = {
     f"{MANAGERS}.schedule_batch.Req._check_str_based_finish": ["self", "new_accepted_len"],
     f"{MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     ".process_batch_result_prefill": ["self", "batch", "result"],
+    f"{MANAGERS}.scheduler.Scheduler._release_aborted_request": ["self", "req"],
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],

@@ -201,6 +201,12 @@ def test_a_prompt_that_passes_and_is_cached_leaves_its_place_to_nobody(
         server.assert_idle_and_clean()
 
 
+def test_requests_that_end_in_their_prefill_are_not_kept(slow: Served) -> None:
+    """SGLang reports ends where it looks at a decode iteration."""
+    run_jobs(slow.server, [Job(tuple(range(30 + i, 33 + i)), greedy(1)) for i in range(5)])
+    assert slow.probe.read()["unfinished"] == []
+
+
 def test_nobody_decodes_nobody_to_spare(slow: Served) -> None:
     """Alone, a prompt takes the fewest chunks that SGLang allows."""
     before = len(slow.probe.read()["forwards"])
@@ -222,6 +228,7 @@ def test_an_aborted_half_prefilled_prompt_frees_its_slots(slow: Served) -> None:
     assert short + CHUNK <= sum(forwards) < short + LONG, "the abort came before or after the prefill"
     assert meeting.answers[:2] == right[:2]
     assert meeting.answers[2] == []
+    assert "late" not in slow.probe.read()["unfinished"], "the worker takes it for running"
     wait_until_idle(slow.server)
     slow.server.assert_idle_and_clean()
     meeting.run()

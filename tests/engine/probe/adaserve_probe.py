@@ -247,6 +247,11 @@ def probed(base: type) -> type:
             self.stats["forgotten"] += 1
             super().note_request_finished(rid=rid, natural_stop=natural_stop)
 
+        def ended_early(self, rid: str, holds_row: bool) -> None:
+            super().ended_early(rid, holds_row)
+            self.stats["unfinished"] = [state.rid for state in self.requests.unfinished]
+            self._write()
+
         def _count(self, outcome: Any) -> None:
             stats = self.stats
             stats["iterations"] += 1
