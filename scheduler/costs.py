@@ -191,7 +191,7 @@ class LearnedCosts(Latency):
         self.verify.observe(tokens, context, outcome.verify_s)
         if outcome.trees.draft_steps:
             self._observe_draft(outcome)
-        if outcome.since_last_s:
+        if outcome.since_last_s and not outcome.prefilled:
             self._observe_other(outcome.since_last_s - outcome.draft_s - outcome.verify_s)
 
     def _observe_draft(self, outcome: IterationOutcome) -> None:
@@ -216,7 +216,7 @@ class LearnedCosts(Latency):
             self.step.observe(rows, step_s, self.slowdown)
 
     def _observe_other(self, seconds: float) -> None:
-        """A prefill or an idle time in between makes it longer, so the low quantile counts here, too."""
+        """An idle time in between makes it longer, so the low quantile counts here, too."""
         if math.isfinite(seconds):
             self._latest_other.append(max(0.0, seconds))
             self._other_s = sorted(self._latest_other)[int(QUANTILE * len(self._latest_other))]

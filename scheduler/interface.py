@@ -213,6 +213,7 @@ class IterationOutcome:
     verify_s: float
     total_s: float  # plan to commit, catching up included, prefill not
     since_last_s: float = 0.0  # time since the previous decode iteration ended (prefill included)
+    prefilled: bool = False  # whether prompts had forwards of their own in that time
     tested: BoolArray | None = field(default=None)
     """[m]: kept nodes whose parent was accepted (censoring: all others were never tried).
     None = derive it from ``accepted``."""

@@ -61,8 +61,9 @@ class Iteration:
         """bool [T]: verified tokens on the accepted paths, roots included."""
         return self.copy.read()["accepted"]
 
-    def outcome(self, last_end_s: float) -> IterationOutcome:
-        """What the policy learns; ``last_end_s`` is 0 before the first iteration."""
+    def outcome(self, last_end_s: float, prefilled: bool) -> IterationOutcome:
+        """What the policy learns; ``last_end_s`` is 0 before the first iteration. ``prefilled``: whether
+        there was a prefill since then."""
         marks, trees, verified = self.marks, self.proposal.trees, self.verified
         catch_up_s = sum(start.seconds_until(end) for start, end in marks.caught_up)
         total_s = marks.start.seconds_until(marks.committed)
@@ -82,6 +83,7 @@ class Iteration:
             verify_s=marks.selected.seconds_until(marks.committed),
             total_s=total_s,
             since_last_s=end_s - last_end_s if last_end_s else 0.0,
+            prefilled=prefilled,
             first_level_s=None if first is None else marks.start.seconds_until(first) - catch_up_s,
         )
 

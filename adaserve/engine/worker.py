@@ -408,7 +408,7 @@ class AdaServeWorker(BaseSpecWorker):
         iteration, self._unobserved = self._unobserved, None
         if iteration is None:
             return
-        outcome = iteration.outcome(self.times.last_end_s)
+        outcome = iteration.outcome(self.times.last_end_s, self.times.has_prefilled)
         self.times.decoded(outcome, iteration.runs)
         iteration.policy.observe(outcome)
         self.prefill.observe(outcome)
