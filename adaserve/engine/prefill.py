@@ -6,6 +6,7 @@ who decodes, who waits, how long an iteration and a chunk take.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
 
 MOST_WAITING = 64
-"""A decision looks at this many prompts of the queue that can still be in time; the rest wait behind them."""
+"""A decision looks at this many prompts of the queue, those that are due first of all that can be in time."""
 
 MOST_LOST = 16
 """And at this many that can't, those that have waited longest: more of them change nothing."""
@@ -184,13 +185,25 @@ class PrefillPacer:
         return replace(plan, order=rows[plan.order], shed=np.zeros(before + len(waiting), np.bool_))
 
     def looked_at(self, waiting: Sequence[Any], now_s: float) -> list[int]:
-        """Places in the queue of the first prompts that can still be in time, and of those lost longest."""
-        if self._lost_every_s is None:
-            return list(range(min(len(waiting), MOST_WAITING)))
-        due_s = [np.inf if r.output_ids else sum(self._aim(r)) for r in waiting]  # retracted: nothing is due
-        in_time = [i for i, due in enumerate(due_s) if due >= now_s]
-        lost = sorted((i for i, due in enumerate(due_s) if due < now_s), key=due_s.__getitem__)
-        return in_time[:MOST_WAITING] + lost[:MOST_LOST]
+        """Places in the queue of the prompts that are due first among those that can still be in time, and of
+        those lost longest."""
+        due_s = [self._due_s(r) for r in waiting]
+        first = sorted(range(len(waiting)), key=due_s.__getitem__)
+        lost = [i for i in first if self._is_lost(waiting[i], now_s)]
+        gone = set(lost)
+        in_time = [i for i in first if i not in gone]
+        return sorted(in_time[:MOST_WAITING]) + lost[:MOST_LOST]
+
+    def _due_s(self, req: Any) -> float:
+        """When the first token should be out; of a request that was retracted it has been out for long."""
+        if req.output_ids:
+            return -np.inf
+        arrival_s, ttft_s = self._aim(req)
+        return arrival_s + (ttft_s if math.isfinite(ttft_s) else self._patience_s)
+
+    def _is_lost(self, req: Any, now_s: float) -> bool:
+        """Whether its TTFT SLO has passed, where that counts: a request without one is never lost."""
+        return self._lost_every_s is not None and not req.output_ids and sum(self._aim(req)) < now_s
 
     def situation(
         self,

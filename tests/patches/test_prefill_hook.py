@@ -271,6 +271,16 @@ def test_a_long_queue_of_lost_prompts_hides_nobody() -> None:
     assert offered(0.040) == ["lost0"], "and costs too much for more than one"
 
 
+@pytest.mark.parametrize("config", [{}, {"prefill_lost_interval_ms": 0.0}])
+def test_who_is_due_first_is_seen_behind_a_long_queue(config: dict[str, Any]) -> None:
+    """Of prompts without a TTFT SLO, which can always be in time."""
+    patient = [Request(f"patient{i}", prompt=20, age_s=0.5) for i in range(300)]
+    paced = pacer(1.0, AdaServeConfig(**config), ttft={"urgent": 1.0})
+    sched, seen = scheduler(paced, [*patient, Request("urgent", prompt=20)]), list[str]()
+    _paced(lambda s, _: seen.extend(r.rid for r in s.waiting_queue), sched, RUNNING)
+    assert seen[:2] == ["urgent", "patient0"]
+
+
 def test_a_retracted_request_is_not_given_up() -> None:
     """Its first token was in time, and its TPOT runs."""
     back = Request("back", prompt=20, age_s=30)
