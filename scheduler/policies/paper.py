@@ -52,8 +52,9 @@ class AdaServePolicy(BasePolicy):
         f = path_probability(trees)
         if self.equal:
             return equal_share(trees, f, plan.budget, plan.cap)
+        deepest = max(plan.depth, int(trees.depth.max(initial=0)))  # candidates that cost no step are deeper
         return two_phase(
-            trees, f, plan.need, plan.depth, plan.budget, plan.n_max, plan.cap, slo_phase=self.slo_phase
+            trees, f, plan.need, deepest, plan.budget, plan.n_max, plan.cap, slo_phase=self.slo_phase
         )
 
 

@@ -52,6 +52,14 @@ def test_uncovered_is_what_the_best_offers_leave() -> None:
     assert (uncovered(None, 2, 2) == 1).all()
 
 
+def test_the_slo_phase_knows_how_deep_offers_are() -> None:
+    """Nothing is drafted, and the request that is behind still gets its nodes before the likelier ones."""
+    policy = build_policy("adaserve", PolicyConfig(latency=CHEAP, drafts=0, budget=6))
+    trees = offers([0.6] * 4, [0.95] * 4)
+    plan = replace(policy.plan(offered_to(2, trees), 1.0), need=np.array([3.0, 0.5]))
+    assert policy.select(plan, trees).slo_counts.tolist() == [plan.n_max, 0] == [3, 0]
+
+
 @pytest.mark.parametrize("name", ["priced", "adaserve", "chain-2", "turbospec", "global-greedy"])
 def test_offers_are_verified_where_nothing_can_be_drafted(name: str) -> None:
     policy = build_policy(name, PolicyConfig(latency=CHEAP, drafts=0))
