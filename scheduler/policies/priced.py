@@ -40,6 +40,10 @@ LARGE = 32
 RAREST_PROBE = 3
 """While drafting does not pay it is tried every ``depth_probe_every`` << RAREST_PROBE iterations at least."""
 
+PROBED_ROWS = 8
+"""Requests that such a trial drafts for. The draft must first take in what each of them wrote since it last
+drafted, so a trial with all requests costs the more the rarer it is."""
+
 PRIOR_WORTH = 4
 """Iterations that what a regime begins with is worth."""
 
@@ -96,6 +100,8 @@ class PricedPolicy(BasePolicy):
         drafting = self._worth_drafting(running, left, depth, width, read)
         if drafting is not None and not drafting.any():
             depth, drafting = 0, None
+        if depth and self._regime(running).in_vain:
+            drafting = _some_rows(len(running), drafting)
         if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
             depth = min(deepest, depth + 2)
         budget = NO_BUDGET if self.config.budget is None else self.config.budget
@@ -197,7 +203,7 @@ class PricedPolicy(BasePolicy):
         if depth:
             regime.in_vain = 0
         turn, since = divmod(self._iterations, c.depth_probe_every)
-        # Without a draft, a probe is costly because the draft must catch up first. So probes get rarer.
+        # While drafting does not pay, probes get rarer.
         if since == c.depth_probe_every - 1 and (depth or turn % (1 << regime.in_vain) == 0):
             regime.in_vain = min(RAREST_PROBE, regime.in_vain + (depth == 0))
             depth = min(deepest, depth + 1)
@@ -265,11 +271,11 @@ class PricedPolicy(BasePolicy):
         rate = self._regime(running).rate.value
         if not self.config.early_stop or rate <= 0 or plan.weight is None:
             return True
-        context = self.context(running)
-        tokens = n * (1 + step)
-        slope = self.costs.verify_s(tokens + n, context) - self.costs.verify_s(tokens, context)
-        token_price = rate * slope / n
-        step_price = rate * self.costs.draft_step_s(n * frontier_logprob.shape[1], plan.draft_context)
+        context, drafted = self.context(running), plan.drafting_rows
+        tokens = n + drafted * step
+        slope = self.costs.verify_s(tokens + drafted, context) - self.costs.verify_s(tokens, context)
+        token_price = rate * slope / drafted
+        step_price = rate * self.costs.draft_step_s(drafted * frontier_logprob.shape[1], plan.draft_context)
         gain = plan.weight[:, None] * np.exp(frontier_logprob) * self._level_acceptance.value - token_price
         return bool(np.maximum(gain, 0.0).sum() > step_price)
 
@@ -347,3 +353,13 @@ class PricedPolicy(BasePolicy):
         """Also drops the request's pace."""
         super().forget(rid)
         self._potential.forget(rid)
+
+
+def _some_rows(n: int, drafting: BoolArray | None) -> BoolArray | None:
+    """``PROBED_ROWS`` of the rows that may be drafted for, spread over the batch. None = all."""
+    rows = np.arange(n) if drafting is None else np.flatnonzero(drafting)
+    if len(rows) <= PROBED_ROWS:
+        return drafting
+    some = np.zeros(n, np.bool_)
+    some[rows[np.arange(PROBED_ROWS) * len(rows) // PROBED_ROWS]] = True
+    return some

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -27,10 +27,12 @@ from adaserve.scheduler.prefill import (
     PrefillPlan,
     Pressure,
     WaitingBatch,
+    least_chunk,
     plan_prefill,
     predicted_room,
     stall_slack,
 )
+from adaserve.scheduler.selection import row_of
 from adaserve.scheduler.simulator.order import RowOrder, everyone
 from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.trees import TreeSampler
@@ -189,6 +191,9 @@ class Replica:
         config = self.config.prefill
         wanted = config.pacing == "slack" or config.gate is not None
         pressure = self._pressure(pace) if wanted and len(self.rows) else None
+        if pressure is not None and config.pacing == "slack":  # as the engine's pacer does it
+            least = least_chunk(pressure.sizes, pressure.seconds)
+            config = replace(config, least_tokens=max(config.least_tokens, least))
         return plan_prefill(config, batch, len(self.rows), self.now_s, pressure)
 
     def _pressure(self, pace: FloatArray) -> Pressure:
@@ -231,11 +236,7 @@ class Replica:
         plan = self.policy.plan(running, self.now_s)
         pick = slice(None) if at is None else at
         trees, selection, accepted, draft_s = self._speculate(plan, pick)
-        counts = (
-            accepted.reshape(len(running), -1).sum(axis=1)
-            if len(accepted)
-            else np.zeros(len(running), np.int64)
-        )
+        counts = np.bincount(row_of(trees)[accepted], minlength=len(running))
         left = (self.rows.length - self.rows.decoded)[pick]
         new = np.minimum(1 + counts, left)
         tokens = selection.verify_tokens + prefill_tokens
@@ -258,6 +259,7 @@ class Replica:
             verify_s,
             total,
             since,
+            prefilled=self._spent_s > 0,
             prefill_tokens=prefill_tokens,
         )
         self._report(outcome)
@@ -266,9 +268,9 @@ class Replica:
     def _speculate(
         self, plan: IterationPlan, pick: slice | IntArray
     ) -> tuple[CandidateTrees, Selection, BoolArray, float]:
-        n = len(plan.running)
+        n = plan.drafting_rows
         if plan.depth == 0:
-            trees = CandidateTrees.empty(n)
+            trees = CandidateTrees.empty(len(plan.running))
             return trees, self.policy.select(plan, trees), np.zeros(0, np.bool_), 0.0
         drafted = self.sampler.draft(
             plan,

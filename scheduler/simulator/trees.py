@@ -107,7 +107,7 @@ def acceptance_of_chains(
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Trees with what the policy must not see. All rows have the same levels."""
+    """Trees of n rows, all with the same levels, and what the policy must not see. Other rows have none."""
 
     trees: CandidateTrees
     acceptance: FloatArray  # [n, M]: true P(accepted | parent accepted)
@@ -158,7 +158,8 @@ class TreeSampler:
         self, plan: IterationPlan, difficulty: FloatArray, bias: FloatArray, keep_drafting: KeepDrafting
     ) -> Drafted:
         """Beam search of plan.width (Algorithm 2 step 2), or plan.branching children per beam."""
-        n = len(difficulty)
+        rows = np.arange(len(difficulty)) if plan.drafting is None else np.flatnonzero(plan.drafting)
+        difficulty, bias, n = difficulty[rows], bias[rows], len(rows)
         parents, logs, accepts = [], [], []
         frontier, columns, offset = np.zeros((n, 1)), np.full((n, 1), -1), 0
         for step in range(plan.depth):
@@ -176,9 +177,13 @@ class TreeSampler:
             accepts.append(p)
             frontier, columns = path, np.arange(offset, offset + path.shape[1])[None, :].repeat(n, axis=0)
             offset += path.shape[1]
-            if step + 1 < plan.depth and not keep_drafting(step + 1, path):
-                break
-        return _assemble(n, parents, logs, accepts, self._rng.random((n, len(parents))))
+            if step + 1 < plan.depth:
+                asked = np.full((len(plan.running), path.shape[1]), -np.inf)
+                asked[rows] = path
+                if not keep_drafting(step + 1, asked):
+                    break
+        luck = self._rng.random((n, len(parents)))
+        return _assemble(len(plan.running), rows, parents, logs, accepts, luck)
 
     def verify(self, drafted: Drafted, selection: Selection) -> BoolArray:
         """Accepted nodes, [m]."""
@@ -186,16 +191,24 @@ class TreeSampler:
 
 
 def _assemble(
-    n: int, parents: list[IntArray], logs: list[FloatArray], accepts: list[FloatArray], luck: FloatArray
+    batch: int,
+    rows: IntArray,
+    parents: list[IntArray],
+    logs: list[FloatArray],
+    accepts: list[FloatArray],
+    luck: FloatArray,
 ) -> Drafted:
+    """Trees of the ``rows`` [n] of a batch."""
     widths = [x.shape[1] for x in parents]
     ends = np.cumsum(widths)
-    total = int(ends[-1])
+    n, total = len(rows), int(ends[-1])
+    nodes = np.zeros(batch, np.int64)
+    nodes[rows] = total
     levels = tuple(slice(int(e) - w, int(e)) for e, w in zip(ends, widths, strict=True))
     depth = np.repeat(np.arange(1, len(widths) + 1), widths)
     parent = np.concatenate(parents, axis=1)
     trees = CandidateTrees(
-        row_start=np.arange(n + 1) * total,
+        row_start=np.concatenate([[0], np.cumsum(nodes)]),
         token=np.zeros(n * total, np.int64),
         parent=parent.ravel(),
         depth=np.tile(depth, n),

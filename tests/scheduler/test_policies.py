@@ -237,6 +237,29 @@ class TestPriced:
             depths.append(plan.depth)
         assert (depths.count(0) == 0) if drafts else (0 < 64 - depths.count(0) <= 4)
 
+    def test_a_probe_in_vain_drafts_for_a_few(self):
+        """The draft would have to take in what all of them wrote since the last one."""
+        latency = LatencyModel(ForwardCost(5e-3), ForwardCost(0.03, per_token_s=2e-3))
+        policy = build_policy("priced", PolicyConfig(latency=latency, least_gain=50.0))
+        drafted_for = []
+        for i in range(160):
+            plan = policy.plan(running(32), 1.0 + i)
+            trees = drafted(plan, i)
+            assert (np.diff(trees.row_start) > 0).sum() == (plan.drafting_rows if plan.depth else 0)
+            selection = policy.select(plan, trees)
+            policy.observe(outcome(plan, trees, selection, selection.keep & (trees.depth == 1)))
+            drafted_for += [plan.drafting_rows] if plan.depth else []
+        assert drafted_for and set(drafted_for) == {8}
+
+    def test_the_frontier_of_a_few_pays_for_their_steps_alone(self):
+        latency = LatencyModel(ForwardCost(1e-4, per_token_s=1e-4), ForwardCost(0.03, per_token_s=1e-4))
+        policy = build_policy("priced", PolicyConfig(latency=latency, early_stop=True, learn_costs=False))
+        plan = policy.plan(running(32), 1.0)
+        few = np.arange(32) % 8 == 0
+        frontier = np.where(few[:, None], np.log(0.9), -np.inf)
+        assert policy.keep_drafting(replace(plan, drafting=few), 1, frontier)
+        assert not policy.keep_drafting(plan, 1, frontier)
+
     def test_requests_in_the_balance_weigh_most(self):
         policy = build_policy("priced")
         slo = np.resize([0.03, 1.0], 32)  # tight, safe, tight, ...

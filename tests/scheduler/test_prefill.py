@@ -429,12 +429,12 @@ def test_every_request_gets_its_tokens_when_paced(mode):
 
 
 def test_gate_spares_running_requests_in_the_simulator():
-    """More than can be served in time: whoever has begun keeps its speed, the others wait a little."""
+    """A burst that can't be served in time: whoever has begun keeps its speed, the others wait a little."""
     latency = hardware_latency("llama-3.1-70b", "a100", 4)
     mix = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
 
     def run(gate, seed):
-        requests = make_requests(synthetic_trace(120, 3.8, seed, mix), SLOConfig(), 0.03, TextModel(), seed)
+        requests = make_requests(synthetic_trace(60, 12.0, seed, mix), SLOConfig(), 0.03, TextModel(), seed)
         config = PrefillConfig(512, "deadline", gate=gate, pacing="slack", least_tokens=64, patience_s=3.0)
         replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=config, exclusive_tokens=512)
         done = simulate(requests, SimulationConfig(replica, "priced", PolicyConfig(latency=latency))).requests
@@ -443,9 +443,9 @@ def test_gate_spares_running_requests_in_the_simulator():
         waited = [r.first_token_s - r.arrival_s for r in done]
         return np.mean([t <= r.tpot_slo_s for t, r in zip(tpot, done, strict=True)]), max(waited)
 
-    pairs = [(run(1.1, seed), run(None, seed)) for seed in range(1, 6)]
+    pairs = [(run(1.1, seed), run(None, seed)) for seed in range(1, 9)]
     assert np.mean([held[0] - free[0] for held, free in pairs]) > 0.01, pairs
-    assert max(held[1] for held, _ in pairs) < 6.0, pairs
+    assert max(held[1] for held, _ in pairs) < 9.0, pairs
 
 
 def test_pacing_spares_running_requests_in_the_simulator():

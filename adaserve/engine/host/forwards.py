@@ -74,7 +74,7 @@ class LeanForward:
 class HostForward:
     """``ModelForward`` on a CPU: a call returns only when its work is done."""
 
-    most_tokens = 1 << 30
+    most_tokens = 2048
     first_tokens = None
 
     def __init__(self, model: HostModel, req_to_token: Tensor) -> None:
