@@ -145,7 +145,7 @@ class Learner:
         start_s = time.perf_counter()
         try:
             weights = offer.ready.result()
-        except ValueError as error:
+        except (ValueError, MemoryError, RuntimeError) as error:  # torch has RuntimeError for no memory
             self.state.rejected += 1
             logger.warning("AdaServe: a new draft was dropped, the present one stays: %s", error)
             self.link.say(Answer(candidate.number, taken=False))

@@ -88,6 +88,9 @@ class TrainerLink:
         except (EOFError, OSError):
             self._ended("has ended", now_s)
             return []
+        except msgspec.DecodeError as error:
+            self._ended(f"said what can't be read ({error}) and was stopped", now_s)
+            return []
         silent_s = 0.0 if self._asked_s is None else now_s - self._asked_s
         if silent_s > SILENT_S and not self._starves(silent_s):
             self._ended("hangs and was stopped", now_s)
@@ -181,9 +184,10 @@ def starves(pid: int, cpu_s: float, seconds: float) -> bool:
 
 
 def bytes_of(model: Any) -> int:
-    """Room for a model's weights as a safetensors file, and for a head's table of tokens."""
+    """Room for a model's weights as a safetensors file, and for a head's table of tokens. The checkpoint may
+    be fp32 where the model is served in less; memory that nobody writes costs nothing."""
     return (
-        sum(p.numel() * p.element_size() for p in model.parameters())
+        sum(p.numel() * max(4, p.element_size()) for p in model.parameters())
         + 9 * model.config.vocab_size
         + (1 << 20)
     )

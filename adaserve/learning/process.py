@@ -93,13 +93,21 @@ class Process:
         self._bring_back()
         while True:
             self._pause()
-            if len(self._fresh) < JUDGED:
+            if not self._has_enough:
                 time.sleep(LOOK_S)
                 self._resume()
                 continue
-            unseen = [self._fresh.popleft() for _ in range(JUDGED)]
+            unseen = [self._fresh.popleft() for _ in range(min(JUDGED, len(self._fresh)))]
             self._fresh_bytes -= sum(r.nbytes for r in unseen)
             self._trainer.round(unseen, self._judged, self._pause)
+
+    @property
+    def _has_enough(self) -> bool:
+        """For a round: ``JUDGED`` requests, or as many as there is room for where they are large."""
+        fresh = self._fresh
+        return len(fresh) >= JUDGED or (
+            bool(fresh) and self._fresh_bytes + fresh[-1].nbytes > self._most_fresh_bytes
+        )
 
     def _bring_back(self) -> None:
         """Goes on from the draft that is served, or offers the one of an earlier run."""

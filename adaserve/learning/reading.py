@@ -29,12 +29,12 @@ LIKELIEST = 64
 
 def accepted(record: Record, logits: Tensor, sharpening: DraftSharpening) -> Tensor:
     """[n]: the probability that the draft's best token is the served one, over all noise that the two could
-    share; for greedy requests 0 or 1."""
+    share; for greedy requests 0 or 1. A draft that says what is not a number gets nothing accepted."""
     p, ids = likeliest(record)
     if record.temperature == 0:
         return (logits.argmax(-1) == ids[:, 0]).float()
     q = losses.coarse(fn.log_softmax(logits / noise_weight(record, sharpening), dim=-1), ids)
-    return losses.agreement(p, q)[:, :-1].sum(-1)
+    return losses.agreement(p, q)[:, :-1].sum(-1).nan_to_num(0.0)
 
 
 def likeliest(record: Record) -> tuple[Tensor, Tensor]:

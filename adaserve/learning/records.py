@@ -11,6 +11,8 @@ from torch import Tensor
 FULL_VOCABULARY = 8192
 """Up to this many tokens a distribution is kept whole; above, the likeliest ``TOP`` and what is left."""
 TOP = 32
+LEAST_LOG = -6e4
+"""Log-probabilities below this are taken for it: float16 ends near it, and no loss is a number with -inf."""
 
 _HEADER = struct.Struct("<iiiiiidQ")
 """Tokens, start, positions, columns (0 = whole), width of hidden states (0 = none), bytes of the class."""
@@ -71,6 +73,10 @@ def kept(logits: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.n
     A vocabulary of up to ``whole`` tokens is kept without ids, less the best one's logit: whoever reads it
     normalises it, which is too slow for a server. Else they are log-probabilities."""
     if logits.shape[1] <= whole:
-        return (logits - logits.amax(-1, keepdim=True)).half().numpy(), None
+        return _halves(logits - logits.amax(-1, keepdim=True)), None
     best, ids = logits.topk(TOP)
-    return (best - logits.logsumexp(-1, keepdim=True)).half().numpy(), ids.int().numpy()
+    return _halves(best - logits.logsumexp(-1, keepdim=True)), ids.int().numpy()
+
+
+def _halves(logprobs: Tensor) -> np.ndarray:
+    return logprobs.clamp(min=LEAST_LOG).half().numpy()

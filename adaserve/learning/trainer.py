@@ -168,11 +168,11 @@ class Trainer:
         self._steps += 1
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.rate * min(1.0, self._steps / WARM_UP)
-        torch.nn.utils.clip_grad_norm_(self.draft.weights, CLIP)
-        self._optimizer.step()
+        if torch.isfinite(torch.nn.utils.clip_grad_norm_(self.draft.weights, CLIP)):
+            self._optimizer.step()
+            self._average_weights()
+            self.updates += 1
         self._optimizer.zero_grad()
-        self._average_weights()
-        self.updates += 1
 
     @torch.no_grad()
     def _average_weights(self) -> None:

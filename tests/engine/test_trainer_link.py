@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine import trainer_link
-from adaserve.engine.trainer_link import MOST_STARTS, SILENT_S, TrainerLink, stand_back, starves
-from adaserve.learning.messages import Candidate
+from adaserve.engine.trainer_link import MOST_STARTS, SILENT_S, TrainerLink, bytes_of, stand_back, starves
+from adaserve.learning.draft import to_bytes
+from adaserve.learning.messages import Candidate, Progress, send
 from adaserve.pair.acceptance import Correction
 
 
@@ -64,6 +69,27 @@ def test_one_that_hangs_is_stopped_and_there_is_an_end_to_it(link: TrainerLink) 
         link.look(False, now_s, None)
         assert link.ring is None
     assert link.is_over and link.look(False, now_s + 1e6, None) == []
+
+
+def test_one_that_says_nonsense_is_replaced(
+    link: TrainerLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """JSON has no word for what is not a number: a mean of nothing reads null, where a number belongs."""
+    ours, theirs = Pipe()
+    link.look(False, 0.0, None)
+    assert link.pid is not None
+    monkeypatch.setattr(link, "_connection", ours)
+    send(theirs, Progress(1.0, 1.0, math.nan, "worse", {}, 32, 512, 4))
+    assert link.look(False, 0.0, None) == [] and link.ring is None and not link.is_over
+    assert "can't be read" in caplog.text
+
+
+def test_there_is_room_for_the_checkpoint_of_a_model_that_is_served_in_half() -> None:
+    model = torch.nn.Linear(512, 512)
+    file = to_bytes(model.state_dict())
+    served = model.to(torch.bfloat16)
+    served.config = SimpleNamespace(vocab_size=16)  # type: ignore[assignment]
+    assert bytes_of(served) > len(file) > 4 * 512 * 512
 
 
 def test_a_trainer_gets_what_nobody_else_wants(link: TrainerLink) -> None:

@@ -39,12 +39,20 @@ WEIGHTS_BYTES = 1 << 24
 class Line:
     """The server's end. The trainer runs on a thread until the line is closed."""
 
-    def __init__(self, draft: Path, *, rate: float = 1e-3, folder: Path | None = None) -> None:
+    def __init__(
+        self, draft: Path, *, rate: float = 1e-3, folder: Path | None = None, memory_mb: int = 64
+    ) -> None:
         self._fds = (allocate(1 << 24), allocate(WEIGHTS_BYTES))
         self.ring, self.weights = Ring(self._fds[0]), memory(self._fds[1])
         ours, theirs = socket.socketpair()
         self._settings = Settings(
-            str(draft), "jsd", rate, 64, None if folder is None else str(folder), *self._fds, theirs.detach()
+            str(draft),
+            "jsd",
+            rate,
+            memory_mb,
+            None if folder is None else str(folder),
+            *self._fds,
+            theirs.detach(),
         )
         self.connection = Connection(ours.detach())
         self._thread = threading.Thread(target=self._run)
@@ -162,6 +170,20 @@ def test_after_a_restart_it_goes_on_from_the_draft_that_is_served(
     feed(line, target[0], 2 * JUDGED, seed=1)
     progress = line.next(Progress)
     assert isinstance(progress, Progress) and progress.present > 1.5 * progress.first
+
+
+def test_large_records_are_learned_from_by_as_many_as_there_is_room_for(
+    target: tuple[torch.nn.Module, Path], lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = served(target[0], 4 * JUDGED, seed=1)
+    lines.append(line := Line(target[1], memory_mb=1))
+    assert JUDGED * records[0].nbytes > 250_000, "they do not all fit"
+    line.start()
+    line.next(Hello)
+    for record in records[::2]:
+        assert line.ring.write(record.to_bytes())
+    progress = line.next(Progress)
+    assert isinstance(progress, Progress) and 1 < progress.requests < JUDGED
 
 
 def test_a_trainer_that_gets_little_of_a_processor_rests() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as fn
 
-from adaserve.learning import reading
+from adaserve.learning import losses, reading
 from adaserve.learning.records import Record, kept
 from adaserve.noise import gumbel
 from adaserve.pair.acceptance import Correction, DraftSharpening, load_sharpening
@@ -92,3 +92,24 @@ def test_a_corrected_reading_is_kept_with_a_checkpoint(tmp_path: Path) -> None:
     assert first.corrected(Correction()) == first
     now.save(tmp_path)
     assert load_sharpening(tmp_path) == now
+
+
+@pytest.mark.parametrize("whole", [16, 8192])
+def test_a_very_low_temperature_leaves_numbers(whole: int) -> None:
+    """SGLang takes temperatures down to 1e-6, and float16 ends at 65,504."""
+    logits = torch.linspace(-9.0, 9.0, 64).repeat(3, 1) / 1e-5
+    logprobs, ids = kept(logits, whole=whole)
+    record = Record(np.zeros(5, np.int32), 1, logprobs, ids, 1e-5, 7)
+    assert np.isfinite(logprobs).all()
+    said = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    p, q = reading.target(record), reading.draft(record, said, 1.0)
+    for loss in losses.LOSSES.values():
+        assert torch.isfinite(loss(p, q)).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_that_says_no_numbers_gets_nothing_accepted(temperature: float) -> None:
+    logprobs, ids = kept(torch.randn(3, 64, generator=torch.Generator().manual_seed(0)))
+    record = Record(np.zeros(5, np.int32), 1, logprobs, ids, temperature, 7)
+    broken = torch.full((3, 64), torch.nan)
+    assert reading.accepted(record, broken, DraftSharpening((0.0, 0.8), (0.6, 1.0))).tolist() == [0.0] * 3

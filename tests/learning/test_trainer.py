@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,19 @@ def test_a_wrong_learning_rate_is_found_out_and_undone(
     trainer.restart()
     now = trainer.draft.state()
     assert all(torch.equal(now[name], first) for name, first in trainer.first.state.items())
+
+
+def test_an_update_that_is_no_number_is_left_out(target: tuple[torch.nn.Module, str]) -> None:
+    trainer = trainer_of(target[1])
+    trainer.recipe = Recipe(replayed=0.0)
+    before = [w.detach().clone() for w in trainer.draft.weights]
+    good = served(target[0], 8)
+    broken = replace(good[0], logprobs=np.full_like(good[0].logprobs, np.nan))
+    trainer.learn([broken, *good[1:]], lambda: None)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.draft.weights, strict=True))
+    trainer.learn(good, lambda: None)
+    assert trainer.updates == 1
+    assert not all(torch.equal(a, b) for a, b in zip(before, trainer.draft.weights, strict=True))
 
 
 def test_what_is_judged_is_the_average_of_the_weights(target: tuple[torch.nn.Module, str]) -> None:
