@@ -15,6 +15,7 @@ from adaserve.engine.device.model import Inputs, Output, Parts
 from adaserve.engine.device.parts import GraphDevice
 from adaserve.engine.device.sizes import Sizes, Tiers
 from adaserve.engine.host.forwards import LeanForward
+from adaserve.engine.host.params import Before
 from tests.engine.device.factories import CPU
 from tests.engine.heads import Head
 from tests.engine.host.test_heads import Setting
@@ -33,7 +34,7 @@ class TinyCall:
 
     def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
         assert isinstance(kernel, SdpaKernel)
-        plan, before = kernel.tree_plan, inputs.before
+        plan, before = kernel.tree_plan, None if inputs.before is None else Before(inputs.before)
         states = self._forward.hidden(inputs.tokens, inputs.positions, inputs.slots, plan, before)
         wanted = states[inputs.wanted]
         logits = self._forward.logits(wanted) if len(wanted) else torch.empty(0, 1)

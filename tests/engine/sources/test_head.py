@@ -152,7 +152,7 @@ def head_case(kind: str, parts: str) -> Case:
     device: Any = HostDevice(HostForward(made.reads, table), made.drafts)
     if parts == "graphs":
         device = headed_device(made, head, DEPTH)
-    cache = DraftCache(device.drafts[0], table, made.states._states.shape[0], stride=DEPTH + 1)
+    cache = DraftCache(device.drafts[0], table, made.states.by_slot.shape[0], stride=DEPTH + 1)
 
     def check(text: list[int], tokens: np.ndarray, scores: np.ndarray) -> None:
         check_levels(head, text, tokens, scores, WIDTH, 1, 0.0)
