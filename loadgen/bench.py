@@ -29,12 +29,14 @@ from adaserve.loadgen.preflight import preflight, probe_classes_of
 from adaserve.loadgen.results import (
     COMMAND_VARIABLE,
     HEADERS_VARIABLE,
+    KILLED,
     check_results_dir,
     command_line,
     make_results_dir,
     write_summary,
 )
 from adaserve.loadgen.schedule import Schedule, build_schedule
+from adaserve.slo.metrics import INTERRUPTED
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 _STOP_S = 60.0  # more than Locust's processes give each other
@@ -50,7 +52,8 @@ def run_bench(
     """Runs the load test to the end and returns its summary; everything is written to ``out``.
 
     Ctrl-C ends the run early: records so far are kept and the summary says that the run is not
-    valid. ``checked``: the preflight was done. Raises LoadgenError for bad input."""
+    valid. ``checked``: the preflight was done. Raises LoadgenError for bad input, KeyboardInterrupt where
+    Ctrl-C came before there was a record."""
     console = console or Console(stderr=True)
     check_results_dir(out)
     if not checked:
@@ -65,13 +68,22 @@ def run_bench(
         console.print(f"[yellow]{processes} processes share {cores} cores: requests may leave late[/yellow]")
     make_results_dir(out)
     config.save(out / "config.yaml")
-    try:
-        code = _run_locust(out, schedule, processes, console, secret_headers(config.server))
-    finally:
-        summary = _summary(out, config, len(schedule))
+    code = _run_locust(out, schedule, processes, console, secret_headers(config.server))
+    summary = _summary(out, config, len(schedule), KILLED if code is not None else INTERRUPTED)
     if summary is None:
+        if code is None:
+            raise KeyboardInterrupt
         raise LoadgenError(f"the load test ended with code {code} before it sent anything:\n{_log_tail(out)}")
     return summary
+
+
+def refuse_what_ended_early(summary: Mapping[str, Any]) -> None:
+    """For those who compare runs: one that ended early is none. Raises KeyboardInterrupt where the user ended
+    it, LoadgenError where it was killed."""
+    if INTERRUPTED in summary["invalid_reasons"]:
+        raise KeyboardInterrupt
+    if KILLED in summary["invalid_reasons"]:
+        raise LoadgenError(KILLED)
 
 
 def _command(out: Path, processes: int) -> list[str]:
@@ -85,7 +97,8 @@ def _command(out: Path, processes: int) -> list[str]:
 
 def _run_locust(
     out: Path, schedule: Schedule, processes: int, console: Console, secrets: Mapping[str, str]
-) -> int:
+) -> int | None:
+    """Its exit code; None when it was interrupted."""
     # Keys travel in the environment, not in the files that stay with the results.
     environment = {**os.environ, COMMAND_VARIABLE: command_line(), HEADERS_VARIABLE: json.dumps(secrets)}
     with open(out / "locust.log", "w", encoding="utf-8") as log:
@@ -101,6 +114,7 @@ def _run_locust(
         with _stopped_at_the_end(process):
             _show_progress(process, out, schedule, console)
             return process.wait()
+    return None
 
 
 @contextlib.contextmanager
@@ -163,8 +177,9 @@ def _note(data: Mapping[str, Any]) -> str:
     return "  ".join(f"{r['name']} {100 * r['attainment']:.0f}%" for r in rows)
 
 
-def _summary(out: Path, config: BenchConfig, planned: int) -> dict[str, Any] | None:
-    """The summary that Locust wrote, or one made from the records when it was killed."""
+def _summary(out: Path, config: BenchConfig, planned: int, why_not: str) -> dict[str, Any] | None:
+    """The summary that Locust wrote, or one made from the records, of a run that is not valid. None where
+    there are none."""
     path = out / "summary.json"
     if path.exists():
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -172,7 +187,7 @@ def _summary(out: Path, config: BenchConfig, planned: int) -> dict[str, Any] | N
     if not (out / "requests.jsonl").exists():
         return None
     meta = {"seed": config.seed, "planned_requests": planned, "baseline_ms": config.baseline_ms}
-    return write_summary(out, config.warmup_s, meta, ["the load generator was killed"])
+    return write_summary(out, config.warmup_s, meta, [why_not])
 
 
 def _log_tail(out: Path) -> str:

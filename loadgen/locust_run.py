@@ -35,7 +35,7 @@ from adaserve.loadgen.results import (
 from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts
 from adaserve.loadgen.server_metrics import Samples, learning, scrape, server_side
 from adaserve.loadgen.stream import Target
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.metrics import INTERRUPTED, RequestRecord
 
 logger = logging.getLogger("adaserve.loadgen")
 
@@ -83,7 +83,7 @@ class LocalRun:
     def stop(self) -> None:
         """Ends the run early; what was recorded so far is kept."""
         if not self._finished:
-            self.reasons.append("the run was interrupted")
+            self.reasons.append(INTERRUPTED)
             if self._dispatcher is not None:
                 self._dispatcher.stop()
             self.done.wait(_STOP_WORKER_S)
@@ -218,7 +218,7 @@ class MasterRun(LocalRun):
 
     def stop(self) -> None:
         if not self._finished:
-            self.reasons.append("the run was interrupted")
+            self.reasons.append(INTERRUPTED)
             for client in list(self._waiting):
                 self.runner.send_message("adaserve_stop", {}, client)
             self.done.wait(_STOP_MASTER_S)

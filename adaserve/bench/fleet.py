@@ -27,7 +27,7 @@ from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.simulate import SimulatedFleet, read_recorded
 from adaserve.fleet.local import ROUTERS, Fleet, ReplicaSpec, RouterSpec
 from adaserve.loadgen.arrivals import Arrivals
-from adaserve.loadgen.bench import run_bench
+from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.results import check_results_dir, command_line, iter_records, new_results_dir
@@ -249,6 +249,7 @@ def _load(plan: FleetPlan, fleet: Fleet, console: Console) -> tuple[dict[str, An
     os.truncate(trace, 0)  # what came before is no part of the load; the replicas keep it open
     folder = plan.out / "load"
     summary = run_bench(config, folder, console=console)
+    refuse_what_ended_early(summary)
     return summary, list(iter_records(folder))
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.client import Ask, send
-from adaserve.loadgen.bench import run_bench
+from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, TraceSpec
 from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.results import iter_records, provenance, write_json, write_summary
@@ -99,8 +99,7 @@ class Turns:
         out = self._work / f"{turn}-{name}"
         with self.others[name].watched():
             summary = run_bench(config, out, console=console, checked=True)
-        if "the run was interrupted" in summary["invalid_reasons"]:
-            raise KeyboardInterrupt
+        refuse_what_ended_early(summary)
         self._reasons[name] += summary["invalid_reasons"]
         self._records[name] += [moved(r, piece) for r in iter_records(out)]
 

@@ -27,6 +27,8 @@ import numpy.typing as npt
 SCHEMA_VERSION = 1
 MAX_LAG_P99_MS = 10.0
 """A load test whose requests left later than this (p99) did not offer the load it claims."""
+INTERRUPTED = "the run was interrupted"
+"""Why a run is not valid whose user ended it."""
 RATIO_EDGES = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 """Histogram edges of TPOT / SLO."""
 PERCENTILES = (50, 90, 95, 99)
@@ -292,7 +294,7 @@ def _invalid_reasons(records: Sequence[RequestRecord], lag_p99_ms: float | None)
             f"{MAX_LAG_P99_MS:g} ms (use fewer requests/s, more processes or a less busy machine)"
         )
     if any(r.error == "interrupted" for r in records):
-        reasons.append("the run was interrupted")
+        reasons.append(INTERRUPTED)
     return reasons
 
 

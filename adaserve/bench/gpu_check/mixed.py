@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from adaserve.loadgen.arrivals import Arrivals
-from adaserve.loadgen.bench import run_bench
+from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, Endpoint, Length, default_classes
 from adaserve.server import ServerProcess
 
@@ -35,6 +35,7 @@ def run_mixed(
         seed=seed,
     )
     summary = run_bench(config, out, console=console)
+    refuse_what_ended_early(summary)
     kept = {k: summary.get(k) for k in KEPT}
     by_class = {n: {k: c.get(k) for k in KEPT} for n, c in summary["by_class"].items()}
     return {**kept, "by_class": by_class, "invalid_reasons": summary["invalid_reasons"]}

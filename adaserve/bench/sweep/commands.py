@@ -16,7 +16,7 @@ from adaserve.bench.sweep.plan import QUICK_POLICIES, SweepError, SweepPlan
 from adaserve.bench.sweep.report import write_all
 from adaserve.bench.sweep.runner import ATTEMPTS, Clock, Sweep, load_workload, with_depth
 from adaserve.bench.sweep.simulated import Simulator, markdown, to_json
-from adaserve.bench.sweep.store import Store, merged
+from adaserve.bench.sweep.store import Store, changed, merged
 from adaserve.bench.sweep.systems import family, system, with_length
 from adaserve.config import AdaServeConfig
 from adaserve.loadgen.results import new_results_dir
@@ -44,6 +44,7 @@ def plan_of(options: Options, store: Store) -> SweepPlan:
     given = {k: v for k, v in options.given.items() if v is not None}
     if store.exists:
         return merged(SweepPlan.from_json(store.head()["plan"]), given)
+    given = {k: tuple(dict.fromkeys(v)) if isinstance(v, tuple) else v for k, v in given.items()}
     plan = SweepPlan()
     if options.quick:
         plan = replace(
@@ -66,21 +67,32 @@ def plan_of(options: Options, store: Store) -> SweepPlan:
 
 
 def trace_files(folder: Path) -> tuple[str, ...]:
-    """The files of a folder, in order of their names. Raises SweepError where there are none."""
-    found = tuple(str(p) for p in sorted(folder.iterdir()) if p.is_file()) if folder.is_dir() else ()
+    """The traces in a folder, in order of their names. Raises SweepError where there are none."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else ()
+    found = tuple(str(p) for p in files if p.is_file() and not _is_no_trace(p))
     if not found:
-        raise SweepError(f"{folder} holds no files: put traces there (docs/load-testing.md says which)")
+        raise SweepError(f"{folder} holds no traces: put some there (docs/load-testing.md says which)")
     return found
 
 
+def _is_no_trace(path: Path) -> bool:
+    return path.name.startswith(".") or path.suffix.lower() in (".md", ".rst", ".txt")
+
+
 def server_settings(options: Options, store: Store) -> dict[str, dict[str, Any]]:
-    """What the server is started with: the flags, or else those that the folder was started with."""
-    stored = store.head().get("server_settings", {}) if store.exists else {}
-    given = {"server": options.server, "config": options.config}
-    return {
-        part: {**stored.get(part, {}), **{k: v for k, v in flags.items() if v is not None}}
-        for part, flags in given.items()
-    }
+    """What the server is started with: the flags, or those that the folder was started with. Raises
+    SweepError for others."""
+    every = {"server": options.server, "config": options.config}
+    given = {part: {k: v for k, v in flags.items() if v is not None} for part, flags in every.items()}
+    if not store.exists:
+        return given
+    stored: dict[str, dict[str, Any]] = {p: store.head()["server_settings"].get(p, {}) for p in every}
+    for part, flags in given.items():
+        for name, value in json.loads(json.dumps(flags)).items():
+            if value != stored[part].get(name):
+                was = f"with {stored[part][name]}" if name in stored[part] else "without it"
+                raise SweepError(changed(name, was))
+    return stored
 
 
 def server_of(settings: Mapping[str, Mapping[str, Any]], plan: SweepPlan) -> ServerSpec:
@@ -99,6 +111,9 @@ def sweep(options: Options, console: Console) -> bool:
     store = Store(folder)
     plan, settings = plan_of(options, store), server_settings(options, store)
     spec = server_of(settings, plan)
+    for axis in plan.axes:  # what can't be read is said before anything starts
+        for _, point in plan.points(axis):
+            load_workload(plan, point)
     spec.models()  # widened now: that has a progress bar of its own
     work = Sweep(
         store,

@@ -22,7 +22,7 @@ from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.sweep.host import report_of
 from adaserve.bench.sweep.plan import Case
 from adaserve.host import git_sha
-from adaserve.loadgen.bench import run_bench
+from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, TraceSpec
 from adaserve.loadgen.results import iter_records
 from adaserve.server import ServerProcess
@@ -97,8 +97,8 @@ def run_case(
         config = traffic.config(server.url, case.seed)
         summary = run_bench(config, work, console=Console(file=nowhere), checked=True)
     wall_s = time.monotonic() - start_s
-    if "the run was interrupted" in summary["invalid_reasons"] and not rang:
-        raise KeyboardInterrupt
+    if not rang:
+        refuse_what_ended_early(summary)
     after = report_of(server)
     answers = settled(list(iter_records(work)), traffic.rows)
     shutil.rmtree(work, ignore_errors=True)

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.systems import AS_IT_IS, GATED, PLAIN, STOCK, family, with_length
 
@@ -42,11 +44,11 @@ class Point:
 
     @property
     def id(self) -> str:
-        parts = [f"load{self.load:.2f}"]
+        parts = [f"load{_shown(self.load)}"]
         if self.urgent is not None:
-            parts.append(f"urgent{self.urgent:.2f}")
+            parts.append(f"urgent{_shown(self.urgent)}")
         if self.scale is not None:
-            parts.append(f"scale{self.scale:.2f}")
+            parts.append(f"scale{_shown(self.scale)}")
         kind = "" if self.kind is None else f"={self.kind}"
         return "-".join(parts + ["peaks"] * self.peaks) + kind
 
@@ -106,8 +108,7 @@ class SweepPlan:
             for value in getattr(self, name):
                 if not low < value <= high:
                     raise SweepError(f"{name}: every value must lie in ({low}, {high}], not {value:g}")
-        if unknown := sorted(set(self.kinds) - set(KINDS)):
-            raise SweepError(f"unknown kind of traffic {unknown[0]!r}: known are {', '.join(KINDS)}")
+        self._check_kinds()
         if TUNING_SEED in self.seeds:
             raise SweepError(f"seed {TUNING_SEED} is the one that lengths are chosen on: take another one")
         for name in ("axes", "policies", "seeds", "loads", "lengths"):
@@ -120,6 +121,13 @@ class SweepPlan:
             raise SweepError("--seconds must be at least 1")
         if self.blocks < 1 or min(self.lengths) < 1:
             raise SweepError("--blocks and --lengths must be at least 1")
+
+    def _check_kinds(self) -> None:
+        if unknown := sorted(set(self.kinds) - set(KINDS)):
+            raise SweepError(f"unknown kind of traffic {unknown[0]!r}: known are {', '.join(KINDS)}")
+        names = [*KINDS, *map(trace_name, self.traces)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise SweepError(f"two kinds of traffic are called {twice[0]!r}: rename the trace's file")
 
     @property
     def own_scale(self) -> float | None:
@@ -219,7 +227,16 @@ class SweepPlan:
 
 def trace_name(path: str) -> str:
     """The file's name without its endings, as it stands in a point's name."""
-    return Path(path).name.split(".")[0]
+    name = Path(path)
+    while name.suffix[1:].isalpha():
+        name = name.with_suffix("")
+    return name.name
+
+
+def _shown(value: float) -> str:
+    """Two digits, or as many as it takes."""
+    short = f"{value:.2f}"
+    return short if float(short) == value else np.format_float_positional(value)
 
 
 def _unless(value: float, own: float | None) -> float | None:

@@ -22,7 +22,7 @@ from adaserve.bench.sweep.host import Host
 from adaserve.bench.sweep.measure import Traffic, host_load, run_case, write_records
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
-from adaserve.bench.sweep.store import SCHEMA_VERSION, Store
+from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, changed
 from adaserve.bench.sweep.systems import GATE, PLAIN, STOCK, STOCK_PRIORITY, System, family, system
 from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.bench.sweep.tuning import concrete
@@ -99,7 +99,7 @@ class Sweep:
         self.deadline_s = None if self.minutes is None else time.monotonic() + 60 * self.minutes
         self.workload = load_workload(self.plan)
         self.store.create()
-        self.head = self.store.head() if self.store.exists else self._new_head()
+        self.head = self._stored_head() if self.store.exists else self._new_head()
         self.head["plan"] = self.plan.to_json()
         self.head["server_settings"] = self.settings
         self.head["commands"] = list(dict.fromkeys([*self.head["commands"], command_line()]))
@@ -121,6 +121,21 @@ class Sweep:
             self._cases(self.plan.blocks_in_order(), retry=True)
             self._check()
         return not self._missing([*self.plan.blocks_in_order(), *self.plan.check_cases()])
+
+    def _stored_head(self) -> dict[str, Any]:
+        """Of the folder that is continued. Raises SweepError where blocks could not be compared."""
+        head = self.store.head()
+        for name, given in (("baseline_ms", self.baseline_ms), ("capacity_rps", self.capacity_rps)):
+            if given is not None and given != head.get(name, given):
+                raise SweepError(changed(name.removesuffix("_rps"), f"with {head[name]:g}"))
+        now, begun = describe_host(), head.get("host", {})
+        for name in ("cpu", "usable_cores"):
+            if now[name] != begun.get(name, now[name]):
+                raise SweepError(
+                    f"this sweep was started on another host ({name.replace('_', ' ')}: {begun[name]}, here "
+                    f"{now[name]}): speeds differ, so give another folder with --out"
+                )
+        return head
 
     def _new_head(self) -> dict[str, Any]:
         config = self.spec.config

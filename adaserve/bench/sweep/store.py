@@ -20,7 +20,7 @@ from adaserve.slo.metrics import RequestRecord, read_records
 SCHEMA_VERSION = 2
 FINISHED = frozenset({"ok", "timeout"})
 _UNITED = (
-    "axes", "policies", "side_policies", "loads", "shares", "scales", "kinds", "traces", "lengths", "seeds",
+    "axes", "policies", "side_policies", "loads", "shares", "scales", "kinds", "traces", "seeds",
 )  # fmt: skip
 _FREE = (*_UNITED, "check_plain")
 
@@ -97,6 +97,15 @@ class Store:
         return {k: c for k, c in self.cases().items() if c["status"] in FINISHED}
 
 
+def changed(name: str, was: str) -> str:
+    """What to say when a sweep is to go on with another value of a flag."""
+    flag = "--" + name.replace("_", "-")
+    return (
+        f"{flag}: this sweep was started {was}. Leave the flag out to continue, or give another folder with "
+        "--out"
+    )
+
+
 def merged(stored: SweepPlan, given: Mapping[str, Any]) -> SweepPlan:
     """The plan of a folder, continued with flags: values may be added, the traffic can't be changed.
 
@@ -107,11 +116,7 @@ def merged(stored: SweepPlan, given: Mapping[str, Any]) -> SweepPlan:
         if name in _UNITED:
             changes[name] = tuple(dict.fromkeys((*old, *value)))
         elif name not in _FREE and value != old:
-            flag = name.replace("_", "-")
-            raise SweepError(
-                f"this sweep was started with --{flag} {old}, not {value}: leave the flag out to continue, "
-                "or give another folder with --out"
-            )
+            raise SweepError(changed(name, f"with {old}"))
         else:
             changes[name] = value
     return replace(stored, **changes)

@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from adaserve.bench.sweep.measure import Traffic, run_case
 from adaserve.bench.sweep.plan import Case, Point
+from adaserve.loadgen.errors import LoadgenError
 from adaserve.slo.trace import Trace, TraceRow, write_jsonl
 from tests.loadgen.fake_server import Fake, running_fake
 
@@ -76,6 +78,26 @@ def test_a_case_that_does_not_end_is_cut_off_and_its_requests_are_violations(
     assert time.monotonic() - start_s < 60
     assert line["status"] == "timeout" and "12 s" in line["error"]
     assert line["all"]["requests"] == N and line["all"]["attained"] == 0 == line["all"]["completed"]
+
+
+def test_ctrl_c_before_anything_is_sent_is_no_result_either(tmp_path: Path) -> None:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()  # Locust takes longer to start
+    with running_fake() as fake, pytest.raises(KeyboardInterrupt):
+        run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work")
+
+
+def test_a_load_generator_that_is_killed_gives_no_result(tmp_path: Path) -> None:
+    with running_fake(first_ms=50.0, token_ms=5000.0) as fake:
+
+        def kill_when_it_runs() -> None:
+            while not fake.state()["log"]:
+                time.sleep(0.1)
+            (locust,) = (c for c in psutil.Process().children() if "locust" in c.cmdline())
+            locust.kill()
+
+        threading.Thread(target=kill_when_it_runs, daemon=True).start()
+        with pytest.raises(LoadgenError, match="killed"):
+            run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work")
 
 
 def test_ctrl_c_is_no_result(tmp_path: Path) -> None:

@@ -32,10 +32,18 @@ from adaserve.server import ServerSpec
         Point(0.15, peaks=True),
         Point(0.6, kind="sessions"),
         Point(0.6, kind="azure-code.2023"),
+        Point(0.601, urgent=1 / 3, scale=1.2345678),
+        Point(1e-5, kind="a=b"),
     ],
 )
 def test_a_points_name_says_all_of_it(point: Point) -> None:
     assert Point.parse(point.id) == point
+
+
+def test_points_that_differ_have_names_that_differ() -> None:
+    assert Point(0.6).id == "load0.60" != Point(0.601).id
+    plan = plan_of(Options({"loads": (0.6, 0.6, 0.601), "seeds": (1, 1)}), Store(Path("none")))
+    assert plan.loads == (0.6, 0.601) and plan.seeds == (1,)
 
 
 def test_axes_share_the_point_that_they_have_in_common() -> None:
@@ -146,7 +154,7 @@ def test_plain_sglang_is_compared_at_the_ends_of_the_load_axis() -> None:
 
 
 def test_every_trace_of_a_folder_is_a_point(tmp_path: Path) -> None:
-    for name in ("azure.csv.gz", "artifact.jsonl"):
+    for name in ("azure.csv.gz", "artifact.jsonl", "README.md", ".gitignore"):
         (tmp_path / name).write_text("")
     plan = plan_of(Options({"traces": trace_files(tmp_path)}), Store(tmp_path / "new"))
     points = [p for _, p in plan.points("traces")]
@@ -154,8 +162,16 @@ def test_every_trace_of_a_folder_is_a_point(tmp_path: Path) -> None:
     assert plan.trace_of(points[1]) == str(tmp_path / "azure.csv.gz")
     assert plan.trace_of(Point(0.6)) is None is plan.trace_of(Point(0.6, kind="long"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SweepError, match="holds no files"):
+    with pytest.raises(SweepError, match="holds no traces"):
         trace_files(tmp_path / "empty")
+
+
+def test_traces_keep_names_of_their_own() -> None:
+    plan = SweepPlan(axes=("traces",), traces=("a/prop0.3.jsonl", "a/prop0.7.jsonl.gz", "a/0-15s.csv"))
+    assert [p.kind for _, p in plan.points("traces")] == ["prop0.3", "prop0.7", "0-15s"]
+    for wrong in (("a/x.csv", "b/x.jsonl"), ("a/long.jsonl",)):
+        with pytest.raises(SweepError, match="rename"):
+            SweepPlan(traces=wrong)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +205,7 @@ def test_a_sweep_may_grow_but_its_traffic_may_not_change() -> None:
     assert new.policies == ("none", "priced", "chain-4")
     assert set(old.cases()) <= set(new.cases())
     assert merged(old, {"seconds": old.seconds}) == old
-    for given in ({"seconds": 5.0}, {"trace": "x.jsonl"}, {"at": 0.9}):
+    for given in ({"seconds": 5.0}, {"trace": "x.jsonl"}, {"at": 0.9}, {"lengths": (2, 4, 8)}):
         with pytest.raises(SweepError, match="--out"):
             merged(old, given)
 
@@ -226,6 +242,10 @@ def test_a_sweep_goes_on_with_the_server_that_it_was_begun_with(tmp_path: Path) 
     store.write_head({"plan": SweepPlan().to_json(), "server_settings": begun})
     again = server_settings(Options({}, server={"size": None, "model": None}, config={"budget": None}), store)
     assert again == {"server": {"size": "12M"}, "config": {"budget": 9}}
+    assert again == server_settings(Options({}, server={"size": "12M"}, config={"budget": 9}), store)
+    for other in ({"size": "100M"}, {"model": "/m"}):
+        with pytest.raises(SweepError, match="--out"):
+            server_settings(Options({}, server=other), store)
 
 
 def test_finished_cases_are_not_run_again_and_failed_ones_are(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from adaserve.bench.sweep.prompts import ClassPrompt, PromptPool
 from adaserve.bench.sweep.runner import Sweep
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import STOCK, System
+from adaserve.host import describe_host
 from adaserve.server import ServerSpec
 from tests.bench.sweep.factories import HEAD, case_line, request
 
@@ -69,7 +70,8 @@ class World:
         self.fate: dict[str, list[BaseException]] = {}  # what happens to the next attempts of a case
         self.output = io.StringIO()
         self.now_s = 0.0
-        head = {**HEAD, "commands": [], "plan": PLAN.to_json(), "server_settings": {}}
+        mine = {"host": describe_host(), "plan": PLAN.to_json(), "server_settings": {}}
+        head = {**HEAD, "commands": [], **mine}
         self.store.write_head(head)
         PromptPool(tuple(ClassPrompt(c, c, 9) for c in ("coding", "chat", "summarization"))).save(
             self.store.prompts
@@ -92,9 +94,9 @@ class World:
             "others": others.pop(0) if len(others) > 1 else others[0],
         }, answers
 
-    def sweep(self, plan: SweepPlan = PLAN, minutes: float | None = None) -> bool:
+    def sweep(self, plan: SweepPlan = PLAN, **options: Any) -> bool:
         console = Console(file=self.output, width=200)
-        return Sweep(self.store, plan, ServerSpec(), console, {}, minutes=minutes).run()
+        return Sweep(self.store, plan, ServerSpec(), console, {}, **options).run()
 
 
 @pytest.fixture
@@ -162,6 +164,22 @@ def test_a_sweep_that_was_stopped_while_it_prepared_can_be_continued(
         with pytest.raises(KeyboardInterrupt):
             Sweep(store, PLAN, ServerSpec(), Console(quiet=True), {}).run()
     assert SweepPlan.from_json(store.head()["plan"]) == PLAN
+
+
+@pytest.mark.parametrize("key", ["cpu", "usable_cores"])
+def test_a_sweep_does_not_go_on_on_another_host(world: World, key: str) -> None:
+    world.store.write_head({**world.store.head(), "host": {**describe_host(), key: 0}})
+    with pytest.raises(SweepError, match="another host"):
+        world.sweep()
+
+
+def test_a_sweep_keeps_its_baseline_and_capacity(world: World) -> None:
+    head = world.store.head()
+    same = {"baseline_ms": head["baseline_ms"], "capacity_rps": head["capacity_rps"]}
+    assert world.sweep(**same)
+    for name, value in same.items():
+        with pytest.raises(SweepError, match="--out"):
+            world.sweep(**{name: 2 * value})
 
 
 def test_no_case_is_begun_that_would_end_too_late(world: World) -> None:
