@@ -111,10 +111,12 @@ def _run_locust(
             env=environment,
             start_new_session=True,
         )
-        with _stopped_at_the_end(process):
-            _show_progress(process, out, schedule, console)
-            return process.wait()
-    return None
+        try:
+            with _stopped_at_the_end(process):
+                _show_progress(process, out, schedule, console)
+                return process.wait()
+        except KeyboardInterrupt:
+            return None
 
 
 @contextlib.contextmanager
@@ -130,6 +132,7 @@ def _stopped_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(_STOP_S)
+        raise
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
