@@ -54,6 +54,8 @@ def main() -> int:
 
 def require_host() -> None:
     """Raises EnvError, or continues in a Python that fits when this one does not."""
+    if Path(sys.prefix).resolve() == VENV:  # activated: it may have to be made anew, and not by itself
+        os.execv(sys._base_executable, [sys._base_executable, *sys.argv])
     if sys.version_info[:2] not in PYTHONS:
         switch_python()
     missing = [name for name in ("venv", "ensurepip") if not importable(name)]
