@@ -23,7 +23,7 @@ from adaserve.loadgen.results import is_amount, iter_records
 from adaserve.slo.metrics import attainment_stderr, summarize
 
 _STAMP = re.compile(r"^\d{8}T\d{6}Z-")
-_SEED = re.compile(r"[-_]?(seed|s)?\d+$")
+_SEED = re.compile(r"[-_](seed|s)\d+$")
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -168,13 +168,19 @@ class Group:
             return statistics.stdev(values) / math.sqrt(len(values))
         if key != "slo_attainment" or not values:
             return None
-        c = self.runs[0].summary["by_class"][name] if name else self.runs[0].summary
+        c = next(
+            c for r in self.runs if self._figure(r, key, name) is not None for c in [self._part(r, name)]
+        )
         return attainment_stderr(c["attained"], c["requests"])
 
     @staticmethod
-    def _figure(run: Run, key: str, name: str | None) -> float | None:
-        source = run.summary["by_class"].get(name, {}) if name is not None else run.summary
-        value = source.get(key)
+    def _part(run: Run, name: str | None) -> Mapping[str, Any]:
+        part: Mapping[str, Any] = run.summary["by_class"].get(name, {}) if name is not None else run.summary
+        return part
+
+    @classmethod
+    def _figure(cls, run: Run, key: str, name: str | None) -> float | None:
+        value = cls._part(run, name).get(key)
         return float(value) if isinstance(value, int | float) else None
 
     def pooled(self, name: str, key: str) -> FloatArray:

@@ -387,6 +387,7 @@ def run_heads(plan: HeadPlan, out: Path | None, console: Console) -> None:
             verify = Verification(served, batch, plan.storage)
             rows += summarize(in_turns(drafts, plan.trees, verify, lambda: bar.advance(task)), batch)
     path = out or new_results_dir(Path("results"), "heads") / "heads.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     body = {"schema_version": 1, "kind": "bench heads", "made": provenance(), "plan": asdict(plan)}
     path.write_text(json.dumps({**body, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     _print(rows, plan)

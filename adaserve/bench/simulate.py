@@ -65,10 +65,12 @@ PAPER_MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
 OneTrace = Annotated[str, typer.Option(help="trace file, or synthetic:N:RPS[:BURST]")]
 TensorParallel = Annotated[int, typer.Option(help="tensor parallel degree")]
 ProfileFile = Annotated[Path | None, typer.Option(help="latency profile of `adaserve profile` instead")]
+CacheTokens = Annotated[int | None, typer.Option(help="KV cache size; default from the hardware")]
 RouterName = Literal["round-robin", "least-work", "slo"]
 Baseline = Annotated[float | None, typer.Option(help="unloaded ms per token; default from latency")]
 JsonFile = Annotated[Path | None, typer.Option(help="JSON file for the result")]
 
+PROFILED_CACHE = 200_000
 DETAILED = 3000
 """Requests of a trace that `capacity` simulates iteration by iteration, at some hundred requests a second."""
 
@@ -118,6 +120,11 @@ def _latency(model: str, gpu: str, tp: int, profile: Path | None) -> LatencyMode
     return load_latency(profile) if profile else hardware_latency(model, gpu, tp)
 
 
+def _cache(model: str, gpu: str, tp: int, profile: Path | None) -> int:
+    """Tokens of KV cache; a profile does not say how much memory its host has."""
+    return PROFILED_CACHE if profile else kv_capacity_tokens(model, gpu, tp)
+
+
 def split_policy(spec: str) -> tuple[str, str, str]:
     """``name`` or ``label=name:key=value,...`` -> (label, name, settings)."""
     head, _, settings = spec.partition(":")
@@ -138,7 +145,7 @@ def run(
     gpu: str = "a100",
     tp: TensorParallel = 4,
     profile: ProfileFile = None,
-    kv_tokens: Annotated[int | None, typer.Option(help="KV cache size; default from the hardware")] = None,
+    kv_tokens: CacheTokens = None,
     speedup: Annotated[
         Any, typer.Option(parser=floats, metavar="A,B", help="loads as multiples of the trace's own rate")
     ] = "1",
@@ -165,7 +172,7 @@ def run(
     arguments = dict(locals())
     try:
         latency = _latency(model, gpu, tp, profile)
-        cache = kv_tokens or (200_000 if profile else kv_capacity_tokens(model, gpu, tp))
+        cache = kv_tokens or _cache(model, gpu, tp, profile)
         prefill_config = PrefillConfig(chunk, order, gate, shed=shed)
         replica = ReplicaConfig(latency, cache, prefill_mode=prefill, prefill=prefill_config, lag=lag)
         children: ChildSource = load_children(recorded) if recorded else SyntheticChildren(miscalibration)
@@ -243,6 +250,7 @@ class SimulatedFleet:
         baseline_ms: float | None,
         seed: int,
         recorded: Path | None = None,
+        kv_tokens: int = PROFILED_CACHE,
     ) -> SimulatedFleet:
         """``recorded``: iterations of an engine, to draw trees from; if they took longer than ``latency``
         says, so will the simulated ones."""
@@ -251,6 +259,7 @@ class SimulatedFleet:
         chunk = PrefillConfig().chunk_tokens
         replica = ReplicaConfig(
             latency,
+            kv_tokens,
             prefill_mode="exclusive",
             prefill=served_prefill(chunk) if is_slo_aware(policy) else PrefillConfig(chunk),
             exclusive_tokens=chunk,
@@ -297,6 +306,7 @@ def capacity(
     gpu: str = "a100",
     tp: TensorParallel = 4,
     profile: ProfileFile = None,
+    kv_tokens: CacheTokens = None,
     router: RouterName = "least-work",
     most: Annotated[int, typer.Option(help="largest fleet to try")] = 1024,
     seed: int = 0,
@@ -311,7 +321,14 @@ def capacity(
     """The smallest number of replicas that attains --target on a trace."""
     try:
         slos = SLOConfig.load(slo_config) if slo_config else SLOConfig()
-        of = SimulatedFleet.of(policy, _latency(model, gpu, tp, profile), baseline_ms, seed, recorded)
+        of = SimulatedFleet.of(
+            policy,
+            _latency(model, gpu, tp, profile),
+            baseline_ms,
+            seed,
+            recorded,
+            kv_tokens or _cache(model, gpu, tp, profile),
+        )
         loaded = read_recorded(trace, seed)
         with Progress(console=console) as progress:
             task = progress.add_task("one replica", total=None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import json
+import hashlib
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from adaserve.bench.jsonl import append_line, read_lines
 from adaserve.loadgen.figures import bars, legend, panels, save
 from adaserve.scheduler.simulator.replica import iteration_log
 from adaserve.scheduler.simulator.run import SimulationConfig, SimulationResult, simulate
@@ -31,6 +33,12 @@ class Case:
     seed: int
     config: SimulationConfig
     trace: Trace
+
+    def settings(self, shared: Setting) -> str:
+        """What decides the outcome, in short: two runs with the same are equal."""
+        with np.printoptions(threshold=sys.maxsize):
+            text = repr((self.config, shared, self.trace.sha256))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,7 @@ def run_case(case: Case, setting: Setting) -> tuple[Row, list[RequestRecord], Si
         "load_rps": round(case.load, 3),
         "policy": case.policy,
         "seed": case.seed,
+        "settings": case.settings(setting),
         "violations": 1 - summary["slo_attainment"],
         "tpot_violations": 1 - summary["slo_attainment_by_metric"]["tpot"],
         **{f"violations_{name}": 1 - c["slo_attainment"] for name, c in summary["by_class"].items()},
@@ -87,22 +96,20 @@ def run_grid(
     progress: Callable[[int, Case], None],
     keep_records: bool = True,
 ) -> list[Row]:
-    """Runs all cases one after the other; with ``out``, appends to ``runs.jsonl`` and skips what it holds."""
-    done: dict[tuple[str, float, str, int], Row] = {}
+    """Runs all cases one after the other; with ``out``, appends to ``runs.jsonl`` and skips what it holds.
+
+    A row is taken again only for the same requests and settings."""
     path = out / "runs.jsonl" if out else None
-    if path and path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            done[row["workload"], row["load_rps"], row["policy"], row["seed"]] = row
+    done = {_key(row): row for row in (read_lines(path) if path else [])}
     rows = []
     for i, case in enumerate(cases):
         progress(i, case)
-        key = (case.workload, round(case.load, 3), case.policy, case.seed)
+        key = case.workload, round(case.load, 3), case.policy, case.seed, case.settings(setting)
         if key not in done:
             row, records, _ = run_case(case, setting)
             done[key] = row
             if out and path:
-                _append(path, row)
+                append_line(path, row)
                 if keep_records:
                     name = f"requests-{case.workload}-{case.load:.2f}-{case.policy}-{case.seed}.jsonl.gz"
                     _write_records(out / name, records)
@@ -110,9 +117,8 @@ def run_grid(
     return rows
 
 
-def _append(path: Path, row: Row) -> None:
-    with path.open("a", encoding="utf-8") as f:
-        f.write(json.dumps(row) + "\n")
+def _key(row: Row) -> tuple[Any, ...]:
+    return row["workload"], row["load_rps"], row["policy"], row["seed"], row.get("settings")
 
 
 def _write_records(path: Path, records: Iterable[RequestRecord]) -> None:

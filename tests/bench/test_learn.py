@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from adaserve.bench.learn import online
 from adaserve.bench.learn.offline import (
     VARIANTS,
     ErrorsOnly,
@@ -40,6 +43,21 @@ def test_blocks_of_a_stream() -> None:
     plan = LearnPlan(order=("cpp", "law"), requests=64, block=32, against="held")
     assert plan.blocks == [(0, "cpp"), (0, "cpp"), (1, "law"), (1, "law")]
     assert plan.settings == ("held", "present")
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_both_drafts_begin_equally_often(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, begun = LearnPlan(order=("cpp:512",), every=every), []
+    server = SimpleNamespace(url="", drain=lambda: None, number_requests=lambda _: None)
+    meta = {"spec_verify_ct": 1, "slo": {"met": True, "tpot_slo_ms": 9.0, "tpot_ms": 8.0}}
+    reply = SimpleNamespace(output_ids=[1, 2, 3], meta=meta)
+    monkeypatch.setattr(online, "send_in_order", lambda *_: [reply])
+    for index in range(len(plan.blocks)):
+        served: list[str] = []
+        server.set_draft = served.append
+        online._played(server, [], plan, index)  # type: ignore[arg-type]
+        begun += served[:1] if len(served) == 2 else []
+    assert len(begun) == len(plan.blocks) // every and begun.count("first") == begun.count("present")
 
 
 def test_domains_of_a_part_take_turns() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,35 @@ def test_writes_results(tmp_path: Path) -> None:
     } <= names
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert len(summary) == 4 and {"slo_attainment", "by_class", "seed", "trace_sha256"} <= summary[0].keys()
+
+
+def test_only_rows_of_the_same_settings_are_taken_again(tmp_path: Path) -> None:
+    def rows(*more: str) -> list[dict[str, Any]]:
+        arguments = ["run", "--trace", "synthetic:20:3", "--policy", "chain-2", "--out", str(tmp_path), *more]
+        got = CliRunner().invoke(app, arguments)
+        assert got.exit_code == 0, got.output
+        return [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+
+    assert len(rows()) == len(rows()) == 1
+    assert len(rows("--tp", "8")) == 2, "another machine"
+    with (tmp_path / "runs.jsonl").open("a") as f:
+        f.write('{"workload": "cut of')
+    assert (
+        CliRunner().invoke(app, ["run", "--trace", "synthetic:20:3", "--out", str(tmp_path)]).exit_code == 0
+    )
+    assert (tmp_path / "runs.jsonl").read_text().splitlines()[3].startswith('{"workload": "synthetic')
+
+
+def test_capacity_knows_how_much_memory_there_is() -> None:
+    """Where hardly any request fits beside another one, nobody is slowed down and all wait."""
+
+    def attained(*more: str) -> float:
+        arguments = ["capacity", "--trace", "synthetic:60:6", "--policy", "none", "--target", "0.3", *more]
+        got = CliRunner().invoke(app, arguments)
+        assert got.exit_code == 0, got.output
+        return float(re.findall(r" 1 replicas: ([0-9.]+)% attained", got.output)[0])
+
+    assert attained("--kv-tokens", "2500") > attained()
 
 
 def test_fit_reports_errors_and_bad_files(tmp_path: Path) -> None:

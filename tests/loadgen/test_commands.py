@@ -80,6 +80,8 @@ def test_a_comparison_has_every_setting(tmp_path: Path) -> None:
 def test_labels() -> None:
     assert default_label(Path("20260101T120000Z-adaserve-seed2")) == "adaserve"
     assert default_label(Path("20260101T120000Z-none")) == "none"
+    assert default_label(Path("20260101T120000Z-chain-2")) == "chain-2", "a length is no seed"
+    assert default_label(Path("chain-2-s3")) == "chain-2"
 
 
 BAD_INPUT = {
@@ -288,6 +290,16 @@ def test_requests_that_are_judged_differently_are_listed_with_the_reason() -> No
     assert verdicts.ttft_gap_ms is not None and verdicts.ttft_gap_ms[1] == pytest.approx(100.0)
     near, far = (told(record(id="x", slo_ttft_ms=slo), 10.0, True, ttft_slo_ms=slo) for slo in (480.0, 550.0))
     assert [compare([r]).undecided for r in (near, far)] == [1, 0]
+
+
+def test_seeds_need_not_have_the_same_classes(tmp_path: Path) -> None:
+    for seed, name in enumerate(("chat", "coding")):
+        (folder := tmp_path / f"priced-seed{seed}").mkdir()
+        (folder / "requests.jsonl").write_text(
+            told(record(id="1", slo_class=name), 10.0, True).to_json() + "\n"
+        )
+    page = write_report([read_run(p) for p in sorted(tmp_path.iterdir())], tmp_path / "out", png=False)
+    assert "priced: 2 seeds" in page.read_text()
 
 
 def test_the_report_lists_them(tmp_path: Path) -> None:

@@ -107,11 +107,12 @@ def run_learn(spec: ServerSpec, plan: LearnPlan, out: Path | None, console: Cons
 
 def _played(server: ServerProcess, asks: Sequence[Ask], plan: LearnPlan, index: int) -> list[Block]:
     """Block number ``index`` with both drafts, or with the one that learns alone."""
-    both = index % plan.every == 0
+    turn, rest = divmod(index, plan.every)
+    both = rest == 0
     names = plan.settings if both else plan.settings[1:]
     part, domain = plan.blocks[index]
     answers: dict[str, list[Reply]] = {}
-    for name in names if index % 2 else names[::-1]:
+    for name in names if turn % 2 else names[::-1]:
         server.drain()
         server.set_draft(name)
         server.number_requests(1 + index * plan.block)

@@ -30,6 +30,8 @@ from adaserve.scheduler.simulator.workload import SimRequest, TextModel, drawn_d
 from adaserve.slo.metrics import RequestRecord
 
 LIMIT = "clairvoyant"
+MOST_RUNNING = 64
+"""Requests that an AdaServe server runs at once, unless told otherwise."""
 CHUNK_TOKENS = 256
 """SGLang's chunked prefill on a CPU, as ``ServerSpec`` starts it."""
 SIZES = np.array(
@@ -100,8 +102,8 @@ class Simulator:
         paced = setting.prefill == "slack"
         prefill = served_prefill(CHUNK_TOKENS) if paced else PrefillConfig(CHUNK_TOKENS)
         return ReplicaConfig(
-            self._latency, kv_tokens=65_536, prefill_mode="exclusive", prefill=prefill,
-            exclusive_tokens=CHUNK_TOKENS, row_overhead_s=self._row_s,
+            self._latency, kv_tokens=65_536, max_running=MOST_RUNNING, prefill_mode="exclusive",
+            prefill=prefill, exclusive_tokens=CHUNK_TOKENS, row_overhead_s=self._row_s,
         )  # fmt: skip
 
     def _policy(self) -> PolicyConfig:
@@ -117,9 +119,11 @@ class Simulator:
 
 
 def sim_requests(records: Sequence[RequestRecord], text: TextModel, seed: int) -> list[SimRequest]:
-    """The records' requests as they were sent, with difficulties drawn for their classes."""
+    """The records' requests as they were sent, with difficulties drawn for their classes. Those that failed
+    say nothing of their lengths, and get what their class has on average."""
     ordered = sorted(records, key=lambda r: (r.scheduled_s, int(r.id)))
     classes = [r.slo_class for r in ordered]
+    lengths = [_lengths(r, records) for r in ordered]
     difficulty, bias = drawn_difficulty(text, classes, np.random.default_rng([seed, 0xADA]))
     return [
         SimRequest(
@@ -128,14 +132,24 @@ def sim_requests(records: Sequence[RequestRecord], text: TextModel, seed: int) -
             tpot_slo_s=np.inf if r.slo_tpot_ms is None else r.slo_tpot_ms / 1e3,
             ttft_slo_s=np.inf if r.slo_ttft_ms is None else r.slo_ttft_ms / 1e3,
             arrival_s=r.scheduled_s,
-            prompt_tokens=max(1, r.prompt_tokens),
-            output_tokens=max(1, r.output_tokens),
-            cap_tokens=max(1, r.output_tokens),
+            prompt_tokens=lengths[i][0],
+            output_tokens=lengths[i][1],
+            cap_tokens=lengths[i][1],
             difficulty=difficulty[i],
             bias=bias[i],
         )
         for i, r in enumerate(ordered)
     ]
+
+
+def _lengths(record: RequestRecord, every: Sequence[RequestRecord]) -> tuple[int, int]:
+    """Tokens of prompt and output."""
+    of = [record] if record.ok else [r for r in every if r.ok and r.slo_class == record.slo_class]
+    prompt, output = (
+        round(float(np.mean([getattr(r, f"{kind}_tokens") for r in of] or [1])))
+        for kind in ("prompt", "output")
+    )
+    return max(1, prompt), max(1, output)
 
 
 def fitted_means(results: Results) -> dict[str, float]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from adaserve.bench.jsonl import append_line, read_lines
 from adaserve.bench.sweep.plan import SweepError, SweepPlan
 from adaserve.slo.metrics import RequestRecord, read_records
 
@@ -71,26 +72,11 @@ class Store:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Appends a case."""
-        with open(self.folder / "cases.jsonl", "a+b") as f:
-            # A line that was cut off when the process was killed must not spoil this one.
-            if f.tell() and (f.seek(-1, os.SEEK_END), f.read(1))[1] != b"\n":
-                f.write(b"\n")
-            f.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-            f.flush()
-            os.fsync(f.fileno())
+        append_line(self.folder / "cases.jsonl", line)
 
     def cases(self) -> dict[str, dict[str, Any]]:
         """The last line of every case; a line that was cut off is left out."""
-        path = self.folder / "cases.jsonl"
-        found: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            for text in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    line = json.loads(text)
-                except json.JSONDecodeError:
-                    continue
-                found[line["id"]] = line
-        return found
+        return {line["id"]: line for line in read_lines(self.folder / "cases.jsonl")}
 
     def finished(self) -> dict[str, dict[str, Any]]:
         """Cases that need not run again."""

@@ -123,6 +123,13 @@ def test_the_simulator_has_the_requests_of_the_records(tmp_path: Path) -> None:
         assert r.tpot_slo_s == SLO_MS[r.slo_class] / 1e3 and r.ttft_slo_s == TTFT_SLO_MS / 1e3
 
 
+def test_a_request_that_failed_is_as_long_as_others_of_its_class(tmp_path: Path) -> None:
+    records = served(tmp_path).records("load0.60.priced.s0.b0")
+    failed = replace(records[0], error="not answered in time", prompt_tokens=0, output_tokens=0)
+    requests = sim_requests([failed, *records[1:]], TextModel(), 0)
+    assert {(r.prompt_tokens, r.output_tokens) for r in requests} == {(20, 41)}
+
+
 def test_every_system_is_replayed_and_the_limit_with_them(tmp_path: Path) -> None:
     store = served(tmp_path)
     found = Simulator(Results(store)).agreements()

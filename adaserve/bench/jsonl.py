@@ -1,0 +1,30 @@
+"""Files with a JSON object per line that outlive the process that writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """On the disk when this returns, and on a line of its own whatever was cut off before."""
+    with open(path, "a+b") as f:
+        if f.tell() and (f.seek(-1, os.SEEK_END), f.read(1))[1] != b"\n":
+            f.write(b"\n")
+        f.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """What was written; nothing where there is no file, and without lines that were cut off."""
+    found = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return found
