@@ -381,13 +381,14 @@ def head_errors(head: Any, states: Any, tokens: list[int], slots: Any) -> Any:
     target's ``states``. The first token has none."""
     import torch
 
+    from adaserve.engine.host.params import Before
     from adaserve.engine.trees.attention import causal_plan
 
     pool, n = head.model.pool, len(tokens) - 1
     every, lengths = torch.arange(n), np.array([n])
     scratch = [[torch.zeros(n, *b.shape[1:], dtype=b.dtype) for b in pool.k_buffer] for _ in range(2)]
     text, plan = torch.tensor(tokens[1:]), causal_plan(every, lengths, lengths)
-    head.model.model.forward(text, every + 1, every, *scratch, plan, states[:-1])
+    head.model.model.forward(text, every + 1, every, *scratch, plan, Before(states[:-1]))
     return torch.cat([torch.zeros(1), differences(scratch, pool, slots[1:])])
 
 
