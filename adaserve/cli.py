@@ -77,6 +77,13 @@ PolicyName = Annotated[
 ]
 Budget = Annotated[int | None, typer.Option(min=1, help="Tokens per verification.", show_default="measured")]
 Weights = Annotated[str, typer.Option(help="How a CPU host stores weights: auto, fp32, fp16, bf16.")]
+DraftWeights = Annotated[
+    str,
+    typer.Option(
+        help="How a CPU host stores a draft's weights: auto, fp32, fp16, bf16, int8. auto is int8 where the "
+        "processor multiplies 8-bit numbers fast, and else what --cpu-weights says."
+    ),
+]
 
 
 @app.callback()
@@ -188,6 +195,7 @@ def serve(
         bool, typer.Option("--orca", help="Add ORCA's response header endpoint-load-metrics (Envoy).")
     ] = False,
     cpu_weights: Weights = "auto",
+    draft_weights: DraftWeights = "auto",
 ) -> None:
     """Serve a model with per-request SLOs: SGLang's HTTP API, plus AdaServe.
 
@@ -205,7 +213,7 @@ def serve(
         learn=learn, learn_folder=_text(learn_folder),
         policy=policy, budget=budget, max_depth=max_depth, max_width=max_width, baseline_ms=baseline_ms,
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
-        shed=shed, orca=orca, record_requests=_text(record_requests),
+        draft_weights=draft_weights, shed=shed, orca=orca, record_requests=_text(record_requests),
     )  # fmt: skip
     command = spec.command()
     os.environ.update(spec.environment())
@@ -258,6 +266,7 @@ def profile(
     second_draft: SecondDraft = None,
     size: Size = "100M",
     cpu_weights: Weights = "auto",
+    draft_weights: DraftWeights = "auto",
     out: Annotated[
         Path | None,
         typer.Option(help="File to write.", show_default="a cache folder, where `serve` finds it"),
@@ -271,7 +280,8 @@ def profile(
     from adaserve.server import ServerError
 
     try:
-        spec = _spec(model, draft, size, second_draft=second_draft, cpu_weights=cpu_weights)
+        stored: dict[str, Any] = dict(cpu_weights=cpu_weights, draft_weights=draft_weights)
+        spec = _spec(model, draft, size, second_draft=second_draft, **stored)
         run_profile(spec, out, console)
     except ServerError as error:
         _fail(error)
@@ -299,7 +309,7 @@ def bench_latency(
             parser=words,
             metavar="A,B",
             help="As in `serve`, or `self`: the target drafts for itself. Several are compared in turns, "
-            "each on a server of its own.",
+            "each on a server of its own. model:fp32 stores the draft's weights like that.",
         ),
     ] = "auto",
     size: Size = "100M",
@@ -358,12 +368,15 @@ def bench_latency(
         raise typer.BadParameter("--contexts are made of the embedded pair's held-out text: give no other")
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
     common: dict[str, Any] = {"cpu_weights": cpu_weights, "budget": budget, "prefill": "exclusive"}
-    specs = {
-        kind: _spec(model, draft, size, plan.flags, drafts=SELF, draft_window=SELF_WINDOW, **common)
-        if kind == SELF
-        else _spec(model, draft, size, plan.flags, draft_kind=kind, **common)
-        for kind in draft_kinds
-    }
+
+    def spec(draft_kind: str) -> Any:
+        kind, _, weights = draft_kind.partition(":")
+        chosen: dict[str, Any] = {"draft_kind": kind}
+        if kind == SELF:
+            chosen = {"drafts": SELF, "draft_window": SELF_WINDOW}
+        return _spec(model, draft, size, plan.flags, **chosen, draft_weights=weights or "auto", **common)
+
+    specs = {kind: spec(kind) for kind in draft_kinds}
     try:
         run_latency(specs, plan, out, console)
     except ServerError as error:
@@ -382,14 +395,26 @@ def bench_heads(
     tokens: Annotated[int, typer.Option(min=16, help="Tokens the target writes per prompt.")] = 96,
     seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, show_default="all")] = None,
+    draft_weights: Annotated[
+        Any,
+        typer.Option(
+            parser=words,
+            metavar="A,B",
+            help="Storages of draft and EAGLE-3 head, as `serve --draft-weights`.",
+        ),
+    ] = "auto",
     out: Annotated[Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-heads")] = None,
 ) -> None:
     """Accepted tokens and drafting time of the embedded draft and the embedded heads, in turns."""
     from adaserve.bench.heads import HeadPlan, run_heads
+    from adaserve.engine.host.linear import STORAGES
 
+    if wrong := set(draft_weights) - set(STORAGES):
+        raise typer.BadParameter(f"--draft-weights knows {', '.join(STORAGES)}, not {', '.join(wrong)}")
     plan = HeadPlan(
-        counts(batches), temperature, depth, width, tokens, rows, trees, seed, threads or usable_cores()
-    )
+        counts(batches), temperature, depth, width, tokens, rows, trees, seed, threads or usable_cores(),
+        draft_weights=draft_weights,
+    )  # fmt: skip
     run_heads(plan, out, console)
 
 

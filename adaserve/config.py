@@ -106,6 +106,11 @@ class AdaServeConfig(Checked):
     cpu_weights: Literal["auto", "fp32", "fp16", "bf16", "off"] = Field(
         default="auto", description="storage of weights on CPU hosts"
     )
+    draft_weights: Literal["auto", "fp32", "fp16", "bf16", "int8"] = Field(
+        default="auto",
+        description="storage of a draft's weights on CPU hosts; auto: int8 where the processor multiplies "
+        "8-bit numbers fast, else what cpu_weights says",
+    )
     attention: Literal["auto", "flashinfer", "triton"] = Field(
         default="auto",
         description="attention kernel of tree forwards on a GPU: flashinfer, triton, or auto (flashinfer, or "

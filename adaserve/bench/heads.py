@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import Tensor
 
 from adaserve.bench.terminal import progress, table
-from adaserve.engine.host.forward import LeanModel
+from adaserve.engine.host.forward import LeanModel, draft_storage
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.heads import HeadForward, HiddenStates, project
 from adaserve.engine.host.linear import Storage
@@ -50,10 +50,15 @@ from adaserve.pair.widen import drafts_of, ensure_embedded_pair, weights_folder
 
 BASE = "draft"
 
+Key = TypeVar("Key")
+
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What to measure: trees of ``depth`` and ``width`` for ``batches`` requests at once."""
+    """What to measure: trees of ``depth`` and ``width`` for ``batches`` requests at once.
+
+    ``storage``: of the target, and of Medusa heads; ``draft_weights``: of draft and EAGLE-3 head, which are
+    measured once for each."""
 
     batches: tuple[int, ...] = (1, 4, 8)
     temperature: float = 0.8
@@ -65,6 +70,7 @@ class HeadPlan:
     seed: int = 0
     threads: int = 1
     storage: Storage = "fp32"
+    draft_weights: tuple[Storage, ...] = ("auto",)
 
 
 @dataclass(frozen=True)
@@ -212,13 +218,19 @@ class ModelWalk(Walk):
     """Of a draft model, which has the KV of all nodes that it expanded."""
 
     def __init__(
-        self, model: TinyLlama, texts: Sequence[Text], rows: int, plan: HeadPlan, folder: Path
+        self,
+        model: TinyLlama,
+        texts: Sequence[Text],
+        rows: int,
+        plan: HeadPlan,
+        folder: Path,
+        weights: Storage = "fp32",
     ) -> None:
-        self.model = model
+        self.model, self.weights = model, weights
         super().__init__(texts, rows, plan, load_sharpening(folder))
 
     def make(self, slots: int) -> HostForward:
-        lean = kernel_model(self.model, self.room, self.plan.storage)
+        lean = kernel_model(self.model, self.room, self.weights)
         return HostForward(over_pool(lean, self.model.shape.layers, slots), self.table)
 
     def kept(self, accepted: np.ndarray) -> np.ndarray:
@@ -236,15 +248,16 @@ class EagleWalk(Walk):
         rows: int,
         plan: HeadPlan,
         folder: Path,
+        weights: Storage = "fp32",
     ) -> None:
-        self.head = head
+        self.head, self.weights = head, weights
         loaded = SimpleNamespace(fc=head.fc, input_norm=None, fc_norm=None)
         seen = [observe(target, torch.from_numpy(t.tokens)[None], head.shape.layers).layers[0] for t in texts]
         self.read_with = [project(loaded, states) for states in seen]
         super().__init__(texts, rows, plan, load_sharpening(folder))
 
     def make(self, slots: int) -> HostForward:
-        lean = kernel_model(self.head, self.room, self.plan.storage)
+        lean = kernel_model(self.head, self.room, self.weights)
         self.states = HiddenStates(slots, self.head.layer.shape.hidden, torch.float32)
         return HeadForward(over_pool(lean, 1, slots), self.table, self.states)
 
@@ -290,17 +303,25 @@ class MedusaWalk(Walk):
         self.states.write(self.table[row, : len(states)].long(), states, states)
 
 
-def walks(pair: Path, target: TinyLlama, texts: Sequence[Text], rows: int, plan: HeadPlan) -> dict[str, Walk]:
-    """One for each draft that the pair has."""
-    found: dict[str, Walk] = {}
+def walks(
+    pair: Path, target: TinyLlama, texts: Sequence[Text], rows: int, plan: HeadPlan
+) -> dict[tuple[str, Storage], Walk]:
+    """By name and storage, for each draft that the pair has."""
+    found: dict[tuple[str, Storage], Walk] = {}
     for name in drafts_of(pair):
         drafter, folder = load_drafter(pair / name, target), pair / name
-        if isinstance(drafter, HeadDrafter):
-            found[name] = EagleWalk(target, drafter.head.requires_grad_(False), texts, rows, plan, folder)
-        elif isinstance(drafter, ModelDrafter):
-            found[name] = ModelWalk(drafter.model.requires_grad_(False), texts, rows, plan, folder)
-        elif isinstance(drafter, MedusaDrafter):
-            found[name] = MedusaWalk(target, drafter.blocks.published(), texts, rows, plan, folder)
+        if isinstance(drafter, MedusaDrafter):
+            walk = MedusaWalk(target, drafter.blocks.published(), texts, rows, plan, folder)
+            found[name, plan.storage] = walk
+            continue
+        for asked in plan.draft_weights:
+            weights = draft_storage(asked, plan.storage)
+            if isinstance(drafter, HeadDrafter):
+                head = drafter.head.requires_grad_(False)
+                found[name, weights] = EagleWalk(target, head, texts, rows, plan, folder, weights)
+            elif isinstance(drafter, ModelDrafter):
+                model = drafter.model.requires_grad_(False)
+                found[name, weights] = ModelWalk(model, texts, rows, plan, folder, weights)
     return found
 
 
@@ -319,11 +340,11 @@ class Verification:
 
 
 def in_turns(
-    drafts: dict[str, Walk], trees: int, verify: Callable[[], None], done: Callable[[], None]
-) -> dict[str, list[Tree]]:
+    drafts: Mapping[Key, Walk], trees: int, verify: Callable[[], None], done: Callable[[], None]
+) -> dict[Key, list[Tree]]:
     """Some trees that do not count, then ``trees`` rounds, each in the other order than the one before.
     ``verify`` goes before each tree."""
-    made: dict[str, list[Tree]] = {name: [] for name in drafts}
+    made: dict[Key, list[Tree]] = {name: [] for name in drafts}
     order = list(drafts)
     for draft in drafts.values():
         draft.start()
@@ -339,10 +360,12 @@ def in_turns(
 
 @dataclass(frozen=True)
 class Row:
-    """Of one draft and batch size. ``time_ratio``: of its drafting time to the draft model's, the median of
-    neighbours. ``standard_error``: of the accepted tokens per tree and request."""
+    """Of one draft, storage and batch size. ``time_ratio``: of its drafting time to that of the draft model
+    as it is stored first, the median of neighbours. ``standard_error``: of the accepted tokens per tree and
+    request."""
 
     draft: str
+    weights: str
     batch: int
     accepted: float
     standard_error: float
@@ -350,17 +373,19 @@ class Row:
     time_ratio: float
 
 
-def summarize(made: dict[str, list[Tree]], batch: int) -> list[Row]:
+def summarize(made: Mapping[tuple[str, Storage], list[Tree]], batch: int) -> list[Row]:
     """The drafts of one batch size. Raises ValueError without the draft model that they are compared with."""
-    if BASE not in made:
-        raise ValueError(f"there is no {BASE} among {', '.join(made)}")
+    base_key = next((key for key in made if key[0] == BASE), None)
+    if base_key is None:
+        raise ValueError(f"there is no {BASE} among {', '.join(name for name, _ in made)}")
     rows = []
-    for name, trees in made.items():
+    for (name, weights), trees in made.items():
         accepted = [n for tree in trees for n in tree.accepted]
-        ratios = [mine.seconds / base.seconds for mine, base in zip(trees, made[BASE], strict=True)]
+        ratios = [mine.seconds / base.seconds for mine, base in zip(trees, made[base_key], strict=True)]
         rows.append(
             Row(
                 draft=name,
+                weights=weights,
                 batch=batch,
                 accepted=statistics.mean(accepted),
                 standard_error=statistics.stdev(accepted) / len(accepted) ** 0.5,
@@ -396,11 +421,12 @@ def run_heads(plan: HeadPlan, out: Path | None, console: Console) -> None:
 
 def _print(rows: Sequence[Row], plan: HeadPlan) -> None:
     title = f"trees of depth {plan.depth} and width {plan.width}, T={plan.temperature:g}, in turns"
-    made = table(title, ("batch", "draft", "accepted", "+-", "draft ms", "of the draft's"), left=("draft",))
+    columns = ("batch", "draft", "weights", "accepted", "+-", "draft ms", "of the draft's")
+    made = table(title, columns, left=("draft", "weights"))
     for r in rows:
         made.add_row(
-            str(r.batch), r.draft, f"{r.accepted:.2f}", f"{r.standard_error:.2f}", f"{r.draft_ms:.2f}",
-            f"{r.time_ratio:.2f}x",
+            str(r.batch), r.draft, r.weights, f"{r.accepted:.2f}", f"{r.standard_error:.2f}",
+            f"{r.draft_ms:.2f}", f"{r.time_ratio:.2f}x",
         )  # fmt: skip
     made.caption = "accepted: tokens per tree and request without the bonus token; +-: their standard error"
     Console().print(made)

@@ -237,7 +237,7 @@ def fingerprint(target: str, drafts: Sequence[str], config: AdaServeConfig) -> d
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "target": _model_name(target),
         "draft": " + ".join(map(_model_name, drafts)) or "none",
-        "weights": config.cpu_weights,
+        "weights": f"{config.cpu_weights}, drafts {config.draft_weights}",
         "torch": torch.__version__,
         "sglang": sglang.__version__,
     }

@@ -7,33 +7,43 @@ other shapes, in which gloo's sums fail or wait for ever, so that a finished req
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+import transformers
 
 from adaserve.host import DEVICE_PATH_ENV
 from adaserve.loadgen.server_metrics import parse_metrics
 from tests.engine.conftest import adaserve_server
 from tests.engine.harness import Server, Zygote, run_jobs, workload
+from tests.engine.heads import headed_jobs
 from tests.engine.test_greedy import assert_same
+from tests.engine.test_heads import assert_best
 
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 """SGLang wants a memory node per rank, or to be told the cores."""
 
 
-@pytest.fixture(scope="module")
-def two_ranks(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("ranks")
+@contextmanager
+def ranks(zygote: Zygote, folder: Path, pair: Path, draft: str, size: int = 2) -> Iterator[Server]:
     config = {"policy": "priced", "max_depth": 4, "max_width": 3}
-    arguments: dict[str, Any] = {"tp-size": 2, "max-running-requests": 16, "enable-metrics": True}
-    server, _ = adaserve_server(folder, pair, "noisy", config, overlap=True, **arguments)
+    arguments: dict[str, Any] = {"tp-size": size, "max-running-requests": 16, "enable-metrics": True}
+    server, _ = adaserve_server(folder, pair, draft, config, overlap=True, **arguments)
     del server.environment["ADASERVE_PROBE"]  # it knows one rank only
-    server.environment |= {DEVICE_PATH_ENV: "1", **CORES}
+    server.environment |= {DEVICE_PATH_ENV: "1", **(CORES if size > 1 else {})}
     with server.running(zygote):
         yield server
         server.assert_idle_and_clean()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with ranks(zygote, tmp_path_factory.mktemp("ranks"), pair, "noisy") as server:
+        yield server
 
 
 def set_policy(server: Server, name: str) -> None:
@@ -50,6 +60,30 @@ def test_greedy_is_the_target_alone(two_ranks: Server, stock: Server, pair: Path
         assert_same(pair, jobs, run_jobs(two_ranks, jobs, speed=4), expected)
     log = two_ranks.log.read_text(errors="replace")
     assert all(f"TP{rank}] AdaServe: iterations on cpu" in log for rank in range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_heads_draft_on_both_ranks(
+    kind: str, zygote: Zygote, headed_pair: Path, mtp_pair: Path, tmp_path: Path
+) -> None:
+    """They read whole hidden states on every rank: as much is accepted as on one."""
+    pair, draft = (headed_pair, "eagle3") if kind == "eagle3" else (mtp_pair, "target")
+    target = transformers.AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
+    jobs, accepted = headed_jobs(), {}
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        with ranks(zygote, folder, pair, draft, size) as server:
+            set_policy(server, "chain-3")
+            answers = run_jobs(server, jobs, speed=2)
+            assert_best(target, jobs, answers)
+            infos = [a["meta_info"] for a in answers if a is not None]
+            accepted[size] = sum(m["completion_tokens"] for m in infos) / sum(
+                m["spec_verify_ct"] for m in infos
+            )
+    assert accepted[1] > 1.2, "the head hardly ever guessed right"
+    assert accepted[2] == pytest.approx(accepted[1], rel=0.05)
 
 
 @pytest.mark.slow

@@ -34,6 +34,15 @@ class Sink(Protocol):
         ...
 
 
+def draft_storage(asked: Storage, of_target: Storage) -> Storage:
+    """How a draft's weights are stored. A draft may be wrong, so ``auto`` rounds them to 8 bits where the
+    processor multiplies such numbers fast. Elsewhere it is as for the target."""
+    if asked != "auto":
+        return asked
+    kernels = build.load_kernels()
+    return "int8" if kernels is not None and kernels.ada_fast_int8() else of_target
+
+
 class LeanModel:
     """Target or draft: prefill, decode, beam steps and tree verification are the same call.
 
@@ -41,8 +50,8 @@ class LeanModel:
     """
 
     def __init__(self, weights: ModelWeights, config: ModelConfig, linear: Storage = "auto") -> None:
-        self.config, self._storage = config, linear
-        self.held = _packed(weights, config, linear)
+        self.config = config
+        self.store(weights, linear)
         self.sink: Sink | None = None
         """Who is given hidden states of every forward, for heads that read them."""
 
@@ -60,9 +69,17 @@ class LeanModel:
         weights, config = read_weights(model)
         return cls(weights, config, linear)
 
+    def store(self, weights: ModelWeights, storage: Storage) -> None:
+        """From now on these weights, stored like this."""
+        self.storage = storage
+        self.held = self.packed(weights)
+
     def packed(self, weights: ModelWeights) -> Backend:
         """Other weights of the same shape, to be `held` between two forwards."""
-        return _packed(weights, self.config, self._storage)
+        kernels = build.load_kernels()
+        if kernels is None:
+            return TorchBackend(weights, self.config, self.storage)
+        return NativeBackend(kernels, weights, self.config, self.storage)
 
     @torch.no_grad()
     def forward(
@@ -134,10 +151,3 @@ class LeanModel:
         Returns log-probabilities fp32 [T, width] and tokens int64 [T, width].
         """
         return self.held.topk_logprobs(hidden, reading, width)
-
-
-def _packed(weights: ModelWeights, config: ModelConfig, storage: Storage) -> Backend:
-    kernels = build.load_kernels()
-    if kernels is None:
-        return TorchBackend(weights, config, storage)
-    return NativeBackend(kernels, weights, config, storage)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -186,15 +186,15 @@ def final_states(target: Any, size: int) -> HiddenStates:
     return HiddenStates(pool.shape[0], size, pool.dtype, device=pool.device)
 
 
-def lean_target(target: Any, storage: Storage | Literal["off"], who_needs: str) -> tuple[LeanModel, Storage]:
+def lean_target(target: Any, who_needs: str) -> LeanModel:
     """Our forward of the target that the ``ModelRunner`` holds. Raises ValueError where there is none."""
     lean: LeanModel | None = getattr(target.model, LEAN_ATTRIBUTE, None)
-    if lean is None or storage == "off":
+    if lean is None:
         raise ValueError(
             f"{who_needs} AdaServe's own forward of the target on a CPU: serve a Llama or Qwen "
             "target that is not quantised, and not with --cpu-weights off"
         )
-    return lean, storage
+    return lean
 
 
 @dataclass(frozen=True)
@@ -212,14 +212,14 @@ _KINDS = {
 }
 
 
-def head_forward(target: Any, head: Any, storage: Storage | Literal["off"]) -> HeadForward:
+def head_forward(target: Any, head: Any, storage: Storage) -> HeadForward:
     """The forward of the head that the ``ModelRunner`` ``head`` holds, which from now on is told the
     hidden states of ``target``. Raises ValueError with the reason where there can be none."""
     model = head.model
     kind = _KINDS[type(model).__name__]
     if (reason := kind.obstacle(model)) is not None:
         raise ValueError(f"this {kind.name} is not supported on a CPU: {reason}")
-    read, storage = lean_target(target, storage, f"an {kind.name} needs")
+    read = lean_target(target, f"an {kind.name} needs")
     read.sink = hidden = hidden_states(target, model)
     grow_rotary_table(model)
     lean = LeanModel(*kind.read(model), storage)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from adaserve.cores import usable_cores
+from adaserve.engine.host.extract import read_weights
 from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.linear import Storage
 
@@ -50,6 +51,14 @@ def install(model: Any, storage: Storage) -> bool:
     model.model.forward = forward
     model.logits_processor._compute_lm_head = logits
     return True
+
+
+def store_again(model: Any, storage: Storage) -> None:
+    """Stores the weights of a model that has the lean forward in another way: when a model is loaded, nobody
+    knows yet that it is a draft."""
+    lean: LeanModel | None = getattr(model, LEAN_ATTRIBUTE, None)
+    if lean is not None and lean.storage != storage:
+        lean.store(read_weights(model)[0], storage)
 
 
 _TREE_HEADROOM = 64

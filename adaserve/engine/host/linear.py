@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.nn import functional
 
-Storage = Literal["auto", "fp32", "fp16", "bf16"]
+Storage = Literal["auto", "fp32", "fp16", "bf16", "int8"]
+"""How weights are stored; int8 is for drafts, and for the C kernels alone."""
+STORAGES: tuple[Storage, ...] = get_args(Storage)
 Linear = Callable[[torch.Tensor], torch.Tensor]  # fp32 [T, in] -> fp32 [T, out]
 
 STORAGE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -27,7 +29,7 @@ def exact_storage(weight: torch.Tensor) -> Storage:
 
 def torch_linear(weight: torch.Tensor, bias: torch.Tensor | None, storage: Storage) -> Linear:
     """`x -> x @ weight.T + bias` by the fastest operator this torch build has for the storage."""
-    if storage == "auto":
+    if storage in ("auto", "int8"):
         storage = exact_storage(weight)
     bias = None if bias is None else bias.detach().float()
     if storage == "fp16" and _has_fbgemm():

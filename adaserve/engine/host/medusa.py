@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -130,10 +130,10 @@ def _joined(readings: Sequence[Reading]) -> Reading:
     return Reading(*map(np.concatenate, columns))
 
 
-def medusa_forward(target: Any, folder: Path, storage: Storage | Literal["off"]) -> MedusaForward:
+def medusa_forward(target: Any, folder: Path, storage: Storage) -> MedusaForward:
     """Of the heads in ``folder``, which from now on are told the hidden states of the ``ModelRunner``
     ``target``. Raises ValueError with the reason where there can be none."""
-    lean, storage = lean_target(target, storage, "Medusa heads need")
+    lean = lean_target(target, "Medusa heads need")
     heads, config = load_medusa(folder), lean.config
     require_target(heads, folder, config.hidden_size, config.vocab_size)
     lean.sink = hidden = final_states(target, config.hidden_size)

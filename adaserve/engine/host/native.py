@@ -17,6 +17,7 @@ from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_INT8 = 3
 
 # Results of a forward, as in csrc/check.h.
 _NO_MEMORY = -1
@@ -324,7 +325,8 @@ class NativeBackend:
 def _matrix(
     weight: torch.Tensor, bias: torch.Tensor | None, storage: Storage, packing: list[torch.Tensor]
 ) -> _MatrixSource:
-    dtype = STORAGE_DTYPES[exact_storage(weight) if storage == "auto" else storage]
+    int8 = storage == "int8"
+    dtype = torch.float32 if int8 else STORAGE_DTYPES[exact_storage(weight) if storage == "auto" else storage]
     stored = weight.detach().to(dtype).contiguous()
     packing.append(stored)
     bias_pointer = None
@@ -332,7 +334,7 @@ def _matrix(
         wide = bias.detach().float().contiguous()
         packing.append(wide)
         bias_pointer = wide.data_ptr()
-    return _MatrixSource(stored.data_ptr(), bias_pointer, *stored.shape, _TYPES[dtype])
+    return _MatrixSource(stored.data_ptr(), bias_pointer, *stored.shape, _INT8 if int8 else _TYPES[dtype])
 
 
 def _is_list(tensor: torch.Tensor, length: int) -> bool:

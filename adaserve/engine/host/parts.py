@@ -14,8 +14,11 @@ from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import HEADS
 from adaserve.engine.clock import HostMark
 from adaserve.engine.host import gumbel
+from adaserve.engine.host.forward import draft_storage
 from adaserve.engine.host.forwards import HostForward, host_forward
 from adaserve.engine.host.heads import HeadForward, head_forward
+from adaserve.engine.host.install import store_again
+from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.medusa import MedusaForward, medusa_forward
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees import verify
@@ -50,15 +53,19 @@ class HostDevice:
     @classmethod
     def of(cls, target: Any, drafts: Sequence[Any], config: AdaServeConfig) -> HostDevice:
         """For ``ModelRunner``s."""
+        # Where it is off there is no forward of ours, neither of the target nor of drafts.
+        stored: Storage = "auto" if config.cpu_weights == "off" else config.cpu_weights
+        of_drafts = draft_storage(config.draft_weights, stored)
 
         def draft_forward(runner: Any) -> HostForward:
             if type(runner.model).__name__ in HEADS:
-                return head_forward(target, runner, config.cpu_weights)
+                return head_forward(target, runner, of_drafts)
+            store_again(runner.model, of_drafts)
             return host_forward(runner)
 
         medusa = None
         if config.medusa is not None:
-            medusa = medusa_forward(target, Path(config.medusa), config.cpu_weights)
+            medusa = medusa_forward(target, Path(config.medusa), stored)
         return cls(host_forward(target), *map(draft_forward, drafts), medusa=medusa)
 
     def mark(self) -> HostMark:

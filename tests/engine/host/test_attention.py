@@ -50,7 +50,7 @@ def one_layer(heads: int, kv_heads: int, head_dim: int, seed: int = 0) -> tuple[
 def lean_model(shape: tuple[int, int, int], flags: tuple[str, ...]) -> LeanModel:
     weights, config = one_layer(*shape)
     lean = LeanModel(weights, config, "fp32")
-    lean._backend = NativeBackend(build.load_library(build.build(*flags)), weights, config, "fp32")
+    lean.held = NativeBackend(build.load_library(build.build(*flags)), weights, config, "fp32")
     return lean
 
 
@@ -107,7 +107,7 @@ def test_trees_equal_decoding_and_torch(
         for node in {0, len(parents) // 2, len(parents) - 1}:
             decoded = decode_path(lean, pool, tree, path_to(node, parents))
             assert torch.equal(decoded, nodes[node]), (node, len(tree.prefix))
-    lean._backend = TorchBackend(*one_layer(*shape), "fp32")
+    lean.held = TorchBackend(*one_layer(*shape), "fp32")
     expected = run(lean, pool, [tree for tree, _ in drawn])
     torch.testing.assert_close(together, expected, atol=TOLERANCE[dtype], rtol=2e-4)
 
@@ -151,5 +151,5 @@ def test_long_contexts(dtype: torch.dtype, flags: tuple[str, ...], threads: Any)
     for (tree, parents), nodes in zip(requests, together.split([5, 64, 1]), strict=True):
         leaf = max((n for n in range(len(parents)) if len(path_to(n, parents)) <= 6), default=0)
         assert torch.equal(decode_path(lean, pool, tree, path_to(leaf, parents)), nodes[leaf])
-    lean._backend = TorchBackend(*one_layer(4, 2, 16), "fp32")
+    lean.held = TorchBackend(*one_layer(4, 2, 16), "fp32")
     torch.testing.assert_close(together, run(lean, pool, trees), atol=TOLERANCE[dtype], rtol=2e-4)

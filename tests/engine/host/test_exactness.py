@@ -10,7 +10,7 @@ from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.native import NativeBackend
 from tests.engine.host.factories import Chunk, Pool, hf_model, path_to, read_hf, run, tree_mask
 
-STORAGES: list[Storage] = ["fp32", "fp16", "bf16"]
+STORAGES: list[Storage] = ["fp32", "fp16", "bf16", "int8"]
 ROW_COUNTS = [*range(1, 65), 121, 130]
 
 
@@ -20,7 +20,7 @@ def lean(request: pytest.FixtureRequest, flags: tuple[str, ...]) -> LeanModel:
     weights, config = read_hf(hf_model(hidden_size=272, intermediate_size=520))
     model = LeanModel(weights, config, linear=request.param)
     kernels = build.load_library(build.build(*flags))
-    model._backend = NativeBackend(kernels, weights, config, request.param)
+    model.held = NativeBackend(kernels, weights, config, request.param)
     return model
 
 
@@ -66,7 +66,7 @@ def test_items_that_several_members_do_are_stored_once(storage: Storage) -> None
     chunks = [Chunk(list(range(1, 1 + n)), list(range(n)), pool.take(n), []) for n in (1, 7, 50, 130)]
     hidden = [run(lean, pool, [c]) for c in chunks]
     logits = [lean.logits(h) for h in hidden]
-    lean._backend = backend
+    lean.held = backend
     threads = torch.get_num_threads()
     try:
         for _ in range(25):

@@ -9,12 +9,12 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "int8.h"
 #include "team.h"
-#include "tile.h"
 
-#define DEPTH 256
 #define ROW_BLOCK 120   /* rows that share one pass over the weights */
 #define MAX_GROUP 8     /* panels per group */
+#define HELD_BLOCKS 4   /* of activations in 8 bits */
 
 typedef struct {
     int columns, depth, type; /* W is [columns, depth] */
@@ -40,13 +40,17 @@ typedef struct {
     size_t ld, block;
 } epilogue;
 
+/* Rows of one block of DEPTH k in 8 bits. */
+typedef struct {
+    int block, row0; /* block: -1 where there are none */
+    float scale[ROW_BLOCK];
+    uint8_t bytes[ROW_BLOCK * DEPTH];
+} quantised;
+
 typedef struct {
     float sums[ROW_BLOCK * MAX_GROUP * PANEL];
+    quantised held[HELD_BLOCKS];
 } gemm_scratch;
-
-static inline int imin(int a, int b) { return a < b ? a : b; }
-static inline int imax(int a, int b) { return a > b ? a : b; }
-static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 /* ---- packing ---- */
 
@@ -67,7 +71,27 @@ static int source_row(const matrix *m, int column) {
     return i < half ? i + panel % 2 * half : -1;
 }
 
+/* Of a packed panel of kc k. */
+static inline size_t panel_bytes(int type, int kc) {
+    if (type == INT8) return (size_t)quads_of(kc) * PANEL * QUAD + sizeof(panel_ends);
+    return (size_t)kc * PANEL * type_bytes[type];
+}
+
+static size_t group_bytes(const matrix *m) {
+    size_t total = 0;
+    for (int k0 = 0; k0 < m->depth; k0 += DEPTH) total += panel_bytes(m->type, imin(DEPTH, m->depth - k0));
+    return total * m->group_panels;
+}
+
+/* `source` holds fp32 where the panel is to be of 8 bits, else what the panel holds. */
 static void pack_panel(const matrix *m, const char *source, int panel, int k0, int kc, char *target) {
+    if (m->type == INT8) {
+        for (int lane = 0; lane < PANEL; lane++) {
+            const int row = source_row(m, panel * PANEL + lane);
+            pack_column(row < 0 ? NULL : (const float *)source + (size_t)row * m->depth + k0, kc, lane, target);
+        }
+        return;
+    }
     const size_t bytes = type_bytes[m->type];
     for (int lane = 0; lane < PANEL; lane++) {
         int row = source_row(m, panel * PANEL + lane);
@@ -87,7 +111,7 @@ static void pack_matrix(matrix *m, const char *source) {
             int kc = imin(DEPTH, m->depth - k0);
             for (int p = 0; p < m->group_panels; p++) {
                 pack_panel(m, source, group * m->group_panels + p, k0, kc, target);
-                target += (size_t)kc * PANEL * type_bytes[m->type];
+                target += panel_bytes(m->type, kc);
             }
         }
 }
@@ -108,7 +132,7 @@ static int matrix_init(matrix *m, const void *source, const float *bias, int col
     *m = (matrix){.columns = columns, .depth = depth, .type = type, .group_panels = size, .gated = gated};
     m->groups = ceil_div(panels, size);
     m->panels = m->groups * size;
-    m->bytes = (size_t)m->panels * PANEL * depth * type_bytes[type];
+    m->bytes = m->groups * group_bytes(m);
     m->data = huge_alloc(m->bytes);
     if (!m->data) return 0;
     pack_matrix(m, source);
@@ -188,16 +212,44 @@ static void finish_rows(const matrix *m, const epilogue *e, const float *sums, s
     }
 }
 
+static const quantised *in_8_bits(operand x, int block, int kc, int row0, int rows, gemm_scratch *s) {
+    quantised *q = &s->held[block % HELD_BLOCKS];
+    if (q->block == block && q->row0 == row0) return q;
+    const float *from = x.data + block * x.block + row0 * x.ld;
+    for (int i = 0; i < rows; i++) q->scale[i] = quantise(from + i * x.ld, kc, q->bytes + i * DEPTH);
+    q->block = block;
+    q->row0 = row0;
+    return q;
+}
+
+/* As `multiply_block`, in 8 bits. */
+static void multiply_int8(const matrix *m, const char *w, int kc, const quantised *x, int rows, int mode,
+                          gemm_scratch *s) {
+    const int row_tiles = ceil_div(rows, PAIR_ROWS);
+    int8_args a = {.panel_bytes = panel_bytes(INT8, kc), .quads = quads_of(kc), .ldc = (size_t)m->group_panels * PANEL};
+    for (int p = 0; p < m->group_panels; p += 2, w += 2 * a.panel_bytes) {
+        a.w = w;
+        for (int i = 0; i < row_tiles; i++) {
+            const int row = rows * i / row_tiles, count = rows * (i + 1) / row_tiles - row;
+            a.x = x->bytes + row * DEPTH;
+            a.scale = x->scale + row;
+            a.c = s->sums + p * PANEL + row * a.ldc;
+            a.ahead = i ? w : w + 2 * a.panel_bytes;
+            int8_tiles[mode][count - 1](&a);
+        }
+    }
+}
+
 /* Into the scratch; early at its end once somebody else has stored the product. */
 static void multiply_group(const matrix *m, int group, operand x, int row0, int rows, gemm_scratch *s,
                            const uint8_t *taken) {
-    const size_t row_bytes = (size_t)m->group_panels * PANEL * type_bytes[m->type];
-    const char *w = m->data + group * row_bytes * m->depth;
+    const char *w = m->data + group * group_bytes(m);
     for (int k0 = 0; k0 < m->depth && !is_taken(taken); k0 += DEPTH) {
-        int kc = imin(DEPTH, m->depth - k0);
+        const int kc = imin(DEPTH, m->depth - k0), mode = k0 ? TILE_ADD : TILE_SET;
         const float *block = x.data + k0 / DEPTH * x.block + row0 * x.ld;
-        multiply_block(m, w, kc, block, x.ld, rows, k0 ? TILE_ADD : TILE_SET, s);
-        w += kc * row_bytes;
+        if (m->type == INT8) multiply_int8(m, w, kc, in_8_bits(x, k0 / DEPTH, kc, row0, rows, s), rows, mode, s);
+        else multiply_block(m, w, kc, block, x.ld, rows, mode, s);
+        w += m->group_panels * panel_bytes(m->type, kc);
     }
 }
 
@@ -237,6 +289,7 @@ static int gemm_items(const matrix *m, int rows) { return m->groups * ceil_div(r
 /* y = epilogue(x W^T), a phase. */
 static void gemm(team *t, const matrix *m, operand x, int rows, epilogue e, gemm_scratch *s) {
     gemm_job g = {m, x, rows, ceil_div(rows, ROW_BLOCK), e, s};
+    for (int i = 0; i < HELD_BLOCKS; i++) s->held[i].block = -1;
     team_phase(t, gemm_items(m, rows), (phase_work){gemm_compute, gemm_store, &g});
 }
 

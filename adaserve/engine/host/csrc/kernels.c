@@ -2,7 +2,7 @@
 #include "forward.h"
 #include "sampling.h"
 
-#define WORK_PER_THREAD 4000000 /* weights x (rows + 8): some 80 us */
+#define WORK_PER_THREAD 4000000 /* half bytes of weights x (rows + 8): some 80 us */
 
 /* Members that pay for the work: fewer for little of it, where barriers would cost more than they gain. */
 static int useful_threads(int64_t weights, int64_t rows, int threads) {
@@ -104,7 +104,7 @@ static void head_phases(team *t, void *data) {
 
 static int run_head(head_pass p, int threads) {
     const size_t hidden = p.m->shape.hidden, vocab = p.m->lm_head.columns;
-    threads = useful_threads((int64_t)(vocab * hidden), p.rows, threads);
+    threads = useful_threads((int64_t)p.m->lm_head.bytes / 2, p.rows, threads);
     if (is_eagle(p.m) && !(p.normed = reserve(&p.m->normed, sizeof(float) * p.rows * hidden))) return -1;
     if (!p.logits) p.logits = reserve(&p.m->logits, sizeof(float) * p.rows * vocab);
     if (!p.logits || !reserve_members(p.m, threads)) return -1;
@@ -162,6 +162,9 @@ EXPORT void ada_draw(const float *logits, int rows, int vocab, const reading *re
 
 #include "beam.h"
 
+
+/* Whether products in 8 bits are faster than others. */
+EXPORT int ada_fast_int8(void) { return FAST_INT8; }
 
 /* Lanes of the vectors this library was compiled for. */
 EXPORT int ada_vector_lanes(void) { return VL; }

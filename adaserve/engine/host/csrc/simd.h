@@ -37,7 +37,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 typedef int64_t vl __attribute__((vector_size(8 * VL), aligned(8), may_alias));
 typedef uint8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
 
-enum { FP32 = 0, FP16 = 1, BF16 = 2, NUM_TYPES = 3 };
+enum { FP32 = 0, FP16 = 1, BF16 = 2, NUM_TYPES = 3, INT8 = NUM_TYPES /* of packed matrices alone */ };
 
 static const int type_bytes[NUM_TYPES] = {4, 2, 2};
 

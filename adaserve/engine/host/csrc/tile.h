@@ -7,7 +7,13 @@
 
 #include "simd.h"
 
+static inline int imin(int a, int b) { return a < b ? a : b; }
+static inline int imax(int a, int b) { return a > b ? a : b; }
+static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 #define PANEL 16            /* columns of a packed panel */
+#define DEPTH 256           /* k of a packed block */
+#define LINE_BYTES 64       /* of a cache line */
 #define NV (PANEL / VL)     /* vectors of a panel's row */
 
 /* Rows per tile, by registers: 2 panels x 12 rows in 32 zmm, 1 x 6 in 16 ymm or 32 NEON registers. Few rows
