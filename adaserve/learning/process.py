@@ -68,6 +68,7 @@ class Process:
         self._fresh: deque[Record] = deque()
         replay_bytes = settings.memory_mb * 1_000_000 // 2
         self._most_fresh_bytes, self._fresh_bytes = replay_bytes // 2, 0
+        self._no_room = False  # whether records had to be left out since the last round
         self._offered = 0
         self._answers: dict[int, bool] = {}  # by number of the offer
         self._busy_until_s = 0.0
@@ -99,15 +100,13 @@ class Process:
                 continue
             unseen = [self._fresh.popleft() for _ in range(min(JUDGED, len(self._fresh)))]
             self._fresh_bytes -= sum(r.nbytes for r in unseen)
+            self._no_room = False
             self._trainer.round(unseen, self._judged, self._pause)
 
     @property
     def _has_enough(self) -> bool:
         """For a round: ``JUDGED`` requests, or as many as there is room for where they are large."""
-        fresh = self._fresh
-        return len(fresh) >= JUDGED or (
-            bool(fresh) and self._fresh_bytes + fresh[-1].nbytes > self._most_fresh_bytes
-        )
+        return len(self._fresh) >= JUDGED or (self._no_room and bool(self._fresh))
 
     def _bring_back(self) -> None:
         """Goes on from the draft that is served, or offers the one of an earlier run."""
@@ -186,6 +185,7 @@ class Process:
             self._fresh_bytes += record.nbytes
             while self._fresh_bytes > self._most_fresh_bytes:
                 self._fresh_bytes -= self._fresh.popleft().nbytes
+                self._no_room = True
         while self._server.poll():
             message = receive(self._server)
             if isinstance(message, Load):

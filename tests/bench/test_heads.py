@@ -21,6 +21,7 @@ from adaserve.bench.heads import (
     in_turns,
     summarize,
 )
+from adaserve.engine.host.linear import Storage
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.pair.candidates import Drafter, ModelDrafter, draft_trees
 from adaserve.pair.generate import generate
@@ -100,9 +101,16 @@ def test_ratios_are_those_of_neighbours() -> None:
         def step(self) -> Tree:
             return Tree((1, 2), self.left.pop(0))
 
-    drafts: dict[str, Any] = {"draft": Counting([9, 1, 4, 1]), "eagle3": Counting([9, 0.5, 2, 5])}
-    rows = {row.draft: row for row in summarize(in_turns(drafts, 3, lambda: None, lambda: None), 2)}
-    assert rows["eagle3"].time_ratio == 0.5 and rows["draft"].time_ratio == 1
-    assert rows["eagle3"].accepted == 1.5 and rows["eagle3"].draft_ms == 2000
+    drafts: dict[tuple[str, Storage], Any] = {
+        ("draft", "int8"): Counting([9, 1, 4, 1]),
+        ("eagle3", "int8"): Counting([9, 0.5, 2, 5]),
+        ("draft", "fp32"): Counting([9, 3, 12, 3]),
+    }
+    rows = {
+        (row.draft, row.weights): row for row in summarize(in_turns(drafts, 3, lambda: None, lambda: None), 2)
+    }
+    head = rows["eagle3", "int8"]
+    assert head.time_ratio == 0.5 and head.accepted == 1.5 and head.draft_ms == 2000
+    assert rows["draft", "int8"].time_ratio == 1 and rows["draft", "fp32"].time_ratio == 3
     with pytest.raises(ValueError, match="no draft among eagle3"):
-        summarize({"eagle3": [Tree((1,), 1.0)]}, 1)
+        summarize({("eagle3", "fp32"): [Tree((1,), 1.0)]}, 1)

@@ -150,7 +150,8 @@ def copied(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         tmp_path_factory.mktemp("copied"),
         pair,
         "target",
-        {"policy": "chain-4", "max_depth": 4, "max_width": 3, "forced_depth": 0},  # all comes from the draft
+        # All comes from the draft, which is a copy only as long as it is not rounded.
+        {"policy": "chain-4", "max_depth": 4, "max_width": 3, "forced_depth": 0, "draft_weights": "fp32"},
         overlap=True,  # every iteration advances by the most that the reserve of KV slots has room for
     )
     with server.running(zygote):

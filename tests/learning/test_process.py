@@ -180,7 +180,9 @@ def test_large_records_are_learned_from_by_as_many_as_there_is_room_for(
     assert JUDGED * records[0].nbytes > 250_000, "they do not all fit"
     line.start()
     line.next(Hello)
-    for record in records[::2]:
+    for record in records:  # more than one round, however fast they are taken in
+        if line.connection.poll(0.05):
+            break
         assert line.ring.write(record.to_bytes())
     progress = line.next(Progress)
     assert isinstance(progress, Progress) and 1 < progress.requests < JUDGED
