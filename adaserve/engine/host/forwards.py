@@ -82,6 +82,11 @@ class HostForward:
         self._req_to_token = req_to_token
         self._runs: list[Run] = []
 
+    @property
+    def storage(self) -> str:
+        """How the weights are stored; "sglang" where SGLang's own forward runs."""
+        return self.model.model.storage if isinstance(self.model, LeanForward) else "sglang"
+
     def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
         return {}
 

@@ -101,4 +101,5 @@ class HostDevice:
         return start.seconds_until(HostMark())
 
     def report(self) -> dict[str, Any]:
-        return {"device": "cpu"}
+        weights = {"target": self.target.storage, "drafts": [draft.storage for draft in self.drafts]}
+        return {"device": "cpu", "weights": weights}

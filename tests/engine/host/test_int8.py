@@ -10,8 +10,10 @@ import torch
 
 from adaserve.engine.host import LeanModel, build
 from adaserve.engine.host.forward import draft_storage
+from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.install import LEAN_ATTRIBUTE, store_again
 from adaserve.engine.host.native import NativeBackend
+from adaserve.engine.host.parts import HostDevice
 from tests.engine.host.factories import Chunk, Pool, hf_model, read_hf, run
 
 BLOCK = 256
@@ -76,6 +78,18 @@ def test_a_forward_stays_near_that_of_whole_numbers(lean: LeanModel) -> None:
     )
     assert not torch.equal(found, expected)
     assert (found - expected).norm() < 0.2 * expected.norm()
+
+
+def test_a_server_says_how_weights_are_stored() -> None:
+    weights, config = read_hf(hf_model())
+    table = torch.zeros(1, 8, dtype=torch.int32)
+    target, draft = (
+        HostForward(LeanForward(LeanModel(weights, config, storage), None), table)
+        for storage in ("fp32", "int8")  # type: ignore[arg-type]
+    )
+    theirs = HostForward(SimpleNamespace(), table)  # type: ignore[arg-type]
+    report = HostDevice(target, draft, theirs).report()
+    assert report["weights"] == {"target": "fp32", "drafts": ["int8", "sglang"]}
 
 
 @pytest.mark.parametrize(
