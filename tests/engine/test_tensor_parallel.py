@@ -80,7 +80,7 @@ def test_heads_draft_on_both_ranks(
             assert_best(target, jobs, answers)
             infos = [a["meta_info"] for a in answers if a is not None]
             accepted[size] = sum(m["completion_tokens"] for m in infos) / sum(
-                m["spec_verify_ct"] for m in infos
+                m.get("spec_verify_ct", 0) for m in infos
             )
     assert accepted[1] > 1.2, "the head hardly ever guessed right"
     assert accepted[2] == pytest.approx(accepted[1], rel=0.05)
