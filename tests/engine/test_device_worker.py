@@ -94,13 +94,13 @@ def test_a_head_drafts_as_in_sglang(headed_device: Served) -> None:
 def test_greedy_with_a_head_is_the_target_alone(
     headed_device: Served, headed_pair: Path, mtp_pair: Path
 ) -> None:
-    jobs = workload(40, seed=5, leave_every=11)
+    jobs = workload(70, seed=5, leave_every=11)
     folder = (mtp_pair if headed_device.name == "mtp" else headed_pair) / "target"
     target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_best(target, jobs, run_jobs(headed_device.server, jobs, speed=2))
     stats = headed_device.probe.read()
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "the head agrees too rarely or too often"
-    assert stats["moved"] > 2, "compaction was not exercised"  # how often is luck
+    assert stats["moved"] > 10, "compaction was not exercised"
     assert stats["catch_ups"] > 10 or headed_device.name == "medusa", "catching up was not exercised"
 
 

@@ -243,7 +243,7 @@ static void multiply_int8(const matrix *m, const char *w, int kc, const quantise
 /* Into the scratch; early at its end once somebody else has stored the product. */
 static void multiply_group(const matrix *m, int group, operand x, int row0, int rows, gemm_scratch *s,
                            const uint8_t *taken) {
-    const char *w = m->data + group * group_bytes(m);
+    const char *w = m->data + group * (m->bytes / m->groups);
     for (int k0 = 0; k0 < m->depth && !is_taken(taken); k0 += DEPTH) {
         const int kc = imin(DEPTH, m->depth - k0), mode = k0 ? TILE_ADD : TILE_SET;
         const float *block = x.data + k0 / DEPTH * x.block + row0 * x.ld;

@@ -1,5 +1,5 @@
-/* Products in 8 bits, for drafts: a draft may be wrong, and eight-bit products are four times as fast where the
- * processor has them.
+/* Products in 8 bits, for drafts: a draft may be wrong, and some processors add up four such products of each
+ * lane in one instruction.
  *
  * Weights are rounded by column and block of DEPTH k, activations by row and block. A block's sum is an exact
  * integer, so a row's result depends on nothing but the row, on every host. */
