@@ -105,17 +105,28 @@ def browser(width: int, height: int, dark: bool = False, scale: float = 1.0) -> 
 
 @contextlib.contextmanager
 def _driver() -> Iterator[str]:
-    assert DRIVER is not None
-    process = subprocess.Popen(
-        [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    """Address of a chromedriver of one's own."""
+    process, base = _started()
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "started successfully on port" in line:
-                yield f"http://127.0.0.1:{line.rsplit(' ', 1)[1].strip().rstrip('.')}"
-                return
-        raise AssertionError("chromedriver did not start")
+        yield base
     finally:
         process.terminate()
         process.wait(10)
+
+
+def _started(attempts: int = 5) -> tuple[subprocess.Popen[str], str]:
+    """chromedriver takes a free IPv4 port and then asks for the same IPv6 port. It gives up when that one is
+    taken, by a connection of another test for example; so another try is due."""
+    assert DRIVER is not None
+    said = ""
+    for _ in range(attempts):
+        process = subprocess.Popen(
+            [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "started successfully on port" in line:
+                return process, f"http://127.0.0.1:{line.rsplit(' ', 1)[1].strip().rstrip('.')}"
+            said += line
+        process.wait(10)
+    raise AssertionError(f"chromedriver did not start in {attempts} attempts: {said[-2000:]}")
