@@ -37,6 +37,9 @@ from adaserve.slo.trace import Trace, TraceRow, read_trace, write_jsonl
 
 ATTEMPTS = 3
 """How often a block is measured while the host is busy or slow; the least disturbed attempt counts."""
+PATIENCE_S, PAUSE_S = 40.0, 4.0
+"""How long a block waits for a host that is slow right now, and how often it looks. Half as long after a wait
+in vain: a host that stays slow costs little."""
 _SAMPLE = 300  # requests that say how much work a kind of traffic is
 _FAILURES_IN_A_ROW = 3
 _OVERHEAD_S = 12.0  # first guesses: of a case, beyond its arrivals,
@@ -90,6 +93,7 @@ class Sweep:
     capacity_rps: float | None = None
     minutes: float | None = None
     attempts: int = ATTEMPTS
+    patience_s: float = PATIENCE_S
     head: dict[str, Any] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
 
@@ -315,7 +319,7 @@ class Sweep:
         tried: list[tuple[float, dict[str, Any], list[RequestRecord]]] = []
         while len(tried) < self.attempts:
             server = self.host.serve(setting, warm_up)
-            before_ms = self.host.pace_ms(setting, texts)
+            before_ms = self._calm_pace_ms(setting, texts)
             line, answers = run_case(server, case, traffic, self.store.work / "case")
             server.drain()
             paces_ms = before_ms, self.host.pace_ms(setting, texts)
@@ -330,6 +334,18 @@ class Sweep:
             )
         _, line, answers = min(tried, key=lambda t: t[0])
         return {**line, "attempts": len(tried)}, answers
+
+    def _calm_pace_ms(self, setting: System, texts: Sequence[str]) -> float:
+        """The host's pace right before a block, which waits for it to be as usual, but not for ever."""
+        end_s = time.monotonic() + self.patience_s
+        while (pace_ms := self.host.pace_ms(setting, texts)) > self._usual_pace_ms(()) * (1.0 + SLOW):
+            if time.monotonic() >= end_s:
+                self.patience_s /= 2
+                return pace_ms
+            self.bar.update(self.task, description=f"the host is slow ({pace_ms:.1f} ms per token): waiting")
+            time.sleep(PAUSE_S)
+        self.patience_s = PATIENCE_S
+        return pace_ms
 
     def _usual_pace_ms(self, now_ms: Sequence[float]) -> float:
         """ms per token of single requests: the median of all that was measured around blocks."""

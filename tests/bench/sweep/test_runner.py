@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,11 @@ class World:
         monkeypatch.setattr(runner, "Host", lambda *_: self.host)
         monkeypatch.setattr(runner, "run_case", self.run_case)
         monkeypatch.setattr(runner.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(runner.time, "sleep", self.sleep)
         monkeypatch.setattr(runner.hosts, "idle_rounds", lambda *_: IDLE)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
 
     def run_case(self, _: object, case: Case, traffic: Any, _work: Path) -> tuple[dict[str, Any], list[Any]]:
         self.traffic[case.id] = traffic
@@ -219,6 +224,28 @@ def test_a_block_on_a_slow_host_is_measured_again(world: World) -> None:
     line = world.store.finished()[first]
     assert (line["pace_ms"], line["attempts"]) == ([10.0, 11.0], 2)
     assert "30% slower than usual" in world.output.getvalue()
+
+
+def test_a_block_waits_until_the_host_is_as_usual(world: World) -> None:
+    first, second = (c.id for c in PLAN.cases()[:2])
+    world.host.paces_ms = [13.0, 13.0, 10.0, 10.1]
+    assert world.sweep()
+    assert world.ran[:2] == [first, second], "it was played once"
+    line = world.store.finished()[first]
+    assert (line["pace_ms"], line["attempts"]) == ([10.0, 10.1], 1)
+
+
+def test_a_block_does_not_wait_for_ever_and_ever_less_on_a_host_that_stays_slow(world: World) -> None:
+    world.host.pace_ms = lambda *_: 10.0 if world.ran else 13.0  # type: ignore[method-assign]
+    assert world.sweep()
+    waited_s = world.now_s - len(world.ran) * (PLAN.seconds + 3.0)
+    assert waited_s == pytest.approx(runner.PATIENCE_S, abs=runner.PAUSE_S)
+    world.host.pace_ms = lambda *_: 13.0  # type: ignore[method-assign]
+    played, start_s = len(world.ran), world.now_s
+    assert world.sweep(replace(PLAN, seeds=(0, 1)))
+    waited_s = world.now_s - start_s - (len(world.ran) - played) * (PLAN.seconds + 3.0)
+    assert len(world.ran) - played > 4
+    assert runner.PATIENCE_S < waited_s < 2 * runner.PATIENCE_S + 12 * runner.PAUSE_S
 
 
 def test_lengths_are_tried_first_and_the_best_one_plays(world: World) -> None:
