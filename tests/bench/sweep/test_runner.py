@@ -79,8 +79,8 @@ class World:
         )
         monkeypatch.setattr(runner, "Host", lambda *_: self.host)
         monkeypatch.setattr(runner, "run_case", self.run_case)
-        monkeypatch.setattr(runner.time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr(runner.time, "sleep", self.sleep)
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
+        monkeypatch.setattr(runner, "time", clock)  # there alone: threads of the progress bar sleep, too
         monkeypatch.setattr(runner.hosts, "idle_rounds", lambda *_: IDLE)
 
     def sleep(self, seconds: float) -> None:
