@@ -52,18 +52,24 @@ def legend(figure: Any, ax: Any, columns: int = 6) -> None:
 
 
 def bars(
-    ax: Any, names: Sequence[str], series: Mapping[str, Sequence[tuple[float, float]]], text: str
+    ax: Any,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    text: str,
+    colors: Mapping[str, str] | None = None,
 ) -> None:
     """Groups of bars, one group per name and one bar per series: (height, half the error bar; NaN = none).
 
-    ``text``: format of the number on each bar."""
+    ``text``: format of the number on each bar. ``colors``: of the series that have one of their own."""
+    own = colors or {}
     width = 0.85 / max(1, len(series))
     for k, (label, values) in enumerate(series.items()):
         at = [x + (k - (len(series) - 1) / 2) * width for x in range(len(names))]
         heights, errors = zip(*values, strict=True)
         drawn = ax.bar(
-            at, heights, width * 0.94, yerr=errors, color=color(k), label=label, capsize=2, ecolor=_INK
-        )
+            at, heights, width * 0.94, yerr=errors, color=own.get(label, color(k)), label=label,
+            capsize=2, ecolor=_INK,
+        )  # fmt: skip
         if len(names) * len(series) <= 16:
             ax.bar_label(drawn, fmt=text, fontsize=7, padding=2)
     ax.set_xticks(range(len(names)), names)

@@ -147,14 +147,13 @@ def _kinds(results: Results) -> Any:
         return None
     policies = list(dict.fromkeys(n for p in points for n in results.at(p)))
     figure, (ax,) = panels(1, width=max(6.0, 0.4 * len(points) * len(policies)))
-    missing = (math.nan, 0.0)
     series = {
-        n: [
-            missing if (o := results.get(p, n)) is None else (100 * o.attainment().value, 0.0) for p in points
-        ]
+        n: [(math.nan if (o := results.get(p, n)) is None else 100 * o.attainment().value, math.nan)
+            for p in points]
         for n in policies
-    }
-    bars(ax, [str(p.kind) for p in points], series, "%.0f")
+    }  # fmt: skip
+    colors = {n: color_of(n, k) for k, n in enumerate(policies)}
+    bars(ax, [str(p.kind) for p in points], series, "%.0f", colors)
     ax.set_ylabel("attainment of both SLOs, %")
     legend(figure, ax)
     return figure
