@@ -26,6 +26,8 @@ from adaserve.lifetime import PARENT_ENV
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 
 START_TIMEOUT_S = 600.0
+STOP_PATIENCE_S = 1.0
+"""SGLang's schedulers end at once. Its first process would then sleep for five seconds, and end as well."""
 _DRAIN_S = 60.0
 _PORTS = range(20_000, 30_000)  # below those that Linux, macOS and Windows give to connections
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
@@ -260,15 +262,18 @@ class ServerProcess:
         ]
         return "\n".join(errors[-3:] or lines[-15:])
 
-    def stop(self, patience_s: float = 8.0) -> None:
-        """Ends the server and everything that it started; kills what is left after ``patience_s``."""
+    def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
+        """Ends the server and everything that it started. What is left after ``patience_s`` is killed, the
+        first process before the others: those that watch over it clean up behind it."""
         process = self._process
         if process is None:
             return
         family = _family(process.pid)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-        alive = psutil.wait_procs(family, timeout=patience_s)[1]
+        psutil.wait_procs(family, timeout=patience_s)
+        process.kill()
+        alive = psutil.wait_procs(family, timeout=STOP_PATIENCE_S)[1]
         for p in alive:
             p.kill()
         psutil.wait_procs(alive, timeout=5.0)
