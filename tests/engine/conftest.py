@@ -32,6 +32,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+EXACT_DRAFT = {"draft_weights": "fp32"}
+"""Where a draft's cache is compared with a forward of its own. In 8 bits, sums that differ by a rounding may
+make keys that differ by a step."""
+
+
 def adaserve_server(
     folder: Path,
     pair: Path,
@@ -102,7 +107,7 @@ def served(
     name = str(request.param)
     overlap = name == "overlap"
     suffix = {"drafts": "model,suffix", "suffix_scope": "key", "suffix_depth": 6} if overlap else {}
-    config = {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **suffix}
+    config = {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **EXACT_DRAFT, **suffix}
     server, probe = adaserve_server(
         tmp_path_factory.mktemp(name),
         pair,
@@ -129,7 +134,8 @@ def sparse(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         tmp_path_factory.mktemp("sparse"),
         pair,
         "noisy",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "draft_window": "auto"},
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "draft_window": "auto"}
+        | EXACT_DRAFT,
         {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "windows": [0, 16, 17, 40, 100]},
         overlap=True,
         **TIGHT,
@@ -151,7 +157,7 @@ def copied(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory)
         pair,
         "target",
         # All comes from the draft, which is a copy only as long as it is not rounded.
-        {"policy": "chain-4", "max_depth": 4, "max_width": 3, "forced_depth": 0, "draft_weights": "fp32"},
+        {"policy": "chain-4", "max_depth": 4, "max_width": 3, "forced_depth": 0, **EXACT_DRAFT},
         overlap=True,  # every iteration advances by the most that the reserve of KV slots has room for
     )
     with server.running(zygote):
@@ -234,13 +240,11 @@ def headed(
     draft = {"eagle3": "eagle3", "mtp": "target", "medusa": None}[name]
     medusa = {"medusa": str(headed_pair / "medusa")} if name == "medusa" else {}
     config = {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "forced_depth": 6}
-    # In 8 bits, hidden states that differ by a rounding may make keys that differ by a step.
-    config["draft_weights"] = "fp32"
     server, probe = adaserve_server(
         tmp_path_factory.mktemp(name),
         mtp_pair if name == "mtp" else headed_pair,
         draft,
-        {**config, **medusa},
+        {**config, **EXACT_DRAFT, **medusa},
         {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "compare_head": draft is not None},
         overlap=True,
         **{**TIGHT, "chunked-prefill-size": 16},

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from adaserve.config import AdaServeConfig
-from tests.engine.conftest import POLICIES, TIGHT, Served, adaserve_server
+from tests.engine.conftest import EXACT_DRAFT, POLICIES, TIGHT, Served, adaserve_server
 from tests.engine.harness import Job, Server, Zygote, outputs, run_jobs, workload
 from tests.engine.test_greedy import assert_same
 
@@ -262,7 +262,7 @@ def erratic(
         tmp_path_factory.mktemp(name),
         pair,
         "noisy",
-        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
+        {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, **EXACT_DRAFT},
         {
             "rotate": POLICIES,
             "hold_back": True,
