@@ -264,7 +264,7 @@ class ServerProcess:
 
     def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
         """Ends the server and everything that it started. What is left after ``patience_s`` is killed, the
-        first process before the others: those that watch over it clean up behind it."""
+        first process before the others."""
         process = self._process
         if process is None:
             return

@@ -115,8 +115,7 @@ def _driver() -> Iterator[str]:
 
 
 def _started(attempts: int = 5) -> tuple[subprocess.Popen[str], str]:
-    """chromedriver takes a free IPv4 port and then asks for the same IPv6 port. It gives up when that one is
-    taken, by a connection of another test for example; so another try is due."""
+    """One that runs, and its address. Now and then chromedriver gives up at its start, so it gets several."""
     assert DRIVER is not None
     said = ""
     for _ in range(attempts):
