@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import Probe, Server, Zygote
-from tests.engine.heads import save_headed_pair
+from tests.engine.heads import save_headed_pair, save_qwen3_pair
 from tests.engine.mtp import save_with_layer
 from tests.engine.pairs import save_pair
 
@@ -226,23 +226,32 @@ def mtp_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session", params=["eagle3", "mtp", "medusa"])
+@pytest.fixture(scope="session")
+def qwen3_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3_pair")
+    save_qwen3_pair(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", params=["eagle3", "qwen3", "mtp", "medusa"])
 def headed(
     request: pytest.FixtureRequest,
     zygote: Zygote,
     headed_pair: Path,
+    qwen3_pair: Path,
     mtp_pair: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    """An EAGLE-3 head drafts, an MTP layer or Medusa heads; small chunks, trees of several policies, little
+    """An EAGLE-3 head drafts, over a Llama or a Qwen3, an MTP layer or Medusa heads; small chunks, trees of several policies, little
     KV, requests taken back."""
     name = str(request.param)
-    draft = {"eagle3": "eagle3", "mtp": "target", "medusa": None}[name]
+    draft = {"eagle3": "eagle3", "qwen3": "eagle3", "mtp": "target", "medusa": None}[name]
+    pair = {"qwen3": qwen3_pair, "mtp": mtp_pair}.get(name, headed_pair)
     medusa = {"medusa": str(headed_pair / "medusa")} if name == "medusa" else {}
     config = {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40, "forced_depth": 6}
     server, probe = adaserve_server(
         tmp_path_factory.mktemp(name),
-        mtp_pair if name == "mtp" else headed_pair,
+        pair,
         draft,
         {**config, **EXACT_DRAFT, **medusa},
         {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "compare_head": draft is not None},

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as fn
@@ -102,7 +103,7 @@ def following_head(target: Any, token_ids: Tensor, weight: float = 0.05, seed: i
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name in ("q_proj", "k_proj", "v_proj"):
-            own, joined = getattr(first.self_attn, name).weight, layer["self_attn"][name].weight
+            own, joined = mean_projection(first.self_attn, name), layer["self_attn"][name].weight
             noise = torch.randn(own.shape, generator=generator)
             joined.copy_(torch.cat([own, weight * own.std() * noise], 1))
         layer["self_attn"]["o_proj"].weight.copy_(first.self_attn.o_proj.weight)
@@ -112,6 +113,17 @@ def following_head(target: Any, token_ids: Tensor, weight: float = 0.05, seed: i
         head.fc.weight.copy_(torch.randn(rows, columns, generator=generator) * weight / columns**0.5)
         head.lm_head.weight.copy_(target.lm_head.weight[token_ids])
     return head.requires_grad_(False)
+
+
+def mean_projection(attention: Any, name: str) -> Tensor:
+    """Of an attention of the target's; where queries and keys are normed, with the mean effect of that."""
+    weight = getattr(attention, name).weight
+    if (norm := getattr(attention, f"{name[0]}_norm", None)) is None:
+        return weight
+    heads = weight.view(-1, len(norm.weight), weight.shape[1])
+    return (heads / heads.norm(dim=(1, 2), keepdim=True) * norm.weight[:, None] * heads.shape[1] ** 0.5).view_as(
+        weight
+    )
 
 
 def frequent_tokens(target: Any, count: int = DRAFT_VOCAB) -> Tensor:
@@ -125,13 +137,35 @@ def frequent_tokens(target: Any, count: int = DRAFT_VOCAB) -> Tensor:
     return torch.bincount(said.flatten(), minlength=VOCAB).topk(count).indices.sort().values
 
 
-def save_head(head: Head, folder: Path) -> None:
+def with_more_parts(head: Head, seed: int = 6) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of the head with what few heads have, and the settings that name it: a second layer, which
+    changes little, and norms of the hidden states before their projection, all together and each alone."""
+    generator = torch.Generator().manual_seed(seed)
+    size = head.config.hidden_size
+
+    def norm(width: int) -> Tensor:
+        return 1 + 0.2 * torch.randn(width, generator=generator)
+
+    tensors = {name.replace("midlayer", "layers.0"): value for name, value in head.state_dict().items()}
+    for name, value in head.midlayer.state_dict().items():
+        own = norm(size)
+        if value.dim() == 2:
+            own = value.std() * torch.randn(value.shape, generator=generator)
+            own = 0.1 * own[:, :size] if name[-13] in "qkv" else 0.1 * own
+        tensors[f"layers.1.{name}"] = own
+    tensors["input_norm.weight"] = norm(len(LAYERS) * size)
+    tensors |= {f"fc_norm.{i}.weight": norm(size) for i in range(len(LAYERS))}
+    return tensors, {"num_hidden_layers": 2, "norm_before_fc": True, "fc_norm": True}
+
+
+def save_head(head: Head, folder: Path, more_parts: bool = False) -> None:
     """As published: no embeddings, one ``midlayer``, and the tokens as differences to their rows (d2t)."""
     folder.mkdir()
     c, ids = head.config, head.token_ids
     known = torch.zeros(VOCAB, dtype=torch.bool)
     known[ids] = True
-    tensors = {name: value.contiguous() for name, value in head.state_dict().items()}
+    own, settings = with_more_parts(head) if more_parts else (head.state_dict(), {})
+    tensors = {name: value.contiguous() for name, value in own.items()}
     save_file({**tensors, "d2t": ids - torch.arange(len(ids)), "t2d": known}, folder / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
@@ -142,7 +176,7 @@ def save_head(head: Head, folder: Path) -> None:
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
         "head_dim", "hidden_act", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
-    config |= {name: getattr(c, name) for name in same}
+    config |= {name: getattr(c, name) for name in same} | settings
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -155,6 +189,32 @@ def save_headed_pair(folder: Path) -> None:
     save_head(following_head(target, frequent_tokens(target)), folder / "eagle3")
     short = [job.input_ids for job in headed_jobs() if len(job.input_ids) <= 8]
     save_published(fitted_heads(target, short), folder / "medusa")
+
+
+def qwen3_target(seed: int = 1) -> Any:
+    """A Qwen3 that a head can follow."""
+    torch.manual_seed(seed)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=False,
+        initializer_range=0.12, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.2)
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                norm.weight.add_(0.2 * torch.randn(norm.weight.shape))
+    return followable(model)
+
+
+def save_qwen3_pair(folder: Path) -> None:
+    """Writes ``target`` and ``eagle3``, a head with all its parts, below ``folder``."""
+    torch.set_num_threads(1)
+    target = qwen3_target()
+    target.save_pretrained(folder / "target")
+    save_tokenizer(folder / "target")
+    save_head(following_head(target, frequent_tokens(target)), folder / "eagle3", more_parts=True)
 
 
 def headed_jobs() -> list[Job]:

@@ -21,8 +21,8 @@ TEMPERATURE, SAMPLES, TOKENS, BINS = 0.7, 250, 6, 20
 
 
 @pytest.fixture
-def target(headed: Served, headed_pair: Path, mtp_pair: Path) -> Any:
-    folder = mtp_pair if headed.name == "mtp" else headed_pair
+def target(headed: Served, headed_pair: Path, qwen3_pair: Path, mtp_pair: Path) -> Any:
+    folder = {"qwen3": qwen3_pair, "mtp": mtp_pair}.get(headed.name, headed_pair)
     return transformers.AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
 
 
@@ -40,7 +40,7 @@ def assert_best(target: Any, jobs: list[Job], answers: list[Any]) -> None:
         assert len(said) == wanted or (said[-1] == 0 and not job.params["ignore_eos"]), "it ended early"
 
 
-@pytest.mark.parametrize("headed", ["eagle3", "mtp"], indirect=True)
+@pytest.mark.parametrize("headed", ["eagle3", "qwen3", "mtp"], indirect=True)
 def test_the_same_two_steps_as_sglang(headed: Served) -> None:
     """The same beams by the same parents, with the same scores, for the same hidden states."""
     heads = headed.probe.read()["heads"]
@@ -69,6 +69,7 @@ def test_greedy_is_the_target_alone(headed: Served, target: Any) -> None:
     headed.server.assert_idle_and_clean()
 
 
+@pytest.mark.parametrize("headed", ["eagle3", "mtp", "medusa"], indirect=True)
 def test_samples_have_the_targets_distribution(headed: Served, target: Any) -> None:
     """The share of probability that lies above each drawn token is uniform if it was drawn from the target's
     own distribution behind its text."""
