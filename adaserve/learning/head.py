@@ -110,6 +110,10 @@ class HeadCopy:
         names = {name: _plain(name) for name in stored}
         if config.num_hidden_layers != 1 or "lm_head.weight" not in names.values():
             raise ValueError("only EAGLE-3 heads of one layer, with an output matrix of their own, can learn")
+        if getattr(config, "norm_output", False):
+            raise ValueError(
+                "an EAGLE-3 head that reads what its final norm gives (norm_output) cannot learn"
+            )
         self.model = _Head(config).eval()
         parameters = dict(self.model.named_parameters())
         self._trained = {name: parameters[plain] for name, plain in names.items() if plain in parameters}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve.cores import usable_cores
-from adaserve.pair.shape import HEAD_MLP, HEAD_VOCABULARY
+from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
 from adaserve.pair.widen import HEAD, MEDUSA, cache_folder, drafts_of, ensure_embedded_pair, weights_folder
 
 app = typer.Typer(help="The embedded target and draft: train, measure and widen them.", no_args_is_help=True)
@@ -117,6 +117,12 @@ def train_head(
         int, typer.Option(min=16, help="Tokens that the head can propose: the most frequent ones.")
     ] = HEAD_VOCABULARY,
     mlp: Annotated[int, typer.Option(min=16, help="Width of the head's MLP.")] = HEAD_MLP,
+    kv_heads: Annotated[
+        int,
+        typer.Option(
+            min=1, max=TARGET.kv_heads, help="KV heads, each with as many query heads as one of the target's."
+        ),
+    ] = HEAD_KV_HEADS,
     go_on: Annotated[
         bool, typer.Option("--go-on", help="Start from the pair's head, at half the learning rates.")
     ] = False,
@@ -134,7 +140,9 @@ def train_head(
         "start": folder / kind.value if go_on else None,
     }  # fmt: skip
     if kind is HeadKind.eagle3:
-        head = export_head(_work(work), folder, HeadShape(vocab=vocabulary, mlp=mlp), **recipe)
+        head = export_head(
+            _work(work), folder, HeadShape(vocab=vocabulary, mlp=mlp, kv_heads=kv_heads), **recipe
+        )
     else:
         head = export_medusa(_work(work), folder, **recipe)
     console.print(

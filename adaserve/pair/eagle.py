@@ -19,19 +19,19 @@ from torch.nn import functional as fn
 from adaserve.draft_kind import EAGLE3
 from adaserve.pair.model import Block, RMSNorm, TinyLlama, rope, rotate
 from adaserve.pair.packed import PLAIN_NAME, read_weights
-from adaserve.pair.shape import HEAD_MLP, HEAD_VOCABULARY, Shape, hf_config
+from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, Shape, hf_config
 
 
 @dataclass(frozen=True)
 class HeadShape:
     """``layers``: rising numbers of the target's layers whose inputs are read. ``vocab``: tokens that the
-    head can propose. The rest is as in ``Shape``."""
+    head can propose. ``kv_heads``: at most the target's, each with as many query heads as there. The rest is
+    as in ``Shape``."""
 
     layers: tuple[int, ...] = (1, 2, 3)
     vocab: int = HEAD_VOCABULARY
     mlp: int = HEAD_MLP
-    heads: int = 4
-    kv_heads: int = 2
+    kv_heads: int = HEAD_KV_HEADS
 
     def over(self, target: Shape) -> Shape:
         """Of the head's layer and output matrix."""
@@ -40,7 +40,7 @@ class HeadShape:
             vocab=self.vocab,
             layers=1,
             mlp=self.mlp,
-            heads=self.heads,
+            heads=self.kv_heads * target.heads // target.kv_heads,
             kv_heads=self.kv_heads,
             head_width=target.head_dim,
             tied=False,
@@ -92,18 +92,15 @@ class EagleHead(nn.Module):
 
     @torch.no_grad()
     def _start_from(self, target: TinyLlama) -> None:
-        """The target's last layer, its most used MLP columns and its output rows; it reads the last of the
-        hidden states only."""
+        """The target's last layer with its most used heads and MLP columns, and its output rows; it reads the
+        last of the hidden states only."""
         source, hidden, layer = target.blocks[-1], self.target_shape.hidden, self.layer
         assert isinstance(source, Block)
         nn.init.zeros_(self.fc.weight)
         self.fc.weight[:, -hidden:] = torch.eye(hidden)
-        dim, more = self.target_shape.head_dim, layer.shape.kv_heads // self.target_shape.kv_heads
-        kv = self.target_shape.kv_heads * dim
-        q, k, v = source.qkv.weight.split([len(source.qkv.weight) - 2 * kv, kv, kv])
-        k, v = (w.view(-1, dim, hidden).repeat_interleave(more, 0).flatten(0, 1) for w in (k, v))
-        layer.qkv.weight.copy_(torch.cat((q, k, v)).repeat(1, 2) / 2)
-        layer.out.weight.copy_(source.out.weight)
+        qkv, out = most_used_heads(source, layer.shape.kv_heads)
+        layer.qkv.weight.copy_(qkv.repeat(1, 2) / 2)
+        layer.out.weight.copy_(out)
         gate, up = source.gate_up.weight.chunk(2)
         use = gate.norm(dim=1) * up.norm(dim=1) * source.down.weight.norm(dim=0)
         columns = use.topk(self.shape.mlp).indices.sort().values
@@ -141,6 +138,19 @@ class EagleHead(nn.Module):
             found.append(self.layer.finish(before, attend(q, keys, values)))
             before = shifted(found[-1], 1)
         return found
+
+
+def most_used_heads(layer: Block, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """The rows of a layer's qkv and the columns of its output that belong to ``kv_heads`` of its KV heads,
+    those whose values weigh most in its output."""
+    own, dim = layer.shape, layer.shape.head_dim
+    kv = own.kv_heads * dim
+    q, k, v = layer.qkv.weight.split([own.heads * dim, kv, kv])
+    by_head = [rows.view(own.kv_heads, -1, rows.shape[1]) for rows in (q, k, v)]
+    out = layer.out.weight.view(own.hidden, own.kv_heads, -1)
+    use = by_head[2].norm(dim=(1, 2)) * out.norm(dim=(0, 2))
+    kept = use.topk(kv_heads).indices.sort().values
+    return torch.cat([rows[kept].flatten(0, 1) for rows in by_head]), out[:, kept].flatten(1)
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
@@ -231,7 +241,6 @@ def load_head(folder: Path, target: TinyLlama) -> EagleHead:
         tuple(i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
         config["draft_vocab_size"],
         config["intermediate_size"],
-        config["num_attention_heads"],
         config["num_key_value_heads"],
     )
     stored = read_weights(folder)
@@ -240,3 +249,15 @@ def load_head(folder: Path, target: TinyLlama) -> EagleHead:
         for name, weight in _split(head).items():
             weight.copy_(stored[name])
     return head
+
+
+@torch.no_grad()
+def narrowed(head: EagleHead, target: TinyLlama, kv_heads: int) -> EagleHead:
+    """``head`` with its ``kv_heads`` most used KV heads only."""
+    if kv_heads == head.shape.kv_heads:
+        return head
+    narrow = EagleHead(target, replace(head.shape, kv_heads=kv_heads), head.token_ids)
+    qkv, out = most_used_heads(head.layer, kv_heads)
+    kept = {**head.state_dict(), "layer.qkv.weight": qkv, "layer.out.weight": out}
+    narrow.load_state_dict(kept)
+    return narrow

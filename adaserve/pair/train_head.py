@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adaserve.pair.data import open_stream
-from adaserve.pair.eagle import EagleHead, HeadShape, load_head, save_head
+from adaserve.pair.eagle import EagleHead, HeadShape, load_head, narrowed, save_head
 from adaserve.pair.model import load_hf
 from adaserve.pair.observed import Observed, lessons, observe
 from adaserve.pair.train import Run, Trainer, head_run
@@ -83,7 +83,8 @@ def train_eagle(
     shape: HeadShape | None = None,
     steps: int = STEPS,
 ) -> None:
-    """An EAGLE-3 head for ``pair/target``, written to ``run.out``. ``run.start``: a head to go on from."""
+    """An EAGLE-3 head for ``pair/target``, written to ``run.out``. ``run.start``: a head to go on from,
+    with ``shape``'s KV heads and otherwise as it is."""
     shape = shape or HeadShape()
     torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
@@ -93,7 +94,7 @@ def train_eagle(
         streams = [run.corpus / "train.bin", run.out / "written.bin"]
         head = EagleHead(target, shape, frequent_tokens(streams, shape.vocab, target.shape.vocab))
     else:
-        head = load_head(run.start, target)
+        head = narrowed(load_head(run.start, target), target, shape.kv_heads)
 
     def loss(window: Tensor) -> Tensor:
         with fast_products():

@@ -242,8 +242,8 @@ def headed(
     mtp_pair: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    """An EAGLE-3 head drafts, over a Llama or a Qwen3, an MTP layer or Medusa heads; small chunks, trees of several policies, little
-    KV, requests taken back."""
+    """An EAGLE-3 head drafts, over a Llama or a Qwen3, an MTP layer or Medusa heads; small chunks, trees of
+    several policies, little KV, requests taken back."""
     name = str(request.param)
     draft = {"eagle3": "eagle3", "qwen3": "eagle3", "mtp": "target", "medusa": None}[name]
     pair = {"qwen3": qwen3_pair, "mtp": mtp_pair}.get(name, headed_pair)

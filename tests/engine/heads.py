@@ -25,6 +25,9 @@ LAYERS = [0, 1, 2]
 class Head(nn.Module):
     """EAGLE-3, section 3.1, in plain torch; its parameters have the names of public checkpoints."""
 
+    norm_output = False
+    """Whether its states are what comes out of its final norm."""
+
     def __init__(self, target: Any, token_ids: Tensor) -> None:
         super().__init__()
         c = self.config = target.config
@@ -69,11 +72,12 @@ class Head(nn.Module):
         mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = before + attention["o_proj"](mixed.transpose(1, 2).flatten(2))
         mlp, normed = layer["mlp"], layer["post_attention_layernorm"](x)
-        return x + mlp["down_proj"](fn.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed))
+        out = x + mlp["down_proj"](fn.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed))
+        return self.norm(out) if self.norm_output else out
 
     def logits(self, states: Tensor) -> Tensor:
         """[.., draft vocabulary]."""
-        return self.lm_head(self.norm(states))
+        return self.lm_head(states if self.norm_output else self.norm(states))
 
 
 def head_target(seed: int = 1) -> Any:
@@ -121,9 +125,9 @@ def mean_projection(attention: Any, name: str) -> Tensor:
     if (norm := getattr(attention, f"{name[0]}_norm", None)) is None:
         return weight
     heads = weight.view(-1, len(norm.weight), weight.shape[1])
-    return (heads / heads.norm(dim=(1, 2), keepdim=True) * norm.weight[:, None] * heads.shape[1] ** 0.5).view_as(
-        weight
-    )
+    return (
+        heads / heads.norm(dim=(1, 2), keepdim=True) * norm.weight[:, None] * heads.shape[1] ** 0.5
+    ).view_as(weight)
 
 
 def frequent_tokens(target: Any, count: int = DRAFT_VOCAB) -> Tensor:
@@ -139,7 +143,8 @@ def frequent_tokens(target: Any, count: int = DRAFT_VOCAB) -> Tensor:
 
 def with_more_parts(head: Head, seed: int = 6) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of the head with what few heads have, and the settings that name it: a second layer, which
-    changes little, and norms of the hidden states before their projection, all together and each alone."""
+    changes little, norms of the hidden states before their projection, all together and each alone, and steps
+    that read what the final norm gives."""
     generator = torch.Generator().manual_seed(seed)
     size = head.config.hidden_size
 
@@ -155,7 +160,7 @@ def with_more_parts(head: Head, seed: int = 6) -> tuple[dict[str, Tensor], dict[
         tensors[f"layers.1.{name}"] = own
     tensors["input_norm.weight"] = norm(len(LAYERS) * size)
     tensors |= {f"fc_norm.{i}.weight": norm(size) for i in range(len(LAYERS))}
-    return tensors, {"num_hidden_layers": 2, "norm_before_fc": True, "fc_norm": True}
+    return tensors, {"num_hidden_layers": 2, "norm_before_fc": True, "fc_norm": True, "norm_output": True}
 
 
 def save_head(head: Head, folder: Path, more_parts: bool = False) -> None:

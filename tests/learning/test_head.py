@@ -125,7 +125,9 @@ def test_a_damaged_head_learns_on_what_was_served(pair: tuple[Path, Any, Head], 
     assert float(found.candidate.mean()) > 1.05 * float(found.present.mean())
 
 
-@pytest.mark.parametrize("change", [{"num_hidden_layers": 2}, {"num_attention_heads": 1}])
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": 2}, {"num_attention_heads": 1}, {"norm_output": True}]
+)
 def test_a_head_that_is_not_as_expected_is_refused(
     pair: tuple[Path, Any, Head], tmp_path: Path, change: dict[str, int]
 ) -> None:

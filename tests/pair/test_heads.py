@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from adaserve.pair.candidates import draft_trees
-from adaserve.pair.eagle import EagleHead, HeadShape, load_head, save_head
+from adaserve.pair.eagle import EagleHead, HeadShape, load_head, narrowed, save_head
 from adaserve.pair.evaluate import best_tau
 from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.model import TinyLlama
@@ -18,7 +19,7 @@ from adaserve.pair.packed import pack
 from adaserve.pair.train_head import frequent_tokens, unrolled_loss
 from tests.pair.test_training import TINY, random_model
 
-SHAPE = HeadShape(layers=(0, 1), vocab=30, mlp=24, heads=4, kv_heads=2)
+SHAPE = HeadShape(layers=(0, 1), vocab=30, mlp=24, kv_heads=1)
 IDS = torch.arange(5, 35)
 
 
@@ -63,6 +64,22 @@ def test_unknown_tokens_are_never_proposed(target: TinyLlama) -> None:
     logits = drafter.after(tokens)[:, 1:]
     assert logits.isfinite().sum(-1).eq(len(known)).all()
     assert best_tau(logits, torch.randint(0, TINY.vocab, logits.shape[:2])) > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("used", [0, 1])
+def test_the_most_used_heads_are_kept(target: TinyLlama, used: int) -> None:
+    """Of two KV heads with their queries, one that gives nothing is left out."""
+    torch.manual_seed(2)
+    head = EagleHead(target, replace(SHAPE, kv_heads=2), IDS)
+    for weight in head.parameters():
+        weight.add_(0.1 * torch.randn_like(weight))
+    head.layer.out.weight.unflatten(1, (2, -1))[:, 1 - used] = 0
+    narrow, tokens = narrowed(head, target, 1), torch.randint(2, TINY.vocab, (2, 9))
+    assert narrow.shape == SHAPE
+    seen = observe(target, tokens, SHAPE.layers).layers
+    for one, other in zip(head.unroll(tokens, seen, 3), narrow.unroll(tokens, seen, 3), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_public_format_and_shipped_form(target: TinyLlama, tmp_path: Path) -> None:

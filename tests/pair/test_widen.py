@@ -204,9 +204,7 @@ def test_the_head_is_served_where_it_is_asked_for(own_pair: Path) -> None:
     with pytest.raises(PairError, match="adaserve pair train-head"):
         spec.models()
     target = load_hf(own_pair / "target")
-    shape = HeadShape(
-        layers=(0, 1), vocab=30, mlp=24, heads=target.shape.heads, kv_heads=target.shape.kv_heads
-    )
+    shape = HeadShape(layers=(0, 1), vocab=30, mlp=24, kv_heads=target.shape.kv_heads)
     head = EagleHead(target, shape, torch.arange(30))
     save_head(head, own_pair.parent / "head")
     pack(own_pair.parent / "head", own_pair / HEAD)

@@ -38,8 +38,6 @@ def _obstacles(model: Any) -> Iterator[str]:
 
 def head_obstacle(model: Any) -> str | None:
     """None when the lean forward computes what SGLang's class of an EAGLE-3 head does, else the reason."""
-    if model.model.norm_output:
-        return "norm_output, hidden states that are handed on after the final norm"
     if model.model.is_mrope_enabled:
         return "multimodal rotary embedding"
     return next(_common_obstacles(model), None)
@@ -145,8 +143,9 @@ def read_head(model: Any) -> tuple[ModelWeights, ModelConfig]:
         replace(first, hidden_norm=norms[0]),
         *(replace(layer, input_norm=norm) for layer, norm in zip(later, norms[1:], strict=True)),
     )
-    ids = model.hot_token_id
-    return replace(weights, layers=layers, token_ids=None if ids is None else ids.long().cpu()), config
+    ids = None if model.hot_token_id is None else model.hot_token_id.long().cpu()
+    own = replace(weights, layers=layers, token_ids=ids, norm_output=model.model.norm_output)
+    return own, config
 
 
 def read_mtp(model: Any) -> tuple[ModelWeights, ModelConfig]:

@@ -65,6 +65,7 @@ class _ModelSource(ctypes.Structure):
         ("project", _MatrixSource),
         ("token_norm", _Pointer),
         ("hidden_norm", _Pointer),
+        ("norm_output", _Int),
     )
 
 
@@ -297,6 +298,7 @@ class NativeBackend:
             self._keep(weights.final_norm), None if ids is None else ids.data_ptr(), layers,
             _matrix(weights.lm_head, None, storage, packing),
         )  # fmt: skip
+        source.norm_output = weights.norm_output
         if (stage := weights.stage) is not None:
             source.project = _matrix(stage.project, None, storage, packing)
             source.token_norm = self._keep(stage.token_norm)

@@ -76,11 +76,13 @@ class ModelWeights:
     i is token i."""
     stage: InputStage | None = None
     """Of an MTP layer, which takes in its own states behind the final norm."""
+    norm_output: bool = False
+    """Whether an EAGLE-3 head does that, too."""
 
     @property
-    def is_eagle(self) -> bool:
-        """Whether this is an EAGLE-3 head, which takes in its own states before the final norm."""
-        return self.layers[0].hidden_norm is not None
+    def raw_states(self) -> bool:
+        """Whether its states come before the final norm, as those that an EAGLE-3 head takes in mostly do."""
+        return self.layers[0].hidden_norm is not None and not self.norm_output
 
 
 @dataclass(frozen=True, slots=True)

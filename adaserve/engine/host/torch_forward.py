@@ -39,7 +39,7 @@ class TorchBackend:
         self._final_norm = weights.final_norm.float()
         self._lm_head = torch_linear(weights.lm_head, None, storage)
         self._cos_sin = weights.cos_sin.float()
-        self._is_eagle, self._token_ids = weights.is_eagle, weights.token_ids
+        self._raw_states, self._token_ids = weights.raw_states, weights.token_ids
         self._stage = weights.stage
         self._project = None if self._stage is None else torch_linear(self._stage.project, None, storage)
 
@@ -72,12 +72,12 @@ class TorchBackend:
             residual = residual + layer.o(attend(q, k_buffer, v_buffer, plan))
             gate, up = layer.gate_up(_rms_norm(residual, layer.post_norm, eps)).chunk(2, dim=-1)
             residual = residual + layer.down(functional.silu(gate) * up)
-        return residual if self._is_eagle else _rms_norm(residual, self._final_norm, eps)
+        return residual if self._raw_states else _rms_norm(residual, self._final_norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if not hidden.shape[0]:
             return hidden.new_empty(0, self._config.vocab_size)
-        if self._is_eagle:
+        if self._raw_states:
             hidden = _rms_norm(hidden, self._final_norm, self._config.norm_eps)
         return all_tokens(self._lm_head(hidden), self._token_ids, self._config.vocab_size)
 

@@ -38,7 +38,9 @@ def heads() -> Heads:
     layer = following_layer(mtp_target(), weight=1.0)
     for norm in (layer.token_layernorm, layer.hidden_layernorm, layer.final_layernorm):
         norm.weight += 0.2 * torch.randn(norm.weight.shape, generator=torch.Generator().manual_seed(1))
-    return {"eagle3": following_head(target, frequent_tokens(target), weight=0.5), "mtp": layer}
+    raw, normed = (following_head(target, frequent_tokens(target), weight=0.5) for _ in range(2))
+    normed.norm_output = True
+    return {"eagle3": raw, "normed": normed, "mtp": layer}
 
 
 @pytest.fixture
@@ -170,8 +172,9 @@ def head_weights(head: Head, target: ModelWeights) -> ModelWeights:
         layer["hidden_norm"].weight,
     )  # fmt: skip
     return ModelWeights(
-        target.embed, (weights,), head.norm.weight, head.lm_head.weight, target.cos_sin, head.token_ids
-    )
+        target.embed, (weights,), head.norm.weight, head.lm_head.weight, target.cos_sin, head.token_ids,
+        norm_output=head.norm_output,
+    )  # fmt: skip
 
 
 def mtp_weights(layer: Mtp) -> ModelWeights:
@@ -196,7 +199,7 @@ def test_hidden_states_are_those_of_the_target(kind: str, heads: Heads, backend:
 
 @pytest.mark.parametrize("forward", [HeadForward, Walking])
 @pytest.mark.parametrize(("depth", "width", "pending"), [(3, 3, 0), (2, 4, 3), (1, 2, 9)])
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "normed", "mtp"])
 def test_the_best_of_all_extensions(
     kind: str,
     heads: Heads,

@@ -222,7 +222,7 @@ static void forward_phases(team *t, void *data) {
         mix_phases(t, p, i);
     }
     row_job out = {.p = p, .weight = m->shape.final_norm, .out = p->b->hidden, .stride = hidden};
-    team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, is_eagle(m) ? copy_block : norm_block, &out});
+    team_phase(t, row_blocks(p->b->tokens), (phase_work){NULL, raw_states(m) ? copy_block : norm_block, &out});
 }
 
 static size_t row_bytes(const pass *p, int threads) { return phase_bytes(threads, row_blocks(p->b->tokens)); }

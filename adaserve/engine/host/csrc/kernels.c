@@ -54,7 +54,7 @@ typedef struct {
     const float *hidden;
     int rows, width; /* width 0: logits only, -1: argmax */
     int alike;       /* neighbours with one key and position, whose noise is the same; divides `rows` */
-    float *normed;   /* an EAGLE-3 head's states, which come before its final norm; NULL otherwise */
+    float *normed;   /* room for them where the model hands out `raw_states`; NULL otherwise */
     float *logits, *logprobs;
     const reading *read;
     int64_t *tokens;
@@ -105,7 +105,7 @@ static void head_phases(team *t, void *data) {
 static int run_head(head_pass p, int threads) {
     const size_t hidden = p.m->shape.hidden, vocab = p.m->lm_head.columns;
     threads = useful_threads((int64_t)p.m->lm_head.bytes / 2, p.rows, threads);
-    if (is_eagle(p.m) && !(p.normed = reserve(&p.m->normed, sizeof(float) * p.rows * hidden))) return -1;
+    if (raw_states(p.m) && !(p.normed = reserve(&p.m->normed, sizeof(float) * p.rows * hidden))) return -1;
     if (!p.logits) p.logits = reserve(&p.m->logits, sizeof(float) * p.rows * vocab);
     if (!p.logits || !reserve_members(p.m, threads)) return -1;
     const size_t bytes = phase_bytes(threads, gemm_items(&p.m->lm_head, p.rows)) + 2 * phase_bytes(threads, p.rows);

@@ -32,6 +32,7 @@ typedef struct {
     /* What an MTP layer does first: [hidden, 2 * hidden], and the norms of what it reads. weight: NULL elsewhere. */
     matrix_source project;
     const float *token_norm, *hidden_norm;
+    int32_t norm_output; /* whether an EAGLE-3 head hands on what its final norm gives */
 } model_source;
 
 /* Mirrored by a ctypes structure in native.py. */
@@ -80,9 +81,11 @@ typedef struct {
     int num_members;
 } model;
 
-/* An EAGLE-3 head: its first layer reads a token's embedding beside the hidden state that came before it. What it
- * gives are hidden states before its final norm, since they are also what its next step takes in. */
+/* An EAGLE-3 head: its first layer reads a token's embedding beside the hidden state that came before it. */
 static inline int is_eagle(const model *m) { return m->shape.layers > 0 && m->layers[0].hidden_norm != NULL; }
+
+/* What most EAGLE-3 heads give are hidden states before their final norm, since their next step takes them in. */
+static inline int raw_states(const model *m) { return is_eagle(m) && !m->shape.norm_output; }
 
 /* An MTP layer: it projects both before its first layer, and its next step takes in what the final norm gives. */
 static inline int is_mtp(const model *m) { return m->shape.project.weight != NULL; }
