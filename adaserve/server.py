@@ -30,6 +30,7 @@ STOP_PATIENCE_S = 1.0
 """SGLang's schedulers end at once. Its first process would then sleep for five seconds, and end as well."""
 _DRAIN_S = 60.0
 _PORTS = range(20_000, 30_000)  # below those that Linux, macOS and Windows give to connections
+_SHARED = "/dev/shm/"
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
 
@@ -264,11 +265,12 @@ class ServerProcess:
 
     def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
         """Ends the server and everything that it started. What is left after ``patience_s`` is killed, the
-        first process before the others."""
+        first process before the others. The shared memory that they leave behind is removed."""
         process = self._process
         if process is None:
             return
         family = _family(process.pid)
+        shared = {path for p in family for path in _shared_memory(p.pid)}
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         psutil.wait_procs(family, timeout=patience_s)
@@ -278,6 +280,9 @@ class ServerProcess:
             p.kill()
         psutil.wait_procs(alive, timeout=5.0)
         process.wait()
+        for path in shared:
+            with suppress(OSError):
+                path.unlink()
         self._process = None
 
     @property
@@ -348,6 +353,14 @@ def _group(pid: int) -> int | None:
         return os.getpgid(pid)
     except (ProcessLookupError, PermissionError):
         return None
+
+
+def _shared_memory(pid: int) -> set[Path]:
+    """Files in Linux' shared memory that a process has mapped."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {Path(line[line.index(_SHARED) :]) for line in lines if _SHARED in line}
+    return set()
 
 
 def _port_taken(host: str, port: int) -> bool:

@@ -41,6 +41,30 @@ def test_a_port_taken_meanwhile_ends_the_start_at_once(tmp_path: Path) -> None:
     assert not [c for c in psutil.Process().children() if LINE in " ".join(c.cmdline())]
 
 
+class Sharing(ServerSpec):
+    """Holds shared memory, a file of the model's name, and can't remove it once it is killed."""
+
+    __slots__ = ()
+
+    def command(self) -> list[str]:
+        share = f"import mmap; f = open({self.model!r}, 'w+b'); f.truncate(9); m = mmap.mmap(f.fileno(), 9)"
+        return [sys.executable, "-c", f"{share}; print('shared', flush=True); import time; time.sleep(600)"]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is no file here")
+def test_shared_memory_is_not_left_behind(tmp_path: Path) -> None:
+    path, log = Path(f"/dev/shm/adaserve-test-{os.getpid()}"), tmp_path / "server.log"
+
+    def interrupt(_: float) -> None:
+        if "shared" in log.read_text().splitlines():
+            assert path.exists()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ServerProcess(Sharing(str(path), "draft", port=free_port()), log).start(interrupt)
+    assert not path.exists()
+
+
 def test_free_ports_are_none_that_connections_get() -> None:
     ports = {free_port() for _ in range(50)}
     assert len(ports) > 40, "two servers that are started together would get the same"
