@@ -41,7 +41,7 @@ class Shape:
 TARGET = Shape()
 DRAFT = replace(TARGET, layers=2, mlp=512)
 MEDUSA_DEPTH, MEDUSA_LAYERS = 4, 2
-HEAD_VOCABULARY, HEAD_MLP, HEAD_KV_HEADS = 2048, 256, 2
+HEAD_VOCABULARY, HEAD_MLP, HEAD_KV_HEADS = 2048, 256, 1
 
 
 def hf_config(shape: Shape) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from adaserve.engine.host.beam import BeamArrays, KeepGoing
@@ -171,7 +172,7 @@ class NativeBackend:
         outputs = (b.tokens, b.parents, b.logprobs, b.visible)
         search = _Beam(
             len(b.base), b.width, b.depth, 1 + b.width * b.depth,
-            *(a.ctypes.data for a in (*arrays, *outputs)),
+            *map(_address, (*arrays, *outputs)),
             None if callback is None else ctypes.cast(callback, _Pointer),
             len(b.kv_indices),
         )  # fmt: skip
@@ -344,7 +345,14 @@ def _is_list(tensor: torch.Tensor, length: int) -> bool:
 
 
 def _int64(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is torch.int64 and tensor.is_contiguous():
+        return tensor
     return tensor.to(torch.int64).contiguous()
+
+
+def _address(array: np.ndarray) -> int | None:
+    """Of a writable array; a third of the time that ``array.ctypes.data`` takes."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array)) if array.size else None
 
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:
