@@ -180,7 +180,7 @@ class HostForward:
 
         slots = token_slots(self._req_to_token, first)
         inputs = (torch.from_numpy(first.tokens), torch.from_numpy(first.positions), slots)
-        pool = forward.pool
+        pool, before = forward.pool, self._before(first)
         start = HostMark()
         steps = forward.model.beam_search(
             *inputs,
@@ -189,7 +189,7 @@ class HostForward:
             plan,
             arrays,
             None if keep is None else go_on,
-            self._before(first),
+            before,
         )
         self._runs.append((start, HostMark()))
         return Beams(tokens, parents, logprobs, steps)

@@ -113,6 +113,8 @@ class NativeBackend:
         self._batch = _Batch()
         self._batch_pointer = ctypes.addressof(self._batch)
         self._pools = (_Pointer * (2 * len(weights.layers)))()
+        self._batch.k_pools = ctypes.addressof(self._pools)
+        self._batch.v_pools = self._batch.k_pools + len(weights.layers) * ctypes.sizeof(_Pointer)
         self._head_rows = weights.lm_head.shape[0]
         self._token_ids = None if weights.token_ids is None else _int64(weights.token_ids)
         handle = self._load(weights, storage)
@@ -236,9 +238,10 @@ class NativeBackend:
     ) -> None:
         """Fills in the batch; the caller keeps the tensors alive while C reads them."""
         b, mask = self._batch, plan.custom_mask
-        if not len(inputs[0]) == len(inputs[1]) == len(inputs[2]):
+        ids, positions, slots = (t.numel() for t in inputs)  # len(t) is a slow way to ask
+        if not ids == positions == slots:
             raise ValueError("a forward needs one token id, one position and one slot for each token")
-        b.tokens, b.requests = len(inputs[0]), plan.num_requests
+        b.tokens, b.requests = ids, plan.num_requests
         b.ids, b.positions, b.slots = (t.data_ptr() for t in inputs)
         b.qo_indptr, b.kv_indptr = plan.qo_indptr.data_ptr(), plan.kv_indptr.data_ptr()
         b.kv_indices = plan.kv_indices.data_ptr()
@@ -258,7 +261,7 @@ class NativeBackend:
             raise ValueError(f"a head does not take in states of {states.dtype}, {tuple(states.shape)}")
         if not states.is_contiguous() or (rows is not None and not _is_list(rows, b.tokens)):
             raise ValueError("a head takes in contiguous states, and one row of them for each token")
-        b.before, b.befores, b.before_type = states.data_ptr(), len(states), _TYPES[states.dtype]
+        b.before, b.befores, b.before_type = states.data_ptr(), states.shape[0], _TYPES[states.dtype]
         b.before_rows = None if rows is None else rows.data_ptr()
 
     def _hand_out(self, capture: Capture) -> None:
@@ -277,8 +280,6 @@ class NativeBackend:
         # Addresses are read anew each time: SGLang may move its pools (memory saver, resizing).
         for i, (k, v) in enumerate(zip(k_buffers, v_buffers, strict=True)):
             self._pools[i], self._pools[count + i] = k.data_ptr(), v.data_ptr()
-        b.k_pools = ctypes.addressof(self._pools)
-        b.v_pools = b.k_pools + count * ctypes.sizeof(_Pointer)
         b.kv_type, b.slot_stride, b.pool_slots = _TYPES[first.dtype], first.stride(0), first.shape[0]
 
     # ---- loading ----
