@@ -353,7 +353,7 @@ def _int64(tensor: torch.Tensor) -> torch.Tensor:
 
 def _address(array: np.ndarray) -> int | None:
     """Of a writable array; a third of the time that ``array.ctypes.data`` takes."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(array)) if array.size else None
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else None
 
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:
