@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as fn
@@ -15,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from tests.engine.harness import Job, workload
 from tests.engine.medusa import fitted_heads, save_published
-from tests.engine.pairs import MAX_POSITIONS, VOCAB, random_target, save_tokenizer
+from tests.engine.pairs import MAX_POSITIONS, VOCAB, random_model, random_target, save_tokenizer
 
 DRAFT_VOCAB = 384
 LAYERS = [0, 1, 2]
@@ -198,15 +197,8 @@ def save_headed_pair(folder: Path) -> None:
 
 def qwen3_target(seed: int = 1) -> Any:
     """A Qwen3 that a head can follow."""
-    torch.manual_seed(seed)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=False,
-        initializer_range=0.12, bos_token_id=None, eos_token_id=0, pad_token_id=1,
-    )  # fmt: skip
-    model = transformers.Qwen3ForCausalLM(config).eval()
+    model = random_model("Qwen3", seed, head_dim=32)
     with torch.no_grad():
-        model.lm_head.weight.mul_(2.2)
         for layer in model.model.layers:
             for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
                 norm.weight.add_(0.2 * torch.randn(norm.weight.shape))

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from tests.engine.heads import followable
-from tests.engine.pairs import MAX_POSITIONS, VOCAB, save_tokenizer
+from tests.engine.pairs import random_model, save_tokenizer
 
 
 class Mtp(nn.Module):
@@ -51,15 +50,8 @@ class Mtp(nn.Module):
 
 def mtp_target(seed: int = 1) -> Any:
     """A Qwen2 that a layer can follow, with biases."""
-    torch.manual_seed(seed)
-    config = transformers.Qwen2Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=False,
-        initializer_range=0.12, bos_token_id=None, eos_token_id=0, pad_token_id=1,
-    )  # fmt: skip
-    model = transformers.Qwen2ForCausalLM(config).eval()
+    model = random_model("Qwen2", seed)
     with torch.no_grad():
-        model.lm_head.weight.mul_(2.2)
         for layer in model.model.layers:
             for name in ("q_proj", "k_proj", "v_proj"):
                 bias = getattr(layer.self_attn, name).bias

@@ -77,7 +77,7 @@ class ModelWeights:
     stage: InputStage | None = None
     """Of an MTP layer, which takes in its own states behind the final norm."""
     norm_output: bool = False
-    """Whether an EAGLE-3 head does that, too."""
+    """Whether an EAGLE-3 head takes in its own states behind the final norm, too."""
 
     @property
     def raw_states(self) -> bool:

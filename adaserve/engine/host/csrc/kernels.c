@@ -2,7 +2,7 @@
 #include "forward.h"
 #include "sampling.h"
 
-#define WORK_PER_THREAD 2000000 /* half bytes of weights x (rows + 8): some 40 us */
+#define WORK_PER_THREAD 2000000 /* half bytes of weights x (rows + 8) */
 
 /* Members that pay for the work: fewer for little of it, where barriers would cost more than they gain. */
 static int useful_threads(int64_t weights, int64_t rows, int threads) {
