@@ -108,7 +108,10 @@ def main() -> int:
     print(f"{len(names)} wheels in {given.to}. Now:\n")
     # PYTHONSAFEPATH: in the repository's root its folder adaserve/, which lacks the scheduler, would be found
     # before the installed package.
-    print(f"  export PYTHONSAFEPATH=1 PYTHONPATH={given.to.resolve()} SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1")
+    print(f"  export PYTHONSAFEPATH=1 PYTHONPATH={given.to.resolve()}")
+    # SGLang asks for a newer sglang-kernel, which needs torch 2.14. Its compiled radix tree does, too, and
+    # misreads the tensors of 2.11 without saying so.
+    print("  export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1 SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python")
     print("  python -m adaserve.cli doctor")
     return 0
 

@@ -25,10 +25,11 @@ device=cuda
 [ "${2:-}" = --device ] && device=${3:?--device needs cuda or cpu}
 work=$PWD/.local/gpu-stages
 mkdir -p "$work"
-# What an earlier stage found out (ATTENTION, PAIR) holds unless the environment says otherwise.
-given_attention=${ATTENTION:-} given_pair=${PAIR:-}
+# What an earlier stage found out (ATTENTION, PAIR, CUDA_HOME) holds unless the environment says otherwise.
+given_attention=${ATTENTION:-} given_pair=${PAIR:-} given_home=${CUDA_HOME:-}
 [ -f "$work/settings" ] && . "$work/settings"
 ATTENTION=${given_attention:-${ATTENTION:-auto}} PAIR=${given_pair:-${PAIR:-large}}
+CUDA_HOME=${given_home:-${CUDA_HOME:-}}
 PYTHON=${PYTHON:-python}
 
 # Without PYTHONSAFEPATH the folder adaserve/ here would be found before the installed package.
@@ -36,6 +37,10 @@ export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1
 if [ "$device" = cuda ]; then
   export PYTHONPATH=$PWD/site${PYTHONPATH:+:$PYTHONPATH}
   export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1 FLASHINFER_CUDA_ARCH_LIST=${FLASHINFER_CUDA_ARCH_LIST:-9.0a}
+  # SGLang's compiled radix tree was made for torch 2.14, and misreads the tensors of 2.11.
+  export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
+  # Where SGLang and FlashInfer find what they compile kernels with: see facts.
+  if [ -n "$CUDA_HOME" ]; then export CUDA_HOME; else unset CUDA_HOME; fi
   export XDG_CACHE_HOME=${XDG_CACHE_HOME:-$PWD/.local/cache}
 else
   PAIR=small
@@ -88,10 +93,12 @@ assemble() {
 }
 
 facts() {
-  "$PYTHON" -m adaserve.bench.gpu_check.facts >"$work/facts.json" 2>"$work/facts.log" || {
+  "$PYTHON" -m adaserve.bench.gpu_check.facts --toolkit "$PWD/.local/cuda" \
+    >"$work/facts.json" 2>"$work/facts.log" || {
     cat "$work/facts.log"
     return 2
   }
+  sed -n 's/^ *"home": "\(.*\)",$/CUDA_HOME="\1"/p' "$work/facts.json" >>"$work/settings"
   cat "$work/facts.json"
   grep '^note: ' "$work/facts.log"
   say "next: kernels (with what the notes say)"

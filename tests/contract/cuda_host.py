@@ -1,12 +1,18 @@
-"""A process that looks like a bare CUDA host: one H100, no ``cutlass``. It computes nothing.
+"""A process that looks like the GPU host of the bundle: one H100, and no packages besides the bundle's and
+what such a host has. It computes nothing.
 
-Run as a program it imports the serving path and asks what a model's MLP asks, and prints what went well.
+Run as a program it imports the serving path, registers AdaServe with SGLang and asks what a model's MLP asks,
+and prints what went well.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,9 +31,31 @@ SERVING_PATH = (
 )
 
 
+def _named(name: str) -> set[str]:
+    """The packages that a list of scripts/ names, without versions and remarks."""
+    lines = (Path(__file__).resolve().parents[2] / "scripts" / name).read_text().splitlines()
+    return {re.split("==|#", line)[0].strip() for line in lines}
+
+
+class HostFinder:
+    """Finds no package that is neither carried over nor there."""
+
+    there = _named("gpu_bundle.txt") | _named("gpu_host.txt") | {"adaserve"}
+    known = metadata.packages_distributions()
+    find_distributions = PathFinder.find_distributions
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        packages = {re.sub("[-_.]+", "-", p).lower() for p in cls.known.get(name, ())}
+        if path is None and packages and not packages & cls.there:
+            return None
+        return PathFinder.find_spec(name, path, target)
+
+
 def pretend() -> None:
     """Must come before SGLang is imported, which looks at the host once."""
     sys.path[:] = [p for p in sys.path if "cutlass" not in p]
+    sys.meta_path[:] = [HostFinder if f is PathFinder else f for f in sys.meta_path]
     import torch
 
     cuda: Any = torch.cuda
@@ -70,11 +98,11 @@ def main() -> None:
         print("as it comes: missing", error.name)
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from adaserve.patches import dual_gemm
+    from adaserve.plugin import register
 
-    dual_gemm.register()
+    register()
     HookRegistry.apply_hooks()
-    print("patched:", ask_dual_gemm())
+    print("registered:", ask_dual_gemm())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""What a GPU host has of what its first run needs; JSON. ``python -m adaserve.bench.gpu_check.facts``"""
+"""What a GPU host has of what its first run needs; JSON. ``python -m adaserve.bench.gpu_check.facts``
+
+What CUDA's toolkit lacks is linked from other places below ``--toolkit``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -14,22 +18,25 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from adaserve.bench.gpu_check.toolkit import toolkit
 from adaserve.host import describe_host
 
 TOOLS = ("nvcc", "ninja", "c++", "nvidia-smi")
+COMPILERS = TOOLS[:3]
 PACKAGES = ("torch", "triton", "transformers", "sglang", "sglang-kernel", "flashinfer-python")
 DISK_BYTES = 256 << 20
 
 
-def facts(folder: Path) -> dict[str, Any]:
-    """JSON values; ``folder``: where the disk is tried."""
+def facts(folder: Path, links: Path) -> dict[str, Any]:
+    """JSON values; ``folder``: where the disk is tried; ``links``: for a toolkit, where the host's lacks
+    something."""
     found = {
         "host": describe_host(),
         "glibc": " ".join(platform.libc_ver()),
         "tools": {name: shutil.which(name) for name in TOOLS},
         "packages": {name: _version(name) for name in PACKAGES},
         "cutlass": importlib.util.find_spec("cutlass") is not None,
-        "libcuda_stub": str(stub) if (stub := _stub()) else None,
+        "cuda_home": toolkit(links).to_json(),
         "disk_write_mb_per_s": round(_disk(folder), 1),
         "disk_free_gb": round(shutil.disk_usage(folder).free / 1e9, 1),
     }
@@ -39,13 +46,11 @@ def facts(folder: Path) -> dict[str, Any]:
 def remedies(found: dict[str, Any]) -> list[str]:
     """What to do about what is missing."""
     said = []
-    missing = [name for name in TOOLS[:3] if found["tools"][name] is None]
-    if missing or found["libcuda_stub"] is None:
-        what = ", ".join(
-            [*missing, *(["libcuda.so of CUDA's stubs"] if found["libcuda_stub"] is None else [])]
-        )
+    missing = {name for name in COMPILERS if found["tools"][name] is None} | {*found["cuda_home"]["missing"]}
+    if missing:
         said.append(
-            f"{what} missing: FlashInfer may not compile (see kernels); ATTENTION=triton does without"
+            f"{', '.join(sorted(missing))} missing: SGLang and FlashInfer compile kernels, also with "
+            "ATTENTION=triton, and may not start without (see kernels)"
         )
     if found["cuda"] is None:
         said.append("PyTorch sees no GPU: only --device cpu will run")
@@ -61,12 +66,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _stub() -> Path | None:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    found = Path(home) / "lib64" / "stubs" / "libcuda.so"
-    return found if found.exists() else None
 
 
 def _disk(folder: Path) -> float:
@@ -93,7 +92,9 @@ def _cuda() -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    found = facts(Path.cwd())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--toolkit", type=Path, default=Path(".local/cuda"), help="folder of links")
+    found = facts(Path.cwd(), parser.parse_args().toolkit.absolute())
     print(json.dumps(found, indent=1))
     for sentence in remedies(found):
         print(f"note: {sentence}", file=sys.stderr)
