@@ -85,7 +85,7 @@ class BeamSearches:
         if (prepared := self._prepared.get(key)) is not None:
             return prepared
         parts = self._parts
-        columns = torch.from_numpy(shape.columns).to(parts.device)
+        columns = torch.from_numpy(shape.columns).to(parts.device, non_blocking=True)
         queries = dict.fromkeys((parts.first, *shape.beams[:-1]))  # tokens per request of the steps
         kernels = {q: self._kernel(key, q, place) for place, q in enumerate(queries)}
         prepared = _Prepared(shape, columns, kernels)

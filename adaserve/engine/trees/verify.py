@@ -205,14 +205,15 @@ def moves(
     """Slots where committed tokens belong, int64 [n * deepest], and where each pool has the accepted nodes,
     int64 [1 + models, n * deepest], in the order of ``VerifyBatch.drafted`` behind the target.
 
-    Entries that no node takes move the scratch slot onto itself.
+    Entries that no node takes move the scratch slot onto itself. Both are contiguous, as kernels read them:
+    of trees of one level ``flatten`` would only give a view of every other entry.
     """
     depth, row = t["depth"], t["row"]
     taken = torch.where(acceptance.accepted & (depth > 0), depth - 1, deepest)
     places = torch.cat([t["positions"][None], t["held_at"]])
     slots = torch.full((len(places), n, deepest + 1), SCRATCH_SLOT, dtype=torch.int64, device=depth.device)
     slots[:, row, taken] = req_to_token[t["pool_row"], places].long()
-    flat = slots[:, :, :deepest].flatten(1)
+    flat = slots[:, :, :deepest].flatten(1).contiguous()
     return flat[0], flat[1:]
 
 
