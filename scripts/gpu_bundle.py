@@ -43,6 +43,8 @@ SLIM = {
 """Patterns of files left out, by distribution."""
 
 
+KERNELS_WHEEL = "adaserve_gpu_kernels-1-py3-none-any.whl"
+
 NOT_SOURCE = (".*", "build", "dist", "results", "tests", "*.egg-info", "__pycache__", "gpu-bundle")
 """What a wheel is not made of."""
 
@@ -192,7 +194,19 @@ class _Parts:
         return self._paths
 
 
-def build(out: Path, only: str | None) -> None:
+def kernels_wheel(folder: Path) -> None:
+    """FlashInfer's kernels where FlashInfer looks for compiled ones, as a wheel. Raises BundleError."""
+    with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(folder / KERNELS_WHEEL, "w") as wheel:
+        made = Path(name)
+        command = [sys.executable, "-m", "adaserve.bench.gpu_check.flashinfer_kernels", "--out", name]
+        done = subprocess.run(command, check=False, cwd=name)
+        if done.returncode:
+            raise BundleError("kernels could not be compiled here (see above): leave --kernels out")
+        for library in sorted(made.glob("*/*.so")):
+            wheel.write(library, f"flashinfer/data/aot/{library.parent.name}/{library.name}")
+
+
+def build(out: Path, only: str | None, kernels: bool) -> None:
     wanted = requirements(ROOT / "scripts" / "gpu_bundle.txt", ROOT / "constraints.txt")
     if only is not None:
         wanted = [w for w in wanted if w.partition("==")[0] in only.split(",")]
@@ -202,6 +216,9 @@ def build(out: Path, only: str | None) -> None:
         folder = Path(name)
         download(wanted, folder)
         own_wheel(folder)
+        if kernels:
+            print("compiling kernels (10 to 20 minutes on two cores)", flush=True)
+            kernels_wheel(folder)
         for wheel in sorted(folder.glob("*.whl")):
             if patterns := SLIM.get(wheel.name.partition("-")[0].lower()):
                 saved = slim(wheel, patterns)
@@ -210,7 +227,7 @@ def build(out: Path, only: str | None) -> None:
     parts = manifest["parts"]
     assert isinstance(parts, list)
     print(
-        f"{len(wanted) + 1} wheels in {len(parts)} parts below {out}\n"
+        f"{len(wanted) + 1 + kernels} wheels in {len(parts)} parts below {out}\n"
         f"on the GPU host: python {out.name}/assemble.py --to site, or scripts/gpu_stages.sh"
     )
 
@@ -244,13 +261,16 @@ def main() -> int:
     building = commands.add_parser("build", help="fetch, slim and split")
     building.add_argument("--out", type=Path, default=Path("gpu-bundle"))
     building.add_argument("--only", help="comma-separated names: a small bundle, to try it")
+    building.add_argument(
+        "--kernels", action="store_true", help="also FlashInfer's, compiled here with nvcc 13"
+    )
     commands.add_parser("list", help="what would be fetched and left out, without network")
     given = parser.parse_args()
     try:
         if given.command == "list":
             show()
         else:
-            build(given.out, given.only)
+            build(given.out, given.only, given.kernels)
     except BundleError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

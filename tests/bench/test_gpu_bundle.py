@@ -135,6 +135,44 @@ def test_manifest(wheels: list[Path], tmp_path: Path) -> None:
     assert sum(p["bytes"] for p in manifest["parts"]) == sum(w.stat().st_size for w in wheels)
 
 
+ATTENTION_64 = (
+    "kv_cache_dtype_q_f16_dtype_kv_f16_dtype_o_f16_dtype_idx_i32_head_dim_qk_64_head_dim_vo_64_posenc_0_"
+    "use_swa_False_use_logits_cap_False"
+)
+"""In the names of what servers were seen to compile for the embedded pair."""
+
+
+def test_kernels_that_servers_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaserve.bench.gpu_check.flashinfer_kernels import specs
+
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    names = [spec.name for spec in specs(hopper=True)]
+    assert len(names) == len(set(names))
+    assert {
+        f"batch_prefill_with_{ATTENTION_64}_f16qk_False_kv_stride_equal",  # trees
+        f"batch_prefill_with_{ATTENTION_64}_f16qk_False_sm90",  # SGLang's prefills
+        f"batch_decode_with_{ATTENTION_64}",
+        "cascade",
+        "norm",
+    } <= set(names)
+    assert not any(spec.name.endswith("sm90") for spec in specs(hopper=False))
+
+
+def test_compiled_kernels_lie_where_flashinfer_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        out = Path(command[-1])
+        (out / "norm").mkdir()
+        (out / "norm" / "norm.so").write_bytes(b"code")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(bundle.subprocess, "run", compiled)
+    bundle.kernels_wheel(tmp_path)
+    monkeypatch.undo()
+    bundle.split([tmp_path / bundle.KERNELS_WHEEL], tmp_path / "bundle")
+    assert assemble(tmp_path / "bundle", tmp_path / "site").returncode == 0
+    assert (tmp_path / "site" / "flashinfer" / "data" / "aot" / "norm" / "norm.so").read_bytes() == b"code"
+
+
 ALREADY_THERE = {"certifi", "charset-normalizer", "click", "idna", "jinja2", "markupsafe", "psutil",
                  "requests", "setuptools", "typing-extensions", "urllib3"}  # fmt: skip
 """What PyTorch and transformers bring along, and psutil."""

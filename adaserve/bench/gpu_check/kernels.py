@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.bench.gpu_check.flashinfer_kernels import compile_all, specs
 from adaserve.engine.device import noise
 from adaserve.engine.device.attention import (
     INT_WORKSPACE_BYTES,
@@ -147,13 +148,17 @@ def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) ->
 
 def run_one(name: str, device: str) -> dict[str, Any]:
     start_s, where = time.perf_counter(), torch.device(device)
+    compile_s = None
+    if name == "flashinfer":
+        compile_s = compile_all(specs(hopper=torch.cuda.get_device_capability() == (9, 0)))
     if name == "noise":
         sizes = (192, 128_256) if device == "cuda" else (6, 1_300)
         results = [check_noise(*sizes, dtype, where) for dtype in TYPES]
     else:
         results = [check(name, case, where) for case in (SERVED if device == "cuda" else SMALL)]
     right = all(r["right"] for r in results)
-    return {"right": right, "seconds": round(time.perf_counter() - start_s, 1), "cases": results}
+    found = {"right": right, "seconds": round(time.perf_counter() - start_s, 1), "cases": results}
+    return found if compile_s is None else {**found, "compile_s": round(compile_s, 1)}
 
 
 def run_all(device: str, limit_s: float) -> dict[str, Any]:

@@ -86,6 +86,12 @@ def compose(own: Path, folder: Path) -> None:
             _link(folder / "lib64" / name, found)
     if found := _library(DRIVER, [p / "stubs" for p in libraries]) or _driver():
         _link(stubs / DRIVER, found)
+    else:  # no GPU here: to link with, its name will do
+        stub = [
+            *("c++", "-shared", "-o", str(stubs / DRIVER), f"-Wl,-soname,{DRIVER}.1", "-Wl,--no-as-needed"),
+            *("-x", "c++", "/dev/null"),
+        ]
+        subprocess.run(stub, check=False, capture_output=True)
 
 
 def _missing(home: Path) -> list[str]:
