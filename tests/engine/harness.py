@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -58,6 +59,19 @@ class Zygote:
         return self._process.stdout.readline().strip()
 
 
+class Fresh:
+    """Starts servers as processes of their own, for what a fork would inherit."""
+
+    def fork(self, arguments: list[str], environment: dict[str, str], log: Path) -> int:
+        command = [sys.executable, "-P", "-W", "ignore", "-m", "sglang.launch_server", *arguments]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        threading.Thread(target=process.wait, daemon=True).start()
+        return process.pid
+
+
 class Server:
     """One server process; a context manager that stops it. ``arguments``: SGLang's flags without dashes."""
 
@@ -75,7 +89,7 @@ class Server:
         self.pid: int | None = None
 
     @contextmanager
-    def running(self, zygote: Zygote) -> Iterator[Server]:
+    def running(self, zygote: Zygote | Fresh) -> Iterator[Server]:
         self.pid = zygote.fork(self.flags, self.environment, self.log)
         try:
             self._wait_ready()

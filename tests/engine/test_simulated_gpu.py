@@ -1,0 +1,100 @@
+"""A whole server on a simulated GPU: CUDA's graphs, streams and copies, and the text of the target alone."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.engine.conftest import POLICIES, TIGHT, adaserve_server
+from tests.engine.harness import Fresh, Job, Probe, Server, run_jobs, workload
+from tests.engine.test_heads import assert_best
+from tests.simulated_gpu import counts, environment
+
+CUDA = {"device": "cuda", "attention-backend": "torch_native", "sampling-backend": "pytorch",
+        "disable-prefill-cuda-graph": True, "max-running-requests": 8}  # fmt: skip
+MOST_WAITS = 4
+"""Of an iteration: SGLang's sequence lengths, the last outcome and the candidates; and what SGLang takes from
+the last iteration, which is there by then."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    server: Server
+    probe: Probe
+    target: Path
+    report: Path
+
+    def counted(self) -> Counter[str]:
+        time.sleep(0.5)  # reports come in turns
+        return counts(self.report)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["model", *(pytest.param(head, marks=pytest.mark.slow) for head in ("eagle3", "mtp", "medusa"))],
+)
+def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
+    """All policies in turn, little KV."""
+    name, report = request.param, tmp_path_factory.mktemp("reports") / "report"
+    folders = {"model": "pair", "mtp": "mtp_pair"}
+    models: Path = request.getfixturevalue(folders.get(name, "headed_pair"))
+    draft = {"model": "noisy", "eagle3": "eagle3", "mtp": "target", "medusa": None}[name]
+    heads = {"medusa": str(models / "medusa")} if name == "medusa" else {}
+    server, probe = adaserve_server(
+        tmp_path_factory.mktemp(f"gpu_{name}"),
+        models,
+        draft,
+        {"policy": "adaserve", "max_depth": 3, "max_width": 2, "budget": 40, "attention": "triton", **heads},
+        {"rotate": [*POLICIES, *["priced"] * 6], "audit_every": 1 << 30},  # the audit is the CPU's
+        **{**TIGHT, **CUDA},
+    )
+    variables = environment(tmp_path_factory.mktemp("device"), report)
+    path = f"{server.environment['PYTHONPATH']}:{variables['PYTHONPATH']}"
+    server.environment |= {**variables, "PYTHONPATH": path}
+    with server.running(Fresh()):
+        yield Simulated(server, probe, models / "target", report)
+        server.assert_idle_and_clean()
+        assert probe.read()["wrong_lengths"] == []
+
+
+def test_greedy_is_the_target_alone(gpu: Simulated) -> None:
+    jobs = workload(16, seed=11, leave_every=7)
+    answers = run_jobs(gpu.server, jobs)
+    assert_best(
+        transformers.AutoModelForCausalLM.from_pretrained(gpu.target, dtype=torch.float32), jobs, answers
+    )
+    state = gpu.server.internal_state()["adaserve"]["device"]
+    assert state["captured"] and state["attention"] == "triton"
+    assert all(graphs["graphs"] > 8 for graphs in (*state["draft_graphs"], state["verification_graphs"]))
+    stats = gpu.probe.read()
+    assert stats["accepted"] > 10 and len(stats["depths"]) >= 2, "next to nothing was drafted"
+
+
+def test_sampled_requests_are_served(gpu: Simulated) -> None:
+    """Their noise is added inside of graphs."""
+    params = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 24, "ignore_eos": True}
+    answer = gpu.server.generate(input_ids=[7, 8, 9], sampling_params=params)
+    assert len(answer["output_ids"]) == 24 and all(0 <= token < 512 for token in answer["output_ids"])
+
+
+def test_what_an_iteration_waits_for(gpu: Simulated) -> None:
+    """Launched by graphs; and no pinned memory is written before it was copied, or read before it came."""
+    run_jobs(gpu.server, [Job(tuple(range(50, 70)), {"max_new_tokens": 2, "temperature": 0})])
+    before = gpu.counted()
+    job = Job(tuple(range(50, 70)), {"max_new_tokens": 32, "temperature": 0, "ignore_eos": True})
+    iterations = run_jobs(gpu.server, [job])[0]["meta_info"]["spec_verify_ct"]
+    found = gpu.counted() - before
+    waits = {what: n for what, n in found.items() if what in ("wait for an event", "wait for a stream")}
+    assert sum(waits.values()) <= MOST_WAITS * iterations + 8, (iterations, waits)
+    ours = {w: n for w, n in found.items() if w.startswith("wait in") or w.startswith("wait for a copy")}
+    often = [w for w, n in ours.items() if n > iterations // 2 and "engine/" in w]
+    assert often == [], "an iteration waits for more; a prefill may"
+    assert found["launch graph"] >= iterations > 8
+    assert not [what for what in gpu.counted() if what.startswith("race")]

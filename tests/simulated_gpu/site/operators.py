@@ -1,0 +1,329 @@
+"""Operators of the simulated device: the CPU's, on the same memory.
+
+Every operator that torch has for CUDA is replaced by one that calls the CPU's on aliases of its tensors. In
+a capture it is also kept with the graph, whose launch calls it again. What a GPU would refuse is refused:
+tensors of two devices, waiting in a capture. Triton's kernels run in its interpreter.
+"""
+
+import atexit
+import ctypes
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+runtime = ctypes.CDLL("libcudart.so.13")
+runtime.sim_is_capturing.argtypes = [ctypes.c_void_p]
+runtime.sim_keep.argtypes = [ctypes.c_void_p, ctypes.c_long]
+runtime.sim_count.argtypes = runtime.sim_wait.argtypes = [ctypes.c_char_p]
+runtime.sim_promise.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
+runtime.sim_is_pinned.argtypes = [ctypes.c_void_p]
+runtime.sim_promise.restype = runtime.sim_oldest_promise.restype = ctypes.c_long
+
+REPORT_ENV = "SIMULATED_GPU_REPORT"
+"""Where every process writes what it counted: a path, to which its number is added."""
+
+OWN = {"record_stream", "resize_", "is_set_to", "set_", "is_pinned", "_pin_memory", "copy_"}
+"""Operators on a tensor's memory, not on what it holds; and copies, which have their own."""
+OWN_PREFIXES = ("empty", "_nested", "_efficient", "_flash", "_scaled_dot", "cudnn", "_cudnn", "miopen")
+TWO_DEVICES = {"index", "index_put_", "_index_put_impl_", "_unsafe_index", "index_put", "_unsafe_index_put"}
+"""Operators that take indices from the host."""
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive",
+         "equal", "is_nonzero", "repeat_interleave", "bincount"}  # fmt: skip
+"""Operators that give the host a value, or have an output of a size that depends on one."""
+
+_calls: list[Callable[[], None]] = []
+_libraries: list[Any] = []
+_held: list[tuple[int, Any]] = []
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_long)
+def _call(number: int) -> None:
+    try:
+        _calls[number]()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(70)
+
+
+runtime.sim_set_python(_call)
+
+
+def alias(t: Any) -> Any:
+    """A CPU tensor over the memory of a CUDA tensor."""
+    import torch
+
+    if t.numel() == 0:
+        return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
+    memory = t.untyped_storage()
+    there = torch._C._construct_storage_from_data_pointer(
+        memory.data_ptr(), torch.device("cpu"), memory.nbytes()
+    )
+    return torch.empty(0, dtype=t.dtype).set_(there, t.storage_offset(), t.size(), t.stride())
+
+
+def _stream() -> int:
+    import torch
+
+    return torch._C._cuda_getCurrentRawStream(0)
+
+
+def _caller() -> str:
+    """Where in AdaServe or SGLang the host is."""
+    frame = sys._getframe(1)
+    while frame.f_back and not re.search(
+        r"/(adaserve|sglang|patches|scheduler|probe)/", frame.f_code.co_filename
+    ):
+        frame = frame.f_back
+    return f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno}"
+
+
+def _keep(call: Callable[[], None]) -> None:
+    _calls.append(call)
+    runtime.sim_keep(_stream(), len(_calls) - 1)
+
+
+def _lowered(x: Any, pairs: list[tuple[Any, Any]]) -> Any:
+    """``x`` with aliases for CUDA tensors, which are added to ``pairs``."""
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        if x.device.type == "cuda":
+            pairs.append((alias(x), x))
+            return pairs[-1][0]
+        return x
+    if isinstance(x, (list, tuple)):
+        return type(x)(_lowered(i, pairs) for i in x)
+    if isinstance(x, torch.device):
+        return torch.device("cpu")
+    return None if isinstance(x, torch.Generator) else x
+
+
+def _raised(x: Any, pairs: list[tuple[Any, Any]]) -> Any:
+    """What an operator gave, on the device: an argument it wrote to, or a copy in new memory."""
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        for low, high in pairs:
+            if x is low:
+                return high
+        there = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cuda")
+        alias(there).copy_(x)
+        return there
+    return type(x)(_raised(i, pairs) for i in x) if isinstance(x, (list, tuple)) else x
+
+
+def _tensors(x: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for i in x:
+            yield from _tensors(i)
+
+
+def simulate(name: str, function: Any, args: Any, kwargs: Any, outs: tuple[str, ...] = ()) -> Any:
+    """``function`` on aliases of its arguments. ``outs``: those that are written to and may have to grow."""
+    import torch
+
+    pairs: list[tuple[Any, Any]] = []
+    lowered = [_lowered(x, pairs) for x in args]
+    named = {key: _lowered(x, pairs) for key, x in kwargs.items()}
+    on_host = any(t.dim() and t.device.type == "cpu" for t in _tensors([*args, *kwargs.values()]))
+    if pairs and on_host and name not in TWO_DEVICES:
+        raise RuntimeError(f"expected all tensors on one device, but {name} got cuda:0 and cpu")
+    grown = {key: torch.empty(0, dtype=kwargs[key].dtype) for key in outs if kwargs[key].numel() == 0}
+    captured = bool(runtime.sim_is_capturing(_stream()))
+    if name in WAITS:
+        if captured:
+            raise RuntimeError(f"{name} waits, and cannot be captured")
+        runtime.sim_wait(f"in {name}, {_caller()}".encode())
+    elif not captured:
+        runtime.sim_count(f"launch {name}".encode())
+    output = function(*lowered, **{**named, **grown})
+    for key, made in grown.items():
+        kwargs[key].resize_(made.shape)
+        named[key] = alias(kwargs[key]).copy_(made)
+        pairs += [(made, kwargs[key]), (named[key], kwargs[key])]
+    there = _raised(output, pairs)
+    if captured:
+        written = [low for low, _ in pairs]
+        fresh = [alias(t) for t in _tensors(there) if not any(t is high for _, high in pairs)]
+
+        def again() -> None:
+            outputs = _tensors(function(*lowered, **named))
+            new = [t for t in outputs if not any(t is low for low in written)]
+            for home, value in zip(fresh, new, strict=True):
+                home.copy_(value)
+
+        _keep(again)
+    return there
+
+
+def _copy(to: Any, source: Any, non_blocking: bool = False) -> Any:
+    if to.device == source.device:
+        return simulate("copy_", lambda a, b: a.copy_(b), (to, source), {})
+    is_upload = to.device.type == "cuda"
+    host, way = (source, "to the device") if is_upload else (to, "to the host")
+    low_to, low_source = (alias(to), source) if is_upload else (to, alias(source))
+    is_pinned = host.numel() == 0 or bool(runtime.sim_is_pinned(host.data_ptr()))
+    # What goes to the device from other memory is kept aside first, and needs no waiting either.
+    is_queued = non_blocking and (is_pinned or is_upload)
+    if runtime.sim_is_capturing(_stream()):
+        if not (is_queued and is_pinned):
+            raise RuntimeError(f"a copy {way} that waits cannot be captured")
+        low_to.copy_(low_source)
+        _keep(lambda: low_to.copy_(low_source))
+    elif not is_queued:
+        runtime.sim_wait(f"for a copy {way}, {_caller()}".encode())
+        low_to.copy_(low_source)
+    else:
+        runtime.sim_count(f"launch copy {way}".encode())
+        low_to.copy_(low_source)
+        if is_pinned and to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype:
+            size = to.numel() * to.element_size()
+            # torch keeps freed pinned memory until the copies from it are over.
+            _held.append((runtime.sim_promise(low_to.data_ptr(), low_source.data_ptr(), size), host))
+            while _held and _held[0][0] < runtime.sim_oldest_promise():
+                _held.pop(0)
+    return to
+
+
+def _kernel(op: Any, outs: tuple[str, ...] = ()) -> Callable[..., Any]:
+    import torch
+
+    name = op._schema.name.removeprefix("aten::")
+    places = [str(a.type) == "Tensor" for a in op._schema.arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        # A number in a tensor's place comes unwrapped.
+        args = tuple(torch.tensor(x) if place and isinstance(x, (bool, int, float)) else x
+                     for x, place in zip(args, places, strict=False))  # fmt: skip
+        return simulate(name, op, args, kwargs, outs)
+
+    return kernel
+
+
+def after_torch(torch: Any) -> None:
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
+    aten = torch.ops.aten
+    with _Quiet():
+        for full in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+            namespace, _, short = full.partition("::")
+            name, _, overload = short.partition(".")
+            op = getattr(getattr(aten, name, None), overload or "default", None)
+            if namespace != "aten" or op is None or name in OWN or name.startswith(OWN_PREFIXES):
+                continue
+            arguments = op._schema.arguments
+            if any(a.alias_info and not a.alias_info.is_write for a in arguments):
+                continue  # a view
+            outs = tuple(a.name for a in arguments if a.kwarg_only and a.alias_info)
+            library.impl(short, _kernel(op, outs), "CUDA")
+        library.impl("copy_", _copy, "CUDA")
+        whole = aten.scaled_dot_product_attention.default
+        library.impl("scaled_dot_product_attention", _kernel(whole), "CUDA")
+    for kind in (torch.cuda.Event, torch.cuda.Stream):
+        kind.synchronize = _named_wait(kind.synchronize)
+    if os.environ.get(REPORT_ENV):
+        atexit.register(_report)
+        threading.Thread(target=_report_often, daemon=True).start()
+
+
+def _named_wait(wait: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The runtime counts the wait; this says whose it is."""
+
+    def synchronize(self: Any) -> None:
+        runtime.sim_count(f"synchronize, {_caller()}".encode())
+        wait(self)
+
+    return synchronize
+
+
+class _Quiet:
+    """Without torch's warning for each kernel that is replaced; they come from C++."""
+
+    def __enter__(self) -> None:
+        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
+        self._kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+        os.close(null)
+
+    def __exit__(self, *_: object) -> None:
+        os.dup2(self._kept, 2)
+        os.close(self._kept)
+
+
+def after_triton(interpreter: Any) -> None:
+    inner = interpreter.InterpretedFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        def on_aliases(*args: Any, **kwargs: Any) -> None:
+            inner(self, *args, grid=grid, warmup=False, **kwargs)
+
+        if not warmup:
+            simulate(f"triton {self.fn.__name__}", on_aliases, args, kwargs)
+
+    interpreter.InterpretedFunction.run = run
+
+
+def after_kv_writes(module: Any) -> None:
+    """SGLang's own fallback writes KV with torch's operators; the kernel is compiled with nvcc."""
+    module.can_use_store_cache = lambda *_, **__: False
+
+
+def after_attention(module: Any) -> None:
+    """The interpreter takes a second for each layer; tests of the kernel itself use it."""
+    module.extend_attention_fwd_unified = _attend
+
+
+def _attend(
+    q: Any, out: Any, keys: Any, values: Any, k_scale: float, v_scale: float, queries: Any, starts: Any,
+    slots: Any, prefixes: Any, max_len_extend: int, custom_mask: Any, mask_indptr: Any, sm_scale: float,
+    is_causal: bool,
+) -> None:  # fmt: skip
+    """``extend_attention_fwd_unified`` with a mask."""
+    import torch
+
+    def attend(q: Any, out: Any, keys: Any, values: Any, queries: Any, starts: Any, slots: Any, mask: Any,
+               at: Any) -> None:  # fmt: skip
+        bounds = zip(
+            queries.tolist(), queries[1:].tolist(), starts.tolist(), starts[1:].tolist(), strict=False
+        )
+        for row, (first, end, k_first, k_end) in enumerate(bounds):
+            n, m = end - first, k_end - k_first
+            if not n or not m:
+                continue
+            chosen = slots[k_first:k_end].long()
+            k, v = (x[chosen].float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", q[first:end].float(), k) * sm_scale
+            seen = mask[int(at[row]) : int(at[row]) + n * m].view(n, m) != 0
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+            out[first:end] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
+
+    assert not is_causal and not bool(alias(prefixes).any())
+    simulate(
+        "attention", attend, (q, out, keys, values, queries, starts, slots, custom_mask, mask_indptr), {}
+    )
+
+
+def _report() -> None:
+    text = ctypes.create_string_buffer(1 << 20)
+    runtime.sim_report(text, len(text))
+    path = Path(f"{os.environ[REPORT_ENV]}.{os.getpid()}")
+    new = Path(f"{path}.new")
+    new.write_bytes(text.value)
+    new.replace(path)
+
+
+def _report_often() -> None:
+    while True:
+        time.sleep(0.2)
+        _report()
