@@ -30,6 +30,7 @@ class Simulated:
     probe: Probe
     target: Path
     report: Path
+    accepted: int  # drafted tokens, at least
 
     def counted(self) -> Counter[str]:
         time.sleep(0.5)  # reports come in turns
@@ -59,7 +60,8 @@ def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     path = f"{server.environment['PYTHONPATH']}:{variables['PYTHONPATH']}"
     server.environment |= {**variables, "PYTHONPATH": path}
     with server.running(Fresh()):
-        yield Simulated(server, probe, models / "target", report)
+        accepted = 1 if name == "medusa" else 10  # Medusa's are random
+        yield Simulated(server, probe, models / "target", report, accepted)
         server.assert_idle_and_clean()
         assert probe.read()["wrong_lengths"] == []
 
@@ -74,7 +76,7 @@ def test_greedy_is_the_target_alone(gpu: Simulated) -> None:
     assert state["captured"] and state["attention"] == "triton"
     assert all(graphs["graphs"] > 8 for graphs in (*state["draft_graphs"], state["verification_graphs"]))
     stats = gpu.probe.read()
-    assert stats["accepted"] > 10 and len(stats["depths"]) >= 2, "next to nothing was drafted"
+    assert stats["accepted"] >= gpu.accepted and len(stats["depths"]) >= 2, "next to nothing was drafted"
 
 
 def test_sampled_requests_are_served(gpu: Simulated) -> None:
