@@ -17,6 +17,7 @@ from tests.engine.harness import Fresh, Job, Probe, Server, run_jobs, workload
 from tests.engine.test_heads import assert_best
 from tests.simulated_gpu import counts, environment
 
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
 CUDA = {"device": "cuda", "attention-backend": "torch_native", "sampling-backend": "pytorch",
         "disable-prefill-cuda-graph": True, "max-running-requests": 8}  # fmt: skip
 MOST_WAITS = 4
