@@ -40,7 +40,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(toolkits, "_driver", lambda: None)
-    monkeypatch.setattr(toolkits, "_packages", lambda name: [])
+    monkeypatch.setattr(toolkits, "nvidia_folders", lambda name: [])
     return home
 
 
@@ -51,7 +51,7 @@ def elsewhere(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     put(packages / "include" / "cublasLt.h", packages / "include" / "cuda_fp16.h",
         packages / "lib" / "libcublasLt.so.13", driver)  # fmt: skip
     monkeypatch.setattr(toolkits, "_driver", lambda: driver)
-    monkeypatch.setattr(toolkits, "_packages", lambda name: [packages / name])
+    monkeypatch.setattr(toolkits, "nvidia_folders", lambda name: [packages / name])
     return packages
 
 

@@ -8,7 +8,6 @@ CPU's operators stand in for (``operators.py``), with the runtime in ``runtime.c
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -16,6 +15,8 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+
+from adaserve.bench.gpu_check.toolkit import nvidia_folders
 
 HERE = Path(__file__).resolve().parent
 LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_python.so",
@@ -75,9 +76,7 @@ def _refused(source: str) -> str:
 
 
 def _headers() -> Path:
-    spec = importlib.util.find_spec("nvidia")
-    roots = list(spec.submodule_search_locations or ()) if spec else []
-    found = [path.parent for root in roots for path in Path(root).glob("*/include/cuda_runtime_api.h")]
+    found = [place for place in nvidia_folders("include") if (place / "cuda_runtime_api.h").exists()]
     if not found:
         raise FileNotFoundError("no headers of CUDA in NVIDIA's Python packages")
     return found[0]

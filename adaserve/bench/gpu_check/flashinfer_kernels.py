@@ -70,7 +70,7 @@ def main() -> None:
     seconds = compile_all(wanted)
     for spec in wanted:
         (out / spec.name).mkdir(parents=True, exist_ok=True)
-        shutil.copy2(spec.jit_library_path, out / spec.name / f"{spec.name}.so")
+        shutil.copy2(spec.get_library_path(), out / spec.name / f"{spec.name}.so")
     print(f"{len(wanted)} modules in {seconds:.0f} s")
 
 

@@ -75,12 +75,12 @@ def compose(own: Path, folder: Path) -> None:
         script.chmod(0o755)
     if (own / "nvvm").exists():
         (folder / "nvvm").symlink_to(own / "nvvm")
-    for place in (own / "include", own / "targets" / "x86_64-linux" / "include", *_packages("include")):
+    for place in (own / "include", own / "targets" / "x86_64-linux" / "include", *nvidia_folders("include")):
         if not place.is_dir():
             continue
         for entry in sorted(place.iterdir()):
             _link(folder / "include" / entry.name, entry)
-    libraries = [own / "lib64", own / "lib", own / "targets" / "x86_64-linux" / "lib", *_packages("lib")]
+    libraries = [own / "lib64", own / "lib", own / "targets" / "x86_64-linux" / "lib", *nvidia_folders("lib")]
     for name in LIBRARIES:
         if found := _library(name, libraries):
             _link(folder / "lib64" / name, found)
@@ -112,7 +112,7 @@ def _top(nvcc: str) -> Path:
     return Path(found[1]).resolve() if found else Path(nvcc).resolve().parent.parent
 
 
-def _packages(name: str) -> list[Path]:
+def nvidia_folders(name: str) -> list[Path]:
     """Folders of that name in NVIDIA's Python packages."""
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec else []
