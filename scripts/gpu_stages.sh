@@ -122,7 +122,7 @@ kernels() {
     0) say "the kernels agree with their references. Next: smoke" ;;
     3) echo "ATTENTION=triton" >>"$work/settings"
        say "FlashInfer failed (kernels.json says why) and Triton is right: all stages use Triton now. Next: smoke" ;;
-    *) say "attention or noise has no kernel that is right (kernels.json): stay with this stage. Run one:" \
+    *) say "attention, noise or moves has no kernel that is right (kernels.json): stay with this stage. Run one:" \
            "python -m adaserve.bench.gpu_check.kernels --kernel triton --device $device"
        return 2 ;;
   esac

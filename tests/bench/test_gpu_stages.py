@@ -54,7 +54,7 @@ def test_the_first_stages_on_a_cpu(host: Path) -> None:
         assert re.search(rf"[Nn]ext: {following}", done.stdout)
     facts, kernels = (json.loads((host / "out" / f"{n}.json").read_text()) for n in ("facts", "kernels"))
     assert facts["packages"]["sglang"] and facts["disk_write_mb_per_s"] > 0
-    assert all(kernels[name]["right"] and kernels[name]["cases"] for name in ("triton", "noise"))
+    assert all(kernels[name]["right"] and kernels[name]["cases"] for name in ("triton", "noise", "moves"))
 
 
 def test_a_kernel_that_fails_changes_the_rest(host: Path) -> None:

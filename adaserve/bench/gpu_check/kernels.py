@@ -1,5 +1,5 @@
-"""The attention kernels of tree forwards against SDPA and the noise kernel against torch, at the sizes that
-are served; compiles them, too.
+"""The attention kernels of tree forwards against SDPA, and those of noise and of moves against torch, at the
+sizes that are served; compiles them, too.
 
 ``python -m adaserve.bench.gpu_check.kernels --out kernels.json``: every kernel runs in a process of its own,
 all at once, so that their compilers share the host's cores and one that fails does not cost the others.
@@ -36,7 +36,8 @@ from adaserve.engine.device.attention import (
 from adaserve.engine.device.layout import Extent, window_bits
 
 ATTENTION = ("flashinfer", "triton")
-KERNELS = (*ATTENTION, "noise")
+OTHERS = ("noise", "moves")
+KERNELS = (*ATTENTION, *OTHERS)
 TYPES = {"fp16": (torch.float16, 4e-3), "bf16": (torch.bfloat16, 3e-2), "fp32": (torch.float32, 1e-4)}
 """Types, and the largest difference from SDPA in fp32 that rounding explains."""
 
@@ -146,6 +147,28 @@ def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) ->
             "right": worst < NOISE_BOUND}  # fmt: skip
 
 
+def check_moves(paths: int, deepest: int, sizes: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    """Paths of a window of three nodes per level, in buffers of 16-bit entries of ``sizes``, ten times over:
+    what one thread overwrites before another has read it need not show the first time."""
+    from adaserve.engine.device.move_kernel import PathMover
+
+    generator = torch.Generator().manual_seed(0)
+    window = 1 + 3 * deepest
+    slots = torch.randperm(paths * window, generator=generator).view(paths, window)
+    drawn = torch.rand(paths, window - 1, generator=generator).argsort(1)[:, :deepest]
+    target, source = slots[:, 1 : 1 + deepest], slots.gather(1, 1 + drawn.sort(1).values)
+    right = [torch.randn(slots.numel(), size, generator=generator).half().to(device) for size in sizes]
+    buffers = [buffer.clone() for buffer in right]
+    target, source = target.to(device), source.to(device)
+    mover = PathMover(buffers)
+    for _ in range(10):
+        mover.move(target, source)
+        for buffer in right:
+            buffer[target.flatten()] = buffer[source.flatten()].clone()
+    wrong = sum(int((a != b).sum()) for a, b in zip(buffers, right, strict=True))
+    return {"paths": paths, "deepest": deepest, "sizes": sizes, "wrong": wrong, "right": not wrong}
+
+
 def run_one(name: str, device: str) -> dict[str, Any]:
     start_s, where = time.perf_counter(), torch.device(device)
     compiled = {}
@@ -155,6 +178,9 @@ def run_one(name: str, device: str) -> dict[str, Any]:
     if name == "noise":
         sizes = (192, 128_256) if device == "cuda" else (6, 1_300)
         results = [check_noise(*sizes, dtype, where) for dtype in TYPES]
+    elif name == "moves":
+        heads = ((1024,) * 64, (512,) * 16) if device == "cuda" else ((16, 8),)  # of Llama 3.1 8B, 3.2 1B
+        results = [check_moves(64 if device == "cuda" else 3, 5, sizes, where) for sizes in heads]
     else:
         results = [check(name, case, where) for case in (SERVED if device == "cuda" else SMALL)]
     right = all(r["right"] for r in results)
@@ -202,9 +228,9 @@ def main() -> int:
     given.out.write_text(json.dumps(results, indent=1) + "\n")
     for name, result in results.items():
         print(f"{name}: {'right' if result['right'] else 'NOT right'} {result.get('error', '')}")
-    # 0: the preferred kernels are right; 3: another one for attention is; 1: attention or noise has none.
+    # 0: the preferred kernels are right; 3: another one for attention is; 1: attention or another has none.
     order = [results[name]["right"] for name in ATTENTION if name in results]
-    if not results["noise"]["right"]:
+    if not all(results[name]["right"] for name in OTHERS):
         return 1
     return 0 if order[0] else 3 if any(order) else 1
 

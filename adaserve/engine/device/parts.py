@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from adaserve.engine.host.heads import HiddenStates
 from adaserve.engine.parts import Drafter, Mark
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees import verify
+
+if TYPE_CHECKING:
+    from adaserve.engine.device.move_kernel import PathMover  # needs Triton
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class GraphDevice:
         self.target, self.drafts, self.medusa, self.target_states = target, drafts, medusa, target_states
         self.device = target.device
         self._attention = attention  # its kernel's name
+        self._movers: dict[Any, PathMover] = {}
 
     @classmethod
     def of(cls, target: Any, drafts: Sequence[Any], config: AdaServeConfig) -> GraphDevice:
@@ -117,7 +121,8 @@ class GraphDevice:
             attention=attention,
             target_states=readers[0].hidden if readers else None,
         )
-        parts.warm_moves([runner.token_to_kv_pool for runner in (target, *drafts)], widest * most_rows)
+        pools = [runner.token_to_kv_pool for runner in (target, *drafts)]
+        parts.warm_moves([*pools, parts.target_states] if readers else pools)
         parts.warm_draws(int(target.model_config.vocab_size))
         if capture:
             # Before the first request; those first that take the most memory and are missed the most.
@@ -155,15 +160,20 @@ class GraphDevice:
         return verified.in_place
 
     def move(self, pool: Any, target: Tensor, source: Tensor) -> None:
-        pool.move_kv_cache(target, source)
-
-    def warm_moves(self, pools: Sequence[Any], most: int) -> None:
-        """Compiles SGLang's moves of up to ``most`` slots, one kernel for each power of two: before the first
-        request, which would wait for them."""
+        """One kernel on a GPU."""
         if self.device.type != "cuda":
-            return
-        for exponent in range(most.bit_length() + 1):
-            scratch = torch.full((1 << exponent,), verify.SCRATCH_SLOT, dtype=torch.int64, device=self.device)
+            return pool.move_kv_cache(target.flatten(), source.flatten())
+        if pool not in self._movers:
+            from adaserve.engine.device.move_kernel import PathMover
+
+            is_states = isinstance(pool, HiddenStates)
+            self._movers[pool] = PathMover([pool.by_slot] if is_states else [*pool.k_buffer, *pool.v_buffer])
+        return self._movers[pool].move(target, source)
+
+    def warm_moves(self, pools: Sequence[Any]) -> None:
+        """Compiles the kernel that moves KV, before the first request, which would wait for it."""
+        if self.device.type == "cuda":
+            scratch = torch.full((1, 1), verify.SCRATCH_SLOT, dtype=torch.int64, device=self.device)
             for pool in pools:
                 self.move(pool, scratch, scratch)
 

@@ -41,7 +41,8 @@ class VerifyBatch:
     drafted: Mapping[int, np.ndarray]  # bool [T]: nodes that each draft model made, by its number
     held_at: np.ndarray
     """int64 [1 + models, T]: places of the tokens' KV in the pools of the target and of the models in
-    ``drafted``. What a pool does not have stands where it would be committed, so that nothing moves."""
+    ``drafted``, at ``positions`` or behind. What a pool does not have stands where it would be committed, so
+    that nothing moves."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -202,19 +203,19 @@ def walk(t: Tensors, draws: Tensor, n: int, stride: int) -> Acceptance:
 def moves(
     t: Tensors, acceptance: Acceptance, req_to_token: Tensor, n: int, deepest: int
 ) -> tuple[Tensor, Tensor]:
-    """Slots where committed tokens belong, int64 [n * deepest], and where each pool has the accepted nodes,
-    int64 [1 + models, n * deepest], in the order of ``VerifyBatch.drafted`` behind the target.
+    """Slots where committed tokens belong, int64 [n, deepest], and where each pool has the accepted nodes,
+    int64 [1 + models, n, deepest], in the order of ``VerifyBatch.drafted`` behind the target.
 
-    Entries that no node takes move the scratch slot onto itself. Both are contiguous, as kernels read them:
-    of trees of one level ``flatten`` would only give a view of every other entry.
+    A row is a path from the root on, and no node of it was drafted where an earlier one belongs, since
+    columns of the window are never smaller than depths. Entries that no node takes move the scratch slot
+    onto itself.
     """
     depth, row = t["depth"], t["row"]
     taken = torch.where(acceptance.accepted & (depth > 0), depth - 1, deepest)
     places = torch.cat([t["positions"][None], t["held_at"]])
     slots = torch.full((len(places), n, deepest + 1), SCRATCH_SLOT, dtype=torch.int64, device=depth.device)
     slots[:, row, taken] = req_to_token[t["pool_row"], places].long()
-    flat = slots[:, :, :deepest].flatten(1).contiguous()
-    return flat[0], flat[1:]
+    return slots[0, :, :deepest], slots[1:, :, :deepest]
 
 
 def path_index(t: Tensors, acceptance: Acceptance, stride: int) -> Tensor:
