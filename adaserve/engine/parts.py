@@ -204,8 +204,8 @@ class Device(Protocol):
         ...
 
     def move(self, pool: Any, target: Tensor, source: Tensor) -> None:
-        """Moves KV between slots of one of SGLang's pools, or ``target_states``: paths as ``verify.moves`` gives
-        them, both int64 [n, deepest]. Entries that move onto themselves do nothing."""
+        """Moves KV between slots of one of SGLang's pools, or ``target_states``: paths as ``verify.moves``
+        gives them, both int64 [n, deepest]. Entries that move onto themselves do nothing."""
         ...
 
     def time(self, models: Sequence[Any], step: Callable[[], Any]) -> float:

@@ -2,8 +2,9 @@
 
 SGLang's kernel for moves reads all slots before it writes any, but each warp for itself: a slot that one
 warp has written may be one that another has still to read. The slots where a path belongs are among those
-where it was drafted, so that can happen here. In this kernel a thread keeps to its own bytes of every slot and
-moves the tokens of a path in their order, root first. It needs no barrier, and skips what lies where it belongs.
+where it was drafted, so that can happen here. In this kernel a thread keeps to its own bytes of every slot
+and moves the tokens of a path in their order, root first. It needs no barrier, and skips what lies where it
+belongs.
 """
 
 from __future__ import annotations

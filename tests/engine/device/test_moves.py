@@ -16,7 +16,8 @@ def check(seed, n, deepest, sizes):
     rng = torch.Generator().manual_seed(seed)
     window = 1 + 3 * deepest
     table = torch.randperm(n * window + 1, generator=rng)[: n * window].view(n, window)
-    columns = torch.stack([1 + torch.randperm(window - 1, generator=rng)[:deepest].sort().values for _ in range(n)])
+    drawn = torch.rand(n, window - 1, generator=rng).argsort(1)[:, :deepest]
+    columns = 1 + drawn.sort(1).values
     wanted = torch.zeros(n, deepest + 1, 2, dtype=torch.int64)  # strided, as verify.moves gives them
     wanted[:, :deepest, 0] = table[:, 1 : 1 + deepest]
     wanted[:, :deepest, 1] = table.gather(1, columns)

