@@ -16,6 +16,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
+from sglang.srt.observability.req_time_stats import monotonic_time
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary import OF_MEDIA, Limits, RequestError, check_prompt, check_request
@@ -24,6 +25,9 @@ from adaserve.patches import hook
 
 _FIRST = "_adaserve_started"
 """Where a request object keeps its outputs once they were started ahead of the response."""
+
+MOST_MAKING_S = 1.0
+"""Longest time between a request's arrival and its check that is believed."""
 
 HEALTH_ROUTES = ("/health", "/health_generate")
 
@@ -85,12 +89,20 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
         return
     limits = _limits(manager)
     check_request(vars(obj), limits)
+    obj.received_time = arrival(obj.received_time, monotonic_time())
     if not limits.takes_media:
         for name in OF_MEDIA:
             setattr(obj, name, None)
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
     if not _asks_for_health(request) and any(_looks_like_health(rid) for rid in rids):
         raise RequestError("rid must not start with HEALTH_CHECK: SGLang's own health checks do")
+
+
+def arrival(stated: float | None, now: float) -> float:
+    """When a request came. OpenAI routes stamp it before they make the prompt, so that is believed up to
+    ``MOST_MAKING_S``; a client of /generate may state anything, and TTFT, order and admission follow from
+    it."""
+    return now if stated is None else min(max(stated, now - MOST_MAKING_S), now)
 
 
 def _asks_for_health(request: Any) -> bool:
