@@ -107,6 +107,19 @@ class FirstStep:
         return self.cost.fixed_s + n * self.cost.per_token_s
 
 
+LEAST_FIRST = 0.2
+"""Of what a later step for one request takes: a first step that was learned to cost less is not believed."""
+
+
+def _likely_first(start: LatencyModel) -> StepCost:
+    """What was learned of first steps in an earlier run, unless it is next to nothing beside a later step:
+    the fit then put the whole of a draft down to reading long contexts, and that is no prior to scale by."""
+    first, one = start.draft_first, np.array([1.0])
+    if first is None or float(first.alone(one)[0]) < LEAST_FIRST * float(start.draft.alone(one)[0]):
+        return start.draft
+    return first
+
+
 class LearnedCosts(Latency):
     """What an iteration takes on this host. The policies of one server share it, and all of them teach it."""
 
@@ -114,7 +127,7 @@ class LearnedCosts(Latency):
         """``learn`` False: take the start as it is."""
         self._start, self._learn = start, learn
         self.verify = LearnedForward(start.verify, _learned_sizes(start, start.verify))
-        self.first = FirstStep(start.draft_first or start.draft, start.draft.reading)
+        self.first = FirstStep(_likely_first(start), start.draft.reading)
         self.step = CostTable(start.draft.alone, _learned_sizes(start, start.draft))
         self._guess = CostTable(start.draft.alone)  # never taught: the first guess
         self._latest_other = deque([start.overhead_s] * 3, maxlen=LATEST)

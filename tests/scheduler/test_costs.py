@@ -401,3 +401,15 @@ def test_replicas_know_when_their_host_is_busy():
     config = ReplicaConfig(TestSimulated.LATENCY, noise=0.0, busy=((0.0, 1e9, 3.0),))
     replica = build_replica(SimulationConfig(config, "none", PolicyConfig(latency=TestSimulated.LATENCY)))
     assert replica._noisy(1.0) == 3.0
+
+
+@pytest.mark.parametrize("learned", [ForwardCost(0.0, 0.0), ForwardCost(0.0, 2e-6), ForwardCost(1e-5, 0.0)])
+def test_a_first_step_that_was_learned_to_cost_nothing_is_no_start(learned: ForwardCost) -> None:
+    """Long contexts may take all of a draft's time in the fit; the next run starts, and learns better."""
+    start = LatencyModel(ForwardCost(2e-3, 1e-4), ForwardCost(10e-3, 1e-3), 1e-3)
+    saved = LatencyModel.from_json(replace(start, draft_first=learned, learned=True).to_json())
+    first = LearnedCosts(saved).first
+    assert first.seconds(4) == pytest.approx(start.draft.alone(np.array([4.0]))[0], rel=0.2)
+    for _ in range(200):
+        first.observe(4, 0.0, 3e-3)
+    assert first.seconds(4) == pytest.approx(3e-3, rel=0.1)
