@@ -26,8 +26,8 @@ from adaserve.patches import hook
 _FIRST = "_adaserve_started"
 """Where a request object keeps its outputs once they were started ahead of the response."""
 
-MOST_MAKING_S = 1.0
-"""Longest time between a request's arrival and its check that is believed."""
+BELIEVED_DELAY_S = 1.0
+"""How long ago a request may say that it came."""
 
 HEALTH_ROUTES = ("/health", "/health_generate")
 
@@ -99,10 +99,9 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
 
 
 def arrival(stated: float | None, now: float) -> float:
-    """When a request came. OpenAI routes stamp it before they make the prompt, so that is believed up to
-    ``MOST_MAKING_S``; a client of /generate may state anything, and TTFT, order and admission follow from
-    it."""
-    return now if stated is None else min(max(stated, now - MOST_MAKING_S), now)
+    """When a request came, by the server's clock. OpenAI routes stamp it before they make the prompt; a body
+    for /generate may state anything. TTFT, order and admission follow from it, so neither can move it far."""
+    return now if stated is None else min(max(stated, now - BELIEVED_DELAY_S), now)
 
 
 def _asks_for_health(request: Any) -> bool:

@@ -34,6 +34,7 @@ from adaserve.engine.device.attention import (
     TritonKernel,
 )
 from adaserve.engine.device.layout import Extent, window_bits
+from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 ATTENTION = ("flashinfer", "triton")
 OTHERS = ("noise", "moves")
@@ -154,19 +155,24 @@ def check_moves(paths: int, deepest: int, sizes: tuple[int, ...], device: torch.
 
     generator = torch.Generator().manual_seed(0)
     window = 1 + 3 * deepest
-    slots = torch.randperm(paths * window, generator=generator).view(paths, window)
+    slots = 1 + torch.randperm(paths * window, generator=generator).view(paths, window)
     drawn = torch.rand(paths, window - 1, generator=generator).argsort(1)[:, :deepest]
-    target, source = slots[:, 1 : 1 + deepest], slots.gather(1, 1 + drawn.sort(1).values)
-    right = [torch.randn(slots.numel(), size, generator=generator).half().to(device) for size in sizes]
-    buffers = [buffer.clone() for buffer in right]
-    target, source = target.to(device), source.to(device)
-    mover = PathMover(buffers)
+    pairs = torch.stack((slots[:, 1 : 1 + deepest], slots.gather(1, 1 + drawn.sort(1).values)), dim=-1)
+    pairs[0, 0] = SCRATCH_SLOT  # of a path that is shorter
+    target, source = pairs.to(device).unbind(-1)  # strided, as ``verify.moves`` gives them
+    before = [torch.randn(1 + slots.numel(), size, generator=generator).half().to(device) for size in sizes]
+    buffers, right = ([buffer.clone() for buffer in before] for _ in range(2))
+    for buffer in right:
+        buffer[target.flatten()] = buffer[source.flatten()].clone()
+    mover, wrong = PathMover(buffers), 0
     for _ in range(10):
+        for buffer, fresh in zip(buffers, before, strict=True):
+            buffer.copy_(fresh)  # or a path that is moved again and again ends the same in any order
         mover.move(target, source)
-        for buffer in right:
-            buffer[target.flatten()] = buffer[source.flatten()].clone()
-    wrong = sum(int((a != b).sum()) for a, b in zip(buffers, right, strict=True))
-    return {"paths": paths, "deepest": deepest, "sizes": sizes, "wrong": wrong, "right": not wrong}
+        wrong += sum(int((a != b).sum()) for a, b in zip(buffers, right, strict=True))
+    moved = int((target != source).sum())
+    return {"paths": paths, "deepest": deepest, "buffers": len(sizes), "moved": moved, "wrong": wrong,
+            "right": not wrong}  # fmt: skip
 
 
 def run_one(name: str, device: str) -> dict[str, Any]:

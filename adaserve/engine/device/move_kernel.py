@@ -48,7 +48,11 @@ class PathMover:
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["t_path", "t_step", "s_path", "s_step", "deepest"])
+# Compiled once: slots come from views that start anywhere, with any strides.
+@triton.jit(
+    do_not_specialize=["t_path", "t_step", "s_path", "s_step", "deepest"],
+    do_not_specialize_on_alignment=["target", "source"],
+)
 def _move(  # type: ignore[no-untyped-def]
     pointers, words, target, source, t_path, t_step, s_path, s_step, deepest, block: tl.constexpr
 ):
