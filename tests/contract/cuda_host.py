@@ -1,8 +1,8 @@
 """A process that looks like the GPU host of the bundle: one H100, and no packages besides the bundle's and
 what such a host has. It computes nothing.
 
-Run as a program it imports the serving path, registers AdaServe with SGLang and asks what a model's MLP asks,
-and prints what went well.
+Run as a program it imports the serving path, registers AdaServe with SGLang, asks what a model's MLP and the
+draft worker of SGLang's own speculation ask, and prints what went well.
 """
 
 from __future__ import annotations
@@ -25,10 +25,20 @@ SERVING_PATH = (
     "sglang.srt.layers.attention.flashinfer_backend",
     "sglang.srt.layers.attention.triton_backend",
     "sglang.kernels.ops.attention.extend_attention",
+    # What EagleDraftWorker imports on a CUDA host when it is about to capture its graphs, and FLASH_MLA.
+    "sglang.srt.layers.attention.dsa_backend",
+    "sglang.srt.layers.attention.deepseek_v4_backend",
+    "sglang.srt.layers.attention.flashattention_backend",
+    "sglang.srt.speculative.eagle_draft_cuda_graph_runner",
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner",
+    "sglang.srt.speculative.standalone_worker_v2",
     "adaserve.engine.worker",
     "adaserve.engine.device.parts",
     "adaserve.bench.gpu_check.check",
 )
+
+FLASH_MLA = "sglang.srt.layers.attention.flashmla_backend"
+"""On the serving path too, but it imports only once AdaServe is registered: ``flash_mla`` is not there."""
 
 
 def _named(name: str) -> set[str]:
@@ -87,22 +97,36 @@ def ask_dual_gemm() -> Any:
     return DualGemm.__new__(DualGemm)._select_mode(layer, 64)
 
 
+def ask_graphs() -> bool:
+    """What a draft worker of SGLang's own speculation does before it captures its graphs: it asks whether
+    the attention backend that serves is one of those that it imports for the question."""
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+    from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
+
+    return isinstance(FlashInferAttnBackend.__new__(FlashInferAttnBackend), FlashMLABackend)
+
+
 def main() -> None:
     pretend()
     for name in SERVING_PATH:
         importlib.import_module(name)
         print("imported", name)
-    try:
-        ask_dual_gemm()
-    except ModuleNotFoundError as error:
-        print("as it comes: missing", error.name)
+    for ask in (ask_dual_gemm, ask_graphs):
+        try:
+            ask()
+        except ModuleNotFoundError as error:
+            print("as it comes: missing", error.name)
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from adaserve.plugin import register
 
     register()
     HookRegistry.apply_hooks()
-    print("registered:", ask_dual_gemm())
+    print("registered:", ask_dual_gemm(), ask_graphs())
+    try:
+        importlib.import_module(FLASH_MLA).FlashMLABackend(None)
+    except ModuleNotFoundError as error:
+        print("asked for:", error)
 
 
 if __name__ == "__main__":
