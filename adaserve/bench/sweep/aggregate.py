@@ -1,8 +1,9 @@
 """What all cases of a sweep show: attainment and goodput with error bars, and which policy wins by how much.
 
-Systems of a point played the same blocks, so they are compared block by block: bars come from a bootstrap
-over blocks. All requests of a block stay together, since requests that queue behind each other meet or miss
-their SLOs together, and what disturbs the host disturbs all of them.
+Systems of a point played the same blocks, so they are compared block by block: bars say how far blocks
+differ. All requests of a block stay together, since requests that queue behind each other meet or miss their
+SLOs together, and what disturbs the host disturbs all of them. Blocks are few, so the bars are intervals of
+Student's t: a bootstrap over two blocks would hold the truth half of the time, and one over one block never.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import t
 
 from adaserve.bench.sweep.plan import Point, SweepError, SweepPlan
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store
@@ -23,7 +25,7 @@ from adaserve.slo.metrics import RequestRecord
 DRAWS = 2000
 NOISE_POINTS = 1.5
 """Attainment differences below this many percentage points mean nothing on a shared host."""
-_LOW, _HIGH = 5.0, 95.0
+_HIGH = 0.95
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -55,7 +57,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and the 90% interval of its bootstrap."""
+    """A figure and its 90% interval over blocks; the ends are nan where one block is all there is."""
 
     value: float
     low: float
@@ -80,14 +82,13 @@ class Outcome:
 
     def attainment(self, objective: str = "attained") -> Interval:
         """Share of requests that met both SLOs, or one: ``met_tpot``, ``met_ttft``."""
-        drawn = _drawn([self], self.blocks)
-        return _interval(*drawn.ratio(0, objective, "requests"))
+        return _interval(*_Sums.of([self], self.blocks).ratio(0, objective, "requests"), 0.0, 1.0)
 
     def goodput(self) -> Interval:
         """Tokens/s of requests that attained."""
         duration_s = sum(c["duration_s"] for c in self.cases)
-        value, draws = _drawn([self], self.blocks).total(0, "good_tokens")
-        return _interval(value / duration_s, draws / duration_s)
+        value, parts = _Sums.of([self], self.blocks).total(0, "good_tokens")
+        return _interval(value / duration_s, parts / duration_s, 0.0)
 
     def class_attainment(self) -> dict[str, float]:
         """Share of each class's requests that met their SLO."""
@@ -125,7 +126,9 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """better, equal (within the noise), unclear or below."""
+        """better, equal (within the noise), unclear or below; none where one block is all there is."""
+        if math.isnan(self.points.low):
+            return "none"
         if self.points.value >= NOISE_POINTS and self.points.low > 0:
             return "better"
         if self.points.value >= -NOISE_POINTS:
@@ -141,40 +144,58 @@ def _at(line: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 
 @dataclass(frozen=True)
-class _Draws:
-    """Bootstrap weights [draws, blocks] and the sums of each outcome's blocks."""
+class _Sums:
+    """Sums over the blocks that all of some outcomes have: of each block, and of all of them."""
 
-    weights: FloatArray
-    sums: Mapping[str, FloatArray]  # name -> [outcomes, blocks]
+    blocks: Mapping[str, FloatArray]  # name -> [outcomes, blocks]
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], keys: Iterable[tuple[int, int]]) -> _Sums:
+        wanted = sorted(keys)
+        return cls(
+            {
+                f.name: np.array([[getattr(o.blocks[k], f.name) for k in wanted] for o in outcomes], float)
+                for f in fields(Block)
+            }
+        )
 
     def total(self, k: int, name: str) -> tuple[float, FloatArray]:
-        mine = self.sums[name][k]
-        return float(mine.sum()), self.weights @ mine
+        """The sum, and how far each block lies from the others' mean: those parts add up to 0."""
+        mine = self.blocks[name][k]
+        return float(mine.sum()), mine - mine.mean() if len(mine) else mine
 
     def ratio(self, k: int, above: str, below: str) -> tuple[float, FloatArray]:
-        (a, many_a), (b, many_b) = self.total(k, above), self.total(k, below)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return a / b if b else math.nan, many_a / many_b
+        """The ratio of two sums, and by how much each block moves it (the ratio's linearization)."""
+        a, b = self.blocks[above][k], self.blocks[below][k]
+        if not b.sum():
+            return math.nan, np.full(len(b), math.nan)
+        value = float(a.sum() / b.sum())
+        return value, (a - value * b) / b.sum()
 
 
-def _drawn(outcomes: Sequence[Outcome], keys: Iterable[tuple[int, int]]) -> _Draws:
-    """The same resampled blocks for all outcomes."""
-    wanted = sorted(keys)
-    n = max(1, len(wanted))
-    weights = np.random.default_rng(0).multinomial(len(wanted), np.full(n, 1 / n), size=DRAWS).astype(float)
-    sums = {
-        f.name: np.array([[getattr(o.blocks[k], f.name) for k in wanted] for o in outcomes], float)
-        for f in fields(Block)
-    }
-    return _Draws(weights[:, : len(wanted)], sums)
+def _half(parts: FloatArray) -> float:
+    """Half the width of the 90% interval of a figure that each block moves by its part: Student's t, since
+    blocks are few. nan with one block, which says nothing about chance."""
+    n = len(parts)
+    return float(t.ppf(_HIGH, n - 1) * math.sqrt(n) * parts.std(ddof=1)) if n > 1 else math.nan
 
 
-def _interval(value: float, draws: FloatArray) -> Interval:
-    usable = draws[~np.isnan(draws)]
-    if not len(usable):
-        return Interval(value, math.nan, math.nan)
-    low, high = np.percentile(usable, (_LOW, _HIGH), method="lower")
-    return Interval(value, float(low), float(high))
+def _interval(value: float, parts: FloatArray, least: float = -math.inf, most: float = math.inf) -> Interval:
+    half = _half(parts)
+    return Interval(value, max(value - half, least), min(value + half, most))
+
+
+def _ratio_interval(value: float, parts: FloatArray) -> Interval:
+    """Of a ratio, whose ``parts`` are those of its logarithm."""
+    half = _half(parts) if 0 < value < math.inf else math.nan
+    return Interval(value, value * math.exp(-half), value * math.exp(half))
+
+
+def _median_interval(ratios: FloatArray) -> Interval:
+    """The median of paired rounds, and 90% of its bootstrap: one round of six may be far off."""
+    draws = np.median(np.random.default_rng(0).choice(ratios, (DRAWS, len(ratios))), axis=1)
+    low, high = np.percentile(draws, (5.0, 95.0), method="lower")
+    return Interval(float(np.median(ratios)), float(low), float(high))
 
 
 class Results:
@@ -255,10 +276,7 @@ class Results:
         if not rounds:
             return None
         ours, theirs = (np.array(rounds[name][key], float) for name in (PLAIN, STOCK))
-        ratios = ours / theirs
-        draws = np.random.default_rng(0).choice(ratios, (DRAWS, len(ratios)))
-        ratio = _interval(float(np.median(ratios)), np.median(draws, axis=1))
-        return float(np.median(ours)), float(np.median(theirs)), ratio
+        return float(np.median(ours)), float(np.median(theirs)), _median_interval(ours / theirs)
 
     def against(self, point: Point, policy: str, rival: str) -> Comparison | None:
         here = self.at(point)
@@ -281,20 +299,18 @@ def _against(mine: Outcome, rival: Outcome) -> Comparison | None:
     keys = set(mine.blocks) & set(rival.blocks)
     if not keys:
         return None
-    drawn = _drawn([mine, rival], keys)
-    (a, many_a), (b, many_b) = (drawn.ratio(k, "attained", "requests") for k in (0, 1))
+    sums = _Sums.of([mine, rival], keys)
+    (a, parts_a), (b, parts_b) = (sums.ratio(k, "attained", "requests") for k in (0, 1))
     speed = _duration(rival, keys) / _duration(mine, keys)
-    (g, many_g), (h, many_h) = (drawn.total(k, "good_tokens") for k in (0, 1))
+    (g, parts_g), (h, parts_h) = (sums.total(k, "good_tokens") for k in (0, 1))
     with np.errstate(divide="ignore", invalid="ignore"):
-        violations = np.divide(1 - many_b, 1 - many_a)
-        good = _interval(speed * g / h if h else math.inf, speed * many_g / many_h)
-    return Comparison(
-        mine.policy,
-        rival.policy,
-        _interval(100 * (a - b), 100 * (many_a - many_b)),
-        _interval((1 - b) / (1 - a) if a < 1 else math.inf if b < 1 else 1.0, violations),
-        good,
-    )
+        violations = _ratio_interval(
+            (1 - b) / (1 - a) if a < 1 else math.inf if b < 1 else 1.0,
+            parts_a / (1 - a) - parts_b / (1 - b),
+        )
+        goodput = _ratio_interval(speed * g / h if h else math.inf, parts_g / g - parts_h / h)
+    points = _interval(100 * (a - b), 100 * (parts_a - parts_b))
+    return Comparison(mine.policy, rival.policy, points, violations, goodput)
 
 
 def _duration(outcome: Outcome, keys: set[tuple[int, int]]) -> float:

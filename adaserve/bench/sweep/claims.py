@@ -164,7 +164,8 @@ def _times(value: float) -> str:
 
 
 def _between(value: Interval) -> str:
-    return f"{_times(value.value)} [{value.low:.2f}, {value.high:.2f}]"
+    ends = f" [{value.low:.2f}, {value.high:.2f}]" if math.isfinite(value.low) else ""
+    return f"{_times(value.value)}{ends}"
 
 
 def _at_highest(key: str) -> Callable[[Results], str]:

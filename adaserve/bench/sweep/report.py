@@ -132,14 +132,18 @@ def _share(v: Interval) -> str:
 
 
 def _points(v: Interval) -> str:
-    return f"{v.value:+.1f} [{v.low:+.1f}, {v.high:+.1f}]"
+    return f"{v.value:+.1f}{_brackets(v, '+.1f')}"
+
+
+def _brackets(v: Interval, digits: str, scale: float = 1.0) -> str:
+    """The ends of an interval, behind its value; nothing where it has none."""
+    return f" [{scale * v.low:{digits}}, {scale * v.high:{digits}}]" if math.isfinite(v.low) else ""
 
 
 def _times(v: Interval) -> str:
-    def one(x: float) -> str:
-        return "all" if math.isinf(x) else "-" if math.isnan(x) else f"{x:.2f}"
-
-    return f"{one(v.value)}x [{one(v.low)}, {one(v.high)}]" if math.isfinite(v.value) else f"{one(v.value)}"
+    if not math.isfinite(v.value):
+        return "all" if math.isinf(v.value) else "-"
+    return f"{v.value:.2f}x{_brackets(v, '.2f')}"
 
 
 def _page(results: Results, figures: Sequence[str]) -> str:
@@ -211,16 +215,26 @@ def _intro(results: Results) -> str:
 
 def _verdict_text(results: Results) -> str:
     found = [c for p in results.points() if (c := results.against_best(p, results.default)) is not None]
-    count = {v: sum(c.verdict == v for c in found) for v in ("better", "equal", "unclear", "below")}
     sentences = (
-        f"`{results.default}` against the best of all other systems as they are, chosen at each point by",
-        "what it attained (so its luck counts for it). Brackets: 90% of a bootstrap over blocks,",
-        f"on the same requests. Of {len(found)} points: {count['better']} better, {count['equal']} equal",
-        f"within {NOISE_POINTS:g} points, {count['unclear']} unclear, {count['below']} below. `fewer",
-        "violations`: the baseline's over ours. `goodput`: ours over that of the baseline with the highest",
-        "goodput.",
+        f"`{results.default}` against the best of the other systems as they are, chosen at each point by",
+        "what it attained (so its luck counts for it). Brackets: 90% intervals over blocks (Student's t), on",
+        f"the same requests; one block alone has none, and no verdict. {_counted(found)} `fewer violations`:",
+        "the baseline's over ours. `goodput`: ours over that of the baseline with the highest goodput.",
+        *(
+            f"`{theirs}`, the published rules, is not among the others: {_counted(rows)}"
+            for theirs in PUBLISHED
+            if (rows := [c for p in results.points() if (c := results.against(p, results.default, theirs))])
+        ),
     )
     return " ".join(sentences)
+
+
+def _counted(found: Sequence[Comparison]) -> str:
+    count = {v: sum(c.verdict == v for c in found) for v in ("better", "equal", "unclear", "below", "none")}
+    return (
+        f"Of {len(found)} points: {count['better']} better, {count['equal']} equal within {NOISE_POINTS:g} "
+        f"points, {count['unclear']} unclear, {count['below']} below, {count['none']} without a verdict."
+    )
 
 
 def _judged(results: Results, gated: bool) -> list[str]:
@@ -254,14 +268,14 @@ def _published(results: Results) -> list[str]:
     mine, parts = results.default, []
     for theirs in (*PUBLISHED, *(n + GATE for n in PUBLISHED)):
         rows = [
-            (p.id, _points(c.points), _times(c.violations), _times(c.goodput))
+            (p.id, *_cells(c))
             for p in results.points()
             if (c := results.against(p, mine, theirs)) is not None
         ]
         if rows:
             parts += [
                 f"`{mine}` against `{theirs}`:",
-                _md(("point", "points", "fewer violations", "goodput"), rows),
+                _md(("point", "points", "fewer violations", "goodput", "verdict"), rows),
             ]
     return parts
 
@@ -304,7 +318,7 @@ def _numbers(results: Results, point: Point) -> str:
         rows.append(
             (
                 f"**{policy}**" if slo_aware(policy) else policy,
-                f"{100 * a.value:.1f} [{100 * a.low:.0f}, {100 * a.high:.0f}]",
+                f"{100 * a.value:.1f}{_brackets(a, '.0f', 100.0)}",
                 *(f"{100 * o.attainment(k).value:.0f}" for k in ("met_tpot", "met_ttft")),
                 *(f"{100 * by_class.get(n, math.nan):.0f}" for n in names),
                 f"{g.value:.0f}",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from adaserve.bench.sweep.aggregate import Comparison, Interval, Results
+from adaserve.bench.sweep.aggregate import Block, Comparison, Interval, Outcome, Results, compare
 from adaserve.bench.sweep.claims import BEGIN, END, fill_readme, simulated
 from adaserve.bench.sweep.measure import server_figures, settled, write_records
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
@@ -84,7 +86,7 @@ def test_no_violation_left_is_said_and_not_divided_by(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("points", "verdict"),
     [((4, 1, 7), "better"), ((4, -1, 9), "unclear"), ((1, -2, 4), "equal"), ((-1.4, -4, 2), "equal"),
-     ((-3, -6, 0), "unclear"), ((-3, -5, -2), "below")],
+     ((-3, -6, 0), "unclear"), ((-3, -5, -2), "below"), ((4, math.nan, math.nan), "none")],
 )  # fmt: skip
 def test_verdicts(points: tuple[float, float, float], verdict: str) -> None:
     one = Interval(1, 1, 1)
@@ -100,6 +102,53 @@ def test_bars_come_from_blocks(tmp_path: Path) -> None:
     bars = Results(odd).get(Point(0.6), "chain-4")
     assert bars is not None and bars.attainment().value == 0.75
     assert bars.attainment().low <= 0.5 and bars.attainment().high == 1.0
+
+
+def played(attained: Sequence[int], of: int = 100) -> Outcome:
+    """An outcome with blocks in which so many of the requests attained."""
+    blocks = {(0, k): Block(of, n, 100.0 * n, n, n) for k, n in enumerate(attained)}
+    cases = tuple({"seed": 0, "block": k, "duration_s": 20.0} for k in range(len(attained)))
+    return Outcome(Point(1.0), "some", cases, blocks)
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 6])
+def test_an_interval_holds_the_truth_nine_times_of_ten(blocks: int) -> None:
+    """However few blocks there are: a bootstrap over two of them holds it half of the time."""
+    rng, held = np.random.default_rng(blocks), np.zeros(4)
+    for _ in range(1000):
+        host = rng.normal(0, 8, blocks)  # disturbs both
+        mine, theirs = (
+            played((100 * rng.normal(p, 4, blocks) + 100 * host).round().astype(int).tolist(), 10_000)
+            for p in (60, 45)
+        )
+        c = compare(mine, [theirs])
+        assert c is not None
+        found = ((c.points, 15), (c.violations, 55 / 40), (c.goodput, 60 / 45), (mine.attainment(), 0.6))
+        held += [v.low <= truth <= v.high for v, truth in found]
+    assert (held > 870).all() and (held < 930).all(), held
+
+
+def test_one_block_gives_no_interval_and_no_verdict(tmp_path: Path) -> None:
+    plan = replace(PLAN, seeds=(0,), blocks=1, axes=("load",))
+    store = finished_sweep(tmp_path / "s", plan, tpot_ms)
+    c = Results(store).against_best(Point(0.6), "priced")
+    assert c is not None and c.points.value > 10 and c.verdict == "none"
+    assert all(math.isnan(v) for v in (c.points.low, c.violations.high, c.goodput.low))
+    page = write_page(store).read_text()
+    assert (
+        "Of 2 points: 0 better, 0 equal within 1.5 points, 0 unclear, 0 below, 2 without a verdict." in page
+    )
+    assert "nan" not in page and "[-" not in page
+
+
+def test_the_published_rules_are_not_silently_left_out(store) -> None:  # type: ignore[no-untyped-def]
+    """They are compared in a table of their own, so the verdict has to say how that went."""
+    page = write_page(store).read_text()
+    assert "best of all other systems" not in page
+    n = len(Results(store).points())
+    losing = "`adaserve`, the published rules, is not among the others: Of 2 points: 2 better"
+    assert losing in page and f"Of {n} points" in page
+    assert "| point | points | fewer violations | goodput | verdict |" in page
 
 
 def test_both_slos_count_and_each_is_shown_alone(tmp_path: Path) -> None:
