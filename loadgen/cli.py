@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from adaserve.loadgen.bench import class_table, run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec, load_config
@@ -65,7 +66,7 @@ def bench_serve(
     slo: Annotated[list[str] | None, _requests("TPOT SLO: coding=1.2x (baseline), chat=50 (ms).")] = None,
     baseline_ms: Annotated[Number, _requests("ms per token of the idle server (default: ask).")] = None,
     prompts: Annotated[Text, _requests("JSONL(.gz) of {category, text}.")] = None,
-    output_tokens: Annotated[Count, _requests("Tokens to generate, for every class.")] = None,
+    output_tokens: Annotated[Count, _requests("Tokens to generate, for every class (no trace).")] = None,
     temperature: Annotated[Number, _requests("Sampling temperature, for every class.")] = None,
     ignore_eos: Annotated[bool | None, _requests("Generate full lengths (SGLang, vLLM).")] = None,
     warmup: Annotated[Number, _output("Leave out the first seconds of the run.")] = None,
@@ -210,6 +211,11 @@ def _with_classes(config: BenchConfig, mix: str | None, slos: list[str]) -> Benc
 def _with_tokens(config: BenchConfig, output_tokens: int | None, temperature: float | None) -> BenchConfig:
     changes: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
     if output_tokens is not None:
+        if config.trace is not None:
+            raise LoadgenError(
+                "--trace brings its own lengths: leave --output-tokens out, or give the trace a "
+                "max_output_tokens in the configuration"
+            )
         changes["output_tokens"] = Length(median=output_tokens)
     return config.changed(classes={n: c.changed(**changes) for n, c in config.classes.items()})
 
@@ -244,9 +250,9 @@ def _show_plan(config: BenchConfig) -> None:
 def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -> None:
     Console().print(class_table(summary))
     for reason in summary["invalid_reasons"]:
-        console.print(f"[yellow]this run is not valid: {reason}[/yellow]")
+        console.print(f"[yellow]this run is not valid: {escape(reason)}[/yellow]")
     for error, count in list(summary["errors"].items())[:3]:
-        console.print(f"[red]{count} x {error}[/red]", markup=True)
+        console.print(f"[red]{count} x {escape(error)}[/red]")
     console.print(f"results: {folder}, page: {folder / 'report.html'}", soft_wrap=True)
 
 

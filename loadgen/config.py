@@ -198,8 +198,12 @@ class BenchConfig(Setting):
         Path(path).write_text(yaml.safe_dump(self.to_mapping(), sort_keys=False), encoding="utf-8")
 
 
+_SECRETS = ("auth", "cookie", "credential", "key", "password", "secret", "signature", "token")
+
+
 def _secret(header: str) -> bool:
-    return header.lower() in ("authorization", "proxy-authorization", "cookie") or "key" in header.lower()
+    # Rather one header too many than a key in a file that is shared.
+    return any(word in header.lower() for word in _SECRETS)
 
 
 def secret_headers(server: Endpoint) -> dict[str, str]:

@@ -164,6 +164,8 @@ def write_summary(
     summary = summarize(iter_records(folder), warmup_s, meta)
     recorded = summary["requests"] + summary["disconnected"] + summary["warmup_requests"]
     summary["unsent"] = max(0, int(meta.get("planned_requests") or recorded) - recorded)
+    if summary["requests"] and summary["failed"] == summary["requests"]:
+        reasons = [*reasons, f"all {summary['requests']} requests failed"]
     summary["invalid_reasons"] = list(dict.fromkeys([*summary["invalid_reasons"], *reasons]))
     summary["valid"] = not summary["invalid_reasons"]
     write_json(folder / "summary.json", summary)

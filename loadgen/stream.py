@@ -48,17 +48,16 @@ class Target:
             found = socket.getaddrinfo(self.host, self.port, 0, std_socket.SOCK_STREAM)
         except OSError as e:
             raise LoadgenError(f"cannot find the host of {server.url}: {e}") from e
-        self._family, _, _, _, self._address = found[0]
+        self._addresses = [(family, address) for family, _, _, _, address in found]
         self._context = ssl.create_default_context() if self.tls else None
         if self._context is not None and server.insecure:
             self._context.check_hostname = False
             self._context.verify_mode = ssl.CERT_NONE
 
     def connect(self) -> socket.socket:
-        sock = socket.socket(self._family, std_socket.SOCK_STREAM)
+        """A connection to the first address that takes one. Raises OSError."""
+        sock = self._reach()
         try:
-            sock.settimeout(self.server.timeout_s)
-            sock.connect(self._address)
             sock.setsockopt(std_socket.IPPROTO_TCP, std_socket.TCP_NODELAY, 1)
             if self._context is not None:
                 sock = self._context.wrap_socket(sock, server_hostname=self.host)
@@ -66,6 +65,31 @@ class Target:
             sock.close()
             raise
         return sock
+
+    def _reach(self) -> socket.socket:
+        """A name may stand for several addresses, such as ::1 and 127.0.0.1 for localhost, and a server
+        often listens on one of them only. The one that answered is tried first from then on."""
+        failure = OSError("the name stands for no address")
+        for place in tuple(self._addresses):
+            family, address = place
+            try:
+                sock = socket.socket(family, std_socket.SOCK_STREAM)
+            except OSError as e:  # this machine has no IPv6
+                failure = e
+                continue
+            try:
+                sock.settimeout(self.server.timeout_s)
+                sock.connect(address)
+            except OSError as e:
+                sock.close()
+                failure = e
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                self._addresses.sort(key=lambda other: other != place)
+                return sock
+        raise failure
 
     def encode(self, request: PlannedRequest, history: str) -> bytes:
         """The whole HTTP request."""

@@ -202,7 +202,8 @@ def test_results_hold_no_path_and_no_machine(tmp_path: Path) -> None:
     trace = tmp_path / "mine.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5}\n')
     with running_fake(token_ms=5) as fake:
-        done = bench(fake, tmp_path / "r", "--trace", str(trace), f"--config={config_file(tmp_path)}")
+        more = ("--trace", str(trace), f"--config={config_file(tmp_path)}", "--baseline-ms", "20")
+        done = run("bench", "serve", "--url", fake.url, "--out", str(tmp_path / "r"), *more)
     assert done.returncode in (0, 1), done.stderr
     summary = json.loads((tmp_path / "r/summary.json").read_text())
     assert summary["command"].startswith("python -m adaserve.loadgen bench serve --url http://")
