@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,26 @@ _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
 class ServerError(RuntimeError):
     """A server did not start, or died; the message says why and what to do."""
+
+
+def why_no_answer(error: httpx.HTTPError) -> str:
+    """What went wrong, in one line: some of httpx's errors have several, some only their name."""
+    return (str(error).splitlines() or [""])[0].strip() or type(error).__name__
+
+
+def api_key(flags: Sequence[str]) -> str | None:
+    """The key that a server asks for which was started with these flags; the last one counts."""
+    key = None
+    for flag, value in zip(flags, (*flags[1:], ""), strict=False):
+        name, separator, joined = flag.partition("=")
+        if name == "--api-key":
+            key = joined if separator else value
+    return key or None
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The header with which a request is let in."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +119,10 @@ class ServerSpec:
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return bearer(api_key(self.extra))
 
     def command(self) -> list[str]:
         """The command line of ``sglang.launch_server``; widens the embedded target if need be."""
@@ -178,6 +202,11 @@ class Spec(Protocol):
     @property
     def url(self) -> str: ...
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What requests to it need, so that they are let in."""
+        ...
+
     def command(self) -> list[str]: ...
 
     def environment(self) -> dict[str, str]: ...
@@ -246,7 +275,7 @@ class ServerProcess:
                 )
             waiting(waited_s)
             try:
-                if httpx.get(self.url + "/health", timeout=2.0).status_code == 200:
+                if self._ask("GET", "/health", timeout=2.0).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
@@ -298,7 +327,7 @@ class ServerProcess:
 
     def report(self) -> dict[str, Any]:
         """State of the first scheduler: policy, baseline, times, statistics."""
-        info = httpx.get(self.url + "/server_info", timeout=30.0).raise_for_status().json()
+        info = self._ask("GET", "/server_info").raise_for_status().json()
         return dict(info["internal_states"][0]["adaserve"])
 
     def set_policy(self, name: str) -> None:
@@ -324,7 +353,7 @@ class ServerProcess:
 
     def _set_state(self, values: dict[str, int]) -> None:
         body = {"server_args": values}
-        answer = httpx.post(self.url + "/set_internal_state", json=body, timeout=30.0)
+        answer = self._ask("POST", "/set_internal_state", json=body)
         if answer.status_code != 200 or answer.json() != [True]:
             raise ServerError(f"the server refused {values}: {answer.text}")
 
@@ -333,11 +362,15 @@ class ServerProcess:
 
         Raises ServerError when the server does not become idle."""
         end_s = time.monotonic() + _DRAIN_S
-        while httpx.post(self.url + "/flush_cache", timeout=30.0).status_code != 200:
+        while self._ask("POST", "/flush_cache").status_code != 200:
             if time.monotonic() > end_s:
                 raise ServerError(f"the server did not become idle within {_DRAIN_S:.0f} s")
-            httpx.post(self.url + "/abort_request", json={"rid": "", "abort_all": True}, timeout=30.0)
+            self._ask("POST", "/abort_request", json={"rid": "", "abort_all": True})
             time.sleep(0.5)
+
+    def _ask(self, method: str, path: str, json: Any = None, timeout: float = 30.0) -> httpx.Response:
+        """Raises httpx.HTTPError."""
+        return httpx.request(method, self.url + path, json=json, timeout=timeout, headers=self.spec.headers)
 
 
 def _family(leader: int) -> list[psutil.Process]:

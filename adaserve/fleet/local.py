@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from adaserve.cores import usable_cores
-from adaserve.server import ServerError, ServerProcess
+from adaserve.server import ServerError, ServerProcess, api_key, bearer
 
 ROUTERS = {"sglang-router": "sglang_router", "smg": "smg"}
 """Package and module of each router that is known to work."""
@@ -59,6 +59,10 @@ class ReplicaSpec:
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return bearer(api_key(self.flags))
+
     def promising(self, baseline_ms: float) -> ReplicaSpec:
         """The same replica with that baseline, unless its flags give one: a class that is a multiple of the
         baseline must be the same SLO on all replicas, and each would measure another one on a busy host."""
@@ -97,6 +101,10 @@ class RouterSpec:
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return bearer(api_key(self.extra))
 
     def command(self) -> list[str]:
         """Its command line; it ends with the process that started it."""
@@ -144,9 +152,12 @@ class Fleet:
         port: int = 30000,
     ) -> Fleet:
         """Equal replicas with the ``flags`` of `adaserve serve`. The router listens on ``port``, the replicas
-        on the ports behind it, and the router's metrics are on the port behind those. Raises ServerError."""
+        on the ports behind it, and the router's metrics are on the port behind those. An API key of the
+        replicas is the router's, too. Raises ServerError."""
         servers = [ReplicaSpec(port + 1 + i, flags) for i in range(replicas)]
         urls = tuple(server.url for server in servers)
+        if (key := api_key(flags)) and not api_key(router_flags):
+            router_flags = (*router_flags, "--api-key", key)
         return cls(servers, RouterSpec(urls, router, host, port, port + 1 + replicas, router_flags), logs)
 
     @property
@@ -195,7 +206,8 @@ class Fleet:
     def healthy(self) -> int:
         """Replicas that the router sends to; 0 while it does not answer."""
         try:
-            workers = httpx.get(self.url + "/workers", timeout=5.0).raise_for_status().json()["workers"]
+            answer = httpx.get(self.url + "/workers", timeout=5.0, headers=self.router.spec.headers)
+            workers = answer.raise_for_status().json()["workers"]
         except httpx.HTTPError:
             return 0
         return sum(bool(worker["is_healthy"]) for worker in workers)
@@ -238,7 +250,10 @@ def _settled_baseline_ms(replica: ServerProcess) -> float:
     try:
         for i in range(_WARM_REQUESTS):
             body = {"text": f"x = {i}\n", "sampling_params": params}
-            httpx.post(replica.url + "/generate", json=body, timeout=300.0).raise_for_status()
+            answer = httpx.post(
+                replica.url + "/generate", json=body, timeout=300.0, headers=replica.spec.headers
+            )
+            answer.raise_for_status()
         return float(replica.report()["baseline_ms"])
     except httpx.HTTPError as error:
         raise ServerError(f"the first replica does not answer ({error}); see {replica.log}") from error

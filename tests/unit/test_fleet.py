@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -56,6 +59,46 @@ def test_a_replica_that_cannot_start_ends_the_fleet(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="unknown policy 'nonsense'"):
         fleet.up()
     assert not any(process.alive for process in (*fleet.replicas, fleet.router))
+
+
+class Guarded(BaseHTTPRequestHandler):
+    """Answers as a router, a replica and its `/health` do, to those who have the key."""
+
+    def do_GET(self) -> None:
+        allowed = self.path == "/health" or self.headers["Authorization"] == "Bearer K"
+        state = [{"adaserve": {"baseline_ms": 12.5}}]
+        body = json.dumps({"workers": [{"is_healthy": True}], "internal_states": state}).encode()
+        self.send_response(200 if allowed else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("flags", [("--api-key", "K"), ("--api-key=wrong", "--api-key=K")])
+def test_a_fleet_with_a_key_asks_with_it(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Its own questions too: how many replicas are healthy, and what baseline the first one measured."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        fleet = Fleet.of(1, flags, tmp_path, port=server.server_port)
+        assert fleet.healthy() == 1
+        replica = ServerProcess(ReplicaSpec(server.server_port, flags), tmp_path / "replica.log")
+        assert local._settled_baseline_ms(replica) == 12.5
+        replica.spec = ReplicaSpec(server.server_port, ())
+        with pytest.raises(ServerError, match="401"):
+            local._settled_baseline_ms(replica)
+        server.shutdown()
+    command = fleet.router.spec.command()
+    assert command[command.index("--api-key") + 1] == "K", "the router asks the replicas, too"
+    own = Fleet.of(1, flags, tmp_path, "sglang-router", ("--api-key=R",)).router.spec
+    assert own.headers == {"Authorization": "Bearer R"} and "K" not in own.command()
 
 
 class Sleeper(ReplicaSpec):
