@@ -12,12 +12,29 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from adaserve.bench.options import counts, floats, words
 from adaserve.cores import short_spins, usable_cores
 
+
+class Commands(TyperGroup):
+    """Ends a command with one line where the user, or a server, is the cause, whichever command it is."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            if (why := _in_one_line(error)) is None:
+                raise
+            _fail(why)
+
+
 app = typer.Typer(
     name="adaserve",
+    cls=Commands,
     help="Serve every LLM request at the speed it asks for.\n\n"
     "Start with `adaserve demo`, or `adaserve serve` and a request with the header x-slo-tpot-ms.",
     no_args_is_help=True,
@@ -32,13 +49,19 @@ console = Console(stderr=True)
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model-path", help="Target: a folder or Hugging Face name.", show_default="the embedded model"
+        "--model-path",
+        "--model",
+        help="Target: a folder or Hugging Face name.",
+        show_default="the embedded model",
     ),
 ]
 Draft = Annotated[
     str | None,
     typer.Option(
-        "--draft-model-path", help="Draft with the target's vocabulary.", show_default="the embedded model"
+        "--draft-model-path",
+        "--speculative-draft-model-path",  # SGLang's name
+        help="Draft with the target's vocabulary.",
+        show_default="the embedded model",
     ),
 ]
 Drafts = Annotated[
@@ -94,9 +117,32 @@ def _require(context: typer.Context) -> None:
         _fail(f"adaserve {context.invoked_subcommand} needs {name}: pip install 'adaserve[bench]'")
 
 
-def _fail(error: Exception | str) -> NoReturn:
-    console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+def _fail(why: str) -> NoReturn:
+    console.print(f"[red]error:[/] {escape(why)}", highlight=False, soft_wrap=True)
     raise typer.Exit(2)
+
+
+def _in_one_line(error: Exception) -> str | None:
+    """What to tell the user; None for an error of this program, which needs its traceback."""
+    import httpx
+
+    from adaserve.bench.sweep.plan import SweepError
+    from adaserve.config import ConfigError
+    from adaserve.engine.host.build import BuildError
+    from adaserve.learning.versions import VersionError
+    from adaserve.loadgen.errors import LoadgenError
+    from adaserve.pair.widen import PairError
+    from adaserve.server import ServerError, why_no_answer
+    from adaserve.slo.classes import SLOError
+    from adaserve.slo.trace import TraceError
+
+    if isinstance(error, httpx.HTTPError):
+        return f"a server did not answer: {why_no_answer(error)}"
+    ours = (
+        BuildError, ConfigError, LoadgenError, PairError, ServerError, SLOError, SweepError, TraceError,
+        VersionError,
+    )  # fmt: skip
+    return str(error) if isinstance(error, ours) else None
 
 
 def _spec(
@@ -109,19 +155,16 @@ def _spec(
     drafts: str | None = None,
     **settings: Any,
 ) -> Any:
-    from adaserve.config import AdaServeConfig, ConfigError
-    from adaserve.server import ServerError, ServerSpec
+    from adaserve.config import AdaServeConfig
+    from adaserve.server import ServerSpec
 
-    try:
-        is_part = settings.get("draft_kind") == "mtp" and "model" in (drafts or "model").split(",")
-        if is_part and draft is None:
-            draft = model  # an MTP layer stands in the target's checkpoint
-        if drafts is None:
-            drafts = "suffix" if model is not None and draft is None else "model"
-        config = AdaServeConfig(drafts=drafts, **settings)
-        return ServerSpec(model, draft, size, host, port, config, extra)
-    except (ConfigError, ServerError) as error:
-        _fail(error)
+    is_part = settings.get("draft_kind") == "mtp" and "model" in (drafts or "model").split(",")
+    if is_part and draft is None:
+        draft = model  # an MTP layer stands in the target's checkpoint
+    if drafts is None:
+        drafts = "suffix" if model is not None and draft is None else "model"
+    config = AdaServeConfig(drafts=drafts, **settings)
+    return ServerSpec(model, draft, size, host, port, config, extra)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -249,13 +292,8 @@ def demo(
     seconds, prints a table and writes a report.
     """
     from adaserve.bench.demo import run_demo
-    from adaserve.loadgen.errors import LoadgenError
-    from adaserve.server import ServerError
 
-    try:
-        run_demo(seconds, policy, rps, size, out, console, repetition=repetition)
-    except (ServerError, LoadgenError) as error:
-        _fail(error)
+    run_demo(seconds, policy, rps, size, out, console, repetition=repetition)
 
 
 @app.command()
@@ -277,14 +315,9 @@ def profile(
     Takes a minute or two with the embedded pair. From then on `adaserve serve` uses the result.
     """
     from adaserve.bench.profile import run_profile
-    from adaserve.server import ServerError
 
-    try:
-        stored: dict[str, Any] = dict(cpu_weights=cpu_weights, draft_weights=draft_weights)
-        spec = _spec(model, draft, size, second_draft=second_draft, **stored)
-        run_profile(spec, out, console)
-    except ServerError as error:
-        _fail(error)
+    stored: dict[str, Any] = dict(cpu_weights=cpu_weights, draft_weights=draft_weights)
+    run_profile(_spec(model, draft, size, second_draft=second_draft, **stored), out, console)
 
 
 @app.command()
@@ -356,7 +389,6 @@ def bench_latency(
     """Compare TPOT with plain decoding at several batch sizes, in turns on one server per kind of draft."""
     from adaserve.bench.latency import BASE, SELF, SELF_WINDOW, LatencyPlan, run_latency
     from adaserve.bench.repetition import KINDS
-    from adaserve.server import ServerError
 
     others = tuple(p for p in policies if p != BASE)
     if wrong := set(repetition) - set(KINDS):
@@ -376,11 +408,7 @@ def bench_latency(
             chosen = {"drafts": SELF, "draft_window": SELF_WINDOW}
         return _spec(model, draft, size, plan.flags, **chosen, draft_weights=weights or "auto", **common)
 
-    specs = {kind: spec(kind) for kind in draft_kinds}
-    try:
-        run_latency(specs, plan, out, console)
-    except ServerError as error:
-        _fail(error)
+    run_latency({kind: spec(kind) for kind in draft_kinds}, plan, out, console)
 
 
 @bench.command("heads")
@@ -444,14 +472,11 @@ def bench_kernels(
 ) -> None:
     """Milliseconds of forwards by tokens and by context, with the C kernels of this host."""
     from adaserve.bench.kernels import KernelPlan, run_kernels
-    from adaserve.engine.host.build import WITHOUT_AVX512, BuildError
+    from adaserve.engine.host.build import WITHOUT_AVX512
 
     flags = WITHOUT_AVX512 if avx2 else ()
     plan = KernelPlan(tokens, storages, queries, contexts, rounds, threads, layers, flags, against, out)
-    try:
-        run_kernels(plan, console)
-    except BuildError as error:
-        _fail(error)
+    run_kernels(plan, console)
 
 
 @bench.command("context")
@@ -477,16 +502,12 @@ def bench_context(
     """Speculation at long contexts: costs, acceptance, best depth and speedup of each way to draft."""
     from adaserve.bench.context.agreement import TextPlan
     from adaserve.bench.context.run import ContextPlan, run_context
-    from adaserve.engine.host.build import BuildError
 
     text = TextPlan(2, 256, 24, temperature) if quick else TextPlan(4, text_tokens, 96, temperature)
     if quick:
         requests, contexts, rounds = [1, 4], [512, 2048], 2
     plan = ContextPlan(requests, contexts, windows, rounds, threads, "fp16" if fp16 else "fp32", text, out)
-    try:
-        run_context(plan, console)
-    except BuildError as error:
-        _fail(error)
+    run_context(plan, console)
 
 
 def _mount() -> None:

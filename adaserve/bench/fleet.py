@@ -21,7 +21,6 @@ import httpx
 import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.simulate import SimulatedFleet, read_recorded
@@ -29,14 +28,12 @@ from adaserve.fleet.local import ROUTERS, Fleet, ReplicaSpec, RouterSpec
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, Endpoint
-from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.results import check_results_dir, command_line, iter_records, new_results_dir
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.forecasts import CLOSE
-from adaserve.server import ServerError, ServerProcess, free_port
+from adaserve.server import ServerProcess, free_port
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.metrics import PREDICTED, RequestRecord
-from adaserve.slo.trace import TraceError
 
 LOADS = (1, 2, 4, 8)
 """Requests on the loaded replica while headroom is compared."""
@@ -287,11 +284,7 @@ def bench_fleet(
     console = Console(stderr=True)
     folder = out or new_results_dir(Path("results"), "fleet")
     plan = FleetPlan(folder, replicas, router, size, rps, duration, warmup, seed, policy)
-    try:
-        result = run_fleet_bench(plan, console)
-    except (ServerError, LoadgenError, TraceError) as error:
-        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+    result = run_fleet_bench(plan, console)
     print(summary_text(result, replicas))
     console.print(f"results: {folder}", soft_wrap=True, highlight=False)
     if not result["valid"]:

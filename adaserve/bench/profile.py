@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -17,22 +18,22 @@ from adaserve.server import ServerSpec
 
 
 def run_profile(spec: ServerSpec, out: Path | None, console: Console) -> None:
-    """Starts a server that measures itself, saves the profile and shows fits. Raises ServerError."""
-    with tempfile.TemporaryDirectory() as folder:
-        ticks, log = Path(folder) / "ticks", Path(folder) / "server.log"
-        ticks.touch()
-        env = {
-            PROFILE_ENV: json.dumps({"ticks": str(ticks), "out": None if out is None else str(out.resolve())})
-        }
-        stop = threading.Event()
-        watcher = threading.Thread(target=_watch, args=(ticks, stop, console), daemon=True)
-        watcher.start()
-        try:
-            with running(spec, log, env=env) as server:
-                path = Path(server.report()["profile"])
-        finally:
-            stop.set()
-            watcher.join()
+    """Starts a server that measures itself, saves the profile and shows fits. Raises ServerError, whose text
+    names the server's log: that stays where something went wrong."""
+    folder = Path(tempfile.mkdtemp(prefix="adaserve-profile-"))
+    ticks = folder / "ticks"
+    ticks.touch()
+    env = {PROFILE_ENV: json.dumps({"ticks": str(ticks), "out": None if out is None else str(out.resolve())})}
+    stop = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(ticks, stop, console), daemon=True)
+    watcher.start()
+    try:
+        with running(spec, folder / "server.log", env=env) as server:
+            path = Path(server.report()["profile"])
+    finally:
+        stop.set()
+        watcher.join()
+    shutil.rmtree(folder)
     show_fit(path)
     console.print(f"written to {path}")
 

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 from rich.console import Console
 
-from adaserve.server import ServerProcess, ServerSpec, free_port
+from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port, why_no_answer
 
 
 @contextmanager
@@ -18,7 +19,8 @@ def running(
 ) -> Iterator[ServerProcess]:
     """A server on a free port, stopped at the end; the console shows that it starts and stops.
 
-    Raises ServerError."""
+    Raises ServerError, also where the server stops answering meanwhile: only here it is known where its log
+    is."""
     console = console or Console(quiet=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     server = ServerProcess(replace(spec, port=free_port()), log, env)
@@ -26,6 +28,19 @@ def running(
         server.start(lambda seconds: status.update(f"starting the server ({seconds:.0f} s)"))
     try:
         yield server
+    except httpx.HTTPError as error:
+        if not asked(server, error):
+            raise
+        why = why_no_answer(error) if server.alive else f"it ended:\n{server.why()}\n"
+        raise ServerError(f"the server does not answer: {why} (full log: {log})") from error
     finally:
         with console.status("stopping the server"):
             server.stop()
+
+
+def asked(server: ServerProcess, error: httpx.HTTPError) -> bool:
+    """Whether it was this server that failed to answer, and not another one."""
+    try:
+        return str(error.request.url).startswith(server.url + "/")
+    except RuntimeError:  # nothing was asked
+        return False

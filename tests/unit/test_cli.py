@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from adaserve import server
-from adaserve.cli import app
-from adaserve.config import ENV
+from adaserve.bench import profile, servers
+from adaserve.cli import Commands, app
+from adaserve.config import ENV, ConfigError
+from adaserve.pair.widen import PairError
+from adaserve.server import ServerError, ServerProcess, ServerSpec
 
 
 @pytest.fixture
@@ -46,3 +54,99 @@ def test_a_second_draft_model_that_cannot_be_served(
 ) -> None:
     result = CliRunner().invoke(app, ["serve", "--model-path", "m", *words])
     assert result.exit_code == 2 and says in result.output and not started
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "--size", "banana"],
+        ["profile", "--size", "banana"],
+        ["demo", "--size", "banana", "--seconds", "5"],
+        ["demo", "--policy", "bogus", "--seconds", "5"],
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    words: list[str], started: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
+    (line,) = (text for text in result.stderr.splitlines() if text.startswith("error: "))
+    assert words[2] in line and not started
+
+
+GONE = httpx.ConnectError("[Errno 111] refused [/foo]\nmore", request=httpx.Request("GET", "http://h:1/x"))
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ConfigError("no [/foo]"), "error: no [/foo]"),
+        (PairError("no pair"), "error: no pair"),
+        (GONE, "error: a server did not answer: [Errno 111] refused [/foo]"),
+        (httpx.ReadTimeout(""), "error: a server did not answer: ReadTimeout"),
+    ],
+)
+def test_errors_of_users_and_servers_end_any_command_in_one_line(error: Exception, says: str) -> None:
+    commands, below = typer.Typer(cls=Commands), typer.Typer()
+
+    @below.command()
+    def one() -> None:
+        raise error
+
+    @below.command()
+    def other() -> None:
+        raise KeyError("a mistake of ours")
+
+    commands.add_typer(below, name="below")
+    result = CliRunner().invoke(commands, ["below", "one"])
+    assert result.exit_code == 2 and result.stderr.strip() == says
+    ours = CliRunner().invoke(commands, ["below", "other"])
+    assert isinstance(ours.exception, KeyError), "that needs its traceback"
+
+
+@pytest.mark.parametrize("model", ["--model-path", "--model"])
+@pytest.mark.parametrize("draft", ["--draft-model-path", "--speculative-draft-model-path"])
+def test_sglangs_names_of_the_models(model: str, draft: str, started: list[list[str]]) -> None:
+    result = CliRunner().invoke(app, ["serve", model, "m", f"{draft}=d"])
+    assert result.exit_code == 0, result.output
+    (command,) = started
+    assert command[command.index("--model-path") + 1] == "m" and "--model" not in command
+    assert command[command.index("--speculative-draft-model-path") + 1] == "d"
+    assert not [word for word in command if "adaserve-embedded" in word]
+
+
+class Dead(ServerProcess):
+    """A server that starts and then answers nothing."""
+
+    def start(self, waiting: Any = None) -> None:
+        self.log.write_text("it burns")
+
+
+def test_a_server_that_stops_answering_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "ServerProcess", Dead)
+    log = tmp_path / "server.log"
+    with pytest.raises(ServerError, match="it burns") as raised, servers.running(ServerSpec(), log) as one:
+        one.report()
+    assert str(log) in str(raised.value)
+    with pytest.raises(httpx.ConnectError), servers.running(ServerSpec(), log):
+        raise GONE  # of another server
+
+
+def test_the_log_of_a_profile_that_failed_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = []
+
+    @contextmanager
+    def failing(spec: ServerSpec, log: Path, env: Any) -> Any:
+        log.write_text("why")
+        logs.append(log)
+        raise ServerError(f"it ended (full log: {log})")
+        yield
+
+    monkeypatch.setattr(profile, "running", failing)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ServerError):
+        profile.run_profile(ServerSpec(), None, Console(quiet=True))
+    assert logs[0].read_text() == "why"

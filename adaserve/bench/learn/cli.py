@@ -55,8 +55,8 @@ def bench_learn(
     from adaserve.bench.learn.offline import VARIANTS, run_offline
     from adaserve.bench.learn.online import LearnPlan, run_learn
     from adaserve.bench.learn.texts import HOME, PATTERNS
-    from adaserve.config import AdaServeConfig, ConfigError
-    from adaserve.server import ServerError, ServerSpec
+    from adaserve.config import AdaServeConfig
+    from adaserve.server import ServerSpec
 
     console = Console(stderr=True)
     parts = tuple(w.strip() for w in order.split(","))
@@ -73,15 +73,11 @@ def bench_learn(
         raise typer.BadParameter(f"--order has {error}: write it as cpp+law:64") from None
     _known("--order", tuple(domains), (*PATTERNS, HOME))
     settings: dict[str, Any] = {"learn": True, "learn_share": share, "learn_loss": loss, "learn_nice": nice}
-    try:
-        if offline:
-            run_offline(plan, chosen, out, console)
-        else:
-            spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy, **settings))
-            run_learn(spec, plan, out, console)
-    except (ServerError, ConfigError) as error:
-        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+    if offline:
+        run_offline(plan, chosen, out, console)
+    else:
+        spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy, **settings))
+        run_learn(spec, plan, out, console)
 
 
 def _known(option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:

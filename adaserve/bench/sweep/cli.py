@@ -7,6 +7,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from adaserve.bench.options import counts, floats, words
 from adaserve.bench.options import seeds as seed_list
@@ -188,5 +189,5 @@ def bench_sweep(
 
 
 def _fail(error: Exception, console: Console) -> NoReturn:
-    console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+    console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
     raise typer.Exit(2)

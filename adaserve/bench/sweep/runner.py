@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -303,7 +304,7 @@ class Sweep:
                     "started": datetime.now(UTC).isoformat(timespec="seconds"),
                 }
             )
-            self._say(f"[red]{case.id} failed[/]: {self.last_error}")
+            self._say(f"[red]{case.id} failed[/]: {escape(self.last_error)}")
             self.host.stop()
             return False
         write_records(self.store.records_path(case.id), answers)
@@ -426,7 +427,7 @@ def _one_line(line: dict[str, Any], left_s: float) -> str:
     return (
         f"{line['id']}: attained {total['slo_attainment'] or 0:.1%}, goodput "
         f"{total['token_goodput'] or 0:.0f} tokens/s, TPOT {'-' if tpot is None else f'{tpot:.1f}'} ms"
-        + (f" ([yellow]{line['error']}[/])" if line["error"] else "")
+        + (f" ([yellow]{escape(line['error'])}[/])" if line["error"] else "")
         + f"; about {left_s / 60:.0f} min left"
     )
 
