@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -45,10 +46,16 @@ class Versions:
         self.folder = folder
 
     def history(self) -> list[Version]:
-        """Oldest first."""
+        """Oldest first, without lines that were cut off while they were written."""
+        found = []
+        for line in self._lines():
+            with suppress(msgspec.DecodeError):
+                found.append(msgspec.json.decode(line, type=Version))
+        return found
+
+    def _lines(self) -> list[bytes]:
         path = self.folder / _HISTORY
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        return [msgspec.json.decode(line, type=Version) for line in lines]
+        return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
     def has_weights(self, version: Version) -> bool:
         return self._file(version.number).exists()
@@ -60,8 +67,9 @@ class Versions:
         version.number = 1 + max((v.number for v in past), default=0)
         version.at = time.time()
         _replace(self._file(version.number), weights)
+        torn = any(not line.endswith(b"\n") for line in self._lines()[-1:])
         with (self.folder / _HISTORY).open("ab") as file:
-            file.write(msgspec.json.encode(version) + b"\n")
+            file.write(b"\n" * torn + msgspec.json.encode(version) + b"\n")
         self.choose(version.number)
         for old in past[: 1 - KEPT]:
             self._file(old.number).unlink(missing_ok=True)

@@ -49,6 +49,21 @@ def test_old_weights_go_and_their_history_stays(tmp_path: Path) -> None:
     assert [v.number for v in versions.history() if versions.has_weights(v)] == list(range(6, KEPT + 6))
 
 
+def test_a_line_that_was_cut_off_costs_that_line_alone(tmp_path: Path) -> None:
+    """A machine that lost its power leaves one; the server must still start, and learning go on."""
+    versions = Versions(tmp_path)
+    versions.add(b"weights 1", version())
+    with (tmp_path / "history.jsonl").open("ab") as file:
+        file.write(b'{"number": 2, "at": 17')
+    assert [v.number for v in versions.history()] == [1]
+    found = versions.current("/models/draft")
+    assert found is not None and found[1] == b"weights 1"
+    versions.add(b"weights 2", version())
+    assert [v.number for v in versions.history()] == [1, 2]
+    found = versions.current("/models/draft")
+    assert found is not None and found[1] == b"weights 2"
+
+
 def test_the_commands(tmp_path: Path) -> None:
     save_drafts(tmp_path / "draft")
     draft = DraftCopy(str(tmp_path / "draft"))
