@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
+from sglang.srt.server_args import ServerArgs
 
+from adaserve.algorithm import refuse_unsupported
+from adaserve.config import AdaServeConfig
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.prometheus import ServerMetrics
@@ -62,6 +66,14 @@ def test_llm_d_refers_to_plugins_and_attributes_that_are_there() -> None:
     attributes = {metric["attributeKey"] for metric in engine["customMetrics"]}
     read_by = [plugins[name]["parameters"] for name in ("keeps-its-slo", "most-headroom", "shortest-wait")]
     assert {p.get("attribute", p.get("attributeKey")) for p in read_by} <= attributes
+
+
+def test_dynamo_starts_what_adaserve_serves() -> None:
+    """ADASERVE refuses some of SGLang's settings, and Dynamo would start its workers again for ever."""
+    words = read("dynamo.yaml")["spec"]["services"]["decode"]["extraPodSpec"]["mainContainer"]["args"]
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    refuse_unsupported(parser.parse_args(words), AdaServeConfig())
 
 
 def test_keda_and_the_hpa_scale_alike() -> None:
