@@ -22,6 +22,8 @@ from adaserve.bench.sweep.ttft import OTHER_RULE, TTFT_RULES
 from adaserve.bench.sweep.tuning import chosen_text
 from adaserve.bench.terminal import table
 
+_MOST_SHOWN = 1000.0
+
 _TITLES = {
     "attainment-load.png": "Attainment of both SLOs, goodput and TTFT against request rate",
     "attainment-gate.png": "The same, with the same gate and prefills for all",
@@ -137,7 +139,11 @@ def _points(v: Interval) -> str:
 
 def _brackets(v: Interval, digits: str, scale: float = 1.0) -> str:
     """The ends of an interval, behind its value; nothing where it has none."""
-    return f" [{scale * v.low:{digits}}, {scale * v.high:{digits}}]" if math.isfinite(v.low) else ""
+    if not math.isfinite(v.low):
+        return ""
+    # Few violations leave their ratio open; how many digits its end has says nothing.
+    high = f"{scale * v.high:{digits}}" if scale * v.high < _MOST_SHOWN else f"over {_MOST_SHOWN:g}"
+    return f" [{scale * v.low:{digits}}, {high}]"
 
 
 def _times(v: Interval) -> str:

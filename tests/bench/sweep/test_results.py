@@ -141,6 +141,15 @@ def test_one_block_gives_no_interval_and_no_verdict(tmp_path: Path) -> None:
     assert "nan" not in page and "[-" not in page
 
 
+def test_a_ratio_of_what_happened_in_one_block_has_no_interval() -> None:
+    """Both missed something there alone, so how often one misses more than the other is not known."""
+    c = compare(played([100, 60, 100]), [played([100, 40, 100])])
+    assert c is not None and c.violations.value == pytest.approx(1.5)
+    assert math.isnan(c.violations.low) and c.points.low < 0 < c.points.high
+    few = compare(played([100, 100, 99]), [played([100, 99, 97])])
+    assert few is not None and math.isnan(few.violations.low) and not math.isnan(few.goodput.low)
+
+
 def test_the_published_rules_are_not_silently_left_out(store) -> None:  # type: ignore[no-untyped-def]
     """They are compared in a table of their own, so the verdict has to say how that went."""
     page = write_page(store).read_text()
