@@ -1,35 +1,61 @@
 #!/usr/bin/env bash
-# The first half hour on a GPU host, one stage at a time, from the repository's root:
+# The first half hour on a GPU host, one stage or a few at a time, from the repository's root:
 #
-#   scripts/gpu_stages.sh STAGE [--device cpu]
+#   scripts/gpu_stages.sh STAGE... [--device cpu]
 #
 #   assemble    unpack the bundle's parts (gpu-bundle/) into site/, with this working tree's code  1 min
 #   facts       what the host has                                                                  1 min
-#   kernels     compile the attention kernels and compare them; make the large pair meanwhile      2-8 min
-#   smoke       the small pair: AdaServe's greedy text against SGLang's                             3 min
-#   plain       the large pair on SGLang without speculation: reference outputs, TPOT              3 min
-#   adaserve    exactness, TPOT, cost of verification, share outside of the models                 5 min
-#   standalone  SGLang's own speculation with topk 1 and 2                                         5 min
-#   profile     torch profiles at batch 1 and 32                                                   2 min
-#   mixed       one mixed load: priced against STANDALONE                                          4 min
+#   kernels     compile the attention kernels and compare them; make the large pair meanwhile      3-8 min
+#   smoke       the small pair: AdaServe's greedy text against SGLang's                            4 min
+#   plain       the large pair on SGLang without speculation: reference outputs, TPOT              3-4 min
+#   adaserve    exactness, TPOT, cost of verification, share outside of the models                 5-7 min
+#   standalone  SGLang's own speculation with topk 1 and 2                                         5-7 min
+#   profile     torch profiles at batch 1 and 32                                                   3-4 min
+#   mixed       three mixed loads: priced against STANDALONE                                       6-7 min
 #
-# Every stage saves below .local/gpu-stages/ (and in $OUT, where that is set), says what came out and what to
-# do next, and can be run again: what is done is not repeated. Minutes are guesses until a GPU has run it.
+# Minutes are guesses until a GPU has run it, one to three of them for every server that has to start. Of the
+# stages from plain to mixed, those that are named together share their servers: "adaserve profile" starts one.
+# The stages end after DEADLINE seconds (560) in all; what was measured by then is saved, and the same command
+# goes on from there. Stages can be run again: what is done is not repeated.
+#
+# Everything is saved below .local/gpu-stages/. Where $OUT is set, it always holds what there is so far, in at
+# most eight files: gpu-stages.tar.gz with everything but traces, the latest gpu-check.json, and the traces.
 # Settings: PAIR=small for the small pair throughout, ATTENTION=triton to leave FlashInfer out,
 # SIZES="--batches 1,8 ..." for other sizes (the same in all stages), PYTHON for the interpreter.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-stage=${1:-help}
-device=cuda
-[ "${2:-}" = --device ] && device=${3:?--device needs cuda or cpu}
+stages=() device=cuda
+while [ $# -gt 0 ]; do
+  case $1 in
+    --device) device=${2:?--device needs cuda or cpu}; shift ;;
+    *) stages+=("$1") ;;
+  esac
+  shift
+done
+DEADLINE=${DEADLINE:-560} # seconds since the start, which bash counts in SECONDS
 work=$PWD/.local/gpu-stages
 mkdir -p "$work"
 # What an earlier stage found out (ATTENTION, PAIR, CUDA_HOME) holds unless the environment says otherwise.
 given_attention=${ATTENTION:-} given_pair=${PAIR:-} given_home=${CUDA_HOME:-}
-[ -f "$work/settings" ] && . "$work/settings"
-ATTENTION=${given_attention:-${ATTENTION:-auto}} PAIR=${given_pair:-${PAIR:-large}}
-CUDA_HOME=${given_home:-${CUDA_HOME:-}}
+settle() {
+  ATTENTION= PAIR= CUDA_HOME=
+  [ -f "$work/settings" ] && . "$work/settings"
+  ATTENTION=${given_attention:-${ATTENTION:-auto}} PAIR=${given_pair:-${PAIR:-large}}
+  CUDA_HOME=${given_home:-${CUDA_HOME:-}}
+  [ "$device" = cuda ] || PAIR=small
+  # Where SGLang and FlashInfer find what they compile kernels with: see facts.
+  if [ "$device" = cuda ]; then
+    if [ -n "$CUDA_HOME" ]; then export CUDA_HOME; else unset CUDA_HOME; fi
+  fi
+}
+remember() { # remember NAME [VALUE]: for this stage and the later ones; without a value, what was said before goes
+  touch "$work/settings"
+  sed -i "/^$1=/d" "$work/settings"
+  if [ $# -gt 1 ]; then printf '%s="%s"\n' "$1" "$2" >>"$work/settings"; fi
+  settle
+}
+settle
 PYTHON=${PYTHON:-python}
 
 # Without PYTHONSAFEPATH the folder adaserve/ here would be found before the installed package.
@@ -39,22 +65,57 @@ if [ "$device" = cuda ]; then
   export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1 FLASHINFER_CUDA_ARCH_LIST=${FLASHINFER_CUDA_ARCH_LIST:-9.0a}
   # SGLang's compiled radix tree was made for torch 2.14, and misreads the tensors of 2.11.
   export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
-  # Where SGLang and FlashInfer find what they compile kernels with: see facts.
-  if [ -n "$CUDA_HOME" ]; then export CUDA_HOME; else unset CUDA_HOME; fi
   export XDG_CACHE_HOME=${XDG_CACHE_HOME:-$PWD/.local/cache}
-else
-  PAIR=small
 fi
 sizes=${SIZES:---rounds 2 --mixed-seconds 20} # of one check: its stages must agree on them
 
 say() { printf '\n== %s\n' "$*"; }
-keep() { # what the stages wrote, without models, to where it is fetched from
-  if [ -n "${OUT:-}" ]; then cp -r "$work/." "$OUT/"; fi
-}
-trap keep EXIT
 
-gpu_check() { # gpu_check FOLDER SIZE STAGE...
-  local folder=$1 size=$2 words=()
+file_limit=$((16 << 20)) most_traces=5
+small_enough() { [ "$(stat -c %s "$1")" -le "$file_limit" ]; }
+put() { # put FILE NAME: into $OUT at once or not at all, since this may be ended at any time
+  cp -p "$1" "$OUT/partial" && mv "$OUT/partial" "$OUT/$2"
+}
+keep() { # what the stages wrote, to where it is fetched from: few files, none of them deep
+  [ -n "${OUT:-}" ] || return 0
+  local report trace name without=('*/profiles')
+  for more in '' './*/mixed-*' '*.log'; do # what is dropped where the rest is still too large
+    [ -n "$more" ] && without+=("$more")
+    tar -C "$work" "${without[@]/#/--exclude=}" -czf "$OUT/partial" . 2>/dev/null
+    small_enough "$OUT/partial" && break
+  done
+  mv "$OUT/partial" "$OUT/gpu-stages.tar.gz"
+  report=$(ls -t "$work"/check-*/gpu-check.json "$work"/smoke-*/gpu-check.json 2>/dev/null | head -1)
+  [ -n "$report" ] && put "$report" gpu-check.json
+  # shellcheck disable=SC2012
+  ls -t "$work"/*/profiles/*/*.json* 2>/dev/null | head -"$most_traces" | while read -r trace; do
+    name=${trace#"$work/"}
+    name=trace-${name%%/*}-$(basename "$(dirname "$trace")").json${trace##*.json}
+    if ! small_enough "$trace"; then
+      echo "$trace has more than 16 MiB and stays on this host"
+    elif [ ! -e "$OUT/$name" ] || [ "$trace" -nt "$OUT/$name" ]; then
+      put "$trace" "$name"
+    fi
+  done
+}
+keep_now_and_then() { # a command that is killed has no last word
+  while sleep "${SAVE_EVERY:-10}" && kill -0 $$; do
+    if [ -n "$(find "$work" -newer "$OUT/gpu-stages.tar.gz" -print -quit 2>&1)" ]; then keep; fi
+  done
+}
+saver=
+finish() {
+  if [ -n "$saver" ]; then kill "$saver"; wait "$saver" 2>/dev/null; fi
+  keep
+}
+timed() { # timed COMMAND...: ends with the deadline; 124 or 137 = it did not end by itself
+  local left=$((DEADLINE - SECONDS))
+  [ "$left" -gt 10 ] || return 124
+  timeout --signal=INT --kill-after=10 "$((left - 10))" "$@"
+}
+
+gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...
+  local folder=$1-$ATTENTION size=$2 words=()
   shift 2
   for only in "$@"; do words+=(--only "$only"); done
   local flags="--adaserve-attention $ATTENTION"
@@ -65,14 +126,19 @@ gpu_check() { # gpu_check FOLDER SIZE STAGE...
     flags+=" --disable-prefill-cuda-graph --max-total-tokens 300000 --adaserve-attention $ATTENTION"
   fi
   # shellcheck disable=SC2086
-  "$PYTHON" -m adaserve.cli gpu-check --device "$device" --size "$size" --flags "$flags" \
+  timed "$PYTHON" -m adaserve.cli gpu-check --device "$device" --size "$size" --flags "$flags" \
     --out "$work/$folder" --stage-limit "${LIMIT:-420}" "${words[@]}" $sizes
 }
 
-done_or_stop() { # done_or_stop STATUS: 3 is a missed target, which the next stages may explain
-  case $1 in 0 | 3) return 0 ;; esac
-  say "$stage is not done: the lines above say why, and the logs below $work. Mend that and run it again;" \
-      "if it must wait, help lists the other stages"
+done_or_stop() { # done_or_stop STATUS STAGE...: 3 is a missed target, which the next stages may explain
+  local status=$1
+  shift
+  case $status in
+    0 | 3) return 0 ;;
+    124 | 137) say "$* is not done: the time was up. What was measured is saved; the same command goes on there" ;;
+    *) say "$* is not done: the lines above say why, and the logs below $work. Mend that and run it again;" \
+           "if it must wait, help lists the other stages" ;;
+  esac
   return 2
 }
 
@@ -98,7 +164,9 @@ facts() {
     cat "$work/facts.log"
     return 2
   }
-  sed -n 's/^ *"home": "\(.*\)",$/CUDA_HOME="\1"/p' "$work/facts.json" >>"$work/settings"
+  local home
+  home=$(sed -n 's/^ *"home": "\(.*\)",$/\1/p' "$work/facts.json")
+  if [ -n "$home" ]; then remember CUDA_HOME "$home"; fi
   cat "$work/facts.json"
   grep '^note: ' "$work/facts.log"
   say "next: kernels (with what the notes say)"
@@ -106,21 +174,31 @@ facts() {
 
 kernels() {
   local making=
+  remember ATTENTION # an earlier run of this stage may have chosen, and it may not hold any more
+  remember PAIR
   if [ "$PAIR" = large ]; then
-    "$PYTHON" -m adaserve.bench.gpu_check.shapes >"$work/widening.log" 2>&1 &
+    timed "$PYTHON" -m adaserve.bench.gpu_check.shapes >"$work/widening.log" 2>&1 &
     making=$!
   fi
-  "$PYTHON" -m adaserve.bench.gpu_check.kernels --device "$device" --out "$work/kernels.json" \
+  timed "$PYTHON" -m adaserve.bench.gpu_check.kernels --device "$device" --out "$work/kernels.json" \
     2>"$work/kernels.log"
-  local right=$?
-  if [ -n "$making" ] && ! wait "$making"; then
+  local right=$? made=0
+  if [ -n "$making" ]; then
+    wait "$making"
+    made=$?
+  fi
+  if [ $right = 124 ] || [ $right = 137 ] || [ $made = 124 ] || [ $made = 137 ]; then
+    done_or_stop 124 kernels
+    return
+  fi
+  if [ $made != 0 ]; then
     tail -3 "$work/widening.log"
-    echo "PAIR=small" >>"$work/settings"
+    remember PAIR small
     say "the large pair could not be made, so the stages go on with the small one"
   fi
   case $right in
     0) say "the kernels agree with their references. Next: smoke" ;;
-    3) echo "ATTENTION=triton" >>"$work/settings"
+    3) remember ATTENTION triton
        say "FlashInfer failed (kernels.json says why) and Triton is right: all stages use Triton now. Next: smoke" ;;
     *) say "attention, noise or moves has no kernel that is right (kernels.json): stay with this stage. Run one:" \
            "python -m adaserve.bench.gpu_check.kernels --kernel triton --device $device"
@@ -131,50 +209,71 @@ kernels() {
 smoke() {
   gpu_check smoke small sglang:exactness adaserve:exactness
   local found=$?
-  done_or_stop $found || return 2
+  done_or_stop $found smoke || return 2
   if [ $found = 0 ]; then
     say "the small pair is exact. Next: plain"
   else
     say "the small pair is not exact: spend the time here, not on speed." \
-        "Try ATTENTION=triton scripts/gpu_stages.sh smoke (after rm -r .local/gpu-stages/smoke), then --disable-cuda-graph"
+        "Try ATTENTION=triton scripts/gpu_stages.sh smoke, then --disable-cuda-graph"
     return 2
   fi
 }
 
-plain() {
-  gpu_check check "$PAIR" sglang:exactness sglang:speed
-  done_or_stop $? || return 2
-  say "next: adaserve. If this server ran out of memory: PAIR=small from here on"
+of_the_check() { # what a stage on the pair runs; 1 for the other stages
+  case $1 in
+    plain) echo sglang:exactness sglang:speed ;;
+    adaserve) echo adaserve:exactness adaserve:speed adaserve:verification ;;
+    standalone) for kind in sglang-own-topk1 sglang-own-topk2; do echo "$kind:speed" "$kind:exactness"; done ;;
+    profile) echo adaserve:profile ;;
+    mixed) echo adaserve:mixed-priced sglang-own-topk1:mixed ;;
+    *) return 1 ;;
+  esac
 }
 
-adaserve() {
-  gpu_check check "$PAIR" adaserve:exactness adaserve:speed adaserve:verification
-  done_or_stop $? || return 2
-  say "outputs that differ (not ties): back to kernels. Outside of the models above 8%: profile first." \
-      "Otherwise: standalone"
+advise() {
+  case $1 in
+    plain) say "next: adaserve. If this server ran out of memory: PAIR=small from here on" ;;
+    adaserve) say "outputs that differ (not ties): back to kernels. Outside of the models above 8%: profile first." \
+                  "Otherwise: standalone" ;;
+    standalone) say "slower than STANDALONE at some batch: profile at that batch. Next: profile" ;;
+    profile) say "busy_share below 0.9: the device waits for the host; the trace shows where. Next: mixed" ;;
+    mixed) say "all stages have run; the report is $work/check-$PAIR-$ATTENTION/gpu-check.json" ;;
+  esac
 }
 
-standalone() {
-  local kinds=(sglang-own-topk1 sglang-own-topk2) words=()
-  for kind in "${kinds[@]}"; do words+=("$kind:speed" "$kind:exactness"); done
-  gpu_check check "$PAIR" "${words[@]}"
-  done_or_stop $? || return 2
-  say "slower than STANDALONE at some batch: profile at that batch. Next: profile"
+together() { # together STAGE...: stages on the pair in one check, so that each server starts once
+  local words=()
+  for stage in "$@"; do
+    # shellcheck disable=SC2207
+    words+=($(of_the_check "$stage"))
+  done
+  gpu_check "check-$PAIR" "$PAIR" "${words[@]}"
+  done_or_stop $? "$@" || return 2
+  for stage in "$@"; do advise "$stage"; done
 }
 
-profile() {
-  gpu_check check "$PAIR" adaserve:profile
-  done_or_stop $? || return 2
-  say "busy_share below 0.9: the device waits for the host; the trace shows where. Next: mixed"
-}
-
-mixed() {
-  gpu_check check "$PAIR" adaserve:mixed-priced sglang-own-topk1:mixed
-  done_or_stop $? || return 2
-  say "all stages have run; the report is $work/check/gpu-check.json"
-}
-
-case $stage in
-  assemble | facts | kernels | smoke | plain | adaserve | standalone | profile | mixed) "$stage" ;;
-  *) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /d;p;}' "$0"; [ "$stage" = help ] ;;
-esac
+for stage in "${stages[@]:-help}"; do
+  case $stage in
+    assemble | facts | kernels | smoke | plain | adaserve | standalone | profile | mixed) ;;
+    *) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /d;p;}' "$0"; [ "$stage" = help ]; exit ;;
+  esac
+done
+trap finish EXIT
+if [ -n "${OUT:-}" ]; then
+  keep_now_and_then >/dev/null 2>&1 </dev/null &
+  saver=$!
+fi
+at=0
+while [ $at -lt ${#stages[@]} ]; do
+  stage=${stages[at]} group=()
+  while [ $at -lt ${#stages[@]} ] && of_the_check "${stages[at]}" >/dev/null; do
+    group+=("${stages[at]}")
+    at=$((at + 1))
+  done
+  if [ ${#group[@]} -gt 0 ]; then
+    together "${group[@]}" || exit 2
+  else
+    at=$((at + 1))
+    "$stage" || exit 2
+  fi
+done

@@ -19,7 +19,7 @@ from adaserve.bench.gpu_check.answers import Answer
 from adaserve.bench.gpu_check.check import Check, Sections, StageError
 from adaserve.bench.gpu_check.cli import _plan
 from adaserve.bench.gpu_check.figures import draw
-from adaserve.bench.gpu_check.findings import CheckPlan, Findings
+from adaserve.bench.gpu_check.findings import CheckPlan, Findings, resume
 from adaserve.bench.gpu_check.servers import ADASERVE, OWN, PLAIN, Pair, spec_of
 from adaserve.bench.gpu_check.targets import outside_share, targets
 from adaserve.bench.gpu_check.traces import summary
@@ -231,6 +231,66 @@ def test_results_come_back(tmp_path: Path, started: list[FakeServer]) -> None:
     assert len(started) == 1
     with pytest.raises(ServerError, match="another --out"):
         kind(Pair("t", "d", "cpu"), CheckPlan(tokens=5), tmp_path, Console(quiet=True)).run()
+
+
+def test_an_interrupted_stage_goes_on_where_it_was(
+    tmp_path: Path, started: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is there for minutes measures no batch size, policy or load twice."""
+    asked: list[Any] = []
+    ends: list[int] = []  # how many measurements there are when the time is up
+
+    def once(what: Any) -> float:
+        if len(asked) == ends[-1]:
+            raise KeyboardInterrupt
+        asked.append(what)
+        return float(len(asked))
+
+    def generate(*_: Any, **__: Any) -> list[Answer]:
+        once("outputs")
+        return []
+
+    def mixed(_: Any, folder: Path, *__: Any) -> dict[str, float]:
+        return {"token_goodput": once(folder.parent.name)}
+
+    monkeypatch.setattr(answers, "tpot_ms", lambda _url, prompts, _tokens: once(len(prompts)))
+    monkeypatch.setattr(answers, "generate", generate)
+    monkeypatch.setattr("adaserve.bench.gpu_check.check.run_mixed", mixed)
+    monkeypatch.setattr("adaserve.bench.gpu_check.check._prompts", lambda *_: [[1]])
+    monkeypatch.setattr(FakeServer, "set_policy", lambda *_: None, raising=False)
+    monkeypatch.setattr(FakeServer, "drain", lambda *_: None, raising=False)
+    monkeypatch.setattr(
+        FakeServer, "report", lambda _: {"latency": {}, "baseline_ms": 9.0, "times": {}}, raising=False
+    )
+    plan = CheckPlan(batches=(1, 8), policies=("priced",), rounds=1, loads=(0.5, 0.9))
+    only = [f"{PLAIN}:speed", f"{ADASERVE}:exactness", f"{OWN[0]}:mixed"]
+
+    def run() -> Check:
+        made = Check(Pair("t", "d", "cpu"), plan, tmp_path, Console(quiet=True), only=only)
+        made.run()
+        return made
+
+    monkeypatch.setattr("adaserve.bench.gpu_check.check.resume", _with_reference(resume))
+    for end in (1, 3, 6):
+        ends.append(end)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    ends.append(99)
+    found = run().found
+    assert asked == [1, 8, *["outputs"] * 3, "mixed-0.5", "mixed-0.9"]
+    assert found.tpot_ms[PLAIN] == {1: 1.0, 8: 2.0} and set(found.mixed) == {"0.5", "0.9"}
+    assert list(found.exact) == ["priced", "chain-4", "none"] and len(found.done) == 3
+
+
+def _with_reference(resumed: Any) -> Any:
+    """As if the plain server's outputs had been there from the start."""
+
+    def resume_with(*words: Any) -> Findings:
+        found: Findings = resumed(*words)
+        found.reference = [Answer((1,), 1.0)]
+        return found
+
+    return resume_with
 
 
 def test_a_stage_that_hangs_is_ended(tmp_path: Path, started: list[FakeServer]) -> None:

@@ -6,8 +6,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -37,38 +40,137 @@ def run(host: Path, *words: str, **settings: str) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
 
 
+def saved(host: Path, *names: str) -> list[str]:
+    """Files of the archive that a stage leaves to be fetched."""
+    with tarfile.open(host / "out" / "gpu-stages.tar.gz") as archive:
+        files = [archive.extractfile(f"./{name}") for name in names]
+        return [file.read().decode() for file in files if file is not None]
+
+
+def fake_python(host: Path, script: str) -> str:
+    """An interpreter that does what a shell does with ``script``."""
+    fake = host / "python"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    return str(fake)
+
+
 def test_help_lists_every_stage(host: Path) -> None:
     text = run(host, "help").stdout
     listed = re.findall(r"^  ([a-z]+)  +", text, re.MULTILINE)
-    known = re.search(r"^  (assemble \|.*)\) ", SCRIPT.read_text(), re.MULTILINE)
+    known = re.search(r"^    (assemble \|.*)\) ", SCRIPT.read_text(), re.MULTILINE)
     assert known is not None and listed == known.group(1).split(" | ")
     unknown = run(host, "speed")
     assert unknown.returncode and "scripts/gpu_stages.sh STAGE" in unknown.stdout
+    assert (
+        run(host, "facts", "speed").returncode
+        and not (host / ".local" / "gpu-stages" / "facts.json").exists()
+    )
 
 
 def test_the_first_stages_on_a_cpu(host: Path) -> None:
-    """Each saves what it found and names the next one."""
-    for stage, following in (("assemble", "facts"), ("facts", "kernels"), ("kernels", "smoke")):
-        done = run(host, stage, "--device", "cpu")
+    """Each saves what it found and names the next one, alone or with others in one call."""
+    for stages, following in ((("assemble", "facts"), ("facts", "kernels")), (("kernels",), ("smoke",))):
+        done = run(host, *stages, "--device", "cpu")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert re.search(rf"[Nn]ext: {following}", done.stdout)
-    facts, kernels = (json.loads((host / "out" / f"{n}.json").read_text()) for n in ("facts", "kernels"))
+        assert re.findall(r"[Nn]ext: (\w+)", done.stdout) == list(following)
+    facts, kernels = map(json.loads, saved(host, "facts.json", "kernels.json"))
     assert facts["packages"]["sglang"] and facts["disk_write_mb_per_s"] > 0
     assert all(kernels[name]["right"] and kernels[name]["cases"] for name in ("triton", "noise", "moves"))
 
 
 def test_a_kernel_that_fails_changes_the_rest(host: Path) -> None:
     """The choice is written down for the stages that follow, unless the environment says otherwise."""
-    fake = host / "python"
-    fake.write_text('#!/bin/sh\ncase "$*" in *kernels*) exit 3;; *) echo "$*";; esac\n')
-    fake.chmod(0o755)
-    done = run(host, "kernels", PYTHON=str(fake), PAIR="small")
+    fails = 'case "$*" in *kernels*) exit 3;; *) echo "$*";; esac'
+    fake = fake_python(host, fails)
+    done = run(host, "kernels", PYTHON=fake, PAIR="small")
     assert done.returncode == 0 and "Triton" in done.stdout
-    later = run(host, "profile", PYTHON=str(fake), PAIR="small").stdout
+    later = run(host, "profile", PYTHON=fake, PAIR="small").stdout
     assert "--attention-backend triton" in later and "--adaserve-attention triton" in later
     assert "--only adaserve:profile" in later
-    chosen = run(host, "profile", PYTHON=str(fake), PAIR="small", ATTENTION="flashinfer").stdout
+    chosen = run(host, "profile", PYTHON=fake, PAIR="small", ATTENTION="flashinfer").stdout
     assert "--attention-backend flashinfer" in chosen
+
+
+def test_kernels_choose_anew(host: Path) -> None:
+    """What an earlier run of the stage chose is forgotten, and another choice is another check."""
+    spoilt = 'case "$*" in *.shapes*) exit 1;; *.kernels*) exit 3;; *) echo "$*";; esac'
+    assert run(host, "kernels", PYTHON=fake_python(host, spoilt)).returncode == 0
+    first = run(host, "plain", PYTHON=fake_python(host, spoilt)).stdout
+    assert "--attention-backend triton" in first and "--size small" in first
+    whole = spoilt.replace("exit 1", "exit 0").replace("exit 3", "exit 0")
+    assert run(host, "kernels", PYTHON=fake_python(host, whole)).returncode == 0
+    second = run(host, "plain", PYTHON=fake_python(host, whole)).stdout
+    assert "--attention-backend flashinfer" in second and "--size large" in second
+    folders = [re.findall(r"--out \S*/(\S+)", said) for said in (first, second)]
+    assert folders == [["check-small-triton"], ["check-large-auto"]]
+
+
+def test_stages_that_share_servers_are_one_check(host: Path) -> None:
+    done = run(host, "smoke", "plain", "profile", "adaserve", PYTHON=fake_python(host, 'echo "$*"'))
+    checks = [re.findall(r"--only (\S+)", line) for line in done.stdout.splitlines() if "gpu-check" in line]
+    assert done.returncode == 0 and checks == [
+        ["sglang:exactness", "adaserve:exactness"],
+        ["sglang:exactness", "sglang:speed", "adaserve:profile", "adaserve:exactness", "adaserve:speed",
+         "adaserve:verification"],
+    ]  # fmt: skip
+
+
+def test_a_stage_that_fails_ends_the_chain(host: Path) -> None:
+    fake = fake_python(host, 'echo "$*"; exit 2')
+    done = run(host, "smoke", "plain", PYTHON=fake)
+    assert done.returncode == 2 and "smoke is not done" in done.stdout and "check-" not in done.stdout
+
+
+def test_the_time_is_up(host: Path) -> None:
+    """Before the call's own limit, so that there is time to stop servers and to save."""
+    fake = fake_python(host, "exec sleep 60")
+    start_s = time.monotonic()
+    done = run(host, "plain", PYTHON=fake, DEADLINE="12")
+    assert time.monotonic() - start_s < 30
+    assert done.returncode == 2 and "the time was up" in done.stdout
+    late = run(host, "plain", PYTHON=fake, DEADLINE="9")
+    assert late.returncode == 2 and "the time was up" in late.stdout
+
+
+MIB = 1 << 20
+
+
+def test_what_is_fetched_is_little_and_flat(host: Path) -> None:
+    """A call brings back eight files of 16 MiB at most, two folders down."""
+    work = host / ".local" / "gpu-stages"
+    for folder, batches in (("check-small-triton", (1, 32)), ("check-large-auto", (1, 4, 8, 16, 32, 64))):
+        for batch in batches:
+            trace = work / folder / "profiles" / f"batch-{batch}" / "1764-TP-0.trace.json.gz"
+            trace.parent.mkdir(parents=True)
+            trace.write_bytes(bytes([batch]) * (17 * MIB if batch == 64 else 100))
+        (work / folder / "gpu-check.json").write_text(f'"{folder}"')
+        os.utime(work / folder / "gpu-check.json", (1.0, 1.0 + ("large" in folder)))
+    runs = work / "check-large-auto" / "mixed-0.5" / "priced"
+    runs.mkdir(parents=True)
+    (runs / "requests.csv").write_bytes(os.urandom(17 * MIB))
+    done = run(host, "profile", PYTHON=fake_python(host, "exit 0"))
+    assert "batch-64" in done.stdout and "16 MiB" in done.stdout
+    fetched = [path for path in (host / "out").rglob("*") if path.is_file()]
+    assert len(fetched) <= 8 and all(path.parent == host / "out" for path in fetched)
+    assert all(path.stat().st_size <= 16 * MIB for path in fetched)
+    assert (host / "out" / "gpu-check.json").read_text() == '"check-large-auto"'
+    assert (host / "out" / "trace-check-large-auto-batch-32.json.gz").read_bytes() == bytes([32]) * 100
+    assert saved(host, "check-small-triton/gpu-check.json") == ['"check-small-triton"']
+
+
+def test_a_call_that_is_killed_has_saved(host: Path) -> None:
+    """SIGKILL leaves no time for a last word."""
+    found = host / ".local" / "gpu-stages" / "check-small-auto" / "gpu-check.json"
+    fake = fake_python(host, f"mkdir -p {found.parent}; echo {{}} >{found}; exec sleep 20")
+    env = {**os.environ, "PYTHON": fake, "OUT": str(host / "out"), "SAVE_EVERY": "0.2", "PAIR": "small"}
+    command = ["bash", str(host / "scripts" / SCRIPT.name), "plain"]
+    stages = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
+    time.sleep(3)
+    os.killpg(stages.pid, signal.SIGKILL)
+    stages.wait()
+    assert (host / "out" / "gpu-check.json").read_text() == "{}\n"
+    assert saved(host, "check-small-auto/gpu-check.json") == ["{}\n"]
 
 
 @pytest.mark.parametrize("stage", ["smoke", "plain", "adaserve", "standalone", "profile", "mixed"])

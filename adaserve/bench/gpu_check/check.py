@@ -80,10 +80,11 @@ class Check:
         return {s for s in every if not only or any(s == w or s.startswith(f"{w}:") for w in only)}
 
     def run(self) -> dict[str, Any]:
-        """Runs what is still to be done, writes ``out`` after every stage; returns the report.
+        """Runs what is still to be done; returns the report.
 
-        A stage that fails, or takes too long, is written down, and the next one runs. Raises ServerError
-        where ``out`` is another check's.
+        Writes ``out`` after every stage, and within one after every batch size, policy and load: a stage that
+        was interrupted goes on behind what it has saved. One that fails, or takes too long, is written down,
+        and the next one runs. Raises ServerError where ``out`` is another check's.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         self.found = resume(self.out, self._identity())
@@ -187,9 +188,11 @@ class Check:
         self.found.latency_model, self.found.device = state["latency"], state.get("device", {})
         self.found.baseline_ms = state["baseline_ms"]
         for policy in (*self.plan.policies, "chain-4", NONE):
-            server.set_policy(policy)
-            server.drain()
-            self._outputs(server, policy)
+            if policy not in self.found.exact:
+                server.set_policy(policy)
+                server.drain()
+                self._outputs(server, policy)
+                self._save()
 
     def _outputs(self, server: ServerProcess, name: str) -> None:
         if not self.found.reference:
@@ -215,9 +218,10 @@ class Check:
     def _speed(self, server: ServerProcess, names: Sequence[str], switch: bool = False) -> None:
         """TPOT by batch; ``switch``: the names are policies, which take turns."""
         p, n = self.plan, len(self._prompts)
+        left = [b for b in p.batches if any(b not in self.found.tpot_ms.get(name, {}) for name in names)]
         with progress(self.console) as bar:
-            task = bar.add_task("TPOT", total=len(p.batches) * p.rounds * len(names))
-            for batch in p.batches:
+            task = bar.add_task("TPOT", total=len(left) * p.rounds * len(names))
+            for batch in left:
                 samples: dict[str, list[float]] = {name: [] for name in names}
                 spent: dict[str, dict[str, float]] = {name: {} for name in names}
                 for turn in range(p.rounds):
@@ -236,6 +240,7 @@ class Check:
                     self.found.tpot_ms.setdefault(name, {})[batch] = statistics.median(samples[name])
                     if spent[name]:
                         self.found.details.setdefault(name, {})[batch] = spent[name]
+                self._save()
 
     def _verification_cost(self, server: ServerProcess) -> None:
         """Device time of verifying 64 tokens (16 requests, chains of 3) and of 64 plainly decoded ones."""
@@ -271,6 +276,8 @@ class Check:
         busiest = max(self.found.tpot_ms[PLAIN])
         capacity_tps = busiest / self.found.tpot_ms[PLAIN][busiest] * 1e3
         for load in self.plan.loads:
+            if name in self.found.mixed.get(f"{load:g}", {}):
+                continue
             folder = self.out / f"mixed-{load:g}" / name
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
             summary = run_mixed(
@@ -278,6 +285,7 @@ class Check:
                 self.found.baseline_ms, self.plan.seed, self.console,
             )  # fmt: skip
             self.found.mixed.setdefault(f"{load:g}", {})[name] = summary
+            self._save()
             server.drain()
 
     def _identity(self) -> dict[str, Any]:
