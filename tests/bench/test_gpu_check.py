@@ -342,6 +342,31 @@ def test_a_stage_says_what_it_needs(tmp_path: Path) -> None:
         alone._mixed(server, OWN[0])
 
 
+def test_a_mixed_load_asks_for_what_it_is_judged_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose own baseline differs must not aim at other milliseconds."""
+    from adaserve.bench.gpu_check.mixed import run_mixed
+    from adaserve.loadgen import protocol
+    from adaserve.loadgen.schedule import build_schedule
+
+    configs = []
+
+    def run_bench(config: Any, *_: Any, **__: Any) -> dict[str, Any]:
+        configs.append(config)
+        return {"by_class": {}, "invalid_reasons": [], "token_goodput": 1.0}
+
+    monkeypatch.setattr("adaserve.bench.gpu_check.mixed.run_bench", run_bench)
+    monkeypatch.setattr("adaserve.bench.gpu_check.mixed.refuse_what_ended_early", lambda _: None)
+    server: Any = FakeServer()
+    run_mixed(server, tmp_path, 640.0, 2.0, 10.0, 0, Console(quiet=True))
+    (config,) = configs
+    requests = build_schedule(config).requests
+    assert len({request.slo_class for request in requests}) == 3
+    for request in requests:
+        sent = protocol.slo_headers(config.server, request)
+        assert sent["x-slo-class"] == request.slo_class
+        assert sent["x-slo-tpot-ms"] == f"{request.tpot_ms:.6g}"
+
+
 def test_what_a_trace_says(tmp_path: Path) -> None:
     """Overlapping kernels are busy once."""
     events = [{"cat": "kernel", "name": n, "ts": ts, "dur": dur}
