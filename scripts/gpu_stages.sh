@@ -237,7 +237,8 @@ advise() {
                   "Otherwise: standalone" ;;
     standalone) say "slower than STANDALONE at some batch: profile at that batch. Next: profile" ;;
     profile) say "busy_share below 0.9: the device waits for the host; the trace shows where. Next: mixed" ;;
-    mixed) say "all stages have run; the report is $work/check-$PAIR-$ATTENTION/gpu-check.json" ;;
+    mixed) say "all stages have run; the report is $work/check-$PAIR-$ATTENTION/gpu-check.json." \
+               "Its target for goodput needs the stage sglang-own-topk2:mixed, too (adaserve gpu-check --only)" ;;
   esac
 }
 

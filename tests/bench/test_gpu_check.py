@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,10 @@ def findings() -> Findings:
         "1.3": {name: {"token_goodput": value} for name, value in goodput.items()},
     }
     return Findings(
-        exact={"adaserve": clean, f"{PLAIN}, one by one": {**clean, "different": [{}]}},
+        exact={
+            **dict.fromkeys(("priced", "adaserve", "chain-4", "none"), clean),
+            f"{PLAIN}, one by one": {**clean, "different": [{}]},
+        },
         tpot_ms={
             PLAIN: {1: 10.0, 32: 12.0},
             "adaserve": {1: 4.0, 32: 9.0},
@@ -96,8 +100,12 @@ def findings() -> Findings:
     )
 
 
+PLAN = CheckPlan(batches=(1, 32), exact_prompts=2, loads=(0.5, 1.3))
+"""All of it was measured in ``findings``."""
+
+
 def test_targets() -> None:
-    met = {t["target"]: (t["value"], t["met"]) for t in targets(findings())}
+    met = {t["target"]: (t["value"], t["met"]) for t in targets(findings(), PLAN)}
     assert list(met.values()) == [
         (0, True),
         (2.5, True),
@@ -106,16 +114,91 @@ def test_targets() -> None:
         (pytest.approx(0.02), True),
         (1.1, True),
     ]
+    assert not any(t["missing"] for t in targets(findings(), PLAN))
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    assert [t["met"] for t in targets(Findings())] == [None] * 6
+    rows = targets(Findings(), CheckPlan())
+    assert [(t["value"], t["met"]) for t in rows] == [(None, None)] * 6
+    assert all(t["missing"] for t in rows)
+
+
+EXACT, BATCH_1, EVERY_BATCH, GOODPUT = 0, 1, 2, 5
+
+
+def target(number: int, found: Findings, plan: CheckPlan = PLAN) -> tuple[bool | None, list[str]]:
+    row = targets(found, plan)[number]
+    return row["met"], row["missing"]
+
+
+def test_a_target_is_not_met_by_halves() -> None:
+    """What is missing could still miss it; what misses it already does."""
+    found = findings()
+    del found.exact["chain-4"]
+    assert target(EXACT, found) == (None, ["outputs of chain-4"])
+    found.exact["none"] = {"requests": 2, "identical": 1, "ties": 0, "different": [{}]}
+    assert target(EXACT, found)[0] is False
+    found = findings()
+    found.exact["none"] = {**found.exact["none"], "requests": 1}
+    assert target(EXACT, found) == (None, ["outputs of none"])
+
+    found = findings()
+    found.tpot_ms["adaserve"][32] = 7.0
+    assert target(EVERY_BATCH, found) == (True, [])
+    more = replace(PLAN, batches=(1, 32, 64))
+    missing = [f"TPOT of {name} at batch 64" for name in (*OWN, "priced")]
+    assert target(EVERY_BATCH, found, more) == (None, missing)
+    del found.tpot_ms[OWN[1]]
+    assert target(EVERY_BATCH, found)[0] is None, "the other tree may be faster"
+    found.tpot_ms["adaserve"][32] = 9.0
+    assert target(EVERY_BATCH, found, more)[0] is False
+    del found.tpot_ms[PLAIN][1]
+    assert target(BATCH_1, found) == (None, ["TPOT of sglang at batch 1"])
+
+
+def test_goodput_is_judged_at_the_highest_load_of_the_plan_alone() -> None:
+    found = findings()
+    plan = replace(PLAN, loads=(0.5, 1.3, 2.0))
+    missing = [f"goodput of {name} at load 2" for name in (*OWN, "priced")]
+    assert target(GOODPUT, found, plan) == (None, missing)
+    found.mixed["1.3"]["adaserve"]["invalid_reasons"] = ["the load generator was late"]
+    assert target(GOODPUT, found) == (False, []), "priced alone has less than SGLang"
+    found.mixed["1.3"][OWN[0]]["invalid_reasons"] = ["the load generator was late"]
+    found.mixed["1.3"]["priced"]["token_goodput"] = 120.0
+    assert target(GOODPUT, found) == (None, [f"goodput of {OWN[0]} at load 1.3"])
+
+
+def test_only_full_verifications_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of a batch that fills or runs empty, which verify fewer tokens in less time."""
+    from adaserve.bench.gpu_check import verification
+
+    monkeypatch.setattr(verification, "LOOK_EVERY_S", 0.0)
+    steps = [(0, 0, 0.0), (2, 70, 0.01), (4, 198, 0.05), (4, 198, 0.05), (6, 326, 0.09), (9, 500, 0.1)]
+    reports = iter(steps)
+    over = threading.Event()
+
+    class Server:
+        def report(self) -> dict[str, Any]:
+            iterations, verified, target_s = next(reports, steps[-1])
+            if iterations == steps[-1][0]:
+                over.set()
+            older, newer = {"sums": {"verify_tokens": float(verified)}}, {"sums": {}}
+            times = {"iterations": float(iterations), "target_s": target_s}
+            return {"times": times, "stats": {"buckets": [older, newer]}}
+
+    server: Any = Server()
+    ms, iterations = verification.target_ms(server, lambda: over.wait(10), 64)
+    assert iterations == 4 and ms == pytest.approx(20.0)
+    reports = iter(steps)
+    over.clear()
+    with pytest.raises(ServerError, match="verified 63 tokens"):
+        verification.target_ms(server, lambda: over.wait(10), 63)
 
 
 def test_a_dry_run_claims_no_speed() -> None:
-    rows = targets(findings(), dry=True)
+    rows = targets(findings(), PLAN, dry=True)
     assert [t["met"] for t in rows] == [True] + [None] * 5
-    assert [t["value"] for t in rows] == [t["value"] for t in targets(findings())]
+    assert [t["value"] for t in rows] == [t["value"] for t in targets(findings(), PLAN)]
 
 
 def test_speed_is_asked_of_the_default_policy_first() -> None:
@@ -124,7 +207,7 @@ def test_speed_is_asked_of_the_default_policy_first() -> None:
         32: {"iterations": 1.0, "target_s": 0.6, "draft_s": 0.3, "loops": 1.0, "loop_s": 1.0}
     }
     found.tpot_ms["priced"] = {1: 3.0}
-    values = [t["value"] for t in targets(found)]
+    values = [t["value"] for t in targets(found, PLAN)]
     assert values[1] == pytest.approx(3.3333) and values[4] == pytest.approx(0.1)
 
 
@@ -385,7 +468,7 @@ def test_what_a_trace_says(tmp_path: Path) -> None:
 def test_a_wrong_output_is_no_tie() -> None:
     found = findings()
     found.exact["priced"] = {"requests": 1, "identical": 0, "ties": 0, "different": [{"prompt": 0}]}
-    assert targets(found)[0]["met"] is False
+    assert target(EXACT, found)[0] is False
 
 
 def test_figures(tmp_path: Path) -> None:

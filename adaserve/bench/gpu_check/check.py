@@ -20,9 +20,10 @@ from adaserve.bench.gpu_check.answers import Answer
 from adaserve.bench.gpu_check.figures import draw
 from adaserve.bench.gpu_check.findings import STATE_FILE, CheckPlan, Findings, resume, write
 from adaserve.bench.gpu_check.mixed import run_mixed
-from adaserve.bench.gpu_check.servers import ADASERVE, OWN, PLAIN, Pair, serving
-from adaserve.bench.gpu_check.targets import targets
+from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Pair, serving
+from adaserve.bench.gpu_check.targets import exact_policies, targets
 from adaserve.bench.gpu_check.traces import profile
+from adaserve.bench.gpu_check.verification import target_ms
 from adaserve.bench.prompts import held_out
 from adaserve.bench.terminal import progress
 from adaserve.loadgen.results import provenance
@@ -38,7 +39,6 @@ NOT_SHOWN_ON_CPU = (
     "SGLang's own speculation: it needs Triton, so its server does not start and is skipped",
 )
 
-NONE = "none"
 MIXED_POLICIES = ("priced", "adaserve", "chain-4", NONE)
 STAGE_LIMIT_S = 900.0
 
@@ -187,7 +187,7 @@ class Check:
         state = server.report()
         self.found.latency_model, self.found.device = state["latency"], state.get("device", {})
         self.found.baseline_ms = state["baseline_ms"]
-        for policy in (*self.plan.policies, "chain-4", NONE):
+        for policy in exact_policies(self.plan):
             if policy not in self.found.exact:
                 server.set_policy(policy)
                 server.drain()
@@ -244,17 +244,15 @@ class Check:
 
     def _verification_cost(self, server: ServerProcess) -> None:
         """Device time of verifying 64 tokens (16 requests, chains of 3) and of 64 plainly decoded ones."""
-        costs = {}
+        costs, seen = {}, {}
         rows = 64 if max(self.plan.batches) >= 64 else 4 * max(1, max(self.plan.batches) // 4)
         for policy, batch in (("chain-3", rows // 4), (NONE, rows)):
             server.set_policy(policy)
-            before = server.report()["times"]
-            answers.generate(server.url, self._prompts[:batch], self.plan.tokens)
-            spent = _spent(before, server.report()["times"])
-            costs[policy] = spent["target_s"] / max(1.0, spent["iterations"]) * 1e3
+            ask = partial(answers.generate, server.url, self._prompts[:batch], self.plan.tokens)
+            costs[policy], seen[policy] = target_ms(server, ask, rows)
         self.found.details["verification"] = {
             "tokens": rows, "verify_ms": costs["chain-3"], "decode_ms": costs[NONE],
-            "ratio": costs["chain-3"] / costs[NONE] if costs[NONE] else None,
+            "ratio": costs["chain-3"] / costs[NONE] if costs[NONE] else None, "iterations": seen,
         }  # fmt: skip
 
     def _profiles(self, server: ServerProcess) -> None:
@@ -309,7 +307,7 @@ class Check:
             "gpu": _gpu(),
             **self._identity(),
             **{k: v for k, v in found.items() if k != "reference"},
-            "targets": targets(self.found, dry),
+            "targets": targets(self.found, self.plan, dry),
         }
         write(self.out / "gpu-check.json", report)
         return report

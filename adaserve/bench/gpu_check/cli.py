@@ -137,11 +137,14 @@ def _show(report: dict[str, Any], console: Console) -> None:
         exact.add_row(name, *(str(row[k]) for k in heads[1:4]), str(len(row["different"])))
     met = table("targets", ("target", "value", "met"), left=("target", "met"))
     for row in report["targets"]:
-        unjudged = "not measured" if row["value"] is None else "no claim"
+        unjudged = "not measured" if row["missing"] else "no claim"
         value = "-" if row["value"] is None else f"{row['value']:g}"
         met.add_row(row["target"], value, {True: "yes", False: "no", None: unjudged}[row["met"]])
     for made in (speed, exact, met):
         console.print(made)
+    missing = sorted({what for row in report["targets"] for what in row["missing"]})
+    if missing:
+        console.print(f"not measured: {', '.join(missing)}", highlight=False, soft_wrap=True)
     for name, reason in report["skipped"].items():
         console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
     for name, reason in report["failed"].items():

@@ -16,6 +16,8 @@ from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.server import ServerProcess, ServerSpec
 
 ADASERVE, PLAIN = "adaserve", "sglang"
+NONE = "none"
+"""AdaServe's policy that decodes plainly."""
 TREES = {
     "sglang-own-topk1": ("--speculative-num-steps", "4", "--speculative-eagle-topk", "1",
                          "--speculative-num-draft-tokens", "5"),
