@@ -185,11 +185,10 @@ def _interval(value: float, parts: FloatArray, least: float = -math.inf, most: f
     return Interval(value, max(value - half, least), min(value + half, most))
 
 
-def _ratio_interval(value: float, above: FloatArray, below: FloatArray, parts: FloatArray) -> Interval:
-    """Of the ratio of two sums over blocks, where ``parts`` are those of its logarithm. A sum to which one
-    block alone adds something says no more than one block does."""
-    told = min(np.count_nonzero(above), np.count_nonzero(below))
-    half = _half(parts) if told > 1 else math.nan
+def _ratio_interval(value: float, blocks: FloatArray, parts: FloatArray) -> Interval:
+    """Of the ratio of two sums over blocks [2, blocks], where ``parts`` are those of its logarithm. A sum to
+    which one block alone adds something says no more than one block does."""
+    half = _half(parts) if np.count_nonzero(blocks, axis=1).min() > 1 else math.nan
     return Interval(value, value * math.exp(-half), value * math.exp(half))
 
 
@@ -309,11 +308,11 @@ def _against(mine: Outcome, rival: Outcome) -> Comparison | None:
         missed = sums.blocks["requests"] - sums.blocks["attained"]
         violations = _ratio_interval(
             (1 - b) / (1 - a) if a < 1 else math.inf if b < 1 else 1.0,
-            *missed,
+            missed,
             parts_a / (1 - a) - parts_b / (1 - b),
         )
         goodput = _ratio_interval(
-            speed * g / h if h else math.inf, *sums.blocks["good_tokens"], parts_g / g - parts_h / h
+            speed * g / h if h else math.inf, sums.blocks["good_tokens"], parts_g / g - parts_h / h
         )
     points = _interval(100 * (a - b), 100 * (parts_a - parts_b))
     return Comparison(mine.policy, rival.policy, points, violations, goodput)
