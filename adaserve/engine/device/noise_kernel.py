@@ -36,7 +36,8 @@ def read_fused(
     return out
 
 
-@triton.jit
+# Compiled once for each type: columns come from uploads, where they start anywhere.
+@triton.jit(do_not_specialize_on_alignment=["scale", "spread", "keys", "positions", "words"])
 def _read_row(  # type: ignore[no-untyped-def]
     logits, out, scale, spread, keys, positions, words, row_stride, stride, vocabulary, block: tl.constexpr,
     is_mapped: tl.constexpr,

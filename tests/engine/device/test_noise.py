@@ -104,6 +104,36 @@ print(json.dumps(worst))
 """
 
 
+SPECIALIZED = """
+import inspect, json, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from adaserve.engine.device.noise_kernel import BLOCK, _read_row
+
+bind = create_function_from_signature(
+    inspect.signature(_read_row.fn), _read_row.params, make_backend(GPUTarget("cuda", 90, 32)))
+logits = torch.zeros(4, 1024)
+kinds = []
+for start in (0, 1):  # at the start of 64 bytes, and behind one number
+    floats, ints = torch.zeros(64)[start:], torch.zeros(64, dtype=torch.int64)[start:]
+    columns = (floats, floats, ints, ints, ints)
+    kinds.append(bind(logits, logits, *columns, *logits.stride(), 1024, BLOCK, False)[1])
+print(json.dumps(kinds))
+"""
+
+
+def test_the_kernel_compiles_once_wherever_its_columns_start() -> None:
+    """A request that samples would wait for a compiler otherwise: Triton asks whether pointers are multiples
+    of 16 bytes, which those into an upload are by chance."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", SPECIALIZED]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    aligned, shifted = json.loads(ran.stdout)
+    assert aligned == shifted and ["*fp32", "D"] in aligned, "logits are read in large words all the same"
+
+
 def test_the_kernel_reads_the_same_numbers() -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
