@@ -4,10 +4,14 @@ Why: SGLang looks for stops in all tokens of an iteration together. It takes the
 that it finds, not the first of the text, and any string rather than an end token in front of it. So with
 several stops the answer would depend on how many candidates happened to be accepted. Here every token is
 checked as if it had come alone, as in plain decoding.
+
+SGLang also takes what it does not know in a stop expression, such as ``[^z]``, for endless, and then searches
+the whole answer after every token. How much such an expression can match at most, Python knows.
 """
 
 from __future__ import annotations
 
+import re._parser as regex_parser  # type: ignore[import-not-found]
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +25,12 @@ Check = Callable[[Any, int], bool]
 
 def register() -> None:
     hook("sglang.srt.managers.schedule_batch.Req._check_str_based_finish", _check, HookType.AROUND)
+    hook("sglang.srt.sampling.sampling_params.get_max_seq_length", longest_match, HookType.REPLACE)
+
+
+def longest_match(regex_str: str) -> int:
+    """Characters that the expression matches at most."""
+    return int(regex_parser.parse(regex_str).getwidth()[1])
 
 
 def _check(original: Check, self: Any, new_accepted_len: int = 1) -> bool:

@@ -12,6 +12,10 @@ class RequestError(ValueError):
     """A request that is refused with HTTP 400. The message names the field and what it accepts."""
 
 
+class TooLargeError(RequestError):
+    """A request with a part that is too large to be judged, let alone served."""
+
+
 def shown(value: Any) -> str:
     """A short description that never fails, however large, deep or odd ``value`` is."""
     if value is None or isinstance(value, bool | float):

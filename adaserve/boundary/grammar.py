@@ -11,16 +11,19 @@ import re
 import re._parser as regex_parser  # type: ignore[import-not-found]
 from typing import Any
 
-from adaserve.boundary.errors import RequestError, shown
+from adaserve.boundary.ambiguity import MAX_PLACES, REPEATS, SINGLE, UNBOUNDED, require_few_ways
+from adaserve.boundary.ebnf import as_regex
+from adaserve.boundary.errors import RequestError, TooLargeError, shown
 from adaserve.boundary.limits import (
     MAX_GRAMMAR_CHARACTERS,
     MAX_GRAMMAR_DEPTH,
     MAX_GRAMMAR_SIZE,
     MAX_SCHEMA_PROPERTIES,
     MAX_STOP_WAYS,
+    MAX_STOPS,
     Limits,
 )
-from adaserve.boundary.values import text
+from adaserve.boundary.values import one_or_list, text
 
 ANY_JSON = "$$ANY$$"
 """SGLang's name for "any JSON value"."""
@@ -28,11 +31,7 @@ ANY_JSON = "$$ANY$$"
 _text = text(MAX_GRAMMAR_CHARACTERS)
 _stop_text = text(256)
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-_SINGLE = {regex_parser.LITERAL, regex_parser.NOT_LITERAL, regex_parser.IN, regex_parser.ANY}
-_REPEATS = {regex_parser.MAX_REPEAT, regex_parser.MIN_REPEAT, regex_parser.POSSESSIVE_REPEAT}
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*')
-"""A string or a comment of EBNF, in which a bracket or brace means nothing."""
-_COUNTED = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
+_CHOICES = ("anyOf", "oneOf", "type")
 
 
 def json_schema(name: str, value: Any, limits: Limits) -> None:
@@ -43,45 +42,80 @@ def json_schema(name: str, value: Any, limits: Limits) -> None:
 
 
 def structural_tag(name: str, value: Any, limits: Limits) -> None:
-    """A structural tag as JSON text; every schema in it is checked like ``json_schema``."""
+    """A structural tag as JSON text; every schema, expression and grammar in it is checked as alone."""
     _text(name, value, limits)
     if value == "":
         return
     found = [_parse(name, value)]
     if not isinstance(found[0], dict):
         raise RequestError(f"{name} must be a JSON object, got {shown(found[0])}")
+    inside = {"pattern": regex, "grammar": ebnf}
+    checked = 0
     while found:
         node = found.pop()
+        if isinstance(node, dict):
+            checked += _check_repeat(name, node)
         for key, item in node.items() if isinstance(node, dict) else enumerate(node):
             if key in ("schema", "json_schema") and isinstance(item, dict):
                 _Schema(f"{name}.{key}", item).check()
+            elif key in inside and isinstance(item, str):
+                inside[key](f"{name}.{key}", item, limits)
+                checked += 1
             elif isinstance(item, dict | list):
                 found.append(item)
+    if checked > MAX_PLACES:
+        raise RequestError(
+            f"{name} may hold at most {MAX_PLACES} expressions, grammars and repeated parts, got {checked}"
+        )
+
+
+def _check_repeat(name: str, node: dict[str, Any]) -> int:
+    """How much a part of a structural tag counts: what is repeated, as often as it is."""
+    kind = node.get("type")
+    if kind not in ("optional", "plus", "star", "repeat"):
+        return 0
+    if any(
+        f'"{inner}"' in json.dumps(node.get("content")) for inner in ("optional", "plus", "star", "repeat")
+    ):
+        raise RequestError(f"{name}: a repeated part may not hold another one")
+    most = node.get("max", 1)
+    return most if isinstance(most, int) and most > 0 else 1
 
 
 def regex(name: str, value: Any, limits: Limits) -> None:
     """A regular expression that the output matches as a whole."""
     _text(name, value, limits)
-    _require_size(name, value)
+    _require_matchable(name, value)
 
 
 def ebnf(name: str, value: Any, limits: Limits) -> None:
     """A grammar in EBNF; its rules may be recursive, its counted repeats may not explode."""
     _text(name, value, limits)
-    _require_size(name, _QUOTED.sub("x", value))
+    if value == "":
+        return
+    try:
+        _require_matchable(name, as_regex(name, value, depth=2))
+    except TooLargeError:  # rules that use each other several times grow fast
+        _require_matchable(name, as_regex(name, value, depth=1))
 
 
 def stop_regex(name: str, value: Any, limits: Limits) -> None:
-    """A regular expression after whose match generation stops, of a kind that is matched fast.
+    """Regular expressions after whose match generation stops, of a kind that is matched fast.
 
     Python's matcher tries every way in which repeats and alternatives can share out the text: for
     ``(a+)+`` or ``(a|a)*`` exponentially many. So they must be few in all, and end.
     """
-    _stop_text(name, value, limits)
-    try:
-        ways = _ways(name, regex_parser.parse(value))
-    except (re.error, OverflowError, RecursionError) as error:
-        raise RequestError(f"{name} is no regular expression: {error}") from None
+    ways = 0
+
+    def check(name: str, value: Any, limits: Limits) -> None:
+        nonlocal ways
+        _stop_text(name, value, limits)
+        try:
+            ways += _ways(name, regex_parser.parse(value))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise RequestError(f"{name} is no regular expression: {error}") from None
+
+    one_or_list(check, MAX_STOPS)(name, value, limits)
     if ways > MAX_STOP_WAYS:
         raise RequestError(
             f"{name} may try at most {MAX_STOP_WAYS} ways to match at one place, got {shown(ways)}; give its "
@@ -93,18 +127,18 @@ def _ways(name: str, pattern: Any) -> int:
     """Ways in which a pattern can match at one place, at most. Raises RequestError for what has no bound."""
     ways = 1
     for operator, argument in pattern:
-        if operator in _REPEATS:
+        if operator in REPEATS:
             low, high, body = argument
-            if high == regex_parser.MAXREPEAT:
+            if high == UNBOUNDED:
                 raise RequestError(f"{name}: * and + have no bound; write {{0,50}} or {{1,50}}")
-            if high > 1 and (len(body) != 1 or body[0][0] not in _SINGLE):
+            if high > 1 and (len(body) != 1 or body[0][0] not in SINGLE):
                 raise RequestError(f"{name} may repeat single characters and classes, not groups")
             ways *= (high - low + 1) * _ways(name, body)
         elif operator is regex_parser.BRANCH:
             ways *= sum(_ways(name, branch) for branch in argument[1])
         elif operator is regex_parser.SUBPATTERN:
             ways *= _ways(name, argument[3])
-        elif operator not in _SINGLE and operator is not regex_parser.AT:
+        elif operator not in SINGLE and operator is not regex_parser.AT:
             raise RequestError(f"{name} may not hold look-around, conditions or back-references")
     return ways
 
@@ -130,54 +164,16 @@ def _depth(value: str) -> int:
     return deepest
 
 
-def _require_size(name: str, expression: str) -> None:
+def _require_matchable(name: str, expression: str) -> int:
+    """Terms of a regular expression that is neither too large nor too ambiguous. Raises RequestError."""
     if _depth(expression) > MAX_GRAMMAR_DEPTH:
         raise RequestError(f"{name} may be nested at most {MAX_GRAMMAR_DEPTH} levels deep")
-    if expanded_size(expression) > MAX_GRAMMAR_SIZE:
-        raise RequestError(
-            f"{name} may have at most {MAX_GRAMMAR_SIZE} terms once its counted repeats are written out"
-        )
+    return require_few_ways(name, expression)
 
 
-def expanded_size(expression: str) -> int:
-    """Terms of a regular expression, or of EBNF, once ``x{3,5}`` is written as five x; never too few.
-
-    A character counts 1, a class in brackets 1, a group the sum of what it holds.
-    """
-    groups = [0]  # size of each open group
-    last = 1  # size of the term before the current place
-    i = 0
-    while i < len(expression):
-        character = expression[i]
-        counted = _COUNTED.match(expression, i) if character == "{" else None
-        if counted:
-            times = max((int(n[:9]) for n in counted.groups() if n), default=1)
-            groups[-1] += last * max(0, times - 1)
-            last *= max(1, times)
-            i = counted.end()
-            continue
-        if character == "(":
-            groups.append(0)
-        elif character == ")" and len(groups) > 1:
-            last = groups.pop()
-            groups[-1] += last
-        else:
-            if character == "\\":
-                i += 1
-            elif character == "[":
-                i = _class_end(expression, i)
-            last = 1
-            groups[-1] += 1
-        i += 1
-    return sum(groups)
-
-
-def _class_end(expression: str, i: int) -> int:
-    """Place of the bracket that closes the class which opens at ``i``; the last character if none does."""
-    i += 1
-    while i < len(expression) and expression[i] != "]":
-        i += 2 if expression[i] == "\\" else 1
-    return min(i, len(expression) - 1)
+def _is_open(choice: Any) -> bool:
+    """Whether a schema among several allows text that others may begin with, too."""
+    return not (isinstance(choice, dict) and choice.keys() & {"const", "enum", "properties"})
 
 
 class _Schema:
@@ -187,6 +183,7 @@ class _Schema:
         self.name, self.root = name, root
         self._open: set[int] = set()  # subschemas that the walk is inside of, by identity
         self._done: set[int] = set()
+        self._terms = 0  # of all patterns
 
     def check(self) -> None:
         if not isinstance(self.root, dict | bool):
@@ -229,8 +226,26 @@ class _Schema:
                 f"{self.name}: an object may have at most {MAX_SCHEMA_PROPERTIES} properties, "
                 f"got {len(properties)}"
             )
+        for key in _CHOICES:
+            ways = node.get(key)
+            if isinstance(ways, list) and sum(map(_is_open, ways)) > MAX_PLACES:
+                raise RequestError(
+                    f"{self.name}: {key} may offer at most {MAX_PLACES} choices that are no objects and no "
+                    f"constants, got {len(ways)}"
+                )
         if isinstance(node.get("pattern"), str):
-            _require_size(f"{self.name}: pattern", node["pattern"])
+            self._add_pattern("pattern", node["pattern"])
+        if isinstance(node.get("patternProperties"), dict):
+            for key in node["patternProperties"]:
+                self._add_pattern("patternProperties", key)
+
+    def _add_pattern(self, key: str, expression: str) -> None:
+        self._terms += _require_matchable(f"{self.name}: {key}", expression)
+        if self._terms > MAX_GRAMMAR_SIZE:
+            raise RequestError(
+                f"{self.name}: its patterns may have at most {MAX_GRAMMAR_SIZE} terms in all, once their "
+                "counted repeats are written out"
+            )
 
     def _target(self, reference: Any) -> Any:
         """What ``reference`` points to. Raises RequestError for another document, and for nothing."""

@@ -27,7 +27,12 @@ MIN_REPETITION_PENALTY = 0.01
 
 MAX_LOGIT_BIAS = 1e6
 
+MAX_BATCH = 4096
+"""Answers of one request: its prompts, times ``n``. Each is several objects from the start."""
+
+MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 4096
+"""Of all texts together that end an answer."""
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 MAX_GRAMMAR_DEPTH = 64
 MAX_GRAMMAR_SIZE = 20_000
@@ -37,7 +42,7 @@ MAX_SCHEMA_PROPERTIES = 256
 """Of one object: compiling takes time with their square, 12 s for 1500."""
 
 MAX_STOP_WAYS = 1000
-"""Tried at every place of the text, after every iteration."""
+"""Of all expressions together; tried at every place of the text, after every token."""
 
 MAX_PARAMS_DEPTH = 8
 MAX_PARAMS_CHARACTERS = 1 << 16

@@ -8,6 +8,7 @@ from typing import Any
 from adaserve.boundary.errors import RequestError, shown
 from adaserve.boundary.limits import (
     INT32_MAX,
+    MAX_BATCH,
     MAX_ID_CHARACTERS,
     MAX_TOP_LOGPROBS,
     Limits,
@@ -186,6 +187,10 @@ def check_request(fields: Mapping[str, Any], limits: Limits) -> None:
         value = fields.get(name)
         if value is not None:
             check(name, value, limits)
+    if (answers := (count or 1) * _samples(fields.get("sampling_params"))) > MAX_BATCH:
+        raise RequestError(
+            f"a request may ask for at most {MAX_BATCH} answers, its prompts times n, got {shown(answers)}"
+        )
 
 
 def check_prompt(tokens: int, logprob_start_len: int | None, continues: bool) -> None:
@@ -214,6 +219,13 @@ def _prompt_count(fields: Mapping[str, Any], limits: Limits) -> int | None:
             raise RequestError(f"text[{list(prompts).index(None)}] must be text, got None")
         return len(prompts)
     return None
+
+
+def _samples(params: Any) -> int:
+    """``n`` at most; SGLang takes that of the first prompt. What is no number is refused later."""
+    each = params if isinstance(params, list | tuple) else [params]
+    asked = [p.get("n") for p in each if isinstance(p, Mapping)]
+    return max([1, *filter(is_integer, asked)])
 
 
 def _check_ids(ids: Any, limits: Limits, continues: bool) -> bool:

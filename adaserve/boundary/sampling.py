@@ -14,6 +14,7 @@ from adaserve.boundary.limits import (
     MAX_PARAMS_DEPTH,
     MAX_SAMPLES,
     MAX_STOP_CHARACTERS,
+    MAX_STOPS,
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
     TOP_K_ALL,
@@ -114,14 +115,21 @@ def _spend(name: str, amount: int, budget: list[int]) -> None:
         raise RequestError(f"{name}: custom_params may hold at most {MAX_PARAMS_CHARACTERS} characters")
 
 
-_stop = one_or_list(text(MAX_STOP_CHARACTERS), 32)
+def stop(name: str, value: Any, limits: Limits) -> None:
+    """Texts that end the answer. All of them are searched for after every token."""
+    one_or_list(text(MAX_STOP_CHARACTERS), MAX_STOPS)(name, value, limits)
+    if (size := sum(map(len, [value] if isinstance(value, str) else value))) > MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"{name} may hold at most {MAX_STOP_CHARACTERS} characters in all its entries, got {size}"
+        )
+
 
 FIELDS: dict[str, Check] = {
     "max_new_tokens": integer(0),
     "min_new_tokens": integer(0),
-    "stop": _stop,
+    "stop": stop,
     "stop_token_ids": stop_token_ids,
-    "stop_regex": one_or_list(grammar.stop_regex, 32),
+    "stop_regex": grammar.stop_regex,
     "temperature": number(0, MAX_TEMPERATURE),
     "top_p": top_p,
     "top_k": top_k,

@@ -12,7 +12,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from adaserve.pair.vocabulary import EOS_ID
 from adaserve.pair.widen import weights_folder
-from adaserve.patches.stop_strings import ends_within
+from adaserve.patches.stop_strings import ends_within, longest_match
 
 TEXT = "def __repr__(self):\n        return self.name\n\nclass Fox(Dog):\n    def run(self, far): # back\n"
 STOPS = ("self", "return", "\n\n", ":", "class", "name\n", "far)", "(", "no such text")
@@ -82,3 +82,10 @@ def test_an_end_token_before_a_stop_string_counts(tokenizer: Any) -> None:
     tokens = [*tokenizer.encode("a fox", add_special_tokens=False), EOS_ID, *tokenizer.encode(TEXT)]
     reason, kept = ended(tokenizer, tokens, [len(tokens)], stop=["return"])
     assert reason["matched"] == EOS_ID and kept[-1] == EOS_ID
+
+
+@pytest.mark.parametrize(
+    ("expression", "characters"), [("abc", 3), ("[^z]", 1), ("[^z]{2,5}x", 6), ("(ab|c)?$", 2), ("a{3}+", 3)]
+)
+def test_no_more_of_the_answer_is_searched_than_can_match(expression: str, characters: int) -> None:
+    assert longest_match(expression) == characters

@@ -1,0 +1,220 @@
+"""How many places of a regular expression one text can lead to, at most.
+
+A grammar's matcher follows every way in which a text may have been matched so far. For most expressions that
+is one or a few; for ``([a-z]?){0,99}`` a single letter leads to 99 places, and to mask the next token takes
+seconds of the scheduler's loop. The same text can always be written with one way: ``[a-z]{0,99}``.
+"""
+
+from __future__ import annotations
+
+import re
+import re._parser as regex_parser  # type: ignore[import-not-found]
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from adaserve.boundary.errors import RequestError, TooLargeError
+from adaserve.boundary.limits import MAX_GRAMMAR_SIZE
+
+MAX_PLACES = 32
+"""Places that one text may lead to: a mask then takes milliseconds."""
+
+MAX_STEPS = 30_000
+"""Of the search for such a text: some tenths of a second."""
+
+SINGLE = {regex_parser.LITERAL, regex_parser.NOT_LITERAL, regex_parser.IN, regex_parser.ANY}
+REPEATS = {regex_parser.MAX_REPEAT, regex_parser.MIN_REPEAT, regex_parser.POSSESSIVE_REPEAT}
+UNBOUNDED = regex_parser.MAXREPEAT
+
+_LAST_CHARACTER = 0x10FFFF
+_NAMED = re.compile(r"(\\.)|\(\?<(?![=!])[^>]*>", re.DOTALL)
+"""A named group as JavaScript writes it; Python's differ. An escaped character is stepped over."""
+_CATEGORIES = {
+    regex_parser.CATEGORY_DIGIT: [(48, 57)],
+    regex_parser.CATEGORY_WORD: [(48, 57), (65, 90), (95, 95), (97, 122)],
+    regex_parser.CATEGORY_SPACE: [(9, 13), (32, 32), (160, 160)],
+}
+_NEGATED = {
+    regex_parser.CATEGORY_NOT_DIGIT: regex_parser.CATEGORY_DIGIT,
+    regex_parser.CATEGORY_NOT_WORD: regex_parser.CATEGORY_WORD,
+    regex_parser.CATEGORY_NOT_SPACE: regex_parser.CATEGORY_SPACE,
+}
+
+Ranges = tuple[tuple[int, int], ...]
+"""Characters, by their first and last code points."""
+
+
+def require_few_ways(name: str, expression: str) -> int:
+    """Terms of the expression, once its counted repeats are written out.
+
+    Raises RequestError if a text can lead to more than ``MAX_PLACES`` places of the expression, TooLargeError
+    if it has more than ``MAX_GRAMMAR_SIZE`` terms, or if it takes too long to find out. All sets of places
+    that some text leads to are visited, as when a deterministic automaton is made (Rabin and Scott 1959).
+    """
+    try:
+        pattern = regex_parser.parse(_NAMED.sub(lambda found: found[1] or "(", expression))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise RequestError(f"{name} is no regular expression: {error}") from None
+    automaton = _Automaton(name)
+    start = automaton.add(pattern, automaton.branch(()), counted=False)
+    automaton.require_few_ways(start)
+    return automaton.size
+
+
+class _Automaton:
+    """Nodes that either read a character or lead on without one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._reads: list[Ranges | None] = []  # by node: the characters it reads, None = a branch
+        self._next: list[tuple[int, ...]] = []  # by node: where it leads
+        self.size = self._steps = 0
+
+    def branch(self, to: tuple[int, ...]) -> int:
+        self._reads.append(None)
+        self._next.append(to)
+        return len(self._next) - 1
+
+    def add(self, pattern: Any, after: int, *, counted: bool) -> int:
+        """The first node of ``pattern``, which leads to the node ``after`` at its end.
+
+        ``counted``: inside of a group that is repeated. Elsewhere a repeated character is one place, whatever
+        its bounds: the matcher counts there.
+        """
+        for operator, argument in reversed(list(pattern)):
+            if operator in REPEATS:
+                after = self._add_repeat(*argument, after, counted=counted)
+            elif operator is regex_parser.BRANCH:
+                after = self.branch(tuple(self.add(way, after, counted=counted) for way in argument[1]))
+            elif operator is regex_parser.SUBPATTERN:
+                after = self.add(argument[3], after, counted=counted)
+            elif operator in SINGLE:
+                after = self._character(_characters(operator, argument), after)
+            elif operator is not regex_parser.AT:
+                raise RequestError(f"{self.name} may not hold look-around, conditions or back-references")
+        return after
+
+    def _character(self, characters: Ranges, after: int) -> int:
+        self._grow(1)
+        self._reads.append(characters)
+        self._next.append((after,))
+        return len(self._next) - 1
+
+    def _grow(self, terms: int) -> None:
+        self.size += terms
+        if self.size > MAX_GRAMMAR_SIZE:
+            raise TooLargeError(
+                f"{self.name} may have at most {MAX_GRAMMAR_SIZE} terms once its counted repeats are "
+                "written out"
+            )
+
+    def _add_repeat(self, low: int, high: int, body: Any, after: int, *, counted: bool) -> int:
+        single = len(body) == 1 and body[0][0] in SINGLE
+        if high > 1 and not single:
+            if body.getwidth()[0] == 0:
+                raise RequestError(
+                    f"{self.name}: what is repeated must match at least one character; write (x|y)* and "
+                    "not (x?|y)*"
+                )
+            counted = True
+        if high == UNBOUNDED or (single and not counted and high > 1):
+            self._grow(0 if high == UNBOUNDED else high)
+            loop = self.branch(())
+            self._next[loop] = (self.add(body, loop, counted=counted), after)
+            return self.add(body, loop, counted=counted) if low else loop
+        entry = after
+        for _ in range(high - low):
+            entry = self.branch((self.add(body, entry, counted=counted), after))
+        for _ in range(low):
+            entry = self.add(body, entry, counted=counted)
+        return entry
+
+    def require_few_ways(self, start: int) -> None:
+        first = self._places([start])
+        seen, waiting = {first}, [first]
+        while waiting:
+            for to in self._after_one_character(waiting.pop()):
+                if to not in seen:
+                    seen.add(to)
+                    waiting.append(to)
+
+    def _places(self, nodes: Iterable[int]) -> frozenset[int]:
+        """Nodes that read a character, reached from ``nodes`` without one."""
+        seen, waiting, places = set(nodes), list(nodes), set()
+        while waiting:
+            self._count(1)
+            node = waiting.pop()
+            if self._reads[node] is not None:
+                places.add(node)
+                if len(places) > MAX_PLACES:
+                    raise RequestError(
+                        f"{self.name} can match one text in too many ways (more than {MAX_PLACES} places of "
+                        "it are open at once); let the parts of a repeated group end in a character that "
+                        "they do not hold, as in ([a-z]{1,9} ){0,9}, and do not repeat what is optional"
+                    )
+                continue
+            for to in self._next[node]:
+                if to not in seen:
+                    seen.add(to)
+                    waiting.append(to)
+        return frozenset(places)
+
+    def _after_one_character(self, places: frozenset[int]) -> Iterable[frozenset[int]]:
+        """The places behind each character that some of ``places`` read."""
+        edges = sorted(
+            {edge for node in places for low, high in self._read(node) for edge in (low, high + 1)}
+        )
+        moves: set[tuple[int, ...]] = set()
+        for edge in edges:  # from one edge to the next, all characters are read by the same nodes
+            self._count(1)
+            moves.add(tuple(node for node in places if _holds(self._read(node), edge)))
+        moves.discard(())
+        return [self._places([self._next[node][0] for node in move]) for move in moves]
+
+    def _read(self, node: int) -> Ranges:
+        return self._reads[node] or ()
+
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > MAX_STEPS:
+            raise TooLargeError(
+                f"{self.name} is too large to be checked; write it with fewer or shorter parts"
+            )
+
+
+def _holds(ranges: Ranges, character: int) -> bool:
+    return any(low <= character <= high for low, high in ranges)
+
+
+def _characters(operator: Any, argument: Any) -> Ranges:
+    if operator is regex_parser.LITERAL:
+        return ((argument, argument),)
+    if operator is regex_parser.NOT_LITERAL:
+        return _others([(argument, argument)])
+    if operator is regex_parser.ANY:
+        return ((0, _LAST_CHARACTER),)
+    ranges: list[tuple[int, int]] = []
+    negated = False
+    for kind, value in argument:
+        if kind is regex_parser.NEGATE:
+            negated = True
+        elif kind is regex_parser.LITERAL:
+            ranges.append((value, value))
+        elif kind is regex_parser.RANGE:
+            ranges.append(value)
+        elif value in _NEGATED:
+            ranges.extend(_others(_CATEGORIES[_NEGATED[value]]))
+        else:
+            ranges.extend(_CATEGORIES[value])
+    return _others(ranges) if negated else tuple(ranges)
+
+
+def _others(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """All characters that are in none of ``ranges``."""
+    gaps, start = [], 0
+    for low, high in sorted(ranges):
+        if low > start:
+            gaps.append((start, low - 1))
+        start = max(start, high + 1)
+    if start <= _LAST_CHARACTER:
+        gaps.append((start, _LAST_CHARACTER))
+    return tuple(gaps)

@@ -1,0 +1,115 @@
+"""A grammar in EBNF as one regular expression, so that it is judged as regular expressions are.
+
+A rule's name becomes what the rule says. A rule that is recursive is written out ``depth`` times, and behind
+that stands for something that nothing else matches: what its text can lead to further down is not known here,
+and is watched while it is matched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from adaserve.boundary.errors import RequestError, TooLargeError
+from adaserve.boundary.limits import MAX_GRAMMAR_CHARACTERS
+
+CUT = "\ue000"
+"""A private character: where a recursion is cut off."""
+
+_TOKEN = re.compile(
+    r"""(?P<skip>\s+|\#[^\n]*)
+    |(?P<string>"(?:[^"\\\n]|\\.)*")
+    |(?P<set>\[(?!\^?\])(?:[^\]\\]|\\.)+\])
+    |(?P<rule>[A-Za-z_.][\w.-]*(?=\s*::=))
+    |(?P<name>[A-Za-z_.][\w.-]*)
+    |(?P<defined>::=)
+    |(?P<repeat>\{\s*\d*\s*(?:,\s*\d*\s*)?\})
+    |(?P<mark>[()|*+?])""",
+    re.VERBOSE | re.ASCII,
+)
+_ESCAPE = re.compile(
+    r"\\([nrt\"\\'\[\]\-/^fv0]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|\\?(.)", re.DOTALL
+)
+_PLAIN = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
+
+
+def as_regex(name: str, grammar: str, depth: int) -> str:
+    """The grammar's rule ``root`` as a regular expression of Python's.
+
+    Raises RequestError for text that is no EBNF and for a name without a rule, TooLargeError where the
+    expression would be longer than a grammar may be.
+    """
+    rules = _rules(name, grammar)
+    if "root" not in rules:
+        raise RequestError(f"{name} must have a rule named root")
+    return _Writer(name, rules, depth).write("root")
+
+
+@dataclass
+class _Writer:
+    name: str
+    rules: dict[str, list[tuple[str, str]]]
+    depth: int
+    _open: Counter[str] = field(default_factory=Counter)
+    _length: int = 0
+
+    def write(self, rule: str) -> str:
+        if rule not in self.rules:
+            raise RequestError(f"{self.name} has no rule named {rule[:60]!r}")
+        if self._open[rule] >= self.depth or sum(self._open.values()) > MAX_OPEN_RULES:
+            return CUT
+        self._open[rule] += 1
+        parts = []
+        for kind, value in self.rules[rule]:
+            parts.append(f"(?:{self.write(value)})" if kind == "name" else value)
+            self._length += len(value)
+            if self._length > MAX_GRAMMAR_CHARACTERS:
+                raise TooLargeError(
+                    f"{self.name} is too large to be checked: with its rules written out it is longer than "
+                    f"{MAX_GRAMMAR_CHARACTERS} characters"
+                )
+        self._open[rule] -= 1
+        return "".join(parts)
+
+
+MAX_OPEN_RULES = 60
+"""Rules inside of each other: Python's parser of expressions is recursive."""
+
+
+def _rules(name: str, grammar: str) -> dict[str, list[tuple[str, str]]]:
+    """The terms of each rule: names of rules, and pieces of a regular expression."""
+    rules: dict[str, list[tuple[str, str]]] = {}
+    terms: list[tuple[str, str]] | None = None
+    at = 0
+    while at < len(grammar):
+        found = _TOKEN.match(grammar, at)
+        if found is None:
+            raise RequestError(f"{name} is no EBNF: {grammar[at : at + 20]!r} is not understood")
+        at, kind, value = found.end(), str(found.lastgroup), found[0]
+        if kind == "rule":
+            terms = rules[value] = []
+        elif terms is None and kind not in ("skip", "defined"):
+            raise RequestError(f'{name} must begin with a rule, as in: root ::= "yes" | "no"')
+        elif terms is not None and kind not in ("skip", "defined"):
+            terms.append(("name", value) if kind == "name" else ("piece", _piece(kind, value)))
+    return rules
+
+
+def _piece(kind: str, value: str) -> str:
+    if kind == "string":
+        return f"(?:{re.escape(_ESCAPE.sub(_plain, value[1:-1]))})"
+    if kind == "set":
+        return value
+    if kind == "repeat":
+        return re.sub(r"\s", "", value)
+    return "(?:" if value == "(" else value
+
+
+def _plain(found: re.Match[str]) -> str:
+    code, other = found[1], found[2]
+    if code is None:
+        return str(other)
+    if len(code) > 1:
+        return chr(min(int(code[1:], 16), 0x10FFFF))
+    return _PLAIN.get(code, code)
