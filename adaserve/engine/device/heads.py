@@ -32,10 +32,6 @@ from adaserve.engine.parts import KeepGoing, Ready, Search
 from adaserve.engine.search import Levels
 from adaserve.engine.trees.batch import TreeBatch
 
-READ_AT_ONCE = 256
-"""Tokens of a prompt in one forward of a head: the mask of a causal forward is worked out on the host, which
-takes time and an upload by the square of this (4 ms and 0.6 MB; 50 ms and 9 MB for 1024)."""
-
 
 @dataclass(frozen=True)
 class _SpecInfo:
@@ -96,7 +92,6 @@ class DeviceHead(DeviceForward):
     def __init__(self, parts: Parts, hidden: HiddenStates) -> None:
         super().__init__(parts)
         self.hidden, self._searches = hidden, HeadSearches(parts, hidden)
-        self.most_tokens = min(self.most_tokens, READ_AT_ONCE)
 
     def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> None:  # type: ignore[override]
         batch = without_first(batch)

@@ -44,8 +44,13 @@ MOST_CAPTURED_TOKENS = 512
 MEASURED_KEYS = 1 << 20
 """Cached tokens of the largest forward that is measured at start (128 requests of 4 tokens at 4096)."""
 
-CATCH_UP_TOKENS = 512
-"""Cached tokens that a draft is fed in one forward, at least, when it has to catch up."""
+LEAST_TOKENS = 512
+"""Tokens that forwards have room for, at least."""
+
+READ_AT_ONCE = 256
+"""Tokens of texts in one forward of a draft that catches up, or of a head that reads a prompt: the mask of a
+causal forward is worked out on the host, which takes time and an upload by the square of this (4 ms and
+0.6 MB; 50 ms and 9 MB for 1024)."""
 
 
 class GraphDevice:
@@ -63,6 +68,8 @@ class GraphDevice:
         target_states: HiddenStates | None = None,
     ) -> None:
         self.target, self.drafts, self.medusa, self.target_states = target, drafts, medusa, target_states
+        for draft in drafts:
+            draft.most_tokens = min(draft.most_tokens, READ_AT_ONCE)
         self.device = target.device
         self._attention = attention  # its kernel's name
         self._movers: dict[Any, PathMover] = {}
@@ -74,7 +81,7 @@ class GraphDevice:
         table = target.req_to_token_pool.req_to_token
         most_rows, widest = int(target.max_running_requests), 1 + config.max_candidates
         needed = most_rows * max(widest, FIRST * config.max_width)
-        most_tokens = max(CATCH_UP_TOKENS, needed)
+        most_tokens = max(LEAST_TOKENS, needed)
         context = int(table.shape[1])
         sizes = Sizes(
             rows=Tiers.up_to(min(most_rows, MOST_CAPTURED_ROWS)),

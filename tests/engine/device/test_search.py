@@ -148,6 +148,17 @@ def test_catching_up(lag: list[int]) -> None:
     assert max(map(len, model.written)) <= 64
 
 
+def test_a_text_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that catch up, and heads that read prompts: the host works out a mask by the square of these
+    tokens. What is verified is the target's, and as large as it gets."""
+    monkeypatch.setattr("adaserve.engine.device.parts.READ_AT_ONCE", 16)
+    host, device, model = both(Requests([20, 40, 33]), 4, 3, lag=[19, 40, 2])
+    assert_same(host, device)
+    assert max(map(len, model.written)) == 16
+    made = graph_device(Requests([5]), model, model)
+    assert (made.target.most_tokens, made.drafts[0].most_tokens) == (64, 16)
+
+
 def test_the_end_of_the_context() -> None:
     """Positions beyond the rotary table and slots beyond the cached tokens do no harm."""
     _, device, _ = both(Requests([CONTEXT - 14, 6]), 4, 3)
