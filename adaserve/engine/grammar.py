@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.engine.device.transfer import put
 from adaserve.engine.matchers import is_live, walk
 from adaserve.engine.parts import Forbid
 from adaserve.engine.trees.proposal import Proposal
@@ -99,11 +100,12 @@ class Grammars:
 
 def _apply(grammar: Any, masks: Tensor, logits: Tensor, at: np.ndarray) -> None:
     """Masks the rows ``at`` of ``logits``."""
-    masks = grammar.move_vocab_mask(masks, logits.device)
+    # A copy from memory that is not pinned would wait for the forward that computes the logits.
+    there = put({"masks": masks.numpy(), "at": at}, logits.device)
+    masks, where = grammar.move_vocab_mask(there["masks"], logits.device), there["at"]
     if len(at) == len(logits):
         grammar.apply_vocab_mask(logits=logits, vocab_mask=masks)
         return
-    where = torch.from_numpy(at).to(logits.device)
     some = logits[where]
     grammar.apply_vocab_mask(logits=some, vocab_mask=masks)
     logits[where] = some

@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 
-from adaserve.engine.grammar import Grammars
+from adaserve.engine.device import transfer
+from adaserve.engine.grammar import Grammars, _apply
 from adaserve.engine.matchers import can_walk, forced, is_live
 from adaserve.engine.sources.forced import spelling_of
 from adaserve.engine.state import RequestState, max_tree_depth
@@ -280,6 +281,30 @@ def test_a_grammar_that_has_ended_masks_nothing_and_drafts_nothing(backend: Back
     assert grammar.is_terminated() and not is_live(grammar)
     assert Grammars.of([request(grammar), request(None)], INFO) is None
     assert max_tree_depth(request(grammar), state) == 0
+
+
+def test_masks_go_to_the_device_as_everything_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one copy from pinned memory: any other would wait for the verification, whose logits it masks."""
+    uploads, masked = [], []
+    pack = transfer._pack
+
+    def packed(arrays: Any, device: torch.device) -> Any:
+        uploads.append(sorted(arrays))
+        return pack(arrays, device)
+
+    class OnDevice:
+        def move_vocab_mask(self, mask: torch.Tensor, device: torch.device) -> torch.Tensor:
+            assert mask.device == device, "it is there already"
+            return mask
+
+        def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+            masked.append((tuple(logits.shape), vocab_mask.dtype, tuple(vocab_mask.shape)))
+
+    monkeypatch.setattr(transfer, "_pack", packed)
+    monkeypatch.setattr(torch, "from_numpy", None)
+    logits, at = torch.zeros(4, 64, device="meta"), np.array([1, 3])
+    _apply(OnDevice(), torch.zeros(2, 2, dtype=torch.int32), logits, at)
+    assert uploads == [["at", "masks"]] and masked == [((2, 64), torch.int32, (2, 2))]
 
 
 def test_a_matcher_that_cannot_step_back_drafts_nothing() -> None:
