@@ -43,6 +43,7 @@ def apply_all() -> None:
         dual_gemm,
         flags,
         flash_mla,
+        grammar_time,
         internal_state,
         kv_reserve,
         kv_sizing,
@@ -74,6 +75,7 @@ def apply_all() -> None:
         boundary,  # after the SLO hooks: what wraps last is asked first
         scheduler_guard,
         stop_strings,
+        grammar_time,
         prefill_logprobs,
         request_ends,
         internal_state,

@@ -18,6 +18,7 @@ from torch import Tensor
 from adaserve.engine.device.transfer import put
 from adaserve.engine.matchers import is_live, walk
 from adaserve.engine.parts import Forbid
+from adaserve.engine.patience import limited_time
 from adaserve.engine.trees.proposal import Proposal
 
 
@@ -45,6 +46,7 @@ class Allowed:
 class Grammars:
     """The grammars of n requests. Their matchers stand behind the requests' roots, between calls."""
 
+    reqs: Sequence[Any]  # SGLang's
     live: Mapping[int, Any]  # SGLang's grammar objects, by row
     vocab_size: int
 
@@ -53,7 +55,7 @@ class Grammars:
         """Of SGLang's requests and its ``SamplingBatchInfo``; None where there are none. A grammar that has
         ended masks nothing: SGLang is about to notice."""
         live = {r: req.grammar for r, req in enumerate(reqs) if is_live(req.grammar)}
-        return Grammars(live, info.vocab_size) if live else None
+        return Grammars(reqs, live, info.vocab_size) if live else None
 
     def _masks(self, count: int) -> Tensor:
         """``count`` masks that allow everything."""
@@ -73,7 +75,8 @@ class Grammars:
         logprob, start = trees.logprob.copy(), 0
         for r, grammar in self.live.items():
             nodes, end = slice(*trees.row_start[r : r + 2].tolist()), start + 1 + int(counts[r])
-            possible = walk(grammar, trees.token[nodes], trees.parent[nodes], masks[start:end])
+            with limited_time(self.reqs[r]):
+                possible = walk(grammar, trees.token[nodes], trees.parent[nodes], masks[start:end])
             logprob[nodes][~possible] = -np.inf
             first[r], start = start, end
         allowed = Allowed(self._any, masks, first, trees.row_start)
@@ -81,18 +84,19 @@ class Grammars:
 
     def forbid(self, active: np.ndarray) -> Forbid | None:
         """For a search over the rows ``active``; None where none of them has a grammar."""
-        mine = [(i, self.live[r]) for i, r in enumerate(active.tolist()) if r in self.live]
+        mine = [(i, self.live[r], self.reqs[r]) for i, r in enumerate(active.tolist()) if r in self.live]
         if not mine:
             return None
 
         def forbid(logits: Tensor, tokens: np.ndarray, parents: np.ndarray, beams: int) -> None:
             size = 1 + tokens.shape[1]
             masks = self._masks(size * len(mine))
-            for k, (i, grammar) in enumerate(mine):
-                walk(grammar, tokens[i], parents[i], masks[k * size : (k + 1) * size])
+            for k, (i, grammar, req) in enumerate(mine):
+                with limited_time(req):
+                    walk(grammar, tokens[i], parents[i], masks[k * size : (k + 1) * size])
             last = np.arange(size - beams, size)
             chosen = np.concatenate([k * size + last for k in range(len(mine))])
-            at = np.concatenate([i * beams + np.arange(beams) for i, _ in mine])
+            at = np.concatenate([i * beams + np.arange(beams) for i, *_ in mine])
             _apply(mine[0][1], masks[torch.from_numpy(chosen)], logits, at)
 
         return forbid

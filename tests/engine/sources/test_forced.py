@@ -47,7 +47,7 @@ class Server:
         )  # fmt: skip
         live = {r: self.backend.dispatch_regex(e) for r, e in enumerate(expressions) if e is not None}
         return DecodeRows(
-            states, np.full(n, 9), np.arange(n), running, grammars=Grammars(live, VOCAB) if live else None
+            states, np.full(n, 9), np.arange(n), running, grammars=Grammars([], live, VOCAB) if live else None
         )
 
     def offer(self, rows: DecodeRows) -> CandidateTrees | None:

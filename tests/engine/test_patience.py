@@ -1,0 +1,76 @@
+"""A request whose grammar takes long is ended; one that only waited is not."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adaserve.engine import patience
+from adaserve.engine.patience import limited_time
+from adaserve.patches.grammar_time import _accept
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.02)
+    ranks(monkeypatch, 1)
+
+
+def ranks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(patience, "get_parallel", lambda: SimpleNamespace(tp_size=count))
+
+
+def work() -> None:
+    end_s = time.thread_time() + 0.03
+    while time.thread_time() < end_s:
+        pass
+
+
+def request() -> Any:
+    return SimpleNamespace(to_finish=None)
+
+
+def test_a_grammar_that_takes_long_ends_its_request() -> None:
+    req = request()
+    with limited_time(req):
+        work()
+    assert req.to_finish.status_code == 400 and "s ::= s s" in req.to_finish.message
+
+
+def test_a_host_that_was_busy_ends_nothing() -> None:
+    req = request()
+    with limited_time(req):
+        time.sleep(0.1)
+    assert req.to_finish is None
+
+
+def test_what_ends_a_request_already_stays() -> None:
+    req = SimpleNamespace(to_finish="aborted by its client")
+    with limited_time(req):
+        work()
+    assert req.to_finish == "aborted by its client"
+
+
+def test_ranks_do_not_judge_by_clocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks(monkeypatch, 2)
+    req = request()
+    with limited_time(req):
+        work()
+    assert req.to_finish is None
+
+
+def test_the_tokens_that_sglang_accepts_are_limited_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_spec", lambda: SimpleNamespace(speculative_algorithm="ADASERVE")
+    )
+
+    def slow(processor: Any, req: Any, tokens: list[int]) -> list[int]:
+        work()
+        return tokens
+
+    req = request()
+    assert _accept(slow, None, req, [1, 2]) == [1, 2]
+    assert req.to_finish is not None
