@@ -26,6 +26,7 @@ Attention = Literal["auto", "flashinfer", "triton"]
 Kernel = Literal["sdpa", "flashinfer", "triton"]
 
 WORKSPACE_BYTES = 256 << 20
+"""Of FlashInfer, at least: see ``workspace_bytes``."""
 INT_WORKSPACE_BYTES = 8 << 20
 
 
@@ -165,6 +166,21 @@ class HeadShape:
         return HeadShape(q_heads, kv_heads, dim, scaling, runner.dtype, dtype)
 
 
+_TILE = 128
+"""Queries, times the heads that share a key head, that one of FlashInfer's blocks has at most."""
+
+
+def workspace_bytes(heads: HeadShape, rows: int, tokens: int) -> int:
+    """FlashInfer's floats for at most ``rows`` requests, padding included, with ``tokens`` in all.
+
+    A bound on what its planner asks for where CUDA graphs are on (``PrefillPlanImpl`` in scheduler.cuh): one
+    partial output and its scale for every query of ``tokens * group / tile + rows`` tiles, whatever the
+    contexts. It matters for models with many key heads: 302 MB for 32 of 128 at 128 requests."""
+    group = heads.q_heads // heads.kv_heads
+    most = tokens * group + _TILE * (rows + 1)
+    return max(WORKSPACE_BYTES, 4 * most * heads.kv_heads * (heads.head_dim + 1))
+
+
 class FlashInferKernel:
     """FlashInfer's batch prefill over pages of one slot, with a custom mask, in CUDA graph mode.
 
@@ -265,14 +281,17 @@ MakeKernel = Callable[[AttentionBuffers, int, int], TreeKernel]
 of one draft are, need different places for their plans: the last argument, from 0 on."""
 
 
-def kernel_maker(setting: Attention | Kernel, runner: Any, device: torch.device) -> tuple[Kernel, MakeKernel]:
-    """The kernel that serves, by name: what ``setting`` says on CUDA, SDPA elsewhere."""
+def kernel_maker(
+    setting: Attention | Kernel, runner: Any, device: torch.device, rows: int, tokens: int
+) -> tuple[Kernel, MakeKernel]:
+    """The kernel that serves, by name: what ``setting`` says on CUDA, SDPA elsewhere. Its forwards have at
+    most ``rows`` requests, padding included, with ``tokens`` in all."""
     heads = HeadShape.of(runner)
     if device.type != "cuda":
         return "sdpa", lambda buffers, rows, place: SdpaKernel(buffers)
     if setting == "triton":
         return "triton", TritonKernel
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    workspace = torch.empty(workspace_bytes(heads, rows, tokens), dtype=torch.uint8, device=device)
     plans: dict[int, Tensor] = {}
 
     def flashinfer(buffers: AttentionBuffers, rows: int, place: int) -> TreeKernel:

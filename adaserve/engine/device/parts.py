@@ -94,7 +94,9 @@ class GraphDevice:
         kv_entries = max((most_rows + 1) * (context + widest), MEASURED_KEYS)
         # All tokens of the largest forward against the longest list there can be, every request on a byte.
         mask_bytes = most_tokens * (context + widest) // 8 + most_rows + 1
-        attention, make = kernel_maker(config.attention, target, device)
+        # Searches pad rows to a tier, and what is measured at the start has all requests that have a row.
+        largest = max(sizes.rows.fit(most_rows), int(table.shape[0])) + 1, sizes.tokens.fit(most_tokens)
+        attention, make = kernel_maker(config.attention, target, device, *largest)
         buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device, unpacked=attention == "triton")
         capture = device.type == "cuda" and not bool(target.server_args.disable_cuda_graph)
 
@@ -114,7 +116,8 @@ class GraphDevice:
         searches, verifications = list(sizes.searches()), list(sizes.verifications())
         forwards = []
         for draft in drafts:
-            own = parts_of(draft, kernel_maker(attention, draft, device)[1], searches)  # one kernel for all
+            # One kernel for all.
+            own = parts_of(draft, kernel_maker(attention, draft, device, *largest)[1], searches)
             is_head = type(draft.model).__name__ in HEADS
             forwards.append(device_head(own, target, draft, config) if is_head else DeviceForward(own))
         medusa = None

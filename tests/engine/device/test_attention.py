@@ -56,4 +56,27 @@ def test_a_kernel_that_compiles_serves() -> None:
 )
 def test_the_setting_chooses(setting: Any, device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.HeadShape, "of", lambda runner: SimpleNamespace())
-    assert attention.kernel_maker(setting, None, torch.device(device))[0] == name
+    assert attention.kernel_maker(setting, None, torch.device(device), 8, 64)[0] == name
+
+
+def planned_bytes(q_heads: int, kv_heads: int, dim: int, rows: int, tokens: int, tile: int) -> int:
+    """What FlashInfer 0.7.2 allocates in its plan on a GPU of 132 SMs, written down from scheduler.cuh."""
+    group = q_heads // kv_heads
+    tiles = max(2 * 132 // kv_heads, -(-tokens * group // tile) + rows - 1)
+    partial = -(-tiles * tile // group)
+    return 4 * q_heads * partial * dim + 4 * q_heads * partial + 32
+
+
+@pytest.mark.parametrize("tile", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim"), [(32, 8, 128), (32, 32, 128), (40, 40, 128), (14, 2, 64)]
+)
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 1), (65, 1024), (129, 2048), (257, 4096)])
+def test_flashinfer_has_room_for_its_plans(
+    q_heads: int, kv_heads: int, dim: int, rows: int, tokens: int, tile: int
+) -> None:
+    heads = attention.HeadShape(q_heads, kv_heads, dim, 1.0, torch.float16, torch.float16)
+    room = attention.workspace_bytes(heads, rows, tokens)
+    assert planned_bytes(q_heads, kv_heads, dim, rows, tokens, tile) <= room
+    if (kv_heads, rows) == (8, 65):
+        assert room == attention.WORKSPACE_BYTES, "nothing more for the models that are served most"
