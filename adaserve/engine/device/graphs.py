@@ -129,18 +129,36 @@ def _used_bytes() -> int:
     return int(total - free)
 
 
+class Ranks(Protocol):
+    """SGLang's ``GroupCoordinator``, as far as it is needed here."""
+
+    world_size: int
+    cpu_group: Any
+
+
+def least_free_bytes(ranks: Ranks, own: Callable[[], int] | None = None) -> int:
+    """Free memory of the rank that has the least, the same on every rank: each has to ask as often as the
+    others. ``own``: of this rank's device, if not as CUDA says."""
+    free = torch.cuda.mem_get_info()[0] if own is None else own()
+    if ranks.world_size == 1:
+        return free
+    least = torch.tensor(free)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
+    return int(least)
+
+
 def capture_all(
     name: str,
     keys: Sequence[Any],
     run: Callable[[Any], None],
     table: GraphTable,
-    free_bytes: Callable[[], int] | None = None,
+    free_bytes: Callable[[], int],
 ) -> None:
     """Captures the keys in their order, the largest first, so that the smaller ones reuse its memory; as long
-    as there is memory for the prefills that come. ``free_bytes``: the device's, if not as CUDA says."""
-    free = free_bytes or (lambda: torch.cuda.mem_get_info()[0])
+    as there is memory for the prefills that come. ``free_bytes``: must say the same on every rank, since a
+    rank that went on alone would wait for the others inside of a forward."""
     for done, key in enumerate(keys):
-        if table.capture and free() < LEAST_FREE_BYTES:
+        if table.capture and free_bytes() < LEAST_FREE_BYTES:
             logger.warning(
                 "AdaServe: %d of %d %s graphs were captured, and the others are left out since less than %d "
                 "MB are free: lower --mem-fraction-static, --max-depth or --max-running-requests",

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
 from torch import Tensor
 
 from adaserve.config import AdaServeConfig
@@ -21,7 +23,7 @@ from adaserve.engine.clock import mark
 from adaserve.engine.device import noise
 from adaserve.engine.device.attention import AttentionBuffers, MakeKernel, kernel_maker
 from adaserve.engine.device.forward import DeviceForward
-from adaserve.engine.device.graphs import GraphTable, capture_all
+from adaserve.engine.device.graphs import GraphTable, capture_all, least_free_bytes
 from adaserve.engine.device.heads import DeviceHead, device_head
 from adaserve.engine.device.medusa import DeviceMedusa, device_medusa
 from adaserve.engine.device.model import Parts, SGLangCall
@@ -136,9 +138,10 @@ class GraphDevice:
         parts.warm_draws(int(target.model_config.vocab_size))
         if capture:
             # Before the first request; those first that take the most memory and are missed the most.
-            capture_all("verification", verifications, parts.target.capture, parts.target.table)
+            free = partial(least_free_bytes, get_tp_group())
+            capture_all("verification", verifications, parts.target.capture, parts.target.table, free)
             for drafter in parts._drafters:
-                capture_all("draft", searches, drafter.capture, drafter.table)
+                capture_all("draft", searches, drafter.capture, drafter.table, free)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch.multiprocessing as mp
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.agree import Agreement
+from adaserve.engine.device.graphs import LEAST_FREE_BYTES, GraphTable, capture_all, least_free_bytes
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.latency import default_latency
@@ -27,6 +29,7 @@ class GlooGroup:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank_in_group, self.world_size = rank, size
+        self.cpu_group: Any = None  # all ranks
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
         box = [obj]
@@ -48,11 +51,18 @@ def rank(number: int, rendezvous: str, out: str) -> None:
     own = policy.plan(batch, 5.0 + number)
     selection = agreement.selection(lambda: policy.select(plan, trees))
     lone = policy.select(own, trees)
+    # Memory for one graph on the first rank, and for two on the second one.
+    free = iter(LEAST_FREE_BYTES + delta for delta in ([5, -1, -2], [6, 5, -2])[number])
+    captured: list[int] = []
+    capture_all(
+        "draft", [3, 2, 1], captured.append, GraphTable(capture=True),
+        partial(least_free_bytes, GlooGroup(number, 2), lambda: next(free)),
+    )  # fmt: skip
     torch.save(
         {
             "plan": [plan.depth, plan.width, plan.budget, plan.need.tolist(), plan.now_s],
             "own": [own.depth, own.width, own.budget, own.need.tolist(), own.now_s],
-            "selection": dataclasses.astuple(selection), "own_keep": lone.keep,
+            "selection": dataclasses.astuple(selection), "own_keep": lone.keep, "captured": captured,
         },
         f"{out}/{number}",
     )  # fmt: skip
@@ -67,6 +77,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert np.array_equal(one["selection"][0], one["own_keep"])
     for a, b in zip(one["selection"], two["selection"], strict=True):
         assert np.array_equal(a, b)
+    assert one["captured"] == two["captured"] == [3], "a forward that one rank runs alone waits for ever"
 
 
 def test_alone_nothing_is_sent() -> None:
