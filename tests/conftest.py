@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 from hypothesis import settings
+
+from tests.own_cache import own_cache
 
 # Children (SGLang servers) inherit these: nothing is to be fetched, and progress bars only blur the logs.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +18,10 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Two threads on a busy two-core machine mostly wait for each other; the models here need no second one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_cache = Path(tempfile.mkdtemp(prefix="adaserve-tests-"))
+atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = own_cache(_cache)
 
 # The same examples in every run, so that a change is judged by what it changes. To look for new ones:
 # ``HYPOTHESIS_PROFILE=explore python -m pytest tests/scheduler``.

@@ -18,6 +18,7 @@ from tests.engine.harness import Probe, Server, Zygote
 from tests.engine.heads import save_headed_pair, save_qwen3_pair
 from tests.engine.mtp import save_with_layer
 from tests.engine.pairs import save_pair
+from tests.own_cache import own_cache
 
 POLICIES = [
     "adaserve", "priced", "none", "chain-2", "fixed-tree", "equal-greedy", "global-greedy", "adaserve-v1",
@@ -51,6 +52,7 @@ def adaserve_server(
     watch = Probe(folder, {"audit_every": 9, **(probe or {})})
     environment = {
         **watch.environment(),
+        "XDG_CACHE_HOME": own_cache(folder / "cache"),
         "ADASERVE_CONFIG": json.dumps(config),
         "ADASERVE_CPU_OVERLAP": "1" if overlap else "0",
         # SGLang counts its KV slots after every iteration, and stops the scheduler when one is missing.
