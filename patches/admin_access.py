@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adaserve.asgi import route_path
 from adaserve.identity import is_ours
 
 CONTROL_PATH = "/set_internal_state"
@@ -43,7 +44,7 @@ def _guarded(app: ASGIApp) -> ASGIApp:
         request, keys = Request(scope, receive), get_serving()
         body = await request.body()
         reason = None
-        if request.url.path != ABORT_PATH or _aborts_all(body):
+        if route_path(scope) != ABORT_PATH or _aborts_all(body):
             reason = refusal(request, keys.api_key, keys.admin_api_key)
         answer: ASGIApp = app if reason is None else JSONResponse({"error": reason}, 403)
         await answer(scope, _replayed(body, receive), send)

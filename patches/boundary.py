@@ -19,6 +19,7 @@ from fastapi import HTTPException
 from sglang.srt.observability.req_time_stats import monotonic_time
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.asgi import route_path
 from adaserve.boundary import OF_MEDIA, Limits, RequestError, check_prompt, check_request
 from adaserve.identity import is_ours
 from adaserve.patches import hook
@@ -84,7 +85,7 @@ def _limits(manager: Any) -> Limits:
 def check_fields(manager: Any, obj: Any, request: Any) -> None:
     """Raises RequestError for what a request may not hold. ``obj``: SGLang's request, not normalized yet."""
     if not hasattr(obj, "token_ids_logprob"):
-        if manager.is_generation and not _asks_for_health(request):
+        if manager.is_generation and not asks_for_health(request):
             raise RequestError("this server generates text: embeddings, rewards and classes are not served")
         return
     limits = _limits(manager)
@@ -94,7 +95,7 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
         for name in OF_MEDIA:
             setattr(obj, name, None)
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
-    if not _asks_for_health(request) and any(_looks_like_health(rid) for rid in rids):
+    if not asks_for_health(request) and any(_looks_like_health(rid) for rid in rids):
         raise RequestError("rid must not start with HEALTH_CHECK: SGLang's own health checks do")
 
 
@@ -104,8 +105,9 @@ def arrival(stated: float | None, now: float) -> float:
     return now if stated is None else min(max(stated, now - BELIEVED_DELAY_S), now)
 
 
-def _asks_for_health(request: Any) -> bool:
-    return request is not None and request.url.path in HEALTH_ROUTES
+def asks_for_health(request: Any) -> bool:
+    """Whether a request of SGLang's own comes from a health check, whose other headers mean nothing."""
+    return request is not None and route_path(request.scope) in HEALTH_ROUTES
 
 
 def _looks_like_health(rid: Any) -> bool:

@@ -156,6 +156,6 @@ def as_json(report: dict[str, float]) -> str:
     """``JSON {"rps_fractional": 1, "named_metrics": {"a": 2}}``."""
     nested: dict[str, Any] = {}
     for name, value in report.items():
-        group, _, inner = name.rpartition(".")
-        (nested.setdefault(group, {}) if group else nested)[inner] = float(f"{value:.6g}")
+        group, dot, inner = name.partition(".")  # the first dot: a class may have others in its name
+        (nested.setdefault(group, {}) if dot else nested)[inner if dot else name] = float(f"{value:.6g}")
     return "JSON " + json.dumps(nested)

@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.asgi import route_path
 from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.patches import hook
 
@@ -118,7 +119,7 @@ class Routes:
         if scope["type"] != "http" or not _active():
             await self._app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
+        path = route_path(scope).rstrip("/")
         if (why := self._refused.get(path)) is not None:
             await _answer(send, 400, f"{path} is refused by a server that runs ADASERVE: {why}")
             return

@@ -15,7 +15,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.config import slo_classes
 from adaserve.patches import hook
-from adaserve.patches.boundary import native_response
+from adaserve.patches.boundary import asks_for_health, native_response
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import RequestSLO, resolve
 
@@ -59,7 +59,7 @@ def _any_request(self: Any, obj: Any, request: Any = None) -> None:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     resolved = request is not None and getattr(request.state, "adaserve_resolved", False)
-    if isinstance(obj, GenerateReqInput) and not resolved:
+    if isinstance(obj, GenerateReqInput) and not resolved and not asks_for_health(request):
         _attach(obj, request)
 
 

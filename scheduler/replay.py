@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -32,6 +33,8 @@ from adaserve.scheduler.interface import (
     RunningBatch,
     Selection,
 )
+
+logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 FLUSH_EVERY = 16
@@ -86,6 +89,7 @@ class Recorder:
         self._file: IO[str] = _open(path, "wt")
         self._observed = 0
         self._open_plans: dict[int, int] = {}
+        self._failed = False
         self._file.write(json.dumps({"schema_version": SCHEMA_VERSION}) + "\n")
 
     def __enter__(self) -> Recorder:
@@ -112,18 +116,28 @@ class Recorder:
             "selection": _fields_out(outcome.selection),
             "outcome": _fields_out(outcome, ("plan", "trees", "selection")),
         }
-        self._file.write(json.dumps(body) + "\n")
         self._observed += 1
-        if self._observed % FLUSH_EVERY == 0:
-            self._file.flush()
+        self._write(body, flush=self._observed % FLUSH_EVERY == 0)
 
     def forget(self, rid: str) -> None:
         """Call with ``policy.forget``: a replay forgets at the same point."""
-        self._file.write(json.dumps({"forget": rid, "observed": self._observed}) + "\n")
+        self._write({"forget": rid, "observed": self._observed})
+
+    def _write(self, line: dict[str, Any], *, flush: bool = False) -> None:
+        if self._failed:
+            return  # what comes behind a gap could not be replayed
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            if flush:
+                self._file.flush()
+        except OSError as error:  # a full disk must not end the server
+            self._failed = True
+            logger.warning("AdaServe: iterations are not recorded any more: %s", error)
 
     def close(self) -> None:
         """Flushes and closes."""
-        self._file.close()
+        with contextlib.suppress(OSError) if self._failed else contextlib.nullcontext():
+            self._file.close()
 
 
 def _open(path: Path, mode: str) -> IO[str]:

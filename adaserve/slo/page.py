@@ -15,6 +15,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from adaserve.asgi import route_path
+
 PAGE_PATH = "/slo"
 SNAPSHOT_PATH = "/slo/snapshot.json"
 
@@ -56,7 +58,7 @@ def _page_before(app: ASGIApp) -> ASGIApp:
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         wanted = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
-        if wanted and scope["path"].removeprefix(scope.get("root_path", "")) == PAGE_PATH:
+        if wanted and route_path(scope) == PAGE_PATH:
             page = Response(page_html(), media_type="text/html", headers=_HEADERS)
             await page(scope, receive, send)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -10,6 +11,8 @@ from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS
 from adaserve.slo.events import FinishedRequest
 from adaserve.slo.stats import to_ms
 from adaserve.slo.trace import TraceRow, to_jsonl
+
+logger = logging.getLogger(__name__)
 
 
 class RequestLog:
@@ -20,6 +23,7 @@ class RequestLog:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._failed = False
 
     def add(self, request: FinishedRequest, arrival_s: float, prompt_tokens: int) -> None:
         """``arrival_s``: by the clock of ``time.perf_counter``."""
@@ -33,7 +37,14 @@ class RequestLog:
             slo_tpot_ms=to_ms(slo.tpot_s),
             slo_ttft_ms=to_ms(slo.ttft_s),
         )
-        os.write(self._file, "".join(to_jsonl([row])).encode())
+        try:
+            os.write(self._file, "".join(to_jsonl([row])).encode())
+        except OSError as error:  # a full disk must not end the server
+            if not self._failed:
+                logger.warning("AdaServe: requests are not recorded any more: %s", error)
+            self._failed = True
+        else:
+            self._failed = False
 
     def close(self) -> None:
         """For tests; a server keeps it open."""

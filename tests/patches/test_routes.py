@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.patches import routes
+from adaserve.patches.admin_access import _guarded
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,38 @@ def test_profiles_are_for_those_who_start_the_server(
 
     asyncio.run(routes.Routes(app)({"type": "http", "path": path}, receive, send))
     assert bool(passed) is passes and (sent[:1] == ([] if passes else [400]))
+
+
+@pytest.mark.parametrize("prefix", ["", "/v"])
+@pytest.mark.parametrize(("abort_all", "status"), [(True, 403), (False, 200)])
+def test_only_aborts_of_everything_need_a_key(
+    prefix: str, abort_all: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the server is mounted below a prefix (``--fastapi-root-path``)."""
+    spec, serving = (
+        SimpleNamespace(speculative_algorithm="ADASERVE"),
+        SimpleNamespace(api_key=None, admin_api_key=None),
+    )
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_serving", lambda: serving)
+    sent = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("status"))
+
+    async def receive() -> Any:
+        body = json.dumps({"rid": "" if abort_all else "r", "abort_all": abort_all}).encode()
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"{prefix}/abort_request",
+        "root_path": prefix,
+        "headers": [],
+    }
+    asyncio.run(_guarded(app)({**scope, "client": ("10.0.0.9", 1)}, receive, send))
+    assert sent[0] == status

@@ -187,6 +187,7 @@ def test_orca_in_text_and_in_json() -> None:
         "admission_open": 0.5,
         "classes": {
             "chat": {"tpot_ms": 10.0, "headroom": 1.25, "wait_ms": 0.0},
+            "tier.1": {"headroom": 1.5},
             "default": {"headroom": None},
         },
     }
@@ -196,13 +197,15 @@ def test_orca_in_text_and_in_json() -> None:
     assert as_text(metrics) == (
         "TEXT rps_fractional=2.5, application_utilization=0.8, named_metrics.kv_cache_usage=0.25, "
         "named_metrics.running_requests=1, named_metrics.waiting_requests=0, "
-        "named_metrics.admission_open=0.5, named_metrics.headroom_chat=1.25"
+        "named_metrics.admission_open=0.5, named_metrics.headroom_chat=1.25, "
+        "named_metrics.headroom_tier.1=1.5"
     )
     nested = json.loads(as_json(metrics).removeprefix("JSON "))
-    assert nested.pop("named_metrics")["headroom_chat"] == 1.25
+    named = nested.pop("named_metrics")
+    assert named["headroom_chat"] == 1.25 and named["headroom_tier.1"] == 1.5
     assert nested == {"rps_fractional": 2.5, "application_utilization": 0.8}
     assert orca_metrics([], 2.5) == {}
-    forecast["classes"]["chat"]["headroom"] = None
+    forecast["classes"]["chat"]["headroom"] = forecast["classes"]["tier.1"]["headroom"] = None
     assert "application_utilization" not in orca_metrics([idle], 2.5)
 
 

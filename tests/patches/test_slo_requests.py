@@ -13,6 +13,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from adaserve.config import ENV, AdaServeConfig, slo_classes
 from adaserve.patches import slo_requests
+from adaserve.patches.boundary import asks_for_health
 from adaserve.patches.slo_requests import _any_request, _native_request
 from adaserve.slo.resolve import WIRE_KEY, RequestSLO
 
@@ -36,7 +37,7 @@ def classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def http(body: dict[str, Any] | None = None, **headers: str) -> Request:
     pairs = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
-    request = Request({"type": "http", "headers": pairs, "state": {}})
+    request = Request({"type": "http", "path": "/generate", "headers": pairs, "state": {}})
     request._json = body or {}
     return request
 
@@ -94,6 +95,17 @@ def test_a_client_cannot_write_what_we_resolved() -> None:
     forged = {"custom_params": {WIRE_KEY: {"slo_class": "coding", "tpot_s": 1e-9, "tenant": "somebody"}}}
     answer = generate(GenerateReqInput(text="a", sampling_params=forged), http())
     assert answer.status_code == 400 and WIRE_KEY.encode() in answer.body
+
+
+@pytest.mark.parametrize("prefix", ["", "/v"])
+def test_a_health_check_asks_for_no_speed(prefix: str) -> None:
+    """What it sends besides must not end the check, or the server looks dead."""
+    scope = {"type": "http", "path": f"{prefix}/health", "root_path": prefix, "state": {}}
+    request = Request({**scope, "headers": [(b"x-slo-foo", b"1")]})
+    obj = GenerateReqInput(input_ids=[1], sampling_params={"max_new_tokens": 1})
+    _any_request(None, obj, request)
+    assert obj.sampling_params == {"max_new_tokens": 1}
+    assert asks_for_health(request)
 
 
 def test_tenants_are_told_apart_and_their_keys_not_told() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -260,6 +261,19 @@ class TestReplay:
         recorder.close()
         total = sum(1 for _ in read_recording(tmp_path / "run.jsonl.gz"))
         assert total - FLUSH_EVERY <= written <= total and written > 0
+
+    def test_a_full_disk_ends_the_recording_and_nothing_else(self, tmp_path, caplog):
+        replica = build_replica(config("priced"))
+        recorder = Recorder(tmp_path / "run.jsonl")
+        recorder.close()
+        recorder._file = open("/dev/full", "w", buffering=1)
+        spy(replica.policy, recorder)
+        for request in requests(15, rate=50.0):
+            replica.submit(request)
+        while replica.busy:
+            replica.step()
+        assert caplog.text.count("not recorded any more") == 1
+        recorder.close()
 
     def test_a_different_policy_is_noticed(self, tmp_path):
         self.record(tmp_path / "run.jsonl", "adaserve")

@@ -239,6 +239,15 @@ def test_finished_requests_make_a_trace(tmp_path: Path) -> None:
         log.close()
 
 
+def test_a_full_disk_costs_the_record_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    log = RequestLog(Path("/dev/full"))
+    books = SLOLedger(BASELINE_S, SLOStats(SLOConfig()), log)
+    for rid in ("a", "b"):
+        assert books.close(Req(rid, origin_input_ids=[1]))["met"]
+    log.close()
+    assert caplog.text.count("not recorded any more") == 1
+
+
 def test_a_request_without_an_slo() -> None:
     plain = Req(sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=11))
     slo = ledger().slo(plain)
