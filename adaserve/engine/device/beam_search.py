@@ -20,7 +20,7 @@ from adaserve.engine.device.layout import Extent, slot_lists, window_bits
 from adaserve.engine.device.model import Inputs, Parts
 from adaserve.engine.device.sizes import SearchKey
 from adaserve.engine.device.transfer import QueuedCopy, StaticArrays
-from adaserve.engine.parts import Beams, Ready, Run, Search
+from adaserve.engine.parts import Beams, Mark, Ready, Run, Search
 from adaserve.engine.search import Levels
 from adaserve.engine.trees.batch import Gap, TreeBatch, without_gap
 from adaserve.engine.trees.shape import TreeShape, tree_shape
@@ -45,6 +45,7 @@ class BeamSearches:
         self._parts = parts
         self._prepared: dict[SearchKey, _Prepared] = {}
         self._kernels: dict[tuple[int, int, int], TreeKernel] = {}  # by rows, tokens per request, place
+        self._eager: tuple[_Prepared, Mark] | None = None  # the last search without a graph, and its end
 
     def queue(self, first: TreeBatch, search: Search) -> tuple[Ready, Run]:
         """Queues a whole search; ``first``: its first step, whose gap all steps have."""
@@ -85,6 +86,10 @@ class BeamSearches:
         if (prepared := self._prepared.get(key)) is not None:
             return prepared
         parts = self._parts
+        if key not in parts.sizes.captured and self._eager is not None:
+            # Its kernels go with the next search, and the copies of their plans must be over by then:
+            # FlashInfer queues them from memory that no allocator watches.
+            self._eager[1].wait()
         columns = torch.from_numpy(shape.columns).to(parts.device, non_blocking=True)
         queries = dict.fromkeys((parts.first, *shape.beams[:-1]))  # tokens per request of the steps
         kernels = {q: self._kernel(key, q, place) for place, q in enumerate(queries)}
@@ -127,7 +132,10 @@ class BeamSearches:
         parts.buffers.see_all(max(int(extent.byte_starts[-1]) for extent in extents.values()))
         for q, kernel in prepared.kernels.items():
             kernel.plan(extents[q])
-        return parts.run(key, partial(self._search, key, prepared, there))
+        found, run = parts.run(key, partial(self._search, key, prepared, there))
+        if key not in parts.sizes.captured:
+            self._eager = prepared, run[1]
+        return found, run
 
     # -- inside of it -------------------------------------------------------------------------
 

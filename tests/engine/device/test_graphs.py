@@ -12,11 +12,12 @@ import torch
 
 from adaserve.engine.device import model
 from adaserve.engine.device.graphs import LEAST_FREE_BYTES, EagerGraph, GraphTable, capture_all
+from adaserve.engine.device.parts import GraphDevice
 from adaserve.engine.device.sizes import SearchKey, Sizes, Tiers
 from adaserve.engine.device.transfer import QueuedCopy, StaticArrays, put
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import tree_shape
-from tests.engine.device.factories import CPU, Requests, TinyModel, device_forward
+from tests.engine.device.factories import CPU, Requests, TinyModel, device_forward, iteration_plan
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 64, 100, 512])
@@ -98,6 +99,35 @@ def test_a_kernel_without_a_graph_lives_until_its_forward_is_over(monkeypatch: p
         tokens = TreeBatch.roots(np.array([3, 4]), requests.pool_rows, np.array(requests.lengths), 1)
         forward.run(tokens)
     assert events == ["make", "wait", "make"]
+
+
+def test_kernels_of_a_search_without_a_graph_live_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are planned before the first step runs."""
+    requests, events, made = Requests([5, 17]), [], []
+    draft = TinyModel(requests.slots)
+    requests.prefill(draft)
+    device = GraphDevice(*(device_forward(requests, draft, []) for _ in range(2)))
+    parts = device.drafts[0].parts
+    make, running = parts.make_kernel, requests.running()
+
+    def recorded(*arguments: Any) -> Any:
+        events.append("make")
+        kernel = make(*arguments)
+        made.append(weakref.ref(kernel))
+        return kernel
+
+    class Mark:
+        def wait(self) -> None:
+            events.append("wait")
+            assert all(kernel() is not None for kernel in made)
+
+    monkeypatch.setattr(model, "mark", lambda device: Mark())
+    searches = device.drafts[0]._searches
+    searches._parts = dataclasses.replace(parts, make_kernel=recorded)
+    for _ in range(2):
+        plan = iteration_plan(running, 3, 3)
+        assert requests.source(device, [0, 0]).propose(plan, requests.rows(running), None)
+    assert events == ["make", "make", "wait", "make", "make"]
 
 
 def test_keys() -> None:
