@@ -133,6 +133,14 @@ def test_the_time_is_up(host: Path) -> None:
     assert late.returncode == 2 and "the time was up" in late.stdout
 
 
+def test_what_compiles_too_long_does_not_cost_the_others(host: Path) -> None:
+    """What they found is written down when the slowest one is given up: before the deadline, then."""
+    for deadline, limit in (("300", range(250, 271)), ("3000", [480])):
+        done = run(host, "kernels", PYTHON=fake_python(host, 'echo "$*"'), PAIR="small", DEADLINE=deadline)
+        (given,) = re.findall(r"--limit (\d+)", done.stdout)
+        assert int(given) in limit
+
+
 MIB = 1 << 20
 
 
