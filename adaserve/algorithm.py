@@ -115,11 +115,16 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
         ),
         (
             envs.SGLANG_RUST_SERVER.get(),
-            "the Rust HTTP server passes by the checks of requests and their SLOs: unset SGLANG_RUST_SERVER",
+            "the Rust HTTP server bypasses the checks of requests and their SLOs: unset SGLANG_RUST_SERVER",
         ),
         (
             args.enable_return_hidden_states,
             "hidden states are not returned: remove --enable-return-hidden-states",
+        ),
+        (
+            args.enable_streaming_session,
+            "streaming sessions keep the KV of candidates that were not accepted: remove "
+            "--enable-streaming-session (ordinary sessions are served)",
         ),
         (
             args.enable_hierarchical_cache,

@@ -1,17 +1,26 @@
-"""What SGLang itself asks of a request's grammar is limited in time, as what the worker asks of it is.
+"""A request is ended whose grammar takes so long that the others would wait for it.
 
-Why: a matcher that takes seconds for a token stops everybody's iteration.
+Why: a matcher that takes seconds for a token stops everybody's iteration. The boundary refuses what is known
+to be slow (``adaserve/boundary/ambiguity.py``). What a recursive grammar such as ``s ::= s s | [a-z]`` costs
+shows only as its text gets longer. So a grammar's steps are timed, both where SGLang takes them and where the
+worker does (``adaserve/engine/grammar.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.identity import is_ours
 from adaserve.patches import hook
+
+PATIENCE_S = 0.5
+"""Of this thread's own time, so that a busy host ends nobody's request."""
 
 
 def register() -> None:
@@ -24,9 +33,28 @@ def register() -> None:
 def _accept(original: Callable[..., list[int]], self: Any, req: Any, tokens: Any) -> list[int]:
     from sglang.srt.runtime_context import get_spec
 
-    from adaserve.engine.patience import limited_time
-
     if not is_ours(get_spec().speculative_algorithm):
         return original(self, req, tokens)
     with limited_time(req):
         return original(self, req, tokens)
+
+
+@contextmanager
+def limited_time(req: Any) -> Iterator[None]:
+    """Ends ``req`` (SGLang's) at the end of the iteration if what is done meanwhile takes too long.
+
+    Not under tensor parallelism: ranks must end the same requests, and each has its own time.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.runtime_context import get_parallel
+
+    start_s = time.thread_time()
+    yield
+    taken_s = time.thread_time() - start_s
+    if taken_s > PATIENCE_S and req.to_finish is None and get_parallel().tp_size == 1:
+        req.to_finish = FINISH_ABORT(
+            f"the grammar was given up: one step of it took {taken_s:.1f} s. It matches the text so far in "
+            "too many ways; write it without rules that repeat themselves on both sides, such as s ::= s s",
+            HTTPStatus.BAD_REQUEST,
+            "BadRequestError",
+        )

@@ -82,7 +82,7 @@ class _Automaton:
         """
         for operator, argument in reversed(list(pattern)):
             if operator in REPEATS:
-                after = self._add_repeat(*argument, after, counted=counted)
+                after = self._add_repeat(argument, after, counted=counted)
             elif operator is regex_parser.BRANCH:
                 after = self.branch(tuple(self.add(way, after, counted=counted) for way in argument[1]))
             elif operator is regex_parser.SUBPATTERN:
@@ -107,7 +107,8 @@ class _Automaton:
                 "written out"
             )
 
-    def _add_repeat(self, low: int, high: int, body: Any, after: int, *, counted: bool) -> int:
+    def _add_repeat(self, repeat: Any, after: int, *, counted: bool) -> int:
+        low, high, body = repeat
         single = len(body) == 1 and body[0][0] in SINGLE
         if high > 1 and not single:
             if body.getwidth()[0] == 0:

@@ -225,7 +225,7 @@ def _samples(params: Any) -> int:
     """``n`` at most; SGLang takes that of the first prompt. What is no number is refused later."""
     each = params if isinstance(params, list | tuple) else [params]
     asked = [p.get("n") for p in each if isinstance(p, Mapping)]
-    return max([1, *filter(is_integer, asked)])
+    return max([1, *(n for n in asked if isinstance(n, int))])  # true is refused, and counts as 1
 
 
 def _check_ids(ids: Any, limits: Limits, continues: bool) -> bool:

@@ -428,8 +428,9 @@ class AdaServeWorker(BaseSpecWorker):
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Called before SGLang gives the request's slots to the radix cache."""
         if (row := self.requests.end(rid)) is not None:
+            unheard = self._arriving is not None and bool((self._arriving.rows.pool_rows == row).any())
             for source in self._sources:
-                source.finished(row)
+                source.finished(row, unheard)
         if self._unobserved is None:
             self._forget(rid)
         else:  # it is in an unobserved iteration, whose outcome would bring it back; waiting would cost time

@@ -22,7 +22,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
     values: dict[str, Any] = dict(
         speculative_draft_model_path="draft", page_size=1, enable_lora=None, lora_paths=None, tp_size=1,
         pp_size=1, enable_dp_attention=False, disaggregation_mode="null", enable_return_hidden_states=False,
-        enable_hierarchical_cache=False, speculative_adaptive=False, device="cpu",
+        enable_hierarchical_cache=False, enable_streaming_session=False, speculative_adaptive=False,
+        device="cpu",
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -118,6 +119,7 @@ def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: 
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"enable_return_hidden_states": True}, "--enable-return-hidden-states"),
+        ({"enable_streaming_session": True}, "--enable-streaming-session"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"speculative_adaptive": True}, "--speculative-adaptive"),
     ],

@@ -244,7 +244,7 @@ def test_holes_of_exchanged_slots_are_remembered_when_the_request_ends() -> None
     case, row, hole = alike([0, 0, 0], [4, 4, 4]), 1, 1
     exchange(case, row, hole)
     pool_row = int(case.rows.pool_rows[row])
-    case.cache.finished(pool_row)
+    case.cache.finished(pool_row, unheard=False)
     case.cache.fill_holes([pool_row], [len(PROMPTS[row])], [PROMPTS[row]])
     _check_caches(case)
     assert case.held(row) == (hole, PROMPTS[row][hole:])
@@ -256,13 +256,23 @@ def test_an_end_that_the_draft_has_not_heard_of() -> None:
     pool_row, unheard = int(case.rows.pool_rows[row]), [3, 4, 5]
     slots = case.table[pool_row, len(prompt) : len(prompt) + len(unheard)]
     case.cache.started(99, unheard, slots, read=True)  # as the slots' last user left them
-    case.cache.finished(pool_row)
+    case.cache.finished(pool_row, unheard=True)
     text = [*prompt, *unheard]
     case.cache.fill_holes([pool_row], [len(text)], [text])
     fresh = DenseModel(hf_model())
     one = (np.array([pool_row]), np.array([0]), np.array([len(text)]))
     HostForward(fresh, case.table).run(TreeBatch.causal(np.array(text), *one))
     torch.testing.assert_close(case.models[1].pool.k[0][slots.long()], fresh.pool.k[0][slots.long()])
+
+
+def test_a_request_that_ends_takes_back_nothing_of_its_rows_last_user() -> None:
+    """Behind its own tokens the row lists slots that belong to the radix cache by now."""
+    case, row, prompt = alike([0, 0, 0], [4, 4, 4]), 1, PROMPTS[1]
+    pool_row, others = int(case.rows.pool_rows[row]), [3, 4, 5]
+    slots = case.table[pool_row, len(prompt) : len(prompt) + len(others)]
+    case.cache.started(99, others, slots, read=True)
+    case.cache.finished(pool_row, unheard=False)
+    assert case.cache._is_held[slots.long()].all()
 
 
 def exchange(case: Case, row: int, hole: int) -> None:

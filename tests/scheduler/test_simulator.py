@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -266,7 +265,7 @@ class TestReplay:
         replica = build_replica(config("priced"))
         recorder = Recorder(tmp_path / "run.jsonl")
         recorder.close()
-        recorder._file = open("/dev/full", "w", buffering=1)
+        recorder._file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
         spy(replica.policy, recorder)
         for request in requests(15, rate=50.0):
             replica.submit(request)

@@ -97,8 +97,8 @@ class BeamSource:
             start = end
         self.cache.find_holes(rows.pool_rows.tolist())
 
-    def finished(self, pool_row: int) -> None:
-        self.cache.finished(pool_row)
+    def finished(self, pool_row: int, unheard: bool) -> None:
+        self.cache.finished(pool_row, unheard)
 
     # -- what it proposes ---------------------------------------------------------------------
 

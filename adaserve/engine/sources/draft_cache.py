@@ -171,15 +171,16 @@ class DraftCache:
             prompt.text += tokens
             prompt.iterations += 1
 
-    def finished(self, pool_row: int) -> None:
+    def finished(self, pool_row: int, unheard: bool) -> None:
         """Remembers, for those who may share the request's slots, which of them hold KV of the draft.
 
         Under overlap a finished request rides in one iteration more, so its row is known until the next
-        request has it. And if nobody else runs, this comes before the draft hears of the last tokens.
+        request has it. And if nobody else runs, this comes before the draft hears of the last tokens: then
+        they are ``unheard``. Behind its own tokens a row still lists the slots of whoever had it before.
         """
         self.find_holes([pool_row])
         held = self._held[pool_row]
         slots = self._req_to_token[pool_row].long()
         self._is_held[slots[: held.length]] = True
-        end = held.length + len(held.pending) + self._stride
+        end = held.length + len(held.pending) + (self._stride if unheard else 0)
         self._is_held[slots[held.length : end]] = False

@@ -60,7 +60,7 @@ class ForcedSource:
     def prefilled(self, batch: Any, drafts: bool) -> None:
         """Nothing to read: SGLang keeps the matchers."""
 
-    def finished(self, pool_row: int) -> None:
+    def finished(self, pool_row: int, unheard: bool) -> None:
         """Nothing is kept."""
 
     def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:

@@ -57,6 +57,9 @@ class TreeSource(Protocol):
         """An iteration committed the accepted tokens (bool [T], roots included) of every row."""
         ...
 
-    def finished(self, pool_row: int) -> None:
-        """A request ended; SGLang is about to give its slots to the radix cache or free them."""
+    def finished(self, pool_row: int, unheard: bool) -> None:
+        """A request ended; SGLang is about to give its slots to the radix cache or free them.
+
+        ``unheard``: it was part of an iteration that ``advanced`` has not told of yet.
+        """
         ...

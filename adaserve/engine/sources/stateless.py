@@ -64,5 +64,5 @@ class StatelessSource:
     def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:
         """Nothing: verification has written what the next search reads."""
 
-    def finished(self, pool_row: int) -> None:
+    def finished(self, pool_row: int, unheard: bool) -> None:
         """Nothing is kept of a request."""

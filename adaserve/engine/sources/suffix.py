@@ -130,7 +130,7 @@ class SuffixSource:
 
     def _start(self, req: Any, row: int) -> _Request:
         for old in {row, self._row.get(req.rid, row)}:  # retracted requests are not reported
-            self.finished(old)
+            self.finished(old, unheard=False)
         scope = f"request {req.rid}" if self._tenant is None else f"key {self._tenant(req)}"
         text = self._scopes.setdefault(scope, TextIndex()).start()
         request = _Request(req.rid, scope, len(req.origin_input_ids), text)
@@ -158,7 +158,7 @@ class SuffixSource:
                 right[i] = emitted[depth - 1] == tree.token[i]
                 self.rates.learn(tree.cell[i], right[i])
 
-    def finished(self, pool_row: int) -> None:
+    def finished(self, pool_row: int, unheard: bool) -> None:
         """Keeps the text for the tenant's later requests, or forgets it."""
         request = self._requests.pop(pool_row, None)
         if request is None:

@@ -145,7 +145,7 @@ class Run:
             lens = torch.tensor([len(r.origin_input_ids) for r in reqs])
             suffix.prefilled(SimpleNamespace(reqs=reqs, req_pool_indices=rows, seq_lens=lens), True)
         for row in range(n + 1, 2 * n + 1):
-            suffix.finished(row)
+            suffix.finished(row, False)
         self.worker._sources = (*self.beams, suffix) if drafts_too else (suffix,)
 
     def _request(self, r: int) -> Any:

@@ -130,7 +130,7 @@ def drafts_stay_right(case: Case, seed: int) -> None:
         accepted.append(count)
         moved.append(has_moved)
     assert max(accepted) >= 3 and any(moved)
-    case.source.finished(int(case.rows.pool_rows[1]))
+    case.source.finished(int(case.rows.pool_rows[1]), unheard=False)
     ended = case.text(1)
     case.prefill(1, [*ended[:-2], 17, 18, 19], [], cached=len(ended) - 2)
     case.check(case.propose([True, True]))

@@ -105,7 +105,7 @@ def test_requests_see_their_own_text_alone_unless_asked_for() -> None:
     server = Server()
     server.start(0, PROMPT, 9)
     server.start(1, [1, 2, 3], 4)
-    server.source.finished(0)
+    server.source.finished(0, False)
     assert server.offer(1) is None
 
 
@@ -117,7 +117,7 @@ def test_one_tenant_is_never_proposed_what_another_was_served() -> None:
     assert server.offer(1) is None, "another tenant's running request"
     server.start(2, [1, 2, 3], 4, tenant="a")
     assert chain(server.offer(2)) == [5, 6, 7, 8, 9, 10]
-    server.source.finished(0)
+    server.source.finished(0, False)
     server.emit(1, 5), server.emit(2, 5)
     assert server.offer(1) is None, "another tenant's finished request"
     assert chain(server.offer(2)) == [6, 7, 8, 9, 10, 11]
@@ -146,7 +146,7 @@ def test_a_retracted_request_goes_on_where_it_was() -> None:
     server.start(1, server.prompts[0], 3, rid="x")  # in another row
     server.states[1].generated = [*state.generated, 6]
     assert chain(server.offer(1))[:3] == [7, 8, 1]
-    server.source.finished(1)
+    server.source.finished(1, False)
     assert server.source.tokens == 0
 
 
@@ -155,7 +155,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     for row in range(6):
         server.start(row, [row * 40 + t for t in range(29)], 1000 + row)
         server.emit(row, 2000)
-        server.source.finished(row)
+        server.source.finished(row, False)
         assert server.source.tokens <= 100
     server.start(6, list(range(10)), 10)
     assert server.offer(6) is None, "the first text has made room"
@@ -170,7 +170,7 @@ def test_a_request_too_many_goes_without() -> None:
     assert server.source.tokens <= 20
     server.emit(0, 2, 3), server.emit(1, 2, 3)
     assert chain(server.offer(0))[:2] == [4, 5] and server.offer(1) is None
-    server.source.finished(0), server.source.finished(1)
+    server.source.finished(0, False), server.source.finished(1, False)
     assert server.source.tokens == 0
 
 

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from adaserve.engine import patience
-from adaserve.engine.patience import limited_time
-from adaserve.patches.grammar_time import _accept
+from adaserve.patches import grammar_time
+from adaserve.patches.grammar_time import _accept, limited_time
 
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(grammar_time, "PATIENCE_S", 0.02)
     ranks(monkeypatch, 1)
 
 
 def ranks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(patience, "get_parallel", lambda: SimpleNamespace(tp_size=count))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_size=count))
 
 
 def work() -> None:
