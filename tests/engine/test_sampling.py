@@ -19,6 +19,8 @@ CASES: dict[str, dict[str, Any]] = {
     "min-p": {"temperature": 1.0, "min_p": 0.2},
     "all": {"temperature": 0.9, "top_p": 0.8, "top_k": 8, "min_p": 0.05},
 }
+OFTEN = ("temperature", "all")
+"""What every run of the tests compares; the others, one filter each, take minutes."""
 SUSPICIOUS_P, SMALLEST_P = 1e-3, 1e-4
 """A case with a suspicious comparison is made again on twice as many fresh samples, which must not be worse.
 
@@ -38,9 +40,21 @@ def sample(server: Server, params: dict[str, Any]) -> list[tuple[int, ...]]:
     return out
 
 
+class Without(dict[str, list[tuple[int, ...]]]):
+    """Samples of the server without speculation, by case, each made when it is first asked for."""
+
+    def __init__(self, stock: Server) -> None:
+        super().__init__()
+        self._stock = stock
+
+    def __missing__(self, case: str) -> list[tuple[int, ...]]:
+        self[case] = sample(self._stock, CASES[case])
+        return self[case]
+
+
 @pytest.fixture(scope="session")
-def without(stock: Server) -> dict[str, list[tuple[int, ...]]]:
-    return {name: sample(stock, params) for name, params in CASES.items()}
+def without(stock: Server) -> Without:
+    return Without(stock)
 
 
 def comparisons(got: list[tuple[int, ...]], right: list[tuple[int, ...]]) -> dict[tuple[int, int], float]:
@@ -49,10 +63,10 @@ def comparisons(got: list[tuple[int, ...]], right: list[tuple[int, ...]]) -> dic
     return {(a, b): two_sample_p([t[a:b] for t in got], [t[a:b] for t in right]) for a, b in places}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_distribution(
-    served: Served, stock: Server, without: dict[str, list[tuple[int, ...]]], case: str
-) -> None:
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in OFTEN else [pytest.mark.slow]) for c in CASES]
+)
+def test_distribution(served: Served, stock: Server, without: Without, case: str) -> None:
     got, right = sample(served.server, CASES[case]), without[case]
     if min(comparisons(got, right).values()) < SUSPICIOUS_P:
         more, right = ([t for _ in range(2) for t in sample(s, CASES[case])] for s in (served.server, stock))

@@ -63,6 +63,7 @@ def test_bench_then_report(tmp_path: Path) -> None:
         assert run(*args).returncode == code
 
 
+@pytest.mark.slow
 def test_a_comparison_has_every_setting(tmp_path: Path) -> None:
     with running_fake(token_ms=10) as fake:
         for tag in ("fast-seed0", "fast-seed1"):
@@ -145,7 +146,7 @@ def test_baseline_is_measured_when_nobody_knows_it(tmp_path: Path) -> None:
     assert baseline == pytest.approx(12, rel=0.5)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_interrupting_keeps_what_was_measured(processes: int, tmp_path: Path) -> None:
     out = tmp_path / "r"
     with running_fake(token_ms=5) as fake:
