@@ -10,10 +10,10 @@ allocates between its chunks. So decode iterations run in between only while the
 prompt stay free; when they would not, the prompt is finished first. Then it can be retracted like any other.
 
 SGLang gives a started prompt the whole chunk, however long it is and whoever waits, save under its policy
-``shortest-prefill-first``. Prompts that are due earlier pass it here: the started one gets what they
-leave. They may need less than was foreseen, since part of them turns out to be cached, and then the next in
-the queue would be started beside the first. SGLang can hold one started prompt and ends where there are
-two, so a prompt that would not be read whole waits.
+``shortest-prefill-first``. Prompts that are due earlier pass it here, if all of them has room beside it: the
+started one gets what they leave. They may need less than was foreseen, since part of them turns out to be
+cached, and then the next in the queue would be started beside the first. SGLang can hold one started prompt
+and ends where there are two, so a prompt that would not be read whole waits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     held = _line_up(self, plan.order.tolist())
     if usual is not None:
         self.chunked_prefill_size = min(usual, -(-plan.tokens // align) * align)
-    if 0 < plan.reserved < spare:
+    if plan.reserved > 0 and _tokens(self.waiting_queue) < spare:
         self.policy.shortest_prefill_chunk_limit = partial(_left_over, plan.reserved)
     try:
         return original(self, running_batch)
@@ -68,6 +68,11 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
         vars(self.policy).pop("shortest_prefill_chunk_limit", None)
         self.chunked_prefill_size = usual
         self.waiting_queue = self.waiting_queue + held
+
+
+def _tokens(reqs: list[Any]) -> int:
+    """Of whole prompts: what is cached of one can be had by nobody else once it has started."""
+    return sum(len(r.origin_input_ids) + len(r.output_ids) for r in reqs)
 
 
 def _left_over(reserved: int, _started: Any, _waiting: Any, budget: int, _page_size: int) -> int | None:

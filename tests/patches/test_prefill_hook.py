@@ -219,6 +219,18 @@ def test_a_short_prompt_that_is_due_earlier_gets_its_place_beside_a_started_one(
     )
 
 
+def test_what_is_cached_of_a_prompt_that_would_pass_takes_memory_too() -> None:
+    """It is locked once the prompt starts. Of 5,300 slots 280 are left beside the long one and decoding."""
+    for cached, most in ((0, 216), (300, None)):
+        short = Request("short", prompt=40 + cached)
+        short.num_matched_prefix_tokens = cached
+        sched = scheduler(
+            pacer(1.0, ttft={"long": 60.0, "short": 0.5}), [short], chunked_req=Request("long", prompt=5000),
+            token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 5300),
+        )  # fmt: skip
+        assert share_of_the_started(sched)[1] == most
+
+
 TWO = SimpleNamespace(**{**vars(RUNNING), "reqs": [Request("r0"), Request("r1", slot=1)]})
 
 
