@@ -80,8 +80,8 @@ class Requests:
 
     def _key(self, req: Any) -> int:
         """Of the request's noise: by its number in the order of first prefills, so that text at a fixed seed
-        does not depend on chunks. After a retraction it goes on with the same noise, but behind a token that the
-        new prefill has drawn."""
+        does not depend on chunks. After a retraction it goes on with the same noise, but behind a token that
+        the new prefill has drawn."""
         if req not in self._keys:
             self._started += 1
             self._keys[req] = request_key(*self._seed, self._started)
