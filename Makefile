@@ -24,7 +24,7 @@ env: ## Make the environment .venv, or bring it up to date
 demo: env ## Three classes of requests, three speeds: with AdaServe and without it (4 minutes)
 	@$(BIN)/adaserve demo $(ARGS)
 
-test: env ## Run the tests (up to 25 minutes on 2 cores, no GPU needed)
+test: env ## Run the tests (about half an hour on 2 cores, no GPU needed)
 	@$(BIN)/python -m pytest -m "not slow" --durations=15 $(ARGS)
 
 test-all: env ## Run all tests, slow ones included

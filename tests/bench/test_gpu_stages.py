@@ -68,6 +68,7 @@ def test_help_lists_every_stage(host: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_first_stages_on_a_cpu(host: Path) -> None:
     """Each saves what it found and names the next one, alone or with others in one call."""
     for stages, following in ((("assemble", "facts"), ("facts", "kernels")), (("kernels",), ("smoke",))):
