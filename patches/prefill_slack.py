@@ -10,17 +10,17 @@ allocates between its chunks. So decode iterations run in between only while the
 prompt stay free; when they would not, the prompt is finished first. Then it can be retracted like any other.
 
 SGLang gives a started prompt the whole chunk, however long it is and whoever waits, save under its policy
-``shortest-prefill-first``. Prompts that are due earlier pass it here, if all of them has room beside it: the
-started one gets what they leave. They may need less than was foreseen, since part of them turns out to be
-cached, and then the next in the queue would be started beside the first. SGLang can hold one started prompt
-and ends where there are two, so a prompt that would not be read whole waits.
+``shortest-prefill-first``. Prompts that are due earlier pass it here, if there is room for all of them beside
+it: the started one gets what they leave, and nobody else starts. They may need less than was foreseen, since
+part of them turns out to be cached, and then the next of them would be started beside the first. SGLang can
+hold one started prompt and ends where there are two, so a prompt that would not be read whole waits.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -57,10 +57,13 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
         _queue_ready_grammars(self)
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
     usual, align = self.chunked_prefill_size, self.truncation_align_size or 1
-    held = _line_up(self, plan.order.tolist())
+    order = plan.order.tolist()
+    passing = order[: order.index(0)] if plan.reserved and self.chunked_req is not None and 0 in order else []
+    shares = bool(passing) and _tokens(self.waiting_queue[i - 1] for i in passing) < spare
+    held = _line_up(self, passing if shares else order)
     if usual is not None:
         self.chunked_prefill_size = min(usual, -(-plan.tokens // align) * align)
-    if plan.reserved > 0 and _tokens(self.waiting_queue) < spare:
+    if shares:
         self.policy.shortest_prefill_chunk_limit = partial(_left_over, plan.reserved)
     try:
         return original(self, running_batch)
@@ -70,7 +73,7 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
         self.waiting_queue = self.waiting_queue + held
 
 
-def _tokens(reqs: list[Any]) -> int:
+def _tokens(reqs: Iterable[Any]) -> int:
     """Of whole prompts: what is cached of one can be had by nobody else once it has started."""
     return sum(len(r.origin_input_ids) + len(r.output_ids) for r in reqs)
 

@@ -2,7 +2,7 @@
 
 A grammar's matcher follows every way in which a text may have been matched so far. For most expressions that
 is one or a few; for ``([a-z]?){0,99}`` a single letter leads to 99 places, and to mask the next token takes
-seconds of the scheduler's loop. The same text can always be written with one way: ``[a-z]{0,99}``.
+seconds of the scheduler's loop. The same texts have an expression with one way: ``[a-z]{0,99}``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from adaserve.boundary.errors import RequestError, TooLargeError
 from adaserve.boundary.limits import MAX_GRAMMAR_SIZE
 
 MAX_PLACES = 32
-"""Places that one text may lead to: a mask then takes milliseconds."""
+"""Places that one text may lead to: a mask then takes milliseconds where vocabularies are small."""
 
 MAX_STEPS = 30_000
 """Of the search for such a text: some tenths of a second."""

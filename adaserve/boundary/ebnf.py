@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from adaserve.boundary.errors import RequestError, TooLargeError
-from adaserve.boundary.limits import MAX_GRAMMAR_CHARACTERS
+from adaserve.boundary.limits import MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_DEPTH
 
 CUT = "\ue000"
 """A private character: where a recursion is cut off."""
@@ -31,7 +31,7 @@ _TOKEN = re.compile(
 _ESCAPE = re.compile(
     r"\\([nrt\"\\'\[\]\-/^fv0]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|\\?(.)", re.DOTALL
 )
-_PLAIN = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
+_CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 
 
 def as_regex(name: str, grammar: str, depth: int) -> str:
@@ -57,8 +57,12 @@ class _Writer:
     def write(self, rule: str) -> str:
         if rule not in self.rules:
             raise RequestError(f"{self.name} has no rule named {rule[:60]!r}")
-        if self._open[rule] >= self.depth or sum(self._open.values()) > MAX_OPEN_RULES:
+        if self._open[rule] >= self.depth:
             return CUT
+        if sum(self._open.values()) > MAX_GRAMMAR_DEPTH:
+            raise TooLargeError(
+                f"{self.name} may have at most {MAX_GRAMMAR_DEPTH} rules inside of each other"
+            )
         self._open[rule] += 1
         parts = []
         for kind, value in self.rules[rule]:
@@ -71,10 +75,6 @@ class _Writer:
                 )
         self._open[rule] -= 1
         return "".join(parts)
-
-
-MAX_OPEN_RULES = 60
-"""Rules inside of each other: Python's parser of expressions is recursive."""
 
 
 def _rules(name: str, grammar: str) -> dict[str, list[tuple[str, str]]]:
@@ -112,4 +112,4 @@ def _plain(found: re.Match[str]) -> str:
         return str(other)
     if len(code) > 1:
         return chr(min(int(code[1:], 16), 0x10FFFF))
-    return _PLAIN.get(code, code)
+    return _CONTROL.get(code, code)

@@ -32,6 +32,7 @@ _text = text(MAX_GRAMMAR_CHARACTERS)
 _stop_text = text(256)
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _CHOICES = ("anyOf", "oneOf", "type")
+_REPEATED_PARTS = ("optional", "plus", "star", "repeat")
 
 
 def json_schema(name: str, value: Any, limits: Limits) -> None:
@@ -46,40 +47,32 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
     _text(name, value, limits)
     if value == "":
         return
-    found = [_parse(name, value)]
-    if not isinstance(found[0], dict):
-        raise RequestError(f"{name} must be a JSON object, got {shown(found[0])}")
-    inside = {"pattern": regex, "grammar": ebnf}
-    checked = 0
+    root = _parse(name, value)
+    if not isinstance(root, dict):
+        raise RequestError(f"{name} must be a JSON object, got {shown(root)}")
+    expressions = {"pattern": regex, "grammar": ebnf}
+    count = 0  # of expressions, grammars and repeats
+    found: list[tuple[Any, bool]] = [(root, False)]  # parts, and whether they are inside of a repeated one
     while found:
-        node = found.pop()
-        if isinstance(node, dict):
-            checked += _check_repeat(name, node)
+        node, repeated = found.pop()
+        if isinstance(node, dict) and node.get("type") in _REPEATED_PARTS:
+            if repeated:
+                raise RequestError(f"{name}: a repeated part may not hold another one")
+            repeated = True
+            most = node.get("max")
+            count += most if isinstance(most, int) and most > 0 else 1
         for key, item in node.items() if isinstance(node, dict) else enumerate(node):
             if key in ("schema", "json_schema") and isinstance(item, dict):
                 _Schema(f"{name}.{key}", item).check()
-            elif key in inside and isinstance(item, str):
-                inside[key](f"{name}.{key}", item, limits)
-                checked += 1
+            elif key in expressions and isinstance(item, str):
+                expressions[key](f"{name}.{key}", item, limits)
+                count += 1
             elif isinstance(item, dict | list):
-                found.append(item)
-    if checked > MAX_PLACES:
+                found.append((item, repeated))
+    if count > MAX_PLACES:
         raise RequestError(
-            f"{name} may hold at most {MAX_PLACES} expressions, grammars and repeated parts, got {checked}"
+            f"{name} may hold at most {MAX_PLACES} expressions, grammars and repeated parts, got {count}"
         )
-
-
-def _check_repeat(name: str, node: dict[str, Any]) -> int:
-    """How much a part of a structural tag counts: what is repeated, as often as it is."""
-    kind = node.get("type")
-    if kind not in ("optional", "plus", "star", "repeat"):
-        return 0
-    if any(
-        f'"{inner}"' in json.dumps(node.get("content")) for inner in ("optional", "plus", "star", "repeat")
-    ):
-        raise RequestError(f"{name}: a repeated part may not hold another one")
-    most = node.get("max", 1)
-    return most if isinstance(most, int) and most > 0 else 1
 
 
 def regex(name: str, value: Any, limits: Limits) -> None:
@@ -167,13 +160,16 @@ def _depth(value: str) -> int:
 def _require_matchable(name: str, expression: str) -> int:
     """Terms of a regular expression that is neither too large nor too ambiguous. Raises RequestError."""
     if _depth(expression) > MAX_GRAMMAR_DEPTH:
-        raise RequestError(f"{name} may be nested at most {MAX_GRAMMAR_DEPTH} levels deep")
+        raise TooLargeError(f"{name} may be nested at most {MAX_GRAMMAR_DEPTH} levels deep")
     return require_few_ways(name, expression)
 
 
 def _is_open(choice: Any) -> bool:
     """Whether a schema among several allows text that others may begin with, too."""
-    return not (isinstance(choice, dict) and choice.keys() & {"const", "enum", "properties"})
+    if not isinstance(choice, dict):
+        return True
+    is_object = "properties" in choice and choice.get("type", "object") == "object"
+    return not (is_object or choice.keys() & {"const", "enum"})
 
 
 class _Schema:

@@ -222,7 +222,7 @@ def _prompt_count(fields: Mapping[str, Any], limits: Limits) -> int | None:
 
 
 def _samples(params: Any) -> int:
-    """``n`` at most; SGLang takes that of the first prompt. What is no number is refused later."""
+    """The largest ``n`` of any prompt."""
     each = params if isinstance(params, list | tuple) else [params]
     asked = [p.get("n") for p in each if isinstance(p, Mapping)]
     return max([1, *(n for n in asked if isinstance(n, int))])  # true is refused, and counts as 1

@@ -27,6 +27,8 @@ class RequestLog:
 
     def add(self, request: FinishedRequest, arrival_s: float, prompt_tokens: int) -> None:
         """``arrival_s``: by the clock of ``time.perf_counter``."""
+        if self._failed:
+            return
         slo = request.slo
         named = slo.slo_class not in (CUSTOM_CLASS, DEFAULT_CLASS)
         row = TraceRow(
@@ -40,11 +42,8 @@ class RequestLog:
         try:
             os.write(self._file, "".join(to_jsonl([row])).encode())
         except OSError as error:  # a full disk must not end the server
-            if not self._failed:
-                logger.warning("AdaServe: requests are not recorded any more: %s", error)
             self._failed = True
-        else:
-            self._failed = False
+            logger.warning("AdaServe: requests are not recorded any more: %s", error)
 
     def close(self) -> None:
         """For tests; a server keeps it open."""

@@ -231,6 +231,19 @@ def test_what_is_cached_of_a_prompt_that_would_pass_takes_memory_too() -> None:
         assert share_of_the_started(sched)[1] == most
 
 
+def test_who_waits_behind_a_started_prompt_keeps_nobody_from_passing_it() -> None:
+    queue = [Request("late", prompt=9000), Request("short", prompt=40)]
+    sched = scheduler(
+        pacer(1.0, ttft={"long": 60.0, "short": 0.5}), queue, chunked_req=Request("long", prompt=5000),
+        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 5300),
+    )  # fmt: skip
+    seen: list[list[str]] = []
+    _paced(lambda s, _: seen.append([r.rid for r in s.waiting_queue]), sched, RUNNING)
+    assert seen == [["short"]]
+    assert {r.rid for r in sched.waiting_queue} == {"late", "short"}
+    assert share_of_the_started(sched)[1] == 216
+
+
 TWO = SimpleNamespace(**{**vars(RUNNING), "reqs": [Request("r0"), Request("r1", slot=1)]})
 
 

@@ -232,6 +232,7 @@ REFUSED_SCHEMAS: list[tuple[str, str]] = [
     (schema(patternProperties={"([a-z ]{1,9}){0,99}": {}}), "too many ways"),
     (schema(properties={str(i): {"pattern": "^[a-z]{1,999}$"} for i in range(30)}), "at most 20000 terms in all"),
     (schema(anyOf=[{"type": "string", "maxLength": i} for i in range(100)]), "anyOf may offer at most 32"),
+    (schema(anyOf=[{"type": "string", "maxLength": i, "properties": {}} for i in range(100)]), "at most 32"),
 ]  # fmt: skip
 
 
@@ -306,7 +307,10 @@ def test_a_structural_tag_of_ordinary_parts_passes() -> None:
         "content": {"type": "regex", "pattern": "[a-z]{1,9}"},
         "end": "</a>",
     }
-    text = tag(type="sequence", elements=[{"type": "star", "content": call}, {"type": "any_text"}])
+    named_star = {"type": "star", "content": {"type": "const_string", "value": "star"}}
+    text = tag(
+        type="sequence", elements=[{"type": "star", "content": call}, named_star, {"type": "any_text"}]
+    )
     check_request({"input_ids": [1], "sampling_params": {"structural_tag": text}}, LIMITS)
 
 
@@ -462,6 +466,10 @@ EBNFS_REFUSED = [
     ("root ::= b{0,99}\nb ::= c{1,99}\nc ::= [a-z]", "too many ways"),
     ("root ::= a a a a a a\na ::= b b b b b b\nb ::= [a-z]?", "too many ways"),
     ("root ::= " + "[a-z]? " * 100, "too many ways"),
+    (
+        "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(99)) + "\nr99 ::= ([a-z]?){0,99}",
+        "at most 64",
+    ),
     ("root ::= a", "no rule named 'a'"),
     ("start ::= [a]", "named root"),
     ('"a"', "begin with a rule"),

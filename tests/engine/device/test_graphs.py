@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,17 +77,22 @@ def test_graphs_end_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert captured == [3, 2] and ran == [3, 2, 1, 3]
 
 
-def test_a_kernel_without_a_graph_lives_until_its_forward_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its plan is copied from memory that would be used again; the next one waits for the forward."""
-    requests, events, made = Requests([5, 17]), [], []
-    forward = device_forward(requests, TinyModel(requests.slots), [])
-    make = forward.parts.make_kernel
+def recorded(make: Callable[..., Any], events: list[str], made: list[weakref.ref[Any]]) -> Callable[..., Any]:
+    """Makes kernels, and notes when; which of them still live shows in ``made``."""
 
-    def recorded(*arguments: Any) -> Any:
+    def make_kernel(*arguments: Any) -> Any:
         events.append("make")
         kernel = make(*arguments)
         made.append(weakref.ref(kernel))
         return kernel
+
+    return make_kernel
+
+
+def test_a_kernel_without_a_graph_lives_until_its_forward_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan is copied from memory that would be used again; the next one waits for the forward."""
+    requests, events, made = Requests([5, 17]), [], []
+    forward = device_forward(requests, TinyModel(requests.slots), [])
 
     class Mark:
         def wait(self) -> None:
@@ -94,7 +100,8 @@ def test_a_kernel_without_a_graph_lives_until_its_forward_is_over(monkeypatch: p
             events.append("wait")
 
     monkeypatch.setattr(model, "mark", lambda device: Mark())
-    forward.parts = dataclasses.replace(forward.parts, make_kernel=recorded)
+    kernels = recorded(forward.parts.make_kernel, events, made)
+    forward.parts = dataclasses.replace(forward.parts, make_kernel=kernels)
     for _ in range(2):
         tokens = TreeBatch.roots(np.array([3, 4]), requests.pool_rows, np.array(requests.lengths), 1)
         forward.run(tokens)
@@ -107,14 +114,7 @@ def test_kernels_of_a_search_without_a_graph_live_until_it_is_over(monkeypatch: 
     draft = TinyModel(requests.slots)
     requests.prefill(draft)
     device = GraphDevice(*(device_forward(requests, draft, []) for _ in range(2)))
-    parts = device.drafts[0].parts
-    make, running = parts.make_kernel, requests.running()
-
-    def recorded(*arguments: Any) -> Any:
-        events.append("make")
-        kernel = make(*arguments)
-        made.append(weakref.ref(kernel))
-        return kernel
+    parts, running = device.drafts[0].parts, requests.running()
 
     class Mark:
         def wait(self) -> None:
@@ -123,7 +123,7 @@ def test_kernels_of_a_search_without_a_graph_live_until_it_is_over(monkeypatch: 
 
     monkeypatch.setattr(model, "mark", lambda device: Mark())
     searches = device.drafts[0]._searches
-    searches._parts = dataclasses.replace(parts, make_kernel=recorded)
+    searches._parts = dataclasses.replace(parts, make_kernel=recorded(parts.make_kernel, events, made))
     for _ in range(2):
         plan = iteration_plan(running, 3, 3)
         assert requests.source(device, [0, 0]).propose(plan, requests.rows(running), None)
