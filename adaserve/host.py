@@ -41,6 +41,9 @@ def select() -> str | None:
 PROFILE_ROUTES_ENV = "ADASERVE_PROFILE_ROUTES"
 """1: the server that is started with it lets clients record torch profiles, as `adaserve gpu-check` does."""
 
+FORK_ENV = "ADASERVE_FORK"
+"""1: a server on a CPU host may fork its scheduler and its detokenizer from its first process."""
+
 DEVICE_PATH_ENV = "ADASERVE_DEVICE_PATH"
 """Set to 1 to run a GPU's parts on a CPU host: slower, but it exercises the GPU's code path."""
 

@@ -20,8 +20,9 @@ import httpx
 import psutil
 
 from adaserve.config import AdaServeConfig, ConfigError
-from adaserve.cores import usable_cores
+from adaserve.cores import short_spins, usable_cores
 from adaserve.draft_kind import medusa_folder, medusa_heads
+from adaserve.host import FORK_ENV
 from adaserve.lifetime import PARENT_ENV
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 
@@ -167,6 +168,11 @@ class ServerSpec:
         # An HTTP worker imports SGLang before it answers uvicorn's health check. Uvicorn kills it after 10 s
         # and starts another one, so with several workers on a busy host none would ever be ready.
         env.setdefault("SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT", "120")
+        if on_cpu():
+            env.setdefault(FORK_ENV, "1")
+            # A process with threads cannot be forked; nothing multiplies large matrices in numpy.
+            env.setdefault("OPENBLAS_NUM_THREADS", "1")
+            short_spins(env)
         return env
 
 

@@ -86,6 +86,8 @@ TARGETS = {
     f"{INTERNAL}._add_speculative": ["self", "state"],
     f"{INTERNAL}._update_handlers": ["self"],
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server": ["server_args", "tokenizer_manager"],
+    "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes": ["server_args", "port_args"],
+    "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses": ["server_args", "port_args"],
 }  # fmt: skip
 """Leading parameters of every hooked function."""
 

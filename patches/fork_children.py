@@ -1,0 +1,45 @@
+"""On a CPU host the server's other processes are forked from its first one, and import nothing again.
+
+Why: SGLang starts its scheduler and its detokenizer as new Python processes. Each imports SGLang and PyTorch anew,
+which is most of a start on two cores. A fork has them, and shares their memory.
+
+A fork is safe where no other thread can hold a lock, and where torch has read how its threads shall wait. So it
+takes a process that has one thread and was started with ``FORK_ENV``, as `adaserve serve` starts it. What these
+processes start themselves is new again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.host import FORK_ENV, select
+from adaserve.patches import hook
+
+
+def register() -> None:
+    engine = "sglang.srt.entrypoints.engine.Engine"
+    hook(f"{engine}._launch_scheduler_processes", _forking, HookType.AROUND)
+    hook(f"{engine}._launch_detokenizer_subprocesses", _forking, HookType.AROUND)
+
+
+def _forking(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not _can_fork():
+        return launch(*args, **kwargs)
+    usual = multiprocessing.get_start_method()
+    os.register_at_fork(after_in_child=lambda: multiprocessing.set_start_method(usual, force=True))
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        return launch(*args, **kwargs)
+    finally:
+        multiprocessing.set_start_method(usual, force=True)
+
+
+def _can_fork() -> bool:
+    asked = os.environ.get(FORK_ENV) == "1" and select() is not None
+    return asked and psutil.Process().num_threads() == 1
