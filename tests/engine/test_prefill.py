@@ -137,10 +137,11 @@ def test_a_long_prompt_is_interleaved_by_slack(slow: Served, stock: Server) -> N
 def test_a_short_prompt_passes_a_long_one_that_has_begun(slow: Served, decoding: bool) -> None:
     """Where it is due earlier; both texts are those that they have alone."""
     urgent = Job(tuple(range(40, 60)), greedy(1))  # only its first token is due early
-    jobs, ttft_ms = (ARRIVING, urgent), (60_000, 500)
+    # Later than the chunk that runs ends (0.6 s), or it would be given up; sooner than the long one (4 s).
+    jobs, ttft_ms = (ARRIVING, urgent), (60_000, 2500)
     alone = outputs(run_jobs(slow.server, jobs))
 
-    async def meet() -> tuple[list[str], list[list[int]]]:
+    async def meet() -> tuple[list[str], list[list[int]], int]:
         done: list[str] = []
         async with httpx.AsyncClient(base_url=slow.server.url, timeout=120) as client:
 
@@ -154,16 +155,22 @@ def test_a_short_prompt_passes_a_long_one_that_has_begun(slow: Served, decoding:
             running = [asyncio.create_task(other) for other in others]
             await asyncio.sleep(1.0 * decoding)
             before = len(slow.probe.read()["forwards"])
-            long = asyncio.create_task(ask(jobs[0], "long", ttft_ms[0]))
-            while CHUNK not in slow.probe.read()["forwards"][before:] and not decoding:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.5 * decoding)
-            answers = await asyncio.gather(long, ask(jobs[1], "urgent", ttft_ms[1]), *running)
-            return done, answers[:2]
 
-    done, answers = asyncio.run(meet())
+            def prefilled() -> int:
+                return sum(slow.probe.read()["forwards"][before:])
+
+            long = asyncio.create_task(ask(jobs[0], "long", ttft_ms[0]))
+            while not prefilled():  # its first chunk
+                await asyncio.sleep(0.01)
+            passed = await ask(jobs[1], "urgent", ttft_ms[1])
+            read = prefilled()
+            answers = await asyncio.gather(long, *running)
+            return done, [answers[0], passed], read
+
+    done, answers, read = asyncio.run(meet())
     assert answers == alone, "another text"
     assert done == ["urgent", "long"]
+    assert read < LONG, "it came with the long one's last chunk"
 
 
 def test_a_prompt_that_passes_and_is_cached_leaves_its_place_to_nobody(
