@@ -3,6 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 MINUTES ?= 10
 REQUESTS ?=
+JOBS ?= 2
 BIN := .venv/bin
 # The type checker and the import linter see the packages as they are imported, not as folders lie.
 TREE := .local/tree
@@ -25,10 +26,10 @@ demo: env ## Three classes of requests, three speeds: with AdaServe and without 
 	@$(BIN)/adaserve demo $(ARGS)
 
 test: env ## Run the tests (about half an hour on 2 cores, no GPU needed)
-	@$(BIN)/python -m pytest -m "not slow" --durations=15 $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow" --durations=15 $(ARGS)
 
 test-all: env ## Run all tests, slow ones included
-	@$(BIN)/python -m pytest --durations=30 $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --durations=30 $(ARGS)
 
 check: env ## Formatter, linter, type checker, import rules
 	@$(BIN)/ruff format --check .

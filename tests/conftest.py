@@ -7,10 +7,13 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 from tests.own_cache import own_cache
+from tests.side_by_side import SHARED, ByServers, share_of
 
 # Children (SGLang servers) inherit these: nothing is to be fetched, and progress bars only blur the logs.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,3 +31,14 @@ os.environ["XDG_CACHE_HOME"] = own_cache(_cache)
 settings.register_profile("steady", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The largest shares first, so that all processes end at about the same time."""
+    order = {share: place for place, share in enumerate(SHARED)}
+    items.sort(key=lambda item: order.get(share_of(item.nodeid), len(order)))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServers:
+    config.option.loadscopereorder = False  # by the number of tests, which says little
+    return ByServers(config, log)
