@@ -13,6 +13,7 @@ import pytest
 from adaserve import patches
 from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.identity import NAME
+from adaserve.patches.routes import REFUSED, ROUTES_ONLY
 
 MANAGERS = "sglang.srt.managers"
 OPENAI = "sglang.srt.entrypoints.openai"
@@ -87,6 +88,10 @@ TARGETS = {
     f"{INTERNAL}._add_speculative": ["self", "state"],
     f"{INTERNAL}._update_handlers": ["self"],
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server": ["server_args", "tokenizer_manager"],
+    **{
+        f"{MANAGERS}.tokenizer_manager.TokenizerManager.{path.removeprefix('/')}": ["self"]
+        for path in REFUSED.keys() - ROUTES_ONLY
+    },
 }  # fmt: skip
 """Leading parameters of every hooked function."""
 
