@@ -49,7 +49,9 @@ def test_one_request_may_fill_the_pool(alone: Served, stock: Server) -> None:
     assert got["output_ids"][:240] == right["output_ids"]
     assert got["meta_info"]["finish_reason"]["type"] == "length"
     assert 380 < got["meta_info"]["completion_tokens"] < 420
-    answer = alone.server.post("/generate", {"input_ids": [5] * 415, "sampling_params": {"max_new_tokens": 5}})
+    answer = alone.server.post(
+        "/generate", {"input_ids": [5] * 415, "sampling_params": {"max_new_tokens": 5}}
+    )
     assert answer.status_code == 400 and "exceeds the maximum allowed length" in answer.text
 
 
