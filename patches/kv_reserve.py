@@ -1,8 +1,11 @@
-"""KV slots that one decode iteration may write.
+"""KV slots that one decode iteration may write, and what they leave of the pool for one request.
 
 Why: SGLang reserves twice the largest tree per request and iteration to cover that lengths lag under
 its overlap schedule. Our window is the root and the candidates; only under overlap the lag of one
 iteration, at most ``max_depth + 1`` tokens, comes on top. The smaller reserve avoids retractions.
+
+SGLang lets a request grow until it fills the KV pool, as if an iteration wrote one slot. There is then no
+room for the window, and where nobody else is left to be retracted SGLang ends the request itself, with 500.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 
+LONGEST_REQUEST, LONGEST_PROMPT = 4, 5
+"""Places in what a worker of SGLang says about itself; in tokens."""
+
 
 def register() -> None:
     hook("sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode", _reserve, HookType.AROUND)
@@ -22,6 +28,7 @@ def register() -> None:
         _row_headroom,
         HookType.AROUND,
     )
+    hook("sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", _leave_a_window, HookType.AFTER)
 
 
 def _window() -> int | None:
@@ -43,3 +50,13 @@ def _reserve(original: Any) -> int:
 def _row_headroom(original: Any) -> int:
     window = _window()
     return original() if window is None else max(original(), window + 4)
+
+
+def _leave_a_window(info: tuple[Any, ...], worker: Any) -> tuple[Any, ...]:
+    """The longest request, and the longest prompt, so that the window of its last iteration fits, too."""
+    window = _window()
+    if window is None:
+        return info
+    longest, prompt = info[LONGEST_REQUEST], info[LONGEST_PROMPT]
+    over = max(0, longest + window - worker.model_runner.effective_logical_max_total_num_tokens)
+    return (*info[:LONGEST_REQUEST], longest - over, prompt - over, *info[LONGEST_PROMPT + 1 :])

@@ -1,6 +1,7 @@
 """Routes of SGLang's HTTP server that ADASERVE does not offer are refused, and so are huge bodies.
 
-What SGLang cannot make a request of gets 400 in place of 500.
+What SGLang cannot make a request of gets 400 in place of 500. ``sgl.Engine`` calls the methods of the
+tokenizer manager that most routes are named after: they raise the same sentence as a RequestError.
 
 Why: many control routes hand what a client sends to the scheduler, where a wrong value ends it, and most are
 open to everybody when the server has no key. Those for features that ADASERVE refuses at the start (LoRA,
@@ -18,6 +19,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.asgi import route_path
+from adaserve.boundary import RequestError
 from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.patches import hook
 
@@ -68,6 +70,15 @@ REFUSED: dict[str, str] = {
     "/slow_down": "it is for tests of SGLang",
 }  # fmt: skip
 
+ROUTES_ONLY = frozenset(
+    (
+        "/weights_checker", "/get_remote_instance_transfer_engine_info",
+        "/remote_instance_transfer_engine_info", "/hicache/storage-backend", "/hicache/storage-backend/clear",
+        "/is_scaling_elastic_ep",
+    )
+)  # fmt: skip
+"""Those after which no method of the tokenizer manager is named."""
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -76,6 +87,32 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 def register() -> None:
     hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", _before_run, HookType.BEFORE)
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    for path in REFUSED.keys() - ROUTES_ONLY:
+        hook(f"{manager}.{path.removeprefix('/')}", refuse_call(path), HookType.BEFORE)
+
+
+def refused_routes() -> dict[str, str]:
+    """Why each of the routes is refused by this server."""
+    allowed = PROFILING if os.environ.get(PROFILE_ROUTES_ENV) == "1" else ()
+    return {path: why for path, why in REFUSED.items() if path not in allowed}
+
+
+def _sentence(path: str, why: str) -> str:
+    return f"{path} is refused by a server that runs ADASERVE: {why}"
+
+
+def refuse_call(path: str) -> Callable[..., None]:
+    """What runs before the tokenizer manager's method that ``path`` is named after."""
+
+    def check(manager: Any, *_: Any, **__: Any) -> None:
+        from adaserve.patches.boundary import applies
+
+        why = refused_routes().get(path)
+        if why is not None and applies(manager.server_args):
+            raise RequestError(_sentence(path, why))
+
+    return check
 
 
 def _before_run(*_: Any, **__: Any) -> None:
@@ -109,11 +146,7 @@ class Routes:
     """ASGI middleware."""
 
     def __init__(self, app: App) -> None:
-        self._app = app
-        self._refused = {**REFUSED}
-        if os.environ.get(PROFILE_ROUTES_ENV) == "1":
-            for path in PROFILING:
-                del self._refused[path]
+        self._app, self._refused = app, refused_routes()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _active():
@@ -121,7 +154,7 @@ class Routes:
             return
         path = route_path(scope).rstrip("/")
         if (why := self._refused.get(path)) is not None:
-            await _answer(send, 400, f"{path} is refused by a server that runs ADASERVE: {why}")
+            await _answer(send, 400, _sentence(path, why))
             return
         await self._app(scope, receive, send)
 

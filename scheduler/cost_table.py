@@ -59,6 +59,7 @@ class LowQuantiles:
 
     NEIGHBOURS = 3.0  # trust that a bucket's neighbours have together
     RISE = 0.3  # that a bucket may lie above its neighbours, per trust
+    DOUBT = 3.0  # a value lower by x leaves exp(-3 x) of the trust in all
     FORGET = 0.999  # of the trust, per value taken in anywhere: old values count less
 
     def __init__(self, place: FloatArray, reach: float, zero: float) -> None:
@@ -89,9 +90,11 @@ class LowQuantiles:
         self._new.append(bucket)
 
     def outdo(self, bucket: int, value: float) -> None:
-        """``value`` is far below what is believed, so slower ones before it were disturbed, not only here."""
+        """``value`` is far below what is believed, so slower ones before it were disturbed, not only here.
+        The further below, the less counts what is known of others, which may not come again for long."""
+        self.work_out()
         if self.trust[bucket] >= KNOWN:
-            self.trust *= 0.5
+            self.trust *= math.exp(self.DOUBT * (value - self.values[bucket]))
         kept = self._latest[bucket] < value + MUCH
         count = np.count_nonzero(kept)
         order = np.argsort(~kept, kind="stable")

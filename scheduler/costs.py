@@ -137,7 +137,6 @@ class LearnedCosts(Latency):
 
     @property
     def slowdown(self) -> float:
-        """How many times as long as on a quiet host forwards take at present; 1 = the host is quiet."""
         return self.verify.sizes.slowdown
 
     def verify_curve(self, first: int, count: int, context: Context = NO_CONTEXT) -> FloatArray:

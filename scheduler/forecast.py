@@ -1,8 +1,9 @@
 """What one request more would get: its TPOT, and how long it would wait for its prefill.
 
 The TPOT of a request is the time from one decode iteration to the next over its tokens per iteration. Both
-are remembered by batch size, up to a factor of two. Between sizes the latency model of the policies says how
-iterations grow, with the shape of the trees that are usual at the nearest one.
+are remembered by batch size, up to a factor of two, times as they would be on a quiet host: it may have
+become busy, or quiet, since a batch of that size ran. Between sizes the latency model of the policies says
+how iterations grow, with the shape of the trees that are usual at the nearest one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class _Usual:
     """Means over recent iterations of one batch size, up to a factor of two."""
 
     n: float
-    cycle_s: float  # from the end of one iteration to the end of the next, prefills included
+    quiet_s: float  # from the end of one iteration to the end of the next, prefills included
     pace: float  # tokens per request and iteration
     verified: float  # tokens of a verification
     depth: float
@@ -47,7 +48,8 @@ class Outlook:
         verified, steps = outcome.selection.verify_tokens, outcome.trees.draft_steps
         context = float(running.context_tokens.sum())
         # Plain numbers: for so few of them arrays are slower, and this runs in every iteration.
-        seen = (n, outcome.cycle_s, sum(tokens) / n, verified, steps, outcome.plan.width, context)
+        quiet_s = outcome.cycle_s / self._latency.slowdown
+        seen = (n, quiet_s, sum(tokens) / n, verified, steps, outcome.plan.width, context)
         known = self._means.get(size, seen)
         self._means[size] = tuple(blend(k, s, NEWEST) for k, s in zip(known, seen, strict=True))
         emitted: dict[str, list[int]] = {}
@@ -63,7 +65,7 @@ class Outlook:
         if usual is None:
             return self._latency.iteration_s(max(1, n), 0, 1, max(1, n))
         grown = self._iteration_s(usual, n) - self._iteration_s(usual, usual.n)
-        return max(usual.cycle_s + grown, self._latency.verify_s(float(n)))
+        return max(usual.quiet_s * self._latency.slowdown + grown, self._latency.verify_s(float(n)))
 
     def tpot_s(self, slo_class: str, n: int) -> float:
         """Predicted TPOT of a request of the class that is one of ``n``."""

@@ -172,6 +172,11 @@ class Latency(ABC):
     def other_s(self) -> float:
         """What an iteration takes besides draft and verification."""
 
+    @property
+    def slowdown(self) -> float:
+        """How many times as long as on a quiet host forwards take at present; predictions include it."""
+        return 1.0
+
     def draft_s(self, n: int, depth: int, width: int, context: Context = NO_CONTEXT) -> float:
         """A beam of ``depth`` steps: n rows first, then n * width (Algorithm 2, step 2)."""
         if depth <= 0:

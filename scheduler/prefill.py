@@ -37,7 +37,7 @@ class PrefillConfig:
     chunk_tokens: int = 512  # most prefill tokens per iteration
     order: Order = "fcfs"
     gate: float | None = None  # start prompts only while the tightest running SLO keeps this headroom
-    gate_free: int = 2  # the gate is open below this many running requests
+    gate_free: int = 2  # the gate lets so many requests run whatever it costs them
     gate_claim: float = 0.25  # a prompt starts anyway when its prefill needs this share of the time left
     lost_every_s: float | None = None  # gate: prompts are given up, one starts this often; None = never
     shed: bool = False  # answer 429 to requests whose TTFT SLO is already lost; off by default
@@ -294,14 +294,20 @@ def most_overdue(
 
 
 def held_back(
-    config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
+    config: PrefillConfig,
+    waiting: WaitingBatch,
+    order: IntArray,
+    n_running: int,
+    pressure: Pressure,
+    now_s: float,
 ) -> BoolArray:
     """Prompts that must not start yet, or a running one would miss its SLO, [len(order)].
 
     Iterations get longer with every request that joins, so with too many of them nobody meets a tight SLO.
     Serving fewer at a time does the same work and costs only TTFT. So a prompt waits while the tightest
     running SLO has less than ``gate`` headroom, until its prefill and those before it would need
-    ``gate_claim`` of the time that is left until its aim (its TTFT SLO, or ``patience_s``).
+    ``gate_claim`` of the time that is left until its aim (its TTFT SLO, or ``patience_s``). Only where fewer
+    than ``gate_free`` requests would run without it, it need not wait.
 
     Where ``lost_every_s`` is set, a TTFT SLO is no licence to spoil others: its prompt starts only with the
     headroom of ``LEAST_HEADROOM``, else it waits on, and once it is lost it waits for ``gate`` again.
@@ -323,7 +329,8 @@ def held_back(
     least = np.where(waiting.started[order], 0.0, np.where(can_wait, config.gate, least))
     joining = int(np.count_nonzero(least == 0.0))
     for i in np.flatnonzero(least).tolist():
-        held[i] = room[min(joining, len(room) - 1)] < least[i]
+        is_free = n_running + joining < config.gate_free
+        held[i] = not is_free and room[min(joining, len(room) - 1)] < least[i]
         joining += not held[i]
     return held
 
@@ -359,9 +366,10 @@ def plan_prefill(
     order = np.lexsort((rank, ~waiting.started, ~passes))
     order = order[~shed[order]]
     overdue = None
-    if pressure is not None and n_running >= config.gate_free:
+    if pressure is not None and n_running:
         overdue = most_overdue(config, waiting, pressure, now_s)
-        order = order[~held_back(config, waiting, order, pressure, now_s) | (order == overdue)]
+        held = held_back(config, waiting, order, n_running, pressure, now_s)
+        order = order[~held | (order == overdue)]
         if overdue is not None:
             order = order[np.argsort((order != overdue) & ~waiting.started[order], kind="stable")]
     tokens = config.chunk_tokens

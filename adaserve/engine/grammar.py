@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adaserve.engine.device.transfer import put
 from adaserve.engine.matchers import is_live, walk
-from adaserve.engine.parts import Forbid
+from adaserve.engine.search import Forbid
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.patches.grammar_time import limited_time
 

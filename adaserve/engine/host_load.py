@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from typing import NamedTuple
 
 import psutil
 
 _WORKING = ("user", "nice", "system", "irq", "softirq", "steal")
+
+SERVER_EVERY_S = 60.0
+"""The server's processes are looked for this often: that reads something of every process of the host, which
+takes as long as some tokens where there are many."""
+
+
+class _State(NamedTuple):
+    at_s: float  # by the clock
+    worked_s: float  # by these cores
+    own_s: dict[int, float]  # of those, by each process of this server
 
 
 class OtherProcesses:
@@ -14,19 +26,23 @@ class OtherProcesses:
 
     def __init__(self) -> None:
         self._cores = _own_cores()
+        self._server, self._found_s = _server(), time.perf_counter()
         self._last = self._state()
 
     def share(self) -> float:
         """0 to 1, since the last call or the beginning."""
-        before, self._last = self._last, self._state()
-        at_s, all_s, own_s = (now - then for now, then in zip(self._last, before, strict=True))
-        return min(1.0, max(0.0, (all_s - own_s) / max(at_s * len(self._cores), 1e-9)))
+        if time.perf_counter() > self._found_s + SERVER_EVERY_S:
+            self._server, self._found_s = _server(), time.perf_counter()
+        then, self._last = self._last, self._state()
+        now = self._last
+        own_s = sum(now.own_s[pid] - then.own_s[pid] for pid in now.own_s.keys() & then.own_s.keys())
+        all_s = max((now.at_s - then.at_s) * len(self._cores), 1e-9)
+        return min(1.0, max(0.0, (now.worked_s - then.worked_s - own_s) / all_s))
 
-    def _state(self) -> tuple[float, float, float]:
-        """Clock, seconds that these cores have worked, and those of them for this server."""
+    def _state(self) -> _State:
         cores = psutil.cpu_times(percpu=True)
-        worked = sum(getattr(cores[i], kind, 0.0) for i in self._cores for kind in _WORKING)
-        return time.perf_counter(), worked, sum(map(_seconds_of, _server()))
+        worked_s = sum(getattr(cores[i], kind, 0.0) for i in self._cores for kind in _WORKING)
+        return _State(time.perf_counter(), worked_s, _seconds_of(self._server))
 
 
 def _own_cores() -> list[int]:
@@ -41,9 +57,11 @@ def _server() -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
-def _seconds_of(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-    except psutil.Error:  # ended meanwhile
-        return 0.0
-    return float(times.user + times.system)
+def _seconds_of(processes: list[psutil.Process]) -> dict[int, float]:
+    """By process id, of those that have not ended."""
+    seconds = {}
+    for process in processes:
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            seconds[process.pid] = float(times.user + times.system)
+    return seconds

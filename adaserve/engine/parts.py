@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from adaserve.engine.reading import Reading
+from adaserve.engine.search import Forbid
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape
-
-if TYPE_CHECKING:  # trees know grammars, which know parts
-    from adaserve.engine.trees.verify import Acceptance, VerifyBatch
+from adaserve.engine.trees.verify import Acceptance, VerifyBatch
 
 
 class Mark(Protocol):
@@ -42,11 +41,6 @@ class HostCopy(Protocol):
     def read(self) -> dict[str, np.ndarray]:
         """The values; waits until they have arrived."""
         ...
-
-
-Forbid = Callable[[Tensor, np.ndarray, np.ndarray, int], None]
-"""(logits [a * beams, vocab], tokens [a, k], parents [a, k], beams): sets to -inf what grammars forbid behind
-the last ``beams`` of each row's k nodes, or behind its root where there is none yet."""
 
 
 @dataclass(frozen=True, slots=True)

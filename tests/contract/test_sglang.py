@@ -13,6 +13,7 @@ import pytest
 from adaserve import patches
 from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.identity import NAME
+from adaserve.patches.routes import REFUSED, ROUTES_ONLY
 
 MANAGERS = "sglang.srt.managers"
 OPENAI = "sglang.srt.entrypoints.openai"
@@ -22,6 +23,7 @@ TARGETS = {
     "sglang.srt.server_args.ServerArgs.from_cli_args": ["args"],
     "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode": [],
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": [],
+    f"{MANAGERS}.tp_worker.TpModelWorker.get_worker_info": ["self"],
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": [
         "req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size",
     ],
@@ -88,6 +90,10 @@ TARGETS = {
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server": ["server_args", "tokenizer_manager"],
     "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes": ["server_args", "port_args"],
     "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses": ["server_args", "port_args"],
+    **{
+        f"{MANAGERS}.tokenizer_manager.TokenizerManager.{path.removeprefix('/')}": ["self"]
+        for path in REFUSED.keys() - ROUTES_ONLY
+    },
 }  # fmt: skip
 """Leading parameters of every hooked function."""
 
@@ -251,6 +257,17 @@ def test_a_prefill_batch_reads_its_chunk_size_anew() -> None:
     limit = "adder.chunked_req_limit = self.policy.shortest_prefill_chunk_limit("
     assert limit in source, "nobody could pass a started prompt"
     assert "has_chunked_req=(self.chunked_req is not None)" in source, "two prompts could be started"
+
+
+def test_what_a_worker_says_about_itself_keeps_its_order() -> None:
+    """patches/kv_reserve.py changes two of the values."""
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    from adaserve.patches.kv_reserve import LONGEST_PROMPT, LONGEST_REQUEST
+
+    said = inspect.getsource(TpModelWorker.get_worker_info).split("return (")[1].split(",")
+    assert said[LONGEST_REQUEST].strip() == "max_req_len"
+    assert said[LONGEST_PROMPT].strip() == "max_req_input_len"
 
 
 def test_a_server_with_several_workers_hears_of_a_death_by_a_signal() -> None:

@@ -185,7 +185,7 @@ def alone(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactory) 
         },
         {"rotate": POLICIES, "hold_back": True, "retract_every": 40, "windows": [0, 16, 17, 40, 100]},
         overlap=True,
-        **TIGHT,
+        **{**TIGHT, "context-length": 512},  # longer than what its KV pool holds
     )
     with server.running(zygote):
         yield Served("alone", server, probe)

@@ -6,12 +6,14 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine import measure
+from adaserve.engine import host_load, measure
 from adaserve.engine.host_costs import BASELINE_CONTEXT, FIRST_LOOK, LOOK_EVERY_S, HostCosts
 from adaserve.engine.host_load import OtherProcesses
 from adaserve.scheduler.costs import LearnedCosts
@@ -173,6 +175,47 @@ def test_what_others_use_is_a_share() -> None:
     others = OtherProcesses()
     sum(i * i for i in range(2_000_000))
     assert 0.0 <= others.share() <= 1.0
+
+
+class Process:
+    """A process that uses a second of a core whenever somebody looks, until it ends."""
+
+    def __init__(self, pid: int, seconds: float) -> None:
+        self.pid, self.seconds, self.ended = pid, seconds, False
+
+    def cpu_times(self) -> SimpleNamespace:
+        if self.ended:
+            raise psutil.NoSuchProcess(self.pid)
+        self.seconds += 1.0
+        return SimpleNamespace(user=self.seconds, system=0.0)
+
+
+def test_processes_that_come_and_go_are_no_load_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are all processes of the host read at every look."""
+    now_s, worked_s, server, looks = 0.0, 0.0, [Process(1, 100.0), Process(2, 500.0)], 0
+
+    def family() -> list[Process]:
+        nonlocal looks
+        looks += 1
+        return list(server)
+
+    def cores(percpu: bool) -> list[SimpleNamespace]:
+        return [SimpleNamespace(user=worked_s)]
+
+    monkeypatch.setattr(host_load, "_own_cores", lambda: [0])
+    monkeypatch.setattr(host_load, "_server", family)
+    monkeypatch.setattr(host_load.psutil, "cpu_times", cores)
+    monkeypatch.setattr(host_load.time, "perf_counter", lambda: now_s)
+    others, shares = OtherProcesses(), []
+    for look in range(1, 41):
+        now_s, worked_s = 4.0 * look, 3.0 * look  # three of four seconds, two of them by the server
+        if look == 5:
+            server[1].ended = True
+        if look == 10:
+            server.append(Process(3, 900.0))
+        shares.append(others.share())
+    assert looks == 1 + 160 // 60
+    assert set(shares) == {0.25, 0.5}, "what one second of one of them is"
 
 
 def test_a_cache_that_cannot_be_written_does_not_end_the_server(

@@ -41,6 +41,20 @@ def test_a_target_that_drafts_for_itself_says_the_same(alone: Served, stock: Ser
     assert stats["unread"] > 5_000, "its drafts have read nearly everything"
 
 
+def test_one_request_may_fill_the_pool(alone: Served, stock: Server) -> None:
+    """But for the slots that its last iteration writes. It ends there, and a longer prompt is refused."""
+    params = {"temperature": 0, "max_new_tokens": 450, "ignore_eos": True}
+    got = alone.server.generate(input_ids=[5, 6, 7], sampling_params=params)
+    right = stock.generate(input_ids=[5, 6, 7], sampling_params={**params, "max_new_tokens": 240})
+    assert got["output_ids"][:240] == right["output_ids"]
+    assert got["meta_info"]["finish_reason"]["type"] == "length"
+    assert 380 < got["meta_info"]["completion_tokens"] < 420
+    answer = alone.server.post(
+        "/generate", {"input_ids": [5] * 415, "sampling_params": {"max_new_tokens": 5}}
+    )
+    assert answer.status_code == 400 and "exceeds the maximum allowed length" in answer.text
+
+
 def test_text_is_the_targets_at_any_window(sparse: Served, stock: Server, pair: Path) -> None:
     jobs = workload(60, seed=23, leave_every=13) + long_jobs(24, seed=24)
     staying = [Job(j.input_ids, j.params, j.arrival_s) for j in jobs]

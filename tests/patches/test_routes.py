@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
 from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.patches import routes
@@ -42,6 +46,50 @@ def test_profiles_are_for_those_who_start_the_server(
 
     asyncio.run(routes.Routes(app)({"type": "http", "path": path}, receive, send))
     assert bool(passed) is passes and (sent[:1] == ([] if passes else [400]))
+
+
+def engine(algorithm: str | None) -> Any:
+    """An ``sgl.Engine`` whose tokenizer manager could talk to nobody."""
+    manager = TokenizerManager.__new__(TokenizerManager)
+    manager.server_args = SimpleNamespace(speculative_algorithm=algorithm)
+    own = Engine.__new__(Engine)
+    own.loop, own.tokenizer_manager = asyncio.new_event_loop(), manager
+    return own
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("update_weights_from_disk", ("folder",)),
+        ("init_weights_update_group", ("host", 1, 0, 2, "group")),
+        ("release_memory_occupation", ()),
+        ("load_lora_adapter", ("name", "folder")),
+        ("start_profile", ()),
+    ],
+)
+def test_an_engine_refuses_what_a_server_does(
+    name: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reached = f"/{name}", []
+
+    async def original(*_: Any) -> None:
+        reached.append(name)
+
+    hooked = _wrap_fn(original, routes.refuse_call(path), HookType.BEFORE)
+    monkeypatch.setattr(TokenizerManager, name, hooked)
+    with pytest.raises(ValueError, match=f"^{path} is refused .*: {re.escape(routes.REFUSED[path])}$"):
+        getattr(engine("ADASERVE"), name)(*arguments)
+    assert not reached
+    getattr(engine(None), name)(*arguments)
+    assert reached == [name], "another server's business"
+
+
+def test_every_refused_route_is_refused_to_an_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked: list[str] = []
+    monkeypatch.setattr(routes, "hook", lambda target, *_: hooked.append(target.rpartition(".")[2]))
+    routes.register()
+    offered = {name for name in vars(Engine) if f"/{name}" in routes.REFUSED}
+    assert "update_weights_from_tensor" in offered <= set(hooked)
 
 
 @pytest.mark.parametrize("prefix", ["", "/v"])

@@ -133,6 +133,15 @@ class TestTable:
         assert worst(table, STEPPED, SERVED) < 0.1
         assert table.slowdown == pytest.approx(1.0, abs=0.1)
 
+    @pytest.mark.parametrize("begins", [1.0, 6.0])
+    def test_what_is_not_served_again_after_a_busy_start_is_no_longer_believed(self, begins):
+        """Or it would look dear for ever, and would not be tried."""
+        table = CostTable(scaled(STEPPED, begins).alone)
+        Host(scaled(STEPPED, 6.0)).serve(table, SERVED, 60.0)
+        assert table.quiet_s(32) > 5 * 26e-3
+        Host(STEPPED).serve(table, [1, 2, 4], 2.0)
+        assert worst(table, STEPPED, SERVED) < 1.0
+
     def test_a_host_that_stays_slow_is_believed_in_the_end(self):
         table, host = CostTable(STEPPED.alone), Host(STEPPED)
         host.serve(table, SERVED, 20.0)

@@ -63,6 +63,22 @@ def test_speculation_counts_for_those_that_join():
     assert seen.tpot_s("chat", 5) == pytest.approx((0.030 + 3 * 0.001) / 2)
 
 
+def test_sizes_that_were_served_on_a_busy_host_are_as_quick_as_others_when_it_is_quiet():
+    class Host(LatencyModel):
+        slowdown = 1.0
+
+    host = Host(LATENCY.draft, LATENCY.verify)
+    seen = Outlook(host)
+    seen.observe(iteration(["chat"] * 4, [1] * 4, cycle_s=0.014))
+    Host.slowdown = 5.0
+    seen.observe(iteration(["chat"] * 2, [1] * 2, cycle_s=0.060))
+    assert seen.tpot_s("chat", 2) == pytest.approx(0.060)
+    assert seen.tpot_s("chat", 4) == pytest.approx(0.070), "the host is as busy for more of them"
+    Host.slowdown = 1.0
+    assert seen.tpot_s("chat", 2) == pytest.approx(0.012)
+    assert seen.tpot_s("chat", 4) == pytest.approx(0.014)
+
+
 def test_sizes_are_remembered_apart():
     seen = outlook(iteration(["chat"], [3], 0.012), iteration(["chat"] * 8, [2] * 8, 0.030))
     assert seen.tpot_s("chat", 1) == pytest.approx(0.012 / 3)

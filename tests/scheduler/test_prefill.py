@@ -284,7 +284,9 @@ def test_gate_admits_as_many_as_there_is_room_for():
     queue = waiting((40, 40, 40))
     assert gated([1.5, 1.3, 1.1], queue) == [0, 1]
     assert gated([1.1, 1.0, 0.9], queue) == []
-    assert gated([1.1, 1.0, 0.9], queue, n_running=1) == [0, 1, 2], "two are hardly ever one too many"
+    assert gated([1.1, 1.0, 0.9], queue, n_running=1) == [0], "two are hardly ever one too many, three may be"
+    assert gated([1.5, 1.3, 1.1], queue, n_running=1) == [0, 1]
+    assert gated([1.1, 1.0, 0.9], waiting((40, 40, 40), started=(2,)), n_running=1) == [2]
     assert gated([1.1, 1.0, 0.9], queue, config=replace(GATED, gate=None)) == [0, 1, 2]
 
 
@@ -380,7 +382,7 @@ def test_lost_prompts_start_one_by_one_whatever_it_costs():
     assert again.order.tolist() == [] and not again.lost
     assert plan(1.6, 2.0).order.tolist() == [1], "before the one that might still be in time"
     alone = plan_prefill(LOSING, queue, 1, 1.6, state)
-    assert sorted(alone.order.tolist()) == [0, 1, 2] and alone.order[0] == 2, "nobody is in the way"
+    assert alone.order.tolist() == [1, 2], "beside one request another may run whatever it costs"
 
 
 def test_giving_up_serves_more_under_overload_and_ends_nobody():
