@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adaserve.engine.device.transfer import put
 from adaserve.engine.matchers import is_live, walk
+from adaserve.engine.portions import portions
 from adaserve.engine.search import Forbid
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.patches.grammar_time import limited_time
@@ -110,6 +111,7 @@ def _apply(grammar: Any, masks: Tensor, logits: Tensor, at: np.ndarray) -> None:
     if len(at) == len(logits):
         grammar.apply_vocab_mask(logits=logits, vocab_mask=masks)
         return
-    some = logits[where]
-    grammar.apply_vocab_mask(logits=some, vocab_mask=masks)
-    logits[where] = some
+    for part in portions(len(at), logits.shape[1]):
+        some = logits[where[part]]
+        grammar.apply_vocab_mask(logits=some, vocab_mask=masks[part])
+        logits[where[part]] = some

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.sampling import has_penalty
+from adaserve.engine.penalties import has_penalty
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.verify import Acceptance, VerifyBatch
 from adaserve.learning.records import Record, kept

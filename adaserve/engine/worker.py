@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_observability, get_parallel, get_schedule
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from adaserve.config import AdaServeConfig, ConfigError, slo_classes
-from adaserve.engine import measure, sampling
+from adaserve.engine import logprobs, measure, sampling
 from adaserve.engine.agree import Agreement
 from adaserve.engine.forecast import Forecaster
 from adaserve.engine.grammar import Allowed, Grammars
@@ -28,6 +27,7 @@ from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
 from adaserve.engine.iteration import Iteration, Marks, counts_by_source, sample_of
 from adaserve.engine.learner import Learner
 from adaserve.engine.parts import Device, Drafter, Run
+from adaserve.engine.penalties import Penalties, restore_penalties
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.requests import Requests
@@ -83,6 +83,7 @@ class AdaServeWorker(BaseSpecWorker):
         self.requests, self.stride = requests, self.config.deepest + 1
         self._overlaps = overlaps
         self.times = Times()
+        self._penalties = Penalties()
         self._arriving: Iteration | None = None  # whose tokens requests and sources don't know yet
         self._unobserved: Iteration | None = None  # whose outcome the policy doesn't know yet
         self.learner: Learner | None = None
@@ -225,7 +226,7 @@ class AdaServeWorker(BaseSpecWorker):
     def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         self._settle()
         start_s = time.perf_counter()
-        sampling.restore_penalties(batch.sampling_info, batch.reqs)
+        restore_penalties(batch.sampling_info, batch.reqs)
         result = self.target_worker.forward_batch_generation(batch)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
@@ -342,7 +343,9 @@ class AdaServeWorker(BaseSpecWorker):
         if allowed is None and not wanted and sampling.is_plain_greedy(info, batch.reqs):
             return tensors, target.argmax(states), None
         logits = target.logits(states)
-        step = sampling.Step(self.device, batch.reqs, rows.states, info, verified, tensors, allowed)
+        step = sampling.Step(
+            self.device, batch.reqs, rows.states, info, verified, tensors, self._penalties, allowed
+        )
         sampling.adjust_logits(logits, step)
         return tensors, sampling.draw(logits, step), logits
 
@@ -357,7 +360,7 @@ class AdaServeWorker(BaseSpecWorker):
         output = LogitsProcessorOutput(next_token_logits=logits)
         if batch.return_logprob:
             index = verify.path_index(tensors, acceptance, self.stride)
-            compute_spec_logprobs(batch, output, draws, accept_index=index)
+            logprobs.tell(batch, output, draws, index)
         accept_lens = acceptance.count + 1
         return GenerationBatchResult(
             logits_output=output,

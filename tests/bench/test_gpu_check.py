@@ -222,6 +222,7 @@ def test_the_share_outside_is_taken_over_the_whole_loop() -> None:
 class FakeServer:
     """Alive until it is stopped."""
 
+    asked = 0
     url = "http://127.0.0.1:1"
 
     def __init__(self) -> None:
@@ -233,6 +234,12 @@ class FakeServer:
 
     def stop(self) -> None:
         self.gone.set()
+
+    def report(self) -> dict[str, Any]:
+        """The same of every server, but its baseline."""
+        FakeServer.asked += 1
+        device = {"attention": "flashinfer", "captured": True, "draft_graphs": FakeServer.asked}
+        return {"latency": {}, "baseline_ms": 9.0 + FakeServer.asked, "device": device, "times": {}}
 
 
 class Staged(Check):
@@ -316,6 +323,126 @@ def test_results_come_back(tmp_path: Path, started: list[FakeServer]) -> None:
         kind(Pair("t", "d", "cpu"), CheckPlan(tokens=5), tmp_path, Console(quiet=True)).run()
 
 
+SERVERS_STAGES = {f"{kind}:{n}": lambda _: None for kind in (PLAIN, ADASERVE) for n in ("exactness", "speed")}
+
+
+def test_calls_for_some_stages_each_make_one_report(tmp_path: Path, started: list[FakeServer]) -> None:
+    """Whatever their order, each adds its own to what is there."""
+    names = list(SERVERS_STAGES)
+    for order in (names, names[::-1]):
+        for done, name in enumerate(order, 1):
+            report = check(tmp_path / order[0], SERVERS_STAGES, only=[name])
+            assert report["done"] == order[:done] and report["other_code"] == []
+            assert list(report["code"]) == report["done"]
+        servers = len(started)
+        assert check(tmp_path / order[0], SERVERS_STAGES)["done"] == order and len(started) == servers
+
+
+@pytest.mark.parametrize(("what", "differs"), [
+    ("_gpu", "gpu.name"), ("packages", "packages.torch"), ("SCHEMA_VERSION", "schema_version"),
+])  # fmt: skip
+def test_results_of_another_host_do_not_mix(
+    what: str, differs: str, tmp_path: Path, started: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_host(number: int) -> None:
+        values: dict[str, Any] = {
+            "_gpu": lambda: {"name": f"GPU {number}"}, "SCHEMA_VERSION": number,
+            "packages": lambda: {"torch": f"{number}"},
+        }  # fmt: skip
+        monkeypatch.setattr(f"adaserve.bench.gpu_check.check.{what}", values[what])
+
+    of_host(1)
+    check(tmp_path, SERVERS_STAGES, only=[f"{PLAIN}:speed"])
+    of_host(2)
+    with pytest.raises(ServerError, match=f"another {differs}: give another --out"):
+        check(tmp_path, SERVERS_STAGES, only=[f"{ADASERVE}:speed"])
+    of_host(1)
+    assert len(check(tmp_path, SERVERS_STAGES, only=[f"{ADASERVE}:speed"])["done"]) == 2
+
+
+def test_results_of_another_kernel_do_not_mix(
+    tmp_path: Path, started: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """auto takes Triton where FlashInfer cannot be compiled, which may be so in one call alone."""
+    found = check(tmp_path, SERVERS_STAGES, only=[f"{ADASERVE}:exactness"])
+    inner = FakeServer.report
+
+    def report(self: FakeServer) -> dict[str, Any]:
+        said = inner(self)
+        return {**said, "device": {**said["device"], "attention": "triton"}}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeServer, "report", report)
+        other = check(tmp_path, SERVERS_STAGES, only=[f"{ADASERVE}:speed"])
+    assert "triton now, and was flashinfer" in other["skipped"][ADASERVE] and other["done"] == found["done"]
+    again = check(tmp_path, SERVERS_STAGES, only=[f"{ADASERVE}:speed"])
+    assert again["skipped"] == {} and len(again["done"]) == 2
+    assert again["baseline_ms"] == found["baseline_ms"], "mixed loads have one baseline"
+
+
+def test_stages_that_other_code_has_measured_are_named(
+    tmp_path: Path, started: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault that was mended between two calls; one of them measured half of a stage."""
+
+    def halves(_: Any) -> None:
+        made.found.tpot_ms["priced"] = {1: 2.0}
+        made._save()
+        if first:
+            raise ServerError("the time was up")
+
+    def fails(_: Any) -> None:
+        if first:
+            raise ServerError("nothing was measured")
+
+    stages = {**SERVERS_STAGES, f"{PLAIN}:speed": fails, f"{ADASERVE}:speed": halves}
+    kind = type("Check", (Staged,), {"stages": stages})
+    for first in (True, False):
+        monkeypatch.setattr("adaserve.bench.gpu_check.check.code_digest", lambda first=first: str(first))
+        made = kind(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+        report = made.run()
+    assert len(report["done"]) == 4
+    assert report["other_code"] == [f"{PLAIN}:exactness", f"{ADASERVE}:exactness", f"{ADASERVE}:speed"]
+
+
+def test_a_reference_that_others_were_compared_with_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = iter([[Answer((1,), 1.0, (1.0,))], ServerError("gone"), [Answer((2,), 1.0)]])
+
+    def generate(*_: Any, **__: Any) -> list[Answer]:
+        if isinstance(made := next(given), ServerError):
+            raise made
+        return made
+
+    monkeypatch.setattr(answers, "generate", generate)
+    alone, server = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True)), FakeServer()
+    alone._prompts = [[1]]
+    with pytest.raises(ServerError):
+        alone._reference_outputs(server)  # type: ignore[arg-type]
+    alone._reference_outputs(server)  # type: ignore[arg-type]
+    assert alone.found.reference == [Answer((1,), 1.0, (1.0,))]
+
+
+def test_all_mixed_loads_follow_from_all_of_plain_decoding(tmp_path: Path) -> None:
+    """Before it is done its largest batch is not known, and with it the capacity."""
+    alone = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+    alone.found.baseline_ms, alone.found.tpot_ms = 9.0, {PLAIN: {1: 2.0}}
+    with pytest.raises(StageError, match="all of sglang:speed"):
+        alone._mixed(FakeServer(), OWN[0])  # type: ignore[arg-type]
+
+
+def test_the_code_is_what_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from adaserve import patches
+    from adaserve.bench.gpu_check.findings import code_digest
+
+    before = code_digest()
+    assert before == code_digest()
+    (tmp_path / "hook.py").write_text("changed = True\n")
+    monkeypatch.setattr(patches, "__path__", [str(tmp_path)])
+    assert code_digest() != before
+
+
 def test_an_interrupted_stage_goes_on_where_it_was(
     tmp_path: Path, started: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,9 +469,6 @@ def test_an_interrupted_stage_goes_on_where_it_was(
     monkeypatch.setattr("adaserve.bench.gpu_check.check._prompts", lambda *_: [[1]])
     monkeypatch.setattr(FakeServer, "set_policy", lambda *_: None, raising=False)
     monkeypatch.setattr(FakeServer, "drain", lambda *_: None, raising=False)
-    monkeypatch.setattr(
-        FakeServer, "report", lambda _: {"latency": {}, "baseline_ms": 9.0, "times": {}}, raising=False
-    )
     plan = CheckPlan(batches=(1, 8), policies=("priced",), rounds=1, loads=(0.5, 0.9))
     only = [f"{PLAIN}:speed", f"{ADASERVE}:exactness", f"{OWN[0]}:mixed"]
 

@@ -27,6 +27,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         home / "include" / "cuda_runtime.h",
         home / "include" / "cuda_fp16.h",
         home / "lib" / "libcudart.so.13",
+        home / "nvvm" / "libdevice" / "libdevice.10.bc",
     )
     nvcc, script = home / "bin" / "nvcc", tmp_path / "path" / "nvcc"
     for file, line in (
@@ -67,6 +68,7 @@ def test_put_together(own: Path, elsewhere: Path, tmp_path: Path) -> None:
     assert (libraries / "libcudart.so").read_text() == str(own / "lib" / "libcudart.so.13")
     assert (libraries / "libcublasLt.so").read_text() == str(elsewhere / "lib" / "libcublasLt.so.13")
     assert (libraries / "stubs" / "libcuda.so").read_text().endswith("libcuda.so.1")
+    assert (made.home / "nvvm" / "libdevice" / "libdevice.10.bc").exists()
     ran = subprocess.run([made.home / "bin" / "nvcc"], capture_output=True, text=True, check=True)
     assert ran.stdout == "compiled\n"
 

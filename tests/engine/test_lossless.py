@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine import sampling
+from adaserve.engine import portions, sampling
 from adaserve.engine.host.parts import HostDevice
+from adaserve.engine.penalties import Penalties
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
@@ -74,7 +75,11 @@ def target_logits() -> torch.Tensor:
 
 
 def make_step(
-    batch: verify.VerifyBatch, reqs: Sequence[Any], states: Sequence[RequestState], **over: Any
+    batch: verify.VerifyBatch,
+    reqs: Sequence[Any],
+    states: Sequence[RequestState],
+    penalties: Penalties | None = None,
+    **over: Any,
 ) -> sampling.Step:
     values: dict[str, Any] = {
         "is_all_greedy": all(r.sampling_params.top_k == 1 for r in reqs), "sampling_seed": None,
@@ -82,7 +87,9 @@ def make_step(
     }  # fmt: skip
     info: Any = SimpleNamespace(**values | over)
     forward: Any = None  # draws need no model
-    return sampling.Step(HostDevice(forward, forward), reqs, states, info, batch, tensors_of(batch.arrays()))
+    tensors = tensors_of(batch.arrays())
+    device = HostDevice(forward, forward)
+    return sampling.Step(device, reqs, states, info, batch, tensors, penalties or Penalties())
 
 
 def states_of(rows: int) -> list[RequestState]:
@@ -277,9 +284,18 @@ PENALIZED = [
 BEFORE_THE_ROOT = [[2, 9, 2, 11, 4], [8, 8], [12, 6, 12], [1, 1], [7, 5], []]
 
 
+@pytest.fixture(params=[False, True], ids=["at once", "in portions"])
+def portioned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether logits are worked on a few rows at a time."""
+    if request.param:
+        monkeypatch.setattr(portions, "ALIGNED_ROWS", 1)
+        monkeypatch.setattr(portions, "MOST_VALUES", 5 * VOCABULARY)
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_node_has_the_penalties_of_its_own_path(seed: int, biased: bool) -> None:
+def test_every_node_has_the_penalties_of_its_own_path(seed: int, biased: bool, portioned: bool) -> None:
     rows = decode_rows([5, 9, 3, 7, 4, 6])
     for state, before in zip(rows.states, BEFORE_THE_ROOT, strict=True):
         state.generated[:0] = before
@@ -305,6 +321,33 @@ def test_every_node_has_the_penalties_of_its_own_path(seed: int, biased: bool) -
             assert torch.equal(adjusted[i], logits[i]), "a request without penalties was touched"
         torch.testing.assert_close(adjusted[i], exact, rtol=1e-6, atol=1e-6)
     assert told_apart, "the penalties at the roots would have done"
+
+
+def test_penalties_follow_requests_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only new tokens are uploaded, and what is known of a request is that of no other."""
+    rows, penalties = decode_rows([5, 9, 3, 7, 4, 6]), Penalties()
+    for state, before in zip(rows.states, BEFORE_THE_ROOT, strict=True):
+        state.generated[:0] = 50 * before
+    uploaded: list[int] = []
+    inner = HostDevice.put
+
+    def put(self: HostDevice, arrays: Any) -> Any:
+        uploaded.append(sum(a.nbytes for a in arrays.values()))
+        return inner(self, arrays)
+
+    monkeypatch.setattr(HostDevice, "put", put)
+    for served in ([0, 2], [0, 2, 3, 4], [3, 0], [5, 4, 3, 0], [2, 0]):
+        states, reqs = [rows.states[r] for r in served], [PENALIZED[r] for r in served]
+        for state in states:
+            state.generated.append(len(state.generated) % VOCABULARY)
+        batch = tree_batch([[1, 2], [1]], len(served))
+        logits = torch.randn(len(batch), VOCABULARY, generator=torch.Generator().manual_seed(1))
+        got, right = logits.clone(), logits.clone()
+        sampling.adjust_logits(got, make_step(batch, reqs, states, penalties))
+        sampling.adjust_logits(right, make_step(batch, reqs, states))
+        assert torch.equal(got, right) and not torch.equal(got, logits)
+    known, anew = uploaded[4], uploaded[5]  # of two requests that were there before
+    assert known < 600 < anew
 
 
 def test_greedy_walk_takes_the_deepest_matching_path() -> None:

@@ -17,8 +17,17 @@ from rich.console import Console
 
 from adaserve.bench.gpu_check import answers
 from adaserve.bench.gpu_check.answers import Answer
+from adaserve.bench.gpu_check.facts import packages
 from adaserve.bench.gpu_check.figures import draw
-from adaserve.bench.gpu_check.findings import STATE_FILE, CheckPlan, Findings, resume, write
+from adaserve.bench.gpu_check.findings import (
+    SCHEMA_VERSION,
+    STATE_FILE,
+    CheckPlan,
+    Findings,
+    code_digest,
+    resume,
+    write,
+)
 from adaserve.bench.gpu_check.mixed import run_mixed
 from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Pair, serving
 from adaserve.bench.gpu_check.targets import exact_policies, targets
@@ -64,6 +73,8 @@ class Check:
         self.limit_s = limit_s
         self.found = Findings()
         self._prompts: list[list[int]] = []
+        self._code = code_digest()
+        self._running: str | None = None  # stage
         self._servers: dict[str, Sections] = {
             PLAIN: self._plain(),
             ADASERVE: self._adaserve(),
@@ -84,7 +95,8 @@ class Check:
 
         Writes ``out`` after every stage, and within one after every batch size, policy and load: a stage that
         was interrupted goes on behind what it has saved. One that fails, or takes too long, is written down,
-        and the next one runs. Raises ServerError where ``out`` is another check's.
+        and the next one runs. What other runs have left in ``out`` belongs to the same check: Raises
+        ServerError where it does not.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         self.found = resume(self.out, self._identity())
@@ -119,6 +131,8 @@ class Check:
         self.console.print(f"[bold]{kind}[/]")
         try:
             with serving(self.pair, kind, self.out / f"{kind}.log", self.console) as server:
+                if kind == ADASERVE:
+                    self._look_at(server)
                 self.found.skipped.pop(kind, None)
                 for name in list(left):
                     self._stage(f"{kind}:{name}", left.pop(name), server)
@@ -137,6 +151,7 @@ class Check:
         # A server that hangs would hold up its clients for as long as they wait; one that is gone does not.
         timer = threading.Timer(self.limit_s, server.stop)
         timer.start()
+        self._running = stage
         try:
             run(server)
         except Exception as error:  # whatever it is, the next stage may still tell something
@@ -147,9 +162,32 @@ class Check:
         else:
             self.found.failed.pop(stage, None)
             self.found.done.append(stage)
+            self._note_code(stage)
             self.console.print(f"{stage}: {time.monotonic() - start_s:.0f} s", highlight=False)
         finally:
+            self._running = None
             timer.cancel()
+
+    def _note_code(self, stage: str) -> None:
+        if self._code not in (codes := self.found.code.setdefault(stage, [])):
+            codes.append(self._code)
+
+    def _look_at(self, server: ServerProcess) -> None:
+        """What an AdaServe server says of itself; the first one's baseline is that of all mixed loads.
+
+        Raises ServerError where another kernel serves than before: FlashInfer may compile in one run alone.
+        """
+        state = server.report()
+        device, before = state.get("device", {}), self.found.device
+        if differs := [k for k in ("attention", "captured") if before and device.get(k) != before.get(k)]:
+            raise ServerError("\n".join([
+                "results of servers that differ do not belong to one check",
+                *(f"{k} is {device.get(k)} now, and was {before.get(k)} before: give another --out"
+                  for k in differs),
+            ]))  # fmt: skip
+        if self.found.baseline_ms is None:
+            self.found.latency_model, self.found.device = state["latency"], device
+            self.found.baseline_ms = state["baseline_ms"]
 
     # -- the servers ----------------------------------------------------------------------------
 
@@ -178,15 +216,13 @@ class Check:
     def _reference_outputs(self, server: ServerProcess) -> None:
         p = self.plan
         prompts = self._prompts[: p.exact_prompts]
-        self.found.reference = answers.generate(server.url, prompts, p.tokens, margins=True)
+        if not self.found.reference:  # others may have been compared with it
+            self.found.reference = answers.generate(server.url, prompts, p.tokens, margins=True)
         # Alone instead of in a batch: how often SGLang's own output differs with other shapes.
         alone = [answers.generate(server.url, [q], p.tokens)[0] for q in prompts[: min(8, len(prompts))]]
         self.found.exact[f"{PLAIN}, one by one"] = self._compare(alone)
 
     def _policies_outputs(self, server: ServerProcess) -> None:
-        state = server.report()
-        self.found.latency_model, self.found.device = state["latency"], state.get("device", {})
-        self.found.baseline_ms = state["baseline_ms"]
         for policy in exact_policies(self.plan):
             if policy not in self.found.exact:
                 server.set_policy(policy)
@@ -269,8 +305,9 @@ class Check:
     def _mixed(self, server: ServerProcess, name: str, policy: str | None = None) -> None:
         if policy is not None:
             server.set_policy(policy)
-        if self.found.baseline_ms is None or PLAIN not in self.found.tpot_ms:
-            raise StageError(f"the load follows from {PLAIN}:speed and {ADASERVE}:exactness: run them first")
+        if self.found.baseline_ms is None or f"{PLAIN}:speed" not in self.found.done:
+            raise StageError(f"the load follows from all of {PLAIN}:speed and the baseline of {ADASERVE}: "
+                             "run them first")  # fmt: skip
         busiest = max(self.found.tpot_ms[PLAIN])
         capacity_tps = busiest / self.found.tpot_ms[PLAIN][busiest] * 1e3
         for load in self.plan.loads:
@@ -290,21 +327,26 @@ class Check:
         """What results must have in common to belong to one report; JSON values."""
         pair = asdict(replace(self.pair, target=_name(self.pair.target), draft=_name(self.pair.draft)))
         pair["config"] = self.pair.config.model_dump()
-        return dict(json.loads(json.dumps({"pair": pair, "plan": asdict(self.plan)})))
+        values = {
+            "schema_version": SCHEMA_VERSION, "gpu": _gpu(), "packages": packages(), "pair": pair,
+            "plan": asdict(self.plan),
+        }  # fmt: skip
+        return dict(json.loads(json.dumps(values)))
 
     def _save(self) -> dict[str, Any]:
         """The report so far, and what another run needs to continue."""
+        if self._running is not None:
+            self._note_code(self._running)
         dry = self.pair.device == "cpu"
         found = asdict(self.found)
         kept = {"identity": self._identity(), "found": found}
         write(self.out / STATE_FILE, kept)
         report = {
-            "schema_version": 4,
             "kind": "gpu-check",
             "dry_run": dry,
             "does_not_show": list(NOT_SHOWN_ON_CPU) if dry else [],
             "made": provenance(),
-            "gpu": _gpu(),
+            "other_code": [stage for stage, codes in self.found.code.items() if codes != [self._code]],
             **self._identity(),
             **{k: v for k, v in found.items() if k != "reference"},
             "targets": targets(self.found, self.plan, dry),

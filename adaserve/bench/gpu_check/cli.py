@@ -145,6 +145,9 @@ def _show(report: dict[str, Any], console: Console) -> None:
     missing = sorted({what for row in report["targets"] for what in row["missing"]})
     if missing:
         console.print(f"not measured: {', '.join(missing)}", highlight=False, soft_wrap=True)
+    if report["other_code"]:
+        said = f"measured, or in part, with other code than this: {', '.join(report['other_code'])}"
+        console.print(said, highlight=False, soft_wrap=True)
     for name, reason in report["skipped"].items():
         console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
     for name, reason in report["failed"].items():

@@ -34,7 +34,7 @@ def facts(folder: Path, links: Path) -> dict[str, Any]:
         "host": describe_host(),
         "glibc": " ".join(platform.libc_ver()),
         "tools": {name: shutil.which(name) for name in TOOLS},
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": packages(),
         "cutlass": importlib.util.find_spec("cutlass") is not None,
         "cuda_home": toolkit(links).to_json(),
         "disk_write_mb_per_s": round(_disk(folder), 1),
@@ -59,6 +59,11 @@ def remedies(found: dict[str, Any]) -> list[str]:
     elif found["disk_write_mb_per_s"] < 150:
         said.append("the disk writes 18 GB in more than two minutes: start with PAIR=small meanwhile")
     return said
+
+
+def packages() -> dict[str, str | None]:
+    """Versions of what computes."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def _version(name: str) -> str | None:

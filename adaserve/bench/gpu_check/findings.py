@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +13,7 @@ from adaserve.bench.gpu_check.answers import Answer
 from adaserve.server import ServerError
 
 STATE_FILE = "gpu-check.state.json"
+SCHEMA_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +49,18 @@ class Findings:
     baseline_ms: float | None = None
     reference: list[Answer] = field(default_factory=list)
     done: list[str] = field(default_factory=list)  # stages, "server:stage"
+    code: dict[str, list[str]] = field(default_factory=dict)  # by stage, that measured it: ``code_digest``
 
 
 def resume(out: Path, identity: dict[str, Any]) -> Findings:
-    """What an interrupted run of the same check left in ``out``. Raises ServerError for another check's."""
+    """What earlier runs of the same check left in ``out``. Raises ServerError for another check's."""
     path = out / STATE_FILE
     if not path.exists():
         return Findings()
     kept = json.loads(path.read_text())
     if kept["identity"] != identity:
-        raise ServerError(f"{out} holds the check of another pair or plan: give another --out, or remove it")
+        what = ", ".join(_differing(kept["identity"], identity))
+        raise ServerError(f"{out} holds a check with another {what}: give another --out, or remove it")
     found = Findings(**kept["found"])
     found.reference = [
         Answer(tuple(a["output_ids"]), a["seconds"], tuple(a["margins"])) for a in kept["found"]["reference"]
@@ -65,6 +70,28 @@ def resume(out: Path, identity: dict[str, Any]) -> Findings:
             if name != "verification":  # JSON has no numbers for keys
                 table[name] = {int(batch): value for batch, value in values.items()}
     return found
+
+
+def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """The settings that are not the same, as "plan.tokens"."""
+    found = []
+    for key in sorted({*a, *b}):
+        one, other = a.get(key), b.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += [f"{key}.{inner}" for inner in _differing(one, other)]
+        elif one != other:
+            found.append(key)
+    return found
+
+
+def code_digest() -> str:
+    """Of the code that runs, committed or not: results of a check may come from more than one state of it."""
+    digest = hashlib.sha256()
+    for package in ("adaserve", "adaserve.patches", "adaserve.scheduler"):
+        (root,) = importlib.import_module(package).__path__
+        for path in sorted(Path(root).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def write(path: Path, value: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from adaserve.engine.device.sizes import FIRST, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.device.transfer import QueuedCopy, put
 from adaserve.engine.host.heads import HiddenStates
 from adaserve.engine.parts import Drafter, Mark
+from adaserve.engine.portions import portions
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees import verify
 
@@ -160,8 +161,12 @@ class GraphDevice:
 
     def draw(self, logits: Tensor, reading: Reading) -> Tensor:
         names = ("scale", "spread", "keys", "positions")
-        there = self.put({name: getattr(reading, name) for name in names})
-        return noise.read(logits, *there.values()).argmax(dim=-1)
+        columns = self.put({name: getattr(reading, name) for name in names}).values()
+        drawn = [
+            noise.read(logits[part], *(column[part] for column in columns)).argmax(dim=-1)
+            for part in portions(*logits.shape)
+        ]
+        return torch.cat(drawn)
 
     def accept(
         self, tensors: Mapping[str, Tensor], draws: Tensor, n: int, deepest: int, stride: int

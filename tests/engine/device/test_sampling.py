@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine import sampling
+from adaserve.engine import portions, sampling
 from adaserve.engine.parts import Device
+from adaserve.engine.penalties import Penalties
 from adaserve.engine.state import RequestState
 from adaserve.noise import request_key
 from tests.engine.device.factories import VOCABULARY
+from tests.engine.device.test_no_waiting import Watch
 from tests.engine.device.test_verify import Case
+from tests.engine.memory import MostBytes
+from tests.engine.test_lossless import tree_batch
 from tests.engine.trees.factories import sampling_request
 
 GENERATED = ([1, 2, 2], [5], [7, 8, 9, 7])
@@ -41,7 +45,8 @@ def step_of(device: Device, case: Case, requests: list[Any], seed: int = 0, **in
     } | info  # fmt: skip
     v = case.verified
     tensors = device.put({**v.arrays(), **device.target.arrays(v.batch)})
-    return sampling.Step(device, requests, states(seed), SimpleNamespace(**values), v, tensors)  # type: ignore[arg-type]
+    given: Any = SimpleNamespace(**values)
+    return sampling.Step(device, requests, states(seed), given, v, tensors, Penalties())
 
 
 def logits_of(case: Case) -> torch.Tensor:
@@ -151,6 +156,52 @@ def test_a_draw_does_not_depend_on_what_neighbours_ask_for(
         requests = [sampling_request(), sampling_request(**beside), sampling_request(**beside)]
         draws = sampling.draw(logits, step_of(device, case, requests, **info)).numpy()
         assert np.array_equal(draws[first], alone)
+
+
+@pytest.mark.parametrize("settings", SETTINGS[1:])
+def test_portions_draw_the_same(
+    case: Case, settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, drawn = [sampling_request(**s) for s in settings], []
+    for rows in (1000, 3):
+        monkeypatch.setattr(portions, "ALIGNED_ROWS", 1)
+        monkeypatch.setattr(portions, "MOST_VALUES", rows * VOCABULARY)
+        drawn.append(sampling.draw(logits_of(case) * 3, step_of(case.device, case, requests)).tolist())
+    assert drawn[0] == drawn[1]
+
+
+ROWS, WIDE = 24, 4096
+"""Tokens that a request verifies, and a vocabulary for it: far more logits than a portion has."""
+
+ASKED: dict[str, dict[str, Any]] = {
+    "noise": {},
+    "filters": {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"frequency_penalty": 0.5, "presence_penalty": 0.1, "repetition_penalty": 1.1,
+                  "min_new_tokens": 99, "stop_token_ids": [3, 9]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("asked", ASKED)
+def test_draws_take_bounded_memory_and_wait_for_nothing(
+    case: Case, asked: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a draw takes besides its logits and one copy of them does not grow with their number."""
+    n = len(GENERATED)
+    batch = tree_batch([list(range(1, ROWS // 2)), list(range(ROWS // 2))], n)
+    monkeypatch.setattr(portions, "MOST_VALUES", 16 * WIDE)
+    logits = torch.randn(len(batch), WIDE, generator=torch.Generator().manual_seed(1))
+    values = {"is_all_greedy": False, "has_custom_logit_processor": False, "sampling_seed": None,
+              "logit_bias": torch.zeros(n, WIDE) if bias else None}  # fmt: skip
+    requests = [sampling_request(**ASKED[asked]) for _ in range(n)]
+    info, tensors = SimpleNamespace(**values), case.device.put(batch.arrays())
+    step = sampling.Step(case.device, requests, states(), info, batch, tensors, Penalties())  # type: ignore[arg-type]
+    with Watch() as watch, MostBytes() as memory:
+        sampling.adjust_logits(logits, step)
+        sampling.draw(logits, step)
+    assert watch.waits == []
+    assert memory.most <= logits.nbytes * (asked == "filters") + portions.BYTES_PER_VALUE * 16 * WIDE
+    assert logits.numel() >= 4 * 16 * WIDE
 
 
 def test_seeds_belong_to_their_requests(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
