@@ -1,4 +1,8 @@
-"""The command ``adaserve``."""
+"""The command ``adaserve``.
+
+A module of a command imports at its top what its options need, and what does the work where it runs: help and
+small commands must not wait for PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +11,24 @@ import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from typer.core import TyperGroup
 
+from adaserve.bench.fleet.cli import bench_fleet
+from adaserve.bench.gpu_check.cli import gpu_check
+from adaserve.bench.learn.cli import bench_learn
 from adaserve.bench.options import counts, floats, words
+from adaserve.bench.simulate.cli import app as simulator
+from adaserve.bench.soak.cli import bench_soak
+from adaserve.bench.sweep.cli import bench_sweep
+from adaserve.commands import Commands, fail
 from adaserve.cores import short_spins, usable_cores
-
-
-class Commands(TyperGroup):
-    """Ends a command with one line where the user, or a server, is the cause, whichever command it is."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (typer.Exit, typer.Abort):
-            raise
-        except Exception as error:
-            if (why := _in_one_line(error)) is None:
-                raise
-            _fail(why)
-
+from adaserve.fleet.cli import app as fleet
+from adaserve.learning.cli import app as draft
+from adaserve.loadgen import cli as loadgen
+from adaserve.pair.cli import app as pair
 
 app = typer.Typer(
     name="adaserve",
@@ -114,35 +112,7 @@ def _require(context: typer.Context) -> None:
     """Ends a measuring command with one sentence when a library of its extra is not installed."""
     needed = EXTRA if context.invoked_subcommand in MEASURING else ()
     for name in (n for n in needed if find_spec(n) is None):
-        _fail(f"adaserve {context.invoked_subcommand} needs {name}: pip install 'adaserve[bench]'")
-
-
-def _fail(why: str) -> NoReturn:
-    console.print(f"[red]error:[/] {escape(why)}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
-
-
-def _in_one_line(error: Exception) -> str | None:
-    """What to tell the user; None for an error of this program, which needs its traceback."""
-    import httpx
-
-    from adaserve.bench.sweep.plan import SweepError
-    from adaserve.config import ConfigError
-    from adaserve.engine.host.build import BuildError
-    from adaserve.learning.versions import VersionError
-    from adaserve.loadgen.errors import LoadgenError
-    from adaserve.pair.widen import PairError
-    from adaserve.server import ServerError, why_no_answer
-    from adaserve.slo.classes import SLOError
-    from adaserve.slo.trace import TraceError
-
-    if isinstance(error, httpx.HTTPError):
-        return f"a server did not answer: {why_no_answer(error)}"
-    ours = (
-        BuildError, ConfigError, LoadgenError, PairError, ServerError, SLOError, SweepError, TraceError,
-        VersionError,
-    )  # fmt: skip
-    return str(error) if isinstance(error, ours) else None
+        fail(f"adaserve {context.invoked_subcommand} needs {name}: pip install 'adaserve[bench]'")
 
 
 def _spec(
@@ -510,37 +480,23 @@ def bench_context(
     run_context(plan, console)
 
 
-def _mount() -> None:
-    """Commands that live in other packages."""
-    from adaserve.bench.fleet import bench_fleet
-    from adaserve.bench.gpu_check.cli import gpu_check
-    from adaserve.bench.learn.cli import bench_learn
-    from adaserve.bench.simulate import app as simulator
-    from adaserve.bench.soak.cli import bench_soak
-    from adaserve.bench.sweep.cli import bench_sweep
-    from adaserve.fleet.cli import app as fleet
-    from adaserve.learning.cli import app as draft
-    from adaserve.loadgen import cli as loadgen
-    from adaserve.pair.cli import app as pair
-
-    bench.command("fleet")(bench_fleet)
-    bench.command("learn")(bench_learn)
-    bench.command("serve")(loadgen.bench_serve)
-    bench.command("soak")(bench_soak)
-    bench.command("sweep")(bench_sweep)
-    app.add_typer(bench, name="bench")
-    app.command("gpu-check")(gpu_check)
-    app.command("report")(loadgen.report)
-    app.add_typer(simulator, name="simulate")
-    app.add_typer(fleet, name="fleet")
-    app.add_typer(pair, name="pair")
-    app.add_typer(draft, name="draft")
+bench.command("fleet")(bench_fleet)
+bench.command("learn")(bench_learn)
+bench.command("serve")(loadgen.bench_serve)
+bench.command("soak")(bench_soak)
+bench.command("sweep")(bench_sweep)
+app.add_typer(bench, name="bench")
+app.command("gpu-check")(gpu_check)
+app.command("report")(loadgen.report)
+app.add_typer(simulator, name="simulate")
+app.add_typer(fleet, name="fleet")
+app.add_typer(pair, name="pair")
+app.add_typer(draft, name="draft")
 
 
 def main() -> None:
     """Entry point of the console script."""
     short_spins(os.environ)
-    _mount()
     # However a command ends, the servers that it started end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from adaserve.checked import Checked, shown
+from adaserve.errors import UserError
 from adaserve.slo.classes import SLOConfig
 
 ENV = "ADASERVE_CONFIG"
@@ -28,7 +29,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """Of a model that is no folder here."""
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """A setting is wrong; the message says which and what is accepted."""
 
 

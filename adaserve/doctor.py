@@ -207,14 +207,14 @@ def check_compiler() -> list[Finding]:
 
 
 def check_pair() -> list[Finding]:
-    from adaserve.pair import widen
+    from adaserve.pair import folders
 
     try:
-        weights = widen.weights_folder()
-    except widen.PairError as error:
+        weights = folders.weights_folder()
+    except folders.PairError as error:
         remedy = f"{error}; models of your own need --model-path and --draft-model-path only"
         return [Finding("Embedded pair", "note", "no weights", remedy)]
-    widened = [p for p in widen.cache_folder().glob("target-*") if (p / "config.json").exists()]
+    widened = [p for p in folders.cache_folder().glob("target-*") if (p / "config.json").exists()]
     if not widened:
         return [
             Finding(

@@ -22,6 +22,7 @@ import psutil
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.cores import usable_cores
 from adaserve.draft_kind import medusa_folder, medusa_heads
+from adaserve.errors import UserError
 from adaserve.lifetime import PARENT_ENV
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 
@@ -34,13 +35,8 @@ _SHARED = "/dev/shm/"
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
 
-class ServerError(RuntimeError):
+class ServerError(UserError, RuntimeError):
     """A server did not start, or died; the message says why and what to do."""
-
-
-def why_no_answer(error: httpx.HTTPError) -> str:
-    """What went wrong, in one line: some of httpx's errors have several, some only their name."""
-    return (str(error).splitlines() or [""])[0].strip() or type(error).__name__
 
 
 def api_key(flags: Sequence[str]) -> str | None:
@@ -104,7 +100,8 @@ class ServerSpec:
     def _draft_folder(self) -> str | None:
         """Where Medusa heads may be: the embedded ones only where they are asked for."""
         if self.embedded and self.config.draft_kind == "medusa":
-            from adaserve.pair.widen import MEDUSA, PairError, shipped_draft
+            from adaserve.pair.folders import MEDUSA, PairError
+            from adaserve.pair.widen import shipped_draft
 
             try:
                 return str(shipped_draft(MEDUSA))
@@ -148,7 +145,8 @@ class ServerSpec:
         """Target and draft."""
         if self.model is not None:
             return self.model, self.draft
-        from adaserve.pair.widen import HEAD, MEDUSA, ensure_embedded_pair
+        from adaserve.pair.folders import HEAD, MEDUSA
+        from adaserve.pair.widen import ensure_embedded_pair
 
         heads = {"eagle3": HEAD, "medusa": MEDUSA}
         target, draft = ensure_embedded_pair(self.size, draft=heads.get(self.config.draft_kind, "draft"))

@@ -6,19 +6,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from adaserve.loadgen.bench import class_table, run_bench
-from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec, load_config
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.loadgen.results import new_results_dir
-from adaserve.loadgen.schedule import build_schedule, class_counts
 
 if TYPE_CHECKING:
+    from adaserve.loadgen.config import BenchConfig
     from adaserve.loadgen.report import Run
 
 bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running server.")
@@ -82,38 +79,39 @@ def bench_serve(
     on port 30000. Works with any OpenAI-compatible server.
 
     Exit codes: 0 fine, 1 attainment below the limit or run not valid, 2 bad input."""
+    from adaserve.loadgen import options
+    from adaserve.loadgen.bench import run_bench
+    from adaserve.loadgen.config import BenchConfig, load_config
     from adaserve.loadgen.report import write_report
+    from adaserve.loadgen.results import new_results_dir
 
     console = Console(stderr=True)
-    try:
-        _check_share(fail_under_attainment)
-        if processes < 1:
-            raise LoadgenError(f"--processes must be 1 or more, not {processes}")
-        settings = load_config(config) if config is not None else BenchConfig()
-        settings = _with_server(
-            settings,
-            {"url": url, "model": model, "api": api, "slo_headers": slo_headers, "ignore_eos": ignore_eos},
-            api_key,
-        )
-        settings = _with_load(
-            settings,
-            trace,
-            {"start_s": start, "target_rps": target_rps, "time_scale": time_scale},
-            {"rps": rps, "cv": burstiness, "kind": "gamma" if burstiness is not None else None},
-        )
-        settings = _with_classes(settings, mix, slo or [])
-        settings = _with_tokens(settings, output_tokens, temperature)
-        common = {"duration_s": duration, "max_requests": max_requests, "seed": seed, "warmup_s": warmup}
-        common |= {"baseline_ms": baseline_ms}
-        settings = settings.changed(**_given(common | {"prompts": prompts}))
-        if plan_only:
-            return _show_plan(settings)
-        folder = out if out is not None else new_results_dir(Path("results"), tag)
-        summary = run_bench(settings, folder, processes, console)
-        _print_outcome(summary, folder, console)
-        write_report([_read(str(folder))], folder)
-    except LoadgenError as e:
-        _fail(e)
+    _check_share(fail_under_attainment)
+    if processes < 1:
+        raise LoadgenError(f"--processes must be 1 or more, not {processes}")
+    settings = load_config(config) if config is not None else BenchConfig()
+    settings = options.with_server(
+        settings,
+        {"url": url, "model": model, "api": api, "slo_headers": slo_headers, "ignore_eos": ignore_eos},
+        api_key,
+    )
+    settings = options.with_load(
+        settings,
+        trace,
+        {"start_s": start, "target_rps": target_rps, "time_scale": time_scale},
+        {"rps": rps, "cv": burstiness, "kind": "gamma" if burstiness is not None else None},
+    )
+    settings = options.with_classes(settings, mix, slo or [])
+    settings = options.with_tokens(settings, output_tokens, temperature)
+    common = {"duration_s": duration, "max_requests": max_requests, "seed": seed, "warmup_s": warmup}
+    common |= {"baseline_ms": baseline_ms}
+    settings = settings.changed(**options.given(common | {"prompts": prompts}))
+    if plan_only:
+        return _show_plan(settings)
+    folder = out if out is not None else new_results_dir(Path("results"), tag)
+    summary = run_bench(settings, folder, processes, console)
+    _print_outcome(summary, folder, console)
+    write_report([_read(str(folder))], folder)
     if not summary["valid"]:
         raise typer.Exit(1)
     check_attainment(summary, fail_under_attainment)
@@ -131,13 +129,10 @@ def report(
     shown with error bars. The page is one file without outside links."""
     from adaserve.loadgen.report import write_report
 
-    try:
-        _check_share(fail_under_attainment)
-        read = [_read(text) for text in runs]
-        folder = out or read[0].folder
-        path = write_report(read, folder, png)
-    except LoadgenError as e:
-        _fail(e)
+    _check_share(fail_under_attainment)
+    read = [_read(text) for text in runs]
+    folder = out or read[0].folder
+    path = write_report(read, folder, png)
     Console(stderr=True).print(f"report: {path}", soft_wrap=True)
     for run in read:
         check_attainment(run.summary, fail_under_attainment)
@@ -164,82 +159,9 @@ def check_attainment(summary: Mapping[str, Any], limit: float | None) -> None:
         raise typer.Exit(1)
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in values.items() if v is not None}
-
-
-def _with_server(config: BenchConfig, values: Mapping[str, Any], api_key: str | None) -> BenchConfig:
-    changes = _given(values)
-    if api_key:
-        changes["headers"] = {**config.server.headers, "Authorization": f"Bearer {api_key}"}
-    return config.changed(server=config.server.changed(**changes))
-
-
-def _with_load(
-    config: BenchConfig, trace: str | None, fit: Mapping[str, Any], arrivals: Mapping[str, Any]
-) -> BenchConfig:
-    if _given(arrivals):
-        if trace is not None:
-            raise LoadgenError("--trace brings its own arrivals: use --target-rps instead of --rps")
-        config = config.changed(trace=None, arrivals=config.arrivals.changed(**_given(arrivals)))
-    spec = TraceSpec(path=trace) if trace is not None else config.trace
-    if _given(fit) and spec is None:
-        raise LoadgenError("--start, --target-rps and --time-scale need a --trace")
-    return config.changed(trace=spec.changed(**_given(fit)) if spec is not None else None)
-
-
-def _with_classes(config: BenchConfig, mix: str | None, slos: list[str]) -> BenchConfig:
-    classes = dict(config.classes)
-    if mix is not None:
-        given = [_assignment(part, "--mix") for part in mix.split(",")]
-        shares = dict(given)
-        if len(shares) < len(given):
-            raise LoadgenError(f"--mix: a class is named twice in {mix!r}")
-        for name in shares:
-            _known(classes, name, "--mix")
-        classes = {n: classes[n].changed(share=_float(v, "--mix")) for n, v in shares.items()}
-    for text in slos:
-        name, value = _assignment(text, "--slo")
-        _known(classes, name, "--slo")
-        number = _float(value.removesuffix("x").removesuffix("ms"), "--slo")
-        slo: dict[str, Any] = {"tpot_ms": None, "x_baseline": None}
-        slo["x_baseline" if value.endswith("x") else "tpot_ms"] = number
-        classes[name] = classes[name].changed(**slo)
-    return config.changed(classes=classes)
-
-
-def _with_tokens(config: BenchConfig, output_tokens: int | None, temperature: float | None) -> BenchConfig:
-    changes: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
-    if output_tokens is not None:
-        if config.trace is not None:
-            raise LoadgenError(
-                "--trace brings its own lengths: leave --output-tokens out, or give the trace a "
-                "max_output_tokens in the configuration"
-            )
-        changes["output_tokens"] = Length(median=output_tokens)
-    return config.changed(classes={n: c.changed(**changes) for n, c in config.classes.items()})
-
-
-def _assignment(text: str, option: str) -> tuple[str, str]:
-    name, separator, value = text.strip().partition("=")
-    if not separator or not name or not value:
-        raise LoadgenError(f"{option}: expected class=value, not {text!r}")
-    return name, value
-
-
-def _known(classes: Mapping[str, ClassLoad], name: str, option: str) -> None:
-    if name not in classes:
-        raise LoadgenError(f"{option}: unknown class {name!r}: known are {', '.join(classes)}")
-
-
-def _float(text: str, option: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise LoadgenError(f"{option}: {text!r} is not a number") from None
-
-
 def _show_plan(config: BenchConfig) -> None:
+    from adaserve.loadgen.schedule import build_schedule, class_counts
+
     # The plan's times and lengths do not depend on the baseline: any value will do.
     schedule = build_schedule(config.changed(baseline_ms=config.baseline_ms or 30.0))
     counts = ", ".join(f"{n} {c}" for n, c in class_counts(schedule.requests).items())
@@ -248,14 +170,11 @@ def _show_plan(config: BenchConfig) -> None:
 
 
 def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -> None:
+    from adaserve.loadgen.bench import class_table
+
     Console().print(class_table(summary))
     for reason in summary["invalid_reasons"]:
         console.print(f"[yellow]this run is not valid: {escape(reason)}[/yellow]")
     for error, count in list(summary["errors"].items())[:3]:
         console.print(f"[red]{count} x {escape(error)}[/red]")
     console.print(f"results: {folder}, page: {folder / 'report.html'}", soft_wrap=True)
-
-
-def _fail(error: Exception) -> NoReturn:
-    print(f"error: {error}", file=sys.stderr)
-    raise typer.Exit(2)

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve.cores import usable_cores
+from adaserve.pair.folders import HEAD, MEDUSA, cache_folder, drafts_of, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
-from adaserve.pair.widen import HEAD, MEDUSA, cache_folder, drafts_of, ensure_embedded_pair, weights_folder
 
 app = typer.Typer(help="The embedded target and draft: train, measure and widen them.", no_args_is_help=True)
 console = Console()
@@ -218,6 +218,8 @@ def widen(
     extra_layers: Annotated[int, typer.Option(min=0, help="Layers to add that change nothing.")] = 0,
 ) -> None:
     """Make (or find in the cache) a target that costs as much as a model of this size but says the same."""
+    from adaserve.pair.widen import ensure_embedded_pair
+
     target, draft = ensure_embedded_pair(size, extra_layers=extra_layers)
     console.print(f"target {target}\ndraft  {draft}")
 

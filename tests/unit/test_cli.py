@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from typer.testing import CliRunner
 
 from adaserve import server
 from adaserve.bench import profile, servers
-from adaserve.cli import Commands, app
+from adaserve.cli import app
+from adaserve.commands import Commands
 from adaserve.config import ENV, ConfigError
-from adaserve.pair.widen import PairError
+from adaserve.pair.folders import PairError
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 
 
@@ -85,6 +88,7 @@ GONE = httpx.ConnectError("[Errno 111] refused [/foo]\nmore", request=httpx.Requ
         (PairError("no pair"), "error: no pair"),
         (GONE, "error: a server did not answer: [Errno 111] refused [/foo]"),
         (httpx.ReadTimeout(""), "error: a server did not answer: ReadTimeout"),
+        (PermissionError(13, "Permission denied", "/x/[y]"), "error: /x/[y]: Permission denied"),
     ],
 )
 def test_errors_of_users_and_servers_end_any_command_in_one_line(error: Exception, says: str) -> None:
@@ -103,6 +107,32 @@ def test_errors_of_users_and_servers_end_any_command_in_one_line(error: Exceptio
     assert result.exit_code == 2 and result.stderr.strip() == says
     ours = CliRunner().invoke(commands, ["below", "other"])
     assert isinstance(ours.exception, KeyError), "that needs its traceback"
+
+
+def test_help_and_small_commands_load_nothing_heavy() -> None:
+    """A module of a command imports what does the work where that runs: PyTorch alone takes seconds."""
+    code = """
+import sys
+from typer.testing import CliRunner
+from adaserve.cli import app
+
+def run(*words):
+    return CliRunner().invoke(app, words).exit_code
+
+def loaded(*names):
+    return [name for name in names if name in sys.modules]
+
+for words in ("", "bench", "bench serve", "bench sweep", "simulate run", "pair train", "fleet up", "draft"):
+    assert run(*words.split(), "--help") == 0
+print(*loaded("torch", "sglang", "transformers", "scipy", "numpy", "matplotlib", "locust", "httpx", "yaml"))
+assert run("draft", "history", ".") == 0
+assert run("report", "nowhere") == 2
+assert run("bench", "serve", "--plan-only") == 0
+assert run("simulate", "run", "--trace", "synthetic:5:1") == 0
+print(*loaded("torch", "sglang", "transformers"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 @pytest.mark.parametrize("model", ["--model-path", "--model"])

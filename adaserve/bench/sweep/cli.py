@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from adaserve.bench.options import counts, floats, words
 from adaserve.bench.options import seeds as seed_list
+from adaserve.commands import fail
 from adaserve.loadgen.cli import panel
 
 Text = str | None
@@ -129,11 +129,6 @@ def bench_sweep(
     Systems play the same block of requests in random order before any plays the next one, because the speed
     of a host drifts. Ctrl-C stops; the same --out continues."""
     from adaserve.bench.sweep.commands import Options, redraw, replay, show_plan, sweep, trace_files
-    from adaserve.bench.sweep.plan import SweepError
-    from adaserve.loadgen.errors import LoadgenError
-    from adaserve.server import ServerError
-    from adaserve.slo.classes import SLOError
-    from adaserve.slo.trace import TraceError
 
     console = Console(stderr=True)
     try:
@@ -183,11 +178,6 @@ def bench_sweep(
             show_plan(options, console)
             return
         done = sweep(options, console)
-    except (SweepError, ServerError, LoadgenError, SLOError, TraceError, ValueError) as error:
-        _fail(error, console)
+    except ValueError as error:
+        fail(str(error))
     raise typer.Exit(0 if done else 3)
-
-
-def _fail(error: Exception, console: Console) -> NoReturn:
-    console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
