@@ -23,7 +23,7 @@ from adaserve.bench.options import counts, floats, words
 from adaserve.bench.simulate.cli import app as simulator
 from adaserve.bench.soak.cli import bench_soak
 from adaserve.bench.sweep.cli import bench_sweep
-from adaserve.commands import Commands, fail
+from adaserve.commands import Commands, fail, new_file, new_folder
 from adaserve.cores import short_spins, usable_cores
 from adaserve.fleet.cli import app as fleet
 from adaserve.learning.cli import app as draft
@@ -175,7 +175,7 @@ def serve(
     size: Size = "100M",
     policy: PolicyName = "priced",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 30000,
     budget: Budget = None,
     max_depth: Annotated[int, typer.Option(help="Deepest candidate tree.")] = 5,
     max_width: Annotated[int, typer.Option(help="Widest beam.")] = 3,
@@ -218,6 +218,8 @@ def serve(
     Try: curl localhost:30000/v1/completions -H 'x-slo-tpot-ms: 40' -H 'content-type: application/json'
     -d '{"model": "m", "prompt": "def main(", "max_tokens": 64}'
     """
+    from adaserve.server import require_free
+
     spec = _spec(
         model, draft, size, tuple(context.args), host, port,
         draft_kind=draft_kind, second_draft=second_draft, drafts=drafts,
@@ -228,6 +230,7 @@ def serve(
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
         draft_weights=draft_weights, shed=shed, orca=orca, record_requests=_text(record_requests),
     )  # fmt: skip
+    require_free(spec.host, spec.port)
     command = spec.command()
     os.environ.update(spec.environment())
     sys.stdout.flush()
@@ -245,7 +248,8 @@ def demo(
     seconds: Annotated[float, typer.Option(min=5, help="Length of the traffic.")] = 60.0,
     policy: Annotated[str, typer.Option(help="Policy to compare with `none`.")] = "priced",
     rps: Annotated[
-        float | None, typer.Option(help="Requests per second.", show_default="from this host's speed")
+        float | None,
+        typer.Option(min=0.01, help="Requests per second.", show_default="from this host's speed"),
     ] = None,
     repetition: Annotated[
         bool,
@@ -277,7 +281,9 @@ def profile(
     draft_weights: DraftWeights = "auto",
     out: Annotated[
         Path | None,
-        typer.Option(help="File to write.", show_default="a cache folder, where `serve` finds it"),
+        typer.Option(
+            help="File to write.", show_default="a cache folder, where `serve` finds it", callback=new_file
+        ),
     ] = None,
 ) -> None:
     """Measure how long drafting and verifying take on this host.
@@ -353,7 +359,8 @@ def bench_latency(
     cpu_weights: Weights = "auto",
     budget: Budget = None,
     out: Annotated[
-        Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-latency/latency.json")
+        Path | None,
+        typer.Option(help="JSON file.", show_default="results/<UTC>-latency/latency.json", callback=new_file),
     ] = None,
 ) -> None:
     """Compare TPOT with plain decoding at several batch sizes, in turns on one server per kind of draft."""
@@ -401,7 +408,10 @@ def bench_heads(
             help="Storages of draft and EAGLE-3 head, as `serve --draft-weights`.",
         ),
     ] = "auto",
-    out: Annotated[Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-heads")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="JSON file.", show_default="results/<UTC>-heads/heads.json", callback=new_file),
+    ] = None,
 ) -> None:
     """Accepted tokens and drafting time of the embedded draft and the embedded heads, in turns."""
     from adaserve.bench.heads import HeadPlan, run_heads
@@ -438,7 +448,9 @@ def bench_kernels(
     against: Annotated[
         Path | None, typer.Option(help="Folder of other kernel sources to compare with, in turns.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for a JSON and a Markdown file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for a JSON and a Markdown file.", callback=new_folder)
+    ] = None,
 ) -> None:
     """Milliseconds of forwards by tokens and by context, with the C kernels of this host."""
     from adaserve.bench.kernels import KernelPlan, run_kernels
@@ -467,7 +479,9 @@ def bench_context(
     text_tokens: Annotated[int, typer.Option(min=64, help="Length of the texts that say who agrees.")] = 8000,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of those texts.")] = 0.8,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and rounds: does it run?")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for JSON, Markdown and a figure.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for JSON, Markdown and a figure.", callback=new_folder)
+    ] = None,
 ) -> None:
     """Speculation at long contexts: costs, acceptance, best depth and speedup of each way to draft."""
     from adaserve.bench.context.agreement import TextPlan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from adaserve.errors import UserError, why_no_answer
+from adaserve.errors import UserError, why_no_answer, why_unwritable
 
 
 class Commands(TyperGroup):
@@ -44,3 +45,23 @@ def _in_one_line(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return None
+
+
+def new_file(path: Path | None) -> Path | None:
+    """Callback of an option for a file that is written at the end: refused now where that cannot be."""
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder: give a file")
+    return _makeable(path)
+
+
+def new_folder(path: Path | None) -> Path | None:
+    """The same for a folder."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise typer.BadParameter(f"{path} is a file: give a folder")
+    return _makeable(path)
+
+
+def _makeable(path: Path | None) -> Path | None:
+    if path is not None and (why := why_unwritable(path)) is not None:
+        raise typer.BadParameter(why)
+    return path

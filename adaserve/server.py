@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shlex
@@ -68,6 +69,9 @@ class ServerSpec:
     algorithm: str | None = "ADASERVE"  # of SGLang's speculation; None = SGLang without any
 
     def __post_init__(self) -> None:
+        for path in (self.model, self.draft):
+            if path is not None and path.startswith(("/", "./", "../")) and not Path(path).exists():
+                raise ServerError(f"there is no model at {path}")
         if self.model is None and self.draft is not None:
             raise ServerError("a draft model needs a target of the same family: give --model-path as well")
         if self.model is None and self.config.draft_kind == "mtp":
@@ -188,6 +192,21 @@ def free_port() -> int:
     raise ServerError(f"no port between {_PORTS.start} and {_PORTS.stop} is free: choose one with --port")
 
 
+def require_free(host: str, port: int) -> None:
+    """Raises ServerError where a server cannot listen there: SGLang would find out half a minute later."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as it will; old connections don't count
+            s.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ServerError(f"port {port} is in use: choose another with --port") from None
+        raise ServerError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port"
+        ) from None
+
+
 class Spec(Protocol):
     """A server that can be started: ours, or a router."""
 
@@ -239,8 +258,7 @@ class ServerProcess:
 
     def start(self, waiting: Callable[[float], None] = lambda _: None) -> None:
         """Returns when the server answers; ``waiting`` gets the seconds so far. Raises ServerError."""
-        if _port_taken(self.spec.host, self.spec.port):
-            raise ServerError(f"port {self.spec.port} is in use: choose another with --port")
+        require_free(self.spec.host, self.spec.port)
         command = self.spec.command()
         with self.log.open("wb") as log:
             log.write(f"$ {shlex.join(command)}\n".encode())
@@ -392,9 +410,3 @@ def _shared_memory(pid: int) -> set[Path]:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         return {Path(line[line.index(_SHARED) :]) for line in lines if _SHARED in line}
     return set()
-
-
-def _port_taken(host: str, port: int) -> bool:
-    with socket.socket() as s:
-        s.settimeout(0.5)
-        return s.connect_ex((host, port)) == 0

@@ -23,8 +23,11 @@ def history(folder: Folder) -> None:
     from adaserve.learning.versions import Versions
 
     versions = Versions(folder)
+    if not (known := versions.history()):
+        console.print(f"{folder} holds no versions yet", highlight=False, soft_wrap=True)
+        return
     table = Table("version", "when", "accepted", "before it", "first draft", "tokens learned", "weights")
-    for v in versions.history():
+    for v in known:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(v.at))
         scores = (f"{s:.3f}" for s in (v.score, v.replaced, v.first))
         kept = "kept" if versions.has_weights(v) else "gone"

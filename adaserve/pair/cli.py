@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from adaserve.commands import new_file
 from adaserve.cores import usable_cores
 from adaserve.pair.folders import HEAD, MEDUSA, cache_folder, drafts_of, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
@@ -162,7 +163,7 @@ def evaluate_pair(
     ] = None,
     rows: Annotated[int, typer.Option(min=2, help="Prompts per category and temperature.")] = 32,
     new_tokens: Annotated[int, typer.Option(min=16, help="Tokens the target writes per prompt.")] = 128,
-    out: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report as JSON.", callback=new_file)] = None,
     calibrate: Annotated[
         bool, typer.Option(help="Store the measured sharpening in the draft's acceptance.json.")
     ] = False,

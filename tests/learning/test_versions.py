@@ -68,6 +68,7 @@ def test_the_commands(tmp_path: Path) -> None:
     save_drafts(tmp_path / "draft")
     draft = DraftCopy(str(tmp_path / "draft"))
     state = {name: tensor + 0.25 for name, tensor in draft.state().items()}
+    assert "no versions yet" in CliRunner().invoke(app, ["draft", "history", str(tmp_path)]).stdout
     versions = Versions(tmp_path / "kept")
     versions.add(to_bytes(state), version(str(tmp_path / "draft"), 1.234))
     run, kept = CliRunner().invoke, str(tmp_path / "kept")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, words: commands.append(words))
     monkeypatch.setattr(server, "on_cpu", lambda: True)
+    monkeypatch.setattr(server, "require_free", lambda host, port: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     return commands
 
@@ -66,6 +68,10 @@ def test_a_second_draft_model_that_cannot_be_served(
         ["profile", "--size", "banana"],
         ["demo", "--size", "banana", "--seconds", "5"],
         ["demo", "--policy", "bogus", "--seconds", "5"],
+        ["demo", "--policy", "none", "--seconds", "5"],
+        ["serve", "--model-path", "/nowhere/model"],
+        ["serve", "--record", "nowhere/iterations.jsonl"],
+        ["serve", "--record-requests", "."],
     ],
 )
 def test_what_cannot_be_served_is_one_line(
@@ -76,6 +82,29 @@ def test_what_cannot_be_served_is_one_line(
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
     (line,) = (text for text in result.stderr.splitlines() if text.startswith("error: "))
     assert words[2] in line and not started
+
+
+def test_what_is_measured_for_long_has_a_place_to_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for words, wrong in [
+        (["profile"], tmp_path),
+        (["bench", "latency"], tmp_path / "file" / "x.json"),
+        (["bench", "kernels"], tmp_path / "file"),
+    ]:
+        result = CliRunner().invoke(app, [*words, "--out", str(wrong)])
+        assert result.exit_code == 2 and "give a" in result.output, result.output
+
+
+def test_an_address_that_a_server_cannot_have_is_said_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"port {port} is in use"):
+            server.require_free("127.0.0.1", port)
+    server.require_free("127.0.0.1", port)
+    with pytest.raises(ServerError, match=r"cannot listen on no\.such\.host:1"):
+        server.require_free("no.such.host", 1)
 
 
 GONE = httpx.ConnectError("[Errno 111] refused [/foo]\nmore", request=httpx.Request("GET", "http://h:1/x"))

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from adaserve.bench.options import counts, floats
 from adaserve.bench.options import seeds as seed_list
-from adaserve.commands import fail
+from adaserve.commands import fail, new_file, new_folder
 
 app = typer.Typer(help="Simulate policies, loads and fleets without a GPU.", no_args_is_help=True)
 console = Console(stderr=True)
@@ -46,7 +46,7 @@ SloConfig = Annotated[
 EosShare = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Share of requests that stop before their cap.")
 ]
-JsonFile = Annotated[Path | None, typer.Option(help="JSON file for the result.")]
+JsonFile = Annotated[Path | None, typer.Option(help="JSON file for the result.", callback=new_file)]
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def run(
     recorded: Annotated[
         Path | None, typer.Option(help="Recording of engine iterations to draw trees from.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for results.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results.", callback=new_folder)] = None,
     records: Annotated[bool, typer.Option(help="Write one line per request to --out.")] = True,
 ) -> None:
     """Simulate every trace x load x policy x seed; print a table, write records and plots to --out."""
@@ -275,7 +275,9 @@ def context(
     own_acceptance: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Of a token where the target drafts for itself.")
     ] = 0.85,
-    out: Annotated[Path | None, typer.Option(help="Folder for JSON, Markdown and a figure.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for JSON, Markdown and a figure.", callback=new_folder)
+    ] = None,
 ) -> None:
     """Speculation at long contexts by data-sheet costs, for any model and GPU that the simulator knows."""
     from adaserve.bench.context.simulated import simulate_context
