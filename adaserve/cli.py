@@ -19,7 +19,7 @@ from rich.console import Console
 from adaserve.bench.fleet.cli import bench_fleet
 from adaserve.bench.gpu_check.cli import gpu_check
 from adaserve.bench.learn.cli import bench_learn
-from adaserve.bench.options import counts, floats, words
+from adaserve.bench.options import counts, floats, known, words
 from adaserve.bench.simulate.cli import app as simulator
 from adaserve.bench.soak.cli import bench_soak
 from adaserve.bench.sweep.cli import bench_sweep
@@ -257,7 +257,8 @@ def demo(
     ] = False,
     size: Size = "100M",
     out: Annotated[
-        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-demo")
+        Path | None,
+        typer.Option(help="Results folder.", show_default="results/<UTC>-demo", callback=new_folder),
     ] = None,
 ) -> None:
     """See three classes of requests get three speeds, with AdaServe and without it.
@@ -366,10 +367,12 @@ def bench_latency(
     """Compare TPOT with plain decoding at several batch sizes, in turns on one server per kind of draft."""
     from adaserve.bench.latency import BASE, SELF, SELF_WINDOW, LatencyPlan, run_latency
     from adaserve.bench.repetition import KINDS
+    from adaserve.config import AdaServeConfig
 
     others = tuple(p for p in policies if p != BASE)
-    if wrong := set(repetition) - set(KINDS):
-        raise typer.BadParameter(f"--repetition knows {', '.join(KINDS)}, not {', '.join(sorted(wrong))}")
+    for name, _, window in (p.partition("@") for p in others):
+        AdaServeConfig(policy=name, draft_window=window or 0)  # refused now, not when its turn comes
+    known("--repetition", repetition, KINDS)
     plan = LatencyPlan(
         others, batches, temperatures, rounds, tokens, repetition=repetition, contexts=contexts or (0,)
     )
@@ -391,7 +394,7 @@ def bench_latency(
 @bench.command("heads")
 def bench_heads(
     *,
-    batches: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,8",
+    batches: Annotated[Any, typer.Option(parser=counts, metavar="A,B", help="Requests at once.")] = "1,4,8",
     temperature: Annotated[float, typer.Option(min=0, help="Of the text that the target writes.")] = 0.8,
     depth: Annotated[int, typer.Option(min=1, max=8, help="Depth of the trees.")] = 4,
     width: Annotated[int, typer.Option(min=1, max=16, help="Width of the trees.")] = 3,
@@ -417,10 +420,9 @@ def bench_heads(
     from adaserve.bench.heads import HeadPlan, run_heads
     from adaserve.engine.host.linear import STORAGES
 
-    if wrong := set(draft_weights) - set(STORAGES):
-        raise typer.BadParameter(f"--draft-weights knows {', '.join(STORAGES)}, not {', '.join(wrong)}")
+    known("--draft-weights", draft_weights, STORAGES)
     plan = HeadPlan(
-        counts(batches), temperature, depth, width, tokens, rows, trees, seed, threads or usable_cores(),
+        batches, temperature, depth, width, tokens, rows, trees, seed, threads or usable_cores(),
         draft_weights=draft_weights,
     )  # fmt: skip
     run_heads(plan, out, console)
@@ -455,7 +457,9 @@ def bench_kernels(
     """Milliseconds of forwards by tokens and by context, with the C kernels of this host."""
     from adaserve.bench.kernels import KernelPlan, run_kernels
     from adaserve.engine.host.build import WITHOUT_AVX512
+    from adaserve.engine.host.linear import STORAGES
 
+    known("--storages", storages, STORAGES)
     flags = WITHOUT_AVX512 if avx2 else ()
     plan = KernelPlan(tokens, storages, queries, contexts, rounds, threads, layers, flags, against, out)
     run_kernels(plan, console)

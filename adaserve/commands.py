@@ -29,7 +29,7 @@ class Commands(TyperGroup):
 
 def fail(why: str) -> NoReturn:
     """Ends the command with this sentence."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)  # a trace may be called synthetic:100:2
     console.print(f"[red]error:[/] {escape(why)}", highlight=False, soft_wrap=True)
     raise typer.Exit(2)
 

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from adaserve.commands import new_folder
+
 if TYPE_CHECKING:
     from adaserve.fleet.local import Fleet
 
@@ -34,9 +36,12 @@ def up(
     ] = "",
     host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="Port of the router; the replicas get the ports behind it.")
+        int,
+        typer.Option(min=1, max=65535, help="Port of the router; the replicas get the ports behind it."),
     ] = 30000,
-    logs: Annotated[Path | None, typer.Option(help="Folder for logs.", show_default="a new one")] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Folder for logs.", show_default="a new one", callback=new_folder)
+    ] = None,
 ) -> None:
     """Start replicas and a router in front of them, and watch over them until Ctrl-C.
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from adaserve.commands import new_file
 from adaserve.cores import usable_cores
-from adaserve.pair.folders import HEAD, MEDUSA, cache_folder, drafts_of, weights_folder
+from adaserve.pair.folders import HEAD, MEDUSA, PairError, cache_folder, drafts_of, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
 
 app = typer.Typer(help="The embedded target and draft: train, measure and widen them.", no_args_is_help=True)
@@ -176,7 +176,9 @@ def evaluate_pair(
 
     folder = pair if pair is not None else weights_folder()
     reports = {}
-    for draft in drafts_of(folder) if only is None else [only]:
+    if not (drafts := [name for name in drafts_of(folder) if only in (None, name)]):
+        raise PairError(f"{folder} holds no {only or 'draft'} to measure")
+    for draft in drafts:
         console.print(f"[bold]{draft}[/]")
         reports[draft] = report = evaluate(
             folder, _work(work) / "corpus", draft, rows=rows, new=new_tokens, seed=seed, threads=threads

@@ -163,9 +163,20 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
         (["--policy", "best"], "unknown policy"),
         (["--policy", "priced:colour=red"], "settings are"),
         (["--gpu", "b900"], "unknown GPU"),
+        (["--model", "llama-3.2-1b"], "unknown target model 'llama-3.2-1b'"),
         (["--prefill", "never"], "is not one of"),
+        (["--speedup", "1,0"], "numbers above 0"),
+        (["--seeds", "-1"], "not '-1'"),
+        (["--trace", "synthetic:100:x"], "not 'synthetic:100:x'"),
+        (["--trace", "synthetic:0:1"], "not 'synthetic:0:1'"),
     ],
 )
 def test_errors_name_the_remedy(arguments: list[str], message: str) -> None:
     got = CliRunner().invoke(app, ["simulate", "run", "--trace", "synthetic:5:1", *arguments])
     assert got.exit_code == 2 and message in got.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("command", ["capacity", "fleet"])
+def test_fleets_of_no_known_policy(command: str) -> None:
+    got = CliRunner().invoke(app, ["simulate", command, "--trace", "synthetic:5:1", "--policy", "best"])
+    assert got.exit_code == 2 and "error: unknown policy 'best'" in got.stderr

@@ -69,6 +69,7 @@ def test_a_second_draft_model_that_cannot_be_served(
         ["demo", "--size", "banana", "--seconds", "5"],
         ["demo", "--policy", "bogus", "--seconds", "5"],
         ["demo", "--policy", "none", "--seconds", "5"],
+        ["bench", "latency", "--policies=bogus@256"],
         ["serve", "--model-path", "/nowhere/model"],
         ["serve", "--record", "nowhere/iterations.jsonl"],
         ["serve", "--record-requests", "."],
@@ -81,7 +82,7 @@ def test_what_cannot_be_served_is_one_line(
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
     (line,) = (text for text in result.stderr.splitlines() if text.startswith("error: "))
-    assert words[2] in line and not started
+    assert words[2].removeprefix("--policies=").partition("@")[0] in line and not started
 
 
 def test_what_is_measured_for_long_has_a_place_to_be_written_to(tmp_path: Path) -> None:
@@ -90,9 +91,16 @@ def test_what_is_measured_for_long_has_a_place_to_be_written_to(tmp_path: Path) 
         (["profile"], tmp_path),
         (["bench", "latency"], tmp_path / "file" / "x.json"),
         (["bench", "kernels"], tmp_path / "file"),
+        (["bench", "soak"], tmp_path / "file"),
     ]:
         result = CliRunner().invoke(app, [*words, "--out", str(wrong)])
         assert result.exit_code == 2 and "give a" in result.output, result.output
+
+
+@pytest.mark.parametrize("more", [["--pair", "nowhere"], ["--only", "nowhere"]])
+def test_a_pair_that_is_not_there_has_no_table(more: list[str]) -> None:
+    result = CliRunner().invoke(app, ["pair", "eval", *more])
+    assert result.exit_code == 2 and "nowhere" in result.stderr
 
 
 def test_an_address_that_a_server_cannot_have_is_said_at_once() -> None:

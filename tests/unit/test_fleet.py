@@ -32,6 +32,8 @@ def test_a_router_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_pat
         RouterSpec(("http://127.0.0.1:1",), "smg")
     said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path), "--router", "nginx"])
     assert said.exit_code == 2 and "choose sglang-router or smg" in said.output
+    said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path), "--port", "65533"])
+    assert said.exit_code == 2 and "choose a lower --port" in said.output
 
 
 @pytest.mark.usefixtures("installed")

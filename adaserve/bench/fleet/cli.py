@@ -8,11 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from adaserve.commands import new_folder
+
 
 def bench_fleet(
     *,
     out: Annotated[
-        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-fleet")
+        Path | None,
+        typer.Option(help="Results folder.", show_default="results/<UTC>-fleet", callback=new_folder),
     ] = None,
     replicas: Annotated[int, typer.Option(min=2, help="Servers to start; they share the cores.")] = 2,
     router: Annotated[str, typer.Option(help="sglang-router or smg.")] = "sglang-router",

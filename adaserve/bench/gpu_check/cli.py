@@ -12,7 +12,7 @@ from rich.console import Console
 
 from adaserve.bench.options import counts
 from adaserve.bench.terminal import table
-from adaserve.commands import fail
+from adaserve.commands import fail, new_folder
 
 if TYPE_CHECKING:
     from adaserve.bench.gpu_check.findings import CheckPlan
@@ -50,7 +50,8 @@ def gpu_check(
     ] = None,
     stage_limit: Annotated[float, typer.Option(min=1, help="Seconds that one stage may take.")] = 900.0,
     out: Annotated[
-        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-gpu-check")
+        Path | None,
+        typer.Option(help="Results folder.", show_default="results/<UTC>-gpu-check", callback=new_folder),
     ] = None,
 ) -> None:
     """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.

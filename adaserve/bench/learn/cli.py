@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from adaserve.bench.options import words
+from adaserve.bench.options import known, words
+from adaserve.commands import new_folder
 
 
 def bench_learn(
@@ -49,7 +50,10 @@ def bench_learn(
         str, typer.Option(help="Parameters that the embedded target is widened to, not --offline.")
     ] = "100M",
     seed: Annotated[int, typer.Option(help="What is drawn.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder.", show_default="results/<UTC>-learn")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Results folder.", show_default="results/<UTC>-learn", callback=new_folder),
+    ] = None,
 ) -> None:
     """Compare a draft that learns with one that does not, on the same texts, while the traffic shifts."""
     from adaserve.bench.learn.offline import VARIANTS, run_offline
@@ -60,9 +64,9 @@ def bench_learn(
 
     console = Console(stderr=True)
     parts = tuple(w.strip() for w in order.split(","))
-    _known("--against", (against,), ("first", "held"))
+    known("--against", (against,), ("first", "held"))
     chosen = tuple(VARIANTS) if variants is None else words(variants)
-    _known("--variants", chosen, tuple(VARIANTS))
+    known("--variants", chosen, tuple(VARIANTS))
     plan = LearnPlan(
         parts, requests, block, tokens, temperature, at_once, every=every, seed=seed,
         against="held" if against == "held" else "first", slo_classes=words(classes), rest=rest,
@@ -71,15 +75,10 @@ def bench_learn(
         domains = {domain for _, domain in plan.blocks}
     except ValueError as error:
         raise typer.BadParameter(f"--order has {error}: write it as cpp+law:64") from None
-    _known("--order", tuple(domains), (*PATTERNS, HOME))
+    known("--order", tuple(domains), (*PATTERNS, HOME))
     settings: dict[str, Any] = {"learn": True, "learn_share": share, "learn_loss": loss, "learn_nice": nice}
     if offline:
         run_offline(plan, chosen, out, console)
     else:
         spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy, **settings))
         run_learn(spec, plan, out, console)
-
-
-def _known(option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
-    if wrong := set(given) - set(known):
-        raise typer.BadParameter(f"{option} knows {', '.join(known)}, not {', '.join(sorted(wrong))}")

@@ -137,7 +137,7 @@ def capacity(
             "wrote with --record-requests."
         ),
     ],
-    target: Annotated[float, typer.Option(help="Attainment to reach, up to 1.")] = 0.95,
+    target: Annotated[float, typer.Option(min=0.001, max=1.0, help="Attainment to reach.")] = 0.95,
     policy: PolicyName = "priced",
     model: ModelName = "llama-3.1-70b",
     gpu: GpuName = "a100",

@@ -13,7 +13,7 @@ import numpy as np
 from adaserve.bench.simulate.hardware import PROFILED_CACHE
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.policies import is_slo_aware
+from adaserve.scheduler.policies import build_policy, is_slo_aware
 from adaserve.scheduler.prefill import PrefillConfig, served_prefill
 from adaserve.scheduler.simulator.fleet import (
     FleetConfig,
@@ -54,7 +54,8 @@ class SimulatedFleet:
         kv_tokens: int = PROFILED_CACHE,
     ) -> SimulatedFleet:
         """``recorded``: iterations of an engine, to draw trees from; if they took longer than ``latency``
-        says, so will the simulated ones."""
+        says, so will the simulated ones. Raises ValueError where the policy is unknown."""
+        build_policy(policy)
         children: ChildSource = load_children(recorded) if recorded else SyntheticChildren()
         times = recorded_slowdown(recorded, latency) if recorded else 1.0
         chunk = PrefillConfig().chunk_tokens

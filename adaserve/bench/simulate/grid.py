@@ -68,6 +68,8 @@ class Grid:
 
     def prepared(self) -> tuple[list[Case], Setting]:
         """Raises ValueError on what the options cannot mean, OSError."""
+        if not self.speedup or min(self.speedup) <= 0:
+            raise ValueError("--speedup must be one or more numbers above 0")
         shared = self._simulation()
         return list(self._cases(shared)), self._setting(shared.replica.latency)
 

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from adaserve.commands import new_folder
+
 
 def bench_soak(
     *,
@@ -24,7 +26,8 @@ def bench_soak(
     ] = False,
     seed: Annotated[int, typer.Option(help="What is drawn.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-soak")
+        Path | None,
+        typer.Option(help="Results folder.", show_default="results/<UTC>-soak", callback=new_folder),
     ] = None,
 ) -> None:
     """Random mixes of everything against a real server, with invariants checked while it runs.

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from adaserve.bench.options import counts, floats, words
 from adaserve.bench.options import seeds as seed_list
-from adaserve.commands import fail
+from adaserve.commands import fail, new_folder
 from adaserve.loadgen.cli import panel
 
 Text = str | None
@@ -112,7 +112,11 @@ def bench_sweep(
     ] = 3,
     out: Annotated[
         Path | None,
-        _run("Results; a folder of an earlier call is continued.", show_default="results/<UTC>-sweep"),
+        _run(
+            "Results; a folder of an earlier call is continued.",
+            show_default="results/<UTC>-sweep",
+            callback=new_folder,
+        ),
     ] = None,
     plot_only: Annotated[Path | None, _run("Only draw the figures and tables of this folder again.")] = None,
     simulate: Annotated[
