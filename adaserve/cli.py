@@ -94,7 +94,9 @@ SecondDraft = Annotated[
 Size = Annotated[str, typer.Option(help="Parameters that the embedded target is widened to.")]
 PolicyName = Annotated[
     str,
-    typer.Option("--policy", help="adaserve, adaserve-v1, priced, turbospec, chain-4, fixed-tree, none, ..."),
+    typer.Option(
+        "--policy", help="Decides what is verified: priced, adaserve, turbospec, chain-4, none, ..."
+    ),
 ]
 Budget = Annotated[int | None, typer.Option(min=1, help="Tokens per verification.", show_default="measured")]
 Weights = Annotated[str, typer.Option(help="How a CPU host stores weights: auto, fp32, fp16, bf16.")]
@@ -245,7 +247,7 @@ def _text(path: Path | None) -> str | None:
 @app.command()
 def demo(
     *,
-    seconds: Annotated[float, typer.Option(min=5, help="Length of the traffic.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=5, help="Seconds of traffic.")] = 60.0,
     policy: Annotated[str, typer.Option(help="Policy to compare with `none`.")] = "priced",
     rps: Annotated[
         float | None,
@@ -328,12 +330,12 @@ def bench_latency(
         typer.Option(
             parser=words,
             metavar="A,B",
-            help="Comma-separated; `none` is always measured too. priced@256, @0, @auto: what drafts read.",
+            help="Policies; `none` is always measured too. priced@256, @0, @auto: what drafts read.",
         ),
     ] = "priced",
     batches: Annotated[
         Any,
-        typer.Option(parser=counts, metavar="A,B", help="Comma-separated numbers of concurrent requests."),
+        typer.Option(parser=counts, metavar="A,B", help="Numbers of concurrent requests."),
     ] = "1,4,8,16,32",
     contexts: Annotated[
         Any,
@@ -345,7 +347,7 @@ def bench_latency(
         ),
     ] = None,
     temperatures: Annotated[
-        Any, typer.Option(parser=floats, metavar="A,B", help="Comma-separated.")
+        Any, typer.Option(parser=floats, metavar="A,B", help="Sampling temperatures.")
     ] = "0,0.7",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 64,
@@ -395,20 +397,24 @@ def bench_latency(
 def bench_heads(
     *,
     batches: Annotated[Any, typer.Option(parser=counts, metavar="A,B", help="Requests at once.")] = "1,4,8",
-    temperature: Annotated[float, typer.Option(min=0, help="Of the text that the target writes.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Temperature of the text that the target writes.")
+    ] = 0.8,
     depth: Annotated[int, typer.Option(min=1, max=8, help="Depth of the trees.")] = 4,
     width: Annotated[int, typer.Option(min=1, max=16, help="Width of the trees.")] = 3,
     trees: Annotated[int, typer.Option(min=2, help="Trees of each draft per batch size.")] = 200,
     rows: Annotated[int, typer.Option(min=2, help="Prompts per category.")] = 24,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens the target writes per prompt.")] = 96,
     seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, show_default="all")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of a forward.", show_default="all")
+    ] = None,
     draft_weights: Annotated[
         Any,
         typer.Option(
             parser=words,
             metavar="A,B",
-            help="Storages of draft and EAGLE-3 head, as `serve --draft-weights`.",
+            help="How weights of draft and EAGLE-3 head are stored, as in `serve`; several are compared.",
         ),
     ] = "auto",
     out: Annotated[
@@ -435,15 +441,15 @@ def bench_kernels(
         Any, typer.Option(parser=counts, metavar="A,B", help="Tokens per forward.")
     ] = "1,2,3,4,5,6,7,8,10,12,13,14,16,20,24,25,32,40,48,56,64",
     storages: Annotated[
-        Any, typer.Option(parser=words, metavar="A,B", help="How weights are kept.")
+        Any, typer.Option(parser=words, metavar="A,B", help="How weights are stored: fp32, fp16, bf16.")
     ] = "fp32,fp16",
     queries: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Tokens per request for attention; one first.")
+        Any, typer.Option(parser=counts, metavar="A,B", help="Tokens per request in attention.")
     ] = "1,5,16,64",
     contexts: Annotated[
         Any, typer.Option(parser=counts, metavar="A,B", help="Cached tokens of the request.")
     ] = "256,2048,8192,32768",
-    rounds: Annotated[int, typer.Option(min=1, help="Medians are of so many forwards.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="Forwards of each median.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward.")] = usable_cores(),
     layers: Annotated[int, typer.Option(min=1, help="Layers of the widened target.")] = 4,
     avx2: Annotated[bool, typer.Option("--avx2", help="Without AVX-512, on a host that has it.")] = False,
@@ -475,13 +481,20 @@ def bench_context(
         Any, typer.Option(parser=counts, metavar="A,B", help="Cached tokens of each.")
     ] = "2048,8192,32768",
     windows: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="What drafts read; self-speculation the first.")
+        Any,
+        typer.Option(
+            parser=counts,
+            metavar="A,B",
+            help="Recent tokens that drafts read; the first is that of self-speculation.",
+        ),
     ] = "256,64",
-    rounds: Annotated[int, typer.Option(min=1, help="Medians are of so many forwards.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="Forwards of each median.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward.")] = usable_cores(),
     fp16: Annotated[bool, typer.Option("--fp16", help="Keep weights in fp16 instead of fp32.")] = False,
-    text_tokens: Annotated[int, typer.Option(min=64, help="Length of the texts that say who agrees.")] = 8000,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of those texts.")] = 0.8,
+    text_tokens: Annotated[
+        int, typer.Option(min=64, help="Tokens of each text on which agreement is measured.")
+    ] = 8000,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of those texts.")] = 0.8,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and rounds: does it run?")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for JSON, Markdown and a figure.", callback=new_folder)

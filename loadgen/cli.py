@@ -24,10 +24,10 @@ bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running
 def panel(title: str) -> Callable[..., Any]:
     """Makes options that ``--help`` shows under one title."""
 
-    def option(text: str, **settings: Any) -> Any:
+    def option(text: str, *flags: str, **settings: Any) -> Any:
         if "parser" in settings:  # typer would show the name of a type
             settings["metavar"] = "A,B"
-        return typer.Option(help=text, rich_help_panel=title, **settings)
+        return typer.Option(*flags, help=text, rich_help_panel=title, **settings)
 
     return option
 
@@ -44,32 +44,46 @@ def bench_serve(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="YAML file; options override it.")
     ] = None,
-    url: Annotated[Text, _server("Address of the server.", envvar="ADASERVE_URL")] = None,
-    model: Annotated[Text, _server("Model name (default: the first one served).")] = None,
-    api: Annotated[Text, _server("completions, chat or generate (SGLang's own).")] = None,
+    url: Annotated[
+        Text, _server("Address of the server.", envvar="ADASERVE_URL", show_default="http://127.0.0.1:30000")
+    ] = None,
+    model: Annotated[Text, _server("Model name.", show_default="the first one served")] = None,
+    api: Annotated[
+        Text, _server("completions, chat or generate (SGLang's own).", show_default="completions")
+    ] = None,
     api_key: Annotated[Text, _server("Bearer token.", envvar=["ADASERVE_API_KEY", "OPENAI_API_KEY"])] = None,
-    slo_headers: Annotated[Text, _server("SLO headers to send: both, ms, class or none.")] = None,
-    rps: Annotated[Number, _load("Requests per second.")] = None,
-    burstiness: Annotated[Number, _load("Variation of the gaps: 1 = Poisson, more = bursts.")] = None,
-    duration: Annotated[Number, _load("Seconds during which requests arrive.")] = None,
+    slo_headers: Annotated[
+        Text, _server("SLO headers to send: both, ms, class or none.", show_default="both")
+    ] = None,
+    rps: Annotated[Number, _load("Requests per second.", show_default="1")] = None,
+    burstiness: Annotated[
+        Number, _load("Variation of the gaps: 1 = Poisson, more = bursts.", show_default="1")
+    ] = None,
+    duration: Annotated[Number, _load("Seconds during which requests arrive.", show_default="60")] = None,
     trace: Annotated[Text, _load("Trace: JSONL, Azure, BurstGPT, Mooncake or AdaServe file.")] = None,
     start: Annotated[Number, _load("Skip this many seconds of the trace.")] = None,
     target_rps: Annotated[Number, _load("Stretch the trace to this mean rate.")] = None,
     time_scale: Annotated[Number, _load("Multiply the trace's times: 2 = half the load.")] = None,
     max_requests: Annotated[Count, _load("Send at most this many requests.")] = None,
-    seed: Annotated[Count, _load("Same seed, same schedule.")] = None,
+    seed: Annotated[Count, _load("Same seed, same schedule.", show_default="0")] = None,
     processes: Annotated[int, _load("Number of sending processes.")] = 1,
-    mix: Annotated[Text, _requests("Shares of the classes: coding=0.6,chat=0.4.")] = None,
+    mix: Annotated[
+        Text, _requests("Shares of the classes.", show_default="coding=0.6,chat=0.2,summarization=0.2")
+    ] = None,
     slo: Annotated[list[str] | None, _requests("TPOT SLO: coding=1.2x (baseline), chat=50 (ms).")] = None,
-    baseline_ms: Annotated[Number, _requests("ms per token of the idle server (default: ask).")] = None,
-    prompts: Annotated[Text, _requests("JSONL(.gz) of {category, text}.")] = None,
+    baseline_ms: Annotated[
+        Number, _requests("ms per token of the idle server.", show_default="what the server says")
+    ] = None,
+    prompts: Annotated[
+        Text, _requests("JSONL(.gz) of {category, text}.", show_default="those that ship with AdaServe")
+    ] = None,
     output_tokens: Annotated[Count, _requests("Tokens to generate, for every class (no trace).")] = None,
     temperature: Annotated[Number, _requests("Sampling temperature, for every class.")] = None,
     ignore_eos: Annotated[bool | None, _requests("Generate full lengths (SGLang, vLLM).")] = None,
-    warmup: Annotated[Number, _output("Leave out the first seconds of the run.")] = None,
-    out: Annotated[Path | None, _output("Results folder (default: results/<UTC>-TAG).")] = None,
+    warmup: Annotated[Number, _output("Leave out the first seconds of the run.", show_default="0")] = None,
+    out: Annotated[Path | None, _output("Results folder.", show_default="results/<UTC>-TAG")] = None,
     tag: Annotated[str, _output("Name of the run.")] = "bench",
-    plan_only: Annotated[bool, _output("Show what would be sent, send nothing.")] = False,
+    plan_only: Annotated[bool, _output("Show what would be sent, send nothing.", "--plan-only")] = False,
     fail_under_attainment: Annotated[Number, _output("Exit with 1 below this share (0 to 1).")] = None,
 ) -> None:
     """Send requests with different SLOs and report which of them got the speed they asked for.
@@ -119,7 +133,9 @@ def bench_serve(
 
 def report(
     runs: Annotated[list[str], typer.Argument(help="Results folders; NAME=FOLDER names a setting.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for report.html and PNGs.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.html and PNGs.", show_default="the first of RUNS")
+    ] = None,
     png: Annotated[bool, typer.Option(help="Write PNG files beside the page.")] = True,
     fail_under_attainment: Annotated[Number, typer.Option(help="Exit with 1 below this share.")] = None,
 ) -> None:

@@ -21,7 +21,7 @@ console = Console()
 
 Work = Annotated[
     Path | None,
-    typer.Option("--work", help="Folder for corpus, checkpoints and results [default: a cache folder]."),
+    typer.Option("--work", help="Folder for corpus, checkpoints and results.", show_default="a cache folder"),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
@@ -84,7 +84,7 @@ def _train(work: Path, *recipe: Any) -> None:
 def extend(
     *,
     pair: Annotated[
-        Path | None, typer.Option(help="Folder with target/ and draft/ [default: shipped].")
+        Path | None, typer.Option(help="Folder with target/ and draft/.", show_default="the shipped one")
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the target.")] = 9,
     draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 9,
@@ -109,7 +109,8 @@ def train_head(
     kind: Annotated[HeadKind, typer.Option(help="An EAGLE-3 head, or Medusa heads.")] = HeadKind.eagle3,
     minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes.")] = 20,
     pair: Annotated[
-        Path | None, typer.Option(help="Folder with target/, whose head this is [default: shipped].")
+        Path | None,
+        typer.Option(help="Folder with target/, whose head this is.", show_default="the shipped one"),
     ] = None,
     written_tokens: Annotated[
         int, typer.Option(min=50_000, help="Tokens the target writes for its head.")
@@ -156,10 +157,10 @@ def train_head(
 def evaluate_pair(
     *,
     pair: Annotated[
-        Path | None, typer.Option(help="Folder with target/ and draft/ [default: shipped].")
+        Path | None, typer.Option(help="Folder with target/ and draft/.", show_default="the shipped one")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Folder of one of the drafts: draft or eagle3.", show_default="all")
+        str | None, typer.Option(help="One of the drafts: draft, eagle3 or medusa.", show_default="all")
     ] = None,
     rows: Annotated[int, typer.Option(min=2, help="Prompts per category and temperature.")] = 32,
     new_tokens: Annotated[int, typer.Option(min=16, help="Tokens the target writes per prompt.")] = 128,
@@ -231,7 +232,7 @@ def widen(
 def test_draft(
     target: Annotated[Path, typer.Argument(help="Folder of a model of the embedded family.")],
     out: Annotated[Path, typer.Argument(help="New folder for the draft.")],
-    agreement: Annotated[float, typer.Option(min=0.05, max=1.0, help="Wanted top-1 agreement.")] = 0.6,
+    agreement: Annotated[float, typer.Option(min=0.05, max=1.0, help="Top-1 agreement to aim at.")] = 0.6,
     seed: Seed = 0,
 ) -> None:
     """Make a draft for tests: the target plus noise (or, with agreement 1, its copy)."""

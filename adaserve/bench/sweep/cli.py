@@ -65,14 +65,12 @@ def bench_sweep(
     lengths: Annotated[
         Any, _what("Lengths that families choose from.", parser=counts, show_default="2,4")
     ] = None,
-    seeds: Annotated[
-        Any, _what("Comma-separated, or a number of seeds as x3.", parser=seed_list, show_default="x3")
-    ] = None,
+    seeds: Annotated[Any, _what("Comma-separated; x3 is 0,1,2.", parser=seed_list, show_default="x3")] = None,
     blocks: Annotated[
         int | None, _what("Blocks per point and seed; peaks have three times as many.", show_default="1")
     ] = None,
     seconds: Annotated[float | None, _what("Arrivals per block.", show_default="20")] = None,
-    quick: Annotated[bool, _what("Two systems, one load, one seed: about four minutes.")] = False,
+    quick: Annotated[bool, _what("Two systems, one load, one seed: about four minutes.", "--quick")] = False,
     check_plain: Annotated[
         bool | None,
         _what("Compare `none` with SGLang without speculation.", show_default="yes"),
@@ -126,7 +124,7 @@ def bench_sweep(
     readme: Annotated[
         Path | None, _run("Put this sweep's column into that file (results/README.md).")
     ] = None,
-    plan_only: Annotated[bool, _run("Show what would run.")] = False,
+    plan_only: Annotated[bool, _run("Show what would run.", "--plan-only")] = False,
 ) -> None:
     """Policies against request rate, urgent share, SLO scale, peaks and other traffic; both SLOs count.
 
