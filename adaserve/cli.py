@@ -37,6 +37,7 @@ app = typer.Typer(
     "Start with `adaserve demo`, or `adaserve serve` and a request with the header x-slo-tpot-ms.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # it joins the lines of a paragraph
 )
 EXTRA = ("locust", "matplotlib", "jinja2")
 """Libraries of the extra ``adaserve[bench]``, and the commands that need them."""
@@ -218,7 +219,7 @@ def serve(
     `python -m sglang.launch_server` is accepted too and passed to SGLang unchanged.
 
     Try: curl localhost:30000/v1/completions -H 'x-slo-tpot-ms: 40' -H 'content-type: application/json'
-    -d '{"model": "m", "prompt": "def main(", "max_tokens": 64}'
+    -d '{"model": "adaserve-embedded", "prompt": "def main(", "max_tokens": 64}'
     """
     from adaserve.server import require_free
 

@@ -146,6 +146,11 @@ def test_errors_of_users_and_servers_end_any_command_in_one_line(error: Exceptio
     assert isinstance(ours.exception, KeyError), "that needs its traceback"
 
 
+def test_paragraphs_of_help_are_not_broken_where_our_lines_are() -> None:
+    shown = CliRunner().invoke(app, ["bench", "serve", "--help"], env={"COLUMNS": "200"}).output
+    assert "however slow the server is. Without options: one minute" in shown
+
+
 def test_help_and_small_commands_load_nothing_heavy() -> None:
     """A module of a command imports what does the work where that runs: PyTorch alone takes seconds."""
     code = """
