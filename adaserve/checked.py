@@ -33,7 +33,7 @@ def _sentence(error: ValidationError, known: list[str]) -> str:
         return f"unknown setting {where!r}: known are {', '.join(known)}"
     if problem["type"] == "value_error":  # raised by a validator of ours, which says what is accepted
         text = str(problem["ctx"]["error"])
-        return (" " if text.startswith("must ") else ": ").join(filter(None, (where, text)))
+        return (" " if text.startswith(("is ", "must ")) else ": ").join(filter(None, (where, text)))
     return f"{where} is {shown(problem['input'])}: {problem['msg'].replace('Input', 'it', 1)}"
 
 

@@ -1,4 +1,8 @@
-"""The command ``adaserve``."""
+"""The command ``adaserve``.
+
+A module of a command imports at its top what its options need, and what does the work where it runs: help and
+small commands must not wait for PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +11,24 @@ import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from typer.core import TyperGroup
 
-from adaserve.bench.options import counts, floats, words
+from adaserve.bench.fleet.cli import bench_fleet
+from adaserve.bench.gpu_check.cli import gpu_check
+from adaserve.bench.learn.cli import bench_learn
+from adaserve.bench.options import counts, floats, known, words
+from adaserve.bench.simulate.cli import app as simulator
+from adaserve.bench.soak.cli import bench_soak
+from adaserve.bench.sweep.cli import bench_sweep
+from adaserve.commands import Commands, fail, new_file, new_folder
 from adaserve.cores import short_spins, usable_cores
-
-
-class Commands(TyperGroup):
-    """Ends a command with one line where the user, or a server, is the cause, whichever command it is."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (typer.Exit, typer.Abort):
-            raise
-        except Exception as error:
-            if (why := _in_one_line(error)) is None:
-                raise
-            _fail(why)
-
+from adaserve.fleet.cli import app as fleet
+from adaserve.learning.cli import app as draft
+from adaserve.loadgen import cli as loadgen
+from adaserve.pair.cli import app as pair
 
 app = typer.Typer(
     name="adaserve",
@@ -39,6 +37,7 @@ app = typer.Typer(
     "Start with `adaserve demo`, or `adaserve serve` and a request with the header x-slo-tpot-ms.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # it joins the lines of a paragraph
 )
 EXTRA = ("locust", "matplotlib", "jinja2")
 """Libraries of the extra ``adaserve[bench]``, and the commands that need them."""
@@ -96,7 +95,9 @@ SecondDraft = Annotated[
 Size = Annotated[str, typer.Option(help="Parameters that the embedded target is widened to.")]
 PolicyName = Annotated[
     str,
-    typer.Option("--policy", help="adaserve, adaserve-v1, priced, turbospec, chain-4, fixed-tree, none, ..."),
+    typer.Option(
+        "--policy", help="Decides what is verified: priced, adaserve, turbospec, chain-4, none, ..."
+    ),
 ]
 Budget = Annotated[int | None, typer.Option(min=1, help="Tokens per verification.", show_default="measured")]
 Weights = Annotated[str, typer.Option(help="How a CPU host stores weights: auto, fp32, fp16, bf16.")]
@@ -114,35 +115,7 @@ def _require(context: typer.Context) -> None:
     """Ends a measuring command with one sentence when a library of its extra is not installed."""
     needed = EXTRA if context.invoked_subcommand in MEASURING else ()
     for name in (n for n in needed if find_spec(n) is None):
-        _fail(f"adaserve {context.invoked_subcommand} needs {name}: pip install 'adaserve[bench]'")
-
-
-def _fail(why: str) -> NoReturn:
-    console.print(f"[red]error:[/] {escape(why)}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
-
-
-def _in_one_line(error: Exception) -> str | None:
-    """What to tell the user; None for an error of this program, which needs its traceback."""
-    import httpx
-
-    from adaserve.bench.sweep.plan import SweepError
-    from adaserve.config import ConfigError
-    from adaserve.engine.host.build import BuildError
-    from adaserve.learning.versions import VersionError
-    from adaserve.loadgen.errors import LoadgenError
-    from adaserve.pair.widen import PairError
-    from adaserve.server import ServerError, why_no_answer
-    from adaserve.slo.classes import SLOError
-    from adaserve.slo.trace import TraceError
-
-    if isinstance(error, httpx.HTTPError):
-        return f"a server did not answer: {why_no_answer(error)}"
-    ours = (
-        BuildError, ConfigError, LoadgenError, PairError, ServerError, SLOError, SweepError, TraceError,
-        VersionError,
-    )  # fmt: skip
-    return str(error) if isinstance(error, ours) else None
+        fail(f"adaserve {context.invoked_subcommand} needs {name}: pip install 'adaserve[bench]'")
 
 
 def _spec(
@@ -205,7 +178,7 @@ def serve(
     size: Size = "100M",
     policy: PolicyName = "priced",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 30000,
     budget: Budget = None,
     max_depth: Annotated[int, typer.Option(help="Deepest candidate tree.")] = 5,
     max_width: Annotated[int, typer.Option(help="Widest beam.")] = 3,
@@ -246,8 +219,10 @@ def serve(
     `python -m sglang.launch_server` is accepted too and passed to SGLang unchanged.
 
     Try: curl localhost:30000/v1/completions -H 'x-slo-tpot-ms: 40' -H 'content-type: application/json'
-    -d '{"model": "m", "prompt": "def main(", "max_tokens": 64}'
+    -d '{"model": "adaserve-embedded", "prompt": "def main(", "max_tokens": 64}'
     """
+    from adaserve.server import require_free
+
     spec = _spec(
         model, draft, size, tuple(context.args), host, port,
         draft_kind=draft_kind, second_draft=second_draft, drafts=drafts,
@@ -258,6 +233,7 @@ def serve(
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
         draft_weights=draft_weights, shed=shed, orca=orca, record_requests=_text(record_requests),
     )  # fmt: skip
+    require_free(spec.host, spec.port)
     command = spec.command()
     os.environ.update(spec.environment())
     sys.stdout.flush()
@@ -272,10 +248,11 @@ def _text(path: Path | None) -> str | None:
 @app.command()
 def demo(
     *,
-    seconds: Annotated[float, typer.Option(min=5, help="Length of the traffic.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=5, help="Seconds of traffic.")] = 60.0,
     policy: Annotated[str, typer.Option(help="Policy to compare with `none`.")] = "priced",
     rps: Annotated[
-        float | None, typer.Option(help="Requests per second.", show_default="from this host's speed")
+        float | None,
+        typer.Option(min=0.01, help="Requests per second.", show_default="from this host's speed"),
     ] = None,
     repetition: Annotated[
         bool,
@@ -283,7 +260,8 @@ def demo(
     ] = False,
     size: Size = "100M",
     out: Annotated[
-        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-demo")
+        Path | None,
+        typer.Option(help="Results folder.", show_default="results/<UTC>-demo", callback=new_folder),
     ] = None,
 ) -> None:
     """See three classes of requests get three speeds, with AdaServe and without it.
@@ -307,7 +285,9 @@ def profile(
     draft_weights: DraftWeights = "auto",
     out: Annotated[
         Path | None,
-        typer.Option(help="File to write.", show_default="a cache folder, where `serve` finds it"),
+        typer.Option(
+            help="File to write.", show_default="a cache folder, where `serve` finds it", callback=new_file
+        ),
     ] = None,
 ) -> None:
     """Measure how long drafting and verifying take on this host.
@@ -351,12 +331,12 @@ def bench_latency(
         typer.Option(
             parser=words,
             metavar="A,B",
-            help="Comma-separated; `none` is always measured too. priced@256, @0, @auto: what drafts read.",
+            help="Policies; `none` is always measured too. priced@256, @0, @auto: what drafts read.",
         ),
     ] = "priced",
     batches: Annotated[
         Any,
-        typer.Option(parser=counts, metavar="A,B", help="Comma-separated numbers of concurrent requests."),
+        typer.Option(parser=counts, metavar="A,B", help="Numbers of concurrent requests."),
     ] = "1,4,8,16,32",
     contexts: Annotated[
         Any,
@@ -368,7 +348,7 @@ def bench_latency(
         ),
     ] = None,
     temperatures: Annotated[
-        Any, typer.Option(parser=floats, metavar="A,B", help="Comma-separated.")
+        Any, typer.Option(parser=floats, metavar="A,B", help="Sampling temperatures.")
     ] = "0,0.7",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 64,
@@ -383,16 +363,19 @@ def bench_latency(
     cpu_weights: Weights = "auto",
     budget: Budget = None,
     out: Annotated[
-        Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-latency/latency.json")
+        Path | None,
+        typer.Option(help="JSON file.", show_default="results/<UTC>-latency/latency.json", callback=new_file),
     ] = None,
 ) -> None:
     """Compare TPOT with plain decoding at several batch sizes, in turns on one server per kind of draft."""
     from adaserve.bench.latency import BASE, SELF, SELF_WINDOW, LatencyPlan, run_latency
     from adaserve.bench.repetition import KINDS
+    from adaserve.config import AdaServeConfig
 
     others = tuple(p for p in policies if p != BASE)
-    if wrong := set(repetition) - set(KINDS):
-        raise typer.BadParameter(f"--repetition knows {', '.join(KINDS)}, not {', '.join(sorted(wrong))}")
+    for name, _, window in (p.partition("@") for p in others):
+        AdaServeConfig(policy=name, draft_window=window or 0)  # refused now, not when its turn comes
+    known("--repetition", repetition, KINDS)
     plan = LatencyPlan(
         others, batches, temperatures, rounds, tokens, repetition=repetition, contexts=contexts or (0,)
     )
@@ -414,33 +397,39 @@ def bench_latency(
 @bench.command("heads")
 def bench_heads(
     *,
-    batches: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,8",
-    temperature: Annotated[float, typer.Option(min=0, help="Of the text that the target writes.")] = 0.8,
+    batches: Annotated[Any, typer.Option(parser=counts, metavar="A,B", help="Requests at once.")] = "1,4,8",
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Temperature of the text that the target writes.")
+    ] = 0.8,
     depth: Annotated[int, typer.Option(min=1, max=8, help="Depth of the trees.")] = 4,
     width: Annotated[int, typer.Option(min=1, max=16, help="Width of the trees.")] = 3,
     trees: Annotated[int, typer.Option(min=2, help="Trees of each draft per batch size.")] = 200,
     rows: Annotated[int, typer.Option(min=2, help="Prompts per category.")] = 24,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens the target writes per prompt.")] = 96,
     seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, show_default="all")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of a forward.", show_default="all")
+    ] = None,
     draft_weights: Annotated[
         Any,
         typer.Option(
             parser=words,
             metavar="A,B",
-            help="Storages of draft and EAGLE-3 head, as `serve --draft-weights`.",
+            help="How weights of draft and EAGLE-3 head are stored, as in `serve`; several are compared.",
         ),
     ] = "auto",
-    out: Annotated[Path | None, typer.Option(help="JSON file.", show_default="results/<UTC>-heads")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="JSON file.", show_default="results/<UTC>-heads/heads.json", callback=new_file),
+    ] = None,
 ) -> None:
     """Accepted tokens and drafting time of the embedded draft and the embedded heads, in turns."""
     from adaserve.bench.heads import HeadPlan, run_heads
     from adaserve.engine.host.linear import STORAGES
 
-    if wrong := set(draft_weights) - set(STORAGES):
-        raise typer.BadParameter(f"--draft-weights knows {', '.join(STORAGES)}, not {', '.join(wrong)}")
+    known("--draft-weights", draft_weights, STORAGES)
     plan = HeadPlan(
-        counts(batches), temperature, depth, width, tokens, rows, trees, seed, threads or usable_cores(),
+        batches, temperature, depth, width, tokens, rows, trees, seed, threads or usable_cores(),
         draft_weights=draft_weights,
     )  # fmt: skip
     run_heads(plan, out, console)
@@ -453,27 +442,31 @@ def bench_kernels(
         Any, typer.Option(parser=counts, metavar="A,B", help="Tokens per forward.")
     ] = "1,2,3,4,5,6,7,8,10,12,13,14,16,20,24,25,32,40,48,56,64",
     storages: Annotated[
-        Any, typer.Option(parser=words, metavar="A,B", help="How weights are kept.")
+        Any, typer.Option(parser=words, metavar="A,B", help="How weights are stored: fp32, fp16, bf16.")
     ] = "fp32,fp16",
     queries: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Tokens per request for attention; one first.")
+        Any, typer.Option(parser=counts, metavar="A,B", help="Tokens per request in attention.")
     ] = "1,5,16,64",
     contexts: Annotated[
         Any, typer.Option(parser=counts, metavar="A,B", help="Cached tokens of the request.")
     ] = "256,2048,8192,32768",
-    rounds: Annotated[int, typer.Option(min=1, help="Medians are of so many forwards.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="Forwards of each median.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward.")] = usable_cores(),
     layers: Annotated[int, typer.Option(min=1, help="Layers of the widened target.")] = 4,
     avx2: Annotated[bool, typer.Option("--avx2", help="Without AVX-512, on a host that has it.")] = False,
     against: Annotated[
         Path | None, typer.Option(help="Folder of other kernel sources to compare with, in turns.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for a JSON and a Markdown file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for a JSON and a Markdown file.", callback=new_folder)
+    ] = None,
 ) -> None:
     """Milliseconds of forwards by tokens and by context, with the C kernels of this host."""
     from adaserve.bench.kernels import KernelPlan, run_kernels
     from adaserve.engine.host.build import WITHOUT_AVX512
+    from adaserve.engine.host.linear import STORAGES
 
+    known("--storages", storages, STORAGES)
     flags = WITHOUT_AVX512 if avx2 else ()
     plan = KernelPlan(tokens, storages, queries, contexts, rounds, threads, layers, flags, against, out)
     run_kernels(plan, console)
@@ -489,15 +482,24 @@ def bench_context(
         Any, typer.Option(parser=counts, metavar="A,B", help="Cached tokens of each.")
     ] = "2048,8192,32768",
     windows: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="What drafts read; self-speculation the first.")
+        Any,
+        typer.Option(
+            parser=counts,
+            metavar="A,B",
+            help="Recent tokens that drafts read; the first is that of self-speculation.",
+        ),
     ] = "256,64",
-    rounds: Annotated[int, typer.Option(min=1, help="Medians are of so many forwards.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="Forwards of each median.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward.")] = usable_cores(),
     fp16: Annotated[bool, typer.Option("--fp16", help="Keep weights in fp16 instead of fp32.")] = False,
-    text_tokens: Annotated[int, typer.Option(min=64, help="Length of the texts that say who agrees.")] = 8000,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of those texts.")] = 0.8,
+    text_tokens: Annotated[
+        int, typer.Option(min=64, help="Tokens of each text on which agreement is measured.")
+    ] = 8000,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of those texts.")] = 0.8,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and rounds: does it run?")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for JSON, Markdown and a figure.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for JSON, Markdown and a figure.", callback=new_folder)
+    ] = None,
 ) -> None:
     """Speculation at long contexts: costs, acceptance, best depth and speedup of each way to draft."""
     from adaserve.bench.context.agreement import TextPlan
@@ -510,37 +512,23 @@ def bench_context(
     run_context(plan, console)
 
 
-def _mount() -> None:
-    """Commands that live in other packages."""
-    from adaserve.bench.fleet import bench_fleet
-    from adaserve.bench.gpu_check.cli import gpu_check
-    from adaserve.bench.learn.cli import bench_learn
-    from adaserve.bench.simulate import app as simulator
-    from adaserve.bench.soak.cli import bench_soak
-    from adaserve.bench.sweep.cli import bench_sweep
-    from adaserve.fleet.cli import app as fleet
-    from adaserve.learning.cli import app as draft
-    from adaserve.loadgen import cli as loadgen
-    from adaserve.pair.cli import app as pair
-
-    bench.command("fleet")(bench_fleet)
-    bench.command("learn")(bench_learn)
-    bench.command("serve")(loadgen.bench_serve)
-    bench.command("soak")(bench_soak)
-    bench.command("sweep")(bench_sweep)
-    app.add_typer(bench, name="bench")
-    app.command("gpu-check")(gpu_check)
-    app.command("report")(loadgen.report)
-    app.add_typer(simulator, name="simulate")
-    app.add_typer(fleet, name="fleet")
-    app.add_typer(pair, name="pair")
-    app.add_typer(draft, name="draft")
+bench.command("fleet")(bench_fleet)
+bench.command("learn")(bench_learn)
+bench.command("serve")(loadgen.bench_serve)
+bench.command("soak")(bench_soak)
+bench.command("sweep")(bench_sweep)
+app.add_typer(bench, name="bench")
+app.command("gpu-check")(gpu_check)
+app.command("report")(loadgen.report)
+app.add_typer(simulator, name="simulate")
+app.add_typer(fleet, name="fleet")
+app.add_typer(pair, name="pair")
+app.add_typer(draft, name="draft")
 
 
 def main() -> None:
     """Entry point of the console script."""
     short_spins(os.environ)
-    _mount()
     # However a command ends, the servers that it started end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

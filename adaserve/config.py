@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from adaserve.checked import Checked, shown
+from adaserve.errors import UserError, why_unwritable
 from adaserve.slo.classes import SLOConfig
 
 ENV = "ADASERVE_CONFIG"
@@ -28,7 +29,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """Of a model that is no folder here."""
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """A setting is wrong; the message says which and what is accepted."""
 
 
@@ -201,7 +202,7 @@ class AdaServeConfig(Checked):
         names = value.split(",")
         if len(set(names)) < len(names) or not set(names) <= set(DRAFTS):
             raise ConfigError(
-                f"drafts are {shown(value)}: accepted are model, self, suffix, model,suffix, and self,suffix"
+                f"is {shown(value)}: accepted are model, self, suffix, model,suffix, and self,suffix"
             )
         if {"model", "self"} <= set(names):
             raise ConfigError(f"drafts are {value}: either a draft model drafts or the target itself")
@@ -216,8 +217,8 @@ class AdaServeConfig(Checked):
         whole = isinstance(number, int) and not isinstance(number, bool)
         if number != "auto" and not (whole and (number == 0 or LEAST_WINDOW <= number <= 1 << 20)):
             raise ConfigError(
-                f"draft_window is {shown(value)}: accepted are auto, 0 (the whole context), and from "
-                f"{LEAST_WINDOW} to {1 << 20} recent tokens"
+                f"is {shown(value)}: accepted are auto, 0 (the whole context), and from {LEAST_WINDOW} to "
+                f"{1 << 20} recent tokens"
             )
         return number
 
@@ -257,6 +258,20 @@ class AdaServeConfig(Checked):
     def _a_file(cls, path: str | None) -> str | None:
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"there is no file {path}")
+        return path
+
+    @field_validator("record", "record_requests")
+    @classmethod
+    def _a_new_file(cls, path: str | None) -> str | None:
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ConfigError(f"is {shown(path)}: give a file in a folder that is there")
+        return cls._writable(path)
+
+    @field_validator("learn_folder")
+    @classmethod
+    def _writable(cls, path: str | None) -> str | None:
+        if path is not None and (why := why_unwritable(Path(path))) is not None:
+            raise ConfigError(why)
         return path
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ import pkgutil
 import shutil
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -19,6 +20,7 @@ from typing import Literal
 
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from adaserve.cores import usable_cores
@@ -207,14 +209,14 @@ def check_compiler() -> list[Finding]:
 
 
 def check_pair() -> list[Finding]:
-    from adaserve.pair import widen
+    from adaserve.pair import folders
 
     try:
-        weights = widen.weights_folder()
-    except widen.PairError as error:
+        weights = folders.weights_folder()
+    except folders.PairError as error:
         remedy = f"{error}; models of your own need --model-path and --draft-model-path only"
         return [Finding("Embedded pair", "note", "no weights", remedy)]
-    widened = [p for p in widen.cache_folder().glob("target-*") if (p / "config.json").exists()]
+    widened = [p for p in folders.cache_folder().glob("target-*") if (p / "config.json").exists()]
     if not widened:
         return [
             Finding(
@@ -301,14 +303,16 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     for column in ("", "check", "found", "what to do"):
         table.add_column(column, overflow="fold")
     for f in findings:
-        table.add_row(marks[f.state], f.check, f.found, f.remedy)
+        table.add_row(marks[f.state], f.check, escape(f.found), escape(f.remedy))
     console.print(table)
     console.print("Ready: adaserve demo" if healthy(findings) else "Not ready: see the lines marked missing.")
 
 
 def doctor(json_output: bool = False) -> int:
     """Examines this host and prints the report. The exit code: 0 = ready, 1 = something is missing."""
-    findings = examine()
+    with Console(stderr=True).status("loading SGLang"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's, about hardware that is not here
+        findings = examine()
     if json_output:
         print(json.dumps({"ok": healthy(findings), "findings": [asdict(f) for f in findings]}, indent=1))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shlex
@@ -22,6 +23,7 @@ import psutil
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.cores import short_spins, usable_cores
 from adaserve.draft_kind import medusa_folder, medusa_heads
+from adaserve.errors import UserError
 from adaserve.host import FORK_ENV
 from adaserve.lifetime import PARENT_ENV
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
@@ -35,13 +37,8 @@ _SHARED = "/dev/shm/"
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
 
-class ServerError(RuntimeError):
+class ServerError(UserError, RuntimeError):
     """A server did not start, or died; the message says why and what to do."""
-
-
-def why_no_answer(error: httpx.HTTPError) -> str:
-    """What went wrong, in one line: some of httpx's errors have several, some only their name."""
-    return (str(error).splitlines() or [""])[0].strip() or type(error).__name__
 
 
 def api_key(flags: Sequence[str]) -> str | None:
@@ -73,6 +70,9 @@ class ServerSpec:
     algorithm: str | None = "ADASERVE"  # of SGLang's speculation; None = SGLang without any
 
     def __post_init__(self) -> None:
+        for path in (self.model, self.draft):
+            if path is not None and path.startswith(("/", "./", "../")) and not Path(path).exists():
+                raise ServerError(f"there is no model at {path}")
         if self.model is None and self.draft is not None:
             raise ServerError("a draft model needs a target of the same family: give --model-path as well")
         if self.model is None and self.config.draft_kind == "mtp":
@@ -105,7 +105,8 @@ class ServerSpec:
     def _draft_folder(self) -> str | None:
         """Where Medusa heads may be: the embedded ones only where they are asked for."""
         if self.embedded and self.config.draft_kind == "medusa":
-            from adaserve.pair.widen import MEDUSA, PairError, shipped_draft
+            from adaserve.pair.folders import MEDUSA, PairError
+            from adaserve.pair.widen import shipped_draft
 
             try:
                 return str(shipped_draft(MEDUSA))
@@ -149,7 +150,8 @@ class ServerSpec:
         """Target and draft."""
         if self.model is not None:
             return self.model, self.draft
-        from adaserve.pair.widen import HEAD, MEDUSA, ensure_embedded_pair
+        from adaserve.pair.folders import HEAD, MEDUSA
+        from adaserve.pair.widen import ensure_embedded_pair
 
         heads = {"eagle3": HEAD, "medusa": MEDUSA}
         target, draft = ensure_embedded_pair(self.size, draft=heads.get(self.config.draft_kind, "draft"))
@@ -194,6 +196,21 @@ def free_port() -> int:
             s.bind(("127.0.0.1", port))
             return port
     raise ServerError(f"no port between {_PORTS.start} and {_PORTS.stop} is free: choose one with --port")
+
+
+def require_free(host: str, port: int) -> None:
+    """Raises ServerError where a server cannot listen there: SGLang would find out half a minute later."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as it will; old connections don't count
+            s.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ServerError(f"port {port} is in use: choose another with --port") from None
+        raise ServerError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port"
+        ) from None
 
 
 class Spec(Protocol):
@@ -247,8 +264,7 @@ class ServerProcess:
 
     def start(self, waiting: Callable[[float], None] = lambda _: None) -> None:
         """Returns when the server answers; ``waiting`` gets the seconds so far. Raises ServerError."""
-        if _port_taken(self.spec.host, self.spec.port):
-            raise ServerError(f"port {self.spec.port} is in use: choose another with --port")
+        require_free(self.spec.host, self.spec.port)
         command = self.spec.command()
         with self.log.open("wb") as log:
             log.write(f"$ {shlex.join(command)}\n".encode())
@@ -400,9 +416,3 @@ def _shared_memory(pid: int) -> set[Path]:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         return {Path(line[line.index(_SHARED) :]) for line in lines if _SHARED in line}
     return set()
-
-
-def _port_taken(host: str, port: int) -> bool:
-    with socket.socket() as s:
-        s.settimeout(0.5)
-        return s.connect_ex((host, port)) == 0

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import typer
 
+from adaserve.commands import Commands
 from adaserve.loadgen.cli import bench_app, report
 
-
-def main() -> None:
-    app = typer.Typer(no_args_is_help=True, help="Load tests and reports with per-request SLOs.")
-    app.add_typer(bench_app, name="bench")
-    app.command()(report)
-    app()
+app = typer.Typer(
+    cls=Commands,
+    help="Load tests and reports with per-request SLOs.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench_app, name="bench")
+app.command()(report)
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -6,19 +6,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from adaserve.loadgen.bench import class_table, run_bench
-from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec, load_config
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.loadgen.results import new_results_dir
-from adaserve.loadgen.schedule import build_schedule, class_counts
 
 if TYPE_CHECKING:
+    from adaserve.loadgen.config import BenchConfig
     from adaserve.loadgen.report import Run
 
 bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running server.")
@@ -27,10 +24,10 @@ bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running
 def panel(title: str) -> Callable[..., Any]:
     """Makes options that ``--help`` shows under one title."""
 
-    def option(text: str, **settings: Any) -> Any:
+    def option(text: str, *flags: str, **settings: Any) -> Any:
         if "parser" in settings:  # typer would show the name of a type
             settings["metavar"] = "A,B"
-        return typer.Option(help=text, rich_help_panel=title, **settings)
+        return typer.Option(*flags, help=text, rich_help_panel=title, **settings)
 
     return option
 
@@ -47,32 +44,46 @@ def bench_serve(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="YAML file; options override it.")
     ] = None,
-    url: Annotated[Text, _server("Address of the server.", envvar="ADASERVE_URL")] = None,
-    model: Annotated[Text, _server("Model name (default: the first one served).")] = None,
-    api: Annotated[Text, _server("completions, chat or generate (SGLang's own).")] = None,
+    url: Annotated[
+        Text, _server("Address of the server.", envvar="ADASERVE_URL", show_default="http://127.0.0.1:30000")
+    ] = None,
+    model: Annotated[Text, _server("Model name.", show_default="the first one served")] = None,
+    api: Annotated[
+        Text, _server("completions, chat or generate (SGLang's own).", show_default="completions")
+    ] = None,
     api_key: Annotated[Text, _server("Bearer token.", envvar=["ADASERVE_API_KEY", "OPENAI_API_KEY"])] = None,
-    slo_headers: Annotated[Text, _server("SLO headers to send: both, ms, class or none.")] = None,
-    rps: Annotated[Number, _load("Requests per second.")] = None,
-    burstiness: Annotated[Number, _load("Variation of the gaps: 1 = Poisson, more = bursts.")] = None,
-    duration: Annotated[Number, _load("Seconds during which requests arrive.")] = None,
+    slo_headers: Annotated[
+        Text, _server("SLO headers to send: both, ms, class or none.", show_default="both")
+    ] = None,
+    rps: Annotated[Number, _load("Requests per second.", show_default="1")] = None,
+    burstiness: Annotated[
+        Number, _load("Variation of the gaps: 1 = Poisson, more = bursts.", show_default="1")
+    ] = None,
+    duration: Annotated[Number, _load("Seconds during which requests arrive.", show_default="60")] = None,
     trace: Annotated[Text, _load("Trace: JSONL, Azure, BurstGPT, Mooncake or AdaServe file.")] = None,
     start: Annotated[Number, _load("Skip this many seconds of the trace.")] = None,
     target_rps: Annotated[Number, _load("Stretch the trace to this mean rate.")] = None,
     time_scale: Annotated[Number, _load("Multiply the trace's times: 2 = half the load.")] = None,
     max_requests: Annotated[Count, _load("Send at most this many requests.")] = None,
-    seed: Annotated[Count, _load("Same seed, same schedule.")] = None,
+    seed: Annotated[Count, _load("Same seed, same schedule.", show_default="0")] = None,
     processes: Annotated[int, _load("Number of sending processes.")] = 1,
-    mix: Annotated[Text, _requests("Shares of the classes: coding=0.6,chat=0.4.")] = None,
+    mix: Annotated[
+        Text, _requests("Shares of the classes.", show_default="coding=0.6,chat=0.2,summarization=0.2")
+    ] = None,
     slo: Annotated[list[str] | None, _requests("TPOT SLO: coding=1.2x (baseline), chat=50 (ms).")] = None,
-    baseline_ms: Annotated[Number, _requests("ms per token of the idle server (default: ask).")] = None,
-    prompts: Annotated[Text, _requests("JSONL(.gz) of {category, text}.")] = None,
+    baseline_ms: Annotated[
+        Number, _requests("ms per token of the idle server.", show_default="what the server says")
+    ] = None,
+    prompts: Annotated[
+        Text, _requests("JSONL(.gz) of {category, text}.", show_default="those that ship with AdaServe")
+    ] = None,
     output_tokens: Annotated[Count, _requests("Tokens to generate, for every class (no trace).")] = None,
     temperature: Annotated[Number, _requests("Sampling temperature, for every class.")] = None,
     ignore_eos: Annotated[bool | None, _requests("Generate full lengths (SGLang, vLLM).")] = None,
-    warmup: Annotated[Number, _output("Leave out the first seconds of the run.")] = None,
-    out: Annotated[Path | None, _output("Results folder (default: results/<UTC>-TAG).")] = None,
+    warmup: Annotated[Number, _output("Leave out the first seconds of the run.", show_default="0")] = None,
+    out: Annotated[Path | None, _output("Results folder.", show_default="results/<UTC>-TAG")] = None,
     tag: Annotated[str, _output("Name of the run.")] = "bench",
-    plan_only: Annotated[bool, _output("Show what would be sent, send nothing.")] = False,
+    plan_only: Annotated[bool, _output("Show what would be sent, send nothing.", "--plan-only")] = False,
     fail_under_attainment: Annotated[Number, _output("Exit with 1 below this share (0 to 1).")] = None,
 ) -> None:
     """Send requests with different SLOs and report which of them got the speed they asked for.
@@ -82,38 +93,39 @@ def bench_serve(
     on port 30000. Works with any OpenAI-compatible server.
 
     Exit codes: 0 fine, 1 attainment below the limit or run not valid, 2 bad input."""
+    from adaserve.loadgen import options
+    from adaserve.loadgen.bench import run_bench
+    from adaserve.loadgen.config import BenchConfig, load_config
     from adaserve.loadgen.report import write_report
+    from adaserve.loadgen.results import new_results_dir
 
     console = Console(stderr=True)
-    try:
-        _check_share(fail_under_attainment)
-        if processes < 1:
-            raise LoadgenError(f"--processes must be 1 or more, not {processes}")
-        settings = load_config(config) if config is not None else BenchConfig()
-        settings = _with_server(
-            settings,
-            {"url": url, "model": model, "api": api, "slo_headers": slo_headers, "ignore_eos": ignore_eos},
-            api_key,
-        )
-        settings = _with_load(
-            settings,
-            trace,
-            {"start_s": start, "target_rps": target_rps, "time_scale": time_scale},
-            {"rps": rps, "cv": burstiness, "kind": "gamma" if burstiness is not None else None},
-        )
-        settings = _with_classes(settings, mix, slo or [])
-        settings = _with_tokens(settings, output_tokens, temperature)
-        common = {"duration_s": duration, "max_requests": max_requests, "seed": seed, "warmup_s": warmup}
-        common |= {"baseline_ms": baseline_ms}
-        settings = settings.changed(**_given(common | {"prompts": prompts}))
-        if plan_only:
-            return _show_plan(settings)
-        folder = out if out is not None else new_results_dir(Path("results"), tag)
-        summary = run_bench(settings, folder, processes, console)
-        _print_outcome(summary, folder, console)
-        write_report([_read(str(folder))], folder)
-    except LoadgenError as e:
-        _fail(e)
+    _check_share(fail_under_attainment)
+    if processes < 1:
+        raise LoadgenError(f"--processes must be 1 or more, not {processes}")
+    settings = load_config(config) if config is not None else BenchConfig()
+    settings = options.with_server(
+        settings,
+        {"url": url, "model": model, "api": api, "slo_headers": slo_headers, "ignore_eos": ignore_eos},
+        api_key,
+    )
+    settings = options.with_load(
+        settings,
+        trace,
+        {"start_s": start, "target_rps": target_rps, "time_scale": time_scale},
+        {"rps": rps, "cv": burstiness, "kind": "gamma" if burstiness is not None else None},
+    )
+    settings = options.with_classes(settings, mix, slo or [])
+    settings = options.with_tokens(settings, output_tokens, temperature)
+    common = {"duration_s": duration, "max_requests": max_requests, "seed": seed, "warmup_s": warmup}
+    common |= {"baseline_ms": baseline_ms}
+    settings = settings.changed(**options.given(common | {"prompts": prompts}))
+    if plan_only:
+        return _show_plan(settings)
+    folder = out if out is not None else new_results_dir(Path("results"), tag)
+    summary = run_bench(settings, folder, processes, console)
+    _print_outcome(summary, folder, console)
+    write_report([_read(str(folder))], folder)
     if not summary["valid"]:
         raise typer.Exit(1)
     check_attainment(summary, fail_under_attainment)
@@ -121,7 +133,9 @@ def bench_serve(
 
 def report(
     runs: Annotated[list[str], typer.Argument(help="Results folders; NAME=FOLDER names a setting.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for report.html and PNGs.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.html and PNGs.", show_default="the first of RUNS")
+    ] = None,
     png: Annotated[bool, typer.Option(help="Write PNG files beside the page.")] = True,
     fail_under_attainment: Annotated[Number, typer.Option(help="Exit with 1 below this share.")] = None,
 ) -> None:
@@ -131,13 +145,10 @@ def report(
     shown with error bars. The page is one file without outside links."""
     from adaserve.loadgen.report import write_report
 
-    try:
-        _check_share(fail_under_attainment)
-        read = [_read(text) for text in runs]
-        folder = out or read[0].folder
-        path = write_report(read, folder, png)
-    except LoadgenError as e:
-        _fail(e)
+    _check_share(fail_under_attainment)
+    read = [_read(text) for text in runs]
+    folder = out or read[0].folder
+    path = write_report(read, folder, png)
     Console(stderr=True).print(f"report: {path}", soft_wrap=True)
     for run in read:
         check_attainment(run.summary, fail_under_attainment)
@@ -164,82 +175,9 @@ def check_attainment(summary: Mapping[str, Any], limit: float | None) -> None:
         raise typer.Exit(1)
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in values.items() if v is not None}
-
-
-def _with_server(config: BenchConfig, values: Mapping[str, Any], api_key: str | None) -> BenchConfig:
-    changes = _given(values)
-    if api_key:
-        changes["headers"] = {**config.server.headers, "Authorization": f"Bearer {api_key}"}
-    return config.changed(server=config.server.changed(**changes))
-
-
-def _with_load(
-    config: BenchConfig, trace: str | None, fit: Mapping[str, Any], arrivals: Mapping[str, Any]
-) -> BenchConfig:
-    if _given(arrivals):
-        if trace is not None:
-            raise LoadgenError("--trace brings its own arrivals: use --target-rps instead of --rps")
-        config = config.changed(trace=None, arrivals=config.arrivals.changed(**_given(arrivals)))
-    spec = TraceSpec(path=trace) if trace is not None else config.trace
-    if _given(fit) and spec is None:
-        raise LoadgenError("--start, --target-rps and --time-scale need a --trace")
-    return config.changed(trace=spec.changed(**_given(fit)) if spec is not None else None)
-
-
-def _with_classes(config: BenchConfig, mix: str | None, slos: list[str]) -> BenchConfig:
-    classes = dict(config.classes)
-    if mix is not None:
-        given = [_assignment(part, "--mix") for part in mix.split(",")]
-        shares = dict(given)
-        if len(shares) < len(given):
-            raise LoadgenError(f"--mix: a class is named twice in {mix!r}")
-        for name in shares:
-            _known(classes, name, "--mix")
-        classes = {n: classes[n].changed(share=_float(v, "--mix")) for n, v in shares.items()}
-    for text in slos:
-        name, value = _assignment(text, "--slo")
-        _known(classes, name, "--slo")
-        number = _float(value.removesuffix("x").removesuffix("ms"), "--slo")
-        slo: dict[str, Any] = {"tpot_ms": None, "x_baseline": None}
-        slo["x_baseline" if value.endswith("x") else "tpot_ms"] = number
-        classes[name] = classes[name].changed(**slo)
-    return config.changed(classes=classes)
-
-
-def _with_tokens(config: BenchConfig, output_tokens: int | None, temperature: float | None) -> BenchConfig:
-    changes: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
-    if output_tokens is not None:
-        if config.trace is not None:
-            raise LoadgenError(
-                "--trace brings its own lengths: leave --output-tokens out, or give the trace a "
-                "max_output_tokens in the configuration"
-            )
-        changes["output_tokens"] = Length(median=output_tokens)
-    return config.changed(classes={n: c.changed(**changes) for n, c in config.classes.items()})
-
-
-def _assignment(text: str, option: str) -> tuple[str, str]:
-    name, separator, value = text.strip().partition("=")
-    if not separator or not name or not value:
-        raise LoadgenError(f"{option}: expected class=value, not {text!r}")
-    return name, value
-
-
-def _known(classes: Mapping[str, ClassLoad], name: str, option: str) -> None:
-    if name not in classes:
-        raise LoadgenError(f"{option}: unknown class {name!r}: known are {', '.join(classes)}")
-
-
-def _float(text: str, option: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise LoadgenError(f"{option}: {text!r} is not a number") from None
-
-
 def _show_plan(config: BenchConfig) -> None:
+    from adaserve.loadgen.schedule import build_schedule, class_counts
+
     # The plan's times and lengths do not depend on the baseline: any value will do.
     schedule = build_schedule(config.changed(baseline_ms=config.baseline_ms or 30.0))
     counts = ", ".join(f"{n} {c}" for n, c in class_counts(schedule.requests).items())
@@ -248,14 +186,11 @@ def _show_plan(config: BenchConfig) -> None:
 
 
 def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -> None:
+    from adaserve.loadgen.bench import class_table
+
     Console().print(class_table(summary))
     for reason in summary["invalid_reasons"]:
         console.print(f"[yellow]this run is not valid: {escape(reason)}[/yellow]")
     for error, count in list(summary["errors"].items())[:3]:
         console.print(f"[red]{count} x {escape(error)}[/red]")
     console.print(f"results: {folder}, page: {folder / 'report.html'}", soft_wrap=True)
-
-
-def _fail(error: Exception) -> NoReturn:
-    print(f"error: {error}", file=sys.stderr)
-    raise typer.Exit(2)

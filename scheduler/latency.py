@@ -24,12 +24,13 @@ from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 
+from adaserve.errors import UserError
 from adaserve.scheduler.interface import NO_CONTEXT, Context, FloatArray
 
 SCHEMA_VERSION = 2
 
 
-class ProfileError(ValueError):
+class ProfileError(UserError, ValueError):
     """A latency profile is malformed; the message names the field and the remedy."""
 
 

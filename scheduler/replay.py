@@ -25,6 +25,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from adaserve.errors import UserError
 from adaserve.scheduler.interface import (
     CandidateTrees,
     IterationOutcome,
@@ -41,7 +42,7 @@ FLUSH_EVERY = 16
 """Iterations after which a compressed recording is written out: more often, it would compress worse."""
 
 
-class ReplayError(ValueError):
+class ReplayError(UserError, ValueError):
     """A recording can't be read; the text says where and what to do."""
 
 

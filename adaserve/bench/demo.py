@@ -14,7 +14,7 @@ from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import table
 from adaserve.bench.turns import TURN_S, Turns
-from adaserve.config import AdaServeConfig
+from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import COLUMNS, class_cells
 from adaserve.loadgen.config import BenchConfig, Endpoint, TraceSpec, default_classes
@@ -48,6 +48,8 @@ def run_demo(
 
     ``repetition``: prompts whose answers repeat what the text says, and drafts from that text as well.
     """
+    if policy == PLAIN:
+        raise ConfigError(f"{PLAIN} is what a policy is compared with: choose another --policy")
     folder = out or new_results_dir(Path("results"), "demo")
     check_results_dir(folder)
     _introduce(console, seconds, policy)
@@ -77,7 +79,7 @@ def _introduce(console: Console, seconds: float, policy: str) -> None:
         f"[bold]AdaServe demo[/]: three classes of requests ask one SGLang server for three speeds.\n"
         f"The same {seconds:.0f} s of traffic runs with policy {policy} and with {PLAIN} (plain decoding),\n"
         f"in turns of about {TURN_S:.0f} s, so that other load on this machine disturbs both alike; "
-        f"about {minutes:.0f} minutes in all."
+        f"about {minutes:.0f} min in all."
     )
 
 

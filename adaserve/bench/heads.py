@@ -39,6 +39,7 @@ from adaserve.pair.acceptance import DraftSharpening, load_sharpening
 from adaserve.pair.candidates import ModelDrafter
 from adaserve.pair.eagle import EagleHead
 from adaserve.pair.evaluate import load_drafter, prompt_batch, write
+from adaserve.pair.folders import drafts_of, weights_folder
 from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import Block, TinyLlama, load_hf, rope
@@ -46,7 +47,7 @@ from adaserve.pair.observed import observe
 from adaserve.pair.prompts import CATEGORIES
 from adaserve.pair.shape import NORM_EPS
 from adaserve.pair.tokenizer import load_tokenizer
-from adaserve.pair.widen import drafts_of, ensure_embedded_pair, weights_folder
+from adaserve.pair.widen import ensure_embedded_pair
 
 BASE = "draft"
 

@@ -151,8 +151,8 @@ def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float, context:
 def _long(count: int, tokens: int) -> list[Ask]:
     """Held-out texts of so many tokens, code and prose by turns; short ones begin long ones."""
     from adaserve.pair.data import load_tokenizer
+    from adaserve.pair.folders import weights_folder
     from adaserve.pair.long import CATEGORIES, long_prompts
-    from adaserve.pair.widen import weights_folder
 
     tokenizer = load_tokenizer(weights_folder() / "target")
     rows = -(-count // len(CATEGORIES))

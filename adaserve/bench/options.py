@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import typer
 
 
@@ -29,9 +31,18 @@ def counts(text: str) -> tuple[int, ...]:
     return found
 
 
+def known(option: str, given: Collection[str], accepted: Collection[str]) -> None:
+    """Raises BadParameter where a list has words that the option does not know."""
+    if wrong := set(given) - set(accepted):
+        raise typer.BadParameter(f"{option} knows {', '.join(accepted)}, not {', '.join(sorted(wrong))}")
+
+
 def seeds(text: str) -> tuple[int, ...]:
     """``0,1`` -> (0, 1); ``x3`` -> (0, 1, 2)."""
     try:
-        return tuple(range(int(text[1:]))) if text.startswith("x") else tuple(map(int, words(text)))
+        found = tuple(range(int(text[1:]))) if text.startswith("x") else tuple(map(int, words(text)))
     except ValueError:
-        raise typer.BadParameter(f"expected whole numbers such as 0,1,2, or x3, not {text!r}") from None
+        found = ()
+    if not found or min(found) < 0:
+        raise typer.BadParameter(f"expected whole numbers such as 0,1,2, or x3, not {text!r}")
+    return found

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port, why_no_answer
+from adaserve.errors import why_no_answer
+from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port
 
 
 @contextmanager

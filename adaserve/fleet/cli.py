@@ -5,14 +5,16 @@ from __future__ import annotations
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from adaserve.fleet.local import GRACE_S, ROUTERS, Fleet
-from adaserve.server import ServerError
+from adaserve.commands import new_folder
+
+if TYPE_CHECKING:
+    from adaserve.fleet.local import Fleet
 
 app = typer.Typer(help="Serve with several replicas behind a router.", no_args_is_help=True)
 console = Console(stderr=True)
@@ -28,34 +30,35 @@ def up(
     context: typer.Context,
     *,
     replicas: Annotated[int, typer.Option(min=1, help="Servers to start; they share the cores.")] = 2,
-    router: Annotated[str, typer.Option(help=f"{' or '.join(ROUTERS)}.")] = "sglang-router",
+    router: Annotated[str, typer.Option(help="sglang-router or smg.")] = "sglang-router",
     router_flags: Annotated[
         str, typer.Option(help="Flags of the router, as one text: '--policy power_of_two'.")
     ] = "",
     host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="Port of the router; the replicas get the ports behind it.")
+        int,
+        typer.Option(min=1, max=65535, help="Port of the router; the replicas get the ports behind it."),
     ] = 30000,
-    logs: Annotated[Path | None, typer.Option(help="Folder for logs.", show_default="a new one")] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Folder for logs.", show_default="a new one", callback=new_folder)
+    ] = None,
 ) -> None:
     """Start replicas and a router in front of them, and watch over them until Ctrl-C.
 
     Every flag of `adaserve serve` is accepted too and given to each replica. A replica that dies is started
     again. Ctrl-C lets requests in flight end; a second one ends them, too.
     """
+    from adaserve.fleet.local import Fleet
+
     folder = Path(tempfile.mkdtemp(prefix="adaserve-fleet-")) if logs is None else logs
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        fleet = Fleet.of(
-            replicas, tuple(context.args), folder, router, tuple(shlex.split(router_flags)), host, port
-        )
-        with console.status("starting") as status:
-            fleet.up(lambda text: status.update(escape(text)))
-        _introduce(fleet)
-        _serve(fleet)
-    except ServerError as error:
-        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+    fleet = Fleet.of(
+        replicas, tuple(context.args), folder, router, tuple(shlex.split(router_flags)), host, port
+    )
+    with console.status("starting") as status:
+        fleet.up(lambda text: status.update(escape(text)))
+    _introduce(fleet)
+    _serve(fleet)
 
 
 def _introduce(fleet: Fleet) -> None:
@@ -67,6 +70,9 @@ def _introduce(fleet: Fleet) -> None:
 
 def _serve(fleet: Fleet) -> None:
     """Until Ctrl-C or SIGTERM, or until a replica cannot be kept alive."""
+    from adaserve.fleet.local import GRACE_S
+    from adaserve.server import ServerError
+
     grace_s = float(GRACE_S)
     try:
         fleet.watch(lambda text: print(text, flush=True))

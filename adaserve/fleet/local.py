@@ -26,6 +26,7 @@ ROUTERS = {"sglang-router": "sglang_router", "smg": "smg"}
 GRACE_S = 120
 """Seconds that requests in flight have to end when the fleet stops."""
 
+LAST_PORT = 65535
 LEAST_LIFE_S = 30.0
 """A replica that dies sooner after its start is not started again."""
 
@@ -154,6 +155,10 @@ class Fleet:
         """Equal replicas with the ``flags`` of `adaserve serve`. The router listens on ``port``, the replicas
         on the ports behind it, and the router's metrics are on the port behind those. An API key of the
         replicas is the router's, too. Raises ServerError."""
+        if port + 1 + replicas > LAST_PORT:
+            raise ServerError(
+                f"{replicas} replicas and a router need {replicas + 2} ports: choose a lower --port"
+            )
         servers = [ReplicaSpec(port + 1 + i, flags) for i in range(replicas)]
         urls = tuple(server.url for server in servers)
         if (key := api_key(flags)) and not api_key(router_flags):

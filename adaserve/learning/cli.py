@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
-
-from adaserve.learning.versions import VersionError, Versions
 
 app = typer.Typer(help="Versions of a draft that learns: list, choose, export.", no_args_is_help=True)
 console = Console()
@@ -20,17 +17,17 @@ Folder = Annotated[Path, typer.Argument(help="The server's --learn-folder.", exi
 Number = Annotated[int, typer.Argument(help="As `adaserve draft history` shows it.")]
 
 
-def _fail(error: Exception) -> NoReturn:
-    console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
-
-
 @app.command()
 def history(folder: Folder) -> None:
     """List the versions with what they were judged by: expected accepted tokens of a chain of 4."""
+    from adaserve.learning.versions import Versions
+
     versions = Versions(folder)
+    if not (known := versions.history()):
+        console.print(f"{folder} holds no versions yet", highlight=False, soft_wrap=True)
+        return
     table = Table("version", "when", "accepted", "before it", "first draft", "tokens learned", "weights")
-    for v in versions.history():
+    for v in known:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(v.at))
         scores = (f"{s:.3f}" for s in (v.score, v.replaced, v.first))
         kept = "kept" if versions.has_weights(v) else "gone"
@@ -41,16 +38,14 @@ def history(folder: Folder) -> None:
 @app.command()
 def load(folder: Folder, number: Number) -> None:
     """Choose the version that the server starts with next time; 0 is the draft as it came."""
-    try:
-        Versions(folder).choose(number)
-    except VersionError as error:
-        _fail(error)
+    from adaserve.learning.versions import Versions
+
+    Versions(folder).choose(number)
 
 
 @app.command()
 def save(folder: Folder, number: Number, out: Annotated[Path, typer.Argument(help="New folder.")]) -> None:
     """Write a version as a checkpoint of its own, for --draft-model-path."""
-    try:
-        Versions(folder).export(number, out)
-    except VersionError as error:
-        _fail(error)
+    from adaserve.learning.versions import Versions
+
+    Versions(folder).export(number, out)

@@ -14,15 +14,16 @@ from pathlib import Path
 
 import msgspec
 
+from adaserve.errors import UserError
 from adaserve.pair.acceptance import Correction, load_sharpening
-from adaserve.pair.packed import PLAIN_NAME, copy_companions
+from adaserve.pair.folders import PLAIN_NAME, copy_companions
 
 KEPT = 8
 """Versions whose weights are kept; of older ones only the history remains."""
 _HISTORY, _CURRENT = "history.jsonl", "current"
 
 
-class VersionError(ValueError):
+class VersionError(UserError, ValueError):
     """There is no such version, or it was trained for another draft."""
 
 

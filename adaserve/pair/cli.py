@@ -11,16 +11,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from adaserve.commands import new_file
 from adaserve.cores import usable_cores
+from adaserve.pair.folders import HEAD, MEDUSA, PairError, cache_folder, drafts_of, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
-from adaserve.pair.widen import HEAD, MEDUSA, cache_folder, drafts_of, ensure_embedded_pair, weights_folder
 
 app = typer.Typer(help="The embedded target and draft: train, measure and widen them.", no_args_is_help=True)
 console = Console()
 
 Work = Annotated[
     Path | None,
-    typer.Option("--work", help="Folder for corpus, checkpoints and results [default: a cache folder]."),
+    typer.Option("--work", help="Folder for corpus, checkpoints and results.", show_default="a cache folder"),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
@@ -83,7 +84,7 @@ def _train(work: Path, *recipe: Any) -> None:
 def extend(
     *,
     pair: Annotated[
-        Path | None, typer.Option(help="Folder with target/ and draft/ [default: shipped].")
+        Path | None, typer.Option(help="Folder with target/ and draft/.", show_default="the shipped one")
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the target.")] = 9,
     draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 9,
@@ -108,7 +109,8 @@ def train_head(
     kind: Annotated[HeadKind, typer.Option(help="An EAGLE-3 head, or Medusa heads.")] = HeadKind.eagle3,
     minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes.")] = 20,
     pair: Annotated[
-        Path | None, typer.Option(help="Folder with target/, whose head this is [default: shipped].")
+        Path | None,
+        typer.Option(help="Folder with target/, whose head this is.", show_default="the shipped one"),
     ] = None,
     written_tokens: Annotated[
         int, typer.Option(min=50_000, help="Tokens the target writes for its head.")
@@ -155,14 +157,14 @@ def train_head(
 def evaluate_pair(
     *,
     pair: Annotated[
-        Path | None, typer.Option(help="Folder with target/ and draft/ [default: shipped].")
+        Path | None, typer.Option(help="Folder with target/ and draft/.", show_default="the shipped one")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Folder of one of the drafts: draft or eagle3.", show_default="all")
+        str | None, typer.Option(help="One of the drafts: draft, eagle3 or medusa.", show_default="all")
     ] = None,
     rows: Annotated[int, typer.Option(min=2, help="Prompts per category and temperature.")] = 32,
     new_tokens: Annotated[int, typer.Option(min=16, help="Tokens the target writes per prompt.")] = 128,
-    out: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report as JSON.", callback=new_file)] = None,
     calibrate: Annotated[
         bool, typer.Option(help="Store the measured sharpening in the draft's acceptance.json.")
     ] = False,
@@ -175,7 +177,9 @@ def evaluate_pair(
 
     folder = pair if pair is not None else weights_folder()
     reports = {}
-    for draft in drafts_of(folder) if only is None else [only]:
+    if not (drafts := [name for name in drafts_of(folder) if only in (None, name)]):
+        raise PairError(f"{folder} holds no {only or 'draft'} to measure")
+    for draft in drafts:
         console.print(f"[bold]{draft}[/]")
         reports[draft] = report = evaluate(
             folder, _work(work) / "corpus", draft, rows=rows, new=new_tokens, seed=seed, threads=threads
@@ -218,6 +222,8 @@ def widen(
     extra_layers: Annotated[int, typer.Option(min=0, help="Layers to add that change nothing.")] = 0,
 ) -> None:
     """Make (or find in the cache) a target that costs as much as a model of this size but says the same."""
+    from adaserve.pair.widen import ensure_embedded_pair
+
     target, draft = ensure_embedded_pair(size, extra_layers=extra_layers)
     console.print(f"target {target}\ndraft  {draft}")
 
@@ -226,7 +232,7 @@ def widen(
 def test_draft(
     target: Annotated[Path, typer.Argument(help="Folder of a model of the embedded family.")],
     out: Annotated[Path, typer.Argument(help="New folder for the draft.")],
-    agreement: Annotated[float, typer.Option(min=0.05, max=1.0, help="Wanted top-1 agreement.")] = 0.6,
+    agreement: Annotated[float, typer.Option(min=0.05, max=1.0, help="Top-1 agreement to aim at.")] = 0.6,
     seed: Seed = 0,
 ) -> None:
     """Make a draft for tests: the target plus noise (or, with agreement 1, its copy)."""

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 
 from adaserve.draft_kind import EAGLE3
+from adaserve.pair.folders import PLAIN_NAME
 from adaserve.pair.model import Block, RMSNorm, TinyLlama, rope, rotate
-from adaserve.pair.packed import PLAIN_NAME, read_weights
+from adaserve.pair.packed import read_weights
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, Shape, hf_config
 
 

@@ -12,12 +12,12 @@ from adaserve.pair.corpus import build
 from adaserve.pair.data import prepare
 from adaserve.pair.eagle import HeadShape
 from adaserve.pair.evaluate import evaluate, write_acceptance
+from adaserve.pair.folders import HEAD, MEDUSA, PLAIN_NAME
 from adaserve.pair.medusa import train_medusa
-from adaserve.pair.packed import PLAIN_NAME, pack
+from adaserve.pair.packed import pack
 from adaserve.pair.prompts import write_prompts
 from adaserve.pair.schedule import FIRST, Stage
 from adaserve.pair.train_head import train_eagle
-from adaserve.pair.widen import HEAD, MEDUSA
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

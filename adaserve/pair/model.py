@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
-from adaserve.pair.packed import PLAIN_NAME, read_weights
+from adaserve.pair.folders import PLAIN_NAME
+from adaserve.pair.packed import read_weights
 from adaserve.pair.shape import NORM_EPS, Shape, hf_config, shape_of
 
 

@@ -6,15 +6,14 @@ uses them, so nothing is lost between the repository and the server.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-PACKED_NAME = "weights-int8.safetensors"
-PLAIN_NAME = "model.safetensors"
+from adaserve.pair.folders import PACKED_NAME, PLAIN_NAME, copy_companions
+
 _SCALE = ".scale"
 
 
@@ -42,14 +41,6 @@ def pack(source: Path, out: Path) -> None:
     save_file(tensors, out / PACKED_NAME)
 
 
-def copy_companions(source: Path, out: Path) -> None:
-    """Configuration, tokenizer and measurements of a model folder: its small JSON and template files."""
-    out.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.suffix in {".json", ".jinja"} and not file.name.endswith(".safetensors.index.json"):
-            shutil.copy(file, out)
-
-
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """float16 weights by Hugging Face's names, from the packed or the plain form."""
     if not (folder / PACKED_NAME).exists():
@@ -67,7 +58,3 @@ def unpack(source: Path, out: Path) -> None:
     weights = read_weights(source)
     copy_companions(source, out)
     save_file(weights, out / PLAIN_NAME, metadata={"format": "pt"})
-
-
-def has_weights(folder: Path) -> bool:
-    return (folder / PACKED_NAME).exists() or (folder / PLAIN_NAME).exists()

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -33,15 +31,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from adaserve.draft_kind import medusa_folder
-from adaserve.pair.packed import PLAIN_NAME, copy_companions, has_weights, read_weights, unpack
+from adaserve.pair.folders import (
+    PLAIN_NAME,
+    PairError,
+    cache_folder,
+    copy_companions,
+    has_weights,
+    weights_folder,
+)
+from adaserve.pair.packed import read_weights, unpack
 from adaserve.pair.shape import Shape, hf_config, shape_of
 
 DEFAULT_PARAMETERS = 100_000_000
-WEIGHTS_VARIABLE = "ADASERVE_PAIR_WEIGHTS"
-HEAD = "eagle3"
-"""The folder of the embedded EAGLE-3 head, beside those of target and draft."""
-MEDUSA = "medusa"
-"""The folder of the embedded Medusa heads, in the form in which they are served."""
 _FORMAT = 2  # part of the cache key: raise it when the files below change
 _WIDTH_STEP = 256  # widths that divide evenly over SIMD lanes and tensor-parallel ranks
 _NEW_WEIGHT_STD = 0.02
@@ -51,10 +52,6 @@ _CONSTANT, _LIFT = 2.0**-9, 2.0**15
 less to the mean square than float16 resolves, and logits of new tokens end up below -20."""
 _SHARD_BYTES = 2_000_000_000
 _UNITS = {"K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
-
-
-class PairError(Exception):
-    """The embedded pair cannot be provided; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -285,24 +282,6 @@ def _require_disk(folder: Path, needed: int) -> None:
         )
 
 
-def weights_folder() -> Path:
-    """Where the shipped (or, through the environment, one's own) target and draft lie."""
-    override = os.environ.get(WEIGHTS_VARIABLE)
-    folder = Path(override) if override else Path(str(files("adaserve.pair").joinpath("weights")))
-    for name in ("target", "draft"):
-        if not has_weights(folder / name):
-            raise PairError(
-                f"no {name} model in {folder}; reinstall adaserve, train a pair with `adaserve pair train` "
-                f"or set {WEIGHTS_VARIABLE} to a folder with target/ and draft/"
-            )
-    return folder
-
-
-def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "adaserve" / "pair"
-
-
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256(str(_FORMAT).encode())
     for file in sorted(p for p in folder.iterdir() if p.is_file()):
@@ -335,12 +314,6 @@ def shipped_draft(name: str = "draft") -> Path:
         with _published(draft) as folder:
             unpack(source, folder)
     return draft
-
-
-def drafts_of(pair: Path) -> list[str]:
-    """Folders of the draft model and of the heads that ``pair`` has."""
-    plain = [name for name in ("draft", HEAD) if has_weights(pair / name)]
-    return [*plain, *([MEDUSA] if medusa_folder(str(pair / MEDUSA), "auto") else [])]
 
 
 def ensure_widened(model: str, width: Width) -> Path:

@@ -15,6 +15,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from adaserve.checked import Checked, shown
+from adaserve.errors import UserError
 
 TPOT_RANGE_MS = (0.1, 60_000.0)
 TTFT_RANGE_MS = (1.0, 3_600_000.0)
@@ -34,7 +35,7 @@ TpotMs = Annotated[float, Field(ge=TPOT_RANGE_MS[0], le=TPOT_RANGE_MS[1])]
 TtftMs = Annotated[float, Field(ge=TTFT_RANGE_MS[0], le=TTFT_RANGE_MS[1])]
 
 
-class SLOError(ValueError):
+class SLOError(UserError, ValueError):
     """A bad objective; the text says which value was bad and what is accepted."""
 
 

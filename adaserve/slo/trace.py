@@ -26,13 +26,14 @@ from typing import Any
 
 import numpy as np
 
+from adaserve.errors import UserError
 from adaserve.slo.classes import CUSTOM_CLASS, SLO, SLOConfig
 from adaserve.slo.resolve import resolve
 
 MAX_TOKENS = 10_000_000
 
 
-class TraceError(ValueError):
+class TraceError(UserError, ValueError):
     """A trace that cannot be used; the message says where and what to change."""
 
 

@@ -72,24 +72,29 @@ def forward_cost(model: ModelSpec, gpu: GpuSpec, tp: int) -> ForwardCost:
 
 def hardware_latency(model: str, gpu: str, tp: int) -> LatencyModel:
     """Target on ``tp`` GPUs, its usual draft on one. Raises ValueError naming what is known."""
-    target, device = _lookup(MODELS, model, "model"), _lookup(GPUS, gpu, "GPU")
+    (target, drafter), device = _pair(model), _lookup(GPUS, gpu, "GPU")
     if tp < 1:
         raise ValueError(f"tensor parallel degree must be >= 1, got {tp}")
-    base = forward_cost(_lookup(MODELS, DRAFT_OF.get(model, ""), "target model"), device, 1)
+    base = forward_cost(drafter, device, 1)
     draft = replace(base, fixed_s=base.fixed_s + DRAFT_SAMPLING_S)
     return LatencyModel(draft, forward_cost(target, device, tp), 0.0, f"{target.name} on {tp}x {device.name}")
 
 
 def kv_capacity_tokens(model: str, gpu: str, tp: int) -> int:
     """Tokens of KV cache that fit next to the weights. Raises ValueError when the weights don't fit."""
-    target, device = _lookup(MODELS, model, "model"), _lookup(GPUS, gpu, "GPU")
-    draft = MODELS[DRAFT_OF[model]]
+    (target, draft), device = _pair(model), _lookup(GPUS, gpu, "GPU")
     free = USABLE_MEMORY * tp * device.memory_bytes - 2 * (target.parameters + draft.parameters)
     if free <= 0:
         raise ValueError(
             f"{target.name} does not fit on {tp}x {device.name}; raise the tensor parallel degree"
         )
     return int(free / (target.kv_bytes_per_token + draft.kv_bytes_per_token))
+
+
+def _pair(model: str) -> tuple[ModelSpec, ModelSpec]:
+    """A target and its usual draft."""
+    draft = _lookup(DRAFT_OF, model, "target model")
+    return _lookup(MODELS, model, "model"), MODELS[draft]
 
 
 def _lookup(table: dict[str, T], name: str, what: str) -> T:

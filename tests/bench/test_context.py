@@ -16,14 +16,14 @@ from adaserve.bench.context.agreement import Agreement, TextPlan
 from adaserve.bench.context.report import Cell, Mode, rising_from, table, winner
 from adaserve.bench.context.run import VERIFIED, ContextPlan, best_cells, layout, run_context
 from adaserve.bench.context.simulated import simulate_context
-from adaserve.bench.simulate import app
+from adaserve.cli import app
 from adaserve.engine.host import build
 from adaserve.pair.data import load_tokenizer
+from adaserve.pair.folders import weights_folder
 from adaserve.pair.generate import Written
 from adaserve.pair.long import long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.model import TinyLlama, rope, rotate
 from adaserve.pair.shape import Shape as PairShape
-from adaserve.pair.widen import weights_folder
 from adaserve.scheduler.speedup import Speedup, rises
 
 needs_kernels = pytest.mark.skipif(build.load_kernels() is None, reason="no C compiler here")
@@ -161,12 +161,12 @@ def test_files_are_written(tmp_path: Path) -> None:
 
 
 def test_the_simulator_writes_the_same(tmp_path: Path) -> None:
-    command = ["context", "--gpu", "h100", "--tp", "1", "--requests", "1,8", "--contexts", "8000"]
+    command = ["simulate", "context", "--gpu", "h100", "--tp", "1", "--requests", "1,8", "--contexts", "8000"]
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert {f.suffix for f in tmp_path.iterdir()} == {".json", ".md", ".png"}
     assert len(json.loads((tmp_path / "context.json").read_text())["cells"]) == 6
-    assert CliRunner().invoke(app, ["context", "--gpu", "abacus"]).exit_code == 2
+    assert CliRunner().invoke(app, ["simulate", "context", "--gpu", "abacus"]).exit_code == 2
 
 
 def simulated(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve.bench.fleet import Predictions, Ranking, counted, summary_text
+from adaserve.bench.fleet.run import Predictions, Ranking, counted, summary_text
 from adaserve.slo.metrics import RequestRecord
 
 

@@ -25,8 +25,9 @@ from adaserve.learning import reading
 from adaserve.learning.draft import DraftCopy
 from adaserve.learning.trainer import Recipe, Trainer
 from adaserve.pair.acceptance import load_sharpening
+from adaserve.pair.folders import weights_folder
 from adaserve.pair.model import load_hf
-from adaserve.pair.widen import shipped_draft, weights_folder
+from adaserve.pair.widen import shipped_draft
 from tests.learning.factories import record
 
 

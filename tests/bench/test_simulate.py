@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from adaserve.bench.simulate import SimulatedFleet, app, read_recorded, read_workload
+from adaserve.bench.simulate.fleet import SimulatedFleet
+from adaserve.bench.simulate.traces import read_recorded, read_workload
+from adaserve.cli import app
 from adaserve.scheduler.latency import Profile
 from adaserve.scheduler.prefill import GATE
 from adaserve.scheduler.simulator.hardware import hardware_latency
@@ -25,7 +27,7 @@ from adaserve.slo.trace import write_jsonl
 def test_writes_results(tmp_path: Path) -> None:
     policies = ["--policy", "priced", "--policy", "small=adaserve:budget=64"]
     out = ["--seeds", "0,1", "--out", str(tmp_path / "out")]
-    arguments = ["run", "--trace", "synthetic:30:3", *policies, *out]
+    arguments = ["simulate", "run", "--trace", "synthetic:30:3", *policies, *out]
     got = CliRunner().invoke(app, arguments)
     assert got.exit_code == 0, got.output
     assert "SLO violations" in got.output and "small" in got.output
@@ -44,7 +46,17 @@ def test_writes_results(tmp_path: Path) -> None:
 
 def test_only_rows_of_the_same_settings_are_taken_again(tmp_path: Path) -> None:
     def rows(*more: str) -> list[dict[str, Any]]:
-        arguments = ["run", "--trace", "synthetic:20:3", "--policy", "chain-2", "--out", str(tmp_path), *more]
+        arguments = [
+            "simulate",
+            "run",
+            "--trace",
+            "synthetic:20:3",
+            "--policy",
+            "chain-2",
+            "--out",
+            str(tmp_path),
+            *more,
+        ]
         got = CliRunner().invoke(app, arguments)
         assert got.exit_code == 0, got.output
         return [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
@@ -54,7 +66,10 @@ def test_only_rows_of_the_same_settings_are_taken_again(tmp_path: Path) -> None:
     with (tmp_path / "runs.jsonl").open("a") as f:
         f.write('{"workload": "cut of')
     assert (
-        CliRunner().invoke(app, ["run", "--trace", "synthetic:20:3", "--out", str(tmp_path)]).exit_code == 0
+        CliRunner()
+        .invoke(app, ["simulate", "run", "--trace", "synthetic:20:3", "--out", str(tmp_path)])
+        .exit_code
+        == 0
     )
     assert (tmp_path / "runs.jsonl").read_text().splitlines()[3].startswith('{"workload": "synthetic')
 
@@ -63,7 +78,17 @@ def test_capacity_knows_how_much_memory_there_is() -> None:
     """Where hardly any request fits beside another one, nobody is slowed down and all wait."""
 
     def attained(*more: str) -> float:
-        arguments = ["capacity", "--trace", "synthetic:60:6", "--policy", "none", "--target", "0.3", *more]
+        arguments = [
+            "simulate",
+            "capacity",
+            "--trace",
+            "synthetic:60:6",
+            "--policy",
+            "none",
+            "--target",
+            "0.3",
+            *more,
+        ]
         got = CliRunner().invoke(app, arguments)
         assert got.exit_code == 0, got.output
         return float(re.findall(r" 1 replicas: ([0-9.]+)% attained", got.output)[0])
@@ -74,15 +99,15 @@ def test_capacity_knows_how_much_memory_there_is() -> None:
 def test_fit_reports_errors_and_bad_files(tmp_path: Path) -> None:
     points = np.array([[t, 0.0, 1.0, 0.03 + 2e-4 * t] for t in (1.0, 8.0, 64.0, 256.0)])
     Profile(points, points).save(tmp_path / "p.json")
-    got = CliRunner().invoke(app, ["fit", str(tmp_path / "p.json")])
+    got = CliRunner().invoke(app, ["simulate", "fit", str(tmp_path / "p.json")])
     assert got.exit_code == 0 and re.search(r"verify +linear +0.0% +0.0% +0.0% +chosen", got.output)
-    got = CliRunner().invoke(app, ["fit", str(tmp_path / "none.json")])
+    got = CliRunner().invoke(app, ["simulate", "fit", str(tmp_path / "none.json")])
     assert got.exit_code == 2 and "adaserve profile" in got.output
 
 
 def test_capacity_answers() -> None:
     got = CliRunner().invoke(
-        app, ["capacity", "--trace", "synthetic:300:9", "--policy", "chain-3", "--target", "0.9"]
+        app, ["simulate", "capacity", "--trace", "synthetic:300:9", "--policy", "chain-3", "--target", "0.9"]
     )
     assert got.exit_code == 0, got.output
     assert "minimum replicas for 90% attainment" in got.output
@@ -102,7 +127,7 @@ def test_fleets_serve_as_servers_do() -> None:
 
 
 def test_forecasts_are_compared_with_what_was_delivered() -> None:
-    arguments = ["forecast", "--trace", "synthetic:40:1", "--policy", "none", "--skip", "10"]
+    arguments = ["simulate", "forecast", "--trace", "synthetic:40:1", "--policy", "none", "--skip", "10"]
     got = CliRunner().invoke(app, arguments)
     assert got.exit_code == 0, got.output
     assert "30 requests" in got.output and got.output.count("%") == 7
@@ -121,7 +146,9 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
 
     def needed(*paths: Path) -> int:
         traces = [word for path in paths for word in ("--trace", str(path))]
-        got = CliRunner().invoke(app, ["capacity", *traces, "--policy", "none", "--target", "0.9"])
+        got = CliRunner().invoke(
+            app, ["simulate", "capacity", *traces, "--policy", "none", "--target", "0.9"]
+        )
         assert got.exit_code == 0, got.output
         return int(got.output.split()[-1])
 
@@ -136,9 +163,20 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
         (["--policy", "best"], "unknown policy"),
         (["--policy", "priced:colour=red"], "settings are"),
         (["--gpu", "b900"], "unknown GPU"),
+        (["--model", "llama-3.2-1b"], "unknown target model 'llama-3.2-1b'"),
         (["--prefill", "never"], "is not one of"),
+        (["--speedup", "1,0"], "numbers above 0"),
+        (["--seeds", "-1"], "not '-1'"),
+        (["--trace", "synthetic:100:x"], "not 'synthetic:100:x'"),
+        (["--trace", "synthetic:0:1"], "not 'synthetic:0:1'"),
     ],
 )
 def test_errors_name_the_remedy(arguments: list[str], message: str) -> None:
-    got = CliRunner().invoke(app, ["run", "--trace", "synthetic:5:1", *arguments])
+    got = CliRunner().invoke(app, ["simulate", "run", "--trace", "synthetic:5:1", *arguments])
     assert got.exit_code == 2 and message in got.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("command", ["capacity", "fleet"])
+def test_fleets_of_no_known_policy(command: str) -> None:
+    got = CliRunner().invoke(app, ["simulate", command, "--trace", "synthetic:5:1", "--policy", "best"])
+    assert got.exit_code == 2 and "error: unknown policy 'best'" in got.stderr

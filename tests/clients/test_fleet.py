@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from adaserve.bench.fleet import rank
+from adaserve.bench.fleet.run import rank
 from adaserve.fleet import local
 from adaserve.fleet.local import ROUTERS, Fleet, RouterSpec
 from adaserve.loadgen.config import Endpoint

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from adaserve.learning.cli import app
+from adaserve.cli import app
 from adaserve.learning.draft import DraftCopy, to_bytes
 from adaserve.learning.versions import KEPT, Version, VersionError, Versions
 from tests.learning.factories import save_drafts
@@ -68,14 +68,15 @@ def test_the_commands(tmp_path: Path) -> None:
     save_drafts(tmp_path / "draft")
     draft = DraftCopy(str(tmp_path / "draft"))
     state = {name: tensor + 0.25 for name, tensor in draft.state().items()}
+    assert "no versions yet" in CliRunner().invoke(app, ["draft", "history", str(tmp_path)]).stdout
     versions = Versions(tmp_path / "kept")
     versions.add(to_bytes(state), version(str(tmp_path / "draft"), 1.234))
     run, kept = CliRunner().invoke, str(tmp_path / "kept")
-    assert "1.234" in run(app, ["history", kept]).output
-    assert run(app, ["save", kept, "1", str(tmp_path / "out")]).exit_code == 0
+    assert "1.234" in run(app, ["draft", "history", kept]).output
+    assert run(app, ["draft", "save", kept, "1", str(tmp_path / "out")]).exit_code == 0
     exported = DraftCopy(str(tmp_path / "out")).state()
     assert all(torch.equal(exported[name], tensor) for name, tensor in state.items())
-    assert run(app, ["load", kept, "0"]).exit_code == 0
+    assert run(app, ["draft", "load", kept, "0"]).exit_code == 0
     assert versions.current(str(tmp_path / "draft")) is None
-    refused = run(app, ["load", kept, "7"])
+    refused = run(app, ["draft", "load", kept, "7"])
     assert refused.exit_code == 2 and "no version 7" in refused.output

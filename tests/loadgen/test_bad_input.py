@@ -16,19 +16,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import typer
 from fake_server import running_fake
 from typer.testing import CliRunner
 
-from adaserve.loadgen.cli import bench_app, report
+from adaserve.loadgen.__main__ import app
 from adaserve.loadgen.results import iter_records
 from adaserve.slo.metrics import RequestRecord
 
 LOCUSTFILE = Path(__file__).parents[2] / "loadgen" / "locustfile.py"
-
-app = typer.Typer()
-app.add_typer(bench_app, name="bench")
-app.command()(report)
 
 
 def refused(*args: str) -> str:

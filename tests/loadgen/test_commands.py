@@ -17,9 +17,11 @@ from typing import Any
 import psutil
 import pytest
 from fake_server import Fake, running_fake
+from typer.main import get_command
 
+from adaserve.loadgen.__main__ import app
 from adaserve.loadgen.agreement import agreement_rows, compare
-from adaserve.loadgen.config import Endpoint
+from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.protocol import parse_event, slo_headers
 from adaserve.loadgen.report import default_label, read_run, write_report
 from adaserve.loadgen.results import iter_records
@@ -363,3 +365,18 @@ def test_slos_are_sent_in_two_spellings_that_agree() -> None:
     assert "tracestate" not in slo_headers(Endpoint(slo_headers="none"), planned)
     assert "tracestate" not in slo_headers(Endpoint(headers={"Tracestate": "a=1"}), planned)
     assert "tracestate" not in slo_headers(Endpoint(), replace(planned, slo_class="a,b")), "not of that form"
+
+
+def test_help_names_the_defaults() -> None:
+    """Options are None where they are not given: a file may say it, or else the configuration's default."""
+    config = BenchConfig()
+    bench: Any = get_command(app)
+    serve = bench.commands["bench"].commands["serve"]
+    told = {p.name: p.show_default for p in serve.params}
+    mix = ",".join(f"{name}={c.share:g}" for name, c in config.classes.items())
+    expected = {
+        "url": config.server.url, "api": config.server.api, "slo_headers": config.server.slo_headers,
+        "rps": f"{config.arrivals.rps:g}", "burstiness": f"{config.arrivals.cv:g}", "mix": mix,
+        "duration": f"{config.duration_s:g}", "seed": f"{config.seed}", "warmup": f"{config.warmup_s:g}",
+    }  # fmt: skip
+    assert {name: told[name] for name in expected} == expected

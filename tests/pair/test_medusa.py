@@ -10,10 +10,10 @@ import torch
 from adaserve.medusa import load_medusa
 from adaserve.pair.candidates import draft_trees
 from adaserve.pair.evaluate import load_drafter
+from adaserve.pair.folders import drafts_of
 from adaserve.pair.medusa import MedusaBlocks, MedusaDrafter, heads_loss, save_blocks
 from adaserve.pair.model import TinyLlama
 from adaserve.pair.observed import observe
-from adaserve.pair.widen import drafts_of
 from tests.pair.test_training import TINY, random_model
 
 DEPTH = 3

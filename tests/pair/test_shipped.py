@@ -13,13 +13,13 @@ from adaserve.pair.candidates import ModelDrafter
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.eagle import HeadShape
 from adaserve.pair.evaluate import load_drafter, mean_accepted, prompt_batch, tree_samples, write
+from adaserve.pair.folders import HEAD, MEDUSA
 from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.long import long_prompts
 from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.shape import DRAFT, MEDUSA_DEPTH, MEDUSA_LAYERS, TARGET
 from adaserve.pair.train import next_token_loss
-from adaserve.pair.widen import HEAD, MEDUSA
 
 WEIGHTS = Path(str(files("adaserve.pair").joinpath("weights")))
 

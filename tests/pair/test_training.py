@@ -15,13 +15,13 @@ from adaserve.pair.data import load_tokenizer
 from adaserve.pair.distill import divergence, sliced
 from adaserve.pair.evaluate import best_shared, best_tau, distinct_share
 from adaserve.pair.export import ensure_corpus
+from adaserve.pair.folders import weights_folder
 from adaserve.pair.generate import Cache, extend, generate
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import orthogonalised
 from adaserve.pair.schedule import Phase, learning_rate
 from adaserve.pair.shape import Shape
 from adaserve.pair.train import Run, Trainer, next_token_loss
-from adaserve.pair.widen import weights_folder
 
 TINY = Shape(vocab=50, hidden=32, layers=2, mlp=48, heads=4, kv_heads=2)
 

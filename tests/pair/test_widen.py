@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import draft_kind
-from adaserve.pair import ensure_embedded_pair
 from adaserve.pair.eagle import EagleHead, HeadShape, load_head, save_head
+from adaserve.pair.folders import HEAD, PairError, drafts_of
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.observed import observe
 from adaserve.pair.packed import pack, read_weights, unpack
 from adaserve.pair.shape import Shape, shape_of
-from adaserve.pair.widen import HEAD, PairError, Width, drafts_of, parse_size, widen, widened_shape
+from adaserve.pair.widen import Width, ensure_embedded_pair, parse_size, widen, widened_shape
 from adaserve.server import ServerSpec
 
 TOKENS = torch.arange(30)[None]

@@ -10,8 +10,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
+from adaserve.pair.folders import weights_folder
 from adaserve.pair.vocabulary import EOS_ID
-from adaserve.pair.widen import weights_folder
 from adaserve.patches.stop_strings import ends_within, longest_match
 
 TEXT = "def __repr__(self):\n        return self.name\n\nclass Fox(Dog):\n    def run(self, far): # back\n"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,10 @@ from typer.testing import CliRunner
 
 from adaserve import server
 from adaserve.bench import profile, servers
-from adaserve.cli import Commands, app
+from adaserve.cli import app
+from adaserve.commands import Commands
 from adaserve.config import ENV, ConfigError
-from adaserve.pair.widen import PairError
+from adaserve.pair.folders import PairError
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 
 
@@ -28,6 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, words: commands.append(words))
     monkeypatch.setattr(server, "on_cpu", lambda: True)
+    monkeypatch.setattr(server, "require_free", lambda host, port: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     return commands
 
@@ -63,6 +68,11 @@ def test_a_second_draft_model_that_cannot_be_served(
         ["profile", "--size", "banana"],
         ["demo", "--size", "banana", "--seconds", "5"],
         ["demo", "--policy", "bogus", "--seconds", "5"],
+        ["demo", "--policy", "none", "--seconds", "5"],
+        ["bench", "latency", "--policies=bogus@256"],
+        ["serve", "--model-path", "/nowhere/model"],
+        ["serve", "--record", "nowhere/iterations.jsonl"],
+        ["serve", "--record-requests", "."],
     ],
 )
 def test_what_cannot_be_served_is_one_line(
@@ -72,7 +82,37 @@ def test_what_cannot_be_served_is_one_line(
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
     (line,) = (text for text in result.stderr.splitlines() if text.startswith("error: "))
-    assert words[2] in line and not started
+    assert words[2].removeprefix("--policies=").partition("@")[0] in line and not started
+
+
+def test_what_is_measured_for_long_has_a_place_to_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for words, wrong in [
+        (["profile"], tmp_path),
+        (["bench", "latency"], tmp_path / "file" / "x.json"),
+        (["bench", "kernels"], tmp_path / "file"),
+        (["bench", "soak"], tmp_path / "file"),
+    ]:
+        result = CliRunner().invoke(app, [*words, "--out", str(wrong)])
+        assert result.exit_code == 2 and "give a" in result.output, result.output
+
+
+@pytest.mark.parametrize("more", [["--pair", "nowhere"], ["--only", "nowhere"]])
+def test_a_pair_that_is_not_there_has_no_table(more: list[str]) -> None:
+    result = CliRunner().invoke(app, ["pair", "eval", *more])
+    assert result.exit_code == 2 and "nowhere" in result.stderr
+
+
+def test_an_address_that_a_server_cannot_have_is_said_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"port {port} is in use"):
+            server.require_free("127.0.0.1", port)
+    server.require_free("127.0.0.1", port)
+    with pytest.raises(ServerError, match=r"cannot listen on no\.such\.host:1"):
+        server.require_free("no.such.host", 1)
 
 
 GONE = httpx.ConnectError("[Errno 111] refused [/foo]\nmore", request=httpx.Request("GET", "http://h:1/x"))
@@ -85,6 +125,7 @@ GONE = httpx.ConnectError("[Errno 111] refused [/foo]\nmore", request=httpx.Requ
         (PairError("no pair"), "error: no pair"),
         (GONE, "error: a server did not answer: [Errno 111] refused [/foo]"),
         (httpx.ReadTimeout(""), "error: a server did not answer: ReadTimeout"),
+        (PermissionError(13, "Permission denied", "/x/[y]"), "error: /x/[y]: Permission denied"),
     ],
 )
 def test_errors_of_users_and_servers_end_any_command_in_one_line(error: Exception, says: str) -> None:
@@ -103,6 +144,37 @@ def test_errors_of_users_and_servers_end_any_command_in_one_line(error: Exceptio
     assert result.exit_code == 2 and result.stderr.strip() == says
     ours = CliRunner().invoke(commands, ["below", "other"])
     assert isinstance(ours.exception, KeyError), "that needs its traceback"
+
+
+def test_paragraphs_of_help_are_not_broken_where_our_lines_are() -> None:
+    shown = CliRunner().invoke(app, ["bench", "serve", "--help"], env={"COLUMNS": "200"}).output
+    assert "however slow the server is. Without options: one minute" in shown
+
+
+def test_help_and_small_commands_load_nothing_heavy() -> None:
+    """A module of a command imports what does the work where that runs: PyTorch alone takes seconds."""
+    code = """
+import sys
+from typer.testing import CliRunner
+from adaserve.cli import app
+
+def run(*words):
+    return CliRunner().invoke(app, words).exit_code
+
+def loaded(*names):
+    return [name for name in names if name in sys.modules]
+
+for words in ("", "bench", "bench serve", "bench sweep", "simulate run", "pair train", "fleet up", "draft"):
+    assert run(*words.split(), "--help") == 0
+print(*loaded("torch", "sglang", "transformers", "scipy", "numpy", "matplotlib", "locust", "httpx", "yaml"))
+assert run("draft", "history", ".") == 0
+assert run("report", "nowhere") == 2
+assert run("bench", "serve", "--plan-only") == 0
+assert run("simulate", "run", "--trace", "synthetic:5:1") == 0
+print(*loaded("torch", "sglang", "transformers"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 @pytest.mark.parametrize("model", ["--model-path", "--model"])

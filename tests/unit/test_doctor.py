@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import warnings
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_a_check_that_breaks_is_a_finding() -> None:
 
     findings = doctor.examine([check_broken, lambda: [doctor.Finding("x", "ok", "y")]])
     assert [f.state for f in findings] == ["missing", "ok"] and "no such library" in findings[0].found
+
+
+def test_the_report_is_nothing_but_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    def examine() -> list[doctor.Finding]:
+        warnings.warn("Only CUDA supports this", stacklevel=1)
+        return [doctor.Finding("Port", "missing", "found", "pip install 'adaserve[bench]'")]
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert doctor.doctor() == 1
+    assert "adaserve[bench]" in capsys.readouterr().out and not recwarn.list
 
 
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("missing", 1)])

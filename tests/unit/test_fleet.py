@@ -12,7 +12,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from adaserve.fleet import cli, local
+from adaserve.cli import app
+from adaserve.fleet import local
 from adaserve.fleet.local import Fleet, ReplicaSpec, RouterSpec
 from adaserve.server import ServerError, ServerProcess, free_port
 
@@ -29,8 +30,10 @@ def test_a_router_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_pat
         RouterSpec(("http://127.0.0.1:1",))
     with pytest.raises(ServerError, match="pip install smg"):
         RouterSpec(("http://127.0.0.1:1",), "smg")
-    said = CliRunner().invoke(cli.app, ["up", "--logs", str(tmp_path), "--router", "nginx"])
+    said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path), "--router", "nginx"])
     assert said.exit_code == 2 and "choose sglang-router or smg" in said.output
+    said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path), "--port", "65533"])
+    assert said.exit_code == 2 and "choose a lower --port" in said.output
 
 
 @pytest.mark.usefixtures("installed")

@@ -54,6 +54,7 @@ class Sharing(ServerSpec):
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is no file here")
 def test_shared_memory_is_not_left_behind(tmp_path: Path) -> None:
     path, log = Path(f"/dev/shm/adaserve-test-{os.getpid()}"), tmp_path / "server.log"
+    path.touch()
 
     def interrupt(_: float) -> None:
         if "shared" in log.read_text().splitlines():

@@ -28,8 +28,9 @@ from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.loadgen.figures import save
 from adaserve.loadgen.results import provenance
 from adaserve.pair import shape as pair_shape
+from adaserve.pair.folders import weights_folder
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
-from adaserve.pair.widen import Width, weights_folder, widened_shape
+from adaserve.pair.widen import Width, widened_shape
 from adaserve.scheduler.fit import fit_table
 from adaserve.scheduler.latency import TableCost
 from adaserve.scheduler.speedup import Drafting, Speedup, inflection

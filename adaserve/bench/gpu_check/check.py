@@ -35,6 +35,7 @@ from adaserve.bench.gpu_check.traces import profile
 from adaserve.bench.gpu_check.verification import target_ms
 from adaserve.bench.prompts import held_out
 from adaserve.bench.terminal import progress
+from adaserve.errors import UserError
 from adaserve.loadgen.results import provenance
 from adaserve.server import ServerError, ServerProcess
 
@@ -52,7 +53,7 @@ MIXED_POLICIES = ("priced", "adaserve", "chain-4", NONE)
 STAGE_LIMIT_S = 900.0
 
 
-class StageError(Exception):
+class StageError(UserError):
     """A stage needs what another one finds, or there is no such stage; the message says which."""
 
 

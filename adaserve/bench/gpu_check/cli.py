@@ -12,6 +12,7 @@ from rich.console import Console
 
 from adaserve.bench.options import counts
 from adaserve.bench.terminal import table
+from adaserve.commands import fail, new_folder
 
 if TYPE_CHECKING:
     from adaserve.bench.gpu_check.findings import CheckPlan
@@ -49,7 +50,8 @@ def gpu_check(
     ] = None,
     stage_limit: Annotated[float, typer.Option(min=1, help="Seconds that one stage may take.")] = 900.0,
     out: Annotated[
-        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-gpu-check")
+        Path | None,
+        typer.Option(help="Results folder.", show_default="results/<UTC>-gpu-check", callback=new_folder),
     ] = None,
 ) -> None:
     """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.
@@ -59,12 +61,11 @@ def gpu_check(
     a pair of the size of an 8B model, which is made without downloads. Exits with 3 where a target is missed,
     and with 2 where a stage could not be done.
     """
-    from adaserve.bench.gpu_check.check import Check, StageError
+    from adaserve.bench.gpu_check.check import Check
     from adaserve.bench.gpu_check.servers import Pair
     from adaserve.bench.gpu_check.shapes import widened_pair
     from adaserve.draft_kind import kind_at
     from adaserve.loadgen.results import new_results_dir
-    from adaserve.pair.widen import PairError
     from adaserve.server import ServerError, on_cpu
 
     console = Console(stderr=True)
@@ -88,9 +89,8 @@ def gpu_check(
         pair = Pair(model, draft, device, common, kind_at(draft))
         check = Check(pair, plan, folder, console, only or (), stage_limit)
         report = check.run()
-    except (ServerError, StageError, PairError, ValueError, OSError) as error:
-        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+    except ValueError as error:
+        fail(str(error))
     _show(report, Console())
     for sentence in report["does_not_show"]:
         console.print(f"not shown by a dry run: {sentence}", highlight=False, soft_wrap=True)

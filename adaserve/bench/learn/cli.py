@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from adaserve.bench.options import words
+from adaserve.bench.options import known, words
+from adaserve.commands import new_folder
 
 
 def bench_learn(
@@ -17,7 +18,8 @@ def bench_learn(
         bool, typer.Option("--offline", help="Without a server: compare variants of the training itself.")
     ] = False,
     variants: Annotated[
-        str | None, typer.Option(metavar="A,B", help="With --offline.", show_default="all")
+        str | None,
+        typer.Option(metavar="A,B", help="Variants of the training, with --offline.", show_default="all"),
     ] = None,
     order: Annotated[
         str,
@@ -26,11 +28,11 @@ def bench_learn(
             help="Parts of the stream: cpp, json, law, home; cpp+law: in turn; cpp:64: so many requests.",
         ),
     ] = "cpp,json,law,cpp",
-    requests: Annotated[int, typer.Option(min=8, help="Requests of each part that says none.")] = 256,
-    block: Annotated[int, typer.Option(min=4, help="Requests of a turn.")] = 32,
-    every: Annotated[int, typer.Option(min=1, help="Compare in every so many blocks.")] = 1,
+    requests: Annotated[int, typer.Option(min=8, help="Requests of each part that gives no number.")] = 256,
+    block: Annotated[int, typer.Option(min=4, help="Requests per turn.")] = 32,
+    every: Annotated[int, typer.Option(min=1, help="Compare in every Nth block only.")] = 1,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens generated per request.")] = 96,
-    temperature: Annotated[float, typer.Option(min=0, help="Of all requests.")] = 0.8,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of all requests.")] = 0.8,
     at_once: Annotated[int, typer.Option(min=1, help="Requests that are sent together.")] = 8,
     against: Annotated[
         str, typer.Option(help="first: the draft as it came; held: what was learned, without learning.")
@@ -41,15 +43,21 @@ def bench_learn(
     classes: Annotated[str, typer.Option(metavar="A,B", help="SLO classes of the requests, in turn.")] = "",
     policy: Annotated[str, typer.Option("--policy", help="adaserve, priced, chain-4, ...")] = "chain-4",
     share: Annotated[
-        float, typer.Option(min=0, max=1, help="Of the requests, that are learned from, not --offline.")
+        float,
+        typer.Option(min=0, max=1, help="Share of the requests that are learned from; not with --offline."),
     ] = 1.0,
     loss: Annotated[str, typer.Option(help="forward, reverse, jsd, lk or hard.")] = "jsd",
-    nice: Annotated[int, typer.Option(min=0, max=19, help="How far the trainer stands back.")] = 19,
+    nice: Annotated[
+        int, typer.Option(min=0, max=19, help="How far the trainer stands back, as in `nice`.")
+    ] = 19,
     size: Annotated[
-        str, typer.Option(help="Parameters that the embedded target is widened to, not --offline.")
+        str, typer.Option(help="Parameters that the embedded target is widened to; not with --offline.")
     ] = "100M",
-    seed: Annotated[int, typer.Option(help="What is drawn.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder.", show_default="results/<UTC>-learn")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Results folder.", show_default="results/<UTC>-learn", callback=new_folder),
+    ] = None,
 ) -> None:
     """Compare a draft that learns with one that does not, on the same texts, while the traffic shifts."""
     from adaserve.bench.learn.offline import VARIANTS, run_offline
@@ -60,9 +68,9 @@ def bench_learn(
 
     console = Console(stderr=True)
     parts = tuple(w.strip() for w in order.split(","))
-    _known("--against", (against,), ("first", "held"))
+    known("--against", (against,), ("first", "held"))
     chosen = tuple(VARIANTS) if variants is None else words(variants)
-    _known("--variants", chosen, tuple(VARIANTS))
+    known("--variants", chosen, tuple(VARIANTS))
     plan = LearnPlan(
         parts, requests, block, tokens, temperature, at_once, every=every, seed=seed,
         against="held" if against == "held" else "first", slo_classes=words(classes), rest=rest,
@@ -71,15 +79,10 @@ def bench_learn(
         domains = {domain for _, domain in plan.blocks}
     except ValueError as error:
         raise typer.BadParameter(f"--order has {error}: write it as cpp+law:64") from None
-    _known("--order", tuple(domains), (*PATTERNS, HOME))
+    known("--order", tuple(domains), (*PATTERNS, HOME))
     settings: dict[str, Any] = {"learn": True, "learn_share": share, "learn_loss": loss, "learn_nice": nice}
     if offline:
         run_offline(plan, chosen, out, console)
     else:
         spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy, **settings))
         run_learn(spec, plan, out, console)
-
-
-def _known(option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
-    if wrong := set(given) - set(known):
-        raise typer.BadParameter(f"{option} knows {', '.join(known)}, not {', '.join(sorted(wrong))}")

@@ -39,10 +39,11 @@ from adaserve.loadgen.results import new_results_dir, provenance
 from adaserve.noise import request_key
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.pair.data import load_tokenizer
+from adaserve.pair.folders import weights_folder
 from adaserve.pair.generate import Cache, extend, generate
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.vocabulary import BOS_ID
-from adaserve.pair.widen import shipped_draft, weights_folder
+from adaserve.pair.widen import shipped_draft
 
 PROMPT_TOKENS = (24, 100)
 SCORED = 64

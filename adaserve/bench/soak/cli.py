@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from adaserve.commands import new_folder
+
 
 def bench_soak(
     *,
     minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="Length.", show_default="10, without --requests")
+        float | None, typer.Option(min=0.1, help="Minutes to run.", show_default="10, without --requests")
     ] = None,
     requests: Annotated[
         int | None, typer.Option(min=1, help="Stop after this many requests instead.")
@@ -22,9 +24,10 @@ def bench_soak(
     learn: Annotated[
         bool, typer.Option("--learn", help="The draft learns from all requests, and is swapped meanwhile.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="What is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the mix.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-soak")
+        Path | None,
+        typer.Option(help="Results folder.", show_default="results/<UTC>-soak", callback=new_folder),
     ] = None,
 ) -> None:
     """Random mixes of everything against a real server, with invariants checked while it runs.

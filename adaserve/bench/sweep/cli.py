@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from adaserve.bench.options import counts, floats, words
 from adaserve.bench.options import seeds as seed_list
+from adaserve.commands import fail, new_folder
 from adaserve.loadgen.cli import panel
 
 Text = str | None
@@ -65,14 +65,12 @@ def bench_sweep(
     lengths: Annotated[
         Any, _what("Lengths that families choose from.", parser=counts, show_default="2,4")
     ] = None,
-    seeds: Annotated[
-        Any, _what("Comma-separated, or a number of seeds as x3.", parser=seed_list, show_default="x3")
-    ] = None,
+    seeds: Annotated[Any, _what("Comma-separated; x3 is 0,1,2.", parser=seed_list, show_default="x3")] = None,
     blocks: Annotated[
         int | None, _what("Blocks per point and seed; peaks have three times as many.", show_default="1")
     ] = None,
     seconds: Annotated[float | None, _what("Arrivals per block.", show_default="20")] = None,
-    quick: Annotated[bool, _what("Two systems, one load, one seed: about four minutes.")] = False,
+    quick: Annotated[bool, _what("Two systems, one load, one seed: about four minutes.", "--quick")] = False,
     check_plain: Annotated[
         bool | None,
         _what("Compare `none` with SGLang without speculation.", show_default="yes"),
@@ -112,7 +110,11 @@ def bench_sweep(
     ] = 3,
     out: Annotated[
         Path | None,
-        _run("Results; a folder of an earlier call is continued.", show_default="results/<UTC>-sweep"),
+        _run(
+            "Results; a folder of an earlier call is continued.",
+            show_default="results/<UTC>-sweep",
+            callback=new_folder,
+        ),
     ] = None,
     plot_only: Annotated[Path | None, _run("Only draw the figures and tables of this folder again.")] = None,
     simulate: Annotated[
@@ -122,18 +124,13 @@ def bench_sweep(
     readme: Annotated[
         Path | None, _run("Put this sweep's column into that file (results/README.md).")
     ] = None,
-    plan_only: Annotated[bool, _run("Show what would run.")] = False,
+    plan_only: Annotated[bool, _run("Show what would run.", "--plan-only")] = False,
 ) -> None:
     """Policies against request rate, urgent share, SLO scale, peaks and other traffic; both SLOs count.
 
     Systems play the same block of requests in random order before any plays the next one, because the speed
     of a host drifts. Ctrl-C stops; the same --out continues."""
     from adaserve.bench.sweep.commands import Options, redraw, replay, show_plan, sweep, trace_files
-    from adaserve.bench.sweep.plan import SweepError
-    from adaserve.loadgen.errors import LoadgenError
-    from adaserve.server import ServerError
-    from adaserve.slo.classes import SLOError
-    from adaserve.slo.trace import TraceError
 
     console = Console(stderr=True)
     try:
@@ -183,11 +180,6 @@ def bench_sweep(
             show_plan(options, console)
             return
         done = sweep(options, console)
-    except (SweepError, ServerError, LoadgenError, SLOError, TraceError, ValueError) as error:
-        _fail(error, console)
+    except ValueError as error:
+        fail(str(error))
     raise typer.Exit(0 if done else 3)
-
-
-def _fail(error: Exception, console: Console) -> NoReturn:
-    console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)

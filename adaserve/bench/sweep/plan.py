@@ -12,6 +12,7 @@ import numpy as np
 
 from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.systems import AS_IT_IS, GATED, PLAIN, STOCK, family, with_length
+from adaserve.errors import UserError
 
 AXES = ("load", "peaks", "share", "scale", "kinds", "traces")
 SIDE_POLICIES = ("chain", "adaptive-verify", "urgency", "turbospec", "adaserve", "priced", STOCK)
@@ -28,7 +29,7 @@ the decoding requests for as many iterations as in the paper.
 """
 
 
-class SweepError(ValueError):
+class SweepError(UserError, ValueError):
     """A sweep cannot run as requested; the message says what to change."""
 
 

@@ -13,6 +13,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from adaserve.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -33,7 +35,7 @@ WITHOUT_AVX512 = ("-mno-avx512f",)
 _COMPILE_TIMEOUT_S = 120
 
 
-class BuildError(RuntimeError):
+class BuildError(UserError, RuntimeError):
     """The kernels cannot be compiled or loaded here; the message says why."""
 
 

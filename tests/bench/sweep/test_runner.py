@@ -9,11 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from adaserve.bench.sweep import cli, runner
+from adaserve.bench.sweep import runner
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import ClassPrompt, PromptPool
 from adaserve.bench.sweep.runner import Sweep
@@ -138,10 +137,6 @@ def test_what_a_server_says_is_not_markup(world: World) -> None:
     assert "HTTP 400: no [/foo] in [bar]" in world.output.getvalue()
     line = {**case_line(Case(Point(0.3), "none", 0), [request(0, 0.0, "coding", 9.0)]), "error": "at [/x]"}
     assert "at [/x]" in Text.from_markup(runner._one_line(line, 60.0)).plain
-    console = Console(file=world.output, width=200)
-    with pytest.raises(typer.Exit):
-        cli._fail(SweepError("cannot read [/y]"), console)
-    assert "error: cannot read [/y]" in world.output.getvalue()
 
 
 def test_a_case_that_never_works_is_left_out(world: World) -> None:

@@ -15,20 +15,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
 import numpy as np
-import typer
 from rich.console import Console
 
 from adaserve.bench.busy import OtherPrograms
-from adaserve.bench.simulate import SimulatedFleet, read_recorded
-from adaserve.fleet.local import ROUTERS, Fleet, ReplicaSpec, RouterSpec
+from adaserve.bench.simulate.fleet import SimulatedFleet
+from adaserve.bench.simulate.traces import read_recorded
+from adaserve.fleet.local import Fleet, ReplicaSpec, RouterSpec
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, Endpoint
-from adaserve.loadgen.results import check_results_dir, command_line, iter_records, new_results_dir
+from adaserve.loadgen.results import check_results_dir, command_line, iter_records
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.forecasts import CLOSE
 from adaserve.server import ServerProcess, free_port
@@ -261,34 +261,6 @@ def _capacity(plan: FleetPlan, reports: Sequence[dict[str, Any]], measured: floa
     attainment = simulated.attainment(read_recorded([str(plan.out / "trace.jsonl")], plan.seed), SLOConfig())
     sizes = sorted({1, plan.replicas, plan.replicas + 1})
     return Capacity(measured, {n: attainment(n) for n in sizes})
-
-
-# -- the command ----------------------------------------------------------------------------
-
-
-def bench_fleet(
-    *,
-    out: Annotated[
-        Path | None, typer.Option(help="Results folder.", show_default="results/<UTC>-fleet")
-    ] = None,
-    replicas: Annotated[int, typer.Option(min=2, help="Servers to start; they share the cores.")] = 2,
-    router: Annotated[str, typer.Option(help=f"{' or '.join(ROUTERS)}.")] = "sglang-router",
-    size: Annotated[str, typer.Option(help="Parameters of the embedded target.")] = "100M",
-    policy: Annotated[str, typer.Option(help="Policy of the replicas.")] = "priced",
-    rps: Annotated[float, typer.Option(min=0.01, help="Requests per second of the load test.")] = 2.0,
-    duration: Annotated[float, typer.Option(min=1.0, help="Seconds during which requests arrive.")] = 60.0,
-    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds that are not judged.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same schedule.")] = 0,
-) -> None:
-    """Check what replicas behind a router say about themselves: headroom, predicted TPOT, capacity."""
-    console = Console(stderr=True)
-    folder = out or new_results_dir(Path("results"), "fleet")
-    plan = FleetPlan(folder, replicas, router, size, rps, duration, warmup, seed, policy)
-    result = run_fleet_bench(plan, console)
-    print(summary_text(result, replicas))
-    console.print(f"results: {folder}", soft_wrap=True, highlight=False)
-    if not result["valid"]:
-        raise typer.Exit(1)
 
 
 def summary_text(result: dict[str, Any], replicas: int) -> str:

@@ -1,0 +1,1 @@
+"""``adaserve bench fleet``: whether what replicas say about themselves is true."""

@@ -1,0 +1,1 @@
+"""``adaserve simulate``: policies, loads and fleets without a GPU."""

@@ -1,0 +1,166 @@
+"""``adaserve simulate run``: every trace x load x policy x seed, and what is written about them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import Progress
+
+from adaserve.bench.simulate.hardware import Hardware
+from adaserve.bench.simulate.traces import read_workload
+from adaserve.bench.study import (
+    Case,
+    Setting,
+    markdown,
+    plot_reliability,
+    plot_timeline,
+    plot_violations,
+    run_case,
+    run_grid,
+)
+from adaserve.loadgen.results import command_line
+from adaserve.scheduler.config import PolicyConfig
+from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.prefill import Order, PrefillConfig
+from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT
+from adaserve.scheduler.simulator.order import ROW_ORDERS
+from adaserve.scheduler.simulator.recorded import load_children
+from adaserve.scheduler.simulator.replica import PrefillMode, ReplicaConfig
+from adaserve.scheduler.simulator.run import SimulationConfig
+from adaserve.scheduler.simulator.trees import SyntheticChildren
+from adaserve.scheduler.simulator.workload import TextModel
+from adaserve.slo.classes import SLOConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The options of ``adaserve simulate run``, by their names there."""
+
+    trace: list[str]
+    policy: list[str]
+    model: str
+    gpu: str
+    tp: int
+    profile: Path | None
+    kv_tokens: int | None
+    speedup: tuple[float, ...]
+    seeds: tuple[int, ...]
+    baseline_ms: float | None
+    slo_config: Path | None
+    prefill: PrefillMode
+    chunk: int
+    order: Order
+    gate: float | None
+    shed: bool
+    lag: bool
+    replicas: int
+    router: str
+    miscalibration: float
+    eos_share: float
+    recorded: Path | None
+
+    def prepared(self) -> tuple[list[Case], Setting]:
+        """Raises ValueError on what the options cannot mean, OSError."""
+        if not self.speedup or min(self.speedup) <= 0:
+            raise ValueError("--speedup must be one or more numbers above 0")
+        shared = self._simulation()
+        return list(self._cases(shared)), self._setting(shared.replica.latency)
+
+    def write(self, out: Path) -> None:
+        """The options, and the command that gave them."""
+        out.mkdir(parents=True, exist_ok=True)
+        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        (out / "config.yaml").write_text(yaml.safe_dump(plain), encoding="utf-8")
+        (out / "command.txt").write_text(command_line() + "\n", encoding="utf-8")
+
+    def _simulation(self) -> SimulationConfig:
+        """What all cases share; the policy is that of each."""
+        hardware = Hardware(self.model, self.gpu, self.tp, self.profile)
+        replica = ReplicaConfig(
+            hardware.latency(),
+            self.kv_tokens or hardware.kv_tokens(),
+            prefill_mode=self.prefill,
+            prefill=PrefillConfig(self.chunk, self.order, self.gate, shed=self.shed),
+            lag=self.lag,
+        )
+        children = load_children(self.recorded) if self.recorded else SyntheticChildren(self.miscalibration)
+        return SimulationConfig(
+            replica, "none", replicas=self.replicas, router=self.router, children=children
+        )
+
+    def _setting(self, latency: LatencyModel) -> Setting:
+        slos = SLOConfig.load(self.slo_config) if self.slo_config else SLOConfig()
+        baseline_ms = self.baseline_ms or latency.baseline_s() * 1e3
+        return Setting(slos, TextModel(eos_share=self.eos_share), baseline_ms / 1e3)
+
+    def _cases(self, shared: SimulationConfig) -> Iterator[Case]:
+        for name in self.trace:
+            label = name if name.startswith("synthetic") else Path(name).stem
+            for factor in self.speedup:
+                for seed in self.seeds:
+                    loaded = read_workload(name, seed).scaled(1 / factor)
+                    for spec in self.policy:
+                        tag, config = _with_policy(shared, spec)
+                        yield Case(label, loaded.rps, tag, seed, config, loaded)
+
+
+def _with_policy(shared: SimulationConfig, spec: str) -> tuple[str, SimulationConfig]:
+    """``name`` or ``label=name:key=value,...``: its label, and the simulation with it."""
+    head, _, settings = spec.partition(":")
+    label, _, name = head.partition("=")
+    name = name or label
+    if name not in (*ROW_ORDERS, *CLAIRVOYANT):
+        build_policy(name)
+    return label, replace(shared, policy=name, policy_config=_policy_config(settings, shared.replica.latency))
+
+
+def _policy_config(text: str, latency: LatencyModel) -> PolicyConfig:
+    """``key=value,key=value`` over the defaults; values are YAML. Raises ValueError naming the keys."""
+    values: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        values[key] = yaml.safe_load(value)
+    try:
+        return PolicyConfig(latency=latency, **values)
+    except TypeError as error:
+        names = ", ".join(PolicyConfig.__dataclass_fields__)
+        raise ValueError(f"{error}; settings are: {names}") from error
+
+
+def run_and_report(
+    cases: list[Case], setting: Setting, out: Path | None, records: bool, console: Console
+) -> None:
+    """Prints a table; with ``out``, writes rows, records of requests and figures there. Raises SLOError."""
+    with Progress(console=console) as progress:
+        task = progress.add_task("simulating", total=len(cases))
+
+        def show(i: int, case: Case) -> None:
+            progress.update(
+                task, completed=i, description=f"{case.workload} {case.load:.2f} rps {case.policy}"
+            )
+
+        rows = run_grid(cases, setting, out, show, records)
+    text = markdown(rows)
+    print(text)
+    if out:
+        (out / "table.md").write_text(text + "\n", encoding="utf-8")
+        (out / "summary.json").write_text(
+            json.dumps([r["summary"] for r in rows], indent=1) + "\n", encoding="utf-8"
+        )
+        plot_violations(rows, out / "violations.png")
+        _, _, result = run_case(cases[0], setting)
+        plot_timeline(result, out / "timeline.png")
+        plot_reliability(result, out / "reliability.png")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,30 @@
+"""What one simulated replica runs on: a GPU by its data sheet, or a host by its profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaserve.scheduler.latency import LatencyModel, load_latency
+from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
+
+PROFILED_CACHE = 200_000
+"""Tokens of KV cache where a profile is given: it does not say how much memory its host has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """``profile``: measured on a host, instead of what ``model`` costs on ``tp`` of these GPUs."""
+
+    model: str
+    gpu: str
+    tp: int
+    profile: Path | None
+
+    def latency(self) -> LatencyModel:
+        """Raises ValueError on an unknown model or GPU, ProfileError."""
+        return load_latency(self.profile) if self.profile else hardware_latency(self.model, self.gpu, self.tp)
+
+    def kv_tokens(self) -> int:
+        """Tokens of KV cache. Raises ValueError."""
+        return PROFILED_CACHE if self.profile else kv_capacity_tokens(self.model, self.gpu, self.tp)

@@ -1,0 +1,44 @@
+"""Traces as the options of ``adaserve simulate`` name them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from adaserve.scheduler.simulator.workload import synthetic_trace
+from adaserve.slo.trace import Trace, TraceError, assign_classes, read_trace
+
+PAPER_MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+
+
+def read_workload(spec: str, seed: int) -> Trace:
+    """A trace file, or ``synthetic:N:RPS[:BURST]``. Rows without a class or SLO get the paper's mix."""
+    if spec.startswith("synthetic:"):
+        requests, *rates = _numbers(spec)
+        return synthetic_trace(int(requests), rates[0], seed, PAPER_MIX, *rates[1:])
+    return _with_classes(read_trace(spec), seed)
+
+
+def _numbers(spec: str) -> list[float]:
+    """N, RPS and BURST of ``synthetic:N:RPS[:BURST]``, all above 0. Raises TraceError."""
+    count, *rates = spec.split(":")[1:]
+    try:
+        numbers = [int(count), *map(float, rates)]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (2, 3) or not all(0 < n < inf for n in numbers):
+        raise TraceError(f"expected synthetic:N:RPS[:BURST], such as synthetic:100:2.5, not {spec!r}")
+    return numbers
+
+
+def read_recorded(specs: list[str], seed: int) -> Trace:
+    """As ``read_workload``, or what several servers recorded, in the order in which requests finished."""
+    if len(specs) == 1 and specs[0].startswith("synthetic:"):
+        return read_workload(specs[0], seed)
+    return _with_classes(Trace.merged(read_trace(path, sort=True) for path in specs), seed)
+
+
+def _with_classes(trace: Trace, seed: int) -> Trace:
+    if all(row.slo_class is None and row.slo_tpot_ms is None for row in trace.rows):
+        return replace(trace, rows=tuple(assign_classes(trace.rows, PAPER_MIX, seed)))
+    return trace

@@ -1,0 +1,67 @@
+"""How every command ends whose user, host or server is the cause: with one sentence, and exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from adaserve.errors import UserError, why_no_answer, why_unwritable
+
+
+class Commands(TyperGroup):
+    """Commands, and groups of them, below one name."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            if (why := _in_one_line(error)) is None:
+                raise
+            fail(why)
+
+
+def fail(why: str) -> NoReturn:
+    """Ends the command with this sentence."""
+    console = Console(stderr=True, emoji=False)  # a trace may be called synthetic:100:2
+    console.print(f"[red]error:[/] {escape(why)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def _in_one_line(error: Exception) -> str | None:
+    """What to tell the user; None for an error of this program, which needs its traceback."""
+    import httpx
+
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, httpx.HTTPError):
+        return f"a server did not answer: {why_no_answer(error)}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return None
+
+
+def new_file(path: Path | None) -> Path | None:
+    """Callback of an option for a file that is written at the end: refused now where that cannot be."""
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder: give a file")
+    return _makeable(path)
+
+
+def new_folder(path: Path | None) -> Path | None:
+    """The same for a folder."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise typer.BadParameter(f"{path} is a file: give a folder")
+    return _makeable(path)
+
+
+def _makeable(path: Path | None) -> Path | None:
+    if path is not None and (why := why_unwritable(path)) is not None:
+        raise typer.BadParameter(why)
+    return path

@@ -1,0 +1,23 @@
+"""Errors that a person sees as one sentence, without a traceback."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class UserError(Exception):
+    """What was asked for, a host or a server is the cause; the message says what to do."""
+
+
+def why_no_answer(error: Exception) -> str:
+    """What went wrong, in one line: some of httpx's errors have several, some only their name."""
+    return (str(error).splitlines() or [""])[0].strip() or type(error).__name__
+
+
+def why_unwritable(path: Path) -> str | None:
+    """Why a file or folder cannot be made at ``path``, with all folders above it; None where it can."""
+    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if nearest != path and not nearest.is_dir():
+        return f"{nearest} is a file: give another path"
+    return None if os.access(nearest, os.W_OK) else f"{nearest} cannot be written to: give another path"

@@ -1,0 +1,59 @@
+"""Where the embedded pair lies, and what a model's folder holds. Reads no weights, so it needs no PyTorch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+from adaserve.draft_kind import medusa_folder
+from adaserve.errors import UserError
+
+WEIGHTS_VARIABLE = "ADASERVE_PAIR_WEIGHTS"
+HEAD = "eagle3"
+"""The folder of the embedded EAGLE-3 head, beside those of target and draft."""
+MEDUSA = "medusa"
+"""The folder of the embedded Medusa heads, in the form in which they are served."""
+PACKED_NAME = "weights-int8.safetensors"
+PLAIN_NAME = "model.safetensors"
+
+
+class PairError(UserError):
+    """The embedded pair cannot be provided; the message says what to do."""
+
+
+def weights_folder() -> Path:
+    """Where the shipped (or, through the environment, one's own) target and draft lie."""
+    override = os.environ.get(WEIGHTS_VARIABLE)
+    folder = Path(override) if override else Path(str(files("adaserve.pair").joinpath("weights")))
+    for name in ("target", "draft"):
+        if not has_weights(folder / name):
+            raise PairError(
+                f"no {name} model in {folder}; reinstall adaserve, train a pair with `adaserve pair train` "
+                f"or set {WEIGHTS_VARIABLE} to a folder with target/ and draft/"
+            )
+    return folder
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "adaserve" / "pair"
+
+
+def drafts_of(pair: Path) -> list[str]:
+    """Folders of the draft model and of the heads that ``pair`` has."""
+    plain = [name for name in ("draft", HEAD) if has_weights(pair / name)]
+    return [*plain, *([MEDUSA] if medusa_folder(str(pair / MEDUSA), "auto") else [])]
+
+
+def copy_companions(source: Path, out: Path) -> None:
+    """Configuration, tokenizer and measurements of a model folder: its small JSON and template files."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix in {".json", ".jinja"} and not file.name.endswith(".safetensors.index.json"):
+            shutil.copy(file, out)
+
+
+def has_weights(folder: Path) -> bool:
+    return (folder / PACKED_NAME).exists() or (folder / PLAIN_NAME).exists()
