@@ -1,11 +1,11 @@
 """On a CPU host the server's other processes are forked from its first one, and import nothing again.
 
-Why: SGLang starts its scheduler and its detokenizer as new Python processes. Each imports SGLang and PyTorch anew,
-which is most of a start on two cores. A fork has them, and shares their memory.
+Why: SGLang starts its scheduler and its detokenizer as new Python processes. Each imports SGLang and PyTorch
+anew, which is most of a start on two cores. A fork has them, and shares their memory.
 
-A fork is safe where no other thread can hold a lock, and where torch has read how its threads shall wait. So it
-takes a process that has one thread and was started with ``FORK_ENV``, as `adaserve serve` starts it. What these
-processes start themselves is new again.
+A fork is safe where no other thread can hold a lock, and where torch has read how its threads shall wait. So
+it takes a process that has one thread and was started with ``FORK_ENV``, as `adaserve serve` starts it. What
+the forked processes start themselves is new again.
 """
 
 from __future__ import annotations
