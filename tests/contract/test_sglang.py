@@ -92,7 +92,7 @@ TARGETS = {
     "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses": ["server_args", "port_args"],
     **{
         f"{MANAGERS}.tokenizer_manager.TokenizerManager.{path.removeprefix('/')}": ["self"]
-        for path in REFUSED.keys() - ROUTES_ONLY
+        for path in sorted(REFUSED.keys() - ROUTES_ONLY)
     },
 }  # fmt: skip
 """Leading parameters of every hooked function."""
