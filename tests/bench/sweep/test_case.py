@@ -81,8 +81,8 @@ def test_a_case_that_does_not_end_is_cut_off_and_its_requests_are_violations(
 
 
 def test_ctrl_c_before_anything_is_sent_is_no_result_either(tmp_path: Path) -> None:
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()  # Locust takes longer to start
     with running_fake() as fake, pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()  # Locust takes longer to start
         run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work")
 
 
