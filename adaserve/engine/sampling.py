@@ -30,6 +30,7 @@ from adaserve.engine.parts import Device
 from adaserve.engine.reading import Reading
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees.verify import Tensors, VerifyBatch
+from adaserve.patches.dead_ends import TOO_EARLY
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _penalty(seen: Tensor, reqs: Sequence[Any], length: np.ndarray, put: Put) ->
         stops = [_stop_tokens(reqs[i]) for i in short]
         row = np.repeat(short, [len(s) for s in stops])
         row_, stop = put(row=row, stop=np.array([t for s in stops for t in s], np.int64))
-        additive[row_, stop] = -torch.inf
+        additive[row_, stop] = TOO_EARLY
     return additive, torch.where(seen > 0, repetition, 1.0)
 
 

@@ -76,6 +76,13 @@ TARGETS = {
     f"{MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     ".process_batch_result_prefill": ["self", "batch", "result"],
     f"{MANAGERS}.scheduler.Scheduler._release_aborted_request": ["self", "req"],
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend._init_value_dispatch": [
+        "self", "key", "require_reasoning",
+    ],
+    "sglang.srt.sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer._prepare": ["self"],
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo._apply_post_grammar_logits_transforms": [
+        "self", "logits",
+    ],
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],

@@ -159,6 +159,9 @@ def grammars() -> Iterator[Attack]:
     yield native("regex of a million terms", "regex", {"regex": "((a{99}){99}){99}"})
     yield native("no regex", "", {"regex": "("})
     yield native("no grammar", "", {"ebnf": "root ::= "})
+    for drawn in ({"temperature": 0}, {"temperature": 1, "top_k": 3}, {"temperature": 1}):
+        params = {"ebnf": "root ::= root", **drawn}
+        yield native(f"a grammar that allows nothing, {drawn}", "cannot be completed", params)
     yield native("two grammars", "", {"regex": "a", "ebnf": 'root ::= "a"'})
     for pattern in ("(a+)+$", "(a|a)*b", "(a", r"(a)\1", ".*.*.*x", "a?" * 20 + "b", "(a|aa)" * 20):
         yield native(f"stop_regex {pattern[:12]}", "stop_regex", {"stop_regex": pattern})
