@@ -58,6 +58,10 @@ TARGETS = {
     f"{OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request": [
         "self", "request", "raw_request",
     ],
+    f"{OPENAI}.serving_chat.OpenAIServingChat._apply_jinja_template": ["self", "request", "tools"],
+    f"{OPENAI}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request": [
+        "self", "adapted_request", "request", "raw_request",
+    ],
     f"{OPENAI}.serving_responses.OpenAIServingResponses._generate_with_builtin_tools": [
         "self", "request_id", "request_prompt", "adapted_request",
     ],

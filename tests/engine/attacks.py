@@ -193,6 +193,13 @@ def other_routes() -> Iterator[Attack]:
         yield ollama(f"{path} stop", "stop", path, stop=[5])
         yield ollama(f"{path} num_predict", "max_new_tokens", path, num_predict=2**40)
         yield ollama(f"{path} seed", "seed", path, seed=4)
+    for name in ("tools", "messages", "add_generation_prompt", "tokenize"):
+        yield chat(f"template argument {name}", "chat template", chat_template_kwargs={name: 5})
+    for tokens in ([-1], [[5], [VOCAB]]):
+        yield Attack(
+            f"text of {tokens}", "/detokenize", {"model": "m", "tokens": tokens}, f"0 to {VOCAB - 1}"
+        )
+    yield native("a processor of nothing", "cannot be read", custom_logit_processor="{}")
     yield Attack("chat of nothing", "/api/chat", {"model": "m", "messages": []}, "at least one message")
     vertex = {"instances": [{"text": "fox"}], "parameters": {"sampling": 5}}
     yield Attack("unknown parameter", "/vertex_generate", vertex, "sampling")
