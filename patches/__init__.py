@@ -40,6 +40,7 @@ def apply_all() -> None:
     from adaserve.patches import (
         boundary,
         cpu_kernels,
+        dead_ends,
         dual_gemm,
         flags,
         flash_mla,
@@ -78,6 +79,7 @@ def apply_all() -> None:
         scheduler_guard,
         stop_strings,
         grammar_time,
+        dead_ends,
         prefill_logprobs,
         request_ends,
         internal_state,

@@ -21,6 +21,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.asgi import route_path
 from adaserve.boundary import OF_MEDIA, Limits, RequestError, check_prompt, check_request
+from adaserve.boundary.values import token_ids
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 
@@ -50,6 +51,8 @@ def register() -> None:
     responses = f"{openai}.serving_responses.OpenAIServingResponses"
     hook(f"{responses}._generate_with_builtin_tools", _keep_made, HookType.BEFORE)
     hook(f"{responses}.create_responses", _responses_stream, HookType.AROUND)
+    detokenize = f"{openai}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request"
+    hook(detokenize, _detokenize, HookType.AROUND)
     hook("sglang.srt.entrypoints.api_contract.generate_contract_error", _name_the_field, HookType.AROUND)
 
 
@@ -90,6 +93,7 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
         return
     limits = _limits(manager)
     check_request(vars(obj), limits)
+    require_readable(obj.custom_logit_processor)
     obj.received_time = arrival(obj.received_time, monotonic_time())
     if not limits.takes_media:
         for name in OF_MEDIA:
@@ -97,6 +101,21 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
     if not asks_for_health(request) and any(_looks_like_health(rid) for rid in rids):
         raise RequestError("rid must not start with HEALTH_CHECK: SGLang's own health checks do")
+
+
+def require_readable(processors: Any) -> None:
+    """Of custom logit processors, where clients may send any: they are code, pickled, and what cannot be read
+    ends the scheduler. Raises RequestError."""
+    from sglang.srt.runtime_context import get_exec
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    if processors is None or not get_exec().features.enable_custom_logit_processor:
+        return
+    for processor in filter(None, processors if isinstance(processors, list) else [processors]):
+        try:
+            CustomLogitProcessor.from_str(processor)
+        except Exception as error:
+            raise RequestError(f"custom_logit_processor cannot be read: {error!r}") from error
 
 
 def arrival(stated: float | None, now: float) -> float:
@@ -186,6 +205,20 @@ async def _ollama_stream(
     except ValueError as error:
         return refusal(str(error))
     return await original(self, obj, request, *rest)
+
+
+async def _detokenize(
+    original: Callable[..., Awaitable[Any]], self: Any, adapted: Any, request: Any, raw_request: Any
+) -> Any:
+    tokens = request.tokens
+    if not applies(self.tokenizer_manager.server_args):
+        return await original(self, adapted, request, raw_request)
+    try:
+        for ids in tokens if any(isinstance(t, list) for t in tokens) else [tokens]:
+            token_ids("tokens", ids, _limits(self.tokenizer_manager))
+    except RequestError as error:
+        return self.create_error_response(str(error))
+    return await original(self, adapted, request, raw_request)
 
 
 def _keep_converted(result: tuple[Any, Any], self: Any, _: Any, raw_request: Any = None) -> None:

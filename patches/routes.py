@@ -87,6 +87,8 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 def register() -> None:
     hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", _before_run, HookType.BEFORE)
+    chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+    hook(f"{chat}._apply_jinja_template", _render, HookType.AROUND)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     for path in REFUSED.keys() - ROUTES_ONLY:
         hook(f"{manager}.{path.removeprefix('/')}", refuse_call(path), HookType.BEFORE)
@@ -157,6 +159,14 @@ class Routes:
             await _answer(send, 400, _sentence(path, why))
             return
         await self._app(scope, receive, send)
+
+
+def _render(original: Callable[..., Any], self: Any, request: Any, *rest: Any) -> Any:
+    """Refuses chat_template_kwargs and messages of which the chat template can make nothing."""
+    try:
+        return original(self, request, *rest)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"the chat template cannot render this request: {error!r}") from error
 
 
 async def _unreadable(request: Any, error: Exception) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 from adaserve.engine.portions import portions
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees.verify import VerifyBatch
+from adaserve.patches.dead_ends import TOO_EARLY
 
 Put = Callable[[Mapping[str, np.ndarray]], dict[str, Tensor]]
 """Host arrays on the device, in one upload."""
@@ -162,7 +163,7 @@ def _penalty(seen: Tensor, rates: Sequence[Tensor], stops: Tensor) -> tuple[Tens
     frequency, presence, repetition = rates
     is_seen = seen > 0
     additive = -(seen * frequency) - is_seen * presence
-    additive.view(-1).index_fill_(0, stops, -torch.inf)
+    additive.view(-1).index_fill_(0, stops, TOO_EARLY)
     return additive, torch.where(is_seen, repetition, 1.0)
 
 

@@ -58,6 +58,10 @@ TARGETS = {
     f"{OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request": [
         "self", "request", "raw_request",
     ],
+    f"{OPENAI}.serving_chat.OpenAIServingChat._apply_jinja_template": ["self", "request", "tools"],
+    f"{OPENAI}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request": [
+        "self", "adapted_request", "request", "raw_request",
+    ],
     f"{OPENAI}.serving_responses.OpenAIServingResponses._generate_with_builtin_tools": [
         "self", "request_id", "request_prompt", "adapted_request",
     ],
@@ -76,6 +80,13 @@ TARGETS = {
     f"{MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     ".process_batch_result_prefill": ["self", "batch", "result"],
     f"{MANAGERS}.scheduler.Scheduler._release_aborted_request": ["self", "req"],
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend._init_value_dispatch": [
+        "self", "key", "require_reasoning",
+    ],
+    "sglang.srt.sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer._prepare": ["self"],
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo._apply_post_grammar_logits_transforms": [
+        "self", "logits",
+    ],
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],

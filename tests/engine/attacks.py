@@ -159,6 +159,9 @@ def grammars() -> Iterator[Attack]:
     yield native("regex of a million terms", "regex", {"regex": "((a{99}){99}){99}"})
     yield native("no regex", "", {"regex": "("})
     yield native("no grammar", "", {"ebnf": "root ::= "})
+    for drawn in ({"temperature": 0}, {"temperature": 1, "top_k": 3}, {"temperature": 1}):
+        params = {"ebnf": "root ::= root", **drawn}
+        yield native(f"a grammar that allows nothing, {drawn}", "cannot be completed", params)
     yield native("two grammars", "", {"regex": "a", "ebnf": 'root ::= "a"'})
     for pattern in ("(a+)+$", "(a|a)*b", "(a", r"(a)\1", ".*.*.*x", "a?" * 20 + "b", "(a|aa)" * 20):
         yield native(f"stop_regex {pattern[:12]}", "stop_regex", {"stop_regex": pattern})
@@ -190,6 +193,13 @@ def other_routes() -> Iterator[Attack]:
         yield ollama(f"{path} stop", "stop", path, stop=[5])
         yield ollama(f"{path} num_predict", "max_new_tokens", path, num_predict=2**40)
         yield ollama(f"{path} seed", "seed", path, seed=4)
+    for name in ("tools", "messages", "add_generation_prompt", "tokenize"):
+        yield chat(f"template argument {name}", "chat template", chat_template_kwargs={name: 5})
+    for tokens in ([-1], [[5], [VOCAB]]):
+        yield Attack(
+            f"text of {tokens}", "/detokenize", {"model": "m", "tokens": tokens}, f"0 to {VOCAB - 1}"
+        )
+    yield native("a processor of nothing", "cannot be read", custom_logit_processor="{}")
     yield Attack("chat of nothing", "/api/chat", {"model": "m", "messages": []}, "at least one message")
     vertex = {"instances": [{"text": "fox"}], "parameters": {"sampling": 5}}
     yield Attack("unknown parameter", "/vertex_generate", vertex, "sampling")

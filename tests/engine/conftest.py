@@ -279,7 +279,7 @@ def attacked(zygote: Zygote, pair: Path, tmp_path_factory: pytest.TempPathFactor
         "noisy",
         {"policy": "adaserve", "max_depth": 4, "max_width": 3, "budget": 40},
         {"fail_on": "cannot be taken in"},
-        **{"served-model-name": "m"},
+        **{"served-model-name": "m", "enable-custom-logit-processor": True},
     )
     with server.running(zygote):
         yield server

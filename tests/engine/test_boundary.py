@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.attacks import Attack, attacks
 from tests.engine.harness import Server
+from tests.engine.pairs import VOCAB
 
 # ruff: noqa: E501 - tables read better with one case a line
 STREAMING = {
@@ -143,6 +144,23 @@ def _streamed(path: str, text: str) -> str:
     }
     parts = [picks[path](event) for event in events]
     return parts[-1] if path == "/generate" else "".join(parts)
+
+
+@pytest.mark.parametrize("drawn", [{"temperature": 0}, {"temperature": 1, "top_k": 3}, {"temperature": 1}])
+def test_a_request_is_left_a_token_to_choose(attacked: Server, expected: list[int], drawn: Any) -> None:
+    """Whatever it forbids; SGLang's draw of the first token raises where there is none."""
+    short: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 9}
+    for params, texts in (
+        ({**short, "regex": "(yes|no)"}, {"yes", "no"}),
+        ({**short, "regex": "a{0}"}, {""}),
+        ({**short, "stop_token_ids": list(range(VOCAB))}, {""}),
+    ):
+        answer = attacked.generate(input_ids=[5, 6, 7], sampling_params={**params, **drawn})
+        assert answer["text"] in texts
+    dead = {"ebnf": 'root ::= "a" dead\ndead ::= dead', "max_new_tokens": 9, **drawn}
+    answer = post(attacked, "/generate", {"input_ids": [5, 6, 7], "sampling_params": dead})
+    assert answer.status_code == 400 and "cannot be completed" in answer.text
+    assert probe(attacked) == expected
 
 
 @pytest.mark.parametrize(

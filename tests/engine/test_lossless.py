@@ -18,6 +18,7 @@ from adaserve.engine.state import RequestState
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.noise import request_key
+from adaserve.patches.dead_ends import TOO_EARLY
 from tests.engine.chi_square import chi_square_p
 from tests.engine.trees.factories import (
     VOCABULARY,
@@ -260,7 +261,7 @@ def penalized_by_hand(logits: torch.Tensor, text: list[int], req: Any) -> torch.
         if times:
             out[token] -= p.presence_penalty
         if len(text) < p.min_new_tokens and token in stops:
-            out[token] = -torch.inf
+            out[token] += TOO_EARLY
         if times:
             out[token] *= p.repetition_penalty if out[token] < 0 else 1 / p.repetition_penalty
     return out.float()
@@ -348,6 +349,18 @@ def test_penalties_follow_requests_that_come_and_go(monkeypatch: pytest.MonkeyPa
         assert torch.equal(got, right) and not torch.equal(got, logits)
     known, anew = uploaded[4], uploaded[5]  # of two requests that were there before
     assert known < 600 < anew
+
+
+def test_a_grammar_that_only_allows_the_end_prevails_over_min_new_tokens() -> None:
+    """Else nothing would be left to choose."""
+
+    def only_the_end(logits: torch.Tensor, *_: Any) -> None:
+        logits[:, np.arange(VOCAB) != 4] = -torch.inf
+
+    logits, ending = torch.zeros(1, VOCAB), stopping_request(min_new_tokens=8)
+    step = make_step(tree_batch([], 1), [ending], states_of(1))
+    sampling.adjust_logits(logits, replace(step, allowed=SimpleNamespace(mask=only_the_end)))  # type: ignore[arg-type]
+    assert logits.softmax(dim=-1)[0, 4] == 1.0
 
 
 def test_greedy_walk_takes_the_deepest_matching_path() -> None:
