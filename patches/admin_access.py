@@ -16,6 +16,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve.asgi import route_path
@@ -42,7 +43,10 @@ def _guarded(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, send)
             return
         request, keys = Request(scope, receive), get_serving()
-        body = await request.body()
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            return
         reason = None
         if route_path(scope) != ABORT_PATH or _aborts_all(body):
             reason = refusal(request, keys.api_key, keys.admin_api_key)

@@ -26,7 +26,7 @@ TOO_EARLY = -1e30
 """Added to the logits of tokens that would end a request before its min_new_tokens."""
 
 FORBIDDEN = -1e32
-"""The logit of a token that a grammar forbids. Both stay finite over the lowest temperature, 1e-6."""
+"""The logit of a token that a grammar forbids. Both are finite even over the lowest temperature, 1e-6."""
 
 NOTHING = "the grammar allows no token here: it has a rule that cannot be completed, such as root ::= root"
 

@@ -92,18 +92,35 @@ def test_every_refused_route_is_refused_to_an_engine_too(monkeypatch: pytest.Mon
     assert "update_weights_from_tensor" in offered <= set(hooked)
 
 
-@pytest.mark.parametrize("prefix", ["", "/v"])
-@pytest.mark.parametrize(("abort_all", "status"), [(True, 403), (False, 200)])
-def test_only_aborts_of_everything_need_a_key(
-    prefix: str, abort_all: bool, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the server is mounted below a prefix (``--fastapi-root-path``)."""
+def serve_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, serving = (
         SimpleNamespace(speculative_algorithm="ADASERVE"),
         SimpleNamespace(api_key=None, admin_api_key=None),
     )
     monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
     monkeypatch.setattr("sglang.srt.runtime_context.get_serving", lambda: serving)
+
+
+def test_a_client_that_left_before_its_request_was_read_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_without_keys(monkeypatch)
+
+    async def never(*_: Any) -> None:
+        raise AssertionError("nobody is there")
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "POST", "path": "/abort_request", "headers": []}
+    asyncio.run(_guarded(never)(scope, gone, never))
+
+
+@pytest.mark.parametrize("prefix", ["", "/v"])
+@pytest.mark.parametrize(("abort_all", "status"), [(True, 403), (False, 200)])
+def test_only_aborts_of_everything_need_a_key(
+    prefix: str, abort_all: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the server is mounted below a prefix (``--fastapi-root-path``)."""
+    serve_without_keys(monkeypatch)
     sent = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
