@@ -10,6 +10,7 @@ the forked processes start themselves is new again.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -34,6 +35,7 @@ def _forking(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     usual = multiprocessing.get_start_method()
     os.register_at_fork(after_in_child=lambda: multiprocessing.set_start_method(usual, force=True))
     multiprocessing.set_start_method("fork", force=True)
+    gc.freeze()  # a collection in a fork would copy the pages that it shares
     try:
         return launch(*args, **kwargs)
     finally:
