@@ -54,7 +54,10 @@ def corpus(work: Work = None, seed: Seed = 0) -> None:
 @app.command()
 def train(
     *,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the target.")] = 60,
+    minutes: Annotated[
+        float,
+        typer.Option(min=0, help="Wall-clock minutes for the target; 0 with --go-on: it stays as it is."),
+    ] = 60,
     draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 14.5,
     written_tokens: WrittenTokens = 250_000,
     compile: Compile = True,
@@ -69,6 +72,8 @@ def train(
     """Train a pair: corpus, target, draft, measurements. Ctrl-C, then repeat: it resumes."""
     from adaserve.pair.schedule import FIRST, FURTHER
 
+    if minutes == 0 and not go_on:
+        raise typer.BadParameter("0 keeps a trained target, so it needs --go-on", param_hint="--minutes")
     stage, start = (FURTHER, weights_folder()) if go_on else (FIRST, None)
     _train(_work(work), minutes, draft_minutes, written_tokens, seed, threads, compile, bf16, stage, start)
 
@@ -86,7 +91,9 @@ def extend(
     pair: Annotated[
         Path | None, typer.Option(help="Folder with target/ and draft/.", show_default="the shipped one")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the target.")] = 9,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Wall-clock minutes for the target; 0: it stays as it is.")
+    ] = 9,
     draft_minutes: Annotated[float, typer.Option(min=0.1, help="Wall-clock minutes for the draft.")] = 9,
     written_tokens: WrittenTokens = 250_000,
     compile: Compile = False,

@@ -24,7 +24,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 @dataclass(frozen=True)
 class Recipe:
-    """Wall-clock minutes for each model and how much text the target writes for its draft."""
+    """Wall-clock minutes for each model and how much text the target writes for its draft.
+
+    With ``target_minutes`` 0 the target of ``start`` stays as it is.
+    """
 
     target_minutes: float = 60.0
     draft_minutes: float = 14.5
@@ -76,9 +79,13 @@ def train_pair(work: Path, recipe: Recipe) -> Path:
     corpus = ensure_corpus(work, seed=recipe.seed, start=recipe.start)
     runs, pair = work / "runs", work / "pair"
     run = _target_run(corpus, runs / "target", recipe)
-    if not (run.out / PLAIN_NAME).exists():
-        train.train_target(run)
-    settle(run.out, corpus, pair / "target")
+    if recipe.target_minutes == 0:
+        assert recipe.start is not None
+        shutil.copytree(recipe.start / "target", pair / "target", dirs_exist_ok=True)
+    else:
+        if not (run.out / PLAIN_NAME).exists():
+            train.train_target(run)
+        settle(run.out, corpus, pair / "target")
     run = _draft_run(run, runs / "draft", recipe)
     if not (run.out / PLAIN_NAME).exists():
         distill.train_draft(run, pair / "target", written_tokens=recipe.written_tokens)
