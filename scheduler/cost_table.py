@@ -210,15 +210,16 @@ class CostTable:
         return self._plain[size]
 
     def learned(self, further: Sequence[float], reading: ReadingCost) -> TableCost | None:
-        """The quiet costs of known sizes and of larger ones among ``further``, and those of reading the KV
-        cache; None while no size is known."""
+        """The quiet costs of known sizes, of ``further`` ones, which a server that met other sizes only
+        would miss, and those of reading the KV cache; None while no size is known."""
         at = np.flatnonzero(self._sizes.trust >= KNOWN)
         if not at.size:
             return None
-        sizes = SIZES[at].tolist()
-        sizes += [int(t) for t in further if t > sizes[-1]]
-        curve = self.quiet_curve(sizes[-1])
-        return TableCost(tuple(map(float, sizes)), tuple(float(curve[t]) for t in sizes), *reading)
+        known = tuple(map(float, SIZES[at]))
+        sizes = sorted({*known, *map(float, map(int, further))})
+        curve = self.quiet_curve(int(sizes[-1]))
+        seconds = tuple(float(curve[int(t)]) for t in sizes)
+        return TableCost(tuple(sizes), seconds, *reading, known=known)
 
 
 def size_bucket(size: float) -> int:

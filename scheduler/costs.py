@@ -120,18 +120,32 @@ def _likely_first(start: LatencyModel) -> StepCost:
     return first
 
 
+class LatestLow:
+    """A low quantile of the latest times: an idle time in between makes one longer, so a mean is no use."""
+
+    def __init__(self, start_s: float) -> None:
+        self._latest = deque([start_s] * 3, maxlen=LATEST)
+        self.value = start_s
+
+    def add(self, seconds: float) -> None:
+        """Takes in a time; what is not finite is ignored, and what is negative counts as 0."""
+        if math.isfinite(seconds):
+            self._latest.append(max(0.0, seconds))
+            self.value = sorted(self._latest)[int(QUANTILE * len(self._latest))]
+
+
 class LearnedCosts(Latency):
     """What an iteration takes on this host. The policies of one server share it, and all of them teach it."""
 
     def __init__(self, start: LatencyModel, learn: bool = True) -> None:
         """``learn`` False: take the start as it is."""
         self._start, self._learn = start, learn
-        self.verify = LearnedForward(start.verify, _learned_sizes(start, start.verify))
+        self.verify = LearnedForward(start.verify, _known(start.verify))
         self.first = FirstStep(_likely_first(start), start.draft.reading)
-        self.step = CostTable(start.draft.alone, _learned_sizes(start, start.draft))
+        self.step = CostTable(start.draft.alone, _known(start.draft))
         self._guess = CostTable(start.draft.alone)  # never taught: the first guess
-        self._latest_other = deque([start.overhead_s] * 3, maxlen=LATEST)
-        self._other_s = start.overhead_s
+        self._other = LatestLow(start.overhead_s)
+        self._other_alone = LatestLow(start.overhead_s)  # around iterations of a lone request
 
     # -- predicting ---------------------------------------------------------------------------
 
@@ -161,12 +175,12 @@ class LearnedCosts(Latency):
         return max(0.0, self.first.seconds(n) - self.step.quiet_s(n)) * self.slowdown
 
     def other_s(self) -> float:
-        return self._other_s
+        return self._other.value
 
     def baseline_s(self, context: float) -> float:
         """Seconds per token of a lone request without speculation on a quiet host, with ``context`` cached
         tokens."""
-        return self.verify.quiet_s(1, Context(context)) + self._other_s
+        return self.verify.quiet_s(1, Context(context)) + self._other_alone.value
 
     def learned(self) -> LatencyModel | None:
         """What is known of the quiet host, a start for the next run; None while nothing is known."""
@@ -177,10 +191,9 @@ class LearnedCosts(Latency):
         return LatencyModel(
             draft=self._start.draft if draft is None else draft,
             verify=verify,
-            overhead_s=self._other_s,
+            overhead_s=self._other_alone.value,
             source=self._start.source,
             draft_first=self.first.cost,
-            learned=True,
         )
 
     def prefills(self) -> CostTable:
@@ -204,7 +217,10 @@ class LearnedCosts(Latency):
         if outcome.trees.draft_steps:
             self._observe_draft(outcome)
         if outcome.since_last_s and not outcome.prefilled:
-            self._observe_other(outcome.since_last_s - outcome.draft_s - outcome.verify_s)
+            around_s = outcome.since_last_s - outcome.draft_s - outcome.verify_s
+            self._other.add(around_s)
+            if len(outcome.plan.running) == 1:
+                self._other_alone.add(around_s)
 
     def _observe_draft(self, outcome: IterationOutcome) -> None:
         seconds, first_s = outcome.draft_s, outcome.first_level_s
@@ -227,17 +243,11 @@ class LearnedCosts(Latency):
             step_s = min(max(step_s, line_s / STEP_RANGE), line_s * STEP_RANGE)
             self.step.observe(rows, step_s, self.slowdown)
 
-    def _observe_other(self, seconds: float) -> None:
-        """An idle time in between makes it longer, so the low quantile counts here, too."""
-        if math.isfinite(seconds):
-            self._latest_other.append(max(0.0, seconds))
-            self._other_s = sorted(self._latest_other)[int(QUANTILE * len(self._latest_other))]
-
 
 def _points(cost: StepCost) -> Sequence[float]:
-    """Sizes of which a guess is worth keeping."""
-    return cost.tokens if isinstance(cost, TableCost) else (64.0, 256.0, 1024.0, 4096.0)
+    """Sizes of which a guess is worth keeping. One token is among them: the baseline is read there."""
+    return (1.0, *cost.tokens) if isinstance(cost, TableCost) else (1.0, 8.0, 64.0, 256.0, 1024.0, 4096.0)
 
 
-def _learned_sizes(start: LatencyModel, cost: StepCost) -> Sequence[float]:
-    return cost.tokens if start.learned and isinstance(cost, TableCost) else ()
+def _known(cost: StepCost) -> Sequence[float]:
+    return cost.known if isinstance(cost, TableCost) else ()

@@ -117,6 +117,7 @@ class TableCost:
     seconds_at: tuple[float, ...]
     per_context_s: float = 0.0
     per_pair_s: float = 0.0
+    known: tuple[float, ...] = ()  # those of ``tokens`` that were learned from forwards that were served
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.seconds_at) or not self.tokens:
@@ -218,7 +219,6 @@ class LatencyModel(Latency):
     overhead_s: float = 0.0
     source: str = "default"
     draft_first: StepCost | None = None  # the first draft step with what is around it; None = like the others
-    learned: bool = False  # by serving on this host, not in a short measurement
 
     @overload
     def verify_s(self, tokens: float, context: Context = ...) -> float: ...
@@ -240,6 +240,11 @@ class LatencyModel(Latency):
     def other_s(self) -> float:
         return self.overhead_s
 
+    @property
+    def learned(self) -> bool:
+        """By serving on this host, not in a short measurement."""
+        return isinstance(self.verify, TableCost) and bool(self.verify.known)
+
     def baseline_s(self) -> float:
         """Unloaded seconds per output token: one request, no speculation."""
         return self.verify_s(1.0) + self.overhead_s
@@ -253,7 +258,6 @@ class LatencyModel(Latency):
             "overhead_s": self.overhead_s,
             "source": self.source,
             "draft_first": None if self.draft_first is None else self.draft_first.to_json(),
-            "learned": self.learned,
         }
 
     @staticmethod
@@ -269,7 +273,6 @@ class LatencyModel(Latency):
             float(data.get("overhead_s", 0.0)),
             str(data.get("source", "file")),
             None if first is None else _cost_from_json(first),
-            bool(data.get("learned", False)),
         )
 
 
@@ -289,6 +292,7 @@ def _cost_from_json(data: Mapping[str, Any]) -> StepCost:
         if data.get("form") == "table":
             fields["tokens"] = tuple(fields["tokens"])
             fields["seconds_at"] = tuple(fields["seconds_at"])
+            fields["known"] = tuple(fields.get("known", ()))
             return TableCost(**fields)
         return ForwardCost(**fields)
     except (TypeError, KeyError) as error:

@@ -26,6 +26,9 @@ FIRST_LOOK = 64
 MOVED = 0.05
 """The baseline follows when it has moved by more than this."""
 
+ALONE = 24
+"""Iterations of a lone request, one after the other, after which the baseline may rise."""
+
 
 class HostCosts:
     """Watches what ``costs`` learn: moves the baseline, says when the host is busy, saves the table."""
@@ -38,14 +41,15 @@ class HostCosts:
         self._costs, self._ledger, self._meta = costs, ledger, meta
         self._saves, self._follow = saves, follow
         self._started_ms = ledger.baseline_s * 1e3
-        self._iterations = 0
+        self._iterations = self._alone = 0
         self._looked_s = self._saved_s = 0.0
         self._others, self._others_share = OtherProcesses(), 0.0
         self._busy = False
 
-    def observed(self, now_s: float) -> None:
-        """Call after every iteration that the policy has observed."""
+    def observed(self, now_s: float, requests: int) -> None:
+        """Call after every iteration that the policy has observed; ``requests`` ran in it."""
         self._iterations += 1
+        self._alone = self._alone + 1 if requests == 1 else 0
         if self._iterations < FIRST_LOOK or now_s < self._looked_s + LOOK_EVERY_S:
             return
         self._looked_s = now_s
@@ -93,7 +97,11 @@ class HostCosts:
         return notes
 
     def _set_baseline(self) -> None:
+        """Under load it may fall, since a forward never takes less than it has to, but not rise: requests in
+        their numbers are slow because they are many, and SLOs must not become looser by that."""
         old_s, new_s = self._ledger.baseline_s, self._costs.baseline_s(BASELINE_CONTEXT)
+        if new_s > old_s and self._alone < ALONE:
+            return
         if abs(new_s / old_s - 1) > MOVED:
             self._ledger.set_baseline(new_s)
             logger.info(

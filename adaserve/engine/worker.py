@@ -419,7 +419,7 @@ class AdaServeWorker(BaseSpecWorker):
             self._recorder.observed(outcome)
         sources = counts_by_source(outcome)
         self.ledger.iteration(outcome.plan.running.rids, sample_of(outcome, sources), sources)
-        self.host_costs.observed(outcome.end_s)
+        self.host_costs.observed(outcome.end_s, len(outcome.plan.running))
         leaving, self._leaving = self._leaving, []
         for rid in leaving:
             self._forget(rid)

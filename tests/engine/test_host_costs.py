@@ -26,6 +26,7 @@ from adaserve.slo.stats import SLOStats
 META = {"host": "here", "target": "pair"}
 TABLE = TableCost((1.0, 4.0, 8.0, 16.0, 32.0), (0.010, 0.011, 0.013, 0.012, 0.020))
 QUIET = LatencyModel(ForwardCost(2e-4), TABLE, 1e-3)
+KEPT = replace(QUIET, verify=replace(TABLE, known=TABLE.tokens))
 
 
 @pytest.fixture(autouse=True)
@@ -63,14 +64,16 @@ class Server:
         self.host = HostCosts(self.costs, self.ledger, META, saves=saves, follow=follow)
         self.now_s = 100.0
 
-    def serve(self, iterations: int, times: float = 1.0) -> None:
-        """Forwards that take so many times what they do on the quiet host."""
+    def serve(
+        self, iterations: int, times: float = 1.0, sizes: tuple[int, ...] = (1, 4, 8, 16), requests: int = 1
+    ) -> None:
+        """Forwards of such sizes that take so many times what they do on the quiet host."""
         for i in range(iterations):
-            size = (1, 4, 8, 16)[i // 3 % 4]
+            size = sizes[i // 3 % len(sizes)]
             context = Context(256.0)
             self.costs.verify.observe(size, context, times * QUIET.verify_s(float(size), context))
             self.now_s += LOOK_EVERY_S / 10
-            self.host.observed(self.now_s)
+            self.host.observed(self.now_s, requests)
 
 
 def test_without_anything_kept_the_measurement_is_the_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -90,20 +93,20 @@ def test_what_was_learned_is_the_start_of_the_next_server() -> None:
 
 
 def test_a_busy_start_trusts_what_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    measure.save_learned(META, replace(QUIET, learned=True))
+    measure.save_learned(META, KEPT)
     with caplog.at_level(logging.WARNING):
         assert one_token_ms(start(6.0)) == pytest.approx(10.0)
     assert "6.0 times as long as when this host was last known" in caplog.text
 
 
 def test_a_host_that_became_faster_is_measured_anew() -> None:
-    measure.save_learned(META, slower(4.0, replace(QUIET, learned=True)))
+    measure.save_learned(META, slower(4.0, KEPT))
     assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
 
 
 def test_a_profile_that_is_asked_for_is_the_start(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever is kept; it says so when the profile was made elsewhere."""
-    measure.save_learned(META, replace(QUIET, learned=True))
+    measure.save_learned(META, KEPT)
     profile(3.0, host="elsewhere").save(cache / "p.json")
     with caplog.at_level(logging.WARNING):
         model = start(1.0, AdaServeConfig(profile=str(cache / "p.json")))
@@ -112,7 +115,7 @@ def test_a_profile_that_is_asked_for_is_the_start(cache: Path, caplog: pytest.Lo
 
 
 def test_a_full_profile_replaces_what_was_learned_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure.save_learned(META, replace(QUIET, learned=True))
+    measure.save_learned(META, KEPT)
     monkeypatch.setenv(measure.PROFILE_ENV, json.dumps({"ticks": "/dev/null", "out": None}))
     measure.save_full_profile(META, lambda grid, tick: profile(1.0))
     assert measure.load_learned(measure.learned_path(META)) is None
@@ -141,6 +144,25 @@ def test_the_baseline_follows_what_is_learned(times: float, caplog: pytest.LogCa
     assert server.ledger.baseline_s == pytest.approx(0.011, rel=0.05)
     assert "instead of" in caplog.text
     assert server.host.report()["baseline_start_ms"] == pytest.approx(10 * times + 1, rel=0.05)
+
+
+def test_the_baseline_does_not_rise_with_the_load() -> None:
+    """Forwards of many requests take a quarter longer than their sizes say: others use the memory, too."""
+    server = Server(QUIET)
+    server.serve(200)
+    before = server.ledger.baseline_s
+    server.serve(6000, times=1.25, sizes=(16, 20, 24), requests=16)
+    assert server.costs.baseline_s(BASELINE_CONTEXT) > 1.05 * before, "what it is worked out from did rise"
+    assert server.ledger.baseline_s == before
+    server.serve(400, times=1.25)
+    assert server.ledger.baseline_s == pytest.approx(0.0135, rel=0.05), "a lone request takes longer, too"
+
+
+def test_a_server_that_met_load_alone_leaves_the_baseline_to_the_next() -> None:
+    server = Server(QUIET)
+    server.serve(400, sizes=(16, 24, 32), requests=16)
+    again = start(1.0)
+    assert again.learned and one_token_ms(again) == pytest.approx(10.0, rel=0.05)
 
 
 def test_a_fixed_baseline_stays() -> None:

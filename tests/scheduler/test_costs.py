@@ -282,13 +282,23 @@ class TestCosts:
     def test_what_is_around_the_forwards_is_learned_without_prefills_and_pauses(self):
         costs, rng = LearnedCosts(START), np.random.default_rng(0)
         for _ in range(100):
-            one = served(2, 0, 1, draft_s=1e-4)
+            one = served(1, 0, 1, draft_s=1e-4)
             pause = 5.0 if rng.random() < 0.3 else 0.0
             costs.observe(replace(one, since_last_s=one.verify_s + 1e-4 + 2.5e-3 + pause), Context(512.0))
         assert costs.other_s() == pytest.approx(2.5e-3, rel=0.01)
         assert costs.baseline_s(256.0) == pytest.approx(
             START.verify_s(1.0, Context(256.0)) + 2.5e-3, rel=0.02
         )
+
+    def test_the_baseline_is_that_of_a_lone_request(self):
+        """What is around an iteration grows with the requests whose answers it sends."""
+        costs = LearnedCosts(START)
+        for n in [1] * 50 + [16] * 50:
+            one = served(n, 0, 1, draft_s=1e-4)
+            costs.observe(replace(one, since_last_s=one.verify_s + 1e-4 + n * 1e-3), Context(512.0))
+        assert costs.other_s() == pytest.approx(16e-3, rel=0.01)
+        around_s = costs.baseline_s(256.0) - START.verify_s(1.0, Context(256.0))
+        assert around_s == pytest.approx(1e-3, rel=0.05)
 
     def test_prefills_are_no_part_of_the_baseline(self):
         """Prompts that come without end put a chunk of 40 ms before nine of ten iterations."""
@@ -416,7 +426,7 @@ def test_replicas_know_when_their_host_is_busy():
 def test_a_first_step_that_was_learned_to_cost_nothing_is_no_start(learned: ForwardCost) -> None:
     """Long contexts may take all of a draft's time in the fit; the next run starts, and learns better."""
     start = LatencyModel(ForwardCost(2e-3, 1e-4), ForwardCost(10e-3, 1e-3), 1e-3)
-    saved = LatencyModel.from_json(replace(start, draft_first=learned, learned=True).to_json())
+    saved = LatencyModel.from_json(replace(start, draft_first=learned).to_json())
     first = LearnedCosts(saved).first
     assert first.seconds(4) == pytest.approx(start.draft.alone(np.array([4.0]))[0], rel=0.2)
     for _ in range(200):
