@@ -47,44 +47,64 @@ def bench_serve(
     url: Annotated[
         Text, _server("Address of the server.", envvar="ADASERVE_URL", show_default="http://127.0.0.1:30000")
     ] = None,
-    model: Annotated[Text, _server("Model name.", show_default="the first one served")] = None,
+    model: Annotated[Text, _server("Name of the model.", show_default="the first one served")] = None,
     api: Annotated[
-        Text, _server("completions, chat or generate (SGLang's own).", show_default="completions")
+        Text, _server("API: completions, chat or generate (SGLang's own).", show_default="completions")
     ] = None,
-    api_key: Annotated[Text, _server("Bearer token.", envvar=["ADASERVE_API_KEY", "OPENAI_API_KEY"])] = None,
+    api_key: Annotated[
+        Text, _server("API key of the server.", envvar=["ADASERVE_API_KEY", "OPENAI_API_KEY"])
+    ] = None,
     slo_headers: Annotated[
         Text, _server("SLO headers to send: both, ms, class or none.", show_default="both")
     ] = None,
     rps: Annotated[Number, _load("Requests per second.", show_default="1")] = None,
     burstiness: Annotated[
-        Number, _load("Variation of the gaps: 1 = Poisson, more = bursts.", show_default="1")
+        Number, _load("Variation of the gaps between requests: 1 = Poisson, more = bursts.", show_default="1")
     ] = None,
     duration: Annotated[Number, _load("Seconds during which requests arrive.", show_default="60")] = None,
     trace: Annotated[Text, _load("Trace: JSONL, Azure, BurstGPT, Mooncake or AdaServe file.")] = None,
     start: Annotated[Number, _load("Skip this many seconds of the trace.")] = None,
     target_rps: Annotated[Number, _load("Stretch the trace to this mean rate.")] = None,
-    time_scale: Annotated[Number, _load("Multiply the trace's times: 2 = half the load.")] = None,
+    time_scale: Annotated[Number, _load("Multiply the trace's times; 2 halves the load.")] = None,
     max_requests: Annotated[Count, _load("Send at most this many requests.")] = None,
-    seed: Annotated[Count, _load("Same seed, same schedule.", show_default="0")] = None,
+    seed: Annotated[Count, _load("Seed; the same seed gives the same schedule.", show_default="0")] = None,
     processes: Annotated[int, _load("Number of sending processes.")] = 1,
     mix: Annotated[
-        Text, _requests("Shares of the classes.", show_default="coding=0.6,chat=0.2,summarization=0.2")
+        Text,
+        _requests(
+            "Shares of the classes, such as coding=0.7,chat=0.3.",
+            show_default="60% coding, 20% chat, 20% summarization",
+        ),
     ] = None,
-    slo: Annotated[list[str] | None, _requests("TPOT SLO: coding=1.2x (baseline), chat=50 (ms).")] = None,
+    slo: Annotated[
+        list[str] | None, _requests("TPOT SLO: coding=1.2x (baselines) or chat=50 (ms). May be repeated.")
+    ] = None,
     baseline_ms: Annotated[
-        Number, _requests("ms per token of the idle server.", show_default="what the server says")
+        Number, _requests("Milliseconds per token of the idle server.", show_default="what the server says")
     ] = None,
     prompts: Annotated[
-        Text, _requests("JSONL(.gz) of {category, text}.", show_default="those that ship with AdaServe")
+        Text,
+        _requests(
+            "Prompts: a JSONL(.gz) file of {category, text}.",
+            show_default="those that ship with AdaServe",
+        ),
     ] = None,
-    output_tokens: Annotated[Count, _requests("Tokens to generate, for every class (no trace).")] = None,
+    output_tokens: Annotated[
+        Count, _requests("Tokens to generate, for every class; not with a trace.")
+    ] = None,
     temperature: Annotated[Number, _requests("Sampling temperature, for every class.")] = None,
-    ignore_eos: Annotated[bool | None, _requests("Generate full lengths (SGLang, vLLM).")] = None,
-    warmup: Annotated[Number, _output("Leave out the first seconds of the run.", show_default="0")] = None,
+    ignore_eos: Annotated[
+        bool | None, _requests("Generate the full length; SGLang and vLLM know this.")
+    ] = None,
+    warmup: Annotated[
+        Number, _output("First seconds of the run, which are not judged.", show_default="0")
+    ] = None,
     out: Annotated[Path | None, _output("Results folder.", show_default="results/<UTC>-TAG")] = None,
     tag: Annotated[str, _output("Name of the run.")] = "bench",
     plan_only: Annotated[bool, _output("Show what would be sent, send nothing.", "--plan-only")] = False,
-    fail_under_attainment: Annotated[Number, _output("Exit with 1 below this share (0 to 1).")] = None,
+    fail_under_attainment: Annotated[
+        Number, _output("Exit with 1 if attainment is below this share (0 to 1).")
+    ] = None,
 ) -> None:
     """Send requests with different SLOs and report which of them got the speed they asked for.
 
@@ -92,7 +112,9 @@ def bench_serve(
     options: one minute of coding, chat and summarization requests, one per second, against a server
     on port 30000. Works with any OpenAI-compatible server.
 
-    Exit codes: 0 fine, 1 attainment below the limit or run not valid, 2 bad input."""
+    Try: adaserve bench serve --rps 2 --duration 60 --mix coding=0.7,chat=0.3 --slo chat=50
+
+    Exit code 1: attainment is below the limit, or the run is not valid. 2: bad input."""
     from adaserve.loadgen import options
     from adaserve.loadgen.bench import run_bench
     from adaserve.loadgen.config import BenchConfig, load_config
@@ -132,12 +154,17 @@ def bench_serve(
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(help="Results folders; NAME=FOLDER names a setting.")],
+    runs: Annotated[
+        list[str], typer.Argument(help="Results folders of load tests; NAME=FOLDER gives one a name.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for report.html and PNGs.", show_default="the first of RUNS")
+        Path | None,
+        typer.Option(help="Folder for report.html and PNGs.", show_default="the first results folder"),
     ] = None,
     png: Annotated[bool, typer.Option(help="Write PNG files beside the page.")] = True,
-    fail_under_attainment: Annotated[Number, typer.Option(help="Exit with 1 below this share.")] = None,
+    fail_under_attainment: Annotated[
+        Number, typer.Option(help="Exit with 1 if attainment is below this share (0 to 1).")
+    ] = None,
 ) -> None:
     """Turn results folders into one page with attainment, goodput, latency curves and a comparison.
 

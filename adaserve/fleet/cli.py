@@ -29,15 +29,17 @@ def _fleet() -> None:
 def up(
     context: typer.Context,
     *,
-    replicas: Annotated[int, typer.Option(min=1, help="Servers to start; they share the cores.")] = 2,
-    router: Annotated[str, typer.Option(help="sglang-router or smg.")] = "sglang-router",
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Servers to start; they share this machine's cores.")
+    ] = 2,
+    router: Annotated[str, typer.Option(help="Router: sglang-router or smg.")] = "sglang-router",
     router_flags: Annotated[
-        str, typer.Option(help="Flags of the router, as one text: '--policy power_of_two'.")
+        str, typer.Option(help="Flags for the router in one string, such as '--policy power_of_two'.")
     ] = "",
     host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
     port: Annotated[
         int,
-        typer.Option(min=1, max=65535, help="Port of the router; the replicas get the ports behind it."),
+        typer.Option(min=1, max=65535, help="Port of the router; the replicas get the next ones."),
     ] = 30000,
     logs: Annotated[
         Path | None, typer.Option(help="Folder for logs.", show_default="a new one", callback=new_folder)
@@ -45,8 +47,8 @@ def up(
 ) -> None:
     """Start replicas and a router in front of them, and watch over them until Ctrl-C.
 
-    Every flag of `adaserve serve` is accepted too and given to each replica. A replica that dies is started
-    again. Ctrl-C lets requests in flight end; a second one ends them, too.
+    Flags of `adaserve serve` are accepted too and passed to each replica. A replica that dies is started
+    again. Ctrl-C waits for requests in flight; a second Ctrl-C does not.
     """
     from adaserve.fleet.local import Fleet
 
@@ -82,7 +84,7 @@ def _serve(fleet: Fleet) -> None:
     finally:
         try:
             if grace_s:
-                print("waiting for the requests in flight; Ctrl-C ends them, too", flush=True)
+                print("waiting for the requests in flight; Ctrl-C stops now", flush=True)
             fleet.down(grace_s)
         except BaseException:
             fleet.down(0.0)

@@ -10,16 +10,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(help="Versions of a draft that learns: list, choose, export.", no_args_is_help=True)
+app = typer.Typer(help="List, choose and export versions of a draft that learns.", no_args_is_help=True)
 console = Console()
 
 Folder = Annotated[Path, typer.Argument(help="The server's --learn-folder.", exists=True, file_okay=False)]
-Number = Annotated[int, typer.Argument(help="As `adaserve draft history` shows it.")]
+Number = Annotated[int, typer.Argument(help="Number of the version, from `adaserve draft history`.")]
 
 
 @app.command()
 def history(folder: Folder) -> None:
-    """List the versions with what they were judged by: expected accepted tokens of a chain of 4."""
+    """List the versions and their scores: expected accepted tokens of a chain of 4."""
     from adaserve.learning.versions import Versions
 
     versions = Versions(folder)
@@ -37,15 +37,19 @@ def history(folder: Folder) -> None:
 
 @app.command()
 def load(folder: Folder, number: Number) -> None:
-    """Choose the version that the server starts with next time; 0 is the draft as it came."""
+    """Choose the version with which the server starts next time; 0 is the draft as it came."""
     from adaserve.learning.versions import Versions
 
     Versions(folder).choose(number)
 
 
 @app.command()
-def save(folder: Folder, number: Number, out: Annotated[Path, typer.Argument(help="New folder.")]) -> None:
-    """Write a version as a checkpoint of its own, for --draft-model-path."""
+def save(
+    folder: Folder,
+    number: Number,
+    out: Annotated[Path, typer.Argument(help="New folder for the checkpoint.")],
+) -> None:
+    """Write a version as a checkpoint, for --draft-model-path of `adaserve serve`."""
     from adaserve.learning.versions import Versions
 
     Versions(folder).export(number, out)

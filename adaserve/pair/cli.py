@@ -16,7 +16,7 @@ from adaserve.cores import usable_cores
 from adaserve.pair.folders import HEAD, MEDUSA, PairError, cache_folder, drafts_of, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
 
-app = typer.Typer(help="The embedded target and draft: train, measure and widen them.", no_args_is_help=True)
+app = typer.Typer(help="Train, measure and widen the embedded target and draft.", no_args_is_help=True)
 console = Console()
 
 Work = Annotated[
@@ -25,9 +25,11 @@ Work = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
-WrittenTokens = Annotated[int, typer.Option(min=50_000, help="Tokens the target writes for its draft.")]
+WrittenTokens = Annotated[
+    int, typer.Option(min=50_000, help="Tokens that the target writes to train its draft.")
+]
 Compile = Annotated[bool, typer.Option(help="Compile the training step (needs a C++ compiler).")]
-Bf16 = Annotated[bool, typer.Option(help="Multiply in bfloat16: twice as fast on CPUs with AMX.")]
+Bf16 = Annotated[bool, typer.Option(help="Multiply in bfloat16; twice as fast on CPUs with AMX.")]
 THREADS = usable_cores()
 
 
@@ -69,7 +71,7 @@ def train(
     seed: Seed = 0,
     threads: Threads = THREADS,
 ) -> None:
-    """Train a pair: corpus, target, draft, measurements. Ctrl-C, then repeat: it resumes."""
+    """Train a pair: corpus, target, draft, measurements. After Ctrl-C the same command resumes."""
     from adaserve.pair.schedule import FIRST, FURTHER
 
     if minutes == 0 and not go_on:
@@ -102,7 +104,7 @@ def extend(
     seed: Seed = 0,
     threads: Threads = THREADS,
 ) -> None:
-    """Train a pair on windows of up to 8,192 tokens, with the rotary base that these need."""
+    """Train a pair further, on windows of up to 8,192 tokens."""
     from adaserve.pair.schedule import LONG
 
     start = pair if pair is not None else weights_folder()
@@ -139,7 +141,7 @@ def train_head(
     seed: Seed = 0,
     threads: Threads = THREADS,
 ) -> None:
-    """Train heads for the embedded target. Ctrl-C, then repeat: it resumes."""
+    """Train heads for the embedded target. After Ctrl-C the same command resumes."""
     from adaserve.pair.eagle import HeadShape
     from adaserve.pair.export import export_head, export_medusa
 
@@ -228,7 +230,7 @@ def widen(
     ] = "100M",
     extra_layers: Annotated[int, typer.Option(min=0, help="Layers to add that change nothing.")] = 0,
 ) -> None:
-    """Make (or find in the cache) a target that costs as much as a model of this size but says the same."""
+    """Make a target that costs as much as a model of this size but writes the same text, in the cache."""
     from adaserve.pair.widen import ensure_embedded_pair
 
     target, draft = ensure_embedded_pair(size, extra_layers=extra_layers)

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import httpx
 import pytest
 import typer
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from adaserve import server
@@ -149,6 +151,29 @@ def test_errors_of_users_and_servers_end_any_command_in_one_line(error: Exceptio
 def test_paragraphs_of_help_are_not_broken_where_our_lines_are() -> None:
     shown = CliRunner().invoke(app, ["bench", "serve", "--help"], env={"COLUMNS": "200"}).output
     assert "however slow the server is. Without options: one minute" in shown
+
+
+def leaves(group: Any, *path: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command below a group."""
+    for name, command in getattr(group, "commands", {}).items():
+        yield from leaves(command, *path, name)
+    if not hasattr(group, "commands"):
+        yield path
+
+
+def test_help_is_whole_on_a_narrow_terminal() -> None:
+    """A word that does not fit into its column is cut off."""
+    for words in leaves(get_command(app)):
+        shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).output
+        assert "Usage" in shown and "…" not in shown, shown
+
+
+def test_sglangs_name_of_the_draft_works(started: list[list[str]]) -> None:
+    words = ["--model-path", "m", "--speculative-draft-model-path", "d"]
+    assert CliRunner().invoke(app, ["serve", *words]).exit_code == 0
+    (command,) = started
+    assert command[command.index("--speculative-draft-model-path") + 1] == "d"
+    assert json.loads(os.environ[ENV])["drafts"] == "model"
 
 
 def test_help_and_small_commands_load_nothing_heavy() -> None:

@@ -17,16 +17,18 @@ def bench_fleet(
         Path | None,
         typer.Option(help="Results folder.", show_default="results/<UTC>-fleet", callback=new_folder),
     ] = None,
-    replicas: Annotated[int, typer.Option(min=2, help="Servers to start; they share the cores.")] = 2,
-    router: Annotated[str, typer.Option(help="sglang-router or smg.")] = "sglang-router",
+    replicas: Annotated[
+        int, typer.Option(min=2, help="Servers to start; they share this machine's cores.")
+    ] = 2,
+    router: Annotated[str, typer.Option(help="Router: sglang-router or smg.")] = "sglang-router",
     size: Annotated[str, typer.Option(help="Parameters of the embedded target.")] = "100M",
     policy: Annotated[str, typer.Option(help="Policy of the replicas.")] = "priced",
     rps: Annotated[float, typer.Option(min=0.01, help="Requests per second of the load test.")] = 2.0,
     duration: Annotated[float, typer.Option(min=1.0, help="Seconds during which requests arrive.")] = 60.0,
-    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds that are not judged.")] = 10.0,
+    warmup: Annotated[float, typer.Option(min=0.0, help="First seconds, which are not judged.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Same seed, same schedule.")] = 0,
 ) -> None:
-    """Check what replicas behind a router say about themselves: headroom, predicted TPOT, capacity."""
+    """Check what replicas tell a router about themselves: headroom, predicted TPOT, capacity."""
     from adaserve.bench.fleet.run import FleetPlan, run_fleet_bench, summary_text
     from adaserve.loadgen.results import new_results_dir
 

@@ -22,31 +22,38 @@ if TYPE_CHECKING:
 def gpu_check(
     *,
     device: Annotated[
-        Literal["cuda", "cpu"], typer.Option(help="cpu: a small dry run of the same code.")
+        Literal["cuda", "cpu"], typer.Option(help="cuda, or cpu for a small dry run of the same code.")
     ] = "cuda",
     model: Annotated[
-        str | None, typer.Option("--model-path", help="Target.", show_default="the embedded one, widened")
+        str | None,
+        typer.Option("--model-path", help="Target model.", show_default="the embedded one, widened"),
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option("--draft-model-path", help="Draft.", show_default="the embedded one, widened"),
+        typer.Option("--draft-model-path", help="Draft model.", show_default="the embedded one, widened"),
     ] = None,
     size: Annotated[
         Literal["small", "large"] | None,
-        typer.Option(help="Embedded pair: as shipped, or 8B and 1B.", show_default="large; small on a CPU"),
+        typer.Option(
+            help="Embedded pair: small (as shipped) or large (8B and 1B).",
+            show_default="large; small on a CPU",
+        ),
     ] = None,
     batches: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Concurrent requests.", show_default="1,8,32,64")
+        Any,
+        typer.Option(
+            parser=counts, metavar="A,B", help="Numbers of concurrent requests.", show_default="1,8,32,64"
+        ),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Output tokens.", show_default="128")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Output tokens per request.", show_default="128")] = None,
     rounds: Annotated[int | None, typer.Option(help="Repetitions.", show_default="3")] = None,
     mixed_seconds: Annotated[
-        float | None, typer.Option(help="Length of each mixed run; 0 = none.", show_default="60")
+        float | None, typer.Option(help="Seconds of each run with mixed SLOs; 0 = none.", show_default="60")
     ] = None,
-    flags: Annotated[str, typer.Option(help="Further SGLang flags for every server, in one string.")] = "",
+    flags: Annotated[str, typer.Option(help="More SGLang flags for every server, in one string.")] = "",
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="SERVER[:STAGE]", help="Run this alone; may be repeated.", show_default="all"),
+        typer.Option(metavar="SERVER[:STAGE]", help="Run only this; may be repeated.", show_default="all"),
     ] = None,
     stage_limit: Annotated[float, typer.Option(min=1, help="Seconds that one stage may take.")] = 900.0,
     out: Annotated[
@@ -56,10 +63,9 @@ def gpu_check(
 ) -> None:
     """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.
 
-    Writes gpu-check.json and figures, after every stage; a stage that fails does not keep the others from
-    running, and is run again when the command is started again with the same --out. Takes about 40 minutes on
-    a pair of the size of an 8B model, which is made without downloads. Exits with 3 where a target is missed,
-    and with 2 where a stage could not be done.
+    Takes about 40 minutes with a pair of the size of 8B and 1B models, which is made without downloads.
+    Writes gpu-check.json and figures after every stage. A stage that fails does not stop the others; the same
+    command with the same --out runs it again. Exit code 3: a target was missed. 2: a stage could not be done.
     """
     from adaserve.bench.gpu_check.check import Check
     from adaserve.bench.gpu_check.servers import Pair

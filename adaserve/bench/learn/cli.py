@@ -15,43 +15,54 @@ from adaserve.commands import new_folder
 def bench_learn(
     *,
     offline: Annotated[
-        bool, typer.Option("--offline", help="Without a server: compare variants of the training itself.")
+        bool, typer.Option("--offline", help="Compare variants of the training, without a server.")
     ] = False,
     variants: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Variants of the training, with --offline.", show_default="all"),
+        typer.Option(metavar="A,B", help="Variants to compare, with --offline.", show_default="all"),
     ] = None,
     order: Annotated[
         str,
         typer.Option(
             metavar="A,B",
-            help="Parts of the stream: cpp, json, law, home; cpp+law: in turn; cpp:64: so many requests.",
+            help="Parts of the stream: cpp, json, law or home. cpp+law takes turns; cpp:64 is 64 requests.",
         ),
     ] = "cpp,json,law,cpp",
-    requests: Annotated[int, typer.Option(min=8, help="Requests of each part that gives no number.")] = 256,
-    block: Annotated[int, typer.Option(min=4, help="Requests per turn.")] = 32,
+    requests: Annotated[int, typer.Option(min=8, help="Requests per part without a number.")] = 256,
+    block: Annotated[int, typer.Option(min=4, help="Requests per block; drafts take turns by blocks.")] = 32,
     every: Annotated[int, typer.Option(min=1, help="Compare in every Nth block only.")] = 1,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens generated per request.")] = 96,
     temperature: Annotated[float, typer.Option(min=0, help="Temperature of all requests.")] = 0.8,
-    at_once: Annotated[int, typer.Option(min=1, help="Requests that are sent together.")] = 8,
+    at_once: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 8,
     against: Annotated[
-        str, typer.Option(help="first: the draft as it came; held: what was learned, without learning.")
+        str,
+        typer.Option(
+            help="Compare with first (the draft as it came) or held (the learned draft, without learning)."
+        ),
     ] = "first",
     rest: Annotated[
-        float, typer.Option(min=0, help="Seconds without requests for each second with them: spare capacity.")
+        float, typer.Option(min=0, help="Idle seconds per second of traffic, as spare capacity.")
     ] = 0.0,
-    classes: Annotated[str, typer.Option(metavar="A,B", help="SLO classes of the requests, in turn.")] = "",
-    policy: Annotated[str, typer.Option("--policy", help="adaserve, priced, chain-4, ...")] = "chain-4",
+    classes: Annotated[str, typer.Option(metavar="A,B", help="SLO classes of the requests, in turns.")] = "",
+    policy: Annotated[
+        str, typer.Option("--policy", help="Scheduling policy, as in `adaserve serve`.")
+    ] = "chain-4",
     share: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Share of the requests that are learned from; not with --offline."),
+        typer.Option(min=0, max=1, help="Share of the requests to learn from, 0 to 1; not with --offline."),
     ] = 1.0,
-    loss: Annotated[str, typer.Option(help="forward, reverse, jsd, lk or hard.")] = "jsd",
+    loss: Annotated[
+        str,
+        typer.Option(help="What training minimises: jsd, forward, reverse, lk or hard (docs/learning.md)."),
+    ] = "jsd",
     nice: Annotated[
-        int, typer.Option(min=0, max=19, help="How far the trainer stands back, as in `nice`.")
+        int,
+        typer.Option(
+            min=0, max=19, help="Priority of the trainer, as in nice; at 19 it gets spare time only."
+        ),
     ] = 19,
     size: Annotated[
-        str, typer.Option(help="Parameters that the embedded target is widened to; not with --offline.")
+        str, typer.Option(help="Parameters of the embedded target; not with --offline.")
     ] = "100M",
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     out: Annotated[

@@ -20,33 +20,79 @@ from adaserve.commands import fail, new_file, new_folder
 app = typer.Typer(help="Simulate policies, loads and fleets without a GPU.", no_args_is_help=True)
 console = Console(stderr=True)
 
+TRAFFIC, HARDWARE, PREFILLS, FLEET, OUTPUT = "Traffic", "Hardware", "Prefills", "Fleet", "Output"
+"""Groups of options."""
+
 # Options that several commands have.
-OneTrace = Annotated[str, typer.Option(help="Trace file, or synthetic:N:RPS[:BURST].")]
-PolicyName = Annotated[str, typer.Option(help="A policy of `adaserve serve`.")]
-ModelName = Annotated[str, typer.Option(help="Target: llama-3.1-8b, llama-3.1-70b or qwen2.5-32b.")]
-GpuName = Annotated[str, typer.Option(help="a100, h100, h200 or l40s.")]
-TensorParallel = Annotated[int, typer.Option(min=1, help="Tensor parallel degree.")]
+OneTrace = Annotated[
+    str,
+    typer.Option(
+        metavar="TRACE", help="Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second."
+    ),
+]
+PolicyName = Annotated[str, typer.Option(help="Scheduling policy, as in `adaserve serve`.")]
+ModelName = Annotated[
+    str,
+    typer.Option(help="Target: llama-3.1-8b, llama-3.1-70b or qwen2.5-32b.", rich_help_panel=HARDWARE),
+]
+GpuName = Annotated[str, typer.Option(help="a100, h100, h200 or l40s.", rich_help_panel=HARDWARE)]
+TensorParallel = Annotated[
+    int, typer.Option(min=1, help="GPUs per replica (tensor parallelism).", rich_help_panel=HARDWARE)
+]
 ProfileFile = Annotated[
-    Path | None, typer.Option(help="Latency profile of `adaserve profile`, instead of a model and GPUs.")
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Latency profile written by `adaserve profile`, in place of a model and GPUs.",
+        rich_help_panel=HARDWARE,
+    ),
 ]
 CacheTokens = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of KV cache.", show_default="from the hardware")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens that the KV cache of a replica holds.",
+        show_default="from the hardware",
+        rich_help_panel=HARDWARE,
+    ),
 ]
 RouterName = Annotated[
-    Literal["round-robin", "least-work", "slo"], typer.Option(help="How requests get to replicas.")
+    Literal["round-robin", "least-work", "slo"],
+    typer.Option(
+        metavar="NAME",
+        help="How requests are spread over replicas: round-robin, least-work or slo.",
+        rich_help_panel=FLEET,
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of every random choice.")]
 Baseline = Annotated[
     float | None,
-    typer.Option(min=0.001, help="ms per token of an idle replica.", show_default="from the hardware"),
+    typer.Option(
+        min=0.001,
+        help="Milliseconds per token of an idle replica, which x_baseline SLOs multiply.",
+        show_default="from the hardware",
+        rich_help_panel=HARDWARE,
+    ),
 ]
 SloConfig = Annotated[
-    Path | None, typer.Option(help="YAML with SLO classes.", show_default="coding, chat, summarization")
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="YAML file with SLO classes.",
+        show_default="coding, chat, summarization",
+        rich_help_panel=TRAFFIC,
+    ),
 ]
 EosShare = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Share of requests that stop before their cap.")
+    float,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Share of requests (0 to 1) that end before their output length.",
+        rich_help_panel=TRAFFIC,
+    ),
 ]
-JsonFile = Annotated[Path | None, typer.Option(help="JSON file for the result.", callback=new_file)]
+JsonFile = Annotated[Path | None, typer.Option(help="Write the result to this JSON file.", callback=new_file)]
 
 
 @contextmanager
@@ -62,58 +108,108 @@ def _refusing() -> Iterator[None]:
 def run(
     *,
     trace: Annotated[
-        list[str], typer.Option(help="Trace file, or synthetic:N:RPS[:BURST]; may be repeated.")
+        list[str],
+        typer.Option(
+            metavar="TRACE",
+            help="Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second. May be "
+            "repeated.",
+        ),
     ],
     policy: Annotated[
         list[str],
         typer.Option(
-            help="A policy of `adaserve serve`; fcfs, stta or sep-pipe: plain decoding in that order; "
-            "clairvoyant or true-probabilities: what no server can know. With settings: "
-            "label=name:key=value,... May be repeated."
+            metavar="NAME",
+            help="Scheduling policy, as in `adaserve serve`. Also fcfs, stta and sep-pipe (plain decoding in "
+            "that order), and clairvoyant and true-probabilities (which know what no server knows). With "
+            "settings: LABEL=NAME:KEY=VALUE,... May be repeated.",
         ),
     ] = ["adaserve"],  # noqa: B006 - typer copies it
+    speedup: Annotated[
+        Any,
+        typer.Option(
+            parser=floats,
+            metavar="A,B",
+            help="Loads, as multiples of the trace's own rate.",
+            rich_help_panel=TRAFFIC,
+        ),
+    ] = "1",
+    seeds: Annotated[Any, typer.Option(parser=seed_list, metavar="A,B", help="Seeds; x3 means 0,1,2.")] = "0",
     model: ModelName = "llama-3.1-70b",
     gpu: GpuName = "a100",
     tp: TensorParallel = 4,
     profile: ProfileFile = None,
     kv_tokens: CacheTokens = None,
-    speedup: Annotated[
-        Any, typer.Option(parser=floats, metavar="A,B", help="Loads as multiples of the trace's own rate.")
-    ] = "1",
-    seeds: Annotated[Any, typer.Option(parser=seed_list, metavar="A,B", help="0,1,2 or x3.")] = "0",
     baseline_ms: Baseline = None,
     slo_config: SloConfig = None,
     prefill: Annotated[
         Literal["mixed", "exclusive"],
-        typer.Option(help="mixed: chunks of prompts run in the forwards that decode; exclusive: alone."),
+        typer.Option(
+            metavar="NAME",
+            help="mixed: chunks of prompts share forwards with decoding; exclusive: they run alone.",
+            rich_help_panel=PREFILLS,
+        ),
     ] = "mixed",
-    chunk: Annotated[int, typer.Option(min=1, help="Most tokens of a chunk.")] = 512,
+    chunk: Annotated[
+        int, typer.Option(min=1, help="Largest chunk, in tokens.", rich_help_panel=PREFILLS)
+    ] = 512,
     order: Annotated[
         Literal["fcfs", "slack", "short", "deadline"],
-        typer.Option(help="Order in which prompts are prefilled."),
+        typer.Option(
+            metavar="NAME",
+            help="Order in which prompts are prefilled: fcfs, slack, short or deadline.",
+            rich_help_panel=PREFILLS,
+        ),
     ] = "fcfs",
     gate: Annotated[
-        float | None, typer.Option(min=0.0, help="Start prefills only above this headroom.")
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Start a prompt only while the tightest running SLO keeps this headroom.",
+            show_default="no gate",
+            rich_help_panel=PREFILLS,
+        ),
     ] = None,
     shed: Annotated[
-        bool, typer.Option("--shed", help="Answer 429 when the TTFT SLO is already lost.")
+        bool,
+        typer.Option(
+            "--shed",
+            help="Answer 429 to requests whose TTFT SLO has passed while they waited.",
+            rich_help_panel=PREFILLS,
+        ),
     ] = False,
     lag: Annotated[
-        bool, typer.Option("--lag", help="As under the overlap schedule: outcomes arrive one plan late.")
+        bool,
+        typer.Option("--lag", help="Outcomes arrive one plan late, as under SGLang's overlap schedule."),
     ] = False,
-    replicas: Annotated[int, typer.Option(min=1, help="Equal replicas behind the router.")] = 1,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Equal replicas behind the router.", rich_help_panel=FLEET)
+    ] = 1,
     router: RouterName = "least-work",
     miscalibration: Annotated[
-        float, typer.Option(min=0.0, help="How far path probabilities are off, in logits.")
+        float,
+        typer.Option(min=0.0, help="Error of the path probabilities, in logits.", rich_help_panel=TRAFFIC),
     ] = 0.15,
     eos_share: EosShare = 0.0,
     recorded: Annotated[
-        Path | None, typer.Option(help="Recording of engine iterations to draw trees from.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Take candidate trees from this recording (`adaserve serve --record`).",
+            rich_help_panel=TRAFFIC,
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for results.", callback=new_folder)] = None,
-    records: Annotated[bool, typer.Option(help="Write one line per request to --out.")] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Results folder.", callback=new_folder, rich_help_panel=OUTPUT),
+    ] = None,
+    records: Annotated[
+        bool, typer.Option(help="Also write one line per request to --out.", rich_help_panel=OUTPUT)
+    ] = True,
 ) -> None:
-    """Simulate every trace x load x policy x seed; print a table, write records and plots to --out."""
+    """Simulate every trace x load x policy x seed; print a table, write records and plots to --out.
+
+    Try: adaserve simulate run --trace synthetic:200:4 --policy priced --policy none
+    """
     from adaserve.bench.simulate.grid import Grid, run_and_report
 
     grid = Grid(
@@ -133,11 +229,12 @@ def capacity(
     trace: Annotated[
         list[str],
         typer.Option(
-            help="Trace file, or synthetic:N:RPS[:BURST]; may be repeated for what several servers "
-            "wrote with --record-requests."
+            metavar="TRACE",
+            help="Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second. May be "
+            "repeated, for files of several servers with --record-requests.",
         ),
     ],
-    target: Annotated[float, typer.Option(min=0.001, max=1.0, help="Attainment to reach.")] = 0.95,
+    target: Annotated[float, typer.Option(min=0.001, max=1.0, help="Attainment to reach, 0 to 1.")] = 0.95,
     policy: PolicyName = "priced",
     model: ModelName = "llama-3.1-70b",
     gpu: GpuName = "a100",
@@ -145,17 +242,21 @@ def capacity(
     profile: ProfileFile = None,
     kv_tokens: CacheTokens = None,
     router: RouterName = "least-work",
-    most: Annotated[int, typer.Option(min=1, help="Largest fleet to try.")] = 1024,
+    most: Annotated[int, typer.Option(min=1, help="Most replicas to try.")] = 1024,
     seed: Seed = 0,
     baseline_ms: Baseline = None,
     slo_config: SloConfig = None,
     recorded: Annotated[
         Path | None,
-        typer.Option(help="Recording of engine iterations: acceptance, and how busy the host was."),
+        typer.Option(
+            metavar="FILE",
+            help="Take acceptance and the load of the host from this recording (`adaserve serve --record`).",
+            rich_help_panel=TRAFFIC,
+        ),
     ] = None,
     out: JsonFile = None,
 ) -> None:
-    """The smallest number of replicas that attains --target on a trace."""
+    """Find the smallest number of replicas that attains --target on a trace."""
     from adaserve.bench.simulate.fleet import SimulatedFleet
     from adaserve.bench.simulate.hardware import Hardware
     from adaserve.bench.simulate.traces import read_recorded
@@ -229,13 +330,13 @@ def forecast(
     profile: ProfileFile = None,
     seed: Seed = 0,
     eos_share: EosShare = 0.0,
-    skip: Annotated[int, typer.Option(min=0, help="Requests at the beginning that are not judged.")] = 50,
-    max_requests: Annotated[int, typer.Option(min=1, help="Requests of the trace that are served.")] = 500,
+    skip: Annotated[int, typer.Option(min=0, help="First requests, which are not judged.")] = 50,
+    max_requests: Annotated[int, typer.Option(min=1, help="Most requests of the trace to serve.")] = 500,
 ) -> None:
-    """How well the TPOT of requests is predicted when they arrive, and how well it could be.
+    """Show how well the TPOT of requests is predicted when they arrive, and how well it could be.
 
-    `load` goes by the load at the arrival alone, `server` is what a server says, and `foreseen` knows every
-    iteration to come, but not the text of the request.
+    In the table, load predicts by the load at the arrival alone, server is the predictor of a server, and
+    foreseen knows every iteration to come, but not the text of the request.
     """
     from adaserve.bench.forecast import forecast_text
     from adaserve.bench.simulate.hardware import Hardware
@@ -251,7 +352,9 @@ def forecast(
 
 
 @app.command()
-def fit(profile: Annotated[Path, typer.Argument(help="Latency profile of `adaserve profile`.")]) -> None:
+def fit(
+    profile: Annotated[Path, typer.Argument(help="Latency profile written by `adaserve profile`.")],
+) -> None:
     """Fit a line (TurboSpec), a roofline and a table to a latency profile; print their errors."""
     from adaserve.bench.fit import show_fit
 
@@ -271,15 +374,18 @@ def context(
         Any, typer.Option(parser=counts, metavar="A,B", help="Cached tokens of each.")
     ] = "2000,8000,16000,32000",
     window: Annotated[int, typer.Option(min=16, help="Recent tokens that sparse drafts read.")] = 512,
-    acceptance: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of a token of the draft model.")] = 0.7,
+    acceptance: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Acceptance rate of a draft model's token.")
+    ] = 0.7,
     own_acceptance: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Of a token where the target drafts for itself.")
+        float,
+        typer.Option(min=0.0, max=1.0, help="Acceptance rate of a token where the target drafts for itself."),
     ] = 0.85,
     out: Annotated[
         Path | None, typer.Option(help="Folder for JSON, Markdown and a figure.", callback=new_folder)
     ] = None,
 ) -> None:
-    """Speculation at long contexts by data-sheet costs, for any model and GPU that the simulator knows."""
+    """Simulate speculation at long contexts by data-sheet costs, for any known model and GPU."""
     from adaserve.bench.context.simulated import simulate_context
     from adaserve.loadgen.figures import save
     from adaserve.loadgen.results import command_line

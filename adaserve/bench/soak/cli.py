@@ -22,7 +22,7 @@ def bench_soak(
     workers: Annotated[int, typer.Option(min=1, help="HTTP processes of the server.")] = 4,
     clients: Annotated[int, typer.Option(min=1, help="Client processes.")] = 3,
     learn: Annotated[
-        bool, typer.Option("--learn", help="The draft learns from all requests, and is swapped meanwhile.")
+        bool, typer.Option("--learn", help="Let the draft learn from all requests and be swapped meanwhile.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the mix.")] = 0,
     out: Annotated[
@@ -30,10 +30,10 @@ def bench_soak(
         typer.Option(help="Results folder.", show_default="results/<UTC>-soak", callback=new_folder),
     ] = None,
 ) -> None:
-    """Random mixes of everything against a real server, with invariants checked while it runs.
+    """Send random mixes of everything to a real server, and check invariants while it runs.
 
     The server has little memory and several HTTP processes. Clients stream, leave, abort, read slowly and
-    get killed, while the policy changes. Ctrl-C ends it in order. Exit code 1: an invariant was violated."""
+    get killed, while the policy changes. Ctrl-C stops it cleanly. Exit code 1: an invariant was violated."""
     from adaserve.bench.soak.run import SoakPlan, run_soak
     from adaserve.loadgen.results import new_results_dir
 

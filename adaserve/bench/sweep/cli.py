@@ -24,7 +24,7 @@ def bench_sweep(
     axes: Annotated[
         Any,
         _what(
-            "Of load, peaks, share, scale, kinds, traces.",
+            "What to vary: load, peaks, share, scale, kinds, traces.",
             parser=words,
             show_default="load, and traces where there are any",
         ),
@@ -32,8 +32,8 @@ def bench_sweep(
     policies: Annotated[
         Any,
         _what(
-            "Systems on the load axis: policies, sglang, sglang-priority; +gate gives a policy our prefills; "
-            "chain, adaptive-verify and urgency without a length get their best one.",
+            "Systems on the load axis: policies, sglang, sglang-priority. NAME+gate has our gate and "
+            "prefills; chain, adaptive-verify and urgency without a length get their best one.",
             parser=words,
             show_default="nine as they are, four with the gate",
         ),
@@ -44,32 +44,39 @@ def bench_sweep(
     ] = None,
     loads: Annotated[
         Any,
-        _what("Request rates over this host's capacity.", parser=floats, show_default="0.3,0.6,1"),
+        _what(
+            "Request rates, as multiples of this host's capacity.", parser=floats, show_default="0.3,0.6,1"
+        ),
     ] = None,
     at: Annotated[float | None, _what("Load of the other axes.", show_default="0.6")] = None,
     shares: Annotated[
-        Any, _what("Shares of urgent requests.", parser=floats, show_default="0.3,0.6,0.9")
+        Any, _what("Shares of urgent requests, 0 to 1.", parser=floats, show_default="0.3,0.6,0.9")
     ] = None,
     scales: Annotated[
         Any,
         _what(
-            "SLOs of the urgent class over the baseline.",
+            "TPOT SLOs of the urgent class, in baselines.",
             parser=floats,
             show_default="1.6,1.4,1.2,1,0.8,0.6",
         ),
     ] = None,
     kinds: Annotated[
         Any,
-        _what("Of sessions, repetition, long: traffic of another kind.", parser=words, show_default="all"),
+        _what("Other kinds of traffic: sessions, repetition, long.", parser=words, show_default="all"),
     ] = None,
     lengths: Annotated[
-        Any, _what("Lengths that families choose from.", parser=counts, show_default="2,4")
+        Any,
+        _what(
+            "Lengths among which chain, adaptive-verify and urgency choose.",
+            parser=counts,
+            show_default="2,4",
+        ),
     ] = None,
-    seeds: Annotated[Any, _what("Comma-separated; x3 is 0,1,2.", parser=seed_list, show_default="x3")] = None,
+    seeds: Annotated[Any, _what("Seeds; x3 means 0,1,2.", parser=seed_list, show_default="x3")] = None,
     blocks: Annotated[
         int | None, _what("Blocks per point and seed; peaks have three times as many.", show_default="1")
     ] = None,
-    seconds: Annotated[float | None, _what("Arrivals per block.", show_default="20")] = None,
+    seconds: Annotated[float | None, _what("Seconds of arrivals per block.", show_default="20")] = None,
     quick: Annotated[bool, _what("Two systems, one load, one seed: about four minutes.", "--quick")] = False,
     check_plain: Annotated[
         bool | None,
@@ -81,18 +88,18 @@ def bench_sweep(
     traces: Annotated[
         Path | None, _traffic("Folder of trace files, each a point of the axis `traces`.")
     ] = None,
-    slo_config: Annotated[Text, _traffic("YAML with other classes and SLOs.")] = None,
+    slo_config: Annotated[Text, _traffic("YAML file with SLO classes.")] = None,
     prompt_scale: Annotated[
-        float | None, _traffic("Prompt lengths over those of paper or trace.", show_default="0.11")
+        float | None, _traffic("Factor on the prompt lengths of the paper or the trace.", show_default="0.11")
     ] = None,
     output_scale: Annotated[
-        float | None, _traffic("Output lengths over those of paper or trace.", show_default="0.5")
+        float | None, _traffic("Factor on the output lengths of the paper or the trace.", show_default="0.5")
     ] = None,
     temperature: Annotated[
-        float | None, _traffic("For every class; 0 is greedy decoding.", show_default="0.8")
+        float | None, _traffic("Sampling temperature of every class; 0 is greedy.", show_default="0.8")
     ] = None,
-    model: Annotated[Text, _server("Target.", show_default="the embedded model")] = None,
-    draft: Annotated[Text, _server("Draft.", show_default="the embedded model")] = None,
+    model: Annotated[Text, _server("Target model.", show_default="the embedded model")] = None,
+    draft: Annotated[Text, _server("Draft model.", show_default="the embedded model")] = None,
     size: Annotated[
         Text, _server("Parameters that the embedded target is widened to.", show_default="100M")
     ] = None,
@@ -100,36 +107,40 @@ def bench_sweep(
     max_depth: Annotated[
         int | None, _server("Deepest candidate tree.", show_default="5, or that of the longest chain")
     ] = None,
-    budget: Annotated[int | None, _server("Tokens per verification.", show_default="measured")] = None,
-    baseline_ms: Annotated[float | None, _server("Baseline, ms per token.", show_default="measured")] = None,
-    capacity: Annotated[float | None, _server("Requests/s of load 1.", show_default="measured")] = None,
-    minutes: Annotated[float | None, _run("Start no block that would end after this time.")] = None,
-    hours: Annotated[float | None, _run("The same in hours.")] = None,
-    attempts: Annotated[
-        int, _run("How often a block is measured while other programs use the host.", min=1)
-    ] = 3,
+    budget: Annotated[int | None, _server("Most tokens per verification.", show_default="measured")] = None,
+    baseline_ms: Annotated[
+        float | None, _server("Milliseconds per token of the idle server.", show_default="measured")
+    ] = None,
+    capacity: Annotated[
+        float | None, _server("Requests per second of load 1.", show_default="measured")
+    ] = None,
+    minutes: Annotated[float | None, _run("Minutes to run; no block starts that would end later.")] = None,
+    hours: Annotated[float | None, _run("Hours to run, in place of --minutes.")] = None,
+    attempts: Annotated[int, _run("Tries per block while other programs disturb it.", min=1)] = 3,
     out: Annotated[
         Path | None,
         _run(
-            "Results; a folder of an earlier call is continued.",
+            "Results folder; one of an earlier call is continued.",
             show_default="results/<UTC>-sweep",
             callback=new_folder,
         ),
     ] = None,
-    plot_only: Annotated[Path | None, _run("Only draw the figures and tables of this folder again.")] = None,
+    plot_only: Annotated[
+        Path | None, _run("Draw figures and tables of this folder again, and run nothing.")
+    ] = None,
     simulate: Annotated[
         Path | None,
-        _run("Replay this folder's blocks in the simulator with its host's profile: does it say the same?"),
+        _run("Replay this folder's blocks in the simulator, and compare."),
     ] = None,
     readme: Annotated[
-        Path | None, _run("Put this sweep's column into that file (results/README.md).")
+        Path | None, _run("Write this sweep's column into this file (results/README.md).")
     ] = None,
-    plan_only: Annotated[bool, _run("Show what would run.", "--plan-only")] = False,
+    plan_only: Annotated[bool, _run("Show what would run, and run nothing.", "--plan-only")] = False,
 ) -> None:
-    """Policies against request rate, urgent share, SLO scale, peaks and other traffic; both SLOs count.
+    """Compare systems by both SLOs at several loads, mixes, SLOs and traces.
 
     Systems play the same block of requests in random order before any plays the next one, because the speed
-    of a host drifts. Ctrl-C stops; the same --out continues."""
+    of a host drifts. After Ctrl-C the same --out continues. Exit code 3: blocks are left."""
     from adaserve.bench.sweep.commands import Options, redraw, replay, show_plan, sweep, trace_files
 
     console = Console(stderr=True)

@@ -1,0 +1,119 @@
+"""Options that several commands share, and the server that they describe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+DRAFTS, COSTS, OVERLOAD = "Drafts", "Speculation and its costs", "Overload and routers"
+LEARNING, RECORDING, WEIGHTS = "Learning", "Recording", "Weights"
+"""Groups of options. Those that most people need stand in none of them."""
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model-path",
+        "--model",
+        help="Target model: a folder or a Hugging Face name.",
+        show_default="the embedded target",
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model-path",
+        help="Draft model with the target's vocabulary, or heads for the target.",
+        show_default="the embedded draft; none with --model-path",
+    ),
+]
+Drafts = Annotated[
+    str | None,
+    typer.Option(
+        help="What proposes tokens: model, self, suffix, model,suffix or self,suffix. self: the target "
+        "itself, reading a --draft-window. suffix: what followed earlier in the same text; nearly free, for "
+        "any model.",
+        show_default="model; suffix where --model-path has no --draft-model-path",
+        rich_help_panel=DRAFTS,
+    ),
+]
+Window = Annotated[
+    str,
+    typer.Option(
+        help="Recent tokens of the context that a draft reads: a number, 0 for the whole context, or auto: "
+        "the policy priced chooses for each request.",
+        rich_help_panel=DRAFTS,
+    ),
+]
+DraftKind = Annotated[
+    str,
+    typer.Option(
+        help="model, eagle3 (an EAGLE-3 head), mtp (an MTP layer, usually in the target's checkpoint), "
+        "medusa (Medusa heads), or auto: by the draft's config.json. Without --model-path it chooses among "
+        "the embedded drafts, and auto is the model.",
+        rich_help_panel=DRAFTS,
+    ),
+]
+SecondDraft = Annotated[
+    str | None,
+    typer.Option(
+        help="Another draft model, whose candidates join the same tree.",
+        show_default="none",
+        rich_help_panel=DRAFTS,
+    ),
+]
+Size = Annotated[
+    str,
+    typer.Option(
+        help="Parameters of the embedded target, which is widened to so many, such as 100M or 1.5B.",
+        rich_help_panel=WEIGHTS,
+    ),
+]
+PolicyName = Annotated[
+    str,
+    typer.Option("--policy", help="Scheduling policy: priced, adaserve, turbospec, chain-4, none, ..."),
+]
+Budget = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Most tokens per verification, all requests together.",
+        show_default="by measured costs",
+        rich_help_panel=COSTS,
+    ),
+]
+Weights = Annotated[
+    str,
+    typer.Option(help="How a CPU host stores weights: auto, fp32, fp16 or bf16.", rich_help_panel=WEIGHTS),
+]
+DraftWeights = Annotated[
+    str,
+    typer.Option(
+        help="How a CPU host stores the draft's weights: auto, fp32, fp16, bf16 or int8. auto is int8 where "
+        "the processor multiplies 8-bit numbers fast, else as --cpu-weights.",
+        rich_help_panel=WEIGHTS,
+    ),
+]
+
+
+def server_spec(
+    model: str | None,
+    draft: str | None,
+    size: str,
+    extra: tuple[str, ...] = (),
+    host: str = "127.0.0.1",
+    port: int = 30000,
+    drafts: str | None = None,
+    **settings: Any,
+) -> Any:
+    """The ServerSpec of these options. Raises ConfigError."""
+    from adaserve.config import AdaServeConfig
+    from adaserve.server import ServerSpec
+
+    is_part = settings.get("draft_kind") == "mtp" and "model" in (drafts or "model").split(",")
+    if is_part and draft is None:
+        draft = model  # an MTP layer stands in the target's checkpoint
+    if drafts is None:
+        drafts = "suffix" if model is not None and draft is None else "model"
+    config = AdaServeConfig(drafts=drafts, **settings)
+    return ServerSpec(model, draft, size, host, port, config, extra)
