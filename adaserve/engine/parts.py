@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from adaserve.engine.filters import Filter
 from adaserve.engine.reading import Reading
 from adaserve.engine.search import Forbid
 from adaserve.engine.trees.batch import TreeBatch
@@ -180,6 +181,11 @@ class Device(Protocol):
 
     def get(self, **tensors: Tensor) -> HostCopy:
         """Queues a copy of int64, float64 or bool tensors to the host."""
+        ...
+
+    @property
+    def filter(self) -> Filter:
+        """Top-k, top-p and min-p."""
         ...
 
     def draw(self, logits: Tensor, reading: Reading) -> Tensor:

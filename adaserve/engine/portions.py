@@ -11,8 +11,8 @@ MOST_VALUES = 1 << 23
 """Logits in a portion: 64 rows of 128k tokens, 33 MB in fp32."""
 
 BYTES_PER_VALUE = 32
-"""Of temporaries at the same time, at most, for each logit of a portion: penalties take 29, filters 22 and
-what sorting takes for itself."""
+"""Of temporaries at the same time, at most, for each logit of a portion: penalties take 29, filters 24 and
+what sorting takes for itself where they sort."""
 
 ALIGNED_ROWS = 16
 """Portions start at multiples of it, so that a kernel that is compiled for aligned addresses serves them all

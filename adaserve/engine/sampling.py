@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from sglang.srt.layers.sampler import (
     apply_custom_logit_processor,
     sampling_from_probs_torch,
@@ -117,22 +116,9 @@ def draw(logits: Tensor, step: Step) -> Tensor:
         return _draw_seeded(logits, step, filtered)
     if len(at := step.tokens_of(filtered)):
         logits = logits.clone()  # log-probabilities are told without the filters
-        where, *settings = step.columns(at, "temperature", "top_k", "top_p", "min_p")
-        for part in portions(len(at), vocabulary):
-            here = where[part]
-            some = logits[here]
-            logits[here] = some.masked_fill_(~_allowed(some, *(s[part, None] for s in settings)), -torch.inf)
+        step.device.filter(logits, *step.columns(at, "temperature", "top_k", "top_p", "min_p"))
     row, keys = step.verified.row, np.array([s.key for s in step.states], np.uint64)
     return step.device.draw(logits, Reading.draws(step.temperature[row], keys[row], step.verified.positions))
-
-
-def _allowed(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """bool [k, vocab]: tokens that top-k, top-p and min-p leave, jointly as SGLang does; settings [k, 1]."""
-    falling, token = (logits / temperature).softmax(dim=-1).sort(dim=-1, descending=True)
-    kept = torch.arange(logits.shape[1], device=logits.device) < top_k
-    kept &= falling.cumsum(dim=-1).sub_(falling) <= top_p
-    kept &= falling >= min_p * falling[:, :1]
-    return torch.zeros_like(kept).scatter_(1, token, kept)
 
 
 def _draw_seeded(logits: Tensor, step: Step, filtered: np.ndarray) -> Tensor:

@@ -137,12 +137,15 @@ class Ranks(Protocol):
 
 
 def least_free_bytes(ranks: Ranks, own: Callable[[], int] | None = None) -> int:
-    """Free memory of the rank that has the least, the same on every rank: each has to ask as often as the
-    others. ``own``: of this rank's device, if not as CUDA says."""
-    free = torch.cuda.mem_get_info()[0] if own is None else own()
+    """Free memory of the rank that has the least. ``own``: of this rank's device, if not as CUDA says."""
+    return least_of(ranks, torch.cuda.mem_get_info()[0] if own is None else own())
+
+
+def least_of(ranks: Ranks, value: int) -> int:
+    """The smallest of all ranks' values, the same on every rank: each has to ask as often as the others."""
     if ranks.world_size == 1:
-        return free
-    least = torch.tensor(free)
+        return value
+    least = torch.tensor(value)
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
     return int(least)
 

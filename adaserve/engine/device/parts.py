@@ -23,12 +23,13 @@ from adaserve.engine.clock import mark
 from adaserve.engine.device import noise
 from adaserve.engine.device.attention import AttentionBuffers, MakeKernel, kernel_maker
 from adaserve.engine.device.forward import DeviceForward
-from adaserve.engine.device.graphs import GraphTable, capture_all, least_free_bytes
+from adaserve.engine.device.graphs import GraphTable, capture_all, least_free_bytes, least_of
 from adaserve.engine.device.heads import DeviceHead, device_head
 from adaserve.engine.device.medusa import DeviceMedusa, device_medusa
 from adaserve.engine.device.model import Parts, SGLangCall
 from adaserve.engine.device.sizes import FIRST, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.device.transfer import QueuedCopy, put
+from adaserve.engine.filters import Filter, by_sort, checked
 from adaserve.engine.host.heads import HiddenStates
 from adaserve.engine.parts import Drafter, Mark
 from adaserve.engine.portions import portions
@@ -76,6 +77,7 @@ class GraphDevice:
         self.device = target.device
         self._attention = attention  # its kernel's name
         self._movers: dict[Any, PathMover] = {}
+        self.filter: Filter = by_sort
 
     @classmethod
     def of(cls, target: Any, drafts: Sequence[Any], config: AdaServeConfig) -> GraphDevice:
@@ -196,9 +198,15 @@ class GraphDevice:
                 self.move(pool, scratch, scratch)
 
     def warm_draws(self, vocabulary: int) -> None:
-        """Compiles the kernel of noise for fp32 logits, which only requests that sample need."""
+        """Compiles the kernels of noise and filters for fp32 logits, which only requests that sample need."""
         if self.device.type == "cuda":
+            from adaserve.engine.device.filter_kernel import filter_fused
+
             self.draw(torch.zeros(1, vocabulary, device=self.device), Reading.plain(np.ones(1)))
+            usable = checked(filter_fused, vocabulary, self.device)
+            # Where one rank sorts all do: the two may differ where rounding decides.
+            if least_of(get_tp_group(), int(usable is filter_fused)):
+                self.filter = usable
 
     def time(self, models: Sequence[Drafter], step: Callable[[], Any]) -> float:
         """The forwards of ``step`` alone, between events around their graphs: what the host prepares for each
@@ -216,6 +224,7 @@ class GraphDevice:
         return {
             "device": str(self.device),
             "attention": self._attention,
+            "filters": "sort" if self.filter is by_sort else "triton",
             "captured": self.target.table.capture,
             "row_tiers": list(sizes.rows.sizes),
             "token_tiers": list(sizes.tokens.sizes),

@@ -13,6 +13,7 @@ from torch import Tensor
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import HEADS
 from adaserve.engine.clock import HostMark
+from adaserve.engine.filters import Filter, by_sort
 from adaserve.engine.host import gumbel
 from adaserve.engine.host.forward import draft_storage
 from adaserve.engine.host.forwards import HostForward, host_forward
@@ -76,6 +77,10 @@ class HostDevice:
 
     def get(self, **tensors: Tensor) -> HostValues:
         return HostValues(tensors)
+
+    @property
+    def filter(self) -> Filter:
+        return by_sort
 
     def draw(self, logits: Tensor, reading: Reading) -> Tensor:
         return gumbel.draw(logits, reading)
