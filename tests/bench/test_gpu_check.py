@@ -193,6 +193,9 @@ def test_only_full_verifications_count(monkeypatch: pytest.MonkeyPatch) -> None:
     over.clear()
     with pytest.raises(ServerError, match="verified 63 tokens"):
         verification.target_ms(server, lambda: over.wait(10), 63)
+    # Answers that are there at once: the first time some verified less, the second time none did.
+    reports = iter([(0, 0, 0.0), (3, 190, 0.05), (3, 190, 0.05), (5, 318, 0.07), steps[-1]])
+    assert verification.target_ms(server, lambda: None, 64) == (pytest.approx(10.0), 2)
 
 
 def test_a_dry_run_claims_no_speed() -> None:
