@@ -16,7 +16,7 @@
 # Minutes are guesses until a GPU has run it, one to three of them for every server that has to start. Of the
 # stages from plain to mixed, those that are named together share their servers: "adaserve profile" starts one.
 # The stages end after DEADLINE seconds (560) in all; what was measured by then is saved, and the same command
-# goes on from there. Stages can be run again: what is done is not repeated.
+# goes on from there. Stages can be run again: what is done is not repeated, unless AGAIN=1 asks for it.
 #
 # Everything is saved below .local/gpu-stages/. Where $OUT is set, it always holds what there is so far, in at
 # most eight files: gpu-stages.tar.gz with everything but traces, the latest gpu-check.json, and the traces.
@@ -115,7 +115,7 @@ timed() { # timed COMMAND...: ends with the deadline; 124 or 137 = it did not en
 }
 
 gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...
-  local folder=$1-$ATTENTION size=$2 words=()
+  local folder=$1-$ATTENTION size=$2 words=(${AGAIN:+--again})
   shift 2
   for only in "$@"; do words+=(--only "$only"); done
   local flags="--adaserve-attention $ATTENTION"

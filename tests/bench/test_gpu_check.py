@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from adaserve.bench.gpu_check import answers
+from adaserve.bench.gpu_check.again import forget
 from adaserve.bench.gpu_check.answers import Answer
 from adaserve.bench.gpu_check.check import Check, Sections, StageError
 from adaserve.bench.gpu_check.cli import _plan
@@ -342,14 +343,14 @@ def test_calls_for_some_stages_each_make_one_report(tmp_path: Path, started: lis
 
 
 @pytest.mark.parametrize(("what", "differs"), [
-    ("_gpu", "gpu.name"), ("packages", "packages.torch"), ("SCHEMA_VERSION", "schema_version"),
+    ("gpu", "gpu.name"), ("packages", "packages.torch"), ("SCHEMA_VERSION", "schema_version"),
 ])  # fmt: skip
 def test_results_of_another_host_do_not_mix(
     what: str, differs: str, tmp_path: Path, started: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def of_host(number: int) -> None:
         values: dict[str, Any] = {
-            "_gpu": lambda: {"name": f"GPU {number}"}, "SCHEMA_VERSION": number,
+            "gpu": lambda: {"name": f"GPU {number}"}, "SCHEMA_VERSION": number,
             "packages": lambda: {"torch": f"{number}"},
         }  # fmt: skip
         monkeypatch.setattr(f"adaserve.bench.gpu_check.check.{what}", values[what])
@@ -361,6 +362,71 @@ def test_results_of_another_host_do_not_mix(
         check(tmp_path, SERVERS_STAGES, only=[f"{ADASERVE}:speed"])
     of_host(1)
     assert len(check(tmp_path, SERVERS_STAGES, only=[f"{ADASERVE}:speed"])["done"]) == 2
+
+
+def everything() -> Findings:
+    """What some of the stages leave, all of which were measured."""
+    stages = (f"{kind}:{name}" for kind in (PLAIN, ADASERVE, OWN[0]) for name in ("exactness", "speed"))
+    done = [*stages, *(f"{ADASERVE}:{n}" for n in ("verification", "profile", "mixed-priced", "mixed-none"))]
+    done.append(f"{OWN[0]}:mixed")
+    return Findings(
+        exact={key: {} for key in (f"{PLAIN}, one by one", "priced", "none", OWN[0])},
+        tpot_ms={name: {1: 2.0} for name in (PLAIN, "priced", "none", OWN[0])},
+        details={"priced": {1: {}}, "verification": {}},
+        mixed={"0.5": {key: {} for key in ("priced", "none", OWN[0])}},
+        profiles={"1": {}},
+        reference=[Answer((1,), 0.5)],
+        done=done,
+        code={stage: ["then"] for stage in done},
+    )
+
+
+@pytest.mark.parametrize(("stage", "left", "no_longer"), [
+    (f"{ADASERVE}:speed", {"tpot_ms": {PLAIN, OWN[0]}, "details": {"verification"}}, []),
+    (f"{ADASERVE}:verification", {"details": {"priced"}}, []),
+    (f"{ADASERVE}:profile", {"profiles": set()}, []),
+    (f"{ADASERVE}:mixed-none", {"mixed": {"priced", OWN[0]}}, []),
+    (f"{OWN[0]}:mixed", {"mixed": {"priced", "none"}}, []),
+    (f"{OWN[0]}:exactness", {"exact": {f"{PLAIN}, one by one", "priced", "none"}}, []),
+    (f"{PLAIN}:exactness", {"exact": set(), "reference": set()},
+     [f"{ADASERVE}:exactness", f"{OWN[0]}:exactness"]),
+    (f"{PLAIN}:speed", {"tpot_ms": {"priced", "none", OWN[0]}, "mixed": set()},
+     [f"{ADASERVE}:mixed-priced", f"{ADASERVE}:mixed-none", f"{OWN[0]}:mixed"]),
+])  # fmt: skip
+def test_a_stage_is_forgotten_with_what_follows_from_it(
+    stage: str, left: dict[str, set[str]], no_longer: list[str]
+) -> None:
+    found, before = everything(), everything()
+    assert forget(found, stage, CheckPlan()) == {stage, *no_longer}
+    assert set(before.done) - set(found.done) == {stage, *no_longer} == set(before.code) - set(found.code)
+    for name in ("exact", "tpot_ms", "details", "profiles"):
+        assert set(getattr(found, name)) == left.get(name, set(getattr(before, name))), name
+    assert set(found.mixed.get("0.5", ())) == left.get("mixed", {*before.mixed["0.5"]})
+    assert len(found.reference) == ("reference" not in left)
+
+
+def test_a_stage_is_measured_again(tmp_path: Path, started: list[FakeServer]) -> None:
+    """In the same folder; where that is interrupted it goes on, and the others keep their results."""
+    asked: list[str] = []
+
+    def stage(name: str) -> Any:
+        def run(_: Any) -> None:
+            asked.append(name)
+            if len(asked) == 6:
+                raise KeyboardInterrupt
+
+        return run
+
+    stages = {name: stage(name) for name in SERVERS_STAGES}
+    check(tmp_path, stages)
+    speed = f"{ADASERVE}:speed"
+    assert len(check(tmp_path, stages, only=[speed])["done"]) == len(asked) == 4
+    report = check(tmp_path, stages, only=[speed], again=True)
+    assert asked[4:] == [speed] and len(report["done"]) == 4 and report["code"].keys() == {*SERVERS_STAGES}
+    with pytest.raises(KeyboardInterrupt):
+        check(tmp_path, stages, only=[speed], again=True)
+    assert len(json.loads((tmp_path / "gpu-check.json").read_text())["done"]) == 3
+    assert len(check(tmp_path, stages)["done"]) == 4 and asked[6:] == [speed]
 
 
 def test_results_of_another_kernel_do_not_mix(

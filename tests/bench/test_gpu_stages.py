@@ -77,7 +77,9 @@ def test_the_first_stages_on_a_cpu(host: Path) -> None:
         assert re.findall(r"[Nn]ext: (\w+)", done.stdout) == list(following)
     facts, kernels = map(json.loads, saved(host, "facts.json", "kernels.json"))
     assert facts["packages"]["sglang"] and facts["disk_write_mb_per_s"] > 0
-    assert all(kernels[name]["right"] and kernels[name]["cases"] for name in ("triton", "noise", "moves"))
+    assert all(
+        kernels[name]["right"] and kernels[name]["cases"] for name in ("triton", "noise", "moves", "filters")
+    )
 
 
 def test_a_kernel_that_fails_changes_the_rest(host: Path) -> None:
@@ -90,7 +92,8 @@ def test_a_kernel_that_fails_changes_the_rest(host: Path) -> None:
     assert "--attention-backend triton" in later and "--adaserve-attention triton" in later
     assert "--only adaserve:profile" in later
     chosen = run(host, "profile", PYTHON=fake, PAIR="small", ATTENTION="flashinfer").stdout
-    assert "--attention-backend flashinfer" in chosen
+    assert "--attention-backend flashinfer" in chosen and "--again" not in chosen
+    assert " --again " in run(host, "profile", PYTHON=fake, PAIR="small", AGAIN="1").stdout
 
 
 def test_kernels_choose_anew(host: Path) -> None:

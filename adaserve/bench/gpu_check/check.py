@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Console
 
 from adaserve.bench.gpu_check import answers
+from adaserve.bench.gpu_check.again import forget
 from adaserve.bench.gpu_check.answers import Answer
-from adaserve.bench.gpu_check.facts import packages
+from adaserve.bench.gpu_check.facts import gpu, packages
 from adaserve.bench.gpu_check.figures import draw
 from adaserve.bench.gpu_check.findings import (
     SCHEMA_VERSION,
@@ -68,8 +69,10 @@ class Check:
         console: Console,
         only: Sequence[str] = (),
         limit_s: float = STAGE_LIMIT_S,
+        again: bool = False,
     ) -> None:
-        """``only``: "server" or "server:stage", all without; ``limit_s``: of one stage."""
+        """``only``: "server" or "server:stage", all without; ``limit_s``: of one stage; ``again``: also what
+        is done."""
         self.pair, self.plan, self.out, self.console = pair, plan, out, console
         self.limit_s = limit_s
         self.found = Findings()
@@ -82,6 +85,7 @@ class Check:
             **{kind: self._own(kind) for kind in OWN},
         }
         self._only = self._chosen(only)
+        self._again = set(self._only) if again else set()  # what has old results still
 
     def _chosen(self, only: Sequence[str]) -> set[str]:
         """Stages, "server:stage". Raises StageError."""
@@ -110,7 +114,8 @@ class Check:
             left = {
                 name: run
                 for name, run in sections.items()
-                if f"{kind}:{name}" in self._only and f"{kind}:{name}" not in self.found.done
+                if (stage := f"{kind}:{name}") in self._only
+                and (stage in self._again or stage not in self.found.done)
             }
             while left and self._on(kind, left):
                 pass
@@ -149,6 +154,8 @@ class Check:
 
     def _stage(self, stage: str, run: Callable[[ServerProcess], None], server: ServerProcess) -> None:
         start_s = time.monotonic()
+        if stage in self._again:  # not before: a server that does not start must not cost what is there
+            self._forget(stage)
         # A server that hangs would hold up its clients for as long as they wait; one that is gone does not.
         timer = threading.Timer(self.limit_s, server.stop)
         timer.start()
@@ -168,6 +175,14 @@ class Check:
         finally:
             self._running = None
             timer.cancel()
+
+    def _forget(self, stage: str) -> None:
+        gone = forget(self.found, stage, self.plan)
+        self._again -= gone
+        if others := sorted(gone - {stage}):
+            said = f"{stage} is measured again, so these are no longer done: {', '.join(others)}"
+            self.console.print(said, highlight=False, soft_wrap=True)
+        self._save()
 
     def _note_code(self, stage: str) -> None:
         if self._code not in (codes := self.found.code.setdefault(stage, [])):
@@ -329,7 +344,7 @@ class Check:
         pair = asdict(replace(self.pair, target=_name(self.pair.target), draft=_name(self.pair.draft)))
         pair["config"] = self.pair.config.model_dump()
         values = {
-            "schema_version": SCHEMA_VERSION, "gpu": _gpu(), "packages": packages(), "pair": pair,
+            "schema_version": SCHEMA_VERSION, "gpu": gpu(), "packages": packages(), "pair": pair,
             "plan": asdict(self.plan),
         }  # fmt: skip
         return dict(json.loads(json.dumps(values)))
@@ -378,19 +393,6 @@ def _prompts(model: str, count: int, seed: int) -> list[list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [list(tokenizer.encode(t)) for t in held_out(seed)[:count]]
-
-
-def _gpu() -> dict[str, Any] | None:
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    p = torch.cuda.get_device_properties(0)
-    return {
-        "name": p.name,
-        "memory_gib": round(p.total_memory / 2**30, 1),
-        "count": torch.cuda.device_count(),
-    }
 
 
 def _name(path: str) -> str:

@@ -55,6 +55,9 @@ def gpu_check(
         list[str] | None,
         typer.Option(metavar="SERVER[:STAGE]", help="Run only this; may be repeated.", show_default="all"),
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure what is there already anew: of --only, or all of it.")
+    ] = False,
     stage_limit: Annotated[float, typer.Option(min=1, help="Seconds that one stage may take.")] = 900.0,
     out: Annotated[
         Path | None,
@@ -93,7 +96,7 @@ def gpu_check(
             common += ("--context-length", "4096")
         folder = out or new_results_dir(Path("results"), "gpu-check")
         pair = Pair(model, draft, device, common, kind_at(draft))
-        check = Check(pair, plan, folder, console, only or (), stage_limit)
+        check = Check(pair, plan, folder, console, only or (), stage_limit, again)
         report = check.run()
     except ValueError as error:
         fail(str(error))

@@ -84,16 +84,24 @@ def _disk(folder: Path) -> float:
         return DISK_BYTES / 1e6 / (time.perf_counter() - start_s)
 
 
-def _cuda() -> dict[str, Any] | None:
+def gpu() -> dict[str, Any] | None:
+    """What results of one check must have in common; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
         return None
     p = torch.cuda.get_device_properties(0)
-    return {
-        "name": p.name, "capability": [p.major, p.minor], "memory_gib": round(p.total_memory / 2**30, 1),
-        "count": torch.cuda.device_count(), "torch_cuda": torch.version.cuda,
-    }  # fmt: skip
+    memory_gib = round(p.total_memory / 2**30, 1)
+    return {"name": p.name, "memory_gib": memory_gib, "count": torch.cuda.device_count()}
+
+
+def _cuda() -> dict[str, Any] | None:
+    import torch
+
+    if (found := gpu()) is None:
+        return None
+    capability = list(torch.cuda.get_device_capability())
+    return {**found, "capability": capability, "torch_cuda": torch.version.cuda}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The attention kernels of tree forwards against SDPA, and those of noise and of moves against torch, at the
-sizes that are served; compiles them, too.
+"""The attention kernels of tree forwards against SDPA, and those of noise, filters and moves against torch,
+at the sizes that are served; compiles them, too.
 
 ``python -m adaserve.bench.gpu_check.kernels --out kernels.json``: every kernel runs in a process of its own,
 all at once, so that their compilers share the host's cores and one that fails does not cost the others.
@@ -13,7 +13,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,14 @@ from adaserve.engine.device.attention import (
     TritonKernel,
 )
 from adaserve.engine.device.layout import Extent, window_bits
+from adaserve.engine.filters import Filter, by_sort, differences, examples
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 ATTENTION = ("flashinfer", "triton")
 OTHERS = ("noise", "moves")
-KERNELS = (*ATTENTION, *OTHERS)
+FILTERS = "filters"
+"""Not needed: where the kernel is wrong, servers sort."""
+KERNELS = (*ATTENTION, *OTHERS, FILTERS)
 TYPES = {"fp16": (torch.float16, 4e-3), "bf16": (torch.bfloat16, 3e-2), "fp32": (torch.float32, 1e-4)}
 """Types, and the largest difference from SDPA in fp32 that rounding explains."""
 
@@ -116,15 +121,20 @@ def _captured(kernel: TreeKernel, arguments: tuple[Tensor, Tensor, Tensor, float
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = kernel.run(*arguments)
+    return out, _us(graph.replay)
+
+
+def _us(run: Callable[[], Any]) -> float:
+    """Microseconds of the device for one ``run``."""
     for _ in range(3):
-        graph.replay()
+        run()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(20):
-        graph.replay()
+        run()
     end.record()
     torch.cuda.synchronize()
-    return out, start.elapsed_time(end) / 20 * 1e3
+    return start.elapsed_time(end) / 20 * 1e3
 
 
 NOISE_BOUND = 1e-5
@@ -175,6 +185,24 @@ def check_moves(paths: int, deepest: int, sizes: tuple[int, ...], device: torch.
             "right": not wrong}  # fmt: skip
 
 
+def check_filters(rows: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
+    """Tokens that differ from what sorting keeps, and (on a GPU) microseconds of both, with one copy."""
+    from adaserve.engine.device.filter_kernel import filter_fused
+
+    logits, settings = examples(rows, vocabulary, device)
+    wrong = int(differences(filter_fused, logits, settings).sum())
+    found: dict[str, Any] = {"rows": rows, "vocabulary": vocabulary, "wrong": wrong, "right": not wrong}
+    every, work = torch.arange(rows, device=device), logits.clone()
+
+    def run(one: Filter) -> None:
+        work.copy_(logits)  # what is filtered already takes less time
+        one(work, every, *settings)
+
+    for name, one in (("us", filter_fused), ("sort_us", by_sort)) if device.type == "cuda" else ():
+        found[name] = _us(partial(run, one))
+    return found
+
+
 def run_one(name: str, device: str) -> dict[str, Any]:
     start_s, where = time.perf_counter(), torch.device(device)
     compiled = {}
@@ -184,6 +212,9 @@ def run_one(name: str, device: str) -> dict[str, Any]:
     if name == "noise":
         sizes = (192, 128_256) if device == "cuda" else (6, 1_300)
         results = [check_noise(*sizes, dtype, where) for dtype in TYPES]
+    elif name == FILTERS:
+        shapes = ((64, 128_256), (512, 151_936)) if device == "cuda" else ((8, 9_000),)
+        results = [check_filters(*shape, where) for shape in shapes]
     elif name == "moves":
         heads = ((1024,) * 64, (512,) * 16) if device == "cuda" else ((16, 8),)  # of Llama 3.1 8B, 3.2 1B
         results = [check_moves(64 if device == "cuda" else 3, 5, sizes, where) for sizes in heads]
@@ -233,7 +264,8 @@ def main() -> int:
     results = run_all(given.device, given.limit)
     given.out.write_text(json.dumps(results, indent=1) + "\n")
     for name, result in results.items():
-        print(f"{name}: {'right' if result['right'] else 'NOT right'} {result.get('error', '')}")
+        instead = "; servers sort instead" if name == FILTERS and not result["right"] else ""
+        print(f"{name}: {'right' if result['right'] else 'NOT right'}{instead} {result.get('error', '')}")
     # 0: the preferred kernels are right; 3: another one for attention is; 1: attention or another has none.
     order = [results[name]["right"] for name in ATTENTION if name in results]
     if not all(results[name]["right"] for name in OTHERS):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.bench.gpu_check.kernels import check_noise
+from adaserve.bench.gpu_check.kernels import check_filters, check_noise
 from adaserve.engine.device.attention import (
     INT_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
@@ -73,3 +73,7 @@ def test_triton_reads_our_arrays_as_sdpa_does(seed: int) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_noise_is_that_of_torch(dtype: str) -> None:
     assert check_noise(96, 32_000, dtype, torch.device("cuda"))["right"]
+
+
+def test_filters_keep_what_sorting_keeps() -> None:
+    assert check_filters(40, 128_256, torch.device("cuda"))["right"]

@@ -1,0 +1,47 @@
+"""Stages that are to be measured again, and what goes with their old results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from adaserve.bench.gpu_check.findings import CheckPlan, Findings
+from adaserve.bench.gpu_check.servers import ADASERVE, NONE, PLAIN
+from adaserve.bench.gpu_check.targets import exact_policies
+
+
+def forget(found: Findings, stage: str, plan: CheckPlan) -> set[str]:
+    """Takes out of ``found`` what ``stage`` has measured, and what was measured by it: outputs of all servers
+    are compared with SGLang's, and all mixed loads follow from its speed. Returns the stages that are not
+    done any more."""
+    server, _, name = stage.partition(":")
+    gone, names = {stage}, {*plan.policies, *exact_policies(plan), NONE} if server == ADASERVE else {server}
+    match name.partition("-"):
+        case ("exactness", *_) if server == PLAIN:
+            found.reference = []
+            found.exact = {}
+            gone |= {other for other in found.done if other.endswith(":exactness")}
+        case ("exactness", *_):
+            _drop(found.exact, names)
+        case ("speed", *_):
+            _drop(found.tpot_ms, names)
+            _drop(found.details, names)
+            if server == PLAIN:
+                found.mixed = {}
+                gone |= {other for other in found.done if other.partition(":")[2].startswith("mixed")}
+        case ("verification", *_):
+            _drop(found.details, {"verification"})
+        case ("profile", *_):
+            found.profiles = {}
+        case ("mixed", _, policy):
+            for of_load in found.mixed.values():
+                _drop(of_load, {policy or server})
+    found.done = [other for other in found.done if other not in gone]
+    for table in (found.failed, found.code):
+        _drop(table, gone)
+    return gone
+
+
+def _drop(table: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        table.pop(name, None)
