@@ -55,9 +55,9 @@ class Step:
         """The verified tokens ``at`` int64 [k], and numeric sampling parameters at them, [k] each."""
         row, arrays = self.verified.row[at], {"at": at}
         for name in names:
-            values = np.array([getattr(r.sampling_params, name) for r in self.reqs])
-            kind = np.int64 if values.dtype.kind in "iu" else np.float32
-            arrays[name] = values[row].astype(kind)
+            # Requests may say 1 for 1.0, for which kernels would be compiled once more.
+            kind = np.int64 if name == "top_k" else np.float32
+            arrays[name] = np.array([getattr(r.sampling_params, name) for r in self.reqs], kind)[row]
         return list(self.device.put(arrays).values())
 
     @cached_property

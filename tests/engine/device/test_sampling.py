@@ -158,6 +158,15 @@ def test_a_draw_does_not_depend_on_what_neighbours_ask_for(
         assert np.array_equal(draws[first], alone)
 
 
+def test_settings_have_their_types_whatever_requests_write(case: Case) -> None:
+    """1 for 1.0, say: a GPU's kernel would be compiled for whole numbers while requests wait."""
+    requests = [sampling_request(temperature=1, top_k=7, top_p=1, min_p=0)] * 3
+    names = ("temperature", "top_k", "top_p", "min_p")
+    where, *settings = step_of(case.device, case, requests).columns(np.arange(4), *names)
+    assert [s.dtype for s in settings] == [torch.float32, torch.int64, torch.float32, torch.float32]
+    assert where.dtype == torch.int64 and [s.tolist() for s in settings] == [[v] * 4 for v in (1, 7, 1, 0)]
+
+
 @pytest.mark.parametrize("settings", SETTINGS[1:])
 def test_portions_draw_the_same(
     case: Case, settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
