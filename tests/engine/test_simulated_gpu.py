@@ -85,6 +85,7 @@ def test_sampled_requests_are_served(gpu: Simulated) -> None:
     params = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 24, "ignore_eos": True}
     answer = gpu.server.generate(input_ids=[7, 8, 9], sampling_params=params)
     assert len(answer["output_ids"]) == 24 and all(0 <= token < 512 for token in answer["output_ids"])
+    assert gpu.server.internal_state()["adaserve"]["device"]["filters"] == "triton", "logits are sorted"
 
 
 def test_what_an_iteration_waits_for(gpu: Simulated) -> None:
