@@ -27,7 +27,6 @@ from adaserve.bench.gpu_check.flashinfer_kernels import compile_all, specs
 from adaserve.engine.device import noise
 from adaserve.engine.device.attention import (
     INT_WORKSPACE_BYTES,
-    WORKSPACE_BYTES,
     AttentionBuffers,
     FlashInferKernel,
     HeadShape,
@@ -36,6 +35,7 @@ from adaserve.engine.device.attention import (
     TritonKernel,
 )
 from adaserve.engine.device.layout import Extent, window_bits
+from adaserve.engine.device.tiles import WORKSPACE_BYTES
 from adaserve.engine.filters import Filter, by_sort, differences, examples
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from adaserve.engine.device.layout import Extent, gather_slots, unpack
+from adaserve.engine.device.tiles import planned_rows, workspace_bytes
 from adaserve.engine.host.torch_forward import attend
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.engine.trees.verify import SCRATCH_SLOT
@@ -25,8 +26,6 @@ Attention = Literal["auto", "flashinfer", "triton"]
 """A setting: auto is FlashInfer, or Triton where FlashInfer cannot be compiled."""
 Kernel = Literal["sdpa", "flashinfer", "triton"]
 
-WORKSPACE_BYTES = 256 << 20
-"""Of FlashInfer, at least: see ``workspace_bytes``."""
 INT_WORKSPACE_BYTES = 8 << 20
 
 
@@ -166,42 +165,35 @@ class HeadShape:
         return HeadShape(q_heads, kv_heads, dim, scaling, runner.dtype, dtype)
 
 
-_TILE = 128
-"""Queries, times the heads that share a key head, that one of FlashInfer's blocks has at most."""
-
-
-def workspace_bytes(heads: HeadShape, rows: int, tokens: int) -> int:
-    """FlashInfer's floats for at most ``rows`` requests, padding included, with ``tokens`` in all.
-
-    A bound on what its planner asks for where CUDA graphs are on (``PrefillPlanImpl`` in scheduler.cuh): one
-    partial output and its scale for every query of ``tokens * group / tile + rows`` tiles, whatever the
-    contexts. It matters for models with many key heads: 302 MB for 32 of 128 at 128 requests."""
-    group = heads.q_heads // heads.kv_heads
-    most = tokens * group + _TILE * (rows + 1)
-    return max(WORKSPACE_BYTES, 4 * most * heads.kv_heads * (heads.head_dim + 1))
-
-
 class FlashInferKernel:
     """FlashInfer's batch prefill over pages of one slot, with a custom mask, in CUDA graph mode.
 
     Its planner is given host arrays only. Slots and mask are written into its buffers by us, and so are the
-    mask's offsets, which are bytes (the planner would count bits when it is given a packed mask).
+    mask's offsets, which are bytes (the planner would count bits when it is given a packed mask). The first
+    plan has as many tokens as all later ones, and its longest request decides for which tiles (``tiles``).
     """
 
     def __init__(
         self, buffers: AttentionBuffers, rows: int, heads: HeadShape, workspace: Tensor, integers: Tensor
     ) -> None:
+        self._buffers, self._rows, self._heads = buffers, rows, heads
+        self._workspaces = workspace, integers
+        self._no_slots = buffers.kv_indices[:0]
+        self._wrapper: Any = None
+
+    def _open(self, first: Extent) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
+        buffers, (workspace, integers) = self._buffers, self._workspaces
+        tokens, longest = int(first.qo_starts[-1]), int(first.q_lens.max())
+        rows = planned_rows(self._heads, self._rows, tokens, longest, workspace.numel())
         device = buffers.kv_indices.device
 
         def indptr() -> Tensor:
             return torch.zeros(rows + 1, dtype=torch.int32, device=device)
 
-        self._heads = heads
         self._byte_starts = indptr()
         self._page_lens = torch.ones(rows, dtype=torch.int32)
-        self._no_slots = buffers.kv_indices[:0]
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
             workspace,
             "NHD",
@@ -219,10 +211,16 @@ class FlashInferKernel:
         self._wrapper.reset_workspace_buffer(workspace, integers)
 
     def plan(self, extent: Extent) -> None:
-        h = self._heads
+        if self._wrapper is None:
+            self._open(extent)
+        h, every = self._heads, len(self._page_lens) + 1
+        queries, slots, host = (
+            torch.from_numpy(np.pad(starts, (0, every - len(starts)), "edge").astype(np.int32))
+            for starts in (extent.qo_starts, extent.kv_starts, extent.byte_starts)
+        )
         self._wrapper.plan(
-            torch.from_numpy(extent.qo_starts.astype(np.int32)),
-            torch.from_numpy(extent.kv_starts.astype(np.int32)),
+            queries,
+            slots,
             self._no_slots,
             self._page_lens,
             h.q_heads,
@@ -234,7 +232,6 @@ class FlashInferKernel:
             kv_data_type=h.kv_dtype,
             non_blocking=True,
         )
-        host = torch.from_numpy(extent.byte_starts.astype(np.int32))
         self._byte_starts.copy_(host.pin_memory() if torch.cuda.is_available() else host, non_blocking=True)
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

@@ -108,7 +108,7 @@ class DeviceForward:
         buffers.see_all(len(buffers.mask))
         each, rest = divmod(key.tokens, key.rows)
         q_lens = np.full(key.rows, each, np.int64)
-        q_lens[0] += rest
+        q_lens[:rest] += 1  # as when all requests are there: the kernel is chosen for it
         self._replay(key, Extent(q_lens, np.ones(key.rows, np.int64)))
 
     def take_runs(self) -> list[Run]:

@@ -11,11 +11,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.device import attention
-from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel, TritonKernel, compiled
+from adaserve.engine.device import attention, tiles
+from adaserve.engine.device.attention import (
+    AttentionBuffers,
+    FlashInferKernel,
+    HeadShape,
+    SdpaKernel,
+    TritonKernel,
+    compiled,
+)
+from adaserve.engine.device.layout import Extent
 from tests.engine.device.factories import CPU
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,8 +84,62 @@ def planned_bytes(q_heads: int, kv_heads: int, dim: int, rows: int, tokens: int,
 def test_flashinfer_has_room_for_its_plans(
     q_heads: int, kv_heads: int, dim: int, rows: int, tokens: int, tile: int
 ) -> None:
-    heads = attention.HeadShape(q_heads, kv_heads, dim, 1.0, torch.float16, torch.float16)
-    room = attention.workspace_bytes(heads, rows, tokens)
+    heads = HeadShape(q_heads, kv_heads, dim, 1.0, torch.float16, torch.float16)
+    room = tiles.workspace_bytes(heads, rows, tokens)
     assert planned_bytes(q_heads, kv_heads, dim, rows, tokens, tile) <= room
     if (kv_heads, rows) == (8, 65):
-        assert room == attention.WORKSPACE_BYTES, "nothing more for the models that are served most"
+        assert room == tiles.WORKSPACE_BYTES, "nothing more for the models that are served most"
+    # With more requests for the sake of smaller tiles, too.
+    group = q_heads // kv_heads
+    for longest in (1, 3, 16, 100):
+        planned = tiles.planned_rows(heads, rows, tokens, longest, room)
+        chosen = planned_tile(planned, tokens, group)
+        assert planned >= rows and planned_bytes(q_heads, kv_heads, dim, planned, tokens, chosen) <= room
+
+
+def planned_tile(rows: int, tokens: int, group: int) -> int:
+    """What FlashInfer 0.7.2 chooses where CUDA graphs are on, from scheduler.cuh and utils.cuh."""
+    longest = (tokens - rows + 1) * group
+    return 128 if longest > 64 else 64 if longest > 16 else 16
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "longest", "tile"),
+    [(64, 192, 3, 16), (8, 24, 3, 16), (64, 128, 2, 16), (64, 384, 6, 64), (65, 512, 8, 64), (2, 1, 1, 16),
+     (65, 64, 1, 16), (2, 256, 200, 128)],
+)  # fmt: skip
+def test_tiles_are_as_large_as_the_requests_ask_for(rows: int, tokens: int, longest: int, tile: int) -> None:
+    """Drafts and verifications of a model whose key heads serve four heads each."""
+    heads = HeadShape(32, 8, 128, 1.0, torch.float16, torch.float16)
+    planned = tiles.planned_rows(heads, rows, tokens, longest, tiles.WORKSPACE_BYTES)
+    assert planned_tile(planned, tokens, 4) == tile
+    assert tiles.planned_rows(heads, rows, tokens, longest, 0) == rows, "there is no room for more"
+
+
+def test_requests_of_no_tokens_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many in every plan of a kernel, since its graph depends on it; with no keys and no mask."""
+    plans: list[tuple[list[int], list[int], list[int]]] = []
+
+    class Wrapper:
+        def __init__(self, *_: Any, qo_indptr_buf: torch.Tensor, **__: Any) -> None:
+            self.rows = len(qo_indptr_buf) - 1
+
+        def reset_workspace_buffer(self, *_: Any) -> None: ...
+
+        def plan(self, queries: torch.Tensor, slots: torch.Tensor, _: Any, pages: torch.Tensor, *more: Any,
+                 **named: Any) -> None:  # fmt: skip
+            assert self.rows == len(pages) == len(queries) - 1 == len(slots) - 1
+            plans.append((queries.tolist(), slots.tolist(), []))
+
+    monkeypatch.setitem(
+        sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
+    )
+    heads = HeadShape(32, 8, 128, 1.0, torch.float16, torch.float16)
+    room = torch.empty(1 << 20, dtype=torch.uint8)
+    kernel = FlashInferKernel(AttentionBuffers.allocate(99, 99, CPU), 3, heads, room, room)
+    for q_lens, kv_lens in (((3, 3, 3), (9, 5, 7)), ((3, 1, 5), (4, 4, 4))):
+        kernel.plan(Extent(np.array(q_lens), np.array(kv_lens)))
+        plans[-1][2].extend(kernel._byte_starts.tolist())
+    (queries, slots, mask), (later, _, _) = plans
+    assert queries == [0, 3, 6, 9, 9, 9, 9] and slots == [0, 9, 14, 21, 21, 21, 21], "for tiles of 16"
+    assert mask == [0, 4, 6, 9, 9, 9, 9] and later == [0, 3, 4, 9, 9, 9, 9]

@@ -9,13 +9,13 @@ import torch
 from adaserve.bench.gpu_check.kernels import check_filters, check_noise
 from adaserve.engine.device.attention import (
     INT_WORKSPACE_BYTES,
-    WORKSPACE_BYTES,
     AttentionBuffers,
     FlashInferKernel,
     HeadShape,
     SdpaKernel,
 )
 from adaserve.engine.device.layout import Extent, window_bits
+from adaserve.engine.device.tiles import WORKSPACE_BYTES
 from adaserve.engine.device.transfer import put
 from tests.engine.device.test_layout import random_case
 from tests.engine.device.triton_check import compare
