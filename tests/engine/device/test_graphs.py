@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from adaserve.engine.device import model
+from adaserve.engine.device.attention import SdpaKernel
 from adaserve.engine.device.graphs import LEAST_FREE_BYTES, EagerGraph, GraphTable, capture_all
+from adaserve.engine.device.layout import Extent
 from adaserve.engine.device.parts import GraphDevice
-from adaserve.engine.device.sizes import SearchKey, Sizes, Tiers
+from adaserve.engine.device.sizes import Key, SearchKey, Sizes, Tiers
 from adaserve.engine.device.transfer import QueuedCopy, StaticArrays, put
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import tree_shape
@@ -187,3 +189,18 @@ def test_copies() -> None:
         torch.testing.assert_close(torch.from_numpy(got[name].copy()), tensor, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(TypeError, match="float32"):
         QueuedCopy({"x": torch.zeros(1)})
+
+
+def test_a_graph_is_captured_for_all_requests_at_once() -> None:
+    """FlashInfer's tiles follow from the longest request of the first plan."""
+    requests, planned = Requests([5, 17]), []
+    forward = device_forward(requests, TinyModel(requests.slots), [key := Key(12, 5)])
+
+    class Kernel(SdpaKernel):
+        def plan(self, extent: Extent) -> None:
+            planned.append(extent.q_lens.tolist())
+            super().plan(extent)
+
+    forward.parts = dataclasses.replace(forward.parts, make_kernel=lambda buffers, *_: Kernel(buffers))
+    forward.capture(key)
+    assert planned == [[3, 3, 2, 2, 2]]
