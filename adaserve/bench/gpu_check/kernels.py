@@ -142,8 +142,9 @@ NOISE_BOUND = 1e-5
 
 
 def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) -> dict[str, Any]:
-    """The largest difference from torch's operators on the CPU; every third row is greedy."""
-    from adaserve.engine.device.noise_kernel import read_fused
+    """The largest difference from torch's operators on the CPU, of all tokens and of the best ones'
+    log-probabilities; every third row is greedy."""
+    from adaserve.engine.device.noise_kernel import best_fused, read_fused
 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, vocabulary, generator=generator).to(TYPES[dtype][0])
@@ -151,9 +152,12 @@ def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) ->
     spread = torch.full((rows,), 0.8)
     spread[::3] = 0
     columns = (torch.linspace(0.5, 2, rows), spread, keys, torch.arange(rows))
-    right = noise.read(logits, *columns)
-    got = read_fused(logits.to(device), *(c.to(device) for c in columns)).cpu()
-    worst = float((right - got).abs().max())
+    there = [c.to(device) for c in (logits, *columns)]
+    right, got = noise.read(logits, *columns), read_fused(*there).cpu()
+    best, at = (values.cpu() for values in best_fused(*there, None, 3))
+    named = right.log_softmax(dim=-1).gather(1, at)
+    best_ones = noise.best(logits, *columns, None, 3)[0]
+    worst = max(float((a - b).abs().max()) for a, b in ((right, got), (best_ones, best), (named, best)))
     return {"rows": rows, "vocabulary": vocabulary, "dtype": dtype, "difference": worst,
             "right": worst < NOISE_BOUND}  # fmt: skip
 

@@ -204,10 +204,9 @@ def best_children(
     rows, q, _ = logits.shape
     columns = (there["scale"], there["spread"], there["keys"], positions[:, 0])
     scale, spread, keys, at = (c[:, None].expand(rows, q).flatten() for c in columns)
-    scaled = noise.read(logits.flatten(0, 1), scale, spread, keys, at, parts.words)
-    best = scaled.topk(parts.candidates, dim=-1)
-    logprob = best.values - scaled.logsumexp(dim=-1, keepdim=True)
-    tokens = best.indices if parts.words is None else parts.words[best.indices]
+    flat, words = logits.flatten(0, 1), parts.words
+    logprob, found = noise.best(flat, scale, spread, keys, at, words, parts.candidates)
+    tokens = found if words is None else words[found]
     return logprob.double().view(rows, q, -1), tokens.view(rows, q, -1)
 
 

@@ -49,6 +49,26 @@ def read(
     return out
 
 
+def best(
+    logits: Tensor,
+    scale: Tensor,
+    spread: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    words: Tensor | None,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """The best ``count`` of ``read``, best first: log-probabilities fp32 and columns int64, [T, count] each.
+    Two kernels on a GPU, where torch's operators would take twenty."""
+    if logits.is_cuda:
+        from adaserve.engine.device.noise_kernel import best_fused
+
+        return best_fused(logits, scale, spread, keys, positions, words, count)
+    out = read(logits, scale, spread, keys, positions, words)
+    found = out.topk(count, dim=-1)
+    return found.values - out.logsumexp(dim=-1, keepdim=True), found.indices
+
+
 def _mix64(x: Tensor) -> Tensor:
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9, 64)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB, 64)

@@ -1,4 +1,5 @@
-"""``noise.read`` as one Triton kernel: each logit is read once, and its noise is never written to memory."""
+"""``noise.read`` as one Triton kernel, and ``noise.best`` as two: each logit is read once, and its noise is
+never written to memory. For the best tokens nothing is written but a few numbers of every block."""
 
 from __future__ import annotations
 
@@ -36,6 +37,34 @@ def read_fused(
     return out
 
 
+def best_fused(
+    logits: Tensor,
+    scale: Tensor,
+    spread: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    words: Tensor | None,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """The best ``count`` of what ``read_fused`` gives, best first and of equal ones the first column first:
+    log-probabilities fp32 and columns int64, [T, count] each."""
+    rows, vocabulary = logits.shape
+    blocks, device = triton.cdiv(vocabulary, BLOCK), logits.device
+    values = torch.empty(rows, blocks, count, dtype=torch.float32, device=device)
+    at, sums = torch.empty_like(values, dtype=torch.int32), torch.empty_like(values[..., 0])
+    logprobs = torch.empty(rows, count, dtype=torch.float32, device=device)
+    found = torch.empty(rows, count, dtype=torch.int64, device=device)
+    columns = [c.contiguous() for c in (scale, spread, keys, positions)]
+    strides, is_mapped = logits.stride(), words is not None
+    _best_of_block[(rows, blocks)](
+        logits, values, at, sums, *columns, words if is_mapped else keys, *strides, vocabulary, count, BLOCK,
+        is_mapped,
+    )  # fmt: skip
+    sizes = triton.next_power_of_2(blocks), triton.next_power_of_2(blocks * count)
+    _best_of_row[(rows,)](values, at, sums, logprobs, found, blocks, count, *sizes)
+    return logprobs, found
+
+
 # Compiled once for each type: columns come from uploads, where they start anywhere.
 @triton.jit(do_not_specialize_on_alignment=["scale", "spread", "keys", "positions", "words"])
 def _read_row(  # type: ignore[no-untyped-def]
@@ -44,8 +73,57 @@ def _read_row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
+    value = _value(logits + row * row_stride, scale, spread, keys, positions, words, row, column, stride,
+                   vocabulary, is_mapped)  # fmt: skip
+    tl.store(out + row * vocabulary + column, value, mask=column < vocabulary)
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale", "spread", "keys", "positions", "words"])
+def _best_of_block(  # type: ignore[no-untyped-def]
+    logits, values, at, sums, scale, spread, keys, positions, words, row_stride, stride, vocabulary,
+    count: tl.constexpr, block: tl.constexpr, is_mapped: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.arange(0, block)
+    column = part * block + place
+    value = _value(logits + row * row_stride, scale, spread, keys, positions, words, row, column, stride,
+                   vocabulary, is_mapped)  # fmt: skip
+    value = tl.where(column < vocabulary, value, float("-inf"))
+    to = row * tl.num_programs(1) + part
+    tl.store(sums + to, _sum_beside_largest(value, 1.0))
+    for rank in tl.static_range(count):
+        best = tl.argmax(value, axis=0)
+        tl.store(values + to * count + rank, tl.max(value, axis=0))
+        tl.store(at + to * count + rank, part * block + best)
+        value = tl.where(place == best, float("-inf"), value)
+
+
+@triton.jit
+def _best_of_row(  # type: ignore[no-untyped-def]
+    values, at, sums, logprobs, found, blocks, count: tl.constexpr, most_blocks: tl.constexpr,
+    most_values: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    values, at = values + row * blocks * count, at + row * blocks * count
+    part, place = tl.arange(0, most_blocks), tl.arange(0, most_values)
+    largest = tl.load(values + part * count, mask=part < blocks, other=float("-inf"))
+    weight = tl.load(sums + row * blocks + part, mask=part < blocks, other=0.0)
+    total = tl.max(largest, axis=0) + tl.log(_sum_beside_largest(largest, weight))
+    value = tl.load(values + place, mask=place < blocks * count, other=float("-inf"))
+    for rank in tl.static_range(count):
+        best = tl.argmax(value, axis=0)
+        tl.store(logprobs + row * count + rank, tl.max(value, axis=0) - total)
+        tl.store(found + row * count + rank, tl.load(at + best).to(tl.int64))
+        value = tl.where(place == best, float("-inf"), value)
+
+
+@triton.jit
+def _value(  # type: ignore[no-untyped-def]
+    logits, scale, spread, keys, positions, words, row, column, stride, vocabulary, is_mapped: tl.constexpr
+):
+    """``scale * logits + spread * noise`` of a row, which starts at ``logits``; anything beyond its end."""
     inside = column < vocabulary
-    value = tl.load(logits + row * row_stride + column * stride, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(logits + column * stride, mask=inside, other=0.0).to(tl.float32)
     value = value * tl.load(scale + row)
     much = tl.load(spread + row)
     if much != 0.0:
@@ -59,7 +137,14 @@ def _read_row(  # type: ignore[no-untyped-def]
         u = ((bits >> 1).to(tl.float32) + 0.5) * (2.0**-31)
         u = tl.minimum(u, 1.0 - 2.0**-24)  # noise.BELOW_ONE
         value += much * -tl.log(-_log1p_of_minus(u))
-    tl.store(out + row * vocabulary + column, value, mask=inside)
+    return value
+
+
+@triton.jit
+def _sum_beside_largest(value, weight):  # type: ignore[no-untyped-def]
+    """Of ``weight * exp(value)``, divided by the largest exponential."""
+    largest = tl.max(value, axis=0)
+    return tl.sum(weight * tl.exp(value - tl.where(largest == float("-inf"), 0.0, largest)), axis=0)
 
 
 @triton.jit

@@ -81,7 +81,7 @@ KERNEL = """
 import json, sys
 import numpy as np, torch
 from adaserve.engine.device import noise
-from adaserve.engine.device.noise_kernel import read_fused
+from adaserve.engine.device.noise_kernel import BLOCK, best_fused, read_fused
 from tests.engine.device.test_noise import on_device, rows
 keys, positions = rows()
 keys, positions = on_device(keys), torch.from_numpy(positions)
@@ -100,6 +100,17 @@ none = torch.zeros(len(keys), 1300), scale, torch.ones(len(keys)), keys, positio
 words = torch.randperm(128_000, generator=torch.Generator().manual_seed(1))[:1300]
 for some in (None, words):
     worst.append(float((noise.read(*none, words) - read_fused(*none, words)).abs().max()))
+    for count in (1, 3):
+        (right, columns), (got, at) = (make(*none, some, count) for make in (noise.best, best_fused))
+        assert torch.equal(columns, at) and at.dtype == torch.int64
+        worst.append(float((right - got).abs().max()))
+# The best may all be in one block, or in the last one's few columns; of equal ones the first is taken.
+logits = torch.zeros(4, 2 * BLOCK + 3)
+logits[0, 5:9], logits[1, -2:], logits[2, [7, BLOCK + 1]] = 9.0, 8.0, 7.0
+columns = (c[:4] for c in (torch.ones(len(keys)), torch.zeros(len(keys)), keys, positions))
+logprob, at = best_fused(logits, *columns, None, 3)
+assert at.tolist() == [[5, 6, 7], [2 * BLOCK + 1, 2 * BLOCK + 2, 0], [7, BLOCK + 1, 0], [0, 1, 2]]
+worst.append(float((logprob - logits.log_softmax(-1).gather(1, at)).abs().max()))
 print(json.dumps(worst))
 """
 
@@ -107,19 +118,31 @@ print(json.dumps(worst))
 SPECIALIZED = """
 import inspect, json, torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
+from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
-from adaserve.engine.device.noise_kernel import BLOCK, _read_row
+from adaserve.engine.device.noise_kernel import BLOCK, _best_of_block, _best_of_row, _read_row
 
-bind = create_function_from_signature(
-    inspect.signature(_read_row.fn), _read_row.params, make_backend(GPUTarget("cuda", 90, 32)))
-logits = torch.zeros(4, 1024)
+hopper = GPUTarget("cuda", 90, 32)
+logits, whole = torch.zeros(4, 1024), torch.zeros(4, dtype=torch.int32)
 kinds = []
 for start in (0, 1):  # at the start of 64 bytes, and behind one number
     floats, ints = torch.zeros(64)[start:], torch.zeros(64, dtype=torch.int64)[start:]
     columns = (floats, floats, ints, ints, ints)
-    kinds.append(bind(logits, logits, *columns, *logits.stride(), 1024, BLOCK, False)[1])
-print(json.dumps(kinds))
+    kinds.append([])
+    for kernel, given in (
+        (_read_row, (logits, logits, *columns, *logits.stride(), 1024, BLOCK, False)),
+        (_best_of_block, (logits, logits, whole, logits, *columns, *logits.stride(), 1024, 3, BLOCK, False)),
+        (_best_of_row, (logits, whole, logits, logits, columns[-1], 126, 3, 128, 512)),
+    ):
+        bind = create_function_from_signature(
+            inspect.signature(kernel.fn), kernel.params, make_backend(hopper))
+        kinds[-1].append(bind(*given)[1])
+for kernel, types in zip((_read_row, _best_of_block, _best_of_row), kinds[0]):
+    types = [(kind, None) if kind == "i32" else (kind, value) for kind, value in types]
+    fixed = {name: value for name, (kind, value) in zip(kernel.arg_names, types) if kind == "constexpr"}
+    signature = {name: kind for name, (kind, _) in zip(kernel.arg_names, types)}
+    assert compile(ASTSource(kernel, signature, fixed), hopper).asm["cubin"]
+print(json.dumps([kinds[0][:2], kinds[1][:2]]))
 """
 
 
@@ -131,7 +154,7 @@ def test_the_kernel_compiles_once_wherever_its_columns_start() -> None:
     ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     aligned, shifted = json.loads(ran.stdout)
-    assert aligned == shifted and ["*fp32", "D"] in aligned, "logits are read in large words all the same"
+    assert aligned == shifted and ["*fp32", "D"] in aligned[0], "logits are read in large words all the same"
 
 
 def test_the_kernel_reads_the_same_numbers() -> None:
