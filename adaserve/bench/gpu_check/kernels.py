@@ -152,11 +152,11 @@ def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) ->
     spread = torch.full((rows,), 0.8)
     spread[::3] = 0
     columns = (torch.linspace(0.5, 2, rows), spread, keys, torch.arange(rows))
-    there = tuple(c.to(device) for c in columns)
-    right, got = noise.read(logits, *columns), read_fused(logits.to(device), *there).cpu()
-    best, at = (values.cpu() for values in best_fused(logits.to(device), *there, words=None, count=3))
+    there, scale, much, key, position = (c.to(device) for c in (logits, *columns))
+    right, got = noise.read(logits, *columns), read_fused(there, scale, much, key, position).cpu()
+    best, at = (values.cpu() for values in best_fused(there, scale, much, key, position, None, 3))
     named = right.log_softmax(dim=-1).gather(1, at)
-    best_ones = noise.best(logits, *columns, None, 3)[0]
+    best_ones = right.topk(3, dim=-1).values - right.logsumexp(dim=-1, keepdim=True)
     worst = max(float((a - b).abs().max()) for a, b in ((right, got), (best_ones, best), (named, best)))
     return {"rows": rows, "vocabulary": vocabulary, "dtype": dtype, "difference": worst,
             "right": worst < NOISE_BOUND}  # fmt: skip
