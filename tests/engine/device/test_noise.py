@@ -101,7 +101,8 @@ words = torch.randperm(128_000, generator=torch.Generator().manual_seed(1))[:130
 for some in (None, words):
     worst.append(float((noise.read(*none, words) - read_fused(*none, words)).abs().max()))
     for count in (1, 3):
-        (right, columns), (got, at) = (make(*none, some, count) for make in (noise.best, best_fused))
+        few = [values[:9] for values in none]
+        (right, columns), (got, at) = (make(*few, some, count) for make in (noise.best, best_fused))
         assert torch.equal(columns, at) and at.dtype == torch.int64
         worst.append(float((right - got).abs().max()))
 # The best may all be in one block, or in the last one's few columns; of equal ones the first is taken.
