@@ -56,7 +56,7 @@ def gpu_check(
         typer.Option(metavar="SERVER[:STAGE]", help="Run only this; may be repeated.", show_default="all"),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure what is there already anew: of --only, or all of it.")
+        bool, typer.Option("--again", help="Measure again what is done: what --only names, or all of it.")
     ] = False,
     stage_limit: Annotated[float, typer.Option(min=1, help="Seconds that one stage may take.")] = 900.0,
     out: Annotated[

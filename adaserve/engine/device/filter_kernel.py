@@ -56,6 +56,20 @@ def _filter_row(  # type: ignore[no-untyped-def]
             likely += _likely(_read(row, start, vocabulary, block), first, scale)
         room = share * tl.sum(likely, axis=0)
 
+    high, above, heavier = _lowest_that_passes(row, most, share, room, first, scale, vocabulary, block)
+    last = _number(high)
+    equal = most - above  # so many tokens with this logit have room
+    if by_mass:
+        fitting = tl.floor((room - heavier) / _likely(last, first, scale))
+        equal = tl.minimum(equal, tl.minimum(fitting, 1.0 * vocabulary).to(tl.int32) + 1)
+    _write_row(row, last, equal, first, scale, least, vocabulary, block)
+
+
+@triton.jit
+def _lowest_that_passes(  # type: ignore[no-untyped-def]
+    row, most, share, room, first, scale, vocabulary, block: tl.constexpr
+):
+    """The last logit that is kept, as an integer; how many tokens stand above it, and their probability."""
     # ``high`` passes, and ``low`` does not. Above ``high`` are so many tokens, with so much probability.
     low, high, above, heavier = LOWEST - 1, _ordered(first), 0, 0.0
     if (most == vocabulary) & (share >= 1.0):
@@ -72,20 +86,14 @@ def _filter_row(  # type: ignore[no-untyped-def]
             count += is_above.to(tl.int32)
             under = tl.maximum(under, tl.where(is_above, float("-inf"), value))
             over = tl.minimum(over, tl.where(is_above, value, float("inf")))
-            if by_mass:
+            if share < 1.0:
                 mass += tl.where(is_above, _likely(value, first, scale), 0.0)
         many, much = tl.sum(count, axis=0), tl.sum(mass, axis=0)
         if (many < most) & ((much <= room) | (share >= 1.0)):
             high, above, heavier = tl.minimum(_ordered(tl.max(under, axis=0)), middle), many, much
         else:
             low = tl.maximum(_ordered(tl.min(over, axis=0)) - 1, middle)
-
-    last = _number(high)
-    equal = most - above  # so many tokens with this logit have room
-    if by_mass:
-        fitting = tl.floor((room - heavier) / _likely(last, first, scale))
-        equal = tl.minimum(equal, tl.minimum(fitting, 1.0 * vocabulary).to(tl.int32) + 1)
-    _write_row(row, last, equal, first, scale, least, vocabulary, block)
+    return high, above, heavier
 
 
 @triton.jit
