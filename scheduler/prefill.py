@@ -29,6 +29,12 @@ LOST_EVERY_S = 4.0
 LATER_S = 1e6
 """More than any wait: behind all others."""
 
+MOST_WAITING = 64
+"""A decision looks at this many prompts of the queue, those that are due first of all that can be in time."""
+
+MOST_LOST = 16
+"""And at this many that can't, those that have waited longest: more of them change nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:

@@ -15,7 +15,7 @@ import numpy as np
 
 from adaserve.bench.jsonl import append_line, read_lines
 from adaserve.loadgen.figures import bars, legend, panels, save
-from adaserve.scheduler.simulator.replica import iteration_log
+from adaserve.scheduler.simulator.played import iteration_log
 from adaserve.scheduler.simulator.run import SimulationConfig, SimulationResult, simulate
 from adaserve.scheduler.simulator.workload import TextModel, make_requests
 from adaserve.slo.classes import SLOConfig

@@ -12,9 +12,9 @@ from adaserve.slo.classes import SLOConfig
 from adaserve.slo.trace import Trace
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SimRequest:
-    """One request; the fields after ``bias`` are written by the simulator."""
+    """One request, equal to itself alone; the fields after ``bias`` are written by the simulator."""
 
     rid: str
     slo_class: str
