@@ -169,7 +169,7 @@ class LearnedCosts(Latency):
         return seconds
 
     def draft_step_s(self, rows: float, context: Context = NO_CONTEXT) -> float:
-        return (self.step.quiet_s(int(rows)) + self._reading_s(rows, context)) * self.slowdown
+        return (self.step.quiet_s(int(rows)) + self.first.reading.seconds(rows, context)) * self.slowdown
 
     def draft_start_s(self, n: int, context: Context = NO_CONTEXT) -> float:
         return max(0.0, self.first.seconds(n) - self.step.quiet_s(n)) * self.slowdown
@@ -201,11 +201,6 @@ class LearnedCosts(Latency):
         target, draft = self._start.verify, self._start.draft
         return CostTable(lambda tokens: target.alone(tokens) + draft.alone(tokens))
 
-    def _reading_s(self, rows: float, context: Context) -> float:
-        """What a draft step of ``rows`` tokens takes for the cached tokens that it reads."""
-        reading = self.first.reading
-        return reading.per_context_s * context.tokens + reading.per_pair_s * context.each * rows
-
     # -- learning -----------------------------------------------------------------------------
 
     def observe(self, outcome: IterationOutcome, context: Context) -> None:
@@ -235,11 +230,11 @@ class LearnedCosts(Latency):
             self.first.observe(n, 0.0, first_s, read, pairs)
             self.first.observe(0, later * guess_s, seconds - first_s, later_read, later_pairs)
         else:
-            first_s = self.first.seconds(n) + self._reading_s(n, context)
+            first_s = self.first.seconds(n) + self.first.reading.seconds(n, context)
             self.first.observe(n, later * guess_s, seconds, read + later_read, pairs + later_pairs)
         if later:
             line_s = self.first.factor * guess_s
-            step_s = (seconds - first_s) / later - self._reading_s(rows, context)
+            step_s = (seconds - first_s) / later - self.first.reading.seconds(rows, context)
             step_s = min(max(step_s, line_s / STEP_RANGE), line_s * STEP_RANGE)
             self.step.observe(rows, step_s, self.slowdown)
 

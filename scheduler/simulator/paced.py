@@ -109,7 +109,7 @@ def _watch(requests: Sequence[SimRequest], config: SimulationConfig) -> _Watched
 
 def reading_s(config: ReplicaConfig, tokens: float, context: Context) -> float:
     """What a verification of ``tokens`` takes to read the contexts."""
-    return float(config.latency.verify.reading.seconds(np.float64(tokens), context))
+    return config.latency.verify.reading.seconds(tokens, context)
 
 
 def _table(watched: Sequence[_Watched], names: Sequence[str]) -> PaceTable:

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded, read_workload
 from adaserve.cli import app
-from adaserve.scheduler.latency import Profile
 from adaserve.scheduler.prefill import GATE
+from adaserve.scheduler.profile import Profile
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.run import simulate, violations
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace

@@ -20,12 +20,14 @@ from fake_server import Fake, running_fake
 from typer.main import get_command
 
 from adaserve.loadgen.__main__ import app
-from adaserve.loadgen.agreement import agreement_rows, compare
+from adaserve.loadgen.agreement import agreement_rows
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.protocol import parse_event, slo_headers
-from adaserve.loadgen.report import default_label, read_run, write_report
+from adaserve.loadgen.report import write_report
 from adaserve.loadgen.results import iter_records
+from adaserve.loadgen.run_folder import default_label, read_run
 from adaserve.loadgen.schedule import PlannedRequest
+from adaserve.loadgen.verdicts import compare
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.metrics import RequestRecord
 from adaserve.slo.resolve import resolve
