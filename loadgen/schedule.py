@@ -18,7 +18,8 @@ from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import PromptStore, load_prompts
 from adaserve.slo.classes import SLOError
-from adaserve.slo.trace import Trace, TraceError, TraceRow, assign_classes, read_trace, to_jsonl
+from adaserve.slo.trace import Trace, TraceError, TraceRow, assign_classes, to_jsonl
+from adaserve.slo.trace_formats import read_trace
 
 # Independent random streams: changing one input leaves the others' draws as they were.
 _ARRIVALS, _LENGTHS, _DISCONNECT = 1, 2, 3

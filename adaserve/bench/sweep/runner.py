@@ -34,7 +34,8 @@ from adaserve.scheduler.policies import chain_length
 from adaserve.server import ServerSpec
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.metrics import RequestRecord
-from adaserve.slo.trace import Trace, TraceRow, read_trace, write_jsonl
+from adaserve.slo.trace import Trace, TraceRow, write_jsonl
+from adaserve.slo.trace_formats import read_trace
 
 ATTEMPTS = 3
 """How often a block is measured while the host is busy or slow; the least disturbed attempt counts."""
