@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
 from adaserve.loadgen.results import is_amount, iter_records
 from adaserve.loadgen.verdicts import Verdicts, compare
-from adaserve.slo.metrics import summarize
+from adaserve.slo.metrics import RequestRecord, summarize
 
 _STAMP = re.compile(r"^\d{8}T\d{6}Z-")
 _SEED = re.compile(r"[-_](seed|s)\d+$")
@@ -59,28 +59,28 @@ def read_run(folder: Path, label: str | None = None) -> Run:
     reasons = list(dict.fromkeys([*summary["invalid_reasons"], *old["invalid_reasons"]]))
     summary |= kept | {"invalid_reasons": reasons, "valid": not reasons}
     counted = [r for r in records if r.judged and r.scheduled_s >= summary["warmup_s"]]
-    arrays, verdicts = {}, {}
-    for name in summary["by_class"]:
-        rs = [r for r in counted if r.slo_class == name]
-        verdicts[name] = compare(rs)
-        arrays[name] = {
-            "scheduled": np.array([r.scheduled_s for r in rs], float),
-            "attained": np.array([r.attained for r in rs], float),
-            # A failed request has no value: it is left out, so the curve ends below 1.
-            "ratio": np.array([value_or(r.tpot_ratio if r.ok else None, math.inf) for r in rs], float),
-            "ttft": np.array([value_or(r.ttft_s if r.ok else None, math.inf) for r in rs], float),
-        }
+    classes = {name: [r for r in counted if r.slo_class == name] for name in summary["by_class"]}
     env = _json(folder / "env.json")
     return Run(
         folder=folder,
         label=label or default_label(folder),
         summary=summary,
-        arrays=arrays,
+        arrays={name: _arrays(rs) for name, rs in classes.items()},
         command=str(env.get("command") or summary.get("command") or "unknown"),
         config=_config_of_the_run(folder),
         env={k: v for k, v in env.items() if k != "command"},
-        verdicts=verdicts,
+        verdicts={name: compare(rs) for name, rs in classes.items()},
     )
+
+
+def _arrays(records: Sequence[RequestRecord]) -> dict[str, FloatArray]:
+    """As in ``Run.arrays``. A failed request has no value: it is left out, so a curve ends below 1."""
+    return {
+        "scheduled": np.array([r.scheduled_s for r in records], float),
+        "attained": np.array([r.attained for r in records], float),
+        "ratio": np.array([value_or(r.tpot_ratio if r.ok else None, math.inf) for r in records], float),
+        "ttft": np.array([value_or(r.ttft_s if r.ok else None, math.inf) for r in records], float),
+    }
 
 
 def _summary_of_the_run(folder: Path) -> dict[str, Any]:

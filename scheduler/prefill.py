@@ -341,6 +341,25 @@ def held_back(
     return held
 
 
+def in_order(
+    config: PrefillConfig, waiting: WaitingBatch, now_s: float, pressure: Pressure | None
+) -> IntArray:
+    """All rows, those first that are prefilled first."""
+    passes = np.zeros(len(waiting.arrival_s), np.bool_)
+    if config.order == "slack":
+        rank = waiting.arrival_s + np.where(np.isfinite(waiting.ttft_slo_s), waiting.ttft_slo_s, LATER_S)
+    elif config.order == "deadline":
+        rank = aims_s(config, waiting)
+        if config.lost_every_s is not None:  # who can still be in time comes first
+            rank = np.where(lost_prompts(waiting, now_s, pressure), rank + LATER_S, rank)
+        passes = overtaking(config, waiting, rank)
+    elif config.order == "short":
+        rank = waiting.prompt_left.astype(np.float64)
+    else:
+        rank = waiting.arrival_s
+    return np.lexsort((rank, ~waiting.started, ~passes))
+
+
 def plan_prefill(
     config: PrefillConfig,
     waiting: WaitingBatch,
@@ -353,23 +372,10 @@ def plan_prefill(
     Started prompts go first (their KV is taken already), but for those that overtake them in the order
     ``deadline``. ``pressure`` is needed for ``pacing="slack"`` and for the gate while requests decode.
     """
-    waited = now_s - waiting.arrival_s
-    shed = np.zeros(len(waited), np.bool_)
+    shed = np.zeros(len(waiting.arrival_s), np.bool_)
     if config.shed:
-        shed = (waited > config.shed_factor * waiting.ttft_slo_s) & ~waiting.started
-    passes = np.zeros(len(waited), np.bool_)
-    if config.order == "slack":
-        rank = waiting.arrival_s + np.where(np.isfinite(waiting.ttft_slo_s), waiting.ttft_slo_s, LATER_S)
-    elif config.order == "deadline":
-        rank = aims_s(config, waiting)
-        if config.lost_every_s is not None:  # who can still be in time comes first
-            rank = np.where(lost_prompts(waiting, now_s, pressure), rank + LATER_S, rank)
-        passes = overtaking(config, waiting, rank)
-    elif config.order == "short":
-        rank = waiting.prompt_left.astype(np.float64)
-    else:
-        rank = waiting.arrival_s
-    order = np.lexsort((rank, ~waiting.started, ~passes))
+        shed = (now_s - waiting.arrival_s > config.shed_factor * waiting.ttft_slo_s) & ~waiting.started
+    order = in_order(config, waiting, now_s, pressure)
     order = order[~shed[order]]
     overdue = None
     if pressure is not None and n_running:
