@@ -78,7 +78,7 @@ class PrefillConfig:
             raise ValueError(f"patience_s must be > 0, got {self.patience_s}")
 
 
-def served_prefill(chunk_tokens: int) -> PrefillConfig:
+def served_prefill(chunk_tokens: int = PrefillConfig().chunk_tokens) -> PrefillConfig:
     """What a server does by default under a policy that looks at SLOs."""
     return PrefillConfig(chunk_tokens, "deadline", GATE, pacing="slack", lost_every_s=LOST_EVERY_S)
 
