@@ -252,7 +252,7 @@ class PrefillPacer:
         n = max(1, len(batch))
         pace = np.array([self._pace.get(rid, self._mean_pace.value) for rid in batch.rids])
         period_s = self._period_s.value or self._costs.iteration_s(n, 0, 1, n)
-        slack = stall_slack(batch, now_s, pace, period_s, rule.horizon_tokens)
+        slack = stall_slack(batch, now_s, pace, period_s)
         room = None
         if self._gate is not None and len(batch):
             usual, cycle_s = np.full(len(batch), self._mean_pace.value), self._cycle_s.value or period_s

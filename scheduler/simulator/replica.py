@@ -188,7 +188,7 @@ class Replica(ABC):
         sizes, seconds = chunk_costs(self.config, self._drafts, beside)
         period_s = self._iteration_s.value or latency.iteration_s(n, 0, 1, n)
         running = self.rows.batch(None, self.config.lag, 0)
-        slack = stall_slack(running, self.now_s, pace, period_s, config.horizon_tokens)
+        slack = stall_slack(running, self.now_s, pace, period_s)
         room = None
         if config.gate is not None:
             cycle_s, verified = self._period_s.value or period_s, self._verified.value
