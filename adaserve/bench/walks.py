@@ -100,6 +100,11 @@ def kernel_model(network: TinyLlama | EagleHead, positions: int, storage: Storag
 class Walk(ABC):
     """A draft on its way along ``texts``, one after the other in each of ``rows`` rows of a KV pool."""
 
+    read_with: Sequence[
+        Tensor
+    ] = ()  # the target's states of each text, [tokens, H], for drafts that read them
+    states: HiddenStates  # where such a draft finds them
+
     def __init__(self, texts: Sequence[Text], rows: int, plan: HeadPlan, sharpening: DraftSharpening) -> None:
         self.texts, self.plan, self.sharpening = texts, plan, sharpening
         self.shape: TreeShape = tree_shape(plan.depth, plan.width, None)
@@ -122,6 +127,9 @@ class Walk(ABC):
 
     def _open(self, row: int, text: int) -> None:
         self.text[row], self.at[row], self.read[row] = text, self.texts[text].start - 1, 0
+        if self.read_with:
+            states = self.read_with[text]
+            self.states.write(self.table[row, : len(states)].long(), states, states)
 
     def _tokens(self, row: int, start: int, end: int) -> np.ndarray:
         return self.texts[self.text[row]].tokens[start:end].astype(np.int64)
@@ -234,11 +242,6 @@ class EagleWalk(Walk):
     def kept(self, accepted: np.ndarray) -> np.ndarray:
         return np.zeros_like(accepted)
 
-    def _open(self, row: int, text: int) -> None:
-        super()._open(row, text)
-        states = self.read_with[text]
-        self.states.write(self.table[row, : len(states)].long(), states, states)
-
 
 class MedusaWalk(Walk):
     """Of Medusa heads, which read nothing but the target's state of the token before a root."""
@@ -266,11 +269,6 @@ class MedusaWalk(Walk):
 
     def _catch_up(self, rows: np.ndarray, ends: np.ndarray) -> None:
         self.read = np.maximum(self.read, ends)
-
-    def _open(self, row: int, text: int) -> None:
-        super()._open(row, text)
-        states = self.read_with[text]
-        self.states.write(self.table[row, : len(states)].long(), states, states)
 
 
 def walks(

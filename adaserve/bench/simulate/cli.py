@@ -307,8 +307,9 @@ def fleet(
     from adaserve.bench.simulate.traces import read_workload
 
     with _refusing():
-        latency = Hardware(model, gpu, tp, profile).latency()
-        of = SimulatedFleet.of(policy, latency, baseline_ms, seed)
+        hardware = Hardware(model, gpu, tp, profile)
+        cache = hardware.kv_tokens()
+        of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, kv_tokens=cache)
         with console.status("drawing the trace"):
             loaded = read_workload(trace, seed)
     with Progress(console=console) as progress:

@@ -1,4 +1,4 @@
-"""``adaserve simulate capacity`` and ``fleet``: replicas behind a router, in detail or at fleet scale."""
+"""``adaserve simulate capacity`` and ``fleet``: replicas behind a router, played or looked up."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ from adaserve.slo.metrics import RequestRecord, summarize
 from adaserve.slo.trace import Trace
 
 DETAILED = 3000
-"""Requests of a trace that `capacity` simulates iteration by iteration, at some hundred requests a second."""
+"""Requests of a trace whose every iteration `capacity` plays, at some hundred requests a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
     """What ``capacity`` and ``fleet`` know of one replica and its requests."""
 
-    latency: LatencyModel
     config: SimulationConfig
     baseline_s: float
 
@@ -51,19 +50,19 @@ class SimulatedFleet:
         build_policy(policy)
         children: ChildSource = load_children(recorded) if recorded else SyntheticChildren()
         times = recorded_slowdown(recorded, latency) if recorded else 1.0
-        chunk = PrefillConfig().chunk_tokens
+        prefill = served_prefill() if is_slo_aware(policy) else PrefillConfig()
         replica = ReplicaConfig(
             latency,
             kv_tokens,
             prefill_mode="exclusive",
-            prefill=served_prefill(chunk) if is_slo_aware(policy) else PrefillConfig(chunk),
-            exclusive_tokens=chunk,
+            prefill=prefill,
+            exclusive_tokens=prefill.chunk_tokens,
             busy=((0.0, np.inf, times),),
         )
         config = SimulationConfig(
             replica, policy, PolicyConfig(latency=latency), children=children, seed=seed
         )
-        return SimulatedFleet(latency, config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
+        return SimulatedFleet(config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
 
     def attainment(self, trace: Trace, slos: SLOConfig, router: str = "least-work") -> Callable[[int], float]:
         """Share of the trace's requests that would attain their SLOs, by the number of replicas.
