@@ -123,7 +123,7 @@ def to_record(request: SimRequest) -> RequestRecord:
         n_chunks=request.iterations + 1 if ended else 0,
         finish_reason="length" if ended else None,
         error=None if ended else ("rejected-saturated" if request.shed else "unfinished"),
-        http_status=200 if ended else 429,
+        http_status=200 if ended else 429 if request.shed else None,
         accept_length=request.produced / request.iterations if request.iterations else None,
     )
     record.judge()

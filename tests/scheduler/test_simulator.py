@@ -96,6 +96,14 @@ def test_kv_limit_holds_requests_back_and_refuses_the_impossible():
     assert peak < 11
 
 
+def test_only_who_was_turned_away_got_an_answer_that_says_so():
+    load = requests(3)
+    load[0].prompt_tokens = 10_000
+    records = simulate(load, config("none", kv_tokens=2500, drain_s=0.0)).records()
+    assert [r.http_status for r in records][::2] == [429, None]
+    assert [r.error for r in records][::2] == ["rejected-saturated", "unfinished"]
+
+
 def test_sampler_accepts_as_often_as_it_says():
     sampler = TreeSampler(SyntheticChildren(miscalibration=0.0), np.random.default_rng(0))
     n = 400
