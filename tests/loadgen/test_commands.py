@@ -375,7 +375,7 @@ def test_help_names_the_defaults() -> None:
     bench: Any = get_command(app)
     serve = bench.commands["bench"].commands["serve"]
     told = {p.name: p.show_default for p in serve.params}
-    mix = ",".join(f"{name}={c.share:g}" for name, c in config.classes.items())
+    mix = ", ".join(f"{c.share:.0%} {name}" for name, c in config.classes.items())
     expected = {
         "url": config.server.url, "api": config.server.api, "slo_headers": config.server.slo_headers,
         "rps": f"{config.arrivals.rps:g}", "burstiness": f"{config.arrivals.cv:g}", "mix": mix,
