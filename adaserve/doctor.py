@@ -243,7 +243,8 @@ def check_profile(folder: Path | None = None) -> list[Finding]:
 
 def profile_matches(path: Path, cpu: str) -> bool:
     """Whether a profile can be read and names this processor and these versions."""
-    from adaserve.scheduler.latency import ProfileError, load_profile
+    from adaserve.scheduler.latency import ProfileError
+    from adaserve.scheduler.profile import load_profile
 
     try:
         meta = load_profile(path).meta

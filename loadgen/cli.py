@@ -16,7 +16,7 @@ from adaserve.loadgen.errors import LoadgenError
 
 if TYPE_CHECKING:
     from adaserve.loadgen.config import BenchConfig
-    from adaserve.loadgen.report import Run
+    from adaserve.loadgen.run_folder import Run
 
 bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running server.")
 
@@ -182,7 +182,7 @@ def report(
 
 
 def _read(text: str) -> Run:
-    from adaserve.loadgen.report import read_run
+    from adaserve.loadgen.run_folder import read_run
 
     label, separator, folder = text.partition("=")
     return read_run(Path(folder), label) if separator else read_run(Path(text))

@@ -46,7 +46,6 @@ class ClassTally:
     requests: int = 0
     failed: int = 0
     attained: int = 0
-    not_judged: int = 0
     output_tokens: int = 0
     good_tokens: int = 0
     slo_tpot_ms: float | None = None
@@ -58,7 +57,6 @@ class ClassTally:
     def add(self, record: RequestRecord) -> None:
         self.slo_tpot_ms, self.slo_ttft_ms = record.slo_tpot_ms, record.slo_ttft_ms
         if not record.judged:
-            self.not_judged += 1
             return
         self.requests += 1
         self.failed += not record.ok

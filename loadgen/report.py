@@ -1,12 +1,8 @@
-"""``report``: one self-contained HTML page, and PNGs, from the folders of one or several runs.
-
-Everything is computed again from ``requests.jsonl``, so a report can be made at any time."""
+"""``report``: one self-contained HTML page, and PNGs, from the folders of one or several runs."""
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,132 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from adaserve.loadgen import figures
-from adaserve.loadgen.agreement import Verdicts, agreement_rows, compare, flip_rows
-from adaserve.loadgen.errors import LoadgenError, why_unreadable
-from adaserve.loadgen.results import is_amount, iter_records
-from adaserve.slo.metrics import attainment_stderr, summarize
-
-_STAMP = re.compile(r"^\d{8}T\d{6}Z-")
-_SEED = re.compile(r"[-_](seed|s)\d+$")
-
-FloatArray = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One results folder, read."""
-
-    folder: Path
-    label: str
-    summary: Mapping[str, Any]
-    arrays: Mapping[str, Mapping[str, FloatArray]]  # class -> scheduled, attained, ratio, ttft
-    command: str
-    config: str
-    env: Mapping[str, Any]
-    verdicts: Mapping[str, Verdicts]  # class -> what the server said about the same requests
-
-
-def read_run(folder: Path, label: str | None = None) -> Run:
-    """Reads and summarizes a folder. Raises LoadgenError."""
-    try:
-        if not folder.is_dir():
-            raise LoadgenError(f"{folder} is not a results folder")
-    except (OSError, ValueError) as e:
-        raise LoadgenError(f"cannot read {str(folder)[:200]!r}: {why_unreadable(e)}") from e
-    records = list(iter_records(folder))
-    if not records:
-        raise LoadgenError(f"{folder}: requests.jsonl holds no requests")
-    old = _summary_of_the_run(folder)
-    summary = summarize(records, old["warmup_s"])
-    if not summary["by_class"]:
-        raise LoadgenError(
-            f"{folder}: all {len(records)} requests lie in the warm-up of {old['warmup_s']:g} s"
-        )
-    kept = {k: v for k, v in old.items() if k not in summary}
-    # Reasons that only the run itself knew, such as a lost worker.
-    reasons = list(dict.fromkeys([*summary["invalid_reasons"], *old["invalid_reasons"]]))
-    summary |= kept | {"invalid_reasons": reasons, "valid": not reasons}
-    counted = [r for r in records if r.judged and r.scheduled_s >= summary["warmup_s"]]
-    arrays, verdicts = {}, {}
-    for name in summary["by_class"]:
-        rs = [r for r in counted if r.slo_class == name]
-        verdicts[name] = compare(rs)
-        arrays[name] = {
-            "scheduled": np.array([r.scheduled_s for r in rs], float),
-            "attained": np.array([r.attained for r in rs], float),
-            # A failed request has no value: it is left out, so the curve ends below 1.
-            "ratio": np.array([_or(r.tpot_ratio if r.ok else None, math.inf) for r in rs], float),
-            "ttft": np.array([_or(r.ttft_s if r.ok else None, math.inf) for r in rs], float),
-        }
-    env = _json(folder / "env.json")
-    return Run(
-        folder=folder,
-        label=label or default_label(folder),
-        summary=summary,
-        arrays=arrays,
-        command=str(env.get("command") or summary.get("command") or "unknown"),
-        config=_config_of_the_run(folder),
-        env={k: v for k, v in env.items() if k != "command"},
-        verdicts=verdicts,
-    )
-
-
-def _summary_of_the_run(folder: Path) -> dict[str, Any]:
-    """``summary.json`` as far as it can be used; everything else comes from the records."""
-    old = _json(folder / "summary.json")
-    warmup_s, reasons = old.get("warmup_s"), old.get("invalid_reasons")
-    old["warmup_s"] = float(warmup_s) if is_amount(warmup_s) else 0.0
-    old["invalid_reasons"] = [str(r) for r in reasons] if isinstance(reasons, list) else []
-    targets, server = old.pop("class_targets", None), old.pop("server", None)
-    drafts = old.pop("learning", None)
-    if isinstance(targets, dict):
-        old["class_targets"] = {n: t for n, t in targets.items() if is_amount(t) and t <= 1}
-    if isinstance(server, dict):
-        old["server"] = {n: c for n, c in server.items() if _is_count(c)}
-    if isinstance(drafts, dict):
-        old["learning"] = {n: d for n, d in drafts.items() if _is_comparison(d)}
-    return old
-
-
-def _is_count(of_class: Any) -> bool:
-    """Whether this is what the server counted of one class."""
-    counted = of_class.get("all") if isinstance(of_class, dict) else None
-    if not isinstance(counted, dict) or not is_amount(counted.get("requests")):
-        return False
-    return counted.get("attainment") is None or is_amount(counted["attainment"])
-
-
-def _is_comparison(of_class: Any) -> bool:
-    """Whether this says how much of the present and of the first draft is accepted."""
-    return isinstance(of_class, dict) and all(is_amount(of_class.get(d)) for d in ("present", "first"))
-
-
-def _config_of_the_run(folder: Path) -> str:
-    try:
-        return (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "not recorded"
-
-
-def default_label(folder: Path) -> str:
-    """``20260101T120000Z-adaserve-seed2`` -> ``adaserve``: seeds of one setting share a label."""
-    name = _STAMP.sub("", folder.resolve().name)
-    return _SEED.sub("", name) or name
-
-
-def _or(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+from adaserve.loadgen.agreement import agreement_rows, flip_rows
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.run_folder import FloatArray, Run, value_or
+from adaserve.slo.metrics import attainment_stderr
 
 
 @dataclass(frozen=True)
@@ -224,7 +100,10 @@ def build_charts(groups: Sequence[Group]) -> list[Chart]:
 def _series(groups: Sequence[Group], names: Sequence[str | None], key: str) -> dict[str, list[Any]]:
     """Label -> (value, error) per class; None = all classes together."""
     nan = math.nan
-    return {g.label: [(_or(g.mean(key, n), nan), _or(g.error(key, n), nan)) for n in names] for g in groups}
+    return {
+        g.label: [(value_or(g.mean(key, n), nan), value_or(g.error(key, n), nan)) for n in names]
+        for g in groups
+    }
 
 
 def _attainment(groups: Sequence[Group], names: Sequence[str]) -> Chart:

@@ -6,7 +6,6 @@ slow the arrivals down.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,8 @@ from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import PromptStore, load_prompts
 from adaserve.slo.classes import SLOError
-from adaserve.slo.trace import Trace, TraceError, TraceRow, assign_classes, read_trace, to_jsonl
+from adaserve.slo.trace import Trace, TraceError, TraceRow, assign_classes
+from adaserve.slo.trace_formats import read_trace
 
 # Independent random streams: changing one input leaves the others' draws as they were.
 _ARRIVALS, _LENGTHS, _DISCONNECT = 1, 2, 3
@@ -155,7 +155,7 @@ def _plan(config: BenchConfig, trace: Trace, store: PromptStore) -> Schedule:
         tpot_ms = slo.tpot_s * 1e3 if math.isfinite(slo.tpot_s) else None
         ttft_ms = slo.ttft_s * 1e3 if math.isfinite(slo.ttft_s) else None
         requests.append(replace(request, tpot_ms=tpot_ms, ttft_ms=ttft_ms))
-    return Schedule(tuple(requests), _sha256(trace.rows), store.source)
+    return Schedule(tuple(requests), trace.sha256, store.source)
 
 
 def _request(
@@ -183,13 +183,6 @@ def _request(
 
 def _clip(value: int, limit: int | None) -> int:
     return value if limit is None else min(value, limit)
-
-
-def _sha256(rows: Sequence[TraceRow]) -> str:
-    digest = hashlib.sha256()
-    for line in to_jsonl(rows):
-        digest.update(line.encode())
-    return digest.hexdigest()
 
 
 def _tokenizer(name: str | None):  # type: ignore[no-untyped-def]

@@ -22,6 +22,10 @@ from adaserve.scheduler.reading import FadingFit, LearnedReading, scales
 STEP_RANGE = 2.0
 """A draft step costs at most this many times as much, or as little, as the line through all drafts says."""
 
+LEAST_TIME = 1e-3
+"""Of the first guess of a first step: a draft that seems to take less is taken for one of this length, since
+errors are relative, and a clock that hardly moved must not outweigh all other drafts."""
+
 LITTLE = 0.25
 """Up to this share of the rest of a forward, what it reads hardly matters: its time teaches what sizes take,
 and whether the host is busy. Above, it teaches what reading takes."""
@@ -76,7 +80,7 @@ class FirstStep:
     def __init__(self, prior: StepCost, reading: ReadingCost) -> None:
         """``prior``: first guess of a first step; ``reading``: what draft steps take to read contexts."""
         one, eight = prior.alone(np.array([1.0, 8.0])).tolist()
-        self._scales = scales(reading, one)
+        self._scales, self._least_s = scales(reading, one), LEAST_TIME * one
         # The prior counts little: that it was ten times too fast must not look like ten drafts that were not.
         # What short contexts seem to say of reading is noise, and must not be taken for what long ones cost.
         weight = np.array([self.PRIOR, self.PRIOR, self.PRIOR, 1.0, 1.0])
@@ -91,6 +95,7 @@ class FirstStep:
         """A draft for n requests took ``seconds``, or its later steps alone (n = 0). ``later_s``: first
         guess for the later steps; ``read`` and ``pairs``: sum L and sum q L over all of these steps."""
         scale, pair_scale = self._scales
+        seconds = max(seconds, self._least_s)
         row = (float(n > 0), n, later_s, read * scale, pairs * pair_scale)
         self._fit.add(tuple(x / seconds for x in row), 1.0)
         if len(self._fit) >= LEARN_EVERY:
@@ -169,7 +174,7 @@ class LearnedCosts(Latency):
         return seconds
 
     def draft_step_s(self, rows: float, context: Context = NO_CONTEXT) -> float:
-        return (self.step.quiet_s(int(rows)) + self._reading_s(rows, context)) * self.slowdown
+        return (self.step.quiet_s(int(rows)) + self.first.reading.seconds(rows, context)) * self.slowdown
 
     def draft_start_s(self, n: int, context: Context = NO_CONTEXT) -> float:
         return max(0.0, self.first.seconds(n) - self.step.quiet_s(n)) * self.slowdown
@@ -201,11 +206,6 @@ class LearnedCosts(Latency):
         target, draft = self._start.verify, self._start.draft
         return CostTable(lambda tokens: target.alone(tokens) + draft.alone(tokens))
 
-    def _reading_s(self, rows: float, context: Context) -> float:
-        """What a draft step of ``rows`` tokens takes for the cached tokens that it reads."""
-        reading = self.first.reading
-        return reading.per_context_s * context.tokens + reading.per_pair_s * context.each * rows
-
     # -- learning -----------------------------------------------------------------------------
 
     def observe(self, outcome: IterationOutcome, context: Context) -> None:
@@ -235,11 +235,11 @@ class LearnedCosts(Latency):
             self.first.observe(n, 0.0, first_s, read, pairs)
             self.first.observe(0, later * guess_s, seconds - first_s, later_read, later_pairs)
         else:
-            first_s = self.first.seconds(n) + self._reading_s(n, context)
+            first_s = self.first.seconds(n) + self.first.reading.seconds(n, context)
             self.first.observe(n, later * guess_s, seconds, read + later_read, pairs + later_pairs)
         if later:
             line_s = self.first.factor * guess_s
-            step_s = (seconds - first_s) / later - self._reading_s(rows, context)
+            step_s = (seconds - first_s) / later - self.first.reading.seconds(rows, context)
             step_s = min(max(step_s, line_s / STEP_RANGE), line_s * STEP_RANGE)
             self.step.observe(rows, step_s, self.slowdown)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from scipy.optimize import nnls
@@ -12,12 +13,12 @@ from adaserve.scheduler.interface import Context, FloatArray
 from adaserve.scheduler.latency import (
     ForwardCost,
     LatencyModel,
-    Profile,
     ReadingCost,
     StepCost,
     TableCost,
     forward_s,
 )
+from adaserve.scheduler.profile import Profile, load_profile
 
 SHARPNESS_GRID = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
 LEAST_ALONE = 0.1
@@ -167,3 +168,8 @@ def fit_latency(profile: Profile) -> LatencyFit:
     return LatencyFit(
         LatencyModel(costs["draft"], costs["verify"], profile.overhead_s, source), chosen, errors
     )
+
+
+def load_latency(path: Path) -> LatencyModel:
+    """The latency model of a profile file: the best fit of its points. Raises ProfileError."""
+    return fit_latency(load_profile(path)).model

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from adaserve.scheduler.averages import blend
 from adaserve.scheduler.interface import Context, FloatArray, IterationOutcome
 from adaserve.scheduler.latency import Latency
-from adaserve.scheduler.prefill import PrefillConfig, Pressure, WaitingBatch, aims_s, overtaking, plan_prefill
+from adaserve.scheduler.prefill import (
+    GATE_CLAIM,
+    PrefillConfig,
+    Pressure,
+    WaitingBatch,
+    aims_s,
+    overtaking,
+    plan_prefill,
+)
 
 NEWEST = 0.05
 """Weight of the newest iteration: the last two dozen count."""
@@ -119,7 +127,7 @@ def predicted_wait_s(
     wait_s = work_s / (config.late_share if n and config.pacing == "slack" else 1.0)
     plan = plan_prefill(config, waiting, n, now_s, pressure)
     if last not in plan.order:
-        claim_s = (work_s + float(waiting.prompt_left[last]) * token_s) / config.gate_claim
+        claim_s = (work_s + float(waiting.prompt_left[last]) * token_s) / GATE_CLAIM
         latest_s = float(aims[last]) - now_s - config.most_decodes * pressure.period_s - claim_s
         wait_s = max(wait_s, min(latest_s, float(finish_s[0]) if n else 0.0))
     missing = n + last + 1 - slots

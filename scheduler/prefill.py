@@ -29,6 +29,21 @@ LOST_EVERY_S = 4.0
 LATER_S = 1e6
 """More than any wait: behind all others."""
 
+GATE_FREE = 2
+"""The gate lets so many requests run whatever it costs them."""
+
+GATE_CLAIM = 0.25
+"""A prompt starts anyway when its prefill needs this share of the time that is left."""
+
+HORIZON_TOKENS = 32
+"""How far ahead a request's pace is trusted."""
+
+MOST_WAITING = 64
+"""A decision looks at this many prompts of the queue, those that are due first of all that can be in time."""
+
+MOST_LOST = 16
+"""And at this many that can't, those that have waited longest: more of them change nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
@@ -37,16 +52,12 @@ class PrefillConfig:
     chunk_tokens: int = 512  # most prefill tokens per iteration
     order: Order = "fcfs"
     gate: float | None = None  # start prompts only while the tightest running SLO keeps this headroom
-    gate_free: int = 2  # the gate lets so many requests run whatever it costs them
-    gate_claim: float = 0.25  # a prompt starts anyway when its prefill needs this share of the time left
     lost_every_s: float | None = None  # gate: prompts are given up, one starts this often; None = never
     shed: bool = False  # answer 429 to requests whose TTFT SLO is already lost; off by default
-    shed_factor: float = 1.0  # lost = waited longer than this many TTFT SLOs
     pacing: Pacing = "fixed"  # slack: chunks are as large as the running requests can bear
     least_tokens: int = 16  # slack: smaller chunks are not worth a forward
     most_decodes: int = 8  # slack: decode iterations after which a waiting prompt gets its next chunk
     spend: float = 0.4  # slack: share of the tightest request's slack used between two decode iterations
-    horizon_tokens: int = 32  # slack: how far ahead a request's pace is trusted
     patience_s: float = 3.0  # slack: TTFT to aim at for requests without a TTFT SLO
     late_share: float = 0.7  # slack: largest share of the time that prompts past their TTFT aim can claim
 
@@ -57,22 +68,20 @@ class PrefillConfig:
             raise ValueError(f"order must be fcfs, slack, short or deadline, got {self.order!r}")
         if self.pacing not in ("fixed", "slack"):
             raise ValueError(f"pacing must be fixed or slack, got {self.pacing!r}")
-        for name in ("least_tokens", "most_decodes", "horizon_tokens"):
+        for name in ("least_tokens", "most_decodes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if not 0 < self.spend <= 1:
             raise ValueError(f"spend must be in (0, 1], got {self.spend}")
         if not 0 <= self.late_share < 1:
             raise ValueError(f"late_share must be in [0, 1), got {self.late_share}")
-        if not 0 < self.gate_claim <= 1:
-            raise ValueError(f"gate_claim must be in (0, 1], got {self.gate_claim}")
         if self.lost_every_s is not None and not self.lost_every_s > 0:
             raise ValueError(f"lost_every_s must be > 0, got {self.lost_every_s}")
         if not self.patience_s > 0:
             raise ValueError(f"patience_s must be > 0, got {self.patience_s}")
 
 
-def served_prefill(chunk_tokens: int) -> PrefillConfig:
+def served_prefill(chunk_tokens: int = PrefillConfig().chunk_tokens) -> PrefillConfig:
     """What a server does by default under a policy that looks at SLOs."""
     return PrefillConfig(chunk_tokens, "deadline", GATE, pacing="slack", lost_every_s=LOST_EVERY_S)
 
@@ -150,7 +159,11 @@ def predicted_room(
 
 
 def stall_slack(
-    running: RunningBatch, now_s: float, pace: FloatArray, period_s: float, horizon_tokens: int
+    running: RunningBatch,
+    now_s: float,
+    pace: FloatArray,
+    period_s: float,
+    horizon_tokens: int = HORIZON_TOKENS,
 ) -> FloatArray:
     """How long each request could stand still and still meet its TPOT SLO, seconds, [n].
 
@@ -306,8 +319,8 @@ def held_back(
     Iterations get longer with every request that joins, so with too many of them nobody meets a tight SLO.
     Serving fewer at a time does the same work and costs only TTFT. So a prompt waits while the tightest
     running SLO has less than ``gate`` headroom, until its prefill and those before it would need
-    ``gate_claim`` of the time that is left until its aim (its TTFT SLO, or ``patience_s``). Only where fewer
-    than ``gate_free`` requests would run without it, it need not wait.
+    ``GATE_CLAIM`` of the time that is left until its aim (its TTFT SLO, or ``patience_s``). Only where fewer
+    than ``GATE_FREE`` requests would run without it, it need not wait.
 
     Where ``lost_every_s`` is set, a TTFT SLO is no licence to spoil others: its prompt starts only with the
     headroom of ``LEAST_HEADROOM``, else it waits on, and once it is lost it waits for ``gate`` again.
@@ -319,7 +332,7 @@ def held_back(
     # A few iterations pass between a decision and the first token.
     left_s = aims_s(config, waiting)[order] - now_s - config.most_decodes * pressure.period_s
     work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
-    can_wait = work_s < config.gate_claim * left_s
+    can_wait = work_s < GATE_CLAIM * left_s
     least = np.zeros(len(order))
     if config.lost_every_s is not None:
         lost = lost_prompts(waiting, now_s, pressure)
@@ -329,10 +342,29 @@ def held_back(
     least = np.where(waiting.started[order], 0.0, np.where(can_wait, config.gate, least))
     joining = int(np.count_nonzero(least == 0.0))
     for i in np.flatnonzero(least).tolist():
-        is_free = n_running + joining < config.gate_free
+        is_free = n_running + joining < GATE_FREE
         held[i] = not is_free and room[min(joining, len(room) - 1)] < least[i]
         joining += not held[i]
     return held
+
+
+def in_order(
+    config: PrefillConfig, waiting: WaitingBatch, now_s: float, pressure: Pressure | None
+) -> IntArray:
+    """All rows, those first that are prefilled first."""
+    passes = np.zeros(len(waiting.arrival_s), np.bool_)
+    if config.order == "slack":
+        rank = waiting.arrival_s + np.where(np.isfinite(waiting.ttft_slo_s), waiting.ttft_slo_s, LATER_S)
+    elif config.order == "deadline":
+        rank = aims_s(config, waiting)
+        if config.lost_every_s is not None:  # who can still be in time comes first
+            rank = np.where(lost_prompts(waiting, now_s, pressure), rank + LATER_S, rank)
+        passes = overtaking(config, waiting, rank)
+    elif config.order == "short":
+        rank = waiting.prompt_left.astype(np.float64)
+    else:
+        rank = waiting.arrival_s
+    return np.lexsort((rank, ~waiting.started, ~passes))
 
 
 def plan_prefill(
@@ -347,23 +379,10 @@ def plan_prefill(
     Started prompts go first (their KV is taken already), but for those that overtake them in the order
     ``deadline``. ``pressure`` is needed for ``pacing="slack"`` and for the gate while requests decode.
     """
-    waited = now_s - waiting.arrival_s
-    shed = np.zeros(len(waited), np.bool_)
+    shed = np.zeros(len(waiting.arrival_s), np.bool_)
     if config.shed:
-        shed = (waited > config.shed_factor * waiting.ttft_slo_s) & ~waiting.started
-    passes = np.zeros(len(waited), np.bool_)
-    if config.order == "slack":
-        rank = waiting.arrival_s + np.where(np.isfinite(waiting.ttft_slo_s), waiting.ttft_slo_s, LATER_S)
-    elif config.order == "deadline":
-        rank = aims_s(config, waiting)
-        if config.lost_every_s is not None:  # who can still be in time comes first
-            rank = np.where(lost_prompts(waiting, now_s, pressure), rank + LATER_S, rank)
-        passes = overtaking(config, waiting, rank)
-    elif config.order == "short":
-        rank = waiting.prompt_left.astype(np.float64)
-    else:
-        rank = waiting.arrival_s
-    order = np.lexsort((rank, ~waiting.started, ~passes))
+        shed = (now_s - waiting.arrival_s > waiting.ttft_slo_s) & ~waiting.started
+    order = in_order(config, waiting, now_s, pressure)
     order = order[~shed[order]]
     overdue = None
     if pressure is not None and n_running:

@@ -76,7 +76,7 @@ class LearnedReading:
 
     def seconds(self, tokens: float, context: Context) -> float:
         """Of a forward of ``tokens``."""
-        return self.cost.per_context_s * context.tokens + self.cost.per_pair_s * context.each * tokens
+        return self.cost.seconds(tokens, context)
 
     def observe(self, tokens: float, context: Context, seconds: float, alone_s: float) -> None:
         """A forward took ``seconds``, and would take ``alone_s`` with nothing in the KV cache."""

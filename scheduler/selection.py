@@ -21,6 +21,9 @@ INDEX_BITS = 20
 INDEX_MASK = (1 << INDEX_BITS) - 1
 """32 bits of mantissa stay: probabilities closer than 2.3e-10 (relative) are ties."""
 
+ENOUGH = 1.0 + 1e-9
+"""A need that the root alone meets, up to rounding."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
@@ -116,12 +119,12 @@ def slo_counts(ranked: Ranked, need: FloatArray, reach: float, n_max: int | None
     """
     n, k = ranked.value.shape
     granted = np.zeros(n, np.int64)
-    behind = (np.minimum(need, reach) > 1.0).nonzero()[0]  # only these rows take part: often few
+    behind = (np.minimum(need, reach) > ENOUGH).nonzero()[0]  # only these rows take part: often few
     most = k if n_max is None else min(n_max, k)
     if budget <= 0 or not behind.size or not most:
         return granted
     need = need[behind]
-    short = ranked.value[behind, :most].cumsum(axis=1) < (np.minimum(need, reach) - (1.0 + 1e-9))[:, None]
+    short = ranked.value[behind, :most].cumsum(axis=1) < (np.minimum(need, reach) - ENOUGH)[:, None]
     available = np.minimum(ranked.available[behind], most)
     wanted = np.minimum(np.count_nonzero(short, axis=1) + 1, available)
     if int(wanted.sum()) > budget:

@@ -78,10 +78,10 @@ def inflection(
     target: StepCost, drafting: Drafting, batches: Sequence[int], deepest: int = 8
 ) -> float | None:
     """S_inflection: the shortest of ``LENGTHS`` from which on speedups grow with the number of requests over
-    all of ``batches``; None = they never do."""
-    found = None
-    for length in LENGTHS[::-1].tolist():
-        if not rises([best(target, drafting, n, length, deepest).ratio for n in batches]):
+    all of ``batches``; None = they never do, or there is only one."""
+    found, sizes = None, sorted(set(batches))
+    for length in LENGTHS[::-1].tolist() if len(sizes) > 1 else ():
+        if not rises([best(target, drafting, n, length, deepest).ratio for n in sizes]):
             break
         found = length
     return found

@@ -140,7 +140,8 @@ def bench_heads(
     ] = None,
 ) -> None:
     """Compare accepted tokens and drafting time of the embedded draft and the embedded heads."""
-    from adaserve.bench.heads import HeadPlan, run_heads
+    from adaserve.bench.heads import run_heads
+    from adaserve.bench.walks import HeadPlan
     from adaserve.engine.host.linear import STORAGES
 
     known("--draft-weights", draft_weights, STORAGES)

@@ -18,8 +18,9 @@ from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import COLUMNS, class_cells
 from adaserve.loadgen.config import BenchConfig, Endpoint, TraceSpec, default_classes
-from adaserve.loadgen.report import read_run, write_report
+from adaserve.loadgen.report import write_report
 from adaserve.loadgen.results import check_results_dir, new_results_dir
+from adaserve.loadgen.run_folder import read_run
 from adaserve.loadgen.schedule import build_schedule
 from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import LatencyModel

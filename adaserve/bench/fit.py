@@ -8,7 +8,7 @@ from rich.console import Console
 
 from adaserve.bench.terminal import table
 from adaserve.scheduler.fit import fit_latency
-from adaserve.scheduler.latency import load_profile
+from adaserve.scheduler.profile import load_profile
 
 
 def show_fit(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.prefill import GATE, LOST_EVERY_S, PrefillConfig
+from adaserve.scheduler.prefill import served_prefill
 from adaserve.scheduler.simulator.forecasts import CLOSE, close_share, predict_requests
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig
@@ -21,8 +21,7 @@ def forecast_text(
 
     Raises ValueError when none is left, SLOError on an unknown class."""
     requests = make_requests(trace, SLOConfig(), latency.baseline_s(), text, seed)
-    paced = PrefillConfig(order="deadline", pacing="slack", gate=GATE, lost_every_s=LOST_EVERY_S)
-    replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=paced, max_running=64)
+    replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=served_prefill(), max_running=64)
     judged = predict_requests(requests, SimulationConfig(replica, policy, seed=seed))[skip:]
     if not judged:
         raise ValueError(f"no request is left after the first {skip}: skip fewer, or give a longer trace")

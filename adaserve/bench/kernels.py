@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from adaserve.bench.markdown import table
 from adaserve.bench.terminal import progress
 from adaserve.engine.host import build
 from adaserve.engine.host.linear import Storage
@@ -211,35 +212,27 @@ def _heads(plan: KernelPlan) -> list[str]:
 
 def _product_table(plan: KernelPlan, products: dict[Storage, list[Row]]) -> str:
     heads = [f"{storage} {head}" for storage in products for head in _heads(plan)]
-    lines = [
-        f"## One forward of the widened target ({plan.layers} layers), by tokens\n",
-        _cells(["tokens", *heads]), _cells(["--:"] * (1 + len(heads))),
-    ]  # fmt: skip
-    for i, tokens in enumerate(plan.tokens):
-        cells = [c for rows in products.values() for c in _figures(rows[i], rows[0])]
-        lines.append(_cells([str(tokens), *cells]))
-    return "\n".join(lines)
+    cells = [
+        [str(tokens), *(c for rows in products.values() for c in _figures(rows[i], rows[0]))]
+        for i, tokens in enumerate(plan.tokens)
+    ]
+    title = f"## One forward of the widened target ({plan.layers} layers), by tokens"
+    return f"{title}\n\n{table(['tokens', *heads], cells, right=True)}"
 
 
 def _attention_table(plan: KernelPlan, rows: Sequence[Row], shape: Shape, bandwidth: float) -> str:
     """The last column: the cached keys and values, read once, per second, over the read bandwidth."""
     heads = ["context", "queries", *_heads(plan), "of read bandwidth"]
-    lines = [
-        f"## Attention: {shape.layers} layers with hardly any weights, fp32 KV, one request\n",
-        _cells(heads), _cells(["--:"] * len(heads)),
-    ]  # fmt: skip
+    cells = []
     for row in rows:
         one = next(r for r in rows if r.case.context == row.case.context)
         share = shape.kv_bytes(row.case.context) / (row.ms[NEW] / 1e3) / bandwidth
         case = [str(row.case.context), str(row.case.tokens)]
-        lines.append(_cells([*case, *_figures(row, one), f"{share:.0%}"]))
-    return "\n".join(lines)
+        cells.append([*case, *_figures(row, one), f"{share:.0%}"])
+    title = f"## Attention: {shape.layers} layers with hardly any weights, fp32 KV, one request"
+    return f"{title}\n\n{table(heads, cells, right=True)}"
 
 
 def _figures(row: Row, one: Row) -> list[str]:
     cells = [f"{row.ms[NEW]:.2f}", f"{row.ms[NEW] / one.ms[NEW]:.2f}"]
     return cells if row.ratio is None else [*cells, f"{row.ms[OLD]:.2f}", f"{row.ratio:.2f}"]
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -24,6 +24,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from adaserve.bench import markdown
 from adaserve.host import describe_host
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IterationOutcome, RunningBatch
@@ -156,14 +157,14 @@ def measure_iteration(
 
 def iteration_table(repeats: int) -> str:
     """Microseconds of whole iterations, the least mean of ``RUN`` in a row, as a Markdown table."""
-    lines = [f"| policy | requests | {' | '.join(PARTS)} | all |", "|---|---|---|---|---|---|---|"]
+    rows = []
     for policy, n in itertools.product(("adaserve", "priced"), BATCHES):
         took = measure_iteration(policy, n, max(2, repeats // RUN) * RUN).reshape(-1, RUN, len(PARTS))
         took = took.mean(axis=1)[1:]  # the first ones warm up
         best = took[took.sum(axis=1).argmin()]
         cells = [*best, best.sum()]
-        lines.append(f"| {policy} | {n} | " + " | ".join(f"{us:.0f}" for us in cells) + " |")
-    return "\n".join(lines)
+        rows.append([policy, str(n), *(f"{us:.0f}" for us in cells)])
+    return markdown.table(["policy", "requests", *PARTS, "all"], rows)
 
 
 def cold_table(repeats: int) -> str:
@@ -173,24 +174,21 @@ def cold_table(repeats: int) -> str:
         "warm": lambda: None,
         "cold": lambda: np.add(caches, 1.0, out=caches),
     }
-    lines = [f"| requests | caches | {' | '.join(PARTS)} | all |", "|---|---|---|---|---|---|---|"]
+    rows = []
     for n, (name, before) in itertools.product(COLD_BATCHES, kinds.items()):
         took = measure_iteration("priced", n, repeats, before)
         cells = np.median(took[repeats // 5 :], axis=0)  # the first ones warm up
-        lines.append(f"| {n} | {name} | " + " | ".join(f"{us:.0f}" for us in (*cells, cells.sum())) + " |")
-    return "\n".join(lines)
+        rows.append([str(n), name, *(f"{us:.0f}" for us in (*cells, cells.sum()))])
+    return markdown.table(["requests", "caches", *PARTS, "all"], rows)
 
 
 def table(repeats: int) -> str:
     """Cost of selections as a Markdown table."""
-    lines = [
-        "| n x candidates | B | adaserve, us (min / median) | priced |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for n, B in SIZES:
         cells = [measure("adaserve", n, B, repeats), measure("priced", n, B, repeats)]
-        lines.append(f"| {n} x 24 | {B} | " + " | ".join(f"{a:.0f} / {b:.0f}" for a, b in cells) + " |")
-    return "\n".join(lines)
+        rows.append([f"{n} x 24", str(B), *(f"{a:.0f} / {b:.0f}" for a, b in cells)])
+    return markdown.table(["n x candidates", "B", "adaserve, us (min / median)", "priced"], rows)
 
 
 def main(

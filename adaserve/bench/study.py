@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from adaserve.bench.jsonl import append_line, read_lines
+from adaserve.bench.markdown import table
 from adaserve.loadgen.figures import bars, legend, panels, save
-from adaserve.scheduler.simulator.replica import iteration_log
+from adaserve.scheduler.simulator.played import iteration_log
 from adaserve.scheduler.simulator.run import SimulationConfig, SimulationResult, simulate
 from adaserve.scheduler.simulator.workload import TextModel, make_requests
 from adaserve.slo.classes import SLOConfig
@@ -152,21 +153,22 @@ def markdown(rows: list[Row]) -> str:
         "token_goodput": ("Goodput, tokens/s of requests that attained", 1.0),
     }
     for key, (title, scale) in titles.items():
-        table = aggregate(rows, key)
-        lines += [f"### {title} (mean +- half range over seeds; no bar = one seed)", ""]
-        lines += [
-            "| workload | requests/s | " + " | ".join(policies) + " |",
-            "|---" * (len(policies) + 2) + "|",
+        means = aggregate(rows, key)
+        cells = [
+            [workload, f"{load:g}", *(_cell(means.get((workload, load, p)), scale) for p in policies)]
+            for workload, load in places
         ]
-        for workload, load in places:
-            cells = []
-            for policy in policies:
-                mean, half, seeds = table.get((workload, load, policy), (float("nan"), 0.0, 0))
-                bar = f" +- {half * scale:.1f}" if seeds > 1 else ""
-                cells.append(f"{mean * scale:.1f}{bar}" if seeds else "")
-            lines.append(f"| {workload} | {load:g} | " + " | ".join(cells) + " |")
-        lines.append("")
+        lines += [f"### {title} (mean +- half range over seeds; no bar = one seed)", ""]
+        lines += [table(["workload", "requests/s", *policies], cells), ""]
     return "\n".join(lines)
+
+
+def _cell(found: tuple[float, float, int] | None, scale: float) -> str:
+    """Of ``aggregate``, times ``scale``; empty for None."""
+    if found is None:
+        return ""
+    mean, half, seeds = found
+    return f"{mean * scale:.1f}" + (f" +- {half * scale:.1f}" if seeds > 1 else "")
 
 
 def _one_place(rows: list[Row], policies: list[str]) -> str:
@@ -180,26 +182,24 @@ def _one_place(rows: list[Row], policies: list[str]) -> str:
         "mean_verify": ("verify tokens", 1.0),
         "mean_depth": ("depth", 1.0),
     }
-    lines = [
-        f"{rows[0]['workload']}, {rows[0]['load_rps']:g} requests/s; mean +- half range over the seeds",
-        "",
-        "| policy | seeds | " + " | ".join(title for title, _ in columns.values()) + " |",
-        "|---" * (len(columns) + 2) + "|",
-    ]
-    tables = {key: aggregate(rows, key) for key in columns}
+    means = {key: aggregate(rows, key) for key in columns}
     place = rows[0]["workload"], rows[0]["load_rps"]
-    for policy in policies:
-        cells = []
-        for key, (_, scale) in columns.items():
-            mean, half, seeds = tables[key][(*place, policy)]
-            cells.append(f"{mean * scale:.1f}" + (f" +- {half * scale:.1f}" if seeds > 1 else ""))
-        lines.append(f"| {policy} | {seeds} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    cells = [
+        [
+            policy,
+            str(means["violations"][(*place, policy)][2]),
+            *(_cell(means[key][(*place, policy)], scale) for key, (_, scale) in columns.items()),
+        ]
+        for policy in policies
+    ]
+    title = f"{place[0]}, {place[1]:g} requests/s; mean +- half range over the seeds"
+    heads = ["policy", "seeds", *(head for head, _ in columns.values())]
+    return f"{title}\n\n{table(heads, cells)}\n"
 
 
 def plot_violations(rows: list[Row], path: Path) -> None:
     """Violations over load, one panel per workload (bars where each has one load); bars span the seeds."""
-    table = aggregate(rows)
+    means = aggregate(rows)
     places = list(dict.fromkeys((r["workload"], r["load_rps"]) for r in rows))
     workloads = list(dict.fromkeys(w for w, _ in places))
     policies = list(dict.fromkeys(r["policy"] for r in rows))
@@ -207,7 +207,7 @@ def plot_violations(rows: list[Row], path: Path) -> None:
         figure, axes = panels(width=max(6.0, 0.45 * len(places) * len(policies)))
         none = (math.nan, math.nan, 0)
         series = {
-            p: [(100 * v[0], 100 * v[1]) for place in places for v in [table.get((*place, p), none)]]
+            p: [(100 * v[0], 100 * v[1]) for place in places for v in [means.get((*place, p), none)]]
             for p in policies
         }
         bars(axes[0], [f"{w}\n{load:g} requests/s" for w, load in places], series, "%.0f")
@@ -215,7 +215,7 @@ def plot_violations(rows: list[Row], path: Path) -> None:
         figure, axes = panels(len(workloads), width=4.2, height=3.6)
         for ax, workload in zip(axes, workloads, strict=True):
             for policy in policies:
-                points = sorted((x, *v) for (w, x, p), v in table.items() if (w, p) == (workload, policy))
+                points = sorted((x, *v) for (w, x, p), v in means.items() if (w, p) == (workload, policy))
                 if points:
                     x, mean, half, _ = map(np.array, zip(*points, strict=True))
                     ax.errorbar(x, 100 * mean, 100 * half, marker="o", ms=3, capsize=2, label=policy)

@@ -27,7 +27,8 @@ from adaserve.engine.trees.batch import TreeBatch
 from adaserve.host import cpu_name
 from adaserve.scheduler.fit import fit_latency, fit_table
 from adaserve.scheduler.interface import Context
-from adaserve.scheduler.latency import LatencyModel, Profile, ProfileError, load_profile
+from adaserve.scheduler.latency import LatencyModel, ProfileError
+from adaserve.scheduler.profile import Profile, load_profile
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,8 @@ from adaserve.scheduler.forecast import Outlook
 from adaserve.scheduler.interface import IterationOutcome, RunningBatch
 from adaserve.scheduler.policies import is_slo_aware
 from adaserve.scheduler.prefill import (
+    MOST_LOST,
+    MOST_WAITING,
     PrefillConfig,
     PrefillPlan,
     Pressure,
@@ -34,12 +36,6 @@ from adaserve.scheduler.prefill import (
 )
 from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
-
-MOST_WAITING = 64
-"""A decision looks at this many prompts of the queue, those that are due first of all that can be in time."""
-
-MOST_LOST = 16
-"""And at this many that can't, those that have waited longest: more of them change nothing."""
 
 NEWEST = 0.1
 """Weight of the newest iteration in the moving averages."""
@@ -256,7 +252,7 @@ class PrefillPacer:
         n = max(1, len(batch))
         pace = np.array([self._pace.get(rid, self._mean_pace.value) for rid in batch.rids])
         period_s = self._period_s.value or self._costs.iteration_s(n, 0, 1, n)
-        slack = stall_slack(batch, now_s, pace, period_s, rule.horizon_tokens)
+        slack = stall_slack(batch, now_s, pace, period_s)
         room = None
         if self._gate is not None and len(batch):
             usual, cycle_s = np.full(len(batch), self._mean_pace.value), self._cycle_s.value or period_s

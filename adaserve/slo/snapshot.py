@@ -142,7 +142,7 @@ def build_snapshot(
     total = Bucket(0)
     for b in recent:
         total.add(b)
-    per_s = 1.0 / min(WINDOW_S, max(BUCKET_S, uptime_s))
+    per_s = 1.0 / min(WINDOW_S, max(BUCKET_S, uptime_s if uptime_s >= 0 else WINDOW_S))  # a clock set back
     names = _class_names(ranks)
     lasts = [r.last for r in ranks if r.last is not None]
     fresh = [r.last for r in ranks if r.last is not None and now - r.last_at < FRESH_S]
@@ -151,7 +151,7 @@ def build_snapshot(
     return Snapshot(
         schema_version=SNAPSHOT_VERSION,
         time=now,
-        uptime_s=uptime_s,
+        uptime_s=max(0.0, uptime_s),
         window_s=WINDOW_S,
         model=model,
         policy=policy,
@@ -201,10 +201,12 @@ def _lost_slos(ranks: Sequence[RankState]) -> list[str]:
 
 
 def _merged(ranks: Sequence[RankState], last_key: int) -> dict[int, Bucket]:
-    """Buckets of the last ``HISTORY_S`` by time, added over ranks."""
+    """Buckets of the last ``HISTORY_S`` by time, added over ranks. Not those that a clock had made before it
+    was set back: they lie behind the one that is filling."""
     merged: dict[int, Bucket] = {}
-    for bucket in (b for r in ranks for b in r.buckets if b.key > last_key - HISTORY_S / BUCKET_S):
-        merged.setdefault(bucket.key, Bucket(bucket.key)).add(bucket)
+    for bucket in (b for r in ranks for b in r.buckets):
+        if last_key - HISTORY_S / BUCKET_S < bucket.key <= last_key + 1:
+            merged.setdefault(bucket.key, Bucket(bucket.key)).add(bucket)
     return merged
 
 

@@ -1,36 +1,26 @@
-"""Request traces: one in-memory form, the project's JSONL, and converters from public formats.
+"""Request traces: their form in memory, and the project's own file format.
 
 The project's JSONL is Mooncake's, with SLO keys added: one object per line, sorted by ``timestamp``
 (milliseconds from 0) with ``input_length, output_length`` and optionally ``hash_ids, session_id,
-slo_class, slo_tpot_ms, slo_x_baseline, slo_ttft_ms, text_input, prompt_id``.
-
-Read besides: Azure CSV (public and simplified), BurstGPT CSV, the AdaServe artifact's JSON and its
-simplified JSONL. ``.gz`` files are read as they are. Every problem is a :class:`TraceError` that
-names the file and line.
+slo_class, slo_tpot_ms, slo_x_baseline, slo_ttft_ms, text_input, prompt_id``. ``trace_formats.py`` reads it,
+and public formats besides.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
 import hashlib
-import io
 import json
 import math
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from adaserve.errors import UserError
-from adaserve.slo.classes import CUSTOM_CLASS, SLO, SLOConfig
+from adaserve.slo.classes import SLO, SLOConfig
 from adaserve.slo.resolve import resolve
-
-MAX_TOKENS = 10_000_000
 
 
 class TraceError(UserError, ValueError):
@@ -127,65 +117,6 @@ class Trace:
         return digest.hexdigest()
 
 
-def read_trace(path: str | Path, fmt: str = "auto", sort: bool = False) -> Trace:
-    """Reads a trace file. ``fmt`` is one of FORMATS or "auto" (decided by the first line).
-
-    Rows must be sorted by time from 0 on; ``sort=True`` sorts them instead of refusing.
-    Raises TraceError."""
-    path = Path(path)
-    try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise TraceError(f"cannot read the trace {path}: it is not UTF-8 text") from e
-    except (OSError, EOFError, zlib.error) as e:
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
-        raise TraceError(f"cannot read the trace {path}: {reason}") from e
-    name = detect_format(text, str(path)) if fmt == "auto" else fmt
-    if name not in FORMATS:
-        raise TraceError(f"unknown trace format {name!r}: known are auto, {', '.join(FORMATS)}")
-    rows: list[TraceRow] = []
-    skipped = 0
-    for where, row in FORMATS[name](text, str(path)):
-        if row is None:
-            skipped += 1
-        else:
-            rows.append(_checked(row, where))
-            if not sort and len(rows) > 1 and (back_s := rows[-2].arrival_s - row.arrival_s) > 0:
-                raise TraceError(
-                    f"{where}: timestamps go back by {back_s:g} s: sort the file, or ask for sorting "
-                    "(sort: true under trace: in the configuration)"
-                )
-    if not rows:
-        raise TraceError(f"{path} holds no requests")
-    rows.sort(key=lambda r: r.arrival_s)
-    if name in _CLOCKS:
-        first_s = rows[0].arrival_s
-        rows = [replace(r, arrival_s=r.arrival_s - first_s) for r in rows]
-    return Trace(tuple(rows), str(path), skipped)
-
-
-def detect_format(text: str, path: str) -> str:
-    """Names the format of a trace by how it starts. Raises TraceError."""
-    first = text.lstrip()[:1]
-    line = text.lstrip().split("\n", 1)[0].strip().strip("\r")
-    if first == "[":
-        return "adaserve"
-    if first == "{":
-        return "adaserve-jsonl" if '"arrival_s"' in line else "jsonl"
-    columns = [c.strip().lower() for c in line.split(",")]
-    if columns[:1] == ["timestamp"] and "contexttokens" in columns:
-        return "azure"
-    if "request tokens" in columns:
-        return "burstgpt"
-    if {"arrival_s", "prompt_tokens", "output_tokens"} <= set(columns):
-        return "csv"
-    raise TraceError(
-        f"{path}: this is not a known trace format (its first line is {line[:80]!r}): formats are "
-        f"{', '.join(FORMATS)}"
-    )
-
-
 def to_jsonl(rows: Iterable[TraceRow]) -> Iterator[str]:
     """The project's JSONL, line by line (with newlines). Times keep microseconds."""
     for r in rows:
@@ -217,222 +148,6 @@ _OPTIONAL = {
     "text_input": "text",
     "prompt_id": "prompt_id",
 }
-
-Located = Iterator[tuple[str, TraceRow | None]]
-
-
-def _jsonl_objects(text: str, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            data = json.loads(line)
-        except (ValueError, RecursionError) as e:  # a number of 5000 digits, endless brackets
-            raise TraceError(f"{where}: not a JSON object: {e}") from e
-        if not isinstance(data, Mapping):
-            raise TraceError(f"{where}: expected a JSON object, got {type(data).__name__}")
-        yield where, data
-
-
-def _read_jsonl(text: str, path: str) -> Located:
-    for where, data in _jsonl_objects(text, path):
-        session = data.get("session_id")
-        yield (
-            where,
-            TraceRow(
-                arrival_s=_number(data, "timestamp", where) / 1e3,
-                prompt_tokens=_count(data, "input_length", where),
-                output_tokens=_count(data, "output_length", where),
-                slo_class=data.get("slo_class"),
-                slo_tpot_ms=_optional(data, "slo_tpot_ms", where),
-                slo_x_baseline=_optional(data, "slo_x_baseline", where),
-                slo_ttft_ms=_optional(data, "slo_ttft_ms", where),
-                session_id=None if session is None else str(session),
-                hash_ids=_hash_ids(data, where),
-                text=data.get("text_input"),
-                prompt_id=data.get("prompt_id"),
-            ),
-        )
-
-
-def _hash_ids(data: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    ids = data.get("hash_ids") or []
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise TraceError(f"{where}: hash_ids must be a list of whole numbers, not {str(ids)[:40]!r}")
-    return tuple(ids)
-
-
-def _read_adaserve_jsonl(text: str, path: str) -> Located:
-    for where, data in _jsonl_objects(text, path):
-        kind, value = data.get("slo_kind"), _optional(data, "slo_value", where)
-        if kind not in ("x_baseline", "abs_ms", None):
-            raise TraceError(f"{where}: slo_kind {kind!r} is neither x_baseline nor abs_ms")
-        yield (
-            where,
-            TraceRow(
-                arrival_s=_number(data, "arrival_s", where),
-                prompt_tokens=_count(data, "prompt_tokens", where),
-                output_tokens=_count(data, "output_tokens", where),
-                slo_class=data.get("category"),
-                slo_tpot_ms=value if kind == "abs_ms" else None,
-                slo_x_baseline=value if kind == "x_baseline" else None,
-                prompt_id=data.get("prompt_id"),
-            ),
-        )
-
-
-def _read_adaserve(text: str, path: str) -> Located:
-    """The artifact's JSON array: ``slo_ratio`` > 0 is a multiple of the baseline (coding), < 0 is
-    minus the TPOT in ms (its datasets: -50 chat, -150 summarization)."""
-    try:
-        items = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise TraceError(f"{path}: not valid JSON: {e}") from e
-    for number, data in enumerate(items):
-        where = f"{path}[{number}]"
-        if not isinstance(data, Mapping):
-            raise TraceError(f"{where}: expected a JSON object, got {type(data).__name__}")
-        ratio = _number(data, "slo_ratio", where)
-        slo_class = "coding" if ratio > 0 else {-50.0: "chat", -150.0: "summarization"}.get(ratio)
-        prompt = data.get("prompt")
-        yield (
-            where,
-            TraceRow(
-                arrival_s=_number(data, "emission_time_ms", where) / 1e3,
-                prompt_tokens=_count(data, "input_length", where),
-                output_tokens=_count(data, "output_length", where),
-                slo_class=slo_class or CUSTOM_CLASS,
-                slo_tpot_ms=-ratio if ratio < 0 else None,
-                slo_x_baseline=ratio if ratio > 0 else None,
-                text=prompt,
-            ),
-        )
-
-
-def _csv_rows(text: str, path: str) -> Iterator[tuple[str, dict[str, str]]]:
-    reader = csv.reader(io.StringIO(text))
-    columns = [c.strip().lower() for c in next(reader)]
-    if twice := sorted({c for c in columns if columns.count(c) > 1}):
-        raise TraceError(f"{path}: the header names {twice[0]!r} twice: leave one of the columns out")
-    for values in _lines(reader, path):
-        if not any(v.strip() for v in values):
-            continue
-        where = f"{path}:{reader.line_num}"
-        if len(values) != len(columns):
-            raise TraceError(f"{where}: {len(values)} columns where the header has {len(columns)}")
-        yield where, dict(zip(columns, (v.strip() for v in values), strict=True))
-
-
-def _lines(reader: Iterator[list[str]], path: str) -> Iterator[list[str]]:
-    try:
-        yield from reader
-    except csv.Error as e:
-        raise TraceError(f"{path}: not a table: {e}") from e
-
-
-def _read_csv(text: str, path: str) -> Located:
-    for where, data in _csv_rows(text, path):
-        yield (
-            where,
-            TraceRow(
-                arrival_s=_number(data, "arrival_s", where),
-                prompt_tokens=_count(data, "prompt_tokens", where),
-                output_tokens=_count(data, "output_tokens", where),
-            ),
-        )
-
-
-def _read_azure(text: str, path: str) -> Located:
-    for where, data in _csv_rows(text, path):
-        yield (
-            where,
-            TraceRow(
-                arrival_s=_azure_time(data["timestamp"], where),
-                prompt_tokens=_count(data, "contexttokens", where),
-                output_tokens=_count(data, "generatedtokens", where),
-            ),
-        )
-
-
-def _azure_time(text: str, where: str) -> float:
-    """Seconds of ``2023-11-16 18:15:46.6805900[+00:00]``: seven digits, which datetime cannot read."""
-    head, _, tail = text.replace("T", " ").partition(".")
-    digits = tail[: len(tail) - len(tail.lstrip("0123456789"))]
-    try:
-        whole = datetime.fromisoformat(head.removesuffix("Z") + "+00:00" if "+" not in head else head)
-    except ValueError as e:
-        raise TraceError(f"{where}: {text!r} is not a time such as 2023-11-16 18:15:46.6805900") from e
-    return whole.timestamp() + (int(digits) / 10 ** len(digits) if digits else 0.0)
-
-
-def _read_burstgpt(text: str, path: str) -> Located:
-    for where, data in _csv_rows(text, path):
-        if _number(data, "response tokens", where) == 0:  # a request that failed there
-            yield where, None
-            continue
-        session = data.get("session id")
-        row = TraceRow(
-            arrival_s=_number(data, "timestamp", where),
-            prompt_tokens=_count(data, "request tokens", where),
-            output_tokens=_count(data, "response tokens", where),
-            session_id=session or None,
-        )
-        yield where, row
-
-
-FORMATS: Mapping[str, Callable[[str, str], Located]] = {
-    "jsonl": _read_jsonl,
-    "mooncake": _read_jsonl,
-    "azure": _read_azure,
-    "csv": _read_csv,
-    "burstgpt": _read_burstgpt,
-    "adaserve": _read_adaserve,
-    "adaserve-jsonl": _read_adaserve_jsonl,
-}
-
-_CLOCKS = ("azure", "burstgpt")
-"""Formats whose times come from a clock: they count from the first request kept."""
-
-
-def _number(data: Mapping[str, Any], key: str, where: str) -> float:
-    value = data.get(key)
-    if value is None or value == "":
-        found = ", ".join(repr(k) for k in list(data)[:8])
-        raise TraceError(
-            f"{where}: {key!r} is missing: rename the column that holds it (found: {found or 'nothing'})"
-        )
-    try:
-        number = math.nan if isinstance(value, bool | list | dict) else float(value)
-    except (ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise TraceError(f"{where}: {key!r} is {str(value)[:40]!r}, expected a finite number")
-    return number
-
-
-def _optional(data: Mapping[str, Any], key: str, where: str) -> float | None:
-    return None if data.get(key) is None else _number(data, key, where)
-
-
-def _count(data: Mapping[str, Any], key: str, where: str) -> int:
-    number = _number(data, key, where)
-    if number != int(number) or not 1 <= number <= MAX_TOKENS:
-        raise TraceError(f"{where}: {key!r} is {number:g}, expected a whole number of tokens from 1 on")
-    return int(number)
-
-
-def _checked(row: TraceRow, where: str) -> TraceRow:
-    if row.arrival_s < 0:
-        raise TraceError(f"{where}: the timestamp is {row.arrival_s:g} s: a trace starts at 0")
-    for key in ("slo_class", "text", "prompt_id"):
-        if not isinstance(getattr(row, key), str | None):
-            raise TraceError(f"{where}: {key} must be text, not {getattr(row, key)!r}")
-    for key in ("slo_tpot_ms", "slo_x_baseline", "slo_ttft_ms"):
-        value = getattr(row, key)
-        if value is not None and value <= 0:
-            raise TraceError(f"{where}: {key} is {value:g}, expected more than 0")
-    return row
 
 
 def assign_classes(rows: Iterable[TraceRow], mix: Mapping[str, float], seed: int) -> list[TraceRow]:

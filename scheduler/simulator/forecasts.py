@@ -9,7 +9,7 @@ import numpy as np
 
 from adaserve.scheduler.forecast import Outlook
 from adaserve.scheduler.interface import FloatArray, IterationOutcome
-from adaserve.scheduler.simulator.replica import Replica
+from adaserve.scheduler.simulator.played import PlayedReplica
 from adaserve.scheduler.simulator.run import SimulationConfig, build_replica
 from adaserve.scheduler.simulator.workload import SimRequest
 from adaserve.slo.delivered import LEAST_TOKENS, DeliveredTPOT
@@ -63,7 +63,7 @@ def close_share(predicted: Sequence[float], delivered: Sequence[float] | FloatAr
 class _Watch:
     """The forecasting side of a server, beside a simulated replica."""
 
-    def __init__(self, replica: Replica, config: SimulationConfig) -> None:
+    def __init__(self, replica: PlayedReplica, config: SimulationConfig) -> None:
         self._replica, self._slots = replica, config.replica.max_running
         self._outlook, self._delivered = Outlook(config.replica.latency), DeliveredTPOT()
         self._seen, self._ended = 0, 0

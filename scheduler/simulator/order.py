@@ -11,6 +11,9 @@ from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.rows import Rows
 
 RowOrder = Callable[[Rows, float], IntArray | None]
+"""Of running requests and seconds: the rows that decode; None = all."""
+
+FCFS_BATCH = 32
 
 
 def everyone(rows: Rows, now_s: float) -> IntArray | None:
@@ -18,16 +21,12 @@ def everyone(rows: Rows, now_s: float) -> IntArray | None:
     return None
 
 
-def fcfs(latency: LatencyModel, max_batch: int) -> RowOrder:
-    """FCFS (v1 ablation): the oldest ``max_batch`` requests decode, the others wait."""
-
-    def choose(rows: Rows, now_s: float) -> IntArray | None:
-        if len(rows) <= max_batch:
-            return None
-        arrivals = np.array([r.arrival_s for r in rows.requests])
-        return np.sort(np.argsort(arrivals, kind="stable")[:max_batch])
-
-    return choose
+def fcfs(rows: Rows, now_s: float) -> IntArray | None:
+    """FCFS (v1 ablation): the oldest ``FCFS_BATCH`` requests decode, the others wait."""
+    if len(rows) <= FCFS_BATCH:
+        return None
+    arrivals = np.array([r.arrival_s for r in rows.requests])
+    return np.sort(np.argsort(arrivals, kind="stable")[:FCFS_BATCH])
 
 
 def stta(latency: LatencyModel) -> RowOrder:
@@ -58,30 +57,19 @@ def next_token_deadline(rows: Rows) -> FloatArray:
     return out
 
 
-def separate_pipelines() -> RowOrder:
+def separate_pipelines(rows: Rows, now_s: float) -> IntArray | None:
     """SepPipe (v1 ablation): iterations of one class each; the class with the most urgent request next."""
-
-    def choose(rows: Rows, now_s: float) -> IntArray | None:
-        if len(set(rows.classes)) <= 1:
-            return None
-        urgent = int(np.argmin(next_token_deadline(rows)))
-        mine = rows.classes[urgent]
-        return np.array([i for i, c in enumerate(rows.classes) if c == mine])
-
-    return choose
+    if len(set(rows.classes)) <= 1:
+        return None
+    urgent = int(np.argmin(next_token_deadline(rows)))
+    mine = rows.classes[urgent]
+    return np.array([i for i, c in enumerate(rows.classes) if c == mine])
 
 
 ROW_ORDERS = ("all", "fcfs", "stta", "sep-pipe")
 
 
-def build_order(name: str, latency: LatencyModel, max_batch: int = 32) -> RowOrder:
-    """A row order by name. Raises ValueError listing the names."""
-    if name == "all":
-        return everyone
-    if name == "fcfs":
-        return fcfs(latency, max_batch)
-    if name == "stta":
-        return stta(latency)
-    if name == "sep-pipe":
-        return separate_pipelines()
-    raise ValueError(f"unknown order {name!r}; choose one of {', '.join(ROW_ORDERS)}")
+def build_order(name: str, latency: LatencyModel) -> RowOrder:
+    """A row order by name, one of ROW_ORDERS."""
+    orders = (everyone, fcfs, stta(latency), separate_pipelines)
+    return dict(zip(ROW_ORDERS, orders, strict=True))[name]

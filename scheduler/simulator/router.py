@@ -11,7 +11,6 @@ from adaserve.scheduler.simulator.replica import Replica
 from adaserve.scheduler.simulator.workload import SimRequest
 
 Route = Callable[[Sequence[Replica], SimRequest], int]
-ROUTERS = ("round-robin", "least-work", "slo")
 
 
 def round_robin() -> Route:
@@ -42,12 +41,15 @@ def slo_aware(replicas: Sequence[Replica], request: SimRequest) -> int:
     return int(np.argmin(load))
 
 
+_BUILDERS: dict[str, Callable[[], Route]] = {
+    "round-robin": round_robin,
+    "least-work": lambda: least_work,
+    "slo": lambda: slo_aware,
+}
+
+
 def build_router(name: str) -> Route:
     """A router by name. Raises ValueError listing the names."""
-    if name == "round-robin":
-        return round_robin()
-    if name == "least-work":
-        return least_work
-    if name == "slo":
-        return slo_aware
-    raise ValueError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}")
+    if name not in _BUILDERS:
+        raise ValueError(f"unknown router {name!r}; choose one of {', '.join(_BUILDERS)}")
+    return _BUILDERS[name]()

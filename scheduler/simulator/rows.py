@@ -17,6 +17,7 @@ class Rows:
         self.requests: list[SimRequest] = []
         self.decoded: IntArray = np.zeros(0, np.int64)
         self.seen_decoded: IntArray = np.zeros(0, np.int64)  # as of the previous commit (overlap)
+        self.iterations: IntArray = np.zeros(0, np.int64)
         self.max_depth: IntArray = np.zeros(0, np.int64)
         self._rebuild()
 
@@ -35,20 +36,35 @@ class Rows:
         self.difficulty: FloatArray = np.array([r.difficulty for r in rs])
         self.bias: FloatArray = np.array([r.bias for r in rs])
 
-    def join(self, requests: list[SimRequest], can_draft: bool) -> None:
+    def join(self, requests: list[SimRequest], can_draft: bool = True) -> None:
         """Adds requests whose first token is out."""
         zeros = np.zeros(len(requests), np.int64)
         self.requests.extend(requests)
         self.decoded = np.concatenate([self.decoded, zeros])
         self.seen_decoded = np.concatenate([self.seen_decoded, zeros])
+        self.iterations = np.concatenate([self.iterations, zeros])
         self.max_depth = np.concatenate([self.max_depth, zeros + (NO_LIMIT if can_draft else 0)])
         self._rebuild()
 
-    def leave(self, gone: BoolArray) -> None:
-        """Removes rows."""
-        self.requests = [r for r, out in zip(self.requests, gone.tolist(), strict=True) if not out]
-        self.decoded, self.seen_decoded = self.decoded[~gone], self.seen_decoded[~gone]
-        self.max_depth = self.max_depth[~gone]
+    def advance(self, pick: slice | IntArray, new: IntArray) -> list[tuple[SimRequest, int, int]]:
+        """An iteration brought ``new`` tokens to the rows ``pick``. Removes those that are done, and returns
+        each with its tokens and iterations."""
+        self.seen_decoded = self.decoded.copy()
+        self.decoded[pick] += new
+        self.iterations[pick] += 1
+        over = self.decoded >= self.length
+        if not over.any():
+            return []
+        ended = [
+            (self.requests[i], int(self.decoded[i]), int(self.iterations[i])) for i in np.flatnonzero(over)
+        ]
+        self._keep(~over)
+        return ended
+
+    def _keep(self, these: BoolArray) -> None:
+        self.requests = [r for r, stays in zip(self.requests, these.tolist(), strict=True) if stays]
+        self.decoded, self.seen_decoded = self.decoded[these], self.seen_decoded[these]
+        self.iterations, self.max_depth = self.iterations[these], self.max_depth[these]
         self._rebuild()
 
     def batch(self, at: IntArray | None, stale: bool, prefill_tokens: int) -> RunningBatch:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from sortedcontainers import SortedKeyList
+from sortedcontainers import SortedList
 
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Policy
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.simulator.clairvoyant import CLAIRVOYANT, ClairvoyantPolicy, RevealingSampler
 from adaserve.scheduler.simulator.order import ROW_ORDERS, build_order
+from adaserve.scheduler.simulator.played import PlayedReplica
 from adaserve.scheduler.simulator.replica import Replica, ReplicaConfig
 from adaserve.scheduler.simulator.router import build_router
 from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren, TreeSampler
@@ -41,14 +42,14 @@ class SimulationResult:
     """Requests as they ended, and the replicas with their logs."""
 
     requests: list[SimRequest]
-    replicas: list[Replica]
+    replicas: list[PlayedReplica]
 
     def records(self) -> list[RequestRecord]:
         """One judged record per request, by arrival."""
         return [to_record(r) for r in self.requests]
 
 
-def build_replica(config: SimulationConfig, index: int = 0) -> Replica:
+def build_replica(config: SimulationConfig, index: int = 0) -> PlayedReplica:
     """A replica with its own policy and random streams."""
     ordered = config.policy in ROW_ORDERS
     latency = config.replica.latency
@@ -62,39 +63,47 @@ def build_replica(config: SimulationConfig, index: int = 0) -> Replica:
         policy = build_policy("none" if ordered else config.policy, policy_config)
         sampler = TreeSampler(config.children, streams[0])
     order = build_order(config.policy if ordered else "all", latency)
-    return Replica(policy, config.replica, sampler, streams[1], order)
+    return PlayedReplica(policy, config.replica, sampler, streams[1], order)
 
 
 def simulate(
     requests: list[SimRequest], config: SimulationConfig, progress: Callable[[int], None] | None = None
 ) -> SimulationResult:
-    """Discrete events: the earliest of next arrival and next iteration. ``progress`` gets arrivals so far."""
+    """Plays every iteration. ``progress`` gets arrivals so far."""
     replicas = [build_replica(config, i) for i in range(config.replicas)]
+    serve(requests, replicas, config, progress)
+    return SimulationResult(requests, replicas)
+
+
+def serve(
+    requests: Sequence[SimRequest],
+    replicas: Sequence[Replica],
+    config: SimulationConfig,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Discrete events: the earliest of next arrival and next iteration. ``requests`` by arrival."""
     route = build_router(config.router)
-    busy: SortedKeyList = SortedKeyList(key=lambda i: (replicas[i].now_s, i))
+    busy: SortedList = SortedList()  # clocks and numbers of busy replicas
     horizon = (requests[-1].arrival_s if requests else 0.0) + config.drain_s
     arrived = 0
     while arrived < len(requests) or busy:
-        clock = replicas[busy[0]].now_s if busy else math.inf
+        clock = busy[0][0] if busy else math.inf
         if arrived < len(requests) and requests[arrived].arrival_s <= clock:
-            target = route(replicas, requests[arrived])
-            if replicas[target].busy:  # its key must not change while it is in the list
-                replicas[target].submit(requests[arrived])
-            else:
-                replicas[target].submit(requests[arrived])
-                if replicas[target].busy:
-                    busy.add(target)
+            index = route(replicas, requests[arrived])
+            idle = not replicas[index].busy
+            replicas[index].submit(requests[arrived])
+            if idle and replicas[index].busy:
+                busy.add((replicas[index].now_s, index))
             arrived += 1
             if progress and arrived % 50 == 0:
                 progress(arrived)
             continue
         if clock > horizon:
             break
-        index = busy.pop(0)
+        _, index = busy.pop(0)
         replicas[index].step()
         if replicas[index].busy:
-            busy.add(index)
-    return SimulationResult(requests, replicas)
+            busy.add((replicas[index].now_s, index))
 
 
 def to_record(request: SimRequest) -> RequestRecord:
@@ -114,7 +123,7 @@ def to_record(request: SimRequest) -> RequestRecord:
         n_chunks=request.iterations + 1 if ended else 0,
         finish_reason="length" if ended else None,
         error=None if ended else ("rejected-saturated" if request.shed else "unfinished"),
-        http_status=200 if ended else 429,
+        http_status=200 if ended else 429 if request.shed else None,
         accept_length=request.produced / request.iterations if request.iterations else None,
     )
     record.judge()

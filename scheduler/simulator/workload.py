@@ -9,12 +9,12 @@ import numpy as np
 
 from adaserve.scheduler.interface import FloatArray
 from adaserve.slo.classes import SLOConfig
-from adaserve.slo.trace import Trace
+from adaserve.slo.trace import Trace, TraceRow
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SimRequest:
-    """One request; the fields after ``bias`` are written by the simulator."""
+    """One request, equal to itself alone; the fields after ``bias`` are written by the simulator."""
 
     rid: str
     slo_class: str
@@ -98,8 +98,6 @@ def _shift(p: float, logit: float) -> float:
 
 def synthetic_trace(n: int, rate_rps: float, seed: int, mix: dict[str, float], burst: float = 1.0) -> Trace:
     """Gamma arrivals (``burst`` = squared coefficient of variation, 1 = Poisson), log-normal lengths."""
-    from adaserve.slo.trace import TraceRow
-
     rng = np.random.default_rng([seed, 0x7ACE])
     gaps = rng.gamma(1 / burst, burst / rate_rps, n)
     arrivals: FloatArray = np.cumsum(gaps) - gaps[0]

@@ -10,17 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaserve.bench.heads import (
-    EagleWalk,
-    HeadPlan,
-    MedusaWalk,
-    ModelWalk,
-    Text,
-    Tree,
-    Walk,
-    in_turns,
-    summarize,
-)
+from adaserve.bench.heads import in_turns, summarize
+from adaserve.bench.walks import EagleWalk, HeadPlan, MedusaWalk, ModelWalk, Text, Tree, Walk
 from adaserve.engine.host.linear import Storage
 from adaserve.pair.acceptance import load_sharpening
 from adaserve.pair.candidates import Drafter, ModelDrafter, draft_trees

@@ -41,5 +41,5 @@ def test_tables_are_written_for_the_set(tmp_path: Path) -> None:
     assert [row["case"]["tokens"] for row in found["products"]["fp16"]] == [1, 3]
     cases = [(row["case"]["context"], row["case"]["tokens"]) for row in found["attention"]]
     assert cases == [(16, 1), (16, 5), (70, 1), (70, 5)]
-    rows = [line for line in text.read_text().splitlines() if line.startswith("| ")]
+    rows = [line for line in text.read_text().splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 2 + 2 + 4  # heads and rules, products, attention

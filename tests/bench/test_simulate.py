@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
+from adaserve.bench.simulate import fleet
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded, read_workload
 from adaserve.cli import app
-from adaserve.scheduler.latency import Profile
 from adaserve.scheduler.prefill import GATE
+from adaserve.scheduler.profile import Profile
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.run import simulate, violations
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
@@ -24,13 +26,22 @@ from adaserve.slo.classes import SLOConfig
 from adaserve.slo.trace import write_jsonl
 
 
-def test_writes_results(tmp_path: Path) -> None:
-    policies = ["--policy", "priced", "--policy", "small=adaserve:budget=64"]
-    out = ["--seeds", "0,1", "--out", str(tmp_path / "out")]
-    arguments = ["simulate", "run", "--trace", "synthetic:30:3", *policies, *out]
-    got = CliRunner().invoke(app, arguments)
+def simulate_command(words: str, *more: str | Path) -> Result:
+    """``adaserve simulate`` with these words."""
+    return CliRunner().invoke(app, ["simulate", *words.split(), *map(str, more)])
+
+
+def output_of(words: str, *more: str | Path) -> str:
+    """Of a command that succeeds."""
+    got = simulate_command(words, *more)
     assert got.exit_code == 0, got.output
-    assert "SLO violations" in got.output and "small" in got.output
+    return got.output
+
+
+def test_writes_results(tmp_path: Path) -> None:
+    policies = "--policy priced --policy small=adaserve:budget=64"
+    said = output_of(f"run --trace synthetic:30:3 {policies} --seeds 0,1 --out", tmp_path / "out")
+    assert "SLO violations" in said and "small" in said
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert {
         "config.yaml",
@@ -45,72 +56,34 @@ def test_writes_results(tmp_path: Path) -> None:
 
 
 def test_only_rows_of_the_same_settings_are_taken_again(tmp_path: Path) -> None:
-    def rows(*more: str) -> list[dict[str, Any]]:
-        arguments = [
-            "simulate",
-            "run",
-            "--trace",
-            "synthetic:20:3",
-            "--policy",
-            "chain-2",
-            "--out",
-            str(tmp_path),
-            *more,
-        ]
-        got = CliRunner().invoke(app, arguments)
-        assert got.exit_code == 0, got.output
+    def rows(more: str = "") -> list[dict[str, Any]]:
+        output_of(f"run --trace synthetic:20:3 --policy chain-2 {more} --out", tmp_path)
         return [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
 
     assert len(rows()) == len(rows()) == 1
-    assert len(rows("--tp", "8")) == 2, "another machine"
+    assert len(rows("--tp 8")) == 2, "another machine"
     with (tmp_path / "runs.jsonl").open("a") as f:
         f.write('{"workload": "cut of')
-    assert (
-        CliRunner()
-        .invoke(app, ["simulate", "run", "--trace", "synthetic:20:3", "--out", str(tmp_path)])
-        .exit_code
-        == 0
-    )
+    output_of("run --trace synthetic:20:3 --out", tmp_path)
     assert (tmp_path / "runs.jsonl").read_text().splitlines()[3].startswith('{"workload": "synthetic')
 
 
 def test_capacity_knows_how_much_memory_there_is() -> None:
     """Where hardly any request fits beside another one, nobody is slowed down and all wait."""
 
-    def attained(*more: str) -> float:
-        arguments = [
-            "simulate",
-            "capacity",
-            "--trace",
-            "synthetic:60:6",
-            "--policy",
-            "none",
-            "--target",
-            "0.3",
-            *more,
-        ]
-        got = CliRunner().invoke(app, arguments)
-        assert got.exit_code == 0, got.output
-        return float(re.findall(r" 1 replicas: ([0-9.]+)% attained", got.output)[0])
+    def attained(more: str = "") -> float:
+        said = output_of(f"capacity --trace synthetic:60:6 --policy none --target 0.3 {more}")
+        return float(re.findall(r" 1 replicas: ([0-9.]+)% attained", said)[0])
 
-    assert attained("--kv-tokens", "2500") > attained()
+    assert attained("--kv-tokens 2500") > attained()
 
 
 def test_fit_reports_errors_and_bad_files(tmp_path: Path) -> None:
     points = np.array([[t, 0.0, 1.0, 0.03 + 2e-4 * t] for t in (1.0, 8.0, 64.0, 256.0)])
     Profile(points, points).save(tmp_path / "p.json")
-    got = CliRunner().invoke(app, ["simulate", "fit", str(tmp_path / "p.json")])
-    assert got.exit_code == 0 and re.search(r"verify +linear +0.0% +0.0% +0.0% +chosen", got.output)
-    got = CliRunner().invoke(app, ["simulate", "fit", str(tmp_path / "none.json")])
+    assert re.search(r"verify +linear +0.0% +0.0% +0.0% +chosen", output_of("fit", tmp_path / "p.json"))
+    got = simulate_command("fit", tmp_path / "none.json")
     assert got.exit_code == 2 and "adaserve profile" in got.output
-
-
-def test_capacity_answers() -> None:
-    got = CliRunner().invoke(
-        app, ["simulate", "capacity", "--trace", "synthetic:300:9", "--policy", "chain-3", "--target", "0.9"]
-    )
-    assert got.exit_code == 0, got.output
-    assert "minimum replicas for 90% attainment" in got.output
 
 
 def test_fleets_serve_as_servers_do() -> None:
@@ -126,12 +99,22 @@ def test_fleets_serve_as_servers_do() -> None:
     assert attainment(1) < attainment(2)
 
 
+def test_long_traces_and_fleets_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same gate and prefills; nobody is left out of what `fleet` says."""
+    said = simulate_command("fleet --trace synthetic:120:8 --replicas 2 --policy chain-2")
+    served = json.loads(said.stdout)
+    assert served["requests"] == 120 and 0.2 < served["attainment"] <= 1
+    of = SimulatedFleet.of("chain-2", hardware_latency("llama-3.1-70b", "a100", 4), None, 0)
+    trace = read_workload("synthetic:120:4", 0)
+    played = of.attainment(trace, SLOConfig())(1)
+    monkeypatch.setattr(fleet, "DETAILED", 100)
+    assert of.attainment(trace, SLOConfig())(1) == pytest.approx(played, abs=0.12)
+
+
 def test_forecasts_are_compared_with_what_was_delivered() -> None:
-    arguments = ["simulate", "forecast", "--trace", "synthetic:40:1", "--policy", "none", "--skip", "10"]
-    got = CliRunner().invoke(app, arguments)
-    assert got.exit_code == 0, got.output
-    assert "30 requests" in got.output and got.output.count("%") == 7
-    short = CliRunner().invoke(app, [*arguments[:-1], "40"])
+    said = output_of("forecast --trace synthetic:40:1 --policy none --skip 10")
+    assert "30 requests" in said and said.count("%") == 7
+    short = simulate_command("forecast --trace synthetic:40:1 --policy none --skip 40")
     assert short.exit_code == 2 and "no request is left" in short.output
 
 
@@ -145,12 +128,9 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
         write_jsonl(reversed(rows), files[-1])
 
     def needed(*paths: Path) -> int:
-        traces = [word for path in paths for word in ("--trace", str(path))]
-        got = CliRunner().invoke(
-            app, ["simulate", "capacity", *traces, "--policy", "none", "--target", "0.9"]
-        )
-        assert got.exit_code == 0, got.output
-        return int(got.output.split()[-1])
+        traces = [word for path in paths for word in ("--trace", path)]
+        said = output_of("capacity --policy none --target 0.9", *traces)
+        return int(re.findall(r"minimum replicas for 90% attainment: (\d+)", said)[0])
 
     assert needed(files[0]) < needed(*files)
     assert read_recorded([str(files[0])], 0).rps == pytest.approx(4.0, rel=0.3)
@@ -160,23 +140,23 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "best"], "unknown policy"),
-        (["--policy", "priced:colour=red"], "settings are"),
-        (["--gpu", "b900"], "unknown GPU"),
-        (["--model", "llama-3.2-1b"], "unknown target model 'llama-3.2-1b'"),
-        (["--prefill", "never"], "is not one of"),
-        (["--speedup", "1,0"], "numbers above 0"),
-        (["--seeds", "-1"], "not '-1'"),
-        (["--trace", "synthetic:100:x"], "not 'synthetic:100:x'"),
-        (["--trace", "synthetic:0:1"], "not 'synthetic:0:1'"),
+        ("--policy best", "unknown policy"),
+        ("--policy priced:colour=red", "settings are"),
+        ("--gpu b900", "unknown GPU"),
+        ("--model llama-3.2-1b", "unknown target model 'llama-3.2-1b'"),
+        ("--prefill never", "is not one of"),
+        ("--speedup 1,0", "numbers above 0"),
+        ("--seeds -1", "not '-1'"),
+        ("--trace synthetic:100:x", "not 'synthetic:100:x'"),
+        ("--trace synthetic:0:1", "not 'synthetic:0:1'"),
     ],
 )
-def test_errors_name_the_remedy(arguments: list[str], message: str) -> None:
-    got = CliRunner().invoke(app, ["simulate", "run", "--trace", "synthetic:5:1", *arguments])
+def test_errors_name_the_remedy(arguments: str, message: str) -> None:
+    got = simulate_command(f"run --trace synthetic:5:1 {arguments}")
     assert got.exit_code == 2 and message in got.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("command", ["capacity", "fleet"])
 def test_fleets_of_no_known_policy(command: str) -> None:
-    got = CliRunner().invoke(app, ["simulate", command, "--trace", "synthetic:5:1", "--policy", "best"])
+    got = simulate_command(f"{command} --trace synthetic:5:1 --policy best")
     assert got.exit_code == 2 and "error: unknown policy 'best'" in got.stderr

@@ -15,8 +15,8 @@ from adaserve.bench.demo import PLAIN, _caption
 from adaserve.bench.turns import Turns, cut
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, Length
-from adaserve.loadgen.report import read_run
 from adaserve.loadgen.results import iter_records
+from adaserve.loadgen.run_folder import read_run
 from adaserve.loadgen.schedule import build_schedule
 from tests.loadgen.fake_server import running_fake
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adaserve.loadgen.agreement import agreement_rows
-from adaserve.loadgen.report import read_run
+from adaserve.loadgen.run_folder import read_run
 from adaserve.server import ServerProcess
 
 MIX = """

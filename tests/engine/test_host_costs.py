@@ -18,7 +18,8 @@ from adaserve.engine.host_costs import BASELINE_CONTEXT, FIRST_LOOK, LOOK_EVERY_
 from adaserve.engine.host_load import OtherProcesses
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import Context
-from adaserve.scheduler.latency import ForwardCost, LatencyModel, Profile, TableCost
+from adaserve.scheduler.latency import ForwardCost, LatencyModel, TableCost
+from adaserve.scheduler.profile import Profile
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.stats import SLOStats

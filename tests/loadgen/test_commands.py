@@ -20,12 +20,14 @@ from fake_server import Fake, running_fake
 from typer.main import get_command
 
 from adaserve.loadgen.__main__ import app
-from adaserve.loadgen.agreement import agreement_rows, compare
+from adaserve.loadgen.agreement import agreement_rows
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.protocol import parse_event, slo_headers
-from adaserve.loadgen.report import default_label, read_run, write_report
+from adaserve.loadgen.report import write_report
 from adaserve.loadgen.results import iter_records
+from adaserve.loadgen.run_folder import default_label, read_run
 from adaserve.loadgen.schedule import PlannedRequest
+from adaserve.loadgen.verdicts import compare
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.metrics import RequestRecord
 from adaserve.slo.resolve import resolve
@@ -373,7 +375,7 @@ def test_help_names_the_defaults() -> None:
     bench: Any = get_command(app)
     serve = bench.commands["bench"].commands["serve"]
     told = {p.name: p.show_default for p in serve.params}
-    mix = ",".join(f"{name}={c.share:g}" for name, c in config.classes.items())
+    mix = ", ".join(f"{c.share:.0%} {name}" for name, c in config.classes.items())
     expected = {
         "url": config.server.url, "api": config.server.api, "slo_headers": config.server.slo_headers,
         "rps": f"{config.arrivals.rps:g}", "burstiness": f"{config.arrivals.cv:g}", "mix": mix,

@@ -265,6 +265,15 @@ def test_a_draft_that_stalled_hardly_counts():
     assert first.factor == pytest.approx(2.0, rel=0.15)
 
 
+def test_a_clock_that_hardly_moved_says_little():
+    """A draft that took a billionth of what it should neither ends the server nor counts for all others."""
+    first = FirstStep(ForwardCost(2e-4), ReadingCost())
+    for i in range(128):
+        later_s = i % 4 * 2e-4
+        first.observe(1 + i % 3, later_s, 1e-13 if i < 16 else 1e-3 + 2 * later_s, read=1e5, pairs=1e6)
+    assert 0 <= first.seconds(1) < 2e-3 and np.isfinite(first.reading).all()
+
+
 START = LatencyModel(ForwardCost(2e-4, per_token_s=1e-5), STEPPED, 1e-3)
 
 

@@ -19,15 +19,13 @@ from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import (
     ForwardCost,
     LatencyModel,
-    Profile,
     ProfileError,
     TableCost,
     default_latency,
     forward_s,
-    load_profile,
-    validate_profile,
 )
 from adaserve.scheduler.policies import build_policy
+from adaserve.scheduler.profile import Profile, load_profile, validate_profile
 from adaserve.scheduler.selection import parents_flat, row_of
 
 TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512], np.float64)

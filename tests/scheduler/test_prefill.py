@@ -407,8 +407,7 @@ def test_giving_up_serves_more_under_overload_and_ends_nobody():
 @pytest.mark.parametrize(
     "wrong",
     [{"pacing": "fast"}, {"spend": 0.0}, {"least_tokens": 0}, {"most_decodes": 0}, {"late_share": 1.0},
-     {"patience_s": 0.0}, {"gate_claim": 0.0}, {"order": "last"}, {"horizon_tokens": 0},
-     {"lost_every_s": 0.0}],
+     {"patience_s": 0.0}, {"order": "last"}, {"lost_every_s": 0.0}],
 )  # fmt: skip
 def test_bad_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -169,6 +169,13 @@ def test_neediest_request_is_served_first_when_the_budget_is_short():
     assert greedy.keep.tolist() == [True, False]
 
 
+def test_a_need_that_the_root_meets_up_to_rounding_gets_nothing_first():
+    trees = trees_from([[(-1, 0.9)], [(-1, 0.5)]])
+    need = np.array([0.5, 1.0 + 1e-10])
+    selection = two_phase(trees, path_probability(trees), need, 1, 3, None)
+    assert selection.keep.tolist() == [True, False] and not selection.slo_counts.any()
+
+
 def test_published_pseudocode_traps_would_be_noticed():
     """Line 15 with one-step probabilities would stop after two nodes: 0.5 + 0.9 >= 1.2."""
     trees = trees_from([[(-1, 0.5), (0, 0.9), (1, 0.9)]])

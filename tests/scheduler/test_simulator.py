@@ -15,14 +15,21 @@ from sched_factories import running
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context, IterationPlan, Selection
 from adaserve.scheduler.policies import build_policy
-from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, plan_prefill
+from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, plan_prefill, served_prefill
 from adaserve.scheduler.replay import FLUSH_EVERY, Recorder, ReplayError, read_recording, replay
 from adaserve.scheduler.simulator.capacity import min_replicas
-from adaserve.scheduler.simulator.fleet import FleetConfig, fleet_requests, learn_pace, run_fleet
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
+from adaserve.scheduler.simulator.paced import PacedReplica, PaceTable, learn_pace
 from adaserve.scheduler.simulator.recorded import load_children, recorded_slowdown
 from adaserve.scheduler.simulator.replica import ReplicaConfig
-from adaserve.scheduler.simulator.run import SimulationConfig, build_replica, simulate, violations
+from adaserve.scheduler.simulator.run import (
+    SimulationConfig,
+    build_replica,
+    serve,
+    simulate,
+    to_record,
+    violations,
+)
 from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
 from adaserve.scheduler.simulator.workload import TextModel, make_requests, synthetic_trace
 from adaserve.slo.classes import SLOConfig
@@ -87,6 +94,14 @@ def test_kv_limit_holds_requests_back_and_refuses_the_impossible():
     assert all(r.finished for r in crowd if r is not crowd[3])
     peak = max(entry[1] for entry in result.replicas[0].log)
     assert peak < 11
+
+
+def test_only_who_was_turned_away_got_an_answer_that_says_so():
+    load = requests(3)
+    load[0].prompt_tokens = 10_000
+    records = simulate(load, config("none", kv_tokens=2500, drain_s=0.0)).records()
+    assert [r.http_status for r in records][::2] == [429, None]
+    assert [r.error for r in records][::2] == ["rejected-saturated", "unfinished"]
 
 
 def test_sampler_accepts_as_often_as_it_says():
@@ -204,18 +219,105 @@ class TestCapacity:
         assert min_replicas(lambda n: 0.5, 0.95, 8).replicas is None
 
 
-def test_fleet_agrees_with_the_detailed_replica():
-    """On one replica and a middling load, attainment within 6 points and mean TPOT within 12%."""
-    cfg = config("chain-3")
-    trace = synthetic_trace(400, 2.8, 5, MIX)
-    detailed = simulate(make_requests(trace, SLOConfig(), 0.03, TextModel(), 5), cfg)
-    pace = learn_pace(cfg, SLOConfig(), 0.03, 0)
-    fast = run_fleet(fleet_requests(trace, SLOConfig(), 0.03, pace.spread, 5), LATENCY, pace, FleetConfig(1))
-    tpot = np.array([r.tpot_s for r in detailed.records()])
-    quick = (fast.end - fast.first) / np.maximum(1, fast.output - 1)
-    assert np.isfinite(fast.end).all()
-    assert quick.mean() == pytest.approx(tpot.mean(), rel=0.12)
-    assert 1 - fast.attained().mean() == pytest.approx(violations(detailed.records()), abs=0.06)
+class TestLookedUpIterations:
+    TABLE = PaceTable(
+        n=np.array([1.0, 64.0]),
+        seconds=np.array([0.03, 0.06]),
+        verified=np.array([3.0, 200.0]),
+        tokens={name: np.array([2.0, 1.5]) for name in MIX},
+        middle=dict.fromkeys(MIX, 1.0),
+        slope=0.3,
+    )
+
+    def fleet(self, cfg, table=None):
+        rngs = np.random.default_rng(0).spawn(cfg.replicas)
+        return [PacedReplica(table or self.TABLE, cfg.replica, rng, cfg.policy != "none") for rng in rngs]
+
+    def test_agree_with_played_ones(self):
+        """On one replica and a middling load, attainment within 6 points and mean TPOT within 12%."""
+        cfg = config("chain-3", prefill_mode="exclusive")
+        played, paced = requests(300, 2.8, 5), requests(300, 2.8, 5)
+        result = simulate(played, cfg)
+        serve(paced, self.fleet(cfg, learn_pace(paced, cfg)), cfg)
+        records = [to_record(r) for r in paced]
+        tpot, quick = (np.array([r.tpot_s for r in rs], float) for rs in (result.records(), records))
+        assert np.nanmean(quick) == pytest.approx(np.nanmean(tpot), rel=0.12)
+        assert violations(records) == pytest.approx(violations(result.records()), abs=0.06)
+
+    @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
+    def test_prompts_cost_what_they_cost_a_played_replica(self, mode):
+        """Chunk by chunk, each with what a forward takes whatever is in it."""
+        ttft = []
+        for play in (True, False):
+            long = requests(1)
+            long[0].prompt_tokens, long[0].output_tokens, long[0].cap_tokens = 2000, 5, 5
+            cfg = config("chain-3", prefill_mode=mode, exclusive_tokens=512, noise=0.0)
+            serve(long, [build_replica(cfg)] if play else self.fleet(cfg), cfg)
+            ttft.append(long[0].first_token_s - long[0].arrival_s)
+        chunks = [512, 512, 512, 464]
+        assert (
+            ttft[0]
+            == ttft[1]
+            == pytest.approx(sum(LATENCY.verify_s(float(t)) + LATENCY.draft_step_s(float(t)) for t in chunks))
+        )
+
+    @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
+    @pytest.mark.parametrize("prefill", [PrefillConfig(), served_prefill(256), PrefillConfig(shed=True)])
+    def test_nothing_is_lost(self, mode, prefill):
+        """Every request ends once, with exactly its tokens; nothing stays booked."""
+        load = requests(80, rate=12.0)
+        cfg = config(prefill_mode=mode, prefill=prefill, kv_tokens=5000, replicas=3)
+        fleet = self.fleet(cfg)
+        serve(load, fleet, cfg)
+        done = [r for replica in fleet for r in replica.done]
+        assert sorted(r.rid for r in done) == sorted(r.rid for r in load)
+        for request in load:
+            assert request.finished != request.shed
+            if request.finished:
+                assert request.produced == request.output_tokens - 1 >= request.iterations >= 0
+                assert request.arrival_s < request.first_token_s <= request.last_token_s
+        for replica in fleet:
+            assert not replica.busy and replica._reserved == replica.load_tokens == 0
+
+    def test_the_gate_holds_prompts_back(self):
+        """As on a server: fewer requests run at a time, so TPOT SLOs are met."""
+        met = []
+        for prefill in (PrefillConfig(256), served_prefill(256)):
+            load = requests(150, rate=4.0)
+            cfg = config(prefill_mode="exclusive", prefill=prefill, exclusive_tokens=256)
+            serve(load, self.fleet(cfg), cfg)
+            met.append(np.mean([to_record(r).met_tpot for r in load]))
+        assert met[1] > met[0] + 0.1
+
+    def test_batches_larger_than_any_that_was_played_take_longer_still(self):
+        assert self.TABLE.at(self.TABLE.seconds, 127) == pytest.approx(0.09)
+
+
+def test_the_work_that_is_left_is_counted():
+    """What routers compare, at every step: outputs by their caps, a tenth of the prompts."""
+    load = make_requests(synthetic_trace(30, 8.0, 0, MIX), SLOConfig(), 0.03, TextModel(eos_share=0.5), 0)
+    replica = build_replica(config("chain-2", prefill=PrefillConfig(128, shed=True), kv_tokens=4000))
+    left = list(load)
+    while left or replica.busy:
+        while left and (left[0].arrival_s <= replica.now_s or not replica.busy):
+            replica.submit(left.pop(0))
+        replica.step()
+        waiting = list(replica.waiting)
+        outputs = sum(r.cap_tokens for r in waiting) + (replica.rows.limit - replica.rows.decoded).sum()
+        prompts = sum(r.prompt_tokens - r.prefilled for r in waiting)
+        assert replica.load_tokens == pytest.approx(outputs + 0.1 * prompts)
+    assert replica.load_tokens == 0 and len(replica.done) == 30
+
+
+def test_a_prompt_that_overtakes_but_does_not_fit_stops_nobody():
+    """The started one goes on, so that its memory is free some time."""
+    long, urgent = requests(2)
+    long.prompt_tokens, long.output_tokens, long.cap_tokens, long.ttft_slo_s = 2000, 10, 10, 60.0
+    urgent.prompt_tokens, urgent.output_tokens, urgent.cap_tokens = 100, 10, 2000
+    urgent.ttft_slo_s, urgent.arrival_s = 1.0, long.arrival_s + 0.1
+    cfg = config("none", prefill=PrefillConfig(256, "deadline"), kv_tokens=3000, drain_s=20.0)
+    simulate([long, urgent], cfg)
+    assert long.finished and urgent.finished
 
 
 class TestReplay:

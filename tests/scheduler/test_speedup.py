@@ -37,6 +37,11 @@ def test_from_the_inflection_on_every_step_in_requests_pays() -> None:
         assert rises(ratios) is right
 
 
+def test_the_order_of_batches_does_not_matter_and_one_alone_says_nothing() -> None:
+    assert inflection(TARGET, SELF, (16, 1, 4, 4)) == inflection(TARGET, SELF, (1, 4, 16))
+    assert inflection(TARGET, SELF, (16,)) is None
+
+
 def test_a_draft_that_reads_everything_gains_nothing_by_more_requests() -> None:
     """Its own cache grows as the target's does."""
     full = Drafting("full", ForwardCost(1e-3, per_token_s=1e-5, per_context_s=1e-7), 0.8)

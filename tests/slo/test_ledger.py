@@ -19,7 +19,8 @@ from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.request_log import RequestLog
 from adaserve.slo.resolve import resolve
 from adaserve.slo.stats import SLOStats
-from adaserve.slo.trace import Trace, TraceError, read_trace
+from adaserve.slo.trace import Trace, TraceError
+from adaserve.slo.trace_formats import read_trace
 
 BASELINE_S = 0.020
 

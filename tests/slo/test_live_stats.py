@@ -57,6 +57,18 @@ def stats(registry: CollectorRegistry | None = None) -> tuple[SLOStats, Clock]:
     return SLOStats(SLOConfig(), metrics, clock), clock
 
 
+def test_a_clock_that_is_set_back_hides_what_it_had_counted() -> None:
+    """Neither are its requests among the last minute's, nor do few seconds look like a minute's load."""
+    s, clock = stats()
+    for _ in range(10):
+        s.finish(request())
+    clock.now -= 3600.0
+    s.finish(request())
+    snap = build_snapshot([json.loads(json.dumps(s.state()))])
+    assert snap.classes[0].requests == 1 and snap.classes[0].total_requests == 11
+    assert snap.throughput_tps == pytest.approx(40 / 60)
+
+
 def test_snapshot_figures() -> None:
     s, clock = stats()
     s.finish(request())

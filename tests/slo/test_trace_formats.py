@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 
 from adaserve.slo.classes import SLOConfig
-from adaserve.slo.trace import (
-    Trace,
-    TraceError,
-    TraceRow,
-    assign_classes,
-    read_trace,
-    write_jsonl,
-)
+from adaserve.slo.trace import Trace, TraceError, TraceRow, assign_classes, write_jsonl
+from adaserve.slo.trace_formats import read_trace
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"

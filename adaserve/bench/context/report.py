@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from adaserve.bench import markdown
 from adaserve.loadgen.figures import color, legend, panels
 from adaserve.scheduler.speedup import Speedup, rises
 
@@ -70,27 +71,24 @@ def table(cells: Sequence[Cell]) -> str:
     """Markdown: one row per requests, context and mode, and where speedups rise with the requests."""
     heads = ("context", "requests", "plain ms", "mode", "acceptance", "tree", "T_D/T", "T_V/T", "tokens",
              "tokens/s", "speedup", "")  # fmt: skip
-    lines = [_row(heads), _row(["--:"] * 3 + [":--"] + ["--:"] * 7 + [":--"])]
+    rows = []
     for context, requests in sorted({(c.context, c.requests) for c in cells}):
         here = [c for c in cells if (c.context, c.requests) == (context, requests)]
         first = winner(here)
         for c in here:
             b = c.best
-            lines.append(_row([
+            rows.append([
                 str(context), str(requests), f"{1e3 * b.plain_s:.1f}", c.mode,
                 f"{c.acceptance:.2f}", f"{b.depth} x {b.width}", f"{b.draft_step_s / b.plain_s:.2f}",
                 f"{b.verify_s / b.plain_s:.2f}", f"{b.tokens:.2f}", f"{c.tokens_per_s:.0f}", f"{b.ratio:.2f}",
                 "*" if c.mode == first else "",
-            ]))  # fmt: skip
-    lines += ["", "Speedup grows with every step in requests:", ""]
+            ])  # fmt: skip
+    figures = [head not in ("mode", "") for head in heads]
+    lines = [markdown.table(heads, rows, figures), "", "Speedup grows with every step in requests:", ""]
     for mode in dict.fromkeys(c.mode for c in cells):
         length = rising_from(cells, mode)
         lines.append(f"- {mode}: {'at no context' if length is None else f'from {length} tokens on'}")
     return "\n".join(lines)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def figure(cells: Sequence[Cell], title: str) -> Any:

@@ -301,14 +301,15 @@ def fleet(
     baseline_ms: Baseline = None,
     out: JsonFile = None,
 ) -> None:
-    """Serve a trace with a fleet: a million requests on a hundred replicas take minutes on one core."""
+    """Serve a trace with a fleet: a million requests take a quarter of an hour on one core."""
     from adaserve.bench.simulate.fleet import SimulatedFleet
     from adaserve.bench.simulate.hardware import Hardware
     from adaserve.bench.simulate.traces import read_workload
 
     with _refusing():
-        latency = Hardware(model, gpu, tp, profile).latency()
-        of = SimulatedFleet.of(policy, latency, baseline_ms, seed)
+        hardware = Hardware(model, gpu, tp, profile)
+        cache = hardware.kv_tokens()
+        of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, kv_tokens=cache)
         with console.status("drawing the trace"):
             loaded = read_workload(trace, seed)
     with Progress(console=console) as progress:

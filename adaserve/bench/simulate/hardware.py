@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaserve.scheduler.latency import LatencyModel, load_latency
+from adaserve.scheduler.fit import load_latency
+from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
 
 PROFILED_CACHE = 200_000

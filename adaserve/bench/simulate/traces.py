@@ -6,7 +6,8 @@ from dataclasses import replace
 from math import inf
 
 from adaserve.scheduler.simulator.workload import synthetic_trace
-from adaserve.slo.trace import Trace, TraceError, assign_classes, read_trace
+from adaserve.slo.trace import Trace, TraceError, assign_classes
+from adaserve.slo.trace_formats import read_trace
 
 PAPER_MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
 

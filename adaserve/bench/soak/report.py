@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from adaserve.bench.markdown import table
 from adaserve.bench.soak.invariants import GROWTH_MIB, Growth, MemorySample, memory_growth
 from adaserve.bench.soak.tally import Tally
 from adaserve.loadgen.results import write_json
@@ -99,10 +100,11 @@ def markdown(record: Record) -> str:
         "",
         verdict,
         "",
-        *_table(
+        table(
             ("invariant", "what it says", "violations"),
             [(name, says, str(d["violations"].get(name, 0))) for name, says in INVARIANTS.items()],
         ),
+        "",
         f"{d['compared_with_reference']:,} answers were compared with a reference; {d['streams']:,} were "
         f"streams. {d['quiet_points']} quiet points, {d['probes']} probes (longest {d['longest_probe_s']} s"
         f"), {d['policy_changes']} changes of policy or prefills, {d.get('retractions', 'unknown')} "
@@ -110,12 +112,13 @@ def markdown(record: Record) -> str:
         "",
         "## Requests",
         "",
-        *_table(("kind", "requests"), [(k, f"{n:,}") for k, n in d["by_kind"].items()]),
+        table(("kind", "requests"), [(k, f"{n:,}") for k, n in d["by_kind"].items()]),
+        "",
         "Statuses: " + _counts(d["statuses"]) + ". Ends of sequences: " + _counts(d["ends"]) + ".",
         "",
         "## Memory after the warm-up",
         "",
-        *_table(
+        table(
             ("process", "first MiB", "last MiB", "MiB per hour", "judged"),
             [
                 (
@@ -128,6 +131,7 @@ def markdown(record: Record) -> str:
                 for m in d["memory"]
             ],
         ),
+        "",
         *_violations(d["violation_details"]),
     ]
     return "\n".join(lines).rstrip() + "\n"
@@ -149,11 +153,6 @@ def _yes(value: bool) -> str:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items())
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines] + [""]
 
 
 def _violations(details: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adaserve.bench import markdown
 from adaserve.bench.sweep.aggregate import Comparison, Interval, Outcome, Results
 from adaserve.bench.sweep.plan import Point, SweepError
 from adaserve.bench.sweep.systems import PLAIN, is_baseline
@@ -48,11 +49,9 @@ def table(results: Results, runs: Runs) -> str:
         f"[{name}]({name}/README.md), {results.head['host']['cores']} cores, "
         f"{results.head['server']['model']}; `{results.default}` is the default policy.",
         "",
-        "| | paper | simulator | this host |",
-        "|---|---|---|---|",
-        *(
-            f"| {c.what} | {c.paper} | {c.simulator(runs) or '-'} | {c.host(results) or '-'} |"
-            for c in CLAIMS
+        markdown.table(
+            ("", "paper", "simulator", "this host"),
+            ((c.what, c.paper, c.simulator(runs) or "-", c.host(results) or "-") for c in CLAIMS),
         ),
     ]
     return "\n".join(lines)

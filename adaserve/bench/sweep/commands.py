@@ -12,9 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from adaserve.bench.sweep.aggregate import Results
+from adaserve.bench.sweep.clock import Clock
 from adaserve.bench.sweep.plan import QUICK_POLICIES, SweepError, SweepPlan
 from adaserve.bench.sweep.report import write_all
-from adaserve.bench.sweep.runner import ATTEMPTS, Clock, Sweep, load_workload, with_depth
+from adaserve.bench.sweep.requests import load_workload
+from adaserve.bench.sweep.runner import ATTEMPTS, Sweep, with_depth
 from adaserve.bench.sweep.simulated import Simulator, markdown, to_json
 from adaserve.bench.sweep.store import Store, changed, merged
 from adaserve.bench.sweep.systems import family, system, with_length

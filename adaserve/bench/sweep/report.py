@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from adaserve.bench import markdown
 from adaserve.bench.busy import BUSY, SLOW
 from adaserve.bench.sweep.aggregate import NOISE_POINTS, Comparison, Interval, Outcome, Results
 from adaserve.bench.sweep.claims import fill_readme
@@ -167,7 +168,7 @@ def _page(results: Results, figures: Sequence[str]) -> str:
         f"{', '.join(_commits(results)) or host['git_sha']}; started {head['started']}.",
         "## Verdict",
         _verdict_text(results),
-        _md(
+        markdown.table(
             ("point", "attained", "best baseline", "points", "fewer violations", "goodput", "verdict"),
             [
                 (p.id, _share(o.attainment()), c.rival, *_cells(c))
@@ -260,7 +261,7 @@ def _judged(results: Results, gated: bool) -> list[str]:
     heads = ("system", "both SLOs", "TPOT alone", "TTFT alone", "points", "fewer violations", "goodput")
     return [
         f"Systems {title}, at {point.id}, the highest load at which the best of them attains a third:",
-        _md(heads, [(f"**{mine}**", *_objectives(here[mine]), "", "", ""), *rows]),
+        markdown.table(heads, [(f"**{mine}**", *_objectives(here[mine]), "", "", ""), *rows]),
     ]
 
 
@@ -281,7 +282,7 @@ def _published(results: Results) -> list[str]:
         if rows:
             parts += [
                 f"`{mine}` against `{theirs}`:",
-                _md(("point", "points", "fewer violations", "goodput", "verdict"), rows),
+                markdown.table(("point", "points", "fewer violations", "goodput", "verdict"), rows),
             ]
     return parts
 
@@ -305,7 +306,7 @@ def _stock(results: Results) -> list[str]:
         f"What the plugin costs when it does not speculate (`{PLAIN}` against SGLang without speculation on "
         "the same platform; idle and saturated: rounds in turns, medians; under load: blocks in turns on two "
         "servers):",
-        _md(("", PLAIN, "SGLang", "ratio"), rows),
+        markdown.table(("", PLAIN, "SGLang", "ratio"), rows),
     ]
 
 
@@ -337,7 +338,7 @@ def _numbers(results: Results, point: Point) -> str:
                 _select_share(o.seconds()),
             )
         )
-    return _md(
+    return markdown.table(
         (
             "system", "both %", "TPOT", "TTFT", *names, "goodput", "TPOT ms", "p99", "TTFT ms", "p99",
             "tokens/verify", "nodes", "depth", "selection",
@@ -378,8 +379,3 @@ def _troubles(results: Results) -> list[str]:
         if lag is not None and lag > 10:
             lines.append(f"- {case['id']}: requests left up to {lag:.0f} ms late (p99)")
     return ["## Troubles", "\n".join(lines)] if lines else []
-
-
-def _md(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])

@@ -2,83 +2,43 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from adaserve.bench.busy import BUSY, SLOW
 from adaserve.bench.client import Ask, batch
 from adaserve.bench.sweep import host as hosts
+from adaserve.bench.sweep.clock import Clock, LeftColumn
 from adaserve.bench.sweep.host import Host
-from adaserve.bench.sweep.measure import Traffic, host_load, run_case, write_records
+from adaserve.bench.sweep.measure import host_load, run_case, write_records
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
+from adaserve.bench.sweep.requests import Requests, load_workload
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, changed
-from adaserve.bench.sweep.systems import GATE, PLAIN, STOCK, STOCK_PRIORITY, System, family, system
+from adaserve.bench.sweep.systems import GATE, PLAIN, STOCK, System, family, system
 from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.bench.sweep.tuning import concrete
-from adaserve.bench.sweep.workload import Workload, block_of, build_rows, seconds_of_work, with_slos
 from adaserve.host import describe_host
 from adaserve.loadgen.results import command_line
 from adaserve.scheduler.policies import chain_length
-from adaserve.server import ServerSpec
-from adaserve.slo.classes import SLOConfig
+from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.metrics import RequestRecord
-from adaserve.slo.trace import Trace, TraceRow, read_trace, write_jsonl
 
 ATTEMPTS = 3
 """How often a block is measured while the host is busy or slow; the least disturbed attempt counts."""
 PATIENCE_S, PAUSE_S = 40.0, 4.0
 """How long a block waits for a host that is slow right now, and how often it looks. Half as long after a wait
 in vain: a host that stays slow costs little."""
-_SAMPLE = 300  # requests that say how much work a kind of traffic is
 _FAILURES_IN_A_ROW = 3
-_OVERHEAD_S = 12.0  # first guesses: of a case, beyond its arrivals,
-_IDLE_S = 270.0  # and of two more servers, and what both do idle and saturated
-
-
-_read_trace = lru_cache(maxsize=16)(read_trace)
-
-
-def load_workload(plan: SweepPlan, point: Point | None = None) -> Workload:
-    """Classes, SLOs and trace of a plan, or of one of its points. Raises SLOError, TraceError."""
-    slos = SLOConfig() if plan.slo_config is None else SLOConfig.load(plan.slo_config)
-    path = plan.trace if point is None else plan.trace_of(point)
-    trace = None if path is None else _read_trace(path)
-    return Workload(slos, trace, plan.prompt_scale, plan.output_scale, plan.temperature)
-
-
-@dataclass
-class Clock:
-    """How long what is left will take."""
-
-    overhead_s: float = _OVERHEAD_S
-    seen: int = 0
-    case_end_s: float | None = None  # of the running case, as planned
-    later_s: float = 0.0  # of what comes behind it
-    note: str = ""
-
-    def learn(self, planned_s: float, took_s: float) -> None:
-        self.seen += 1
-        self.overhead_s += (max(0.0, took_s - planned_s) - self.overhead_s) / self.seen
-
-    def expected_s(self, plan: SweepPlan, case: Case) -> float:
-        return plan.seconds + self.overhead_s
-
-    @property
-    def left_s(self) -> float:
-        running = 0.0 if self.case_end_s is None else max(0.0, self.case_end_s - time.monotonic())
-        return running + self.later_s
+_IDLE_S = 270.0  # first guess of what two more servers take, and what both do idle and saturated
 
 
 @dataclass
@@ -114,7 +74,7 @@ class Sweep:
             BarColumn(bar_width=24),
             TextColumn("{task.completed:.0f}/{task.total:.0f} blocks"),
             TimeElapsedColumn(),
-            _LeftColumn(self.clock),
+            LeftColumn(self.clock),
         )
         with (
             Progress(*columns, console=self.console, refresh_per_second=1, transient=True) as bar,
@@ -169,43 +129,55 @@ class Sweep:
         if not head.get("capacity_rps") or not self.store.prompts.exists():
             self._say("measuring the baseline, the prompts and the capacity of this host")
             server = self.host.serve(system(PLAIN))
-            from adaserve.pair.prompts import load_prompts
-
-            every = [(p.text, p.tokens) for p in load_prompts()]
-            texts = [text for text, tokens in every if 20 <= tokens <= 80]
-            hosts.unloaded(server, texts[:2])  # first requests of a server are slow
-            head["host_before"] = host_load()
-            if head["host_before"]["busy"] > BUSY:
-                self._say(
-                    f"[yellow]other programs use {head['host_before']['busy']:.0%} of this machine[/]: SLOs "
-                    "are multiples of the baseline measured now, so results will be off"
-                )
-            head["baseline_ms"] = self.baseline_ms or round(hosts.unloaded(server, texts), 4)
-            server.drain()
-            line = hosts.prefill_time(server, every)
-            head["prefill"] = {"fixed_ms": line.fixed_ms, "per_token_ms": line.per_token_ms}
-            head["urgent"] = self.workload.urgent(head["baseline_ms"] / 1e3)
-            self.bar.update(self.task, description="looking for prompts whose output does not loop")
-            pool, head["prompts_that_do_not_loop"] = screened_pool(
-                self.workload, head["urgent"], self._continue, self.plan.seconds / 20.0
-            )
-            pool.save(self.store.prompts)
-            self._warn_of_loops(head["prompts_that_do_not_loop"])
+            self._measure_idle(server)
+            self._find_prompts()
             self.bar.update(self.task, description="measuring the capacity")
-            self.pool = pool
             server.drain()
-            asks = self._asks(hosts.CAPACITY_REQUESTS)
+            asks = self._requests().asks(hosts.CAPACITY_REQUESTS)
             head["capacity_rps"] = self.capacity_rps or round(hosts.saturated_rps(server, asks), 4)
             head["latency_model"] = (hosts.report_of(server) or {}).get("latency")
-        self.pool = PromptPool.load(self.store.prompts)
-        self.prefill = PrefillTime(**head["prefill"])
+        self.requests = self._requests()
         self.store.write_head(head)
         slos = self.workload.slo_ms(Point(self.plan.at), head["baseline_ms"])
+        prefill = self.requests.prefill
         self._say(
             f"baseline {head['baseline_ms']:.2f} ms per token, capacity {head['capacity_rps']:.2f} requests/s"
-            f", prefill {self.prefill.fixed_ms:.1f} ms + {self.prefill.per_token_ms:.2f} ms per token; TPOT "
+            f", prefill {prefill.fixed_ms:.1f} ms + {prefill.per_token_ms:.2f} ms per token; TPOT "
             + ", ".join(f"{n} {'none' if v is None else f'{v:.1f} ms'}" for n, v in slos.items())
         )
+
+    def _requests(self) -> Requests:
+        """With what was measured so far."""
+        pool, prefill = PromptPool.load(self.store.prompts), PrefillTime(**self.head["prefill"])
+        return Requests(self.plan, self.workload, pool, prefill, self.head, self.store.work)
+
+    def _measure_idle(self, server: ServerProcess) -> None:
+        """Baseline, and prefill time by tokens."""
+        from adaserve.pair.prompts import load_prompts
+
+        head, every = self.head, [(p.text, p.tokens) for p in load_prompts()]
+        texts = [text for text, tokens in every if 20 <= tokens <= 80]
+        hosts.unloaded(server, texts[:2])  # first requests of a server are slow
+        head["host_before"] = host_load()
+        if head["host_before"]["busy"] > BUSY:
+            self._say(
+                f"[yellow]other programs use {head['host_before']['busy']:.0%} of this machine[/]: SLOs "
+                "are multiples of the baseline measured now, so results will be off"
+            )
+        head["baseline_ms"] = self.baseline_ms or round(hosts.unloaded(server, texts), 4)
+        server.drain()
+        line = hosts.prefill_time(server, every)
+        head["prefill"] = {"fixed_ms": line.fixed_ms, "per_token_ms": line.per_token_ms}
+
+    def _find_prompts(self) -> None:
+        head = self.head
+        head["urgent"] = self.workload.urgent(head["baseline_ms"] / 1e3)
+        self.bar.update(self.task, description="looking for prompts whose output does not loop")
+        pool, head["prompts_that_do_not_loop"] = screened_pool(
+            self.workload, head["urgent"], self._continue, self.plan.seconds / 20.0
+        )
+        pool.save(self.store.prompts)
+        self._warn_of_loops(head["prompts_that_do_not_loop"])
 
     def _warn_of_loops(self, shares: Mapping[str, float]) -> None:
         looping = [n for n, share in shares.items() if share < 0.5]
@@ -221,23 +193,6 @@ class Sweep:
         server = self.host.serve(system(PLAIN))
         answers = batch(server.url, [Ask(text, tokens, temperature) for text in texts])
         return [(a["meta_info"]["prompt_tokens"], a["output_ids"]) for a in answers]
-
-    def _asks(self, n: int) -> list[Ask]:
-        """Requests as in the sweep, for measurements outside of load tests."""
-        slos = self.workload.slo_ms(Point(self.plan.at), self.head["baseline_ms"])
-        rows = build_rows(
-            self.workload, self.pool, Point(self.plan.at), n / 10.0, 10.0, 0x5EED, self.head["urgent"]
-        )
-        return [
-            Ask(
-                r.text or "",
-                r.output_tokens,
-                self.workload.temperature,
-                r.slo_class,
-                slos[r.slo_class or ""],
-            )
-            for r in rows
-        ]
 
     # -- cases ----------------------------------------------------------------------------------
 
@@ -315,7 +270,7 @@ class Sweep:
 
     def _least_disturbed(self, setting: System, case: Case) -> tuple[dict[str, Any], list[RequestRecord]]:
         """The block, again while the host is busy or slow; the attempt that was disturbed least."""
-        warm_up, traffic = self._asks(hosts.WARM_REQUESTS), self._traffic(case)
+        warm_up, traffic = self.requests.asks(hosts.WARM_REQUESTS), self.requests.traffic(case)
         texts = [str(a.prompt) for a in warm_up]
         tried: list[tuple[float, dict[str, Any], list[RequestRecord]]] = []
         while len(tried) < self.attempts:
@@ -353,51 +308,6 @@ class Sweep:
         known = [p for line in self.store.finished().values() for p in line["pace_ms"]]
         return statistics.median([self.head["baseline_ms"], *known, *now_ms])
 
-    def _rows(self, point: Point, seed: int) -> tuple[TraceRow, ...]:
-        """Requests of all blocks of a seed, with both SLOs."""
-        seconds = self.plan.seconds * self.plan.blocks_of(point)
-        rate_rps = point.load * self.head["capacity_rps"] / self._work(point)
-        rows = self._mix(point, rate_rps, seconds, seed)
-        return with_slos(self._workload(point), rows, point, self.head["baseline_ms"], self.prefill)
-
-    def _work(self, point: Point) -> float:
-        """How much more a request of this kind of traffic takes than one of those that capacity was measured
-        with: load is work, not requests."""
-        if point.kind is None:
-            return 1.0
-        usual = self._mix(Point(point.load), 1.0, _SAMPLE, 0)
-        outputs = sum(r.output_tokens for r in usual) / len(usual)
-        token_s = (1.0 / self.head["capacity_rps"] - seconds_of_work(usual, self.prefill, 0.0)) / outputs
-        here, there = (
-            seconds_of_work(rows, self.prefill, max(0.0, token_s))
-            for rows in (self._mix(point, 1.0, _SAMPLE, 0), usual)
-        )
-        return here / there
-
-    def _workload(self, point: Point) -> Workload:
-        return load_workload(self.plan, point) if point.kind else self.workload
-
-    def _mix(self, point: Point, rate_rps: float, seconds: float, seed: int) -> tuple[TraceRow, ...]:
-        return build_rows(
-            self._workload(point), self.pool, point, rate_rps, seconds, seed, self.head["urgent"]
-        )
-
-    def _traffic(self, case: Case) -> Traffic:
-        rows = block_of(self._rows(case.point, case.seed), case.block, self.plan.seconds)
-        path = self.store.work / "schedules" / f"{case.point.id}.s{case.seed}.b{case.block}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_jsonl(rows, path)
-        slo_ms = self._workload(case.point).slo_ms(case.point, self.head["baseline_ms"])
-        return Traffic(
-            path=path,
-            rows=rows,
-            sha256=Trace(rows).sha256,
-            slo_ms=slo_ms,
-            temperatures=dict.fromkeys(self.workload.names, self.workload.temperature),
-            seconds=self.plan.seconds,
-            priorities=by_urgency(slo_ms) if case.policy == STOCK_PRIORITY else None,
-        )
-
     # -- SGLang without speculation -----------------------------------------------------------------
 
     def _check_missing(self) -> bool:
@@ -412,7 +322,7 @@ class Sweep:
             return
         self.bar.update(self.task, description="comparing with SGLang without speculation")
         self.clock.case_end_s = time.monotonic() + _IDLE_S
-        asks = self._asks(hosts.CAPACITY_REQUESTS)
+        asks = self.requests.asks(hosts.CAPACITY_REQUESTS)
         self.head["idle_rounds"] = hosts.idle_rounds(self.host, asks)
         self.store.write_head(self.head)
         self._cases(self.plan.check_cases(), retry=False)
@@ -430,26 +340,6 @@ def _one_line(line: dict[str, Any], left_s: float) -> str:
         + (f" ([yellow]{escape(line['error'])}[/])" if line["error"] else "")
         + f"; about {left_s / 60:.0f} min left"
     )
-
-
-class _LeftColumn(ProgressColumn):
-    """The clock's estimate, counting down while a case runs."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self._clock = clock
-
-    def render(self, task: Task) -> Text:
-        left_s = self._clock.left_s
-        return Text(
-            "" if not left_s else f"about {left_s / 60:.0f} min left" if left_s > 90 else "almost done"
-        )
-
-
-def by_urgency(tpot_slo_ms: Mapping[str, float | None]) -> dict[str, int]:
-    """Priorities for SGLang's scheduling: the tighter the TPOT SLO of a class, the higher."""
-    loosest_first = sorted(tpot_slo_ms, key=lambda n: -(tpot_slo_ms[n] or math.inf))
-    return {name: k for k, name in enumerate(loosest_first)}
 
 
 def with_depth(spec: ServerSpec, policies: Sequence[str], lengths: Sequence[int]) -> ServerSpec:

@@ -14,6 +14,7 @@ import numpy as np
 from scipy.optimize import nnls
 from scipy.stats import siegelslopes
 
+from adaserve.bench.markdown import table
 from adaserve.bench.sweep.aggregate import Block, Outcome, Results
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import GATE as GATED
@@ -273,22 +274,13 @@ def markdown(found: Sequence[Agreement]) -> str:
     parts = []
     for point in dict.fromkeys(a.point for a in found):
         here = sorted((a for a in found if a.point == point), key=lambda a: -_share(a.engine))
-        lines = [
-            "| system | engine | simulator | points | TPOT alone | TTFT alone |",
-            "|---|---|---|---|---|---|",
-        ]
-        for a in here:
-            if a.policy == LIMIT:
-                continue
-            cells = (
-                f"{_share(a.engine):.1%}", f"{_share(a.simulated):.1%}", f"{a.points:+.1f}",
-                *(
-                    f"{_share(a.engine, k):.0%} / {_share(a.simulated, k):.0%}"
-                    for k in ("met_tpot", "met_ttft")
-                ),
-            )  # fmt: skip
-            lines.append(f"| {a.policy} | " + " | ".join(cells) + " |")
-        parts += [f"### {point.id}", "\n".join(lines), _verdict(here)]
+        cells = [
+            (a.policy, f"{_share(a.engine):.1%}", f"{_share(a.simulated):.1%}", f"{a.points:+.1f}",
+             *(f"{_share(a.engine, k):.0%} / {_share(a.simulated, k):.0%}" for k in ("met_tpot", "met_ttft")))
+            for a in here if a.policy != LIMIT
+        ]  # fmt: skip
+        heads = ("system", "engine", "simulator", "points", "TPOT alone", "TTFT alone")
+        parts += [f"### {point.id}", table(heads, cells), _verdict(here)]
     return "\n\n".join(parts)
 
 

@@ -18,6 +18,7 @@ from adaserve.bench.sweep.prompts import ClassPrompt, PromptPool
 from adaserve.bench.sweep.runner import Sweep
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import STOCK, System
+from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.host import describe_host
 from adaserve.server import ServerSpec
 from tests.bench.sweep.factories import HEAD, case_line, request
@@ -185,6 +186,32 @@ def test_a_sweep_does_not_go_on_on_another_host(world: World, key: str) -> None:
     world.store.write_head({**world.store.head(), "host": {**describe_host(), key: 0}})
     with pytest.raises(SweepError, match="another host"):
         world.sweep()
+
+
+def test_what_is_measured_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Baseline, prefills, prompts and capacity of a new folder; the blocks are made with them."""
+    world.store = Store(world.store.folder.parent / "new")
+    pool = PromptPool(tuple(ClassPrompt(c, c, 9) for c in ("coding", "chat", "summarization")))
+    asked: list[int] = []
+    fakes = {
+        "unloaded": lambda _, texts: 12.0,
+        "prefill_time": lambda *_: PrefillTime(7.0, 0.5),
+        "saturated_rps": lambda _, asks: asked.append(len(asks)) or 4.0,
+        "report_of": lambda _: {"latency": {"form": "x"}},
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(runner.hosts, name, fake)
+    monkeypatch.setattr(runner, "host_load", lambda: {"busy": 0.5, "load1": 1.0})
+    monkeypatch.setattr(runner, "screened_pool", lambda *_: (pool, {"coding": 0.3}))
+    assert world.sweep()
+    head = world.store.head()
+    assert (head["baseline_ms"], head["capacity_rps"], head["urgent"]) == (12.0, 4.0, "coding")
+    assert head["prefill"] == {"fixed_ms": 7.0, "per_token_ms": 0.5}
+    assert head["latency_model"] == {"form": "x"} and asked[0] > 0
+    said = world.output.getvalue()
+    assert "other programs use 50%" in said and "most outputs of coding repeat themselves" in said
+    rows = world.traffic[PLAN.cases()[0].id].rows
+    assert {round(r.slo_tpot_ms, 1) for r in rows if r.slo_class == "coding"} == {14.4}
 
 
 def test_a_sweep_keeps_its_baseline_and_capacity(world: World) -> None:

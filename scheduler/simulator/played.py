@@ -1,0 +1,144 @@
+"""A replica that plays every iteration: the policy plans and selects, trees are drawn, a latency model tells
+the time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaserve.scheduler.interface import (
+    BoolArray,
+    CandidateTrees,
+    Context,
+    FloatArray,
+    IntArray,
+    IterationOutcome,
+    IterationPlan,
+    Policy,
+    Selection,
+)
+from adaserve.scheduler.policies.turbospec import TurboSpecPolicy
+from adaserve.scheduler.selection import row_of
+from adaserve.scheduler.simulator.order import RowOrder, everyone
+from adaserve.scheduler.simulator.replica import Replica, ReplicaConfig
+from adaserve.scheduler.simulator.trees import TreeSampler
+from adaserve.scheduler.simulator.workload import SimRequest
+
+
+class PlayedReplica(Replica):
+    """The iteration loop of the engine."""
+
+    LOG_FIELDS = (
+        "now_s",
+        "rows",
+        "depth",
+        "width",
+        "verify",
+        "prefill",
+        "seconds",
+        "draft_s",
+        "new",
+        "late_rows",
+    )
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: ReplicaConfig,
+        sampler: TreeSampler,
+        rng: np.random.Generator,
+        order: RowOrder = everyone,
+    ) -> None:
+        super().__init__(config, rng, drafts=policy.name != "none")
+        self.policy, self.sampler, self._order = policy, sampler, order
+        self.log: list[tuple[float, ...]] = []  # LOG_FIELDS of every iteration
+        self.outcomes: list[IterationOutcome] | None = None  # set to [] to record iterations
+        self._late: IterationOutcome | None = None
+
+    def _prefill(self, tokens: int) -> float:
+        seconds = super()._prefill(tokens)
+        self.policy.observe_prefill(tokens, seconds, self.now_s)
+        return seconds
+
+    def _joins(self, ready: list[SimRequest]) -> None:
+        policy = self.policy
+        drafts = not isinstance(policy, TurboSpecPolicy) or policy.wants_draft_prefill(len(self.rows))
+        self.rows.join(ready, drafts)
+
+    def _decode(self, prefill_tokens: int) -> None:
+        at = self._order(self.rows, self.now_s)
+        running = self.rows.batch(at, self.config.lag, prefill_tokens)
+        plan = self.policy.plan(running, self.now_s)
+        pick = slice(None) if at is None else at
+        trees, selection, accepted, draft_s = self._speculate(plan, pick)
+        counts = np.bincount(row_of(trees)[accepted], minlength=len(running))
+        left = (self.rows.length - self.rows.decoded)[pick]
+        new = np.minimum(1 + counts, left)
+        tokens = selection.verify_tokens + prefill_tokens
+        context = Context(float(running.context_tokens.sum()), len(running))
+        verify_s = self._noisy(self.config.latency.verify_s(tokens, context))
+        total = draft_s + verify_s + self.config.latency.overhead_s + self._draft_prefill_s(prefill_tokens)
+        total += self.config.row_overhead_s * len(running)
+        self.now_s += total
+        outcome = IterationOutcome(
+            plan,
+            trees,
+            selection,
+            accepted,
+            new,
+            self.now_s,
+            draft_s,
+            0.0,
+            verify_s,
+            total,
+            self.now_s - self._last_end_s if self._last_end_s else total,
+            prefilled=self._spent_s > 0,
+            prefill_tokens=prefill_tokens,
+        )
+        self._observe(outcome)
+        self._decoded(pick, new, float(selection.verify_tokens), prefill_tokens, total, outcome.cycle_s)
+
+    def _speculate(
+        self, plan: IterationPlan, pick: slice | IntArray
+    ) -> tuple[CandidateTrees, Selection, BoolArray, float]:
+        n = plan.drafting_rows
+        if plan.depth == 0:
+            trees = CandidateTrees.empty(len(plan.running))
+            return trees, self.policy.select(plan, trees), np.zeros(0, np.bool_), 0.0
+        drafted = self.sampler.draft(
+            plan,
+            self.rows.difficulty[pick],
+            self.rows.bias[pick],
+            lambda step, frontier: self.policy.keep_drafting(plan, step, frontier),
+        )
+        selection = self.policy.select(plan, drafted.trees)
+        accepted = self.sampler.verify(drafted, selection)
+        fed = [n, *(n * (s.stop - s.start) for s in drafted.levels[:-1])]  # rows of each draft forward
+        latency, read = self.config.latency, plan.draft_context
+        seconds = latency.draft_start_s(n, read) + sum(latency.draft_step_s(rows, read) for rows in fed)
+        return drafted.trees, selection, accepted, self._noisy(seconds)
+
+    def _observe(self, outcome: IterationOutcome) -> None:
+        """The policy learns, under the overlap schedule one iteration late; the log gets a line."""
+        if self.outcomes is not None:
+            self.outcomes.append(outcome)
+        arrived: IterationOutcome | None = outcome
+        if self.config.lag:
+            arrived, self._late = self._late, outcome
+        if arrived is not None:
+            self.policy.observe(arrived)
+        new, plan, depth = outcome.new_tokens, outcome.plan, int(outcome.trees.depth.max(initial=0))
+        late = int((plan.need > depth + 1).sum())
+        self.log.append(
+            (self.now_s, len(new), depth, plan.width, outcome.selection.verify_tokens,
+             outcome.prefill_tokens, outcome.total_s, outcome.draft_s, int(new.sum()), late)
+        )  # fmt: skip
+
+    def _end(self, request: SimRequest) -> None:
+        super()._end(request)
+        self.policy.forget(request.rid)
+
+
+def iteration_log(replica: PlayedReplica) -> dict[str, FloatArray]:
+    """The replica's log by field name."""
+    table = np.asarray(replica.log, np.float64).reshape(-1, len(PlayedReplica.LOG_FIELDS))
+    return {name: table[:, i] for i, name in enumerate(PlayedReplica.LOG_FIELDS)}

@@ -1,0 +1,85 @@
+"""The prompts that wait at one replica, and which of them a decision looks at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import chain, islice
+
+import numpy as np
+from sortedcontainers import SortedKeyList
+
+from adaserve.scheduler.prefill import LATER_S, MOST_LOST, MOST_WAITING, PrefillConfig, WaitingBatch
+from adaserve.scheduler.simulator.workload import SimRequest
+
+
+class WaitingPrompts:
+    """In the order of the configuration, so that a long queue costs no more than what is looked at of it."""
+
+    def __init__(self, config: PrefillConfig) -> None:
+        self._config = config
+        self._started: list[SimRequest] = []  # part of the prompt is in the cache
+        self._in_time: SortedKeyList = SortedKeyList(key=self._rank)
+        self._lost: SortedKeyList = SortedKeyList(key=self._rank)  # their TTFT SLO has passed
+
+    def __len__(self) -> int:
+        return len(self._started) + len(self._in_time) + len(self._lost)
+
+    def __iter__(self) -> Iterator[SimRequest]:
+        return chain(self._started, self._in_time, self._lost)
+
+    @property
+    def started(self) -> int:
+        """How many have part of their prompt in the cache."""
+        return len(self._started)
+
+    def add(self, request: SimRequest) -> None:
+        """One that has just arrived."""
+        self._in_time.add(request)
+
+    def start(self, request: SimRequest) -> None:
+        """A first chunk of it runs."""
+        self._take(request)
+        self._started.append(request)
+
+    def leave(self, request: SimRequest) -> None:
+        """Its prompt is read, or it is turned away."""
+        if request in self._started:
+            self._started.remove(request)
+        else:
+            self._take(request)
+
+    def looked_at(self, now_s: float) -> list[SimRequest]:
+        """The started ones, those that come first of all that can be in time, and those lost longest."""
+        waiting = list(islice(self._in_time, MOST_WAITING))
+        if self._config.lost_every_s is not None:
+            while gone := [r for r in waiting if r.arrival_s + r.ttft_slo_s < now_s]:
+                for request in gone:
+                    self._in_time.remove(request)
+                    self._lost.add(request)
+                waiting = list(islice(self._in_time, MOST_WAITING))
+        return [*self._started, *waiting, *islice(self._lost, MOST_LOST)]
+
+    def _take(self, request: SimRequest) -> None:
+        (self._in_time if request in self._in_time else self._lost).remove(request)
+
+    def _rank(self, request: SimRequest) -> float:
+        """As ``plan_prefill`` orders what has not started."""
+        ttft_s, order = request.ttft_slo_s, self._config.order
+        if order == "short":
+            return float(request.prompt_tokens)
+        if order == "slack":
+            return request.arrival_s + (ttft_s if math.isfinite(ttft_s) else LATER_S)
+        if order == "deadline":
+            return request.arrival_s + (ttft_s if math.isfinite(ttft_s) else self._config.patience_s)
+        return request.arrival_s
+
+
+def waiting_batch(requests: list[SimRequest]) -> WaitingBatch:
+    """The requests as a decision sees them."""
+    return WaitingBatch(
+        arrival_s=np.array([r.arrival_s for r in requests]),
+        ttft_slo_s=np.array([r.ttft_slo_s for r in requests]),
+        prompt_left=np.array([r.prompt_tokens - r.prefilled for r in requests]),
+        started=np.array([r.prefilled > 0 for r in requests], np.bool_),
+    )
