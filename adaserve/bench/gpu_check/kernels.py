@@ -29,11 +29,11 @@ from adaserve.engine.device.attention import (
     INT_WORKSPACE_BYTES,
     AttentionBuffers,
     FlashInferKernel,
-    HeadShape,
     SdpaKernel,
     TreeKernel,
     TritonKernel,
 )
+from adaserve.engine.device.head_shape import HeadShape
 from adaserve.engine.device.layout import Extent, window_bits
 from adaserve.engine.device.tiles import WORKSPACE_BYTES
 from adaserve.engine.filters import Filter, by_sort, differences, examples

@@ -9,10 +9,7 @@ leave less to the longest one: with enough of them, tiles are as large as the re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from adaserve.engine.device.attention import HeadShape
+from adaserve.engine.device.head_shape import HeadShape
 
 SMALL_TILES, LARGEST_TILE = (16, 64), 128
 

@@ -19,11 +19,11 @@ from adaserve.engine.device import attention, tiles
 from adaserve.engine.device.attention import (
     AttentionBuffers,
     FlashInferKernel,
-    HeadShape,
     SdpaKernel,
     TritonKernel,
     compiled,
 )
+from adaserve.engine.device.head_shape import HeadShape
 from adaserve.engine.device.layout import Extent
 from tests.engine.device.factories import CPU
 
@@ -64,7 +64,7 @@ def test_a_kernel_that_compiles_serves() -> None:
     [("auto", "cpu", "sdpa"), ("triton", "cpu", "sdpa"), ("triton", "cuda", "triton")],
 )
 def test_the_setting_chooses(setting: Any, device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention.HeadShape, "of", lambda runner: SimpleNamespace())
+    monkeypatch.setattr(HeadShape, "of", lambda runner: SimpleNamespace())
     assert attention.kernel_maker(setting, None, torch.device(device), 8, 64)[0] == name
 
 

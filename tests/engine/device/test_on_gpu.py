@@ -11,9 +11,9 @@ from adaserve.engine.device.attention import (
     INT_WORKSPACE_BYTES,
     AttentionBuffers,
     FlashInferKernel,
-    HeadShape,
     SdpaKernel,
 )
+from adaserve.engine.device.head_shape import HeadShape
 from adaserve.engine.device.layout import Extent, window_bits
 from adaserve.engine.device.tiles import WORKSPACE_BYTES
 from adaserve.engine.device.transfer import put

@@ -1,0 +1,44 @@
+"""The attention heads of a model, as SGLang has built it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Attention heads of one rank, and types."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @staticmethod
+    def of(runner: Any) -> HeadShape:
+        """From a ``ModelRunner``. Raises ValueError for attention that a plain mask does not describe."""
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        layers = [m for m in runner.model.modules() if isinstance(m, RadixAttention)]
+        shapes = {
+            (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling, a.logit_cap,
+             a.sliding_window_size) for a in layers
+        }  # fmt: skip
+        if len(shapes) != 1:
+            raise ValueError(f"layers with different attention are not supported: {sorted(shapes)}")
+        q_heads, kv_heads, dim, v_dim, scaling, cap, window = shapes.pop()
+        if v_dim != dim or cap or window > 0:
+            raise ValueError(
+                "attention with a soft cap, a sliding window or values of another width is not supported"
+            )
+        if getattr(runner.token_to_kv_pool, "use_hnd", False):
+            raise ValueError("a KV cache with heads before pages is not supported: use --page-size 1")
+        dtype = runner.token_to_kv_pool.dtype
+        if dtype.itemsize == 1:
+            raise ValueError("an 8-bit KV cache is not supported: remove --kv-cache-dtype")
+        return HeadShape(q_heads, kv_heads, dim, scaling, runner.dtype, dtype)
