@@ -21,6 +21,7 @@ INTERNAL = f"{MANAGERS}.scheduler_components.internal_state.SchedulerInternalSta
 TARGETS = {
     "sglang.srt.server_args.ServerArgs.add_cli_args": ["parser"],
     "sglang.srt.server_args.ServerArgs.from_cli_args": ["args"],
+    "torch.distributed.new_group": ["ranks", "timeout", "backend"],
     "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode": [],
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": [],
     f"{MANAGERS}.tp_worker.TpModelWorker.get_worker_info": ["self"],
