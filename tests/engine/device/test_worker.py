@@ -66,7 +66,7 @@ class TinyWorker(AdaServeWorker):
         self.outcomes: list[IterationOutcome] = []
         self.prefill = SimpleNamespace(observe=self.outcomes.append)  # type: ignore[assignment]
         self.ledger = SimpleNamespace(iteration=lambda rids, sample, sources: None)  # type: ignore[assignment]
-        self.host_costs = SimpleNamespace(observed=float)  # type: ignore[assignment]
+        self.host_costs = SimpleNamespace(observed=lambda end_s, running: None)  # type: ignore[assignment]
         self.req_to_token_pool = SimpleNamespace(req_to_token=requests.req_to_token)
 
 
