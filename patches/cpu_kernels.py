@@ -1,10 +1,15 @@
-"""Triton kernels that SGLang calls without asking the platform, replaced where there is no GPU.
+"""What SGLang does for GPUs without asking the platform, replaced where there is none.
 
-Why: on an out-of-tree CPU platform ``_is_cpu`` is false, so these launch a Triton kernel, for which
-a CPU has no driver.
+Why: on an out-of-tree CPU platform ``_is_cpu`` is false, so SGLang launches a Triton kernel, for which a CPU
+has no driver. And it names the copy of each result to the host for profiles of a GPU's streams. Here nothing
+is copied, but the name alone took 0.1 ms of every iteration.
 """
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookType
@@ -20,6 +25,12 @@ def register() -> None:
     hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, HookType.REPLACE
     )
+    hook("sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu", _without_name, HookType.AROUND)
+
+
+def _without_name(copy: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Calls what is inside the decorator that names it."""
+    inspect.unwrap(copy)(*args, **kwargs)
 
 
 def assign_req_to_token(
@@ -31,8 +42,8 @@ def assign_req_to_token(
     batch_size: int,
 ) -> None:
     """``req_to_token[i, start_i : end_i] = next slots of out_cache_loc`` for every request."""
-    begin = 0
+    table, slots, begin = req_to_token.numpy(), out_cache_loc.numpy(), 0
     spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     for row, start, end in spans:
-        req_to_token[row, start:end] = out_cache_loc[begin : begin + end - start]
+        table[row, start:end] = slots[begin : begin + end - start]
         begin += end - start

@@ -34,11 +34,12 @@ def longest_match(regex_str: str) -> int:
 
 
 def _check(original: Check, self: Any, new_accepted_len: int = 1) -> bool:
+    params = self.sampling_params
+    if new_accepted_len < 2 or not (params.stop_strs or params.stop_regex_strs):
+        return original(self, new_accepted_len)
     from sglang.srt.runtime_context import get_spec
 
-    params = self.sampling_params
-    strings = bool(params.stop_strs or params.stop_regex_strs)
-    if new_accepted_len < 2 or not strings or not is_ours(get_spec().speculative_algorithm):
+    if not is_ours(get_spec().speculative_algorithm):
         return original(self, new_accepted_len)
     return ends_within(original, self, new_accepted_len)
 

@@ -7,9 +7,8 @@ whoever is served beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,35 @@ from adaserve.engine.state import RequestState
 from adaserve.engine.trees.verify import Tensors, VerifyBatch
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What n requests ask of their draws."""
+
+    temperature: np.ndarray  # float64 [n]: 0 = greedy, which SGLang writes as top_k 1
+    top_k: np.ndarray  # int64 [n]
+    top_p: np.ndarray  # float64 [n]
+    min_p: np.ndarray  # float64 [n]
+    penalized: np.ndarray  # bool [n]: logits depend on what was generated
+    keys: np.ndarray  # uint64 [n]: of the requests' noise
+
+    @classmethod
+    def of(cls, reqs: Sequence[Any], states: Sequence[RequestState]) -> Settings:
+        asked = [r.sampling_params for r in reqs]
+        return cls(
+            np.array([0.0 if p.top_k == 1 else p.temperature for p in asked], np.float64),
+            np.array([p.top_k for p in asked], np.int64),
+            np.array([p.top_p for p in asked], np.float64),
+            np.array([p.min_p for p in asked], np.float64),
+            np.array([has_penalty(p) for p in asked], np.bool_),
+            np.array([s.key for s in states], np.uint64),
+        )
+
+    def filtered(self, vocabulary: int) -> np.ndarray:
+        """bool [n]: requests that draw from a part of so many tokens."""
+        less = (self.top_k < vocabulary) | (self.top_p < 1) | (self.min_p > 0)
+        return less & (self.top_k != 1)
+
+
 @dataclass(frozen=True)
 class Step:
     """The requests of one verification, and what they ask of their draws."""
@@ -43,29 +71,23 @@ class Step:
     penalties: Penalties
     allowed: Allowed | None = None  # by the requests' grammars
 
-    def of_rows(self, wanted: Callable[[Any], bool]) -> np.ndarray:
-        """bool [n]: requests whose sampling parameters are as ``wanted``."""
-        return np.array([wanted(r.sampling_params) for r in self.reqs], np.bool_)
+    settings: Settings = field(init=False)
+    """Read here, which is before the forward: behind it nothing of the requests is in a cache."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", Settings.of(self.reqs, self.states))
 
     def tokens_of(self, rows: np.ndarray) -> np.ndarray:
         """int64: the verified tokens of the requests in a mask [n]."""
         return np.flatnonzero(rows[self.verified.row])
 
     def columns(self, at: np.ndarray, *names: str) -> list[Tensor]:
-        """The verified tokens ``at`` int64 [k], and numeric sampling parameters at them, [k] each."""
+        """The verified tokens ``at`` int64 [k], and settings at them, [k] each."""
         row, arrays = self.verified.row[at], {"at": at}
         for name in names:
-            # Requests may say 1 for 1.0, for which kernels would be compiled once more.
-            kind = np.int64 if name == "top_k" else np.float32
-            arrays[name] = np.array([getattr(r.sampling_params, name) for r in self.reqs], kind)[row]
+            values = getattr(self.settings, name)
+            arrays[name] = values[row].astype(np.int64 if values.dtype.kind == "i" else np.float32)
         return list(self.device.put(arrays).values())
-
-    @cached_property
-    def temperature(self) -> np.ndarray:
-        """float64 [n]: 0 = greedy, which SGLang writes as top_k 1."""
-        return np.array(
-            [0.0 if r.sampling_params.top_k == 1 else r.sampling_params.temperature for r in self.reqs]
-        )
 
 
 def is_plain_greedy(info: SamplingBatchInfo, reqs: Sequence[Any]) -> bool:
@@ -84,7 +106,7 @@ def is_plain_greedy(info: SamplingBatchInfo, reqs: Sequence[Any]) -> bool:
 def adjust_logits(logits: Tensor, step: Step) -> None:
     """Penalties, grammar, logit bias, custom processors, in SGLang's order, in place on [T, vocab]."""
     info = step.info
-    if (penalized := step.of_rows(has_penalty)).any():
+    if (penalized := step.settings.penalized).any():
         step.penalties.apply(logits, penalized, step.reqs, step.states, step.verified, step.device.put)
     if step.allowed is not None:
         step.allowed.mask(logits, step.verified.row, step.verified.candidate)
@@ -111,22 +133,24 @@ def draw(logits: Tensor, step: Step) -> Tensor:
     if step.info.is_all_greedy:
         return logits.argmax(dim=-1)
     vocabulary = logits.shape[1]
-    filtered = step.of_rows(lambda p: p.top_k != 1 and (p.top_k < vocabulary or p.top_p < 1 or p.min_p > 0))
+    asked = step.settings
+    filtered = asked.filtered(vocabulary)
     if step.info.sampling_seed is not None:
         return _draw_seeded(logits, step, filtered)
     if len(at := step.tokens_of(filtered)):
         logits = logits.clone()  # log-probabilities are told without the filters
         step.device.filter(logits, *step.columns(at, "temperature", "top_k", "top_p", "min_p"))
-    row, keys = step.verified.row, np.array([s.key for s in step.states], np.uint64)
-    return step.device.draw(logits, Reading.draws(step.temperature[row], keys[row], step.verified.positions))
+    row = step.verified.row
+    reading = Reading.draws(asked.temperature[row], asked.keys[row], step.verified.positions)
+    return step.device.draw(logits, reading)
 
 
 def _draw_seeded(logits: Tensor, step: Step, filtered: np.ndarray) -> Tensor:
     """Draws that SGLang's deterministic inference would make: its own function of seed and position."""
     out = logits.argmax(dim=-1)
     seeds = step.info.sampling_seed[step.tensors["row"]]
-    plain = (step.temperature > 0) & ~filtered
-    wants_min_p = bool((filtered & step.of_rows(lambda p: p.min_p > 0)).any())
+    plain = (step.settings.temperature > 0) & ~filtered
+    wants_min_p = bool((filtered & (step.settings.min_p > 0)).any())
     for rows, is_filtered in ((plain, False), (filtered, True)):
         at = step.tokens_of(rows)
         where, temperature, *settings = step.columns(at, "temperature", "top_k", "top_p", "min_p")

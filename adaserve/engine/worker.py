@@ -335,17 +335,15 @@ class AdaServeWorker(BaseSpecWorker):
         self, batch: Any, rows: DecodeRows, verified: verify.VerifyBatch, allowed: Allowed | None
     ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
         """The verified tokens on the device, the target's draws int64 [T], and logits where there are any."""
-        target = self.device.target
+        target, info = self.device.target, batch.sampling_info
         tensors = self.device.put({**verified.arrays(), **target.arrays(verified.batch)})
-        states = target.run(verified.batch, tensors)
-        info = batch.sampling_info
         wanted = batch.return_logprob or (self.learner is not None and self.learner.tap.is_open)
         if allowed is None and not wanted and sampling.is_plain_greedy(info, batch.reqs):
-            return tensors, target.argmax(states), None
-        logits = target.logits(states)
+            return tensors, target.argmax(target.run(verified.batch, tensors)), None
         step = sampling.Step(
             self.device, batch.reqs, rows.states, info, verified, tensors, self._penalties, allowed
         )
+        logits = target.logits(target.run(verified.batch, tensors))
         sampling.adjust_logits(logits, step)
         return tensors, sampling.draw(logits, step), logits
 
@@ -361,12 +359,11 @@ class AdaServeWorker(BaseSpecWorker):
         if batch.return_logprob:
             index = verify.path_index(tensors, acceptance, self.stride)
             logprobs.tell(batch, output, draws, index)
-        accept_lens = acceptance.count + 1
         return GenerationBatchResult(
             logits_output=output,
             next_token_ids=acceptance.emitted.flatten(),
-            accept_lens=accept_lens.int(),
-            new_seq_lens=batch.seq_lens + accept_lens,
+            accept_lens=acceptance.length,
+            new_seq_lens=batch.seq_lens + acceptance.length,
             next_draft_input=RootTokens(acceptance.bonus),
             speculative_num_draft_tokens=self.stride,
             speculative_output_stride=self.stride,

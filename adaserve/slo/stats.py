@@ -159,6 +159,7 @@ class SLOStats:
         self._slos: dict[str, tuple[float | None, float | None]] = {}
         self._totals: dict[str, tuple[int, int]] = {}
         self._last: IterationSample | None = None
+        self._unpublished: list[IterationSample] = []
         self._learning: DraftLearning | None = None
         self._last_at = 0.0
         self._stated, self._routed_without = 0, 0
@@ -183,6 +184,7 @@ class SLOStats:
             )
         if self._metrics is not None:
             self._metrics.finish(name, request)
+            self._publish()
 
     def iteration(self, sample: IterationSample) -> None:
         """Counts a decode iteration."""
@@ -199,7 +201,14 @@ class SLOStats:
         bucket.queue_max = max(bucket.queue_max, sample.queue)
         self._last, self._last_at = sample, self._clock()
         if self._metrics is not None:
-            self._metrics.iteration(sample)
+            self._unpublished.append(sample)
+
+    def _publish(self) -> None:
+        """Tells Prometheus of the iterations since the last time: one by one would cost each 0.1 ms."""
+        samples, self._unpublished = self._unpublished, []
+        if self._metrics is not None:
+            for sample in samples:
+                self._metrics.iteration(sample)
 
     def came(self, routed: bool, stated: bool) -> None:
         """Counts how a request came: through a router or not, with an SLO of its own or not."""
@@ -209,10 +218,11 @@ class SLOStats:
             self._metrics.came(routed, stated)
 
     def forecast(self, forecast: Forecast) -> None:
-        """Publishes what one more request would get."""
+        """Publishes what one more request would get, and what iterations did: once a second."""
         self._forecast = forecast
         if self._metrics is not None:
             self._metrics.forecast(forecast)
+            self._publish()
 
     def shed(self, slo_class: str, reason: str) -> None:
         """Counts a request that got 429."""

@@ -21,9 +21,11 @@ INTERNAL = f"{MANAGERS}.scheduler_components.internal_state.SchedulerInternalSta
 TARGETS = {
     "sglang.srt.server_args.ServerArgs.add_cli_args": ["parser"],
     "sglang.srt.server_args.ServerArgs.from_cli_args": ["args"],
+    "torch.distributed.new_group": ["ranks", "timeout", "backend"],
     "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode": [],
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": [],
     f"{MANAGERS}.tp_worker.TpModelWorker.get_worker_info": ["self"],
+    f"{MANAGERS}.utils.GenerationBatchResult.copy_to_cpu": ["self", "return_logprob", "return_hidden_states"],
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": [
         "req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size",
     ],
@@ -279,6 +281,15 @@ def test_what_a_worker_says_about_itself_keeps_its_order() -> None:
     said = inspect.getsource(TpModelWorker.get_worker_info).split("return (")[1].split(",")
     assert said[LONGEST_REQUEST].strip() == "max_req_len"
     assert said[LONGEST_PROMPT].strip() == "max_req_input_len"
+
+
+def test_a_result_is_copied_under_a_name() -> None:
+    """patches/cpu_kernels.py takes the name off, which is a decorator's."""
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+    plain = inspect.unwrap(GenerationBatchResult.copy_to_cpu)
+    assert plain is not GenerationBatchResult.copy_to_cpu
+    assert "return_logprob" in inspect.signature(plain).parameters
 
 
 def test_a_server_with_several_workers_hears_of_a_death_by_a_signal() -> None:

@@ -222,8 +222,8 @@ def test_prometheus_counts() -> None:
     s, _ = stats(registry)
     s.finish(request(ttft_slo_s=0.05))
     s.finish(request())
-    s.finish(request(failed=True, tpot_s=None))
     s.iteration(iteration(sources={"suffix": [8, 4, 3]}, windows={"all": 3, "64": 2}))
+    s.finish(request(failed=True, tpot_s=None))  # publishes the iterations before it
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
@@ -275,6 +275,8 @@ def test_ttft_stands_beside_tpot_and_the_gate_beside_both() -> None:
         s.finish(request(ttft_s=0.01 * k, ttft_slo_s=0.8))
     s.iteration(iteration(gated={"coding": [2, 0.7], "chat": [1, 0.2]}))
     s.iteration(iteration(gated={"coding": [4, 0.9]}))
+    assert registry.get_sample_value("adaserve:iterations_total") == 0, "not published one by one"
+    s.forecast(Forecast(1.0, {}))  # publishes the iterations before it
     states = [s.state(), s.state()]
     coding, chat, _ = build_snapshot([json.loads(json.dumps(state)) for state in states]).classes
     assert (coding.attainment_ttft, coding.attainment_tpot) == (0.8, 1.0)

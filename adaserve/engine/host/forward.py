@@ -81,7 +81,6 @@ class LeanModel:
             return TorchBackend(weights, self.config, self.storage)
         return NativeBackend(kernels, weights, self.config, self.storage)
 
-    @torch.no_grad()
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -132,17 +131,14 @@ class LeanModel:
             input_ids, positions, out_slots, k_buffers, v_buffers, plan, beams, keep, before
         )
 
-    @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [T, H] -> fp32 [T, vocab]."""
         return self.held.logits(hidden)
 
-    @torch.no_grad()
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """The greedy token of each row, int64 [T]."""
         return self.held.argmax(hidden)
 
-    @torch.no_grad()
     def topk_logprobs(
         self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -357,6 +357,8 @@ def _address(array: np.ndarray) -> int | None:
 
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is torch.float32 and tensor.is_contiguous():
+        return tensor
     return tensor.float().contiguous()
 
 

@@ -43,6 +43,7 @@ class TorchBackend:
         self._stage = weights.stage
         self._project = None if self._stage is None else torch_linear(self._stage.project, None, storage)
 
+    @torch.no_grad()
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -74,6 +75,7 @@ class TorchBackend:
             residual = residual + layer.down(functional.silu(gate) * up)
         return residual if self._raw_states else _rms_norm(residual, self._final_norm, eps)
 
+    @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if not hidden.shape[0]:
             return hidden.new_empty(0, self._config.vocab_size)
@@ -81,9 +83,11 @@ class TorchBackend:
             hidden = _rms_norm(hidden, self._final_norm, self._config.norm_eps)
         return all_tokens(self._lm_head(hidden), self._token_ids, self._config.vocab_size)
 
+    @torch.no_grad()
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits(hidden).argmax(dim=-1)
 
+    @torch.no_grad()
     def topk_logprobs(
         self, hidden: torch.Tensor, reading: Reading, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:

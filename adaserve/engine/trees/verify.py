@@ -148,6 +148,7 @@ class Acceptance:
 
     accepted: Tensor  # bool [T]: roots and the nodes on the accepted path
     count: Tensor  # int64 [n]: accepted nodes, root not counted
+    length: Tensor  # int64 [n]: emitted tokens, one more
     bonus: Tensor  # int64 [n]: the draw at the deepest accepted token, root of the next tree
     emitted: Tensor  # int64 [n, stride]: accepted tokens and the bonus, zeros behind
 
@@ -160,14 +161,16 @@ def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acce
     """Walks every tree down along the target's draws (int64 [T]). ``deepest``: depth of the deepest token."""
     if not deepest:  # plain decoding: there are only roots, and every draw is a bonus
         emitted = torch.nn.functional.pad(draws[:, None], (0, stride - 1))
-        return Acceptance(torch.ones_like(draws, dtype=torch.bool), torch.zeros_like(draws), draws, emitted)
+        one = torch.ones_like(draws)
+        return Acceptance(one.bool(), torch.zeros_like(draws), one, draws, emitted)
     depth, parent, row, tokens = t["depth"], t["parent"], t["row"], t["tokens"]
     is_node = depth > 0
     # Every round a token learns of one ancestor more. The last one is the root, which is always accepted.
     accepted = (tokens == draws[parent]) | ~is_node
     for _ in range(deepest - 1):
         accepted = accepted & accepted[parent]
-    count = torch.zeros(n, dtype=torch.int64, device=draws.device).index_add_(0, row, accepted.long()) - 1
+    length = torch.zeros(n, dtype=torch.int64, device=draws.device).index_add_(0, row, accepted.long())
+    count = length - 1
     # Accepted tokens of a row stand in depth order, so the deepest is as far behind the root as it is deep
     # among the accepted: the largest index of them.
     index = torch.where(accepted, torch.arange(len(tokens), device=draws.device), -1)
@@ -177,7 +180,7 @@ def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acce
     emitted = torch.zeros(n, stride + 1, dtype=torch.int64, device=draws.device)
     emitted[row, torch.where(accepted & is_node, depth - 1, stride)] = tokens
     emitted = emitted[:, :stride].contiguous().scatter_(1, count[:, None], bonus[:, None])
-    return Acceptance(accepted, count, bonus, emitted)
+    return Acceptance(accepted, count, length, bonus, emitted)
 
 
 def walk(t: Tensors, draws: Tensor, n: int, stride: int) -> Acceptance:
@@ -196,7 +199,8 @@ def walk(t: Tensors, draws: Tensor, n: int, stride: int) -> Acceptance:
             emitted[r, deep - 1] = tokens[i]
         accepted[i], count[r], bonus[r] = True, deep, draw
     emitted[np.arange(n), count] = bonus
-    made = (np.array(accepted), np.array(count, np.int64), np.array(bonus, np.int64), emitted)
+    counts = np.array(count, np.int64)
+    made = (np.array(accepted), counts, counts + 1, np.array(bonus, np.int64), emitted)
     return Acceptance(*map(torch.from_numpy, made))
 
 

@@ -1,0 +1,34 @@
+"""What a CPU host does in place of a GPU's kernels and copies (patches/cpu_kernels.py)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from adaserve.patches.cpu_kernels import _without_name, assign_req_to_token
+
+
+def test_slots_are_written_behind_those_that_a_request_has() -> None:
+    table = torch.zeros(3, 6, dtype=torch.int32)
+    rows, start, end = torch.tensor([2, 0]), torch.tensor([1, 3]), torch.tensor([4, 5])
+    assign_req_to_token(rows, table, start, end, torch.tensor([11, 12, 13, 21, 22]), 2)
+    assert table.tolist() == [[0, 0, 0, 21, 22, 0], [0] * 6, [0, 11, 12, 13, 0, 0]]
+
+
+def test_a_result_is_handed_on_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(torch.profiler.record_function, "__enter__", lambda self: names.append(self.name))
+    monkeypatch.setattr(torch.profiler.record_function, "__exit__", lambda *_: None)
+    recorded: list[bool] = []
+    result = GenerationBatchResult(
+        logits_output=LogitsProcessorOutput(next_token_logits=None), next_token_ids=torch.tensor([5])
+    )
+    result.copy_done = SimpleNamespace(record=lambda: recorded.append(True))
+    _without_name(GenerationBatchResult.copy_to_cpu, result, return_logprob=False)
+    assert (names, recorded, result.next_token_ids.tolist()) == ([], [True], [5])
+    result.copy_to_cpu(return_logprob=False)
+    assert names, "SGLang names the copy no more: the hook can go"
