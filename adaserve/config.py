@@ -234,8 +234,8 @@ class AdaServeConfig(Checked):
     def _second_needs_first(self) -> Self:
         if self.second_draft is not None and not self.has_model:
             raise ConfigError(
-                f"drafts are {self.drafts}, so a second draft model has no use: leave it out, or set drafts to "
-                "model or model,suffix"
+                f"drafts are {self.drafts}, so a second draft model has no use: leave it out, or set drafts "
+                "to model or model,suffix"
             )
         return self
 
@@ -292,8 +292,8 @@ class AdaServeConfig(Checked):
     def _self_reads_little(self) -> Self:
         if self.has_self and self.draft_window == 0:
             raise ConfigError(
-                "drafts are self, and a target that reads its whole context drafts no faster than it decodes: "
-                "set draft_window to auto or to a number of recent tokens"
+                "drafts are self, and a target that reads its whole context drafts no faster than it "
+                "decodes: set draft_window to auto or to a number of recent tokens"
             )
         return self
 

@@ -173,7 +173,7 @@ def test_a_window_has_room_for_every_source(
 
 
 def test_a_target_that_drafts_for_itself_reads_little_and_has_no_rival() -> None:
-    with pytest.raises(ConfigError, match="let draft_window be auto"):
+    with pytest.raises(ConfigError, match="set draft_window to auto"):
         AdaServeConfig(drafts="self")
     with pytest.raises(ConfigError, match="choose either model or self"):
         AdaServeConfig(drafts="model,self", draft_window=64)
