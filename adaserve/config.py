@@ -26,7 +26,7 @@ DRAFTS = ("model", "self", "suffix")
 AUTO_WINDOWS = (0, 256, 64)
 """What the policy chooses among with ``draft_window`` auto."""
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-"""Of a model that is no folder here."""
+"""Of a model that is not a folder here."""
 
 
 class ConfigError(UserError, ValueError):
