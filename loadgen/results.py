@@ -114,7 +114,7 @@ def iter_records(folder: Path) -> Iterator[RequestRecord]:
         ) from None
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise LoadgenError(
-            f"{path} is damaged or not a file of records ({e}): take those lines out, or run the load test again"
+            f"{path} is damaged or not a file of records ({e}): remove those lines, or repeat the load test"
         ) from e
 
 
