@@ -1,4 +1,4 @@
-"""How every command ends whose user, host or server is the cause: with one sentence, and exit code 2."""
+"""How a command ends if its user, the host or a server is the cause: with one sentence, and exit code 2."""
 
 from __future__ import annotations
 

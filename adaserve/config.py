@@ -1,4 +1,4 @@
-"""What an AdaServe server can be told, once, before it starts.
+"""The settings of an AdaServe server, fixed before it starts.
 
 SGLang's child processes inherit the environment and nothing else of ours, so the configuration
 travels as one JSON value in ``ADASERVE_CONFIG``. Precedence: command line > environment > default.
@@ -26,7 +26,7 @@ DRAFTS = ("model", "self", "suffix")
 AUTO_WINDOWS = (0, 256, 64)
 """What the policy chooses among with ``draft_window`` auto."""
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-"""Of a model that is no folder here."""
+"""Of a model that is not a folder here."""
 
 
 class ConfigError(UserError, ValueError):
@@ -49,7 +49,7 @@ class AdaServeConfig(Checked):
     max_width: int = Field(default=3, ge=1, le=16, description="largest beam width W_max")
     drafts: str = Field(
         default="model",
-        description="who proposes tokens: model (a draft model), self (the target, which reads little), "
+        description="what proposes tokens: model (a draft model), self (the target, reading a draft_window), "
         "suffix (earlier text that repeats), or model,suffix or self,suffix: both in one tree",
     )
     draft_kind: Literal["auto", "model", "eagle3", "mtp", "medusa"] = Field(
@@ -63,8 +63,7 @@ class AdaServeConfig(Checked):
     )
     second_draft: str | None = Field(
         default=None,
-        description="another draft model with the target's vocabulary, whose candidates join the first one's "
-        "in one tree",
+        description="another draft model with the target's vocabulary, whose candidates join the same tree",
     )
     draft_window: int | Literal["auto"] = Field(
         default=0,
@@ -128,16 +127,18 @@ class AdaServeConfig(Checked):
         default=False,
         description="train the draft on what is served, in a process of its own, and serve better ones",
     )
-    learn_share: float = Field(default=0.25, gt=0, le=1, description="share of the requests to learn from")
+    learn_share: float = Field(
+        default=0.25, gt=0, le=1, description="share of the requests to learn from, 0 to 1"
+    )
     learn_loss: Literal["forward", "reverse", "jsd", "lk", "hard"] = Field(
-        default="jsd", description="what learning makes small (docs/learning.md)"
+        default="jsd", description="what learning minimises (docs/learning.md)"
     )
     learn_rate: float = Field(default=6e-4, gt=0, lt=1, description="learning rate of AdamW")
     learn_nice: int = Field(
         default=19,
         ge=0,
         le=19,
-        description="how far the trainer stands back, as in `nice`; at 19 it only gets what nobody wants",
+        description="priority of the trainer, as in `nice`; at 19 it gets spare processor time only",
     )
     learn_memory_mb: int = Field(
         default=128, ge=16, le=1 << 20, description="memory for requests to learn from, in MB"
@@ -205,7 +206,7 @@ class AdaServeConfig(Checked):
                 f"is {shown(value)}: accepted are model, self, suffix, model,suffix, and self,suffix"
             )
         if {"model", "self"} <= set(names):
-            raise ConfigError(f"drafts are {value}: either a draft model drafts or the target itself")
+            raise ConfigError(f"drafts are {value}: choose either model or self")
         return value
 
     @field_validator("draft_window", mode="before")
@@ -233,8 +234,8 @@ class AdaServeConfig(Checked):
     def _second_needs_first(self) -> Self:
         if self.second_draft is not None and not self.has_model:
             raise ConfigError(
-                f"drafts are {self.drafts}, so that a second draft model has no use: leave it out, or let "
-                "drafts be model or model,suffix"
+                f"drafts are {self.drafts}, so a second draft model has no use: leave it out, or set drafts "
+                "to model or model,suffix"
             )
         return self
 
@@ -243,9 +244,9 @@ class AdaServeConfig(Checked):
         if self.medusa is None:
             return self
         refusals = (
-            (not self.has_model, f"draft, and drafts are {self.drafts}: let drafts be model or model,suffix"),
+            (not self.has_model, f"draft, but drafts are {self.drafts}: set drafts to model or model,suffix"),
             (self.second_draft is not None, "cannot be one of two drafts: leave --second-draft out"),
-            (self.learn, "do not learn while they serve: leave --learn out"),
+            (self.learn, "do not learn: leave --learn out"),
             (self.draft_window != 0, "read no context: use --draft-window 0"),
         )
         for refused, reason in refusals:
@@ -264,7 +265,7 @@ class AdaServeConfig(Checked):
     @classmethod
     def _a_new_file(cls, path: str | None) -> str | None:
         if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise ConfigError(f"is {shown(path)}: give a file in a folder that is there")
+            raise ConfigError(f"is {shown(path)}: give a file in a folder that exists")
         return cls._writable(path)
 
     @field_validator("learn_folder")
@@ -277,7 +278,7 @@ class AdaServeConfig(Checked):
     @model_validator(mode="after")
     def _something_learns(self) -> Self:
         if self.learn_folder is not None and not self.learn:
-            raise ConfigError("drafts are kept where they learn: give --learn as well, or no folder")
+            raise ConfigError("learn_folder keeps drafts that learn: give --learn as well, or no folder")
         if self.learn and not self.has_model:
             raise ConfigError(f"drafts are {self.drafts}, so nothing can learn: give --drafts model")
         return self
@@ -291,8 +292,8 @@ class AdaServeConfig(Checked):
     def _self_reads_little(self) -> Self:
         if self.has_self and self.draft_window == 0:
             raise ConfigError(
-                "drafts are self, and a target that reads everything drafts no faster than it decodes: let "
-                "draft_window be auto or so many recent tokens"
+                "drafts are self, and a target that reads its whole context drafts no faster than it "
+                "decodes: set draft_window to auto or to a number of recent tokens"
             )
         return self
 

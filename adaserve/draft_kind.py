@@ -61,8 +61,8 @@ def medusa_folder(path: str | None, stated: str) -> Path | None:
         return folder
     if stated == "medusa":
         raise ValueError(
-            f"draft_kind is medusa, and {path or 'no draft'} is no folder of this host whose config.json has "
-            f"{MEDUSA_HEADS}: give --draft-model-path such a folder"
+            f"draft_kind is medusa, and {path or 'no draft'} is not a folder of this host whose config.json "
+            f"has {MEDUSA_HEADS}: give --draft-model-path such a folder"
         )
     return None
 

@@ -72,7 +72,7 @@ class ServerSpec:
     def __post_init__(self) -> None:
         for path in (self.model, self.draft):
             if path is not None and path.startswith(("/", "./", "../")) and not Path(path).exists():
-                raise ServerError(f"there is no model at {path}")
+                raise ServerError(f"there is no model at {path}: give a folder or a Hugging Face name")
         if self.model is None and self.draft is not None:
             raise ServerError("a draft model needs a target of the same family: give --model-path as well")
         if self.model is None and self.config.draft_kind == "mtp":

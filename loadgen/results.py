@@ -109,10 +109,12 @@ def iter_records(folder: Path) -> Iterator[RequestRecord]:
                 _check_types(record)
                 yield record
     except FileNotFoundError:
-        raise LoadgenError(f"{folder} holds no requests.jsonl: it is no results folder of a run") from None
+        raise LoadgenError(
+            f"{folder} holds no requests.jsonl: it is not the results folder of a run"
+        ) from None
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise LoadgenError(
-            f"{path} is damaged or no file of records ({e}): take those lines out, or run the load test again"
+            f"{path} is damaged or not a file of records ({e}): remove those lines, or repeat the load test"
         ) from e
 
 

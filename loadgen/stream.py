@@ -284,7 +284,7 @@ class _Reader:
                 self._event(line[5:].strip(), sock.at_s)
         kind = _short(response.get("content-type", "something else"))
         if not self._events and not kind.startswith("text/event-stream"):
-            self.record.error = f"the answer is no stream of events, but {kind}"
+            self.record.error = f"the answer is not a stream of events but {kind}"
         elif not self._done and self.record.error is None and self.record.finish_reason is None:
             self.record.error = "the stream ended without a finish reason"
 

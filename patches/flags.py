@@ -22,6 +22,8 @@ def register() -> None:
 
 
 def _add_flags(_: Any, parser: argparse.ArgumentParser) -> None:
+    # A wrong flag would be answered with a usage of hundreds of lines.
+    parser.usage = "%(prog)s [options]; --help lists them"
     group = parser.add_argument_group("AdaServe", "with --speculative-algorithm ADASERVE")
     for name, field in AdaServeConfig.model_fields.items():
         kind = _without_none(field.annotation)

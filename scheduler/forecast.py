@@ -1,4 +1,4 @@
-"""What one request more would get: its TPOT, and how long it would wait for its prefill.
+"""What one more request would get: its TPOT, and how long it would wait for its prefill.
 
 The TPOT of a request is the time from one decode iteration to the next over its tokens per iteration. Both
 are remembered by batch size, up to a factor of two, times as they would be on a quiet host: it may have

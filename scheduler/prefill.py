@@ -319,11 +319,12 @@ def held_back(
     Iterations get longer with every request that joins, so with too many of them nobody meets a tight SLO.
     Serving fewer at a time does the same work and costs only TTFT. So a prompt waits while the tightest
     running SLO has less than ``gate`` headroom, until its prefill and those before it would need
-    ``GATE_CLAIM`` of the time that is left until its aim (its TTFT SLO, or ``patience_s``). Only where fewer
-    than ``GATE_FREE`` requests would run without it, it need not wait.
+    ``GATE_CLAIM`` of the time that is left until its aim (its TTFT SLO, or ``patience_s``). While fewer than
+    ``GATE_FREE`` requests would run without it, it need not wait.
 
-    Where ``lost_every_s`` is set, a TTFT SLO is no licence to spoil others: its prompt starts only with the
-    headroom of ``LEAST_HEADROOM``, else it waits on, and once it is lost it waits for ``gate`` again.
+    Where ``lost_every_s`` is set, a prompt must not make others miss their SLO for the sake of its own: it
+    starts only with the headroom of ``LEAST_HEADROOM``, else it waits on, and once it is lost it waits for
+    ``gate`` again.
     """
     held = np.zeros(len(order), np.bool_)
     room = pressure.room

@@ -90,8 +90,8 @@ def load_profile(path: Path) -> Profile:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(
-            f"cannot read latency profile {path}: {error}; write one with `adaserve profile`"
+            f"cannot read the latency profile {path} ({error.strerror}): write one with `adaserve profile`"
         ) from error
     except json.JSONDecodeError as error:
-        raise ProfileError(f"{path} is not JSON ({error}); write it again with `adaserve profile`") from error
+        raise ProfileError(f"{path} is not JSON ({error}): write it again with `adaserve profile`") from error
     return validate_profile(data)

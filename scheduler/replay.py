@@ -196,7 +196,7 @@ def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
                     yield _iteration(data)
                 except (KeyError, TypeError, json.JSONDecodeError) as error:
                     raise ReplayError(
-                        f"{path}:{number} is no recorded iteration ({error}); record it again"
+                        f"{path}:{number} is not a recorded iteration ({error}): record it again"
                     ) from error
     except OSError as error:
         raise ReplayError(f"cannot read the recording {path}: {error}") from error

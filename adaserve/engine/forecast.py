@@ -1,4 +1,4 @@
-"""What one request more would get: the engine's side of ``scheduler/forecast.py``.
+"""What one more request would get: the engine's side of ``scheduler/forecast.py``.
 
 Nothing here runs in a decode iteration. A forecast is made once a second at most, and when the server has
 become idle or is no longer; for a request that arrives, its TPOT is predicted once more.
@@ -74,7 +74,7 @@ class Forecaster:
         return self._wait_s(self._ledger.slo(req), tokens, situation, finish_s, load, now_s)
 
     def _by_load_s(self, slo_class: str, load: Load) -> float:
-        """TPOT of one request more if the load stays as it is."""
+        """TPOT of one more request if the load stays as it is."""
         n = len(load.running)
         joining = max(1, min(load.joining + 1, load.slots - n))
         return self._pacer.outlook.tpot_s(slo_class, n + joining)

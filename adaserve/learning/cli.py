@@ -37,7 +37,7 @@ def history(folder: Folder) -> None:
 
 @app.command()
 def load(folder: Folder, number: Number) -> None:
-    """Choose the version with which the server starts next time; 0 is the draft as it came."""
+    """Choose the version with which the server starts next time; 0 is the original draft."""
     from adaserve.learning.versions import Versions
 
     Versions(folder).choose(number)

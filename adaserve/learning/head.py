@@ -200,7 +200,7 @@ def _tensors(folder: str) -> dict[str, Tensor]:
     from transformers.utils import cached_file
 
     with safe_open(cached_file(folder, "model.safetensors"), "pt") as f:
-        return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (it is no mapping)
+        return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (it is not a mapping)
 
 
 def _embedding(target: str) -> Tensor:

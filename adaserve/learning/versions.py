@@ -100,7 +100,7 @@ class Versions:
         """Writes a checkpoint that SGLang serves, with the companions of the draft it began as."""
         version = self._known(number)
         if not Path(version.draft).is_dir():
-            raise VersionError(f"{version.draft}, whose configuration is needed, is no folder here")
+            raise VersionError(f"{version.draft}, whose configuration is needed, is not a folder here")
         copy_companions(Path(version.draft), out)
         load_sharpening(Path(version.draft)).corrected(version.correction).save(out)
         shutil.copy(self._file(number), out / PLAIN_NAME)

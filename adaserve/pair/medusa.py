@@ -1,7 +1,7 @@
 """Medusa heads for training: residual blocks on the target's last hidden state, behind its own LM head.
 
 Head i says what stands i + 2 places behind the token whose state it reads (Medusa, section 2.1.1). The LM
-heads are the target's, as they are where training of Medusa-1 begins, so a head is no larger than its blocks.
+heads are the target's, as at the start of Medusa-1's training, so a head is only as large as its blocks.
 """
 
 from __future__ import annotations

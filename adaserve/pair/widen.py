@@ -90,7 +90,7 @@ def parse_size(size: int | str) -> int:
         return int(float(text.rstrip("KMB")) * unit)
     except (ValueError, OverflowError):
         raise PairError(
-            f"{size!r} is no model size; write a number of parameters, such as 100M or 1.5B"
+            f"{size!r} is not a model size: write a number of parameters, such as 100M or 1.5B"
         ) from None
 
 

@@ -43,7 +43,7 @@ class DeliveredTPOT:
         self._last_s = now_s
 
     def predict(self, slo_class: str, by_load_s: float, now_s: float) -> float:
-        """The TPOT of one request more for which the load alone predicts ``by_load_s``."""
+        """The TPOT of one more request for which the load alone predicts ``by_load_s``."""
         if slo_class not in self._means:
             return by_load_s
         usual_got, usual_said = self._means[slo_class]

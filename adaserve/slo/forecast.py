@@ -1,4 +1,4 @@
-"""What a server says that one request more would get: gauges, and the ``slo`` section of ``/v1/loads``."""
+"""What a server says that one more request would get: gauges, and the ``slo`` section of ``/v1/loads``."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def _priority(sent: Mapping[str, list[str]], hints: Mapping[str, Any]) -> int | 
 
 
 def _integer(where: str, value: Any, accepted: tuple[int, int]) -> int | None:
-    """None for None. Raises SLOError for all else that is no integer inside the range."""
+    """None for None. Raises SLOError for anything else that is not an integer in the range."""
     low, high = accepted
     if value is None:
         return None
@@ -331,7 +331,7 @@ def _ttft_ms(values: Values, limits: SLOLimits) -> float | None:
 
 
 def _in_range(values: Values, accepted: tuple[float, float], unit: str) -> list[tuple[str, float]]:
-    """The values that were given. Raises SLOError for one that is no number inside the range."""
+    """The values that were given. Raises SLOError for one that is not a number in the range."""
     low, high = accepted
     for where, value in values:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

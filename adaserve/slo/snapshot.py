@@ -65,7 +65,7 @@ class ClassSnapshot(msgspec.Struct):
     throughput_tps: float
     total_requests: int  # since the server started
     total_attained: int
-    next: ClassForecast | None  # what one request more would get
+    next: ClassForecast | None  # what one more request would get
 
 
 class History(msgspec.Struct):

@@ -41,7 +41,7 @@ def total(metric: str) -> str:
 
 
 def foreseen(metric: str) -> str:
-    """What one request more would get, by replica and class."""
+    """What one more request would get, by replica and class."""
     return f"{metric}{{{ALL}}}"
 
 
@@ -286,7 +286,7 @@ ROWS: list[tuple[str, int, list[dict[str, Any]]]] = [
         ],
     ),
     (
-        "Fleet: what one request more would get",
+        "Fleet: what one more request would get",
         7,
         [
             panel(

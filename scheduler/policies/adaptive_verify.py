@@ -1,4 +1,4 @@
-"""Adaptive verification as vLLM has it: one token budget over all requests, without SLOs.
+"""Adaptive verification as in vLLM: one token budget over all requests, without SLOs.
 
 Source: vLLM's documentation, ``features/speculative_decoding/adaptive_verification``, and its pull requests
 47808 and 52228. Every request drafts the same chain. Each drafted token is scored by its probability to

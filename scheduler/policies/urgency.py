@@ -1,4 +1,4 @@
-"""Urgency order as xLLM has it: SLOs decide who gets the time of an iteration, not how much is speculated.
+"""Urgency order as in xLLM: SLOs decide who gets the time of an iteration, not how much is speculated.
 
 Source: xLLM's mix scheduler (``xllm/core/scheduler/mix_scheduler.cpp``). An iteration may take as long as the
 most urgent request that can still be in time has left, and at least 0.65 of the tightest TPOT. Requests are

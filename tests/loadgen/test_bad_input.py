@@ -389,7 +389,7 @@ STREAMS = {
     '{"choices": [{"text": "a"}], "usage": {"completion_tokens": 1%s}}' % ("0" * 400): "not understood",
     '{"choices": [{"text": "a"}], "usage": [3]}': "not understood",
     "[" * 9000: "not understood",
-    "": "no stream of events, but text/html",
+    "": "not a stream of events but text/html",
 }
 
 

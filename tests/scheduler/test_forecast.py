@@ -1,4 +1,4 @@
-"""What one request more is told: its TPOT from iterations that were seen, its wait from the queue."""
+"""What one more request is told: its TPOT from iterations that were seen, its wait from the queue."""
 
 from __future__ import annotations
 

@@ -407,7 +407,7 @@ class TestReplay:
 
     def test_broken_recordings_are_named(self, tmp_path):
         (tmp_path / "x.jsonl").write_text('{"schema_version": 1}\n{"iteration": 3}\n')
-        with pytest.raises(ReplayError, match=r"x.jsonl:2 is no recorded iteration"):
+        with pytest.raises(ReplayError, match=r"x.jsonl:2 is not a recorded iteration"):
             list(read_recording(tmp_path / "x.jsonl"))
 
 

@@ -168,14 +168,6 @@ def test_help_is_whole_on_a_narrow_terminal() -> None:
         assert "Usage" in shown and "…" not in shown, shown
 
 
-def test_sglangs_name_of_the_draft_works(started: list[list[str]]) -> None:
-    words = ["--model-path", "m", "--speculative-draft-model-path", "d"]
-    assert CliRunner().invoke(app, ["serve", *words]).exit_code == 0
-    (command,) = started
-    assert command[command.index("--speculative-draft-model-path") + 1] == "d"
-    assert json.loads(os.environ[ENV])["drafts"] == "model"
-
-
 def test_help_and_small_commands_load_nothing_heavy() -> None:
     """A module of a command imports what does the work where that runs: PyTorch alone takes seconds."""
     code = """

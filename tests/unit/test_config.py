@@ -125,6 +125,14 @@ def test_flags_reach_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert loaded.slo_config == str(classes)
 
 
+def test_a_wrong_flag_is_answered_in_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang's own usage has hundreds of lines, and the reason stands below them."""
+    with pytest.raises(SystemExit):
+        parse("--adaserve-polcy", "none")
+    usage, error = capsys.readouterr().err.splitlines()
+    assert "--help" in usage and "--adaserve-polcy" in error
+
+
 def test_no_flag_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from adaserve.patches import flags
 
@@ -165,9 +173,9 @@ def test_a_window_has_room_for_every_source(
 
 
 def test_a_target_that_drafts_for_itself_reads_little_and_has_no_rival() -> None:
-    with pytest.raises(ConfigError, match="let draft_window be auto"):
+    with pytest.raises(ConfigError, match="set draft_window to auto"):
         AdaServeConfig(drafts="self")
-    with pytest.raises(ConfigError, match="either a draft model drafts or the target itself"):
+    with pytest.raises(ConfigError, match="choose either model or self"):
         AdaServeConfig(drafts="model,self", draft_window=64)
 
 

@@ -1,4 +1,4 @@
-"""The same for models and GPUs of which only data sheets are at hand."""
+"""The same for models and GPUs that are known by their data sheets only."""
 
 from __future__ import annotations
 

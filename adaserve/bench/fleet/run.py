@@ -243,7 +243,7 @@ def _load(plan: FleetPlan, fleet: Fleet, console: Console) -> tuple[dict[str, An
         baseline_ms=float(fleet.replicas[0].report()["baseline_ms"]),
     )
     trace = plan.out / "trace.jsonl"
-    os.truncate(trace, 0)  # what came before is no part of the load; the replicas keep it open
+    os.truncate(trace, 0)  # the warm-up is not part of the load; the replicas keep the file open
     folder = plan.out / "load"
     summary = run_bench(config, folder, console=console)
     refuse_what_ended_early(summary)

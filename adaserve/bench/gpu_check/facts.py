@@ -1,4 +1,4 @@
-"""What a GPU host has of what its first run needs; JSON. ``python -m adaserve.bench.gpu_check.facts``
+"""What a GPU host has for a first run, and what it lacks; JSON. ``python -m adaserve.bench.gpu_check.facts``
 
 What CUDA's toolkit lacks is linked from other places below ``--toolkit``.
 """

@@ -37,7 +37,7 @@ def bench_learn(
     against: Annotated[
         str,
         typer.Option(
-            help="Compare with first (the draft as it came) or held (the learned draft, without learning)."
+            help="Compare with first (the original draft) or held (the learned draft, without learning)."
         ),
     ] = "first",
     rest: Annotated[

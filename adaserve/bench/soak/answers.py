@@ -111,7 +111,7 @@ class StreamReader:
         self.events = 0
 
     def line(self, text: str) -> None:
-        """Takes one line of the body. Raises ValueError, KeyError, TypeError when it is no event."""
+        """Takes one line of the body. Raises ValueError, KeyError, TypeError when it is not an event."""
         if self._path not in OLLAMA:
             if not text.startswith("data:"):
                 return

@@ -50,8 +50,10 @@ class Store:
         """``sweep.json``. Raises SweepError."""
         try:
             data: dict[str, Any] = json.loads((self.folder / "sweep.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SweepError(f"{self.folder} is not a sweep's folder: {error}") from error
+        except OSError as error:
+            raise SweepError(f"{self.folder} holds no sweep: {error.strerror} (sweep.json)") from error
+        except ValueError as error:
+            raise SweepError(f"{self.folder}/sweep.json is not JSON: {error}") from error
         return data
 
     def write_head(self, head: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ class HeadSource(BeamSource):
         self.cache.feed(batch.req_pool_indices.tolist(), starts, new)
 
     def _left_out(self, plan: IterationPlan, cached: np.ndarray, active: np.ndarray) -> Gap | None:
-        """The first tokens are no sinks to a head, which has never read the very first. So it reads as many
+        """The first tokens are not sinks for a head, which has never read the very first. So it reads as many
         recent ones more."""
         gap = super()._left_out(plan, cached, active)
         return gap and replace(gap, start=0)
