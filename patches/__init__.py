@@ -52,6 +52,8 @@ def apply_all() -> None:
         live_page,
         load_headers,
         load_reports,
+        logit_processors,
+        parsing_time,
         prefill_logprobs,
         prefill_slack,
         request_ends,
@@ -61,6 +63,7 @@ def apply_all() -> None:
         slo_requests,
         slo_responses,
         stop_strings,
+        tokenizing,
         worker_supervisor,
     )
 
@@ -76,10 +79,13 @@ def apply_all() -> None:
         slo_requests,
         slo_responses,
         boundary,  # after the SLO hooks: what wraps last is asked first
+        tokenizing,
+        parsing_time,
         scheduler_guard,
         stop_strings,
         grammar_time,
         dead_ends,
+        logit_processors,
         prefill_logprobs,
         request_ends,
         internal_state,

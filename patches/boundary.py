@@ -76,12 +76,14 @@ def _every_request(
 def _limits(manager: Any) -> Limits:
     """What the server of this tokenizer manager can take."""
     from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_observability
 
     return Limits(
         manager.model_config.vocab_size,
         flat_params=not envs.SGLANG_USE_PICKLE_IPC.get(),
         takes_media=manager.mm_processor is not None,
         seeded=bool(manager.server_args.enable_deterministic_inference),
+        labels=frozenset(get_observability().tokenizer_metrics_allowed_custom_labels or ()),
     )
 
 

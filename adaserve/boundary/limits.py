@@ -60,3 +60,5 @@ class Limits:
     """Whether the model takes images, audio or video."""
     seeded: bool = False
     """--enable-deterministic-inference: SGLang draws by seeds, and asserts that there is no min_p."""
+    labels: frozenset[str] = frozenset()
+    """--tokenizer-metrics-allowed-custom-labels: SGLang's metrics have these labels and no others."""

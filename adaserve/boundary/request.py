@@ -71,6 +71,16 @@ def session_params(name: str, value: Any, limits: Limits) -> None:
         raise RequestError(f"{name}.replace needs {name}.rid, the turn that is replaced")
 
 
+def custom_labels(name: str, value: Any, limits: Limits) -> None:
+    """Labels of the request's metrics, by names that the server's metrics have."""
+    mapping(name, value, limits)
+    for key, item in value.items():
+        if key not in limits.labels:
+            known = ", ".join(sorted(limits.labels)) or "none (see --tokenizer-metrics-allowed-custom-labels)"
+            raise RequestError(f"{name} has no label {shown(key)} on this server; it knows {known}")
+        label(f"{name}.{key}", item, limits)
+
+
 def embeds(name: str, value: Any, _: Limits) -> None:
     """Embeddings in place of tokens: the forward on a CPU and the draft model know tokens only."""
     raise RequestError(f"{name} is refused: ADASERVE needs tokens, which the draft model reads too")
@@ -142,7 +152,7 @@ WHOLE: dict[str, Check] = {
     "conversation_id": label,
     "received_time": finite,
     "external_trace_header": mapping,
-    "custom_labels": mapping,
+    "custom_labels": custom_labels,
     "mm_processor_kwargs": custom_params,
     "images_config": custom_params,
     "video_config": custom_params,

@@ -29,6 +29,7 @@ TARGETS = {
     ],
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": ["self", "kvc"],
     "sglang.srt.layers.dual_gemm.DualGemm._select_mode": ["self", "gate_up_proj", "hidden_size"],
+    "sglang.srt.layers.sampler.apply_custom_logit_processor": ["logits", "sampling_batch_info"],
     f"{OPENAI}.serving_base.OpenAIServingBase.handle_request": ["self", "request", "raw_request"],
     f"{OPENAI}.serving_completions.OpenAIServingCompletion._generate_completion_stream": [
         "self", "adapted_request", "request", "raw_request",
@@ -115,7 +116,6 @@ PARAMETERS = {
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": {
         "batch", "model_runner", "return_hidden_states_before_norm",
     },
-    "sglang.srt.layers.sampler.apply_custom_logit_processor": {"logits", "sampling_batch_info"},
     "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head": {"hidden_states", "lm_head"},
     "sglang.srt.layers.sampler.sampling_from_probs_torch": {"probs", "sampling_seed", "positions"},
     "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": {
@@ -148,7 +148,8 @@ FIELDS = {
     },
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": {
         "temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy",
-        "logit_bias", "vocab_size", "has_custom_logit_processor", "sampling_seed",
+        "logit_bias", "vocab_size", "has_custom_logit_processor", "custom_logit_processor", "custom_params",
+        "sampling_seed",
     },
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from tests.engine.attacks import Attack, attacks
 from tests.engine.harness import Server
@@ -160,6 +161,37 @@ def test_a_request_is_left_a_token_to_choose(attacked: Server, expected: list[in
     dead = {"ebnf": 'root ::= "a" dead\ndead ::= dead', "max_new_tokens": 9, **drawn}
     answer = post(attacked, "/generate", {"input_ids": [5, 6, 7], "sampling_params": dead})
     assert answer.status_code == 400 and "cannot be completed" in answer.text
+    assert probe(attacked) == expected
+
+
+def processor(body: str) -> str:
+    """A custom logit processor as a client sends it: pickled by value, since the server has no such module."""
+    space: dict[str, Any] = {"__name__": "__main__", "CustomLogitProcessor": CustomLogitProcessor}
+    code = f"class Mine(CustomLogitProcessor):\n    def __call__(self, logits, params):\n        {body}"
+    exec(code, space)
+    return str(space["Mine"].to_str())
+
+
+@pytest.mark.parametrize(
+    "body", ["raise OSError('no')", "return logits[:, :5]", "return logits - float('inf')"]
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_logit_processor_that_fails_ends_its_request(
+    attacked: Server, expected: list[int], body: str, late: bool
+) -> None:
+    """In the prefill, where SGLang draws, and where the worker does."""
+    if late:
+        body = f"if len(params[0]['__req__'].output_ids) < 3: return logits\n        {body}"
+    answer = post(
+        attacked,
+        "/generate",
+        {
+            "input_ids": [5, 6, 7],
+            "custom_logit_processor": processor(body),
+            "sampling_params": {"max_new_tokens": 9, "ignore_eos": True},
+        },
+    )
+    assert answer.status_code == 400 and "custom logit processor" in answer.text, answer.text
     assert probe(attacked) == expected
 
 
