@@ -53,7 +53,7 @@ def apply_all() -> None:
         load_headers,
         load_reports,
         logit_processors,
-        parsing_time,
+        parsers,
         prefill_logprobs,
         prefill_slack,
         request_ends,
@@ -80,7 +80,7 @@ def apply_all() -> None:
         slo_responses,
         boundary,  # after the SLO hooks: what wraps last is asked first
         tokenizing,
-        parsing_time,
+        parsers,
         scheduler_guard,
         stop_strings,
         grammar_time,

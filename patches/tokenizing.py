@@ -20,7 +20,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary import RequestError
-from adaserve.boundary.prompts import require_few, require_fitting
+from adaserve.boundary.prompts import require_few, require_few_scored, require_fitting
 from adaserve.patches import hook
 from adaserve.patches.boundary import applies
 
@@ -42,7 +42,9 @@ def register() -> None:
     hook(f"{manager}.init_tokenizer_and_processor", _guard_tokenizer, HookType.AFTER)
     hook(f"{manager}._tokenize_texts", _between_others, HookType.AROUND)
     score = "sglang.srt.managers.tokenizer_manager_score_mixin.TokenizerManagerScoreMixin"
-    hook(f"{score}._batch_tokenize_query_and_items", _few_items, HookType.BEFORE)
+    hook(f"{score}.score_request", _few_items, HookType.BEFORE)
+    decisions = "sglang.srt.entrypoints.openai.serving_decisions._encode_all"
+    hook(decisions, _few_questions, HookType.AROUND)
     tokenize = "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingTokenize"
     hook(f"{tokenize}._handle_non_streaming_request", _few_prompts, HookType.AROUND)
 
@@ -53,8 +55,8 @@ def _guard_tokenizer(_: None, manager: Any) -> None:
 
 
 def guard(tokenizer: Any, context: int | None) -> None:
-    """Makes a tokenizer of Transformers refuse what is too long for ``context`` tokens (None: nothing is), and
-    what a client may not say about rendering: it raises RequestError."""
+    """Makes a tokenizer of Transformers refuse what is too long for ``context`` tokens (None: nothing is)
+    and what a client may not say about rendering: it raises RequestError."""
     cls = type(tokenizer)
     encode, render = cls._encode_plus, cls.apply_chat_template
 
@@ -103,10 +105,25 @@ async def _between_others(original: Callable[..., Awaitable[Any]], self: Any, *a
     return await original(self, *args, **more)
 
 
-def _few_items(self: Any, query: Any, items: Any, *_: Any, **__: Any) -> None:
-    if applies(self.server_args):
-        texts = [items] if isinstance(items, str) else items or []
-        require_few("items", [query, *texts], self.model_config.context_len)
+def _few_items(self: Any, query: Any = None, items: Any = None, *_: Any, **__: Any) -> None:
+    if applies(self.server_args) and isinstance(items, list):
+        size = len(query or ()) * len(items) + sum(
+            len(item) for item in items if isinstance(item, str | list)
+        )
+        require_few_scored("items", len(items), size)
+
+
+async def _few_questions(original: Callable[..., Awaitable[Any]], encoded: Iterator[Any]) -> Any:
+    """Each question is asked about the whole input, which is rendered and tokenized again."""
+
+    def few() -> Iterator[Any]:
+        size = 0
+        for count, question in enumerate(encoded, start=1):
+            size += len(question[0])
+            require_few_scored("questions", count, size)
+            yield question
+
+    return await original(few())
 
 
 async def _few_prompts(

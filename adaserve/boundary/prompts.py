@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from adaserve.boundary.errors import RequestError
+from adaserve.boundary.limits import MAX_BATCH
 
 CHARACTERS_PER_TOKEN = 16
 """More than most texts have; one that has more is read further."""
 
 MAX_TEXTS_CHARACTERS = 1 << 20
 """Of a request whose texts are tokenized in one go: a second or two."""
+
+MAX_SCORED = 1 << 22
+"""Of all prompts together that SGLang makes of one request, which repeats a text in each of them."""
 
 _EDGE = 1024
 """Tokens by which the beginning of a text may have more than the whole: its last word is cut in two."""
@@ -29,6 +33,15 @@ def require_fitting(text: str, context: int, count: Callable[[str], int]) -> Non
                 f"its first {size} characters are {tokens} tokens"
             )
         size *= 4
+
+
+def require_few_scored(name: str, prompts: int, size: int) -> None:
+    """Raises RequestError for a request that becomes too many prompts. ``size``: their characters or tokens."""
+    if prompts > MAX_BATCH or size > MAX_SCORED:
+        raise RequestError(
+            f"{name}: a request may become at most {MAX_BATCH} prompts and {MAX_SCORED} characters or tokens in "
+            f"all, got {prompts} and {size}: send it in parts"
+        )
 
 
 def require_few(name: str, texts: Sequence[object], context: int) -> None:

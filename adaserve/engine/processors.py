@@ -1,7 +1,7 @@
 """Custom logit processors, one request at a time: one that fails ends its own request.
 
-A processor is code of a client's. SGLang hands it the rows of all requests that sent the same code at once. What
-it raises would leave the scheduler's loop, and so would what an answer of another shape raises.
+A processor is code of a client's. SGLang hands it the rows of all requests that sent the same code at once.
+What it raises would leave the scheduler's loop, and so would what an answer of another shape raises.
 """
 
 from __future__ import annotations

@@ -199,8 +199,10 @@ def texts() -> Iterator[Attack]:
     yield Attack("a long count", "/tokenize", {"model": "m", "prompt": long}, "longer than the context")
     many = {"model": "m", "prompt": ["the quick fox"] * 100_000}
     yield Attack("many counts", "/tokenize", many, "characters in all")
-    score = {"model": "m", "query": "a", "items": ["b" * 99] * 20_000, "label_token_ids": [5]}
-    yield Attack("many items", "/v1/score", score, "characters in all")
+    score = {"model": "m", "query": "a" * 10_000, "items": ["b"] * 4000, "label_token_ids": [5]}
+    yield Attack("items after a long query", "/v1/score", score, "send it in parts")
+    many = {**decisions, "questions": [{**question, "id": str(i)} for i in range(5000)]}
+    yield Attack("many questions", "/v1/decisions", many, "")
     call = {"type": "function", "function": {"name": "f"}}
     parse = {"text": "<tool_call>" * 40_000, "tools": [call], "tool_call_parser": "glm47"}
     yield Attack("a text full of calls", "/parse_function_call", parse, "given up")

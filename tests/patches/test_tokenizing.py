@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 
 from adaserve.boundary import RequestError
 from adaserve.pair.folders import weights_folder
-from adaserve.patches.tokenizing import guard
+from adaserve.patches.tokenizing import _few_items, _few_questions, guard
 
 CONTEXT = 100
 CHAT = [{"role": "user", "content": "def main():"}]
@@ -77,3 +78,23 @@ def test_a_client_brings_no_template_unless_it_may(guarded: Any, serving: Simple
 def test_a_client_says_nothing_about_rendering(guarded: Any) -> None:
     with pytest.raises(RequestError, match="may not hold max_length, padding"):
         guarded.apply_chat_template(CHAT, tokenize=True, padding="max_length", max_length=10**9)
+
+
+def test_a_score_makes_so_many_prompts() -> None:
+    manager = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm="ADASERVE"))
+    _few_items(manager, "a" * 1000, ["b"] * 4000)
+    for query, items in (("a" * 10_000_000, ["b"] * 1000), ([5] * 2000, [[6]] * 4000), ("a", ["b"] * 5000)):
+        with pytest.raises(RequestError, match="send it in parts"):
+            _few_items(manager, query, items)
+
+
+def test_questions_about_a_long_input_are_few() -> None:
+    async def collect(questions: Any) -> list[Any]:
+        return list(questions)
+
+    def ask(count: int, tokens: int) -> list[Any]:
+        return asyncio.run(_few_questions(collect, iter([([5] * tokens, [6], [])] * count)))
+
+    assert len(ask(100, 8000)) == 100
+    with pytest.raises(RequestError, match="questions"):
+        ask(600, 8000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adaserve.boundary import RequestError
-from adaserve.boundary.prompts import require_few, require_fitting
+from adaserve.boundary.prompts import require_few, require_few_scored, require_fitting
 
 
 class Counter:
@@ -47,3 +47,10 @@ def test_many_texts_at_once_may_hold_so_much() -> None:
     require_few("items", ["x" * 4_000_000], 1_000_000)
     with pytest.raises(RequestError, match="items may hold at most 1048576 characters in all, got 1100000"):
         require_few("items", ["x" * 1000] * 1100, 4000)
+
+
+@pytest.mark.parametrize(("prompts", "size"), [(4097, 5000), (10, 1 << 23)])
+def test_a_request_becomes_so_many_prompts(prompts: int, size: int) -> None:
+    require_few_scored("items", 4096, 1 << 22)
+    with pytest.raises(RequestError, match="items: a request may become at most 4096 prompts and 4194304"):
+        require_few_scored("items", prompts, size)

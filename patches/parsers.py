@@ -4,6 +4,8 @@ Why: SGLang's parsers search with regular expressions that take time with the sq
 event loop: 44 KB of ``<tool_call>`` take half a second, a body of 32 MB days, and nobody else is answered.
 ``/parse_function_call`` and ``/separate_reasoning`` take any text; with --tool-call-parser what a model was
 made to write is searched as well. The matcher looks for signals, so a timer can end it.
+
+``/parse_function_call`` hands over tools of a type that lacks what one of the parsers reads (500).
 """
 
 from __future__ import annotations
@@ -38,6 +40,21 @@ def register() -> None:
         f"{reasoning}.parse_non_stream_blocks",
     ):
         hook(parse, _limited, HookType.AROUND)
+    hook(f"{calls}.__init__", _complete_tools, HookType.AROUND)
+
+
+def _complete_tools(original: Callable[..., None], self: Any, tools: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.managers import io_struct
+
+    def complete(tool: Any) -> Any:
+        if not isinstance(tool, io_struct.Tool):
+            return tool
+        f = tool.function
+        fields = {"name": f.name, "description": f.description, "parameters": f.parameters}
+        return Tool.model_validate({"type": tool.type, "function": fields})
+
+    original(self, [complete(tool) for tool in tools], *args, **kwargs)
 
 
 def _limited(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -6,15 +6,17 @@ import re
 import time
 
 import pytest
+from sglang.srt.entrypoints.openai.protocol import Tool as ChatTool
+from sglang.srt.managers.io_struct import Function, Tool
 
 from adaserve.boundary import RequestError
-from adaserve.patches import parsing_time
-from adaserve.patches.parsing_time import _limited
+from adaserve.patches import parsers
+from adaserve.patches.parsers import _complete_tools, _limited
 
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parsing_time, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(parsers, "PATIENCE_S", 0.05)
 
 
 def endless(text: str) -> object:
@@ -36,3 +38,11 @@ def test_what_is_short_or_only_waits_is_not() -> None:
     end_s = time.process_time() + 0.1
     while time.process_time() < end_s:  # no timer is left behind
         pass
+
+
+def test_tools_of_the_route_are_like_those_of_a_chat() -> None:
+    given = Tool(function=Function(name="f", parameters={"type": "object"}))
+    for tools in ([given], [ChatTool(function={"name": "f", "parameters": {"type": "object"}})]):
+        seen: list[ChatTool] = []
+        _complete_tools(lambda _, got, seen=seen: seen.extend(got), None, tools)
+        assert seen[0].function.strict is None and seen[0].function.parameters == {"type": "object"}
