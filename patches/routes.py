@@ -1,7 +1,8 @@
 """Routes of SGLang's HTTP server that ADASERVE does not offer are refused, and so are huge bodies.
 
 What SGLang cannot make a request of gets 400 in place of 500. ``sgl.Engine`` calls the methods of the
-tokenizer manager that most routes are named after: they raise the same sentence as a RequestError.
+tokenizer manager that most routes are named after: they raise the same sentence as a RequestError. So does
+``sgl.Engine.collective_rpc`` for methods of the scheduler that do the same, or save weights.
 
 Why: many control routes hand what a client sends to the scheduler, where a wrong value ends it, and most are
 open to everybody when the server has no key. Those for features that ADASERVE refuses at the start (LoRA,
@@ -79,6 +80,12 @@ ROUTES_ONLY = frozenset(
 )  # fmt: skip
 """Those after which no method of the tokenizer manager is named."""
 
+SAVING = dict.fromkeys(
+    ("save_remote_model", "save_sharded_model"),
+    "weights are packed when the server starts: copy its checkpoint",
+)
+"""Methods of the scheduler that ``sgl.Engine`` calls by name, and no route."""
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -90,6 +97,7 @@ def register() -> None:
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     hook(f"{chat}._apply_jinja_template", _render, HookType.AROUND)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    hook("sglang.srt.entrypoints.engine.Engine.collective_rpc", refuse_rpc, HookType.BEFORE)
     for path in REFUSED.keys() - ROUTES_ONLY:
         hook(f"{manager}.{path.removeprefix('/')}", refuse_call(path), HookType.BEFORE)
 
@@ -115,6 +123,15 @@ def refuse_call(path: str) -> Callable[..., None]:
             raise RequestError(_sentence(path, why))
 
     return check
+
+
+def refuse_rpc(engine: Any, method: str, **_: Any) -> None:
+    """Runs before a method of all schedulers is called by its name. Raises RequestError."""
+    from adaserve.patches.boundary import applies
+
+    why = refused_routes().get(f"/{method}") or SAVING.get(method)
+    if why is not None and applies(engine.server_args):
+        raise RequestError(_sentence(method, why))
 
 
 def _before_run(*_: Any, **__: Any) -> None:

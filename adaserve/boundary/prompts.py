@@ -36,11 +36,11 @@ def require_fitting(text: str, context: int, count: Callable[[str], int]) -> Non
 
 
 def require_few_scored(name: str, prompts: int, size: int) -> None:
-    """Raises RequestError for a request that becomes too many prompts. ``size``: their characters or tokens."""
+    """Raises RequestError for a request that becomes too many prompts. ``size``: characters or tokens."""
     if prompts > MAX_BATCH or size > MAX_SCORED:
         raise RequestError(
-            f"{name}: a request may become at most {MAX_BATCH} prompts and {MAX_SCORED} characters or tokens in "
-            f"all, got {prompts} and {size}: send it in parts"
+            f"{name}: a request may become at most {MAX_BATCH} prompts and {MAX_SCORED} characters or tokens "
+            f"in all, got {prompts} and {size}: send it in parts"
         )
 
 

@@ -100,6 +100,21 @@ TARGETS = {
     f"{INTERNAL}._add_speculative": ["self", "state"],
     f"{INTERNAL}._update_handlers": ["self"],
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server": ["server_args", "tokenizer_manager"],
+    "sglang.srt.entrypoints.engine.Engine.collective_rpc": ["self", "method"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager.init_tokenizer_and_processor": ["self"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager._tokenize_texts": ["self", "texts"],
+    f"{MANAGERS}.tokenizer_manager_score_mixin.TokenizerManagerScoreMixin.score_request": [
+        "self", "query", "items",
+    ],
+    f"{OPENAI}.serving_decisions._encode_all": ["encoded"],
+    f"{OPENAI}.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request": [
+        "self", "adapted_request", "request", "raw_request",
+    ],
+    "sglang.srt.function_call.function_call_parser.FunctionCallParser.__init__": ["self", "tools"],
+    "sglang.srt.function_call.function_call_parser.FunctionCallParser.parse_non_stream": ["self"],
+    "sglang.srt.function_call.function_call_parser.FunctionCallParser.parse_stream_chunk": ["self"],
+    "sglang.srt.parser.reasoning_parser.ReasoningParser.parse_non_stream": ["self", "full_text"],
+    "sglang.srt.parser.reasoning_parser.ReasoningParser.parse_non_stream_blocks": ["self", "full_text"],
     "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes": ["server_args", "port_args"],
     "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses": ["server_args", "port_args"],
     **{

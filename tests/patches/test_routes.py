@@ -84,6 +84,17 @@ def test_an_engine_refuses_what_a_server_does(
     assert reached == [name], "another server's business"
 
 
+@pytest.mark.parametrize("method", ["save_sharded_model", "save_remote_model", "update_weights_from_disk"])
+def test_an_engine_reaches_no_scheduler_past_that(method: str) -> None:
+    own = Engine.__new__(Engine)
+    own.server_args = SimpleNamespace(speculative_algorithm="ADASERVE")
+    with pytest.raises(ValueError, match=f"^{method} is refused .* packed"):
+        routes.refuse_rpc(own, method, path="x")
+    routes.refuse_rpc(own, "flush_cache")
+    own.server_args.speculative_algorithm = None
+    routes.refuse_rpc(own, method, path="x")
+
+
 def test_every_refused_route_is_refused_to_an_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
     hooked: list[str] = []
     monkeypatch.setattr(routes, "hook", lambda target, *_: hooked.append(target.rpartition(".")[2]))

@@ -186,6 +186,18 @@ def test_media_pass_for_a_model_that_takes_them() -> None:
     check_request({"text": "a", "image_data": "x"}, Limits(V, takes_media=True))
 
 
+def test_labels_are_those_of_the_metrics() -> None:
+    """Any other ends SGLang's HTTP process where the first token is counted."""
+    labelled = Limits(V, labels=frozenset({"tenant", "team"}))
+    check_request({"text": "a", "custom_labels": {"tenant": "x"}}, labelled)
+    check_request({"text": "a", "custom_labels": {}}, LIMITS)
+    for labels in ({"other": "x"}, {"tenant": 5}, {"model_name": "x"}):
+        with pytest.raises(RequestError, match="custom_labels"):
+            check_request({"text": "a", "custom_labels": labels}, labelled)
+    with pytest.raises(RequestError, match="it knows none .see --tokenizer-metrics"):
+        check_request({"text": "a", "custom_labels": {"tenant": "x"}}, LIMITS)
+
+
 def test_messages_without_pickle_carry_flat_parameters_only() -> None:
     flat = Limits(V, flat_params=True)
     body = {"input_ids": [1], "sampling_params": {"custom_params": {"a": [1, "x"], "b": {"c": 1}}}}
