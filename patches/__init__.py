@@ -38,6 +38,7 @@ def hook(target: str, function: Callable[..., Any], kind: HookType) -> None:
 def apply_all() -> None:
     """Registers all hooks; SGLang applies them right after its plugins were loaded."""
     from adaserve.patches import (
+        bodies,
         boundary,
         cpu_kernels,
         dead_ends,
@@ -79,6 +80,7 @@ def apply_all() -> None:
         slo_requests,
         slo_responses,
         boundary,  # after the SLO hooks: what wraps last is asked first
+        bodies,
         tokenizing,
         parsers,
         scheduler_guard,

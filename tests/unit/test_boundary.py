@@ -194,7 +194,7 @@ def test_labels_are_those_of_the_metrics() -> None:
     for labels in ({"other": "x"}, {"tenant": 5}, {"model_name": "x"}):
         with pytest.raises(RequestError, match="custom_labels"):
             check_request({"text": "a", "custom_labels": labels}, labelled)
-    with pytest.raises(RequestError, match="it knows none .see --tokenizer-metrics"):
+    with pytest.raises(RequestError, match="it knows none"):
         check_request({"text": "a", "custom_labels": {"tenant": "x"}}, LIMITS)
 
 
