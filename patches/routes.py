@@ -87,6 +87,9 @@ SAVING = dict.fromkeys(
 )
 """Methods of the scheduler that ``sgl.Engine`` calls by name, and no route."""
 
+TWO_LENGTHS = "a request has either Transfer-Encoding or Content-Length: with both it ends in two places"
+"""A proxy may have read it to the other end, and take what follows for another client's request (RFC 9112, 6.1)."""
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -173,6 +176,9 @@ class Routes:
         if scope["type"] != "http" or not _active():
             await self._app(scope, receive, send)
             return
+        if {b"transfer-encoding", b"content-length"} <= {name for name, _ in scope["headers"]}:
+            await _answer(send, 400, TWO_LENGTHS, (b"connection", b"close"))
+            return
         path = route_path(scope).rstrip("/")
         if (why := self._refused.get(path)) is not None:
             await _answer(send, 400, _sentence(path, why))
@@ -203,8 +209,8 @@ def _is_the_clients(error: Exception) -> bool:
     return isinstance(error, ValueError) or _READER in names or names[-1] == _BUILDER
 
 
-async def _answer(send: Send, status: int, message: str) -> None:
+async def _answer(send: Send, status: int, message: str, *more: tuple[bytes, bytes]) -> None:
     body = json.dumps({"error": {"message": message, "type": "BadRequest", "code": status}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -213,6 +214,15 @@ def test_a_body_of_the_wrong_shape_gets_400(attacked: Server) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": 512}
     answer = post(attacked, "/v1/chat/completions", body)
     assert answer.status_code == 400 and "no request of /v1/chat/completions" in answer.text
+
+
+def test_a_request_with_two_lengths_is_answered_at_once(attacked: Server, expected: list[int]) -> None:
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", attacked.port), timeout=30) as connection:
+        connection.sendall(head + b'{"a": 1}\n')
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert probe(attacked) == expected
 
 
 def test_a_huge_body_is_not_read(attacked: Server) -> None:

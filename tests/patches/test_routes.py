@@ -44,8 +44,26 @@ def test_profiles_are_for_those_who_start_the_server(
     async def receive() -> Any:
         raise AssertionError("nobody reads the body")
 
-    asyncio.run(routes.Routes(app)({"type": "http", "path": path}, receive, send))
+    asyncio.run(routes.Routes(app)({"type": "http", "path": path, "headers": []}, receive, send))
     assert bool(passed) is passes and (sent[:1] == ([] if passes else [400]))
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(routes, "_active", lambda: True)
+    sent: list[Any] = []
+
+    async def reached(*_: Any) -> None:
+        raise AssertionError("it is not passed on")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-length", b"5"), (b"transfer-encoding", b"chunked")]
+    scope = {"type": "http", "path": "/generate", "headers": headers}
+    asyncio.run(routes.Routes(reached)(scope, reached, send))
+    assert sent[0]["status"] == 400 and (b"connection", b"close") in sent[0]["headers"]
 
 
 def engine(algorithm: str | None) -> Any:
