@@ -88,7 +88,7 @@ SAVING = dict.fromkeys(
 """Methods of the scheduler that ``sgl.Engine`` calls by name, and no route."""
 
 TWO_LENGTHS = "a request has either Transfer-Encoding or Content-Length: with both it ends in two places"
-"""A proxy may have read it to the other end, and take the rest for another client's request (RFC 9112, 6.1)."""
+"""A proxy may have read it to the other end, and take the rest for another client's request (RFC 9112)."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
