@@ -7,6 +7,9 @@ tokenizer manager that most routes are named after: they raise the same sentence
 Why: many control routes hand what a client sends to the scheduler, where a wrong value ends it, and most are
 open to everybody when the server has no key. Those for features that ADASERVE refuses at the start (LoRA,
 disaggregation, ...) or cannot follow (weights that it has packed) can only do harm.
+
+SGLang counts requests by path and method, and keeps both for ever: also of paths and methods that nobody
+serves, as long and as many as anybody likes. Here such paths share one label, and such methods get 405.
 """
 
 from __future__ import annotations
@@ -87,6 +90,9 @@ SAVING = dict.fromkeys(
 )
 """Methods of the scheduler that ``sgl.Engine`` calls by name, and no route."""
 
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+OTHER_PATHS = "other"
+
 TWO_LENGTHS = "a request has either Transfer-Encoding or Content-Length: with both it ends in two places"
 """A proxy may have read it to the other end, and take the rest for another client's request (RFC 9112)."""
 
@@ -101,6 +107,8 @@ def register() -> None:
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     hook(f"{chat}._apply_jinja_template", _render, HookType.AROUND)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    label = "sglang.srt.observability.http_request_metrics._get_fastapi_request_path"
+    hook(label, _shared_label, HookType.AFTER)
     hook("sglang.srt.entrypoints.engine.Engine.collective_rpc", refuse_rpc, HookType.BEFORE)
     for path in REFUSED.keys() - ROUTES_ONLY:
         hook(f"{manager}.{path.removeprefix('/')}", refuse_call(path), HookType.BEFORE)
@@ -179,11 +187,19 @@ class Routes:
         if {b"transfer-encoding", b"content-length"} <= {name for name, _ in scope["headers"]}:
             await _answer(send, 400, TWO_LENGTHS, (b"connection", b"close"))
             return
+        if scope["method"] not in METHODS:
+            await _answer(send, 405, f"methods are {', '.join(sorted(METHODS))}")
+            return
         path = route_path(scope).rstrip("/")
         if (why := self._refused.get(path)) is not None:
             await _answer(send, 400, _sentence(path, why))
             return
         await self._app(scope, receive, send)
+
+
+def _shared_label(found: tuple[str, bool], _: Any) -> tuple[str, bool]:
+    """``found``: a request's path, and whether a route serves it."""
+    return found if found[1] or not _active() else (OTHER_PATHS, False)
 
 
 def _render(original: Callable[..., Any], self: Any, request: Any, *rest: Any) -> Any:

@@ -107,6 +107,7 @@ TARGETS = {
         "self", "query", "items",
     ],
     f"{OPENAI}.serving_decisions._encode_all": ["encoded"],
+    "sglang.srt.observability.http_request_metrics._get_fastapi_request_path": ["request"],
     "sglang.srt.entrypoints.http_server.ORJSONRequest.json": ["self"],
     f"{OPENAI}.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request": [
         "self", "adapted_request", "request", "raw_request",

@@ -44,7 +44,9 @@ def test_profiles_are_for_those_who_start_the_server(
     async def receive() -> Any:
         raise AssertionError("nobody reads the body")
 
-    asyncio.run(routes.Routes(app)({"type": "http", "path": path, "headers": []}, receive, send))
+    asyncio.run(
+        routes.Routes(app)({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+    )
     assert bool(passed) is passes and (sent[:1] == ([] if passes else [400]))
 
 
@@ -61,9 +63,27 @@ def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(
         sent.append(message)
 
     headers = [(b"content-length", b"5"), (b"transfer-encoding", b"chunked")]
-    scope = {"type": "http", "path": "/generate", "headers": headers}
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
     asyncio.run(routes.Routes(reached)(scope, reached, send))
     assert sent[0]["status"] == 400 and (b"connection", b"close") in sent[0]["headers"]
+
+
+def test_paths_and_methods_that_nobody_serves_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a label of SGLang's metrics for as long as the server lives."""
+    monkeypatch.setattr(routes, "_active", lambda: True)
+    assert routes._shared_label(("/v1/models/{model:path}", True), None)[0] == "/v1/models/{model:path}"
+    assert routes._shared_label(("/x" * 30_000, False), None)[0] == routes.OTHER_PATHS
+    sent: list[Any] = []
+
+    async def unreached(*_: Any) -> None:
+        raise AssertionError("it is not passed on")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "ANYTHING", "path": "/generate", "headers": []}
+    asyncio.run(routes.Routes(unreached)(scope, unreached, send))
+    assert sent[0]["status"] == 405
 
 
 def engine(algorithm: str | None) -> Any:
