@@ -20,7 +20,7 @@ from sglang.srt.observability.req_time_stats import monotonic_time
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.asgi import route_path
-from adaserve.boundary import OF_MEDIA, Limits, RequestError, check_prompt, check_request
+from adaserve.boundary import OF_MEDIA, Limits, RequestError, check_logprobs, check_prompt, check_request
 from adaserve.boundary.values import token_ids
 from adaserve.identity import is_ours
 from adaserve.patches import hook
@@ -142,6 +142,17 @@ def _check_tokens(self: Any, obj: Any, input_ids: Any) -> None:
     if input_ids is not None and applies(self.server_args):
         continues = bool(getattr(obj, "session_params", None))
         check_prompt(len(input_ids), getattr(obj, "logprob_start_len", None), continues)
+        if getattr(obj, "return_logprob", None):
+            _check_logprobs(obj, len(input_ids), self.model_config.context_len)
+
+
+def _check_logprobs(obj: Any, prompt: int, context: int) -> None:
+    """``obj``: one normalized request of ``prompt`` tokens."""
+    start, asked = obj.logprob_start_len, obj.sampling_params.get("max_new_tokens")
+    told = 0 if start is None or start < 0 else max(0, prompt - start)
+    left = max(0, context - prompt)
+    new = left if asked is None else min(asked, left)
+    check_logprobs(told + new, 1 + (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ()))
 
 
 async def start(manager: Any, obj: Any, request: Any) -> None:

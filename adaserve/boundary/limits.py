@@ -16,6 +16,9 @@ MAX_SAMPLES = 128
 MAX_TOP_LOGPROBS = 1024
 """Per position; each is a Python object in the answer."""
 
+MAX_LOGPROBS = 1 << 20
+"""Of one answer, at all of its positions: a hundred megabytes or two, and seconds to write them."""
+
 MAX_ID_CHARACTERS = 256
 """Of a request id and of other names that are kept while the server runs."""
 

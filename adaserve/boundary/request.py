@@ -10,6 +10,7 @@ from adaserve.boundary.limits import (
     INT32_MAX,
     MAX_BATCH,
     MAX_ID_CHARACTERS,
+    MAX_LOGPROBS,
     MAX_TOP_LOGPROBS,
     Limits,
 )
@@ -213,6 +214,15 @@ def check_prompt(tokens: int, logprob_start_len: int | None, continues: bool) ->
         )
 
 
+def check_logprobs(positions: int, each: int) -> None:
+    """``positions`` of the prompt and of the longest answer, with so many log probabilities ``each``."""
+    if positions * each > MAX_LOGPROBS:
+        raise RequestError(
+            f"an answer may hold at most {MAX_LOGPROBS} log probabilities, got {each} at each of up to "
+            f"{positions} positions; ask for fewer, or give logprob_start_len or max_new_tokens"
+        )
+
+
 def _prompt_count(fields: Mapping[str, Any], limits: Limits) -> int | None:
     """Prompts of a batch; None for a single prompt, and for one whose shape SGLang will refuse."""
     prompts, ids = fields.get("text"), fields.get("input_ids")
@@ -261,6 +271,12 @@ def _check_token_ids_logprob(value: Any, count: int | None, limits: Limits) -> N
         return
     if is_integer(value):
         value = [value]
+
+    def check(name: str, ids: Any) -> None:
+        token_ids(name, ids, limits)
+        if len(ids) > MAX_TOP_LOGPROBS:
+            raise RequestError(f"{name} takes at most {MAX_TOP_LOGPROBS} token ids, got {len(ids)}")
+
     if isinstance(value, list | tuple) and any(isinstance(item, list | tuple) for item in value):
         if len(value) != count:
             raise RequestError(
@@ -269,6 +285,6 @@ def _check_token_ids_logprob(value: Any, count: int | None, limits: Limits) -> N
             )
         for i, ids in enumerate(value):
             if ids is not None:
-                token_ids(f"token_ids_logprob[{i}]", ids, limits)
+                check(f"token_ids_logprob[{i}]", ids)
     else:
-        token_ids("token_ids_logprob", value, limits)
+        check("token_ids_logprob", value)

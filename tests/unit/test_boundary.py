@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaserve.boundary import Limits, RequestError, check_prompt, check_request
+from adaserve.boundary import Limits, RequestError, check_logprobs, check_prompt, check_request
 from adaserve.boundary.ambiguity import _Automaton, _holds, require_few_ways
 from adaserve.boundary.errors import shown
 from adaserve.boundary.limits import MAX_SAMPLES, MAX_TOP_LOGPROBS
@@ -184,6 +184,16 @@ def test_a_model_with_a_large_vocabulary_gives_at_most_so_many_logprobs() -> Non
 
 def test_media_pass_for_a_model_that_takes_them() -> None:
     check_request({"text": "a", "image_data": "x"}, Limits(V, takes_media=True))
+
+
+def test_an_answer_holds_so_many_log_probabilities() -> None:
+    check_logprobs(8192, 128)
+    with pytest.raises(
+        RequestError, match="at most 1048576 log probabilities, got 1025 at each of up to 8192"
+    ):
+        check_logprobs(8192, 1025)
+    with pytest.raises(RequestError, match="token_ids_logprob takes at most 1024"):
+        check_request({"text": "a", "token_ids_logprob": [5] * 1025}, LIMITS)
 
 
 def test_labels_are_those_of_the_metrics() -> None:
