@@ -13,6 +13,7 @@ from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.boundary.bodies import require_few_values, told
 from adaserve.patches import hook
@@ -27,7 +28,7 @@ async def _parsed(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
     body = await original(request)
     if not parsed_before and isinstance(body, dict | list):
         try:
-            require_few_values(body)
+            require_few_values(body, route_path(request.scope))
         except RequestError as error:
             raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from error
     return body

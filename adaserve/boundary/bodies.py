@@ -11,28 +11,37 @@ from typing import Any
 from adaserve.boundary.errors import RequestError, shown
 
 MAX_VALUES = 1 << 16
-"""Values in all lists and objects of a body, but for lists and objects of nothing but numbers."""
+"""Values in all lists and objects of a body, but for token ids and biases."""
 
 MAX_ERRORS = 8
 """Of a body that are told."""
 
-_NUMBERS = {int, float}
+_BIASES = "logit_bias"
 
 
-def require_few_values(body: Any) -> None:
-    """Raises RequestError for parsed JSON of too many values; token ids and biases are not counted."""
-    left, waiting = MAX_VALUES, [body]
+def require_few_values(body: Any, path: str) -> None:
+    """Raises RequestError for parsed JSON of too many values. Not counted are token ids, where the route of
+    this ``path`` takes any, and biases of tokens."""
+    ids, left, waiting = _token_fields(path), MAX_VALUES, [(body, "")]
     while waiting:
-        part = waiting.pop()
+        part, name = waiting.pop()
         values = part.values() if isinstance(part, dict) else part
-        if set(map(type, values)) <= _NUMBERS:
+        types = set(map(type, values))
+        if (name in ids and types == {int}) or (name == _BIASES and types <= {int, float}):
             continue
         left -= len(values)
         if left < 0:
             raise RequestError(
-                f"a body may hold at most {MAX_VALUES} values besides numbers: send it in parts"
+                f"a body may hold at most {MAX_VALUES} values besides token ids and biases: send it in parts"
             )
-        waiting.extend(value for value in values if isinstance(value, dict | list))
+        named = part.items() if isinstance(part, dict) else ((name, value) for value in part)
+        waiting.extend((value, key) for key, value in named if isinstance(value, dict | list))
+
+
+def _token_fields(path: str) -> set[str]:
+    if path.endswith("/detokenize"):
+        return {"tokens"}
+    return {"input_ids", "prompt"} if path == "/v1/completions" else {"input_ids"}
 
 
 def told(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:

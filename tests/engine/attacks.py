@@ -205,7 +205,7 @@ def texts() -> Iterator[Attack]:
     yield Attack("many questions", "/v1/decisions", many, "")
     wrong = [{"role": "nobody", "content": 5}] * 20_000
     yield chat("many wrong messages", "8 validation errors", messages=wrong)
-    yield chat("very many messages", "values besides numbers", messages=wrong * 5)
+    yield chat("very many messages", "values besides token ids", messages=wrong * 5)
     call = {"type": "function", "function": {"name": "f"}}
     parse = {"text": "<tool_call>" * 40_000, "tools": [call], "tool_call_parser": "glm47"}
     yield Attack("a text full of calls", "/parse_function_call", parse, "given up")

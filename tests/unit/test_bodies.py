@@ -14,6 +14,10 @@ from adaserve.boundary.bodies import MAX_VALUES, require_few_values, told
     "body",
     [
         {"messages": [{"role": "user", "content": "a"}] * 30_000},
+        {"stop": [5] * 70_000},
+        {"input_ids": [1.5] * 70_000},
+        {"tokens": [5] * 70_000},
+        {"a": {"logit_bias": ["a"] * 70_000}},
         {"stop": ["a"] * 70_000},
         {"custom_labels": {str(i): "a" for i in range(70_000)}},
         [[["a"]]] * 40_000,
@@ -21,7 +25,7 @@ from adaserve.boundary.bodies import MAX_VALUES, require_few_values, told
 )
 def test_a_body_of_very_many_values_is_refused(body: Any) -> None:
     with pytest.raises(RequestError, match=f"at most {MAX_VALUES} values"):
-        require_few_values(body)
+        require_few_values(body, "/generate")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +40,18 @@ def test_a_body_of_very_many_values_is_refused(body: Any) -> None:
     ],
 )  # fmt: skip
 def test_long_prompts_and_large_batches_are_not(body: Any) -> None:
-    require_few_values(body)
+    require_few_values(body, "/generate")
+
+
+def test_token_ids_are_where_a_route_takes_them() -> None:
+    for name, path, other in (
+        ("prompt", "/v1/completions", "/tokenize"),
+        ("tokens", "/v1/detokenize", "/v1/completions"),
+    ):
+        for ids in ([5] * 300_000, [[5] * 100_000] * 3):
+            require_few_values({name: ids}, path)
+            with pytest.raises(RequestError):
+                require_few_values({name: ids}, other)
 
 
 def test_errors_are_few_and_short() -> None:
