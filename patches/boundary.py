@@ -51,6 +51,7 @@ def register() -> None:
     responses = f"{openai}.serving_responses.OpenAIServingResponses"
     hook(f"{responses}._generate_with_builtin_tools", _keep_made, HookType.BEFORE)
     hook(f"{responses}.create_responses", _responses_stream, HookType.AROUND)
+    hook(f"{responses}._make_request", _without_a_traceback, HookType.AROUND)
     detokenize = f"{openai}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request"
     hook(detokenize, _detokenize, HookType.AROUND)
     hook("sglang.srt.entrypoints.api_contract.generate_contract_error", _name_the_field, HookType.AROUND)
@@ -276,6 +277,17 @@ async def _responses_stream(
         except ValueError as error:
             return self.create_error_response(str(error))
     return response
+
+
+async def _without_a_traceback(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    """A response's prompt that cannot be made is the client's fault; SGLang logs all but one kind of these as
+    faults of its own."""
+    from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
+
+    try:
+        return await original(*args, **kwargs)
+    except ValueError as error:
+        raise _MediaInputValidationError(str(error)) from error
 
 
 def _name_the_field(original: Callable[[Any], str | None], body: Any) -> str | None:

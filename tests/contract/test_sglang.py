@@ -107,6 +107,7 @@ TARGETS = {
         "self", "query", "items",
     ],
     f"{OPENAI}.serving_decisions._encode_all": ["encoded"],
+    f"{OPENAI}.serving_responses.OpenAIServingResponses._make_request": ["self", "request"],
     "sglang.srt.observability.http_request_metrics._get_fastapi_request_path": ["request"],
     "sglang.srt.entrypoints.http_server.ORJSONRequest.json": ["self"],
     f"{OPENAI}.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request": [
@@ -171,6 +172,7 @@ FIELDS = {
 }  # fmt: skip
 
 MEMBERS = [
+    "sglang.srt.entrypoints.openai.serving_responses._MediaInputValidationError",
     *(
         f"sglang.srt.constrained.base_grammar_backend.BaseGrammarObject.{name}"
         for name in (
