@@ -21,6 +21,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.asgi import route_path
 from adaserve.boundary import OF_MEDIA, Limits, RequestError, check_logprobs, check_prompt, check_request
+from adaserve.boundary.prompts import require_few
 from adaserve.boundary.values import token_ids
 from adaserve.identity import is_ours
 from adaserve.patches import hook
@@ -153,7 +154,7 @@ def _check_logprobs(obj: Any, prompt: int, context: int) -> None:
     told = 0 if start is None or start < 0 else max(0, prompt - start)
     left = max(0, context - prompt)
     new = left if asked is None else min(asked, left)
-    check_logprobs(told + new, 1 + (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ()))
+    check_logprobs(told, new, 1 + (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ()))
 
 
 async def start(manager: Any, obj: Any, request: Any) -> None:
@@ -228,7 +229,9 @@ async def _detokenize(
     if not applies(self.tokenizer_manager.server_args):
         return await original(self, adapted, request, raw_request)
     try:
-        for ids in tokens if any(isinstance(t, list) for t in tokens) else [tokens]:
+        lists = tokens if any(isinstance(t, list) for t in tokens) else [tokens]
+        require_few("tokens", lists, self.tokenizer_manager.model_config.context_len)
+        for ids in lists:
             token_ids("tokens", ids, _limits(self.tokenizer_manager))
     except RequestError as error:
         return self.create_error_response(str(error))

@@ -49,5 +49,5 @@ def require_few(name: str, texts: Sequence[object], context: int) -> None:
     most = max(MAX_TEXTS_CHARACTERS, CHARACTERS_PER_TOKEN * context)
     if (size := sum(len(t) for t in texts if isinstance(t, str | list))) > most:
         raise RequestError(
-            f"{name} may hold at most {most} characters in all, got {size}: send them in parts"
+            f"{name} may hold at most {most} characters or ids in all, got {size}: send them in parts"
         )

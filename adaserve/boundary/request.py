@@ -11,6 +11,7 @@ from adaserve.boundary.limits import (
     MAX_BATCH,
     MAX_ID_CHARACTERS,
     MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
     MAX_TOP_LOGPROBS,
     Limits,
 )
@@ -214,13 +215,17 @@ def check_prompt(tokens: int, logprob_start_len: int | None, continues: bool) ->
         )
 
 
-def check_logprobs(positions: int, each: int) -> None:
-    """``positions`` of the prompt and of the longest answer, with so many log probabilities ``each``."""
-    if positions * each > MAX_LOGPROBS:
-        raise RequestError(
-            f"an answer may hold at most {MAX_LOGPROBS} log probabilities, got {each} at each of up to "
-            f"{positions} positions; ask for fewer, or give logprob_start_len or max_new_tokens"
-        )
+def check_logprobs(prompt: int, new: int, each: int) -> None:
+    """Positions of the prompt whose log probabilities are asked for, tokens that may be generated, and log
+    probabilities at ``each`` of both. Raises RequestError."""
+    for what, positions, most in (
+        ("the prompt, from logprob_start_len on,", prompt, MAX_PROMPT_LOGPROBS),
+        ("what may be generated, up to max_new_tokens,", new, MAX_LOGPROBS),
+    ):
+        if positions * each > most:
+            raise RequestError(
+                f"{what} may have at most {most} log probabilities, got {each} at each of {positions} tokens"
+            )
 
 
 def _prompt_count(fields: Mapping[str, Any], limits: Limits) -> int | None:

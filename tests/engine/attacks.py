@@ -198,7 +198,10 @@ def texts() -> Iterator[Attack]:
     yield Attack("a long prompt", "/api/generate", {"model": "m", "prompt": long}, "longer than the context")
     yield Attack("a long count", "/tokenize", {"model": "m", "prompt": long}, "longer than the context")
     many = {"model": "m", "prompt": ["the quick fox"] * 100_000}
-    yield Attack("many counts", "/tokenize", many, "characters in all")
+    yield Attack("many counts", "/tokenize", many, "characters or ids in all")
+    yield Attack(
+        "many ids", "/detokenize", {"model": "m", "tokens": [5] * 1_100_000}, "characters or ids in all"
+    )
     score = {"model": "m", "query": "a" * 10_000, "items": ["b"] * 4000, "label_token_ids": [5]}
     yield Attack("items after a long query", "/v1/score", score, "send it in parts")
     many = {**decisions, "questions": [{**question, "id": str(i)} for i in range(5000)]}

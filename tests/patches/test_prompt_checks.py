@@ -34,6 +34,7 @@ def check(prompt: int, params: dict[str, Any], **fields: Any) -> None:
         (8000, {"max_new_tokens": 1}, {"logprob_start_len": 0, "top_logprobs_num": 1024}),
         (10, {}, {"top_logprobs_num": 1024}),
         (10, {"max_new_tokens": 5000}, {"token_ids_logprob": [5] * 1000}),
+        (8000, {"max_new_tokens": 1}, {"logprob_start_len": 0, "top_logprobs_num": 100}),
     ],
 )
 def test_too_many_log_probabilities_are_refused(

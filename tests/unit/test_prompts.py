@@ -45,7 +45,9 @@ def test_a_text_of_usual_length_is_not_read_twice() -> None:
 def test_many_texts_at_once_may_hold_so_much() -> None:
     require_few("items", ["x" * 1000] * 1000, 4000)
     require_few("items", ["x" * 4_000_000], 1_000_000)
-    with pytest.raises(RequestError, match="items may hold at most 1048576 characters in all, got 1100000"):
+    with pytest.raises(
+        RequestError, match="items may hold at most 1048576 characters or ids in all, got 1100000"
+    ):
         require_few("items", ["x" * 1000] * 1100, 4000)
 
 
