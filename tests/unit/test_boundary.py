@@ -188,9 +188,9 @@ def test_media_pass_for_a_model_that_takes_them() -> None:
 
 def test_an_answer_holds_so_many_log_probabilities() -> None:
     check_logprobs(0, 131_072, 21)
-    with pytest.raises(RequestError, match="generated.*at most 4194304 .* got 1025 at each of 8192"):
+    with pytest.raises(RequestError, match=r"generated.*at most 4194304 .* got 1025 at each of 8192"):
         check_logprobs(0, 8192, 1025)
-    with pytest.raises(RequestError, match="prompt.*at most 262144 .* got 101 at each of 8000"):
+    with pytest.raises(RequestError, match=r"prompt.*at most 262144 .* got 101 at each of 8000"):
         check_logprobs(8000, 1, 101)
     with pytest.raises(RequestError, match="token_ids_logprob takes at most 1024"):
         check_request({"text": "a", "token_ids_logprob": [5] * 1025}, LIMITS)
