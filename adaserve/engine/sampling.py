@@ -24,10 +24,10 @@ from adaserve.engine.grammar import Allowed
 from adaserve.engine.parts import Device
 from adaserve.engine.penalties import Penalties, has_penalty
 from adaserve.engine.portions import portions
-from adaserve.engine.processors import apply_processors
 from adaserve.engine.reading import Reading
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees.verify import Tensors, VerifyBatch
+from adaserve.patches.logit_processors import apply_processors
 
 
 @dataclass(frozen=True)

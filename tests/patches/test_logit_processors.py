@@ -10,7 +10,7 @@ import torch
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from torch import Tensor
 
-from adaserve.engine.processors import apply_processors
+from adaserve.patches.logit_processors import apply_processors
 
 
 def applied(*entries: tuple[Any, list[dict[str, Any]]]) -> tuple[Tensor, list[Any]]:
