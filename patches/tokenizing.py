@@ -61,7 +61,9 @@ def guard(tokenizer: Any, context: int | None) -> None:
     encode, render = cls._encode_plus, cls.apply_chat_template
 
     def check(self: Any, text: Any) -> None:
-        for one in _texts(text) if context is not None else ():
+        if context is None:
+            return
+        for one in _texts(text):
             require_fitting(one, context, lambda part: len(encode(self, part)["input_ids"]))
 
     @functools.wraps(encode)  # SGLang encodes in parallel where it knows the method's module
