@@ -197,7 +197,7 @@ def texts() -> Iterator[Attack]:
     yield chat("a long message", "longer than the context", messages=[{"role": "user", "content": long}])
     yield Attack("a long prompt", "/api/generate", {"model": "m", "prompt": long}, "longer than the context")
     yield Attack("a long count", "/tokenize", {"model": "m", "prompt": long}, "longer than the context")
-    many = {"model": "m", "prompt": ["the quick fox"] * 100_000}
+    many = {"model": "m", "prompt": ["the quick fox " * 5] * 20_000}
     yield Attack("many counts", "/tokenize", many, "characters or ids in all")
     yield Attack(
         "many ids", "/detokenize", {"model": "m", "tokens": [5] * 1_100_000}, "characters or ids in all"
