@@ -54,6 +54,7 @@ def apply_all() -> None:
         load_headers,
         load_reports,
         logit_processors,
+        metric_labels,
         parsers,
         prefill_logprobs,
         prefill_slack,
@@ -81,6 +82,7 @@ def apply_all() -> None:
         slo_responses,
         boundary,  # after the SLO hooks: what wraps last is asked first
         bodies,
+        metric_labels,
         tokenizing,
         parsers,
         scheduler_guard,

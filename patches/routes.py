@@ -8,8 +8,7 @@ Why: many control routes hand what a client sends to the scheduler, where a wron
 open to everybody when the server has no key. Those for features that ADASERVE refuses at the start (LoRA,
 disaggregation, ...) or cannot follow (weights that it has packed) can only do harm.
 
-SGLang counts requests by path and method, and keeps both for ever: also of paths and methods that nobody
-serves, as long and as many as anybody likes. Here such paths share one label, and such methods get 405.
+Methods that nobody serves get 405: SGLang would keep each as a label of its metrics (``metric_labels.py``).
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ SAVING = dict.fromkeys(
 """Methods of the scheduler that ``sgl.Engine`` calls by name, and no route."""
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-OTHER_PATHS = "other"
 
 TWO_LENGTHS = "a request has either Transfer-Encoding or Content-Length: with both it ends in two places"
 """A proxy may have read it to the other end, and take the rest for another client's request (RFC 9112)."""
@@ -107,8 +105,6 @@ def register() -> None:
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     hook(f"{chat}._apply_jinja_template", _render, HookType.AROUND)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-    label = "sglang.srt.observability.http_request_metrics._get_fastapi_request_path"
-    hook(label, _shared_label, HookType.AFTER)
     hook("sglang.srt.entrypoints.engine.Engine.collective_rpc", refuse_rpc, HookType.BEFORE)
     for path in REFUSED.keys() - ROUTES_ONLY:
         hook(f"{manager}.{path.removeprefix('/')}", refuse_call(path), HookType.BEFORE)
@@ -195,11 +191,6 @@ class Routes:
             await _answer(send, 400, _sentence(path, why))
             return
         await self._app(scope, receive, send)
-
-
-def _shared_label(found: tuple[str, bool], _: Any) -> tuple[str, bool]:
-    """``found``: a request's path, and whether a route serves it."""
-    return found if found[1] or not _active() else (OTHER_PATHS, False)
 
 
 def _render(original: Callable[..., Any], self: Any, request: Any, *rest: Any) -> Any:
