@@ -27,6 +27,8 @@ def register() -> None:
     hook(label, _path, HookType.AFTER)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     hook(f"{manager}.collect_metrics", _few_priorities, HookType.AROUND)
+    collector = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector"
+    hook(f"{collector}._log_gauge_queue_count", _few_queues, HookType.BEFORE)
 
 
 def _path(found: tuple[str, bool], _: Any) -> tuple[str, bool]:
@@ -47,3 +49,13 @@ def _few_priorities(original: Callable[..., None], self: Any, state: Any, *rest:
         return original(self, state, *rest)
     finally:
         state.obj.priority = priority
+
+
+def _few_queues(collector: Any, _: Any, queue: Any) -> None:
+    """``queue``: how many requests wait or run, by priority too."""
+    known: set[int] = collector._known_priorities
+    for priority in list(queue.by_priority or ()):
+        if priority not in known and len(known) >= MAX_PRIORITIES:
+            del queue.by_priority[priority]
+        else:
+            known.add(priority)

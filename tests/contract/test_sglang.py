@@ -110,6 +110,9 @@ TARGETS = {
     f"{OPENAI}.serving_responses.OpenAIServingResponses._make_request": ["self", "request"],
     "sglang.srt.observability.http_request_metrics._get_fastapi_request_path": ["request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.collect_metrics": ["self", "state"],
+    "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector._log_gauge_queue_count": [
+        "self", "gauge", "data",
+    ],
     "sglang.srt.entrypoints.http_server.ORJSONRequest.json": ["self"],
     f"{OPENAI}.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request": [
         "self", "adapted_request", "request", "raw_request",

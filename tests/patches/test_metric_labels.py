@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from adaserve.patches.metric_labels import MAX_PRIORITIES, OTHER_PATHS, _few_priorities, _path
+from adaserve.patches.metric_labels import MAX_PRIORITIES, OTHER_PATHS, _few_priorities, _few_queues, _path
 
 
 def test_paths_that_nobody_serves_share_a_label() -> None:
@@ -25,3 +25,13 @@ def test_priorities_are_few() -> None:
         _few_priorities(collect, manager, state, "recv", 0)
         assert state.obj.priority == priority, "others read it too"
     assert len(set(counted)) == MAX_PRIORITIES + 1 and counted[-2:] == [5, None]
+
+
+def test_queues_are_counted_by_few_priorities() -> None:
+    collector = SimpleNamespace(_known_priorities=set())
+    for first in range(0, 1000, 10):
+        queue = SimpleNamespace(by_priority=dict.fromkeys(range(first, first + 10), 1))
+        _few_queues(collector, None, queue)
+        assert set(queue.by_priority) <= collector._known_priorities
+    assert len(collector._known_priorities) == MAX_PRIORITIES
+    _few_queues(collector, None, SimpleNamespace(by_priority=None))
