@@ -89,6 +89,9 @@ SAVING = dict.fromkeys(
 )
 """Methods of the scheduler that ``sgl.Engine`` calls by name, and no route."""
 
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+"""SGLang decodes the audio first, whatever the model takes, and logs a traceback of each library that fails."""
+
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 TWO_LENGTHS = "a request has either Transfer-Encoding or Content-Length: with both it ends in two places"
@@ -170,6 +173,13 @@ def _active() -> bool:
     return state is None or applies(state.tokenizer_manager.server_args)
 
 
+def _takes_media() -> bool:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    state = get_global_state()
+    return state is not None and state.tokenizer_manager.mm_processor is not None
+
+
 class Routes:
     """ASGI middleware."""
 
@@ -187,6 +197,9 @@ class Routes:
             await _answer(send, 405, f"methods are {', '.join(sorted(METHODS))}")
             return
         path = route_path(scope).rstrip("/")
+        if path == TRANSCRIPTIONS and not _takes_media():
+            await _answer(send, 400, f"{path} is refused: this model takes text only")
+            return
         if (why := self._refused.get(path)) is not None:
             await _answer(send, 400, _sentence(path, why))
             return

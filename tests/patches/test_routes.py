@@ -84,6 +84,24 @@ def test_methods_that_nobody_serves_are_refused(monkeypatch: pytest.MonkeyPatch)
     assert sent[0]["status"] == 405
 
 
+def test_a_model_of_text_transcribes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_active", lambda: True)
+    reached: list[str] = []
+
+    async def app(scope: Any, *_: Any) -> None:
+        reached.append(scope["path"])
+
+    async def send(message: Any) -> None:
+        reached.append(message.get("status", ""))
+
+    scope = {"type": "http", "method": "POST", "path": routes.TRANSCRIPTIONS, "headers": []}
+    for takes_media, first in ((False, 400), (True, routes.TRANSCRIPTIONS)):
+        monkeypatch.setattr(routes, "_takes_media", lambda takes=takes_media: takes)
+        reached.clear()
+        asyncio.run(routes.Routes(app)(scope, app, send))
+        assert reached[0] == first
+
+
 def engine(algorithm: str | None) -> Any:
     """An ``sgl.Engine`` whose tokenizer manager could talk to nobody."""
     manager = TokenizerManager.__new__(TokenizerManager)
