@@ -90,7 +90,7 @@ SAVING = dict.fromkeys(
 """Methods of the scheduler that ``sgl.Engine`` calls by name, and no route."""
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
-"""SGLang decodes the audio first, whatever the model takes, and logs a traceback of each library that fails."""
+"""SGLang decodes audio first, whatever the model takes, and logs a traceback of each library that fails."""
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
