@@ -291,7 +291,8 @@ app.add_typer(draft, name="draft")
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Runs the command line."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     short_spins(os.environ)
     # However a command ends, the servers that it started end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -27,13 +27,13 @@ from adaserve.errors import UserError
 from adaserve.host import FORK_ENV
 from adaserve.lifetime import PARENT_ENV
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
+from adaserve.processes import family, remove, shared_memory
 
 START_TIMEOUT_S = 600.0
 STOP_PATIENCE_S = 1.0
 """SGLang's schedulers end at once. Its first process would then sleep for five seconds, and end as well."""
 _DRAIN_S = 60.0
 _PORTS = range(20_000, 30_000)  # below those that Linux, macOS and Windows give to connections
-_SHARED = "/dev/shm/"
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
 
@@ -144,7 +144,7 @@ class ServerSpec:
         words = [w for flag, value in flags.items() if flag not in given for w in (flag, value)]
         switches = ["--enable-metrics", *(["--sleep-on-idle"] if on_cpu() else [])]
         words += [s for s in switches if s not in given]
-        return [sys.executable, "-m", "sglang.launch_server", *words, *self.extra]
+        return [sys.executable, "-m", "adaserve.launch", "sglang.launch_server", *words, *self.extra]
 
     def models(self) -> tuple[str, str | None]:
         """Target and draft."""
@@ -320,20 +320,18 @@ class ServerProcess:
         process = self._process
         if process is None:
             return
-        family = _family(process.pid)
-        shared = {path for p in family for path in _shared_memory(p.pid)}
+        members = family(process.pid)
+        shared = {path for p in members for path in shared_memory(p.pid)}
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-        psutil.wait_procs(family, timeout=patience_s)
+        psutil.wait_procs(members, timeout=patience_s)
         process.kill()
-        alive = psutil.wait_procs(family, timeout=STOP_PATIENCE_S)[1]
+        alive = psutil.wait_procs(members, timeout=STOP_PATIENCE_S)[1]
         for p in alive:
             p.kill()
         psutil.wait_procs(alive, timeout=5.0)
         process.wait()
-        for path in shared:
-            with suppress(OSError):
-                path.unlink()
+        remove(shared)
         self._process = None
 
     @property
@@ -393,26 +391,3 @@ class ServerProcess:
     def _ask(self, method: str, path: str, json: Any = None, timeout: float = 30.0) -> httpx.Response:
         """Raises httpx.HTTPError."""
         return httpx.request(method, self.url + path, json=json, timeout=timeout, headers=self.spec.headers)
-
-
-def _family(leader: int) -> list[psutil.Process]:
-    """The processes of a group and what its leader started. The leader itself may be dead already."""
-    family = {p for p in psutil.process_iter() if _group(p.pid) == leader}
-    with suppress(psutil.NoSuchProcess):
-        family.update(psutil.Process(leader).children(recursive=True))
-    return list(family)
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except (ProcessLookupError, PermissionError):
-        return None
-
-
-def _shared_memory(pid: int) -> set[Path]:
-    """Files in Linux' shared memory that a process has mapped."""
-    with suppress(OSError):
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        return {Path(line[line.index(_SHARED) :]) for line in lines if _SHARED in line}
-    return set()

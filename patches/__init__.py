@@ -38,6 +38,7 @@ def hook(target: str, function: Callable[..., Any], kind: HookType) -> None:
 def apply_all() -> None:
     """Registers all hooks; SGLang applies them right after its plugins were loaded."""
     from adaserve.patches import (
+        bodies,
         boundary,
         cpu_kernels,
         dead_ends,
@@ -53,6 +54,9 @@ def apply_all() -> None:
         live_page,
         load_headers,
         load_reports,
+        logit_processors,
+        metric_labels,
+        parsers,
         prefill_logprobs,
         prefill_slack,
         request_ends,
@@ -62,6 +66,7 @@ def apply_all() -> None:
         slo_requests,
         slo_responses,
         stop_strings,
+        tokenizing,
         worker_supervisor,
     )
 
@@ -78,10 +83,15 @@ def apply_all() -> None:
         slo_requests,
         slo_responses,
         boundary,  # after the SLO hooks: what wraps last is asked first
+        bodies,
+        metric_labels,
+        tokenizing,
+        parsers,
         scheduler_guard,
         stop_strings,
         grammar_time,
         dead_ends,
+        logit_processors,
         prefill_logprobs,
         request_ends,
         internal_state,

@@ -20,7 +20,8 @@ from sglang.srt.observability.req_time_stats import monotonic_time
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.asgi import route_path
-from adaserve.boundary import OF_MEDIA, Limits, RequestError, check_prompt, check_request
+from adaserve.boundary import OF_MEDIA, Limits, RequestError, check_logprobs, check_prompt, check_request
+from adaserve.boundary.prompts import require_few
 from adaserve.boundary.values import token_ids
 from adaserve.identity import is_ours
 from adaserve.patches import hook
@@ -51,6 +52,7 @@ def register() -> None:
     responses = f"{openai}.serving_responses.OpenAIServingResponses"
     hook(f"{responses}._generate_with_builtin_tools", _keep_made, HookType.BEFORE)
     hook(f"{responses}.create_responses", _responses_stream, HookType.AROUND)
+    hook(f"{responses}._make_request", _without_a_traceback, HookType.AROUND)
     detokenize = f"{openai}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request"
     hook(detokenize, _detokenize, HookType.AROUND)
     hook("sglang.srt.entrypoints.api_contract.generate_contract_error", _name_the_field, HookType.AROUND)
@@ -76,12 +78,14 @@ def _every_request(
 def _limits(manager: Any) -> Limits:
     """What the server of this tokenizer manager can take."""
     from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_observability
 
     return Limits(
         manager.model_config.vocab_size,
         flat_params=not envs.SGLANG_USE_PICKLE_IPC.get(),
         takes_media=manager.mm_processor is not None,
         seeded=bool(manager.server_args.enable_deterministic_inference),
+        labels=frozenset(get_observability().tokenizer_metrics_allowed_custom_labels or ()),
     )
 
 
@@ -140,6 +144,17 @@ def _check_tokens(self: Any, obj: Any, input_ids: Any) -> None:
     if input_ids is not None and applies(self.server_args):
         continues = bool(getattr(obj, "session_params", None))
         check_prompt(len(input_ids), getattr(obj, "logprob_start_len", None), continues)
+        if getattr(obj, "return_logprob", None):
+            _check_logprobs(obj, len(input_ids), self.model_config.context_len)
+
+
+def _check_logprobs(obj: Any, prompt: int, context: int) -> None:
+    """``obj``: one normalized request of ``prompt`` tokens."""
+    start, asked = obj.logprob_start_len, obj.sampling_params.get("max_new_tokens")
+    told = 0 if start is None or start < 0 else max(0, prompt - start)
+    left = max(0, context - prompt)
+    new = left if asked is None else min(asked, left)
+    check_logprobs(told, new, 1 + (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ()))
 
 
 async def start(manager: Any, obj: Any, request: Any) -> None:
@@ -214,7 +229,9 @@ async def _detokenize(
     if not applies(self.tokenizer_manager.server_args):
         return await original(self, adapted, request, raw_request)
     try:
-        for ids in tokens if any(isinstance(t, list) for t in tokens) else [tokens]:
+        lists = tokens if any(isinstance(t, list) for t in tokens) else [tokens]
+        require_few("tokens", lists, self.tokenizer_manager.model_config.context_len)
+        for ids in lists:
             token_ids("tokens", ids, _limits(self.tokenizer_manager))
     except RequestError as error:
         return self.create_error_response(str(error))
@@ -263,6 +280,17 @@ async def _responses_stream(
         except ValueError as error:
             return self.create_error_response(str(error))
     return response
+
+
+async def _without_a_traceback(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    """A response's prompt that cannot be made is the client's fault; SGLang logs all but one kind of these as
+    faults of its own."""
+    from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
+
+    try:
+        return await original(*args, **kwargs)
+    except ValueError as error:
+        raise _MediaInputValidationError(str(error)) from error
 
 
 def _name_the_field(original: Callable[[Any], str | None], body: Any) -> str | None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +27,19 @@ from adaserve.patches import hook
 
 def register() -> None:
     engine = "sglang.srt.entrypoints.engine.Engine"
-    hook(f"{engine}._launch_scheduler_processes", _forking, HookType.AROUND)
-    hook(f"{engine}._launch_detokenizer_subprocesses", _forking, HookType.AROUND)
+    hook(f"{engine}._launch_scheduler_processes", _launch, HookType.AROUND)
+    hook(f"{engine}._launch_detokenizer_subprocesses", _launch, HookType.AROUND)
+
+
+def _launch(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What is started ignores Ctrl-C. A terminal sends it to all processes; the first one ends the others."""
+    if threading.current_thread() is not threading.main_thread():
+        return _forking(launch, *args, **kwargs)  # others may not say how signals are handled
+    heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return _forking(launch, *args, **kwargs)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if heeded is None else heeded)
 
 
 def _forking(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,14 @@
 """Routes of SGLang's HTTP server that ADASERVE does not offer are refused, and so are huge bodies.
 
 What SGLang cannot make a request of gets 400 in place of 500. ``sgl.Engine`` calls the methods of the
-tokenizer manager that most routes are named after: they raise the same sentence as a RequestError.
+tokenizer manager that most routes are named after: they raise the same sentence as a RequestError. So does
+``sgl.Engine.collective_rpc`` for methods of the scheduler that do the same, or save weights.
 
 Why: many control routes hand what a client sends to the scheduler, where a wrong value ends it, and most are
 open to everybody when the server has no key. Those for features that ADASERVE refuses at the start (LoRA,
 disaggregation, ...) or cannot follow (weights that it has packed) can only do harm.
+
+Methods that nobody serves get 405: SGLang would keep each as a label of its metrics (``metric_labels.py``).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.patches import hook
+from adaserve.patches.bodies import shorten_errors
 
 MAX_BODY_BYTES = 32 << 20
 _READER = "request_body_to_args"  # FastAPI's step from a parsed body to a route's arguments
@@ -79,6 +83,20 @@ ROUTES_ONLY = frozenset(
 )  # fmt: skip
 """Those after which no method of the tokenizer manager is named."""
 
+SAVING = dict.fromkeys(
+    ("save_remote_model", "save_sharded_model"),
+    "weights are packed when the server starts: copy its checkpoint",
+)
+"""Methods of the scheduler that ``sgl.Engine`` calls by name, and no route."""
+
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+"""SGLang decodes audio first, whatever the model takes, and logs a traceback of each library that fails."""
+
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+
+TWO_LENGTHS = "a request has either Transfer-Encoding or Content-Length: with both it ends in two places"
+"""A proxy may have read it to the other end, and take the rest for another client's request (RFC 9112)."""
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -90,6 +108,7 @@ def register() -> None:
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     hook(f"{chat}._apply_jinja_template", _render, HookType.AROUND)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    hook("sglang.srt.entrypoints.engine.Engine.collective_rpc", refuse_rpc, HookType.BEFORE)
     for path in REFUSED.keys() - ROUTES_ONLY:
         hook(f"{manager}.{path.removeprefix('/')}", refuse_call(path), HookType.BEFORE)
 
@@ -117,6 +136,15 @@ def refuse_call(path: str) -> Callable[..., None]:
     return check
 
 
+def refuse_rpc(engine: Any, method: str, **_: Any) -> None:
+    """Runs before a method of all schedulers is called by its name. Raises RequestError."""
+    from adaserve.patches.boundary import applies
+
+    why = refused_routes().get(f"/{method}") or SAVING.get(method)
+    if why is not None and applies(engine.server_args):
+        raise RequestError(_sentence(method, why))
+
+
 def _before_run(*_: Any, **__: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
@@ -129,6 +157,7 @@ def mount(app: Any) -> None:
         return
     app.state.adaserve_routes = True
     app.max_body_size = MAX_BODY_BYTES
+    shorten_errors(app)
     for kind in (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError):
         app.add_exception_handler(kind, _unreadable)
     build = app.build_middleware_stack
@@ -144,6 +173,13 @@ def _active() -> bool:
     return state is None or applies(state.tokenizer_manager.server_args)
 
 
+def _takes_media() -> bool:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    state = get_global_state()
+    return state is not None and state.tokenizer_manager.mm_processor is not None
+
+
 class Routes:
     """ASGI middleware."""
 
@@ -154,7 +190,16 @@ class Routes:
         if scope["type"] != "http" or not _active():
             await self._app(scope, receive, send)
             return
+        if {b"transfer-encoding", b"content-length"} <= {name for name, _ in scope["headers"]}:
+            await _answer(send, 400, TWO_LENGTHS, (b"connection", b"close"))
+            return
+        if scope["method"] not in METHODS:
+            await _answer(send, 405, f"methods are {', '.join(sorted(METHODS))}")
+            return
         path = route_path(scope).rstrip("/")
+        if path == TRANSCRIPTIONS and not _takes_media():
+            await _answer(send, 400, f"{path} is refused: this model takes text only")
+            return
         if (why := self._refused.get(path)) is not None:
             await _answer(send, 400, _sentence(path, why))
             return
@@ -184,8 +229,8 @@ def _is_the_clients(error: Exception) -> bool:
     return isinstance(error, ValueError) or _READER in names or names[-1] == _BUILDER
 
 
-async def _answer(send: Send, status: int, message: str) -> None:
+async def _answer(send: Send, status: int, message: str, *more: tuple[bytes, bytes]) -> None:
     body = json.dumps({"error": {"message": message, "type": "BadRequest", "code": status}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

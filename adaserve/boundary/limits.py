@@ -16,6 +16,12 @@ MAX_SAMPLES = 128
 MAX_TOP_LOGPROBS = 1024
 """Per position; each is a Python object in the answer."""
 
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Of one prompt, at all of its positions. They are made in one go: 800,000 kept a small server for 25 s."""
+
+MAX_LOGPROBS = 1 << 22
+"""Of all that one request may generate. They come one position at a time, and are kept until its end."""
+
 MAX_ID_CHARACTERS = 256
 """Of a request id and of other names that are kept while the server runs."""
 
@@ -60,3 +66,5 @@ class Limits:
     """Whether the model takes images, audio or video."""
     seeded: bool = False
     """--enable-deterministic-inference: SGLang draws by seeds, and asserts that there is no min_p."""
+    labels: frozenset[str] = frozenset()
+    """--tokenizer-metrics-allowed-custom-labels: SGLang's metrics have these labels and no others."""

@@ -10,6 +10,8 @@ from adaserve.boundary.limits import (
     INT32_MAX,
     MAX_BATCH,
     MAX_ID_CHARACTERS,
+    MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
     MAX_TOP_LOGPROBS,
     Limits,
 )
@@ -69,6 +71,16 @@ def session_params(name: str, value: Any, limits: Limits) -> None:
             check(f"{name}.{key}", item, limits)
     if value.get("replace") and not value.get("rid"):
         raise RequestError(f"{name}.replace needs {name}.rid, the turn that is replaced")
+
+
+def custom_labels(name: str, value: Any, limits: Limits) -> None:
+    """Labels of the request's metrics, by names that the server's metrics have."""
+    mapping(name, value, limits)
+    for key, item in value.items():
+        if key not in limits.labels:
+            known = ", ".join(sorted(limits.labels)) or "none (see --tokenizer-metrics-allowed-custom-labels)"
+            raise RequestError(f"{name} has no label {shown(key)} on this server; it knows {known}")
+        label(f"{name}.{key}", item, limits)
 
 
 def embeds(name: str, value: Any, _: Limits) -> None:
@@ -142,7 +154,7 @@ WHOLE: dict[str, Check] = {
     "conversation_id": label,
     "received_time": finite,
     "external_trace_header": mapping,
-    "custom_labels": mapping,
+    "custom_labels": custom_labels,
     "mm_processor_kwargs": custom_params,
     "images_config": custom_params,
     "video_config": custom_params,
@@ -203,6 +215,19 @@ def check_prompt(tokens: int, logprob_start_len: int | None, continues: bool) ->
         )
 
 
+def check_logprobs(prompt: int, new: int, each: int) -> None:
+    """Positions of the prompt whose log probabilities are asked for, tokens that may be generated, and log
+    probabilities at ``each`` of both. Raises RequestError."""
+    for what, positions, most in (
+        ("the prompt, from logprob_start_len on,", prompt, MAX_PROMPT_LOGPROBS),
+        ("what may be generated, up to max_new_tokens,", new, MAX_LOGPROBS),
+    ):
+        if positions * each > most:
+            raise RequestError(
+                f"{what} may have at most {most} log probabilities, got {each} at each of {positions} tokens"
+            )
+
+
 def _prompt_count(fields: Mapping[str, Any], limits: Limits) -> int | None:
     """Prompts of a batch; None for a single prompt, and for one whose shape SGLang will refuse."""
     prompts, ids = fields.get("text"), fields.get("input_ids")
@@ -251,6 +276,12 @@ def _check_token_ids_logprob(value: Any, count: int | None, limits: Limits) -> N
         return
     if is_integer(value):
         value = [value]
+
+    def check(name: str, ids: Any) -> None:
+        token_ids(name, ids, limits)
+        if len(ids) > MAX_TOP_LOGPROBS:
+            raise RequestError(f"{name} takes at most {MAX_TOP_LOGPROBS} token ids, got {len(ids)}")
+
     if isinstance(value, list | tuple) and any(isinstance(item, list | tuple) for item in value):
         if len(value) != count:
             raise RequestError(
@@ -259,6 +290,6 @@ def _check_token_ids_logprob(value: Any, count: int | None, limits: Limits) -> N
             )
         for i, ids in enumerate(value):
             if ids is not None:
-                token_ids(f"token_ids_logprob[{i}]", ids, limits)
+                check(f"token_ids_logprob[{i}]", ids)
     else:
-        token_ids("token_ids_logprob", value, limits)
+        check("token_ids_logprob", value)

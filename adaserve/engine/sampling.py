@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.layers.sampler import (
-    apply_custom_logit_processor,
     sampling_from_probs_torch,
     top_k_top_p_min_p_sampling_from_probs_torch,
 )
@@ -27,6 +26,7 @@ from adaserve.engine.portions import portions
 from adaserve.engine.reading import Reading
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees.verify import Tensors, VerifyBatch
+from adaserve.patches.logit_processors import apply_processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def adjust_logits(logits: Tensor, step: Step) -> None:
         # Such requests have root-only trees, so the rows of the batch are the roots.
         root = step.tensors["root"]
         rows = logits[root]
-        apply_custom_logit_processor(rows, info)
+        apply_processors(rows, info)
         logits[root] = rows
 
 

@@ -31,6 +31,7 @@ TARGETS = {
     ],
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": ["self", "kvc"],
     "sglang.srt.layers.dual_gemm.DualGemm._select_mode": ["self", "gate_up_proj", "hidden_size"],
+    "sglang.srt.layers.sampler.apply_custom_logit_processor": ["logits", "sampling_batch_info"],
     f"{OPENAI}.serving_base.OpenAIServingBase.handle_request": ["self", "request", "raw_request"],
     f"{OPENAI}.serving_completions.OpenAIServingCompletion._generate_completion_stream": [
         "self", "adapted_request", "request", "raw_request",
@@ -101,6 +102,28 @@ TARGETS = {
     f"{INTERNAL}._add_speculative": ["self", "state"],
     f"{INTERNAL}._update_handlers": ["self"],
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server": ["server_args", "tokenizer_manager"],
+    "sglang.srt.entrypoints.engine.Engine.collective_rpc": ["self", "method"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager.init_tokenizer_and_processor": ["self"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager._tokenize_texts": ["self", "texts"],
+    f"{MANAGERS}.tokenizer_manager_score_mixin.TokenizerManagerScoreMixin.score_request": [
+        "self", "query", "items",
+    ],
+    f"{OPENAI}.serving_decisions._encode_all": ["encoded"],
+    f"{OPENAI}.serving_responses.OpenAIServingResponses._make_request": ["self", "request"],
+    "sglang.srt.observability.http_request_metrics._get_fastapi_request_path": ["request"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager.collect_metrics": ["self", "state"],
+    "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector._log_gauge_queue_count": [
+        "self", "gauge", "data",
+    ],
+    "sglang.srt.entrypoints.http_server.ORJSONRequest.json": ["self"],
+    f"{OPENAI}.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request": [
+        "self", "adapted_request", "request", "raw_request",
+    ],
+    "sglang.srt.function_call.function_call_parser.FunctionCallParser.__init__": ["self", "tools"],
+    "sglang.srt.function_call.function_call_parser.FunctionCallParser.parse_non_stream": ["self"],
+    "sglang.srt.function_call.function_call_parser.FunctionCallParser.parse_stream_chunk": ["self"],
+    "sglang.srt.parser.reasoning_parser.ReasoningParser.parse_non_stream": ["self", "full_text"],
+    "sglang.srt.parser.reasoning_parser.ReasoningParser.parse_non_stream_blocks": ["self", "full_text"],
     "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes": ["server_args", "port_args"],
     "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses": ["server_args", "port_args"],
     **{
@@ -117,7 +140,6 @@ PARAMETERS = {
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": {
         "batch", "model_runner", "return_hidden_states_before_norm",
     },
-    "sglang.srt.layers.sampler.apply_custom_logit_processor": {"logits", "sampling_batch_info"},
     "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head": {"hidden_states", "lm_head"},
     "sglang.srt.layers.sampler.sampling_from_probs_torch": {"probs", "sampling_seed", "positions"},
     "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": {
@@ -150,11 +172,13 @@ FIELDS = {
     },
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": {
         "temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy",
-        "logit_bias", "vocab_size", "has_custom_logit_processor", "sampling_seed",
+        "logit_bias", "vocab_size", "has_custom_logit_processor", "custom_logit_processor", "custom_params",
+        "sampling_seed",
     },
 }  # fmt: skip
 
 MEMBERS = [
+    "sglang.srt.entrypoints.openai.serving_responses._MediaInputValidationError",
     *(
         f"sglang.srt.constrained.base_grammar_backend.BaseGrammarObject.{name}"
         for name in (

@@ -56,6 +56,7 @@ def attacks() -> Iterator[Attack]:
     yield from names()
     yield from grammars()
     yield from rest()
+    yield from texts()
     yield from other_routes()
 
 
@@ -146,6 +147,7 @@ def names() -> Iterator[Attack]:
     yield native("unknown session", "", session_params={"id": "nobody"})
     yield native("foreign endpoint", "http_worker_ipc", http_worker_ipc="tcp://127.0.0.1:1")
     yield native("LoRA", "lora_path", lora_path="x")
+    yield native("a label that the metrics lack", "custom_labels", custom_labels={"tenant": "a"})
 
 
 def grammars() -> Iterator[Attack]:
@@ -177,6 +179,39 @@ def rest() -> Iterator[Attack]:
     yield native("delimiters", "multi_item_delimiter_indices", multi_item_delimiter_indices=[-7])
     yield native("overrides", "positional_embed_overrides", positional_embed_overrides={"a": 1})
     yield native("SLO of a class nobody knows", "", {"custom_params": {"slo_class": "nobody"}})
+
+
+def texts() -> Iterator[Attack]:
+    """What costs the HTTP process more than the request is worth."""
+    loop = {"chat_template": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"}
+    responses = {"model": "m", "input": "a", "max_output_tokens": 4}
+    yield Attack("a template", "/v1/responses", {**responses, "chat_template_kwargs": loop}, "chat_template")
+    question = {"id": "a", "type": "yes_no", "question": "b"}
+    decisions = {"model": "m", "input": "a", "questions": [question]}
+    yield Attack(
+        "another template", "/v1/decisions", {**decisions, "chat_template_kwargs": loop}, "chat_template"
+    )
+    yield chat("padding", "padding", chat_template_kwargs={"padding": "max_length", "max_length": 10**9})
+    long = "the quick fox " * 500_000
+    yield native("a long text", "longer than the context", text=long)
+    yield chat("a long message", "longer than the context", messages=[{"role": "user", "content": long}])
+    yield Attack("a long prompt", "/api/generate", {"model": "m", "prompt": long}, "longer than the context")
+    yield Attack("a long count", "/tokenize", {"model": "m", "prompt": long}, "longer than the context")
+    many = {"model": "m", "prompt": ["the quick fox " * 5] * 20_000}
+    yield Attack("many counts", "/tokenize", many, "characters or ids in all")
+    yield Attack(
+        "many ids", "/detokenize", {"model": "m", "tokens": [5] * 1_100_000}, "characters or ids in all"
+    )
+    score = {"model": "m", "query": "a" * 10_000, "items": ["b"] * 4000, "label_token_ids": [5]}
+    yield Attack("items after a long query", "/v1/score", score, "send it in parts")
+    many = {**decisions, "questions": [{**question, "id": str(i)} for i in range(5000)]}
+    yield Attack("many questions", "/v1/decisions", many, "")
+    wrong = [{"role": "nobody", "content": 5}] * 20_000
+    yield chat("many wrong messages", "8 validation errors", messages=wrong)
+    yield chat("very many messages", "values besides token ids", messages=wrong * 5)
+    call = {"type": "function", "function": {"name": "f"}}
+    parse = {"text": "<tool_call>" * 40_000, "tools": [call], "tool_call_parser": "glm47"}
+    yield Attack("a text full of calls", "/parse_function_call", parse, "given up")
 
 
 def _nested(depth: int) -> dict[str, Any]:

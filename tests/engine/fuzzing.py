@@ -110,6 +110,50 @@ OBJECTS: list[Any] = [
     json.loads('{"a":' * 20 + "1" + "}" * 20),
 ]  # fmt: skip
 
+PROMPTS: list[dict[str, Any]] = [
+    {"input_ids": [5, 17, 33]}, {"input_ids": [0]}, {"input_ids": [VOCAB - 1] * 70}, {"text": "the quick"}, {"text": " "},
+    {"input_ids": list(range(2, 200))}, {"input_ids": [5] * 249}, {"input_ids": [5] * 255}, {"text": "a\ud83d\ude00"},
+]  # fmt: skip
+FLAG = [True, False]
+GRAMMARS = {
+    "json_schema": ['{"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}', "$$ANY$$", ""],
+    "regex": ["(yes|no)", "[a-z]{1,30}", "a{0}"],
+    "ebnf": ['root ::= "a" root | "b"', 'root ::= "a" dead\ndead ::= dead'],
+    "structural_tag": [
+        '{"type": "structural_tag", "triggers": ["<"], "structures": [{"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}]}',
+    ],
+}  # fmt: skip
+LEGAL_SAMPLING: dict[str, list[Any]] = {
+    **GRAMMARS,
+    "max_new_tokens": [0, 1, 2, 40], "min_new_tokens": [0, 1, 12], "stop": ["a", "", [], ["e", " "], "\u00e9"],
+    "stop_token_ids": [[0], [5, VOCAB - 1], list(range(VOCAB)), []], "stop_regex": ["[a-f]{2,9}", ["e ", "x"], ""],
+    "temperature": [0, 1e-6, 0.7, 1, 1000], "top_p": [1e-9, 0.5, 1], "top_k": [-1, 1, 3, VOCAB, 2**30],
+    "min_p": [0, 0.1, 1], "frequency_penalty": [-2, 0.5, 2], "presence_penalty": [-2, 0.5, 2],
+    "repetition_penalty": [0.01, 1.1, 2], "n": [1, 2, 5], "ignore_eos": FLAG, "skip_special_tokens": FLAG,
+    "spaces_between_special_tokens": FLAG, "no_stop_trim": FLAG, "ebnf_full_assistant": FLAG, "stream_interval": [1, 3, 1000],
+    "logit_bias": [{"5": 1e6}, {str(VOCAB - 1): -1e6, "0": 3.5}, {str(i): -1e6 for i in range(VOCAB)}, {}],
+    "sampling_seed": [0, 2**63 - 1, -5],
+    "custom_params": [{}, {"slo_tpot_ms": 5}, {"slo_class": "coding"}, {"slo_ttft_ms": 60000}, {"thinking_budget": 3}],
+}  # fmt: skip
+"""Values that are served on most servers, alone; what ended servers was found by combining such fields."""
+LEGAL: dict[str, list[Any]] = {
+    "rid": ["one", "two", "HEALTH", "x" * 256], "return_logprob": FLAG, "logprob_start_len": [-1, 0, 1, 3],
+    "top_logprobs_num": [0, 1, 7, VOCAB], "token_ids_logprob": [[0, VOCAB - 1], [], [5] * 300], "return_sampling_mask": FLAG,
+    "sampling_logprobs_mode": ["selected", "support"], "extra_key": ["k", ""], "cache_salt": ["s", ""],
+    "bootstrap_host": ["127.0.0.1"], "bootstrap_port": [1], "bootstrap_room": [0, 2**63 - 1], "bootstrap_pair_key": ["p"],
+    "decode_tp_size": [1, 2], "kv_hints": [{}, {"a": 1}], "session_params": [{"id": "s"}, {"id": "s", "rid": "one"}, {}],
+    "session_id": ["s"], "stream": FLAG, "log_metrics": FLAG, "no_logs": FLAG, "background": FLAG, "require_reasoning": FLAG,
+    "return_text_in_logprobs": FLAG, "return_flat_raw_top_logprobs": FLAG, "return_flat_raw_output_top_logprobs": FLAG,
+    "return_flat_raw_top_logprobs_b64": FLAG, "return_routed_experts": FLAG, "return_indexer_topk": FLAG, "return_bytes": FLAG,
+    "return_entropy": FLAG, "return_prompt_token_ids": FLAG, "use_audio_in_video": FLAG, "routed_experts_start_len": [0, 3],
+    "max_thinking_tokens": [0, 3], "priority": [0, -(2**31), 2**31 - 1], "routed_dp_rank": [0, 1], "data_parallel_rank": [0],
+    "disagg_prefill_dp_rank": [0, 1], "routing_key": ["r"], "conversation_id": ["c"], "received_time": [0, 1e9, -1e300],
+    "external_trace_header": [{}, {"traceparent": "x"}, {"a": 5}], "custom_labels": [{}, {"tenant": "x"}, {"model_name": "x"}],
+    "mm_processor_kwargs": [{}, {"a": 1}], "images_config": [{}, {"a": 1}], "video_config": [{}, {"a": 1}],
+    "max_dynamic_patch": [0, 9], "min_dynamic_patch": [0, 9], "image_max_dynamic_patch": [0], "video_max_dynamic_patch": [0],
+}  # fmt: skip
+"""Likewise of the other fields of ``/generate``."""
+
 hostile = st.one_of(
     st.sampled_from(NUMBERS),
     st.sampled_from(TEXTS),
@@ -226,6 +270,8 @@ def _body_schema(operation: dict[str, Any]) -> dict[str, Any]:
 @st.composite
 def requests(draw: st.DrawFn, schema: Schema) -> Request:
     """One request to any route, most to those that generate."""
+    if draw(st.integers(0, 3)) == 0:
+        return draw(combinations())
     method, path = "POST", draw(st.sampled_from(FAVOURED))
     if draw(st.integers(0, 4)) == 0:
         method, path, _ = draw(st.sampled_from(schema.operations))
@@ -243,6 +289,16 @@ def requests(draw: st.DrawFn, schema: Schema) -> Request:
             name = draw(st.sampled_from(schema.fields(path)))
             body[name] = draw(st.one_of(hostile, schema.typed(path, name)))
     return Request(method, path, body, headers=headers)
+
+
+@st.composite
+def combinations(draw: st.DrawFn) -> Request:
+    """One request for ``/generate`` of legal values, whether or not they go together."""
+    body, params = dict(draw(st.sampled_from(PROMPTS))), {"max_new_tokens": 12}
+    for chosen, table, most in ((params, LEGAL_SAMPLING, 6), (body, LEGAL, 5)):
+        for name in draw(st.lists(st.sampled_from(sorted(table)), max_size=most, unique=True)):
+            chosen[name] = draw(st.sampled_from(table[name]))
+    return Request("POST", "/generate", {**body, "sampling_params": params})
 
 
 def _set_nested(draw: st.DrawFn, body: dict[str, Any], nested: str, path: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import httpx
 import pytest
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from tests.engine.attacks import Attack, attacks
 from tests.engine.harness import Server
@@ -163,6 +165,37 @@ def test_a_request_is_left_a_token_to_choose(attacked: Server, expected: list[in
     assert probe(attacked) == expected
 
 
+def processor(body: str) -> str:
+    """A custom logit processor as a client sends it: pickled by value, since the server has no such module."""
+    space: dict[str, Any] = {"__name__": "__main__", "CustomLogitProcessor": CustomLogitProcessor}
+    code = f"class Mine(CustomLogitProcessor):\n    def __call__(self, logits, params):\n        {body}"
+    exec(code, space)
+    return str(space["Mine"].to_str())
+
+
+@pytest.mark.parametrize(
+    "body", ["raise OSError('no')", "return logits[:, :5]", "return logits - float('inf')"]
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_logit_processor_that_fails_ends_its_request(
+    attacked: Server, expected: list[int], body: str, late: bool
+) -> None:
+    """In the prefill, where SGLang draws, and where the worker does."""
+    if late:
+        body = f"if len(params[0]['__req__'].output_ids) < 3: return logits\n        {body}"
+    answer = post(
+        attacked,
+        "/generate",
+        {
+            "input_ids": [5, 6, 7],
+            "custom_logit_processor": processor(body),
+            "sampling_params": {"max_new_tokens": 9, "ignore_eos": True},
+        },
+    )
+    assert answer.status_code == 400 and "custom logit processor" in answer.text, answer.text
+    assert probe(attacked) == expected
+
+
 @pytest.mark.parametrize(
     ("content", "kind"),
     [
@@ -181,6 +214,15 @@ def test_a_body_of_the_wrong_shape_gets_400(attacked: Server) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": 512}
     answer = post(attacked, "/v1/chat/completions", body)
     assert answer.status_code == 400 and "no request of /v1/chat/completions" in answer.text
+
+
+def test_a_request_with_two_lengths_is_answered_at_once(attacked: Server, expected: list[int]) -> None:
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", attacked.port), timeout=30) as connection:
+        connection.sendall(head + b'{"a": 1}\n')
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert probe(attacked) == expected
 
 
 def test_a_huge_body_is_not_read(attacked: Server) -> None:

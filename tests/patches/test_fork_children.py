@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from adaserve.host import FORK_ENV
-from adaserve.patches.fork_children import _forking
+from adaserve.patches.fork_children import _forking, _launch
 
 
 @pytest.fixture
@@ -32,3 +33,10 @@ def test_a_process_with_threads_is_not_forked() -> None:
     finally:
         end.set()
         thread.join()
+
+
+def test_what_is_started_ignores_an_interruption() -> None:
+    """A terminal sends it to all processes; the first one ends the others."""
+    before = signal.getsignal(signal.SIGINT)
+    assert _launch(lambda: signal.getsignal(signal.SIGINT)) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is before

@@ -44,8 +44,62 @@ def test_profiles_are_for_those_who_start_the_server(
     async def receive() -> Any:
         raise AssertionError("nobody reads the body")
 
-    asyncio.run(routes.Routes(app)({"type": "http", "path": path}, receive, send))
+    asyncio.run(
+        routes.Routes(app)({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+    )
     assert bool(passed) is passes and (sent[:1] == ([] if passes else [400]))
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(routes, "_active", lambda: True)
+    sent: list[Any] = []
+
+    async def reached(*_: Any) -> None:
+        raise AssertionError("it is not passed on")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-length", b"5"), (b"transfer-encoding", b"chunked")]
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
+    asyncio.run(routes.Routes(reached)(scope, reached, send))
+    assert sent[0]["status"] == 400 and (b"connection", b"close") in sent[0]["headers"]
+
+
+def test_methods_that_nobody_serves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a label of SGLang's metrics for as long as the server lives."""
+    monkeypatch.setattr(routes, "_active", lambda: True)
+    sent: list[Any] = []
+
+    async def unreached(*_: Any) -> None:
+        raise AssertionError("it is not passed on")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "ANYTHING", "path": "/generate", "headers": []}
+    asyncio.run(routes.Routes(unreached)(scope, unreached, send))
+    assert sent[0]["status"] == 405
+
+
+def test_a_model_of_text_transcribes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_active", lambda: True)
+    reached: list[str] = []
+
+    async def app(scope: Any, *_: Any) -> None:
+        reached.append(scope["path"])
+
+    async def send(message: Any) -> None:
+        reached.append(message.get("status", ""))
+
+    scope = {"type": "http", "method": "POST", "path": routes.TRANSCRIPTIONS, "headers": []}
+    for takes_media, first in ((False, 400), (True, routes.TRANSCRIPTIONS)):
+        monkeypatch.setattr(routes, "_takes_media", lambda takes=takes_media: takes)
+        reached.clear()
+        asyncio.run(routes.Routes(app)(scope, app, send))
+        assert reached[0] == first
 
 
 def engine(algorithm: str | None) -> Any:
@@ -82,6 +136,17 @@ def test_an_engine_refuses_what_a_server_does(
     assert not reached
     getattr(engine(None), name)(*arguments)
     assert reached == [name], "another server's business"
+
+
+@pytest.mark.parametrize("method", ["save_sharded_model", "save_remote_model", "update_weights_from_disk"])
+def test_an_engine_reaches_no_scheduler_past_that(method: str) -> None:
+    own = Engine.__new__(Engine)
+    own.server_args = SimpleNamespace(speculative_algorithm="ADASERVE")
+    with pytest.raises(ValueError, match=f"^{method} is refused .* packed"):
+        routes.refuse_rpc(own, method, path="x")
+    routes.refuse_rpc(own, "flush_cache")
+    own.server_args.speculative_algorithm = None
+    routes.refuse_rpc(own, method, path="x")
 
 
 def test_every_refused_route_is_refused_to_an_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:

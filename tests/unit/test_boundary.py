@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaserve.boundary import Limits, RequestError, check_prompt, check_request
+from adaserve.boundary import Limits, RequestError, check_logprobs, check_prompt, check_request
 from adaserve.boundary.ambiguity import _Automaton, _holds, require_few_ways
 from adaserve.boundary.errors import shown
 from adaserve.boundary.limits import MAX_SAMPLES, MAX_TOP_LOGPROBS
@@ -184,6 +184,28 @@ def test_a_model_with_a_large_vocabulary_gives_at_most_so_many_logprobs() -> Non
 
 def test_media_pass_for_a_model_that_takes_them() -> None:
     check_request({"text": "a", "image_data": "x"}, Limits(V, takes_media=True))
+
+
+def test_an_answer_holds_so_many_log_probabilities() -> None:
+    check_logprobs(0, 131_072, 21)
+    with pytest.raises(RequestError, match=r"generated.*at most 4194304 .* got 1025 at each of 8192"):
+        check_logprobs(0, 8192, 1025)
+    with pytest.raises(RequestError, match=r"prompt.*at most 262144 .* got 101 at each of 8000"):
+        check_logprobs(8000, 1, 101)
+    with pytest.raises(RequestError, match="token_ids_logprob takes at most 1024"):
+        check_request({"text": "a", "token_ids_logprob": [5] * 1025}, LIMITS)
+
+
+def test_labels_are_those_of_the_metrics() -> None:
+    """Any other ends SGLang's HTTP process where the first token is counted."""
+    labelled = Limits(V, labels=frozenset({"tenant", "team"}))
+    check_request({"text": "a", "custom_labels": {"tenant": "x"}}, labelled)
+    check_request({"text": "a", "custom_labels": {}}, LIMITS)
+    for labels in ({"other": "x"}, {"tenant": 5}, {"model_name": "x"}):
+        with pytest.raises(RequestError, match="custom_labels"):
+            check_request({"text": "a", "custom_labels": labels}, labelled)
+    with pytest.raises(RequestError, match="it knows none"):
+        check_request({"text": "a", "custom_labels": {"tenant": "x"}}, LIMITS)
 
 
 def test_messages_without_pickle_carry_flat_parameters_only() -> None:

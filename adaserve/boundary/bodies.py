@@ -1,0 +1,49 @@
+"""A body of very many small parts is refused before it is looked at.
+
+Bodies are checked against their route's types in the HTTP event loop. Each part that is wrong becomes several
+errors of a kilobyte: 1.5 MB of messages of a role that there is not became an answer of 250 MB.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaserve.boundary.errors import RequestError, shown
+
+MAX_VALUES = 1 << 16
+"""Values in all lists and objects of a body, but for token ids and biases."""
+
+MAX_ERRORS = 8
+"""Of a body that are told."""
+
+_BIASES = "logit_bias"
+
+
+def require_few_values(body: Any, path: str) -> None:
+    """Raises RequestError for parsed JSON of too many values. Not counted are token ids, where the route of
+    this ``path`` takes any, and biases of tokens."""
+    ids, left, waiting = _token_fields(path), MAX_VALUES, [(body, "")]
+    while waiting:
+        part, name = waiting.pop()
+        values = part.values() if isinstance(part, dict) else part
+        types = set(map(type, values))
+        if (name in ids and types == {int}) or (name == _BIASES and types <= {int, float}):
+            continue
+        left -= len(values)
+        if left < 0:
+            raise RequestError(
+                f"a body may hold at most {MAX_VALUES} values besides token ids and biases: send it in parts"
+            )
+        named = part.items() if isinstance(part, dict) else ((name, value) for value in part)
+        waiting.extend((value, key) for key, value in named if isinstance(value, dict | list))
+
+
+def _token_fields(path: str) -> set[str]:
+    if path.endswith("/detokenize"):
+        return {"tokens"}
+    return {"input_ids", "prompt"} if path == "/v1/completions" else {"input_ids"}
+
+
+def told(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first errors of a body, with what was wrong cut short."""
+    return [{**e, "input": shown(e["input"])} if "input" in e else e for e in errors[:MAX_ERRORS]]

@@ -1,0 +1,39 @@
+"""Runs SGLang's server so that it can be stopped while it starts: python -m adaserve.launch MODULE ARGUMENTS.
+
+SGLang heeds signals once it serves. Until then, for half a minute, Ctrl-C ended in a traceback of each of its
+processes, in whatever line they were.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+from types import FrameType
+
+
+def stop_cleanly() -> None:
+    """Makes SIGINT and SIGTERM end this process and what it started at once, with one line and exit code 130
+    or 143. SGLang and uvicorn put handlers of their own in the place of these when they serve."""
+    own = os.getpid()
+
+    def stop(number: int, _: FrameType | None) -> None:
+        if os.getpid() != own:  # forked from this process: nobody's to stop but itself
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        from adaserve.processes import end_children
+
+        end_children(own)
+        print(f"adaserve: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+
+if __name__ == "__main__":
+    stop_cleanly()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

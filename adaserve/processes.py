@@ -1,0 +1,52 @@
+"""The processes of a server, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+_SHARED = "/dev/shm/"
+
+
+def end_children(pid: int) -> None:
+    """Kills what a process started, and removes the shared memory that this leaves behind."""
+    children = psutil.Process(pid).children(recursive=True)
+    shared = {path for p in children for path in shared_memory(p.pid)} | shared_memory(pid)
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=5.0)
+    remove(shared)
+
+
+def family(leader: int) -> list[psutil.Process]:
+    """The processes of a group and what its leader started. The leader itself may be dead already."""
+    found = {p for p in psutil.process_iter() if _group(p.pid) == leader}
+    with suppress(psutil.NoSuchProcess):
+        found.update(psutil.Process(leader).children(recursive=True))
+    return list(found)
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
+
+
+def shared_memory(pid: int) -> set[Path]:
+    """Files in Linux' shared memory that a process has mapped."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {Path(line[line.index(_SHARED) :]) for line in lines if _SHARED in line}
+    return set()
+
+
+def remove(shared: set[Path]) -> None:
+    """Removes files of shared memory whose processes have ended."""
+    for path in shared:
+        with suppress(OSError):
+            path.unlink()

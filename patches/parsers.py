@@ -1,0 +1,86 @@
+"""A text whose tool calls or reasoning take long to find is given up.
+
+Why: SGLang's parsers search with regular expressions that take time with the square of the text, in the HTTP
+event loop: 44 KB of ``<tool_call>`` take half a second, a body of 32 MB days, and nobody else is answered.
+``/parse_function_call`` and ``/separate_reasoning`` take any text; with --tool-call-parser what a model was
+made to write is searched as well. The matcher looks for signals, so a timer can end it.
+
+``/parse_function_call`` hands over tools of a type that lacks what one of the parsers reads (500).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.boundary import RequestError
+from adaserve.patches import hook
+
+PATIENCE_S = 1.0
+"""Of processor time, so that a busy host ends nobody's request."""
+
+
+class _GivenUpError(BaseException):
+    """Not an Exception: parsers catch these to go on."""
+
+
+def register() -> None:
+    calls = "sglang.srt.function_call.function_call_parser.FunctionCallParser"
+    reasoning = "sglang.srt.parser.reasoning_parser.ReasoningParser"
+    for parse in (
+        f"{calls}.parse_non_stream",
+        f"{calls}.parse_stream_chunk",
+        f"{reasoning}.parse_non_stream",
+        f"{reasoning}.parse_non_stream_blocks",
+    ):
+        hook(parse, _limited, HookType.AROUND)
+    hook(f"{calls}.__init__", _complete_tools, HookType.AROUND)
+
+
+def _complete_tools(original: Callable[..., None], self: Any, tools: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.managers import io_struct
+
+    def complete(tool: Any) -> Any:
+        if not isinstance(tool, io_struct.Tool):
+            return tool
+        f = tool.function
+        fields = {"name": f.name, "description": f.description, "parameters": f.parameters}
+        return Tool.model_validate({"type": tool.type, "function": fields})
+
+    original(self, [complete(tool) for tool in tools], *args, **kwargs)
+
+
+def _limited(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with limited_time():
+        return parse(*args, **kwargs)
+
+
+@contextmanager
+def limited_time() -> Iterator[None]:
+    """Raises RequestError where what is done meanwhile takes too long. In the main thread only, which has the
+    event loop; signals go nowhere else."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heeded = signal.signal(signal.SIGVTALRM, _give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, PATIENCE_S)
+    try:
+        yield
+    except _GivenUpError:
+        raise RequestError(
+            f"the text was given up: finding tool calls or reasoning in it takes more than {PATIENCE_S:g} s"
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, heeded)
+
+
+def _give_up(_number: int, _frame: FrameType | None) -> None:
+    raise _GivenUpError

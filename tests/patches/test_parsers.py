@@ -1,0 +1,48 @@
+"""A parser that takes long is given up; one that only waited is not."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from sglang.srt.entrypoints.openai.protocol import Tool as ChatTool
+from sglang.srt.managers.io_struct import Function, Tool
+
+from adaserve.boundary import RequestError
+from adaserve.patches import parsers
+from adaserve.patches.parsers import _complete_tools, _limited
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parsers, "PATIENCE_S", 0.05)
+
+
+def endless(text: str) -> object:
+    """A search that would take years, in a parser that catches what goes wrong."""
+    try:
+        return re.match("(a+)+b", text)
+    except Exception:
+        return "caught"
+
+
+def test_a_search_that_takes_long_is_given_up() -> None:
+    with pytest.raises(RequestError, match="given up"):
+        _limited(endless, "a" * 60)
+
+
+def test_what_is_short_or_only_waits_is_not() -> None:
+    assert _limited(lambda text: text.upper(), "a") == "A"
+    _limited(time.sleep, 0.1)
+    end_s = time.process_time() + 0.1
+    while time.process_time() < end_s:  # no timer is left behind
+        pass
+
+
+def test_tools_of_the_route_are_like_those_of_a_chat() -> None:
+    given = Tool(function=Function(name="f", parameters={"type": "object"}))
+    for tools in ([given], [ChatTool(function={"name": "f", "parameters": {"type": "object"}})]):
+        seen: list[ChatTool] = []
+        _complete_tools(lambda _, got, seen=seen: seen.extend(got), None, tools)
+        assert seen[0].function.strict is None and seen[0].function.parameters == {"type": "object"}

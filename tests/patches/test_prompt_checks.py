@@ -1,0 +1,51 @@
+"""What is known of a request once its prompt is tokenized."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adaserve.boundary import RequestError
+from adaserve.patches.boundary import _check_tokens
+
+CONTEXT = 8192
+
+
+def check(prompt: int, params: dict[str, Any], **fields: Any) -> None:
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
+        model_config=SimpleNamespace(context_len=CONTEXT),
+    )
+    unset = {
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "token_ids_logprob": None,
+        "return_logprob": True,
+    }
+    obj = SimpleNamespace(sampling_params=params, session_params=None, **{**unset, **fields})
+    _check_tokens(manager, obj, [5] * prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "fields"),
+    [
+        (8000, {"max_new_tokens": 1}, {"logprob_start_len": 0, "top_logprobs_num": 1024}),
+        (10, {}, {"top_logprobs_num": 1024}),
+        (10, {"max_new_tokens": 5000}, {"token_ids_logprob": [5] * 1000}),
+        (8000, {"max_new_tokens": 1}, {"logprob_start_len": 0, "top_logprobs_num": 100}),
+    ],
+)
+def test_too_many_log_probabilities_are_refused(
+    prompt: int, params: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    with pytest.raises(RequestError, match="log probabilities"):
+        check(prompt, params, **fields)
+    check(prompt, params, **{**fields, "return_logprob": False})
+
+
+def test_usual_ones_are_not() -> None:
+    check(8000, {}, logprob_start_len=0, top_logprobs_num=20)
+    check(8000, {"max_new_tokens": 100}, top_logprobs_num=1024)
+    check(10, {"max_new_tokens": 1 << 30}, top_logprobs_num=20, token_ids_logprob=[5, 6])

@@ -1,0 +1,60 @@
+"""Bodies of very many parts are refused; token ids are not parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adaserve.boundary import RequestError
+from adaserve.boundary.bodies import MAX_VALUES, require_few_values, told
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "a"}] * 30_000},
+        {"stop": [5] * 70_000},
+        {"input_ids": [1.5] * 70_000},
+        {"tokens": [5] * 70_000},
+        {"a": {"logit_bias": ["a"] * 70_000}},
+        {"stop": ["a"] * 70_000},
+        {"custom_labels": {str(i): "a" for i in range(70_000)}},
+        [[["a"]]] * 40_000,
+    ],
+)
+def test_a_body_of_very_many_values_is_refused(body: Any) -> None:
+    with pytest.raises(RequestError, match=f"at most {MAX_VALUES} values"):
+        require_few_values(body, "/generate")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": list(range(300_000))},
+        {"input_ids": [list(range(1000))] * 4096},
+        {"sampling_params": {"logit_bias": {str(i): 1.0 for i in range(150_000)}}},
+        {"text": ["a"] * 4096, "sampling_params": [{"temperature": 1, "stop": "a"}] * 4096},
+        {"messages": [{"role": "user", "content": "a"}] * 10_000},
+        {}, [],
+    ],
+)  # fmt: skip
+def test_long_prompts_and_large_batches_are_not(body: Any) -> None:
+    require_few_values(body, "/generate")
+
+
+def test_token_ids_are_where_a_route_takes_them() -> None:
+    for name, path, other in (
+        ("prompt", "/v1/completions", "/tokenize"),
+        ("tokens", "/v1/detokenize", "/v1/completions"),
+    ):
+        for ids in ([5] * 300_000, [[5] * 100_000] * 3):
+            require_few_values({name: ids}, path)
+            with pytest.raises(RequestError):
+                require_few_values({name: ids}, other)
+
+
+def test_errors_are_few_and_short() -> None:
+    errors = [{"loc": ("body",), "msg": "wrong", "input": "x" * 10_000_000}] * 1000
+    assert len(str(told(errors))) < 2000
+    assert told([{"msg": "wrong"}]) == [{"msg": "wrong"}]

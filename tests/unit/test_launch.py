@@ -1,0 +1,55 @@
+"""A server that is stopped while it starts ends at once, with one line, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+STARTING = """
+import multiprocessing, os, subprocess, sys, time
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("started", flush=True)
+try:
+    time.sleep(60)
+except BaseException:
+    time.sleep(60)  # as a library may that waits for something else
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_server_that_starts_is_stopped(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    (tmp_path / "starting.py").write_text(STARTING)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "adaserve.launch", "starting"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 2
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert said == f"adaserve: stopped by {number.name}\n"
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+def test_the_command_is_quiet_before_its_modules_are_there() -> None:
+    code = (
+        "import signal, sys\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'adaserve.cli': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "from adaserve.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
