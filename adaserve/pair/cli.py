@@ -162,6 +162,20 @@ def train_head(
     )
 
 
+@app.command()
+def average(
+    first: Annotated[Path, typer.Argument(help="Folder of a trained draft.")],
+    second: Annotated[Path, typer.Argument(help="Folder of the draft that it was trained from.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the result.")],
+    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of the second draft in the result.")] = 0.2,
+) -> None:
+    """Average a draft with the one it was trained from, to bring back what training made it forget."""
+    from adaserve.pair.packed import average
+
+    average(first, second, share, out)
+    console.print(f"{out} is written; measure it with `adaserve pair eval --calibrate`")
+
+
 @app.command("eval")
 def evaluate_pair(
     *,

@@ -7,6 +7,7 @@ uses them, so nothing is lost between the repository and the server.
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -58,3 +59,20 @@ def unpack(source: Path, out: Path) -> None:
     weights = read_weights(source)
     copy_companions(source, out)
     save_file(weights, out / PLAIN_NAME, metadata={"format": "pt"})
+
+
+def average(first: Path, second: Path, share: float, out: Path) -> None:
+    """Writes ``first`` with a ``share`` of the weights of ``second``, the model that it was trained from.
+
+    What training made the model forget comes back at a small loss of what it learned (Wortsman et al. 2022,
+    "Robust fine-tuning of zero-shot models", section 3). Everything but the weights is ``first``'s.
+    """
+    others = read_weights(second)
+    mixed = {
+        name: weight.float().lerp(others[name].float(), share).to(weight.dtype)
+        for name, weight in read_weights(first).items()
+    }
+    with TemporaryDirectory() as folder:
+        copy_companions(first, Path(folder))
+        save_file(mixed, Path(folder) / PLAIN_NAME)
+        pack(Path(folder), out)

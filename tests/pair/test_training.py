@@ -20,6 +20,7 @@ from adaserve.pair.folders import PACKED_NAME, weights_folder
 from adaserve.pair.generate import Cache, extend, generate
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.optimizer import orthogonalised
+from adaserve.pair.packed import average
 from adaserve.pair.schedule import Phase, Stage, learning_rate
 from adaserve.pair.shape import Shape
 from adaserve.pair.train import Run, Trainer, next_token_loss
@@ -234,3 +235,14 @@ def test_a_draft_goes_on_while_its_target_stays(tmp_path: Path, monkeypatch: pyt
     before, after = load_hf(start / "draft"), load_hf(pair / "draft")
     assert not torch.equal(before.embed.weight, after.embed.weight)
     assert (before.embed.weight - after.embed.weight).abs().mean() < 0.5 * before.embed.weight.abs().mean()
+
+
+def test_an_average_lies_between_two_models(tmp_path: Path) -> None:
+    models = [random_model(seed) for seed in (1, 2)]
+    for name, model in zip("ab", models, strict=True):
+        save_hf(model, tmp_path / name)
+    average(tmp_path / "a", tmp_path / "b", 0.25, tmp_path / "c")
+    first, second, between = (m.state_dict() for m in (*models, load_hf(tmp_path / "c")))
+    for name, weight in between.items():
+        wanted = 0.75 * first[name] + 0.25 * second[name]
+        assert (weight - wanted).abs().max() <= 0.01 * wanted.abs().max() + 1e-3
