@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adaserve.pair.folders import PACKED_NAME, PLAIN_NAME, copy_companions
+from adaserve.pair.folders import PACKED_NAME, PLAIN_NAME, PairError, copy_companions, has_weights
 
 _SCALE = ".scale"
 
@@ -65,14 +65,18 @@ def average(first: Path, second: Path, share: float, out: Path) -> None:
     """Writes ``first`` with a ``share`` of the weights of ``second``, the model that it was trained from.
 
     What training made the model forget comes back at a small loss of what it learned (Wortsman et al. 2022,
-    "Robust fine-tuning of zero-shot models", section 3). Everything but the weights is ``first``'s.
+    "Robust fine-tuning of zero-shot models"). Everything but the weights is ``first``'s. Raises PairError for
+    folders without a model, or with models of different shapes.
     """
-    others = read_weights(second)
-    mixed = {
-        name: weight.float().lerp(others[name].float(), share).to(weight.dtype)
-        for name, weight in read_weights(first).items()
-    }
-    with TemporaryDirectory() as folder:
-        copy_companions(first, Path(folder))
-        save_file(mixed, Path(folder) / PLAIN_NAME)
-        pack(Path(folder), out)
+    for folder in (first, second):
+        if not has_weights(folder):
+            raise PairError(f"{folder} holds no model: give the folder of a draft")
+    weights, others = read_weights(first), read_weights(second)
+    if {n: w.shape for n, w in weights.items()} != {n: w.shape for n, w in others.items()}:
+        raise PairError(f"{first} and {second} hold models of different shapes, which have no average")
+    mixed = {n: w.float().lerp(others[n].float(), share).to(w.dtype) for n, w in weights.items()}
+    with TemporaryDirectory() as name:
+        plain = Path(name)
+        copy_companions(first, plain)
+        save_file(mixed, plain / PLAIN_NAME)
+        pack(plain, out)
