@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import deque
 from dataclasses import dataclass
+from statistics import median_low
 
 import numpy as np
 
@@ -33,6 +35,10 @@ NO_BUDGET = 1 << 30
 
 KNEE_EVERY = 64
 """Iterations after which the knee is looked for again."""
+
+KNEES = 256
+"""Latest of these knees whose median is B. One alone follows the time of a single token, which is seldom seen
+under load and differs by a third between the phases of a shared host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +70,18 @@ class BasePolicy:
         self.windows = DraftWindows(config.draft_windows, config.draft_sinks) if several else None
         self._iterations = 0
         self._unlearned: list[IterationOutcome] = []  # of one batch, with trees
+        self._knees: deque[int] = deque(maxlen=KNEES)
         self._knee = 0
         self._context: tuple[RunningBatch | None, Context] = None, NO_CONTEXT
 
     @property
     def budget(self) -> int:
-        """B: the configured one, or the knee of what is known of the costs by now."""
+        """B: the configured one, or where the knee of the learned costs has usually been."""
         if self.config.budget is not None:
             return self.config.budget
         if self._iterations % KNEE_EVERY == 0 or not self._knee:
-            self._knee = self.costs.knee_tokens(self.config.knee)
+            self._knees.append(self.costs.knee_tokens(self.config.knee))
+            self._knee = median_low(self._knees)
         return self._knee
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:

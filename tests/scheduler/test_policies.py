@@ -54,6 +54,24 @@ def test_plans_and_selections_are_valid(name, n, budget):
     policy.forget("never seen")
 
 
+def test_a_short_phase_of_faster_single_tokens_does_not_move_B(monkeypatch):
+    """The time of one token is learned when a request is alone. Two thirds of it, for some minutes, and the
+    published rules stopped to draft."""
+    policy = build_policy("adaserve", PolicyConfig(knee=1.5))
+    batch, known = running(7), {"knee": 14}
+    monkeypatch.setattr(policy.costs, "knee_tokens", lambda factor: known["knee"])
+
+    def budget_after(phases: int) -> int:
+        for _ in range(64 * phases):
+            plan = policy.plan(batch, 1.0)
+        return plan.budget
+
+    assert budget_after(100) == 14
+    known["knee"] = 9
+    assert budget_after(60) == 14
+    assert budget_after(200) == 9  # the host has changed
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_strange_slos_and_clocks_give_a_defined_result(name):
     policy = build_policy(name)
