@@ -54,9 +54,9 @@ def test_plans_and_selections_are_valid(name, n, budget):
     policy.forget("never seen")
 
 
-def test_a_short_phase_of_faster_single_tokens_does_not_move_B(monkeypatch):
+def test_a_short_phase_of_faster_single_tokens_does_not_move_the_budget(monkeypatch):
     """The time of one token is learned when a request is alone. Two thirds of it, for some minutes, and the
-    published rules stopped to draft."""
+    published rules drafted next to nothing."""
     policy = build_policy("adaserve", PolicyConfig(knee=1.5))
     batch, known = running(7), {"knee": 14}
     monkeypatch.setattr(policy.costs, "knee_tokens", lambda factor: known["knee"])
