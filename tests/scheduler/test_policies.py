@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sched_factories import outcome, running, trees_from
 
+from adaserve.scheduler.acceptance import expected_accept_length
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.paper import eurosys_shape, v1_shape
-from adaserve.scheduler.policies.turbospec import TurboSpecPolicy, chain_length
+from adaserve.scheduler.policies.turbospec import TurboSpecPolicy
 from adaserve.scheduler.pricing import price_nodes
 from adaserve.scheduler.selection import parent_kept
 from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
@@ -114,14 +115,14 @@ def test_fixed_tree_has_the_shape_of_specinfer():
 
 
 class TestTurboSpec:
-    def test_chain_length_includes_the_bonus(self):
-        assert chain_length(0.5, 2) == pytest.approx(1.75)
-        assert chain_length(1.0, 3) == 4
-        assert chain_length(0.0, 3) == 1
+    def test_the_accept_length_includes_the_bonus(self):
+        assert expected_accept_length(0.5, 2) == pytest.approx(1.75)
+        assert expected_accept_length(1.0, 3) == 4
+        assert expected_accept_length(0.0, 3) == 1
 
     @given(st.floats(0.0, 1.0), st.integers(0, 12))
-    def test_chain_length_is_the_sum_of_powers(self, acc, k):
-        assert chain_length(acc, k) == pytest.approx(sum(acc**i for i in range(k + 1)))
+    def test_the_accept_length_is_the_sum_of_powers(self, acc, k):
+        assert expected_accept_length(acc, k) == pytest.approx(sum(acc**i for i in range(k + 1)))
 
     def costly(self) -> PolicyConfig:
         """Compute-bound target and dear draft: speculation never pays."""
