@@ -32,7 +32,7 @@ class PolicyConfig:
     c1: float = 0.0
     c2: int = 0
 
-    calibrate: bool = True  # correct path probabilities online (priced, turbospec)
+    calibrate: bool = True  # correct path probabilities online (priced)
     learn_costs: bool = True  # learn from served iterations; False: take ``latency`` as it is
     early_stop: bool = False  # priced: ask the frontier after every draft step (drivers that can stop)
 

@@ -1,4 +1,4 @@
-"""When speculation pays at long contexts (MagicDec, section 3), by what forwards cost.
+"""When speculation pays at long contexts (MagicDec, sections 3.1 and 3.2), by what forwards cost.
 
 speedup = Omega T_T / (k T_D + T_V), with Omega the expected tokens of a chain of k, bonus included, T_T a
 plain step, T_D a draft step and T_V the verification of k + 1 tokens per request, all for n requests with

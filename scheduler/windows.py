@@ -2,7 +2,8 @@
 
 A draft that reads the first and the recent tokens only is cheap at any length (MagicDec, section 4), but may
 agree less often with the target, or more often where the draft was trained on shorter texts. Which of the two
-outweighs the other differs by request and load, so each way of reading has its acceptance and its cost.
+outweighs the other differs by request and load (section 4.3), so each way of reading has its acceptance and
+its cost.
 """
 
 from __future__ import annotations
