@@ -27,12 +27,11 @@ def v1_shape(n: int, B: int, d_max: int, w_max: int) -> tuple[int, int]:
 class AdaServePolicy(BasePolicy):
     """The EuroSys rules: Algorithm 2 with the corrections listed in ``scheduler/reference.py``.
 
-    Also the ablations: ``slo_phase=False`` is GlobalGreedy, ``equal=True`` is EqualGreedy (v1, section 6.4;
-    the EuroSys version has the latter as Equal Scheduling, section 6.3).
+    The ablations below are those of v1, section 6.4. The EuroSys version calls EqualGreedy Equal Scheduling
+    (section 6.3).
     """
 
     slo_phase = True
-    equal = False
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """Depth and width from n alone; nothing is drafted when only roots fit (base class)."""
@@ -50,8 +49,6 @@ class AdaServePolicy(BasePolicy):
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """SLO phase, then throughput phase (Algorithm 2 lines 9-23)."""
         f = path_probability(trees)
-        if self.equal:
-            return equal_share(trees, f, plan.budget, plan.cap)
         deepest = max(plan.depth, int(trees.depth.max(initial=0)))  # candidates that cost no step are deeper
         return two_phase(
             trees, f, plan.need, deepest, plan.budget, plan.n_max, plan.cap, slo_phase=self.slo_phase
@@ -77,4 +74,6 @@ class GlobalGreedyPolicy(AdaServePolicy):
 class EqualGreedyPolicy(AdaServePolicy):
     """The same number of nodes for every request, its best ones."""
 
-    equal = True
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """An equal share of B for each."""
+        return equal_share(trees, path_probability(trees), plan.budget, plan.cap)
