@@ -1,4 +1,4 @@
-"""Acceptance, observed online: which nodes were tested at all, and decayed rates from them."""
+"""Acceptance, observed online: which nodes were tested at all, decayed rates, and what a rate promises."""
 
 from __future__ import annotations
 
@@ -163,3 +163,11 @@ class AcceptanceRates:
     def forget(self, rid: str) -> None:
         """Drops a finished request."""
         self._requests.forget(rid)
+
+
+def expected_accept_length(acc: float | FloatArray, k: int | IntArray) -> FloatArray:
+    """Tokens of a chain of k, bonus included, whose proposals are accepted with probability ``acc`` each if
+    those before them were: (1 - acc^(k+1)) / (1 - acc); k + 1 if acc = 1."""
+    a, steps = np.asarray(acc, np.float64), np.asarray(k, np.float64)
+    safe = np.where(a < 1, 1 - a, 1.0)
+    return np.where(a < 1, (1 - a ** (steps + 1)) / safe, steps + 1)

@@ -32,7 +32,7 @@ class PolicyConfig:
     c1: float = 0.0
     c2: int = 0
 
-    calibrate: bool = True  # correct path probabilities online (priced, turbospec)
+    calibrate: bool = True  # correct path probabilities online (priced)
     learn_costs: bool = True  # learn from served iterations; False: take ``latency`` as it is
     early_stop: bool = False  # priced: ask the frontier after every draft step (drivers that can stop)
 
@@ -44,10 +44,6 @@ class PolicyConfig:
     width_probe_every: int = 16
     horizon_tokens: int = 96  # priced: tokens looked ahead at most when weighing a request
     attain_weight: float = 3.0  # priced: weight = 1 + attain_weight * g
-    triage_ratio: float = (
-        2.5  # priced: hopeless when the pace needed exceeds this many times what is feasible
-    )
-    triage_every: int = 1  # priced: hopeless requests keep their weight every so many iterations; 1 = always
 
     turbo_k_max: int = 8
     turbo_probe_every: int = 32  # turbospec: iterations at k = 0 before one probe
@@ -62,8 +58,8 @@ class PolicyConfig:
             raise ValueError(f"need 1 <= d_min <= d_max, got {self.d_min} and {self.d_max}")
         if self.w_max < 1:
             raise ValueError(f"w_max must be >= 1, got {self.w_max}")
-        if self.triage_every < 1 or self.turbo_probe_every < 1 or self.turbo_reset_steps < 1:
-            raise ValueError("triage_every, turbo_probe_every and turbo_reset_steps must be >= 1")
+        if self.turbo_probe_every < 1 or self.turbo_reset_steps < 1:
+            raise ValueError("turbo_probe_every and turbo_reset_steps must be >= 1")
         if not self.draft_windows or any(0 < w < LEAST_WINDOW or w < 0 for w in self.draft_windows):
             raise ValueError(f"draft_windows must be 0 or at least {LEAST_WINDOW}, got {self.draft_windows}")
         if len(self.draft_windows) > 1 and self.draft_windows[0] != 0:

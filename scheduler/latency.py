@@ -167,7 +167,7 @@ class Latency(ABC):
         return 1.0
 
     def draft_s(self, n: int, depth: int, width: int, context: Context = NO_CONTEXT) -> float:
-        """A beam of ``depth`` steps: n rows first, then n * width (Algorithm 2, step 2)."""
+        """A beam of ``depth`` steps: n rows first, then n * width (AdaServe section 4.3, step 1)."""
         if depth <= 0:
             return 0.0
         later = (depth - 1) * self.draft_step_s(n * width, context) if depth > 1 else 0.0
@@ -189,7 +189,7 @@ class Latency(ABC):
     def knee_tokens(self, factor: float = 2.0, most: int = 4096) -> int:
         """Largest B whose verify forward costs at most ``factor`` times that of one token (>= 1).
 
-        AdaServe (EuroSys) section 5 chooses B by a profiled trade-off of throughput and latency; with
+        AdaServe (EuroSys) section 3 chooses B by a profiled trade-off of throughput and latency; with
         factor 2 compute has caught up with weight loading, v1's FLOP/s over bandwidth.
         """
         grid = np.arange(1, most + 1, dtype=np.float64)

@@ -23,7 +23,7 @@ def check_batch(running: RunningBatch) -> None:
 
 
 def need_tokens(running: RunningBatch, now_s: float, t_spec_s: float) -> FloatArray:
-    """``A(r) = (l + t_spec) / t_TPOT - o`` (AdaServe section 3, Eq. 3), shape [n], not capped.
+    """``A(r) = (l + t_spec) / t_TPOT - o`` (AdaServe section 3, before Eq. 3), shape [n], not capped.
 
     1 or less: the token that every iteration yields suffices. An SLO of inf gives ``-o``; an SLO of
     0 or less can't be met and gives +inf (capped by A_cap later). A clock that went backwards counts

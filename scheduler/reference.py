@@ -1,13 +1,13 @@
 """The paper's algorithms, literally and slowly: what the fast code is tested against.
 
-Corrections made to the published pseudocode of AdaServe (both versions), each needed for the text
-and Figure 5 to hold:
+Corrections made to the published pseudocode of AdaServe (both versions; lines are those of the EuroSys
+version, here and elsewhere), each needed for the text and Figure 5 to hold:
 
 1. Algorithm 2 line 15 adds the one-step probability q(v | parent path) to n_acc. The path
    probability f(v) (product along the path) is added here.
 2. ``while B >= 0`` (Algorithm 1 phase 2, Algorithm 2 both phases) spends B + 1 tokens: ``B > 0`` here.
 3. Algorithm 1 never charges the n roots although sum |T_i| <= B counts them; both charge them here
-   (Algorithm 2 line 1).
+   (Algorithm 2 line 7).
 4. The sort has no direction: neediest first, by the uncapped A(r); allocation stops at A_cap.
 5. n_max is tested against |T| (root included) in the pseudocode; here it bounds added nodes.
 6. GetTop on a used-up candidate tree ends the row's loop.
@@ -94,7 +94,7 @@ def algorithm_1(rows: list[Row], need: Sequence[float], B: int) -> Tree | None:
 def algorithm_2(
     rows: list[Row], need: Sequence[float], B: int, d: int, n_max: int | None = None, slo_phase: bool = True
 ) -> Tree:
-    """Deployable selection (AdaServe section 4.2, Algorithm 2 lines 1 and 8-22) over candidate trees."""
+    """Deployable selection (AdaServe section 4.3, Algorithm 2 lines 4-7 and 9-23) over candidate trees."""
     left = B - len(rows)
     queues = [_best_first(row) for row in rows]
     kept: list[set[int]] = [set() for _ in rows]
@@ -154,7 +154,7 @@ Children = Callable[[tuple[int, ...]], Sequence[float]]
 
 
 def beam(children: Children, width: int, depth: int) -> Row:
-    """Beam search (Algorithm 2 step 2): the ``width`` best of each level by path probability."""
+    """Beam search (Algorithm 2 line 8): the ``width`` best of each level by path probability."""
     row: Row = []
     frontier: list[tuple[tuple[int, ...], int, float]] = [((), -1, 1.0)]
     for level in range(1, depth + 1):

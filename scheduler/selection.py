@@ -1,4 +1,4 @@
-"""Vectorised selection over flat candidate trees: AdaServe's Algorithm 2 steps 3-4, and its relatives.
+"""Vectorised selection over flat candidate trees: AdaServe's Algorithm 2 lines 9-23, and its relatives.
 
 Everything rests on one fact: a path probability never rises from parent to child. So the best m nodes
 of a row are always a tree, and a selection is fully described by how long a prefix of each row's ranking
@@ -136,7 +136,7 @@ def slo_counts(ranked: Ranked, need: FloatArray, reach: float, n_max: int | None
 
 
 def best_counts(ranked: Ranked, first: IntArray, budget: int) -> IntArray:
-    """Throughput phase (Algorithm 2 lines 18-22): ``first`` [n] plus the ``budget`` best leftovers anywhere.
+    """Throughput phase (Algorithm 2 lines 18-23): ``first`` [n] plus the ``budget`` best leftovers anywhere.
 
     Returns kept nodes per row, [n].
     """
@@ -161,7 +161,7 @@ def two_phase(
     *,
     slo_phase: bool = True,
 ) -> Selection:
-    """AdaServe's selection (Algorithm 2 lines 8-22). ``budget`` is B, roots included (line 1: B - n)."""
+    """AdaServe's selection (Algorithm 2 lines 9-23). ``budget`` is B, roots included (line 7)."""
     if not trees.n_nodes:
         return Selection.nothing(trees.n_rows)
     nodes = budget - trees.n_rows

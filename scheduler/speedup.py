@@ -1,4 +1,4 @@
-"""When speculation pays at long contexts (MagicDec, section 3), by what forwards cost.
+"""When speculation pays at long contexts (MagicDec, sections 3.1 and 3.2), by what forwards cost.
 
 speedup = Omega T_T / (k T_D + T_V), with Omega the expected tokens of a chain of k, bonus included, T_T a
 plain step, T_D a draft step and T_V the verification of k + 1 tokens per request, all for n requests with
@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from adaserve.scheduler.acceptance import expected_accept_length
 from adaserve.scheduler.interface import Context, FloatArray
 from adaserve.scheduler.latency import StepCost, forward_s
-from adaserve.scheduler.policies.turbospec import chain_length
 
 LENGTHS: FloatArray = np.round(64 * 2 ** (np.arange(0, 57) / 4))
 """Lengths among which S_inflection is looked for: 64 tokens to a million, four per doubling."""
@@ -60,7 +60,7 @@ def speedup(target: StepCost, drafting: Drafting, n: int, length: float, depth: 
     plain, verify = forward_s(target, np.array([n, n * (depth + 1)], np.float64), context).tolist()
     read = Context(n * drafting.reads(length), n)
     step = float(forward_s(drafting.cost, np.array([n], np.float64), read)[0])
-    return Speedup(depth, plain, step, verify, float(chain_length(drafting.acceptance, depth)))
+    return Speedup(depth, plain, step, verify, float(expected_accept_length(drafting.acceptance, depth)))
 
 
 def best(target: StepCost, drafting: Drafting, n: int, length: float, deepest: int = 8) -> Speedup:

@@ -2,7 +2,8 @@
 
 A draft that reads the first and the recent tokens only is cheap at any length (MagicDec, section 4), but may
 agree less often with the target, or more often where the draft was trained on shorter texts. Which of the two
-outweighs the other differs by request and load, so each way of reading has its acceptance and its cost.
+outweighs the other differs by request and load (section 4.3), so each way of reading has its acceptance and
+its cost.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from adaserve.scheduler.acceptance import AcceptanceRates, Tested
+from adaserve.scheduler.acceptance import AcceptanceRates, Tested, expected_accept_length
 from adaserve.scheduler.interface import (
     FloatArray,
     IntArray,
@@ -50,8 +51,8 @@ class DraftWindows:
     ) -> IntArray | None:
         """The window of each row, [n]; None where none leaves anything out.
 
-        A chain of ``depth`` is expected to bring ``weight`` [n] times sum a^d. ``rate``: value of a second;
-        ``step_s``: seconds of a draft step by the cached tokens that it reads, all rows together.
+        A chain of ``depth`` is worth ``weight`` [n] times its expected accept length. ``rate``: value of a
+        second; ``step_s``: seconds of a draft step by the cached tokens that it reads, all rows together.
         """
         reads = self._reads(running.context_tokens)
         everything, least = float(reads[0].sum()), float(reads.min(axis=0).sum())
@@ -59,7 +60,7 @@ class DraftWindows:
             return None
         token_s = max(0.0, step_s(everything) - step_s(least)) / (everything - least)
         accepted = np.stack([r.of_rows(running.rids, running.slo_class) for r in self._rates])
-        worth = weight * _expected(accepted, depth) - rate * depth * token_s * reads
+        worth = weight * expected_accept_length(accepted, depth) - rate * depth * token_s * reads
         cuts = reads < running.context_tokens  # a window that leaves nothing out is not another way to read
         worth[1:][~cuts[1:]] = -np.inf
         best: IntArray = worth.argmax(axis=0)
@@ -99,9 +100,3 @@ class DraftWindows:
         """Drops a finished request."""
         for rates in self._rates:
             rates.forget(rid)
-
-
-def _expected(acceptance: FloatArray, depth: int) -> FloatArray:
-    """Tokens that a chain of ``depth`` brings: a + a^2 + ... for each a below 1."""
-    chain: FloatArray = acceptance * (1.0 - acceptance**depth) / (1.0 - acceptance)
-    return chain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve.scheduler.config import PolicyConfig
-from adaserve.scheduler.interface import BoolArray, FloatArray, RunningBatch
+from adaserve.scheduler.interface import FloatArray, RunningBatch
 
 NO_SLO_S = 1e6
 """An SLO that no request misses, seconds per token."""
@@ -13,8 +13,8 @@ NO_SLO_S = 1e6
 
 def attainment_weight(
     running: RunningBatch, now_s: float, period_s: float, pace: FloatArray, config: PolicyConfig
-) -> tuple[FloatArray, BoolArray]:
-    """Weights [n] and a mask [n] of requests that can't be saved.
+) -> FloatArray:
+    """Weights, [n].
 
     With L tokens left (at most ``horizon_tokens``), D seconds until the SLO of the last of them, m = D /
     period iterations left and a = ``pace`` tokens per iteration, z is the surplus of tokens in standard
@@ -35,8 +35,5 @@ def attainment_weight(
     speculated = m * (pace - 1.0) / spread
     safe = without + 0.6 * speculated
     lost = np.minimum(without + speculated + 0.5, 0.0)
-    g = np.exp(np.where(safe > 0, safe * safe * (-1.0 / 4.5), -lost * lost))
-    hopeless: BoolArray = due <= 0
-    if config.triage_every > 1:
-        hopeless = (hopeless | (left > config.triage_ratio * pace * m)) & np.isfinite(running.tpot_slo_s)
-    return 1.0 + config.attain_weight * g, hopeless
+    g: FloatArray = np.exp(np.where(safe > 0, safe * safe * (-1.0 / 4.5), -lost * lost))
+    return 1.0 + config.attain_weight * g

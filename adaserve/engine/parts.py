@@ -46,7 +46,7 @@ class HostCopy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """One beam search over a rows, ``shape.beams`` wide (AdaServe, Algorithm 2 lines 2-5)."""
+    """One beam search over a rows, ``shape.beams`` wide (AdaServe, Algorithm 2 line 8)."""
 
     shape: TreeShape
     base: np.ndarray  # int64 [a]: cached tokens, which is the root's position

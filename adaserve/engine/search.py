@@ -1,6 +1,6 @@
 """The levels of a beam search, in torch on any device: nothing here waits for the device.
 
-Candidates are chosen by path probability (AdaServe, Algorithm 2 lines 2-5), or every beam keeps the same
+Candidates are chosen by path probability (AdaServe, Algorithm 2 line 8), or every beam keeps the same
 number of children where a shape says so (SpecInfer's fixed branching).
 """
 

@@ -1,8 +1,8 @@
 """Trains a draft on what was served, and judges it on what was served since.
 
-Online Speculative Decoding (arXiv:2310.07177), Algorithm 1, with a replay buffer, home data and a gate:
-requests are first used to compare the candidate, which has not seen them, with the draft that is served, and
-only then trained on.
+Online Speculative Decoding (arXiv:2310.07177), Algorithm 1, but at all positions and not at errors alone, and
+with earlier requests, home data and a gate: requests are first used to compare the candidate, which has not
+seen them, with the draft that is served, and only then trained on.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from adaserve.scheduler.selection import equal_share, path_probability, two_phas
 def eurosys_shape(
     n: int, *, B1: float, B2: float, c1: float, c2: int, d: tuple[int, int], w_max: int
 ) -> tuple[int, int]:
-    """(d, w) of AdaServe (EuroSys) section 5: d = clamp(floor(B1/(n + c1)) - 1, D_min, D_max),
-    w = clamp(floor(B2/n) + c2, 1, W_max). The paper writes clip(upper, lower, x)."""
+    """(d, w) of AdaServe (EuroSys) section 5.2: d = clamp(floor(B1/(n + c1)) - 1, D_min, D_max) (Eq. 8),
+    w = clamp(floor(B2/n) + c2, 1, W_max) (Eq. 9). The paper writes clip(upper, lower, x)."""
     depth = min(max(math.floor(B1 / (n + c1)) - 1, d[0]), d[1])
     width = min(max(math.floor(B2 / n) + c2, 1), w_max)
     return depth, width
@@ -27,12 +27,11 @@ def v1_shape(n: int, B: int, d_max: int, w_max: int) -> tuple[int, int]:
 class AdaServePolicy(BasePolicy):
     """The EuroSys rules: Algorithm 2 with the corrections listed in ``scheduler/reference.py``.
 
-    Also the ablations: ``slo_phase=False`` is GlobalGreedy, ``equal=True`` is EqualGreedy (v1,
-    section 6.4).
+    The ablations below are those of v1, section 6.4. The EuroSys version calls EqualGreedy Equal Scheduling
+    (section 6.3).
     """
 
     slo_phase = True
-    equal = False
 
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """Depth and width from n alone; nothing is drafted when only roots fit (base class)."""
@@ -48,10 +47,8 @@ class AdaServePolicy(BasePolicy):
         return max(1, int(self.config.n_max_factor * B / n))
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
-        """SLO phase, then throughput phase (Algorithm 2 lines 8-22)."""
+        """SLO phase, then throughput phase (Algorithm 2 lines 9-23)."""
         f = path_probability(trees)
-        if self.equal:
-            return equal_share(trees, f, plan.budget, plan.cap)
         deepest = max(plan.depth, int(trees.depth.max(initial=0)))  # candidates that cost no step are deeper
         return two_phase(
             trees, f, plan.need, deepest, plan.budget, plan.n_max, plan.cap, slo_phase=self.slo_phase
@@ -77,4 +74,6 @@ class GlobalGreedyPolicy(AdaServePolicy):
 class EqualGreedyPolicy(AdaServePolicy):
     """The same number of nodes for every request, its best ones."""
 
-    equal = True
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """An equal share of B for each."""
+        return equal_share(trees, path_probability(trees), plan.budget, plan.cap)

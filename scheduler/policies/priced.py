@@ -160,10 +160,7 @@ class PricedPolicy(BasePolicy):
             acc = self.rates.of_rows(running.rids, running.slo_class)
             usual = 1.0 + (self._pace.value - 1.0) * acc / max(float(acc.mean()), 0.05)
             pace = np.where(pace > 0, pace, usual)
-        weight, hopeless = attainment_weight(running, now_s, period, pace, self.config)
-        if self.config.triage_every > 1 and self._iterations % self.config.triage_every:
-            weight = np.where(hopeless, 0.25, weight)
-        return weight
+        return attainment_weight(running, now_s, period, pace, self.config)
 
     def _best_shape(
         self, running: RunningBatch, left: FloatArray, read: Context, deepest: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from adaserve.scheduler.acceptance import expected_accept_length
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     BoolArray,
@@ -20,13 +21,6 @@ from adaserve.scheduler.interface import (
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
 from adaserve.scheduler.selection import and_root, parents_flat, path_probability, row_of, two_phase
-
-
-def chain_length(acc: float | FloatArray, k: int | IntArray) -> FloatArray:
-    """Expected tokens of a chain of k, bonus included: (1 - acc^(k+1)) / (1 - acc); k + 1 if acc = 1."""
-    a, steps = np.asarray(acc, np.float64), np.asarray(k, np.float64)
-    safe = np.where(a < 1, 1 - a, 1.0)
-    return np.where(a < 1, (1 - a ** (steps + 1)) / safe, steps + 1)
 
 
 class TurboSpecPolicy(BasePolicy):
@@ -45,16 +39,19 @@ class TurboSpecPolicy(BasePolicy):
         self._skipped = 0
 
     def goodput(self, running: RunningBatch, cap: IntArray) -> FloatArray:
-        """Expected tokens per second of k = 0..k_max, [k_max + 1] (TurboSpec section 4, Eq. 1)."""
+        """Expected tokens per second of k = 0..k_max, [k_max + 1] (TurboSpec section 4, Eq. 1).
+
+        Offered candidates may reach deeper than draft steps go.
+        """
         n, context = len(running), self.context(running)
-        longest = cap if self.config.drafts else np.minimum(cap, _chains(running))
+        deepest = self.config.d_max if self.config.drafts else 0
+        longest = np.minimum(cap, np.maximum(_chains(running), deepest))
         ks = np.arange(min(self.config.turbo_k_max, int(longest.max())) + 1)
         lengths = np.minimum(longest[None, :], ks[:, None])
-        tokens = chain_length(self.rates.overall, lengths).sum(axis=1)
+        tokens = expected_accept_length(self.rates.overall, lengths).sum(axis=1)
         verify = self.costs.verify_s((n + lengths.sum(axis=1)).astype(np.float64), context)
-        steps = ks if self.config.drafts else np.zeros_like(ks)
         read = self._draft_context(running, self._fixed_window(n))
-        draft = np.array([self.costs.draft_s(n, int(k), 1, read) for k in steps])
+        draft = np.array([self.costs.draft_s(n, min(k, deepest), 1, read) for k in ks.tolist()])
         out: FloatArray = tokens / (draft + verify + self.costs.other_s())
         return out
 

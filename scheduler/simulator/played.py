@@ -59,10 +59,10 @@ class PlayedReplica(Replica):
         self.policy.observe_prefill(tokens, seconds, self.now_s)
         return seconds
 
-    def _joins(self, ready: list[SimRequest]) -> None:
+    def _drafts_for_next(self) -> bool:
         policy = self.policy
-        drafts = not isinstance(policy, TurboSpecPolicy) or policy.wants_draft_prefill(len(self.rows))
-        self.rows.join(ready, drafts)
+        skips = isinstance(policy, TurboSpecPolicy) and not policy.wants_draft_prefill(len(self.rows))
+        return super()._drafts_for_next() and not skips
 
     def _decode(self, prefill_tokens: int) -> None:
         at = self._order(self.rows, self.now_s)
@@ -76,7 +76,7 @@ class PlayedReplica(Replica):
         tokens = selection.verify_tokens + prefill_tokens
         context = Context(float(running.context_tokens.sum()), len(running))
         verify_s = self._noisy(self.config.latency.verify_s(tokens, context))
-        total = draft_s + verify_s + self.config.latency.overhead_s + self._draft_prefill_s(prefill_tokens)
+        total = draft_s + verify_s + self.config.latency.overhead_s + self._draft_prefill_s()
         total += self.config.row_overhead_s * len(running)
         self.now_s += total
         outcome = IterationOutcome(

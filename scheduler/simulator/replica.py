@@ -68,15 +68,16 @@ class Replica(ABC):
         self._iteration_s = MovingAverage(0.1)  # decode iterations alone
         self._verified = MovingAverage(0.1)  # tokens per verification
         self._lost_at_s = 0.0  # when a lost prompt was last started for having waited longest
+        self._drafted_chunk = 0  # tokens of the present chunk that the draft model reads, too
         self._decodes, self._spent_s = 0, 0.0  # since the last chunk; since the last decode iteration
 
     @abstractmethod
     def _decode(self, prefill_tokens: int) -> None:
         """One decode iteration, with a chunk of so many tokens in its forward; ends with ``_decoded``."""
 
-    def _joins(self, ready: list[SimRequest]) -> None:
-        """Requests whose first token is out begin to decode."""
-        self.rows.join(ready)
+    def _drafts_for_next(self) -> bool:
+        """Whether the draft model reads the prompt that starts now as well."""
+        return self._drafts
 
     @property
     def busy(self) -> bool:
@@ -108,6 +109,7 @@ class Replica(ABC):
         """One iteration: prefill chunk and decode share a forward (mixed), or prefill goes first."""
         chunk = self._take_chunk()
         tokens = sum(t for _, t in chunk)
+        self._drafted_chunk = sum(t for r, t in chunk if r.drafts)
         start = self.now_s
         if tokens and (self.config.prefill_mode == "exclusive" or not len(self.rows)):
             self._prefill(tokens)
@@ -123,7 +125,7 @@ class Replica(ABC):
 
     def _prefill(self, tokens: int) -> float:
         """A forward of its own; returns its seconds."""
-        seconds = self._noisy(self.config.latency.verify_s(tokens) + self._draft_prefill_s(tokens))
+        seconds = self._noisy(self.config.latency.verify_s(tokens) + self._draft_prefill_s())
         self.now_s += seconds
         self._decodes, self._spent_s = 0, self._spent_s + seconds
         return seconds
@@ -150,6 +152,7 @@ class Replica(ABC):
                 if full:
                     continue  # in order: a small request must not starve a large one
                 self._reserved += request.prompt_tokens + request.cap_tokens
+                request.drafts = self._drafts_for_next()
                 self.waiting.start(request)
             take = min(left, request.prompt_tokens - request.prefilled)
             request.prefilled += take
@@ -206,10 +209,12 @@ class Replica(ABC):
             request.first_token_s = self.now_s
             if request.output_tokens <= 1:
                 self._end(request)
-        self._joins([r for r in ready if not r.finished])
+        self.rows.join([r for r in ready if not r.finished])
 
-    def _draft_prefill_s(self, tokens: int) -> float:
-        return self.config.latency.draft_step_s(tokens) if tokens and self._drafts else 0.0
+    def _draft_prefill_s(self) -> float:
+        """What the draft model takes for its part of the chunk."""
+        tokens = self._drafted_chunk
+        return self.config.latency.draft_step_s(tokens) if tokens else 0.0
 
     # -- decoding -----------------------------------------------------------------------------
 

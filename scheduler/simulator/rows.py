@@ -36,14 +36,15 @@ class Rows:
         self.difficulty: FloatArray = np.array([r.difficulty for r in rs])
         self.bias: FloatArray = np.array([r.bias for r in rs])
 
-    def join(self, requests: list[SimRequest], can_draft: bool = True) -> None:
+    def join(self, requests: list[SimRequest]) -> None:
         """Adds requests whose first token is out."""
         zeros = np.zeros(len(requests), np.int64)
         self.requests.extend(requests)
         self.decoded = np.concatenate([self.decoded, zeros])
         self.seen_decoded = np.concatenate([self.seen_decoded, zeros])
         self.iterations = np.concatenate([self.iterations, zeros])
-        self.max_depth = np.concatenate([self.max_depth, zeros + (NO_LIMIT if can_draft else 0)])
+        depths = np.array([NO_LIMIT if r.drafts else 0 for r in requests], np.int64)
+        self.max_depth = np.concatenate([self.max_depth, depths])
         self._rebuild()
 
     def advance(self, pick: slice | IntArray, new: IntArray) -> list[tuple[SimRequest, int, int]]:

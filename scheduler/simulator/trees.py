@@ -157,7 +157,7 @@ class TreeSampler:
     def draft(
         self, plan: IterationPlan, difficulty: FloatArray, bias: FloatArray, keep_drafting: KeepDrafting
     ) -> Drafted:
-        """Beam search of plan.width (Algorithm 2 step 2), or plan.branching children per beam."""
+        """Beam search of plan.width (Algorithm 2 line 8), or plan.branching children per beam."""
         rows = np.arange(len(difficulty)) if plan.drafting is None else np.flatnonzero(plan.drafting)
         difficulty, bias, n = difficulty[rows], bias[rows], len(rows)
         parents, logs, accepts = [], [], []

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sched_factories import outcome, running, trees_from
 
+from adaserve.scheduler.acceptance import AcceptanceRates, expected_accept_length
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.paper import eurosys_shape, v1_shape
-from adaserve.scheduler.policies.turbospec import TurboSpecPolicy, chain_length
+from adaserve.scheduler.policies.turbospec import TurboSpecPolicy
 from adaserve.scheduler.pricing import price_nodes
 from adaserve.scheduler.selection import parent_kept
 from adaserve.scheduler.simulator.trees import SyntheticChildren, TreeSampler
@@ -132,14 +133,40 @@ def test_fixed_tree_has_the_shape_of_specinfer():
 
 
 class TestTurboSpec:
-    def test_chain_length_includes_the_bonus(self):
-        assert chain_length(0.5, 2) == pytest.approx(1.75)
-        assert chain_length(1.0, 3) == 4
-        assert chain_length(0.0, 3) == 1
+    def test_the_accept_length_includes_the_bonus(self):
+        assert expected_accept_length(0.5, 2) == pytest.approx(1.75)
+        assert expected_accept_length(1.0, 3) == 4
+        assert expected_accept_length(0.0, 3) == 1
 
     @given(st.floats(0.0, 1.0), st.integers(0, 12))
-    def test_chain_length_is_the_sum_of_powers(self, acc, k):
-        assert chain_length(acc, k) == pytest.approx(sum(acc**i for i in range(k + 1)))
+    def test_the_accept_length_is_the_sum_of_powers(self, acc, k):
+        assert expected_accept_length(acc, k) == pytest.approx(sum(acc**i for i in range(k + 1)))
+
+    def test_goodput_is_expected_tokens_over_the_time_of_a_step(self, monkeypatch):
+        """k draft steps, and a verification of k + 1 tokens per request; one request may go one deep only."""
+        latency = LatencyModel(
+            ForwardCost(1e-3, per_token_s=1e-4), ForwardCost(2e-2, per_token_s=3e-4, per_context_s=1e-6), 2e-3
+        )
+        policy = build_policy("turbospec", PolicyConfig(latency=latency, turbo_k_max=3, learn_costs=False))
+        assert isinstance(policy, TurboSpecPolicy)
+        monkeypatch.setattr(AcceptanceRates, "overall", 0.6)
+        got = policy.goodput(running(3), np.array([8, 1, 8]))
+        want = []
+        for k in range(4):
+            lengths = [k, min(k, 1), k]
+            tokens = sum(0.6**i for length in lengths for i in range(length + 1))
+            verify_s = 2e-2 + 3e-4 * (3 + sum(lengths)) + 1e-6 * 3 * 200
+            want.append(tokens / (k * (1e-3 + 3e-4) + verify_s + 2e-3))
+        assert got == pytest.approx(want)
+
+    def test_chains_that_cannot_be_drafted_promise_nothing(self):
+        """A start that eight tokens pay for and two do not."""
+        latency = LatencyModel(ForwardCost(1e-4), ForwardCost(0.01), draft_first=ForwardCost(0.012))
+        plans = [
+            build_policy("turbospec", PolicyConfig(latency=latency, d_max=d)).plan(running(1), 0.0)
+            for d in (8, 2)
+        ]
+        assert [plan.depth for plan in plans] == [8, 0]
 
     def costly(self) -> PolicyConfig:
         """Compute-bound target and dear draft: speculation never pays."""

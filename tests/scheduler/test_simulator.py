@@ -152,6 +152,25 @@ def test_a_policy_that_knows_the_truth_may_draft_nothing(name):
     assert 0 in depths and max(depths) > 0 and all(r.finished for r in requests)
 
 
+def test_a_prompt_that_the_draft_skips_does_not_wait_for_the_draft():
+    """TurboSpec: above the batch size where speculation first did not pay, only the target reads prompts."""
+    slow_draft = replace(LATENCY, draft=LATENCY.verify)
+    first_token_s, drafts = [], []
+    for skips in (False, True):
+        load = requests(3)
+        for i, request in enumerate(load):
+            request.arrival_s, request.prompt_tokens = 1.0 + 0.4 * i, 100
+            request.output_tokens = request.cap_tokens = 40
+        settings = PolicyConfig(latency=slow_draft, turbo_skip_prefill=skips)
+        replica = ReplicaConfig(slow_draft, prefill_mode="exclusive", noise=0.0)
+        simulate(load, SimulationConfig(replica, "turbospec", settings))
+        first_token_s.append([r.first_token_s for r in load])
+        drafts.append([r.drafts for r in load])
+    assert drafts == [[True] * 3, [True, True, False]]
+    waited = np.subtract(*first_token_s)
+    assert waited == pytest.approx([0.0, 0.0, slow_draft.draft_step_s(100)])
+
+
 def test_streaming_costs_time_per_request():
     """Twice the requests, twice what is spent outside the models."""
     requests = [

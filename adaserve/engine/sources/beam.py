@@ -1,4 +1,4 @@
-"""Beam search of candidate trees on a draft model (AdaServe, section 4.1, Algorithm 2 lines 2-5).
+"""Beam search of candidate trees on a draft model (AdaServe, section 4.3, Algorithm 2 line 8).
 
 Each node keeps its own KV slot in its request's window; a node sees the committed prefix, the root
 and its ancestors. Re-parented beams therefore never move KV.

@@ -1,4 +1,4 @@
-/* Beam search of candidate trees (AdaServe, Algorithm 2, lines 2-5): all draft steps in one call.
+/* Beam search of candidate trees (AdaServe, Algorithm 2, line 8): all draft steps in one call.
  *
  * Node order within a row is step-major: node step * width + beam. */
 #ifndef ADA_BEAM_H
