@@ -92,7 +92,9 @@ def bench_latency(
         others, batches, temperatures, rounds, tokens, repetition=repetition, contexts=contexts or (0,)
     )
     if contexts and (model is not None or repetition):
-        raise typer.BadParameter("--contexts are made of the embedded pair's held-out text: give no other")
+        raise typer.BadParameter(
+            "--contexts uses the embedded pair's held-out text: leave --model-path and --repetition out"
+        )
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
     common: dict[str, Any] = {"cpu_weights": cpu_weights, "budget": budget, "prefill": "exclusive"}
 

@@ -115,7 +115,7 @@ def test_what_the_draft_reads_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("os.environ", os.environ.copy())
     serve = ["serve", "--model-path", "m", "--draft-model-path", "d", "--draft-window"]
     refused = CliRunner().invoke(app, [*serve, "7"])
-    assert refused.exit_code == 2 and "draft_window is '7': accepted are auto, 0" in refused.output
+    assert refused.exit_code == 2 and "draft_window is '7': it should be auto, 0" in refused.output
     assert not started
     assert CliRunner().invoke(app, [*serve, "auto", "--draft-sinks", "6"]).exit_code == 0
     config = AdaServeConfig(**json.loads(os.environ["ADASERVE_CONFIG"]))
