@@ -304,7 +304,7 @@ class AdaServeConfig(Checked):
 
     @property
     def draft_windows(self) -> tuple[int, ...]:
-        """What drafting may read of a context: so many recent tokens, 0 = all."""
+        """How many recent tokens of a context drafting may read; 0 = all of it."""
         return AUTO_WINDOWS if self.draft_window == "auto" else (self.draft_window,)
 
     @property

@@ -47,7 +47,7 @@ class PolicyConfig:
     triage_ratio: float = (
         2.5  # priced: hopeless when the pace needed exceeds this many times what is feasible
     )
-    triage_every: int = 1  # priced: hopeless requests keep their weight every so many iterations; 1 = always
+    triage_every: int = 1  # priced: hopeless requests count in every Nth iteration only; 1 = in all
 
     turbo_k_max: int = 8
     turbo_probe_every: int = 32  # turbospec: iterations at k = 0 before one probe

@@ -20,7 +20,7 @@ from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import ReadingCost, TableCost
 
 Seconds = Callable[[FloatArray], FloatArray]
-"""Seconds [k] of forwards of so many tokens [k]."""
+"""Tokens [k] of forwards -> the seconds [k] that they take."""
 
 SIZES: IntArray = np.unique(
     np.concatenate([np.arange(1, 33), np.round(32 * 2 ** (np.arange(1, 57) / 8))]).astype(np.int64)

@@ -115,7 +115,7 @@ class RunningBatch:
 
     @property
     def tokens_ahead(self) -> IntArray:
-        """Tokens until the end as far as it is known, [n]: what an SLO's slack is judged by."""
+        """Tokens until the end, by the best that is known, [n]: what an SLO's slack is judged by."""
         return self.remaining_tokens if self.likely_tokens is None else self.likely_tokens
 
 

@@ -7,7 +7,7 @@ Then all that a policy does in an iteration of the embedded pair, with beams of 
 Some of it is learned only now and then, so this is a mean of processor time: the smallest mean of 64
 iterations in a row.
 
-Last (``--cold``) iterations of ``priced`` in a loop and behind a forward that has emptied the caches: before
+Last (``--cold``) iterations of ``priced`` in a loop and after a forward that has emptied the caches: before
 each cold call 48 MB are written.
 """
 
@@ -168,7 +168,7 @@ def iteration_table(repeats: int) -> str:
 
 
 def cold_table(repeats: int) -> str:
-    """Iterations of ``priced`` in a loop and behind a forward that empties the caches, in Markdown."""
+    """Iterations of ``priced`` in a loop and after a forward that empties the caches, in Markdown."""
     caches = np.zeros(6 << 20)  # more than a core's caches hold
     kinds: dict[str, Callable[[], object]] = {
         "warm": lambda: None,

@@ -168,7 +168,7 @@ class AdaServeWorker(BaseSpecWorker):
     def set_policy(self, name: str) -> None:
         """Takes effect at the next iteration. A policy that is chosen again still knows what it learned.
 
-        ``NAME@WINDOW`` is that policy with drafts that read auto, 0 (everything) or so many recent tokens."""
+        ``NAME@WINDOW`` is that policy with a draft window: auto, 0 (everything) or a number of tokens."""
         self.policy: Policy = self._policies.get(name)
         self._drafts = name != "none"
 

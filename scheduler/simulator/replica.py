@@ -72,7 +72,7 @@ class Replica(ABC):
 
     @abstractmethod
     def _decode(self, prefill_tokens: int) -> None:
-        """One decode iteration, with a chunk of so many tokens in its forward; ends with ``_decoded``."""
+        """One decode iteration, with a chunk of ``prefill_tokens`` in its forward; ends with ``_decoded``."""
 
     def _joins(self, ready: list[SimRequest]) -> None:
         """Requests whose first token is out begin to decode."""
@@ -252,7 +252,7 @@ class Replica(ABC):
 
 @lru_cache(maxsize=1024)
 def chunk_costs(config: ReplicaConfig, drafts: bool, beside: int) -> tuple[IntArray, FloatArray]:
-    """Chunk sizes [k], and the seconds [k] that they add to a forward of so many tokens; 0 = their own."""
+    """Chunk sizes [k], and the seconds [k] that they add to a forward of ``beside`` tokens, or take alone."""
     latency = config.latency
     sizes = np.unique(np.linspace(1, config.prefill.chunk_tokens, 64).astype(np.int64))
     seconds = latency.verify_s(beside + sizes.astype(np.float64))

@@ -11,7 +11,7 @@ MAX_WIDTH = 16
 """Beams that the kernel's stack buffers hold."""
 
 KeepGoing = Callable[[int], bool]
-"""Called after so many steps: is another one worth its time?"""
+"""(steps so far) -> whether another one is worth its time."""
 
 
 @dataclass(frozen=True, slots=True)
