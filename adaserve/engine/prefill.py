@@ -274,9 +274,7 @@ class PrefillPacer:
     def _aim(self, req: Any) -> tuple[float, float]:
         """Arrival and TTFT SLO, seconds."""
         if (found := self._aims.get(req)) is None:
-            times = req.time_stats
-            arrival_s = times.created_time or times.scheduler_recv_time or times.wait_queue_entry_time
-            found = self._aims[req] = (arrival_s, self._ledger.slo(req).ttft_s)
+            found = self._aims[req] = (self._ledger.arrival_s(req), self._ledger.slo(req).ttft_s)
         return found
 
 
