@@ -73,8 +73,8 @@ class PrefillConfig:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if not 0 < self.spend <= 1:
             raise ValueError(f"spend must be in (0, 1], got {self.spend}")
-        if not 0 <= self.late_share < 1:
-            raise ValueError(f"late_share must be in [0, 1), got {self.late_share}")
+        if not 0 < self.late_share < 1:  # a predicted wait is work / late_share
+            raise ValueError(f"late_share must be in (0, 1), got {self.late_share}")
         if self.lost_every_s is not None and not self.lost_every_s > 0:
             raise ValueError(f"lost_every_s must be > 0, got {self.lost_every_s}")
         if not self.patience_s > 0:
