@@ -13,86 +13,31 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from adaserve.bench.options import counts, floats
-from adaserve.bench.options import seeds as seed_list
-from adaserve.commands import fail, new_file, new_folder
+from adaserve.bench.options import counts, floats, listed, seed_list
+from adaserve.bench.simulate.options import (
+    OUTPUT,
+    PREFILLS,
+    TRACE,
+    TRAFFIC,
+    Baseline,
+    CacheTokens,
+    EosShare,
+    GpuName,
+    JsonFile,
+    ModelName,
+    OneTrace,
+    PolicyName,
+    ProfileFile,
+    Replicas,
+    RouterName,
+    Seed,
+    SloConfig,
+    TensorParallel,
+)
+from adaserve.commands import fail, new_folder
 
 app = typer.Typer(help="Simulate policies, loads and fleets without a GPU.", no_args_is_help=True)
 console = Console(stderr=True)
-
-TRAFFIC, HARDWARE, PREFILLS, FLEET, OUTPUT = "Traffic", "Hardware", "Prefills", "Fleet", "Output"
-"""Groups of options."""
-
-# Options that several commands have.
-OneTrace = Annotated[
-    str,
-    typer.Option(
-        metavar="TRACE", help="Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second."
-    ),
-]
-PolicyName = Annotated[str, typer.Option(help="Scheduling policy, as in `adaserve serve`.")]
-ModelName = Annotated[
-    str,
-    typer.Option(help="Target: llama-3.1-8b, llama-3.1-70b or qwen2.5-32b.", rich_help_panel=HARDWARE),
-]
-GpuName = Annotated[str, typer.Option(help="a100, h100, h200 or l40s.", rich_help_panel=HARDWARE)]
-TensorParallel = Annotated[
-    int, typer.Option(min=1, help="GPUs per replica (tensor parallelism).", rich_help_panel=HARDWARE)
-]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Latency profile written by `adaserve profile`, in place of a model and GPUs.",
-        rich_help_panel=HARDWARE,
-    ),
-]
-CacheTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Tokens that the KV cache of a replica holds.",
-        show_default="from the hardware",
-        rich_help_panel=HARDWARE,
-    ),
-]
-RouterName = Annotated[
-    Literal["round-robin", "least-work", "slo"],
-    typer.Option(
-        metavar="NAME",
-        help="How requests are spread over replicas: round-robin, least-work or slo.",
-        rich_help_panel=FLEET,
-    ),
-]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of every random choice.")]
-Baseline = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001,
-        help="Milliseconds per token of an idle replica, which x_baseline SLOs multiply.",
-        show_default="from the hardware",
-        rich_help_panel=HARDWARE,
-    ),
-]
-SloConfig = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="YAML file with SLO classes.",
-        show_default="coding, chat, summarization",
-        rich_help_panel=TRAFFIC,
-    ),
-]
-EosShare = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        help="Share of requests (0 to 1) that end before their output length.",
-        rich_help_panel=TRAFFIC,
-    ),
-]
-JsonFile = Annotated[Path | None, typer.Option(help="Write the result to this JSON file.", callback=new_file)]
 
 
 @contextmanager
@@ -109,11 +54,7 @@ def run(
     *,
     trace: Annotated[
         list[str],
-        typer.Option(
-            metavar="TRACE",
-            help="Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second. May be "
-            "repeated.",
-        ),
+        typer.Option(metavar="TRACE", help=f"{TRACE} May be repeated."),
     ],
     policy: Annotated[
         list[str],
@@ -124,16 +65,8 @@ def run(
             "settings: LABEL=NAME:KEY=VALUE,... May be repeated.",
         ),
     ] = ["adaserve"],  # noqa: B006 - typer copies it
-    speedup: Annotated[
-        Any,
-        typer.Option(
-            parser=floats,
-            metavar="A,B",
-            help="Loads, as multiples of the trace's own rate.",
-            rich_help_panel=TRAFFIC,
-        ),
-    ] = "1",
-    seeds: Annotated[Any, typer.Option(parser=seed_list, metavar="A,B", help="Seeds; x3 means 0,1,2.")] = "0",
+    speedup: Annotated[Any, listed(floats, "Loads, as multiples of the trace's own rate.", rich_help_panel=TRAFFIC)] = "1",
+    seeds: Annotated[Any, listed(seed_list, "Seeds; x3 means 0,1,2.")] = "0",
     model: ModelName = "llama-3.1-70b",
     gpu: GpuName = "a100",
     tp: TensorParallel = 4,
@@ -181,9 +114,7 @@ def run(
         bool,
         typer.Option("--lag", help="Outcomes arrive one plan late, as under SGLang's overlap schedule."),
     ] = False,
-    replicas: Annotated[
-        int, typer.Option(min=1, help="Equal replicas behind the router.", rich_help_panel=FLEET)
-    ] = 1,
+    replicas: Replicas = 1,
     router: RouterName = "least-work",
     miscalibration: Annotated[
         float,
@@ -230,8 +161,7 @@ def capacity(
         list[str],
         typer.Option(
             metavar="TRACE",
-            help="Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second. May be "
-            "repeated, for files of several servers with --record-requests.",
+            help=f"{TRACE} May be repeated, for files of several servers with --record-requests.",
         ),
     ],
     target: Annotated[float, typer.Option(min=0.001, max=1.0, help="Attainment to reach, 0 to 1.")] = 0.95,
@@ -290,7 +220,7 @@ def capacity(
 def fleet(
     *,
     trace: OneTrace,
-    replicas: Annotated[int, typer.Option(min=1, help="Equal replicas behind the router.")] = 100,
+    replicas: Replicas = 100,
     policy: PolicyName = "priced",
     model: ModelName = "llama-3.1-70b",
     gpu: GpuName = "a100",
@@ -368,12 +298,8 @@ def context(
     model: ModelName = "llama-3.1-8b",
     gpu: GpuName = "a100",
     tp: TensorParallel = 8,
-    requests: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Requests that decode together.")
-    ] = "1,16,32,64,128,256",
-    contexts: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Cached tokens of each.")
-    ] = "2000,8000,16000,32000",
+    requests: Annotated[Any, listed(counts, "Requests that decode together.")] = "1,16,32,64,128,256",
+    contexts: Annotated[Any, listed(counts, "Cached tokens of each.")] = "2000,8000,16000,32000",
     window: Annotated[int, typer.Option(min=16, help="Recent tokens that sparse drafts read.")] = 512,
     acceptance: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Acceptance rate of a draft model's token.")
