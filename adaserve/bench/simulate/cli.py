@@ -200,20 +200,24 @@ def capacity(
         of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, recorded, cache)
         loaded = read_recorded(trace, seed)
         with Progress(console=console) as progress:
-            task = progress.add_task("one replica", total=None)
+            task = progress.add_task(_replicas(1), total=None)
             attainment = of.attainment(loaded, slos, router)
 
             def attain(n: int) -> float:
-                progress.update(task, description=f"{n} replicas")
+                progress.update(task, description=_replicas(n))
                 return attainment(n)
 
             answer = min_replicas(attain, target, most)
     for n, got in answer.tried.items():
-        print(f"{n:5d} replicas: {100 * got:.2f}% attained")
+        print(f"{_replicas(n):>14}: {100 * got:.2f}% attained")
     found = f"{answer.replicas}" if answer.replicas else f"more than {most}"
     print(f"minimum replicas for {100 * target:g}% attainment: {found}")
     if out:
         out.write_text(json.dumps(asdict(answer), indent=1) + "\n", encoding="utf-8")
+
+
+def _replicas(n: int) -> str:
+    return "1 replica" if n == 1 else f"{n} replicas"
 
 
 @app.command()
