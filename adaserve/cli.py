@@ -62,8 +62,9 @@ app = typer.Typer(
     },
 )
 EXTRA = ("locust", "matplotlib", "jinja2")
-"""Libraries of the extra ``adaserve[bench]``, and the commands that need them."""
+"""Libraries of the extra ``adaserve[bench]``."""
 MEASURING = ("bench", "demo", "gpu-check", "report", "simulate")
+"""Commands that need them."""
 console = Console(stderr=True)
 
 

@@ -44,9 +44,7 @@ class PolicyConfig:
     width_probe_every: int = 16
     horizon_tokens: int = 96  # priced: tokens looked ahead at most when weighing a request
     attain_weight: float = 3.0  # priced: weight = 1 + attain_weight * g
-    triage_ratio: float = (
-        2.5  # priced: hopeless when the pace needed exceeds this many times what is feasible
-    )
+    triage_ratio: float = 2.5  # priced: hopeless when the pace needed is this many times the feasible one
     triage_every: int = 1  # priced: hopeless requests count in every Nth iteration only; 1 = in all
 
     turbo_k_max: int = 8

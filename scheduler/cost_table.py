@@ -78,7 +78,7 @@ class LowQuantiles:
         self.values: FloatArray = np.zeros(k)
 
     def believe(self, buckets: Sequence[int]) -> None:
-        """Of these a value of 0 is known."""
+        """Takes 0 for the known value of these buckets."""
         times = math.ceil(KNOWN)
         self._latest[buckets, :times] = 0.0
         self._count[buckets] = self.trust[buckets] = times
@@ -91,7 +91,7 @@ class LowQuantiles:
 
     def outdo(self, bucket: int, value: float) -> None:
         """``value`` is far below what is believed, so slower ones before it were disturbed, not only here.
-        The further below, the less counts what is known of others, which may not come again for long."""
+        The further below, the less counts what is known of other buckets: they may not come again for long."""
         self.work_out()
         if self.trust[bucket] >= KNOWN:
             self.trust *= math.exp(self.DOUBT * (value - self.values[bucket]))

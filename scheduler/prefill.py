@@ -21,7 +21,6 @@ be a short burst, which costs the running requests little. With many, the load i
 everybody in time, and every further request makes others miss theirs. Tuned on the sweep's traffic, in the
 simulator."""
 
-
 GATE = 1.1
 LOST_EVERY_S = 4.0
 """What a server has by default (``prefill_headroom`` and ``prefill_lost_interval_ms``)."""

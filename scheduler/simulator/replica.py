@@ -1,4 +1,4 @@
-"""One engine replica: its queue, its prefills, its memory and its clock. How it decodes, subclasses say."""
+"""One engine replica: its queue, its prefills, its memory and its clock. Subclasses say how it decodes."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ class ReplicaConfig:
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     exclusive_tokens: int = 4096  # largest separate prefill forward
     noise: float = 0.03  # standard deviation of log seconds
-    row_overhead_s: float = (
-        0.0  # per running request and iteration, outside the models: its token is streamed
-    )
+    row_overhead_s: float = 0.0  # per iteration and running request, whose tokens are streamed
     lag: bool = False  # overlap schedule: plans see the state before the last outcome
     busy: tuple[tuple[float, float, float], ...] = ()
     """When others use the host: from, until (simulated seconds), how many times as long everything takes."""
@@ -222,7 +220,7 @@ class Replica(ABC):
         total_s: float,
         cycle_s: float,
     ) -> None:
-        """Books of an iteration that ended now: ``new`` tokens [n] of the rows ``pick``. Times as in
+        """Accounts for an iteration that has just ended: ``new`` tokens [n] of the rows ``pick``. Times as in
         ``IterationOutcome``."""
         self._last_end_s = self.now_s
         if not prefill_tokens:

@@ -51,7 +51,7 @@ class Sharing(ServerSpec):
         return [sys.executable, "-c", f"{share}; print('shared', flush=True); import time; time.sleep(600)"]
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is no file here")
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_shared_memory_is_not_left_behind(tmp_path: Path) -> None:
     path, log = Path(f"/dev/shm/adaserve-test-{os.getpid()}"), tmp_path / "server.log"
     path.touch()
