@@ -236,8 +236,8 @@ def demo(
 ) -> None:
     """Show three classes of requests at three speeds, with AdaServe and without it.
 
-    Starts a server with the embedded pair, sends the same mixed traffic with both policies in turns of some
-    seconds, prints a table and writes a report.
+    Starts a server with the embedded pair and sends the same mixed traffic with both policies, which take
+    turns of some seconds. Prints a table and writes a report.
     """
     from adaserve.bench.demo import run_demo
 

@@ -34,14 +34,14 @@ def bench_latency(
     batches: Annotated[Any, listed(counts, "Numbers of concurrent requests.")] = "1,4,8,16,32",
     contexts: Annotated[Any, listed(counts, "Tokens per request, answer included, from long held-out texts (embedded pair only).", show_default="short prompts")] = None,
     temperatures: Annotated[Any, listed(floats, "Sampling temperatures.")] = "0,0.7",
-    rounds: Annotated[int, typer.Option(min=1, help="Repetitions, in turns.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions, taking turns.")] = 5,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 64,
     repetition: Annotated[Any, listed(words, "Use text that repeats itself: edits, turns, templates, json.")] = "",
     cpu_weights: Weights = "auto",
     budget: Budget = None,
     out: Annotated[Path | None, results_file("latency")] = None,
 ) -> None:
-    """Compare TPOT with plain decoding at several batch sizes, in turns on one server per kind of draft."""
+    """Compare TPOT with plain decoding at several batch sizes, in turn, on one server per kind of draft."""
     from adaserve.bench.latency import BASE, SELF, SELF_WINDOW, LatencyPlan, run_latency
     from adaserve.bench.repetition import KINDS
     from adaserve.config import AdaServeConfig
@@ -116,7 +116,7 @@ def bench_kernels(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the widened target.")] = 4,
     avx2: Annotated[bool, typer.Option("--avx2", help="Do without AVX-512 on a host that has it.")] = False,
     against: Annotated[
-        Path | None, typer.Option(help="Compare with the kernel sources in this folder, in turns.")
+        Path | None, typer.Option(help="Compare with the kernel sources in this folder, taking turns.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for a JSON and a Markdown file.", callback=new_folder)

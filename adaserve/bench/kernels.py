@@ -1,7 +1,7 @@
 """`adaserve bench kernels`: what forwards cost here by tokens and by context, against what memory allows.
 
-Times are taken in turns, one set of kernels after the other, and compared by the median of the ratios of
-neighbours: a busy minute hits all alike.
+The sets of kernels are timed in turn and compared by the median of the ratios of neighbours: a busy minute
+hits all alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Times of plain, draft and verification steps on this host's kernels, and what follows from them.
 
 Forwards are those of the widened embedded pair, over a KV cache of made-up values: what they take does not
-depend on the values. Times are taken in turns and compared by medians.
+depend on the values. All are timed in turn and compared by medians.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def bench_learn(
     rest: Annotated[
         float, typer.Option(min=0, help="Idle seconds per second of traffic, as spare capacity.")
     ] = 0.0,
-    classes: Annotated[Any, listed(words, "SLO classes of the requests, in turns.")] = "",
+    classes: Annotated[Any, listed(words, "SLO classes, which the requests take in turn.")] = "",
     policy: Annotated[
         str, typer.Option("--policy", help="Scheduling policy, as in `adaserve serve`.")
     ] = "chain-4",
