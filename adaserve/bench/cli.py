@@ -73,7 +73,7 @@ def bench_latency(
     )
     if contexts and (model is not None or repetition):
         raise typer.BadParameter(
-            "--contexts uses the embedded pair's held-out text: leave --model-path and --repetition out"
+            "--contexts uses the embedded pair's held-out text: leave out --model-path and --repetition"
         )
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
     common: dict[str, Any] = {"cpu_weights": cpu_weights, "budget": budget, "prefill": "exclusive"}
