@@ -90,7 +90,8 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
         ),
         (
             not config.has_model and bool(args.speculative_draft_model_path),
-            f"drafts are {config.drafts}, so a draft model has no use: remove --speculative-draft-model-path",
+            f"drafts are {config.drafts}, so a draft model would not be used: remove "
+            "--speculative-draft-model-path",
         ),
         (
             config.medusa is not None and bool(args.speculative_draft_model_path),

@@ -18,8 +18,9 @@ from rich.console import Console
 
 from adaserve.bench.cli import app as bench
 from adaserve.bench.gpu_check.cli import gpu_check
+from adaserve.bench.options import results_folder
 from adaserve.bench.simulate.cli import app as simulator
-from adaserve.commands import Commands, fail, new_file, new_folder
+from adaserve.commands import Commands, fail, new_file
 from adaserve.cores import short_spins
 from adaserve.fleet.cli import app as fleet
 from adaserve.learning.cli import app as draft
@@ -61,8 +62,9 @@ app = typer.Typer(
     },
 )
 EXTRA = ("locust", "matplotlib", "jinja2")
-"""Libraries of the extra ``adaserve[bench]``, and the commands that need them."""
+"""Libraries of the extra ``adaserve[bench]``."""
 MEASURING = ("bench", "demo", "gpu-check", "report", "simulate")
+"""Commands that need them."""
 console = Console(stderr=True)
 
 
@@ -230,15 +232,12 @@ def demo(
         ),
     ] = False,
     size: Size = "100M",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Results folder.", show_default="results/<UTC>-demo", callback=new_folder),
-    ] = None,
+    out: Annotated[Path | None, results_folder("demo")] = None,
 ) -> None:
     """Show three classes of requests at three speeds, with AdaServe and without it.
 
-    Starts a server with the embedded pair, sends the same mixed traffic with both policies in turns of some
-    seconds, prints a table and writes a report.
+    Starts a server with the embedded pair and sends the same mixed traffic with both policies, which take
+    turns of some seconds. Prints a table and writes a report.
     """
     from adaserve.bench.demo import run_demo
 

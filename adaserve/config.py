@@ -203,7 +203,7 @@ class AdaServeConfig(Checked):
         names = value.split(",")
         if len(set(names)) < len(names) or not set(names) <= set(DRAFTS):
             raise ConfigError(
-                f"is {shown(value)}: accepted are model, self, suffix, model,suffix, and self,suffix"
+                f"is {shown(value)}: it should be model, self, suffix, model,suffix or self,suffix"
             )
         if {"model", "self"} <= set(names):
             raise ConfigError(f"drafts are {value}: choose either model or self")
@@ -218,7 +218,7 @@ class AdaServeConfig(Checked):
         whole = isinstance(number, int) and not isinstance(number, bool)
         if number != "auto" and not (whole and (number == 0 or LEAST_WINDOW <= number <= 1 << 20)):
             raise ConfigError(
-                f"is {shown(value)}: accepted are auto, 0 (the whole context), and from {LEAST_WINDOW} to "
+                f"is {shown(value)}: it should be auto, 0 (the whole context), or {LEAST_WINDOW} to "
                 f"{1 << 20} recent tokens"
             )
         return number
@@ -234,8 +234,8 @@ class AdaServeConfig(Checked):
     def _second_needs_first(self) -> Self:
         if self.second_draft is not None and not self.has_model:
             raise ConfigError(
-                f"drafts are {self.drafts}, so a second draft model has no use: leave it out, or set drafts "
-                "to model or model,suffix"
+                f"drafts are {self.drafts}, so a second draft model would not be used: leave it out, or set "
+                "drafts to model or model,suffix"
             )
         return self
 
@@ -304,7 +304,7 @@ class AdaServeConfig(Checked):
 
     @property
     def draft_windows(self) -> tuple[int, ...]:
-        """What drafting may read of a context: so many recent tokens, 0 = all."""
+        """How many recent tokens of a context drafting may read; 0 = all of it."""
         return AUTO_WINDOWS if self.draft_window == "auto" else (self.draft_window,)
 
     @property

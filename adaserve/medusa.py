@@ -2,7 +2,7 @@
 
 A folder has ``config.json`` with ``medusa_num_heads`` and ``medusa_num_layers``, and the weights in
 ``medusa_lm_head.pt`` or ``medusa_lm_head.safetensors``. Head i is made of residual blocks
-``x + SiLU(W x + b)``, named ``{i}.{j}.linear.weight`` and ``{i}.{j}.linear.bias``, and of an LM head behind
+``x + SiLU(W x + b)``, named ``{i}.{j}.linear.weight`` and ``{i}.{j}.linear.bias``, and of an LM head after
 its n blocks, ``{i}.{n}.weight``. Where ``original_lm_head`` is true (vLLM's word for it), heads have no LM
 head of their own and use the target's.
 """
@@ -26,7 +26,7 @@ _PICKLED, _PLAIN = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class MedusaHeads:
-    """Heads that each say what comes after the next token: head 0 one place behind it, head 1 two."""
+    """Heads that each say what comes after the next token: head 0 one place after it, head 1 two."""
 
     weight: Tensor  # [heads, layers, H, H]: of the residual blocks
     bias: Tensor  # [heads, layers, H]

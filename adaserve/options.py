@@ -65,7 +65,7 @@ SecondDraft = Annotated[
 Size = Annotated[
     str,
     typer.Option(
-        help="Parameters of the embedded target, which is widened to so many, such as 100M or 1.5B.",
+        help="Parameters that the embedded target is widened to, such as 100M or 1.5B.",
         rich_help_panel=WEIGHTS,
     ),
 ]

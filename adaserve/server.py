@@ -365,7 +365,7 @@ class ServerProcess:
         self._set("draft", name)
 
     def number_requests(self, number: int) -> None:
-        """The same requests behind the same number, in one call, get the same texts. Raises ServerError."""
+        """The same requests after the same number, in one call, get the same texts. Raises ServerError."""
         self._set_state({"adaserve_next_request": number})
 
     def _set(self, setting: str, value: str) -> None:

@@ -78,8 +78,8 @@ def run_bench(
 
 
 def refuse_what_ended_early(summary: Mapping[str, Any]) -> None:
-    """For those who compare runs: one that ended early is none. Raises KeyboardInterrupt where the user ended
-    it, LoadgenError where it was killed."""
+    """What ended early cannot be compared with other runs. Raises KeyboardInterrupt where the user ended it,
+    LoadgenError where it was killed."""
     if INTERRUPTED in summary["invalid_reasons"]:
         raise KeyboardInterrupt
     if KILLED in summary["invalid_reasons"]:

@@ -11,7 +11,7 @@ from typing import Any
 from adaserve.loadgen.config import Endpoint
 
 ERRORS = (OSError, ValueError, http.client.HTTPException)
-"""Raised when there is no server, or something that is not one; ValueError: its answer is not JSON."""
+"""Raised when nothing answers, or something that is not such a server; ValueError: the answer is not JSON."""
 
 
 def base_url(server: Endpoint) -> str:

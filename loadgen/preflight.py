@@ -70,7 +70,7 @@ def _model(server: Endpoint) -> str | None:
 
 
 def _listed(data: Any) -> list[str]:
-    """The models' names out of a server's list. Raises ValueError when it is none."""
+    """The models' names out of a server's list. Raises ValueError for anything else."""
     try:
         return [str(m["id"]) for m in data["data"]]
     except (KeyError, TypeError):

@@ -44,9 +44,7 @@ class Group:
             return statistics.stdev(values) / math.sqrt(len(values))
         if key != "slo_attainment" or not values:
             return None
-        c = next(
-            c for r in self.runs if self._figure(r, key, name) is not None for c in [self._part(r, name)]
-        )
+        c = next(self._part(r, name) for r in self.runs if self._figure(r, key, name) is not None)
         return attainment_stderr(c["attained"], c["requests"])
 
     @staticmethod

@@ -17,7 +17,7 @@ from adaserve.loadgen.errors import LoadgenError
 from adaserve.slo.metrics import PREDICTED, RequestRecord, read_records, summarize
 
 KILLED = "the load generator was killed"
-"""Why a run is not valid that ended without its user's doing."""
+"""Why a run is not valid when something other than its user ended it."""
 COMMAND_VARIABLE = "ADASERVE_BENCH_COMMAND"
 """Set by a process that starts this one: the command that the user typed."""
 HEADERS_VARIABLE = "ADASERVE_BENCH_HEADERS"

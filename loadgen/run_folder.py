@@ -84,7 +84,7 @@ def _arrays(records: Sequence[RequestRecord]) -> dict[str, FloatArray]:
 
 
 def _summary_of_the_run(folder: Path) -> dict[str, Any]:
-    """``summary.json`` as far as it can be used; everything else comes from the records."""
+    """The usable part of ``summary.json``; everything else comes from the records."""
     old = _json(folder / "summary.json")
     warmup_s, reasons = old.get("warmup_s"), old.get("invalid_reasons")
     old["warmup_s"] = float(warmup_s) if is_amount(warmup_s) else 0.0

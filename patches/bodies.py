@@ -1,4 +1,4 @@
-"""Bodies that are costly to judge are refused, and what is wrong with a body is told in few words.
+"""Bodies that are costly to judge are refused, and what is wrong with a body is said in few words.
 
 Why: ``adaserve/boundary/bodies.py`` says what one request could do to the HTTP process.
 """

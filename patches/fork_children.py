@@ -3,7 +3,7 @@
 Why: SGLang starts its scheduler and its detokenizer as new Python processes. Each imports SGLang and PyTorch
 anew, which is most of a start on two cores. A fork has them, and shares their memory.
 
-A fork is safe where no other thread can hold a lock, and where torch has read how its threads shall wait. So
+A fork is safe where no other thread can hold a lock, and where torch has read how its threads are to wait. So
 it takes a process that has one thread and was started with ``FORK_ENV``, as `adaserve serve` starts it. What
 the forked processes start themselves is new again.
 """

@@ -52,7 +52,7 @@ def _count_draft(_: None, configurator: Any, kvc: Any) -> None:
 
 
 def draft_paths(config: AdaServeConfig) -> tuple[str, ...]:
-    """The draft models that SGLang loads in this process: its own, and ours behind it."""
+    """The draft models that SGLang loads in this process: its own, then ours."""
     from sglang.srt.runtime_context import get_spec
 
     if not config.has_model or config.medusa is not None:

@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -> Any:
-    """One decision per scheduling step: no prefill now, or one of at most so many tokens."""
+    """One decision per scheduling step: no prefill now, or one of at most a number of tokens."""
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
     worker = worker_of(self)

@@ -220,7 +220,7 @@ async def _unreadable(request: Any, error: Exception) -> Any:
 
     if not _is_the_clients(error):
         raise error
-    return refusal(f"the body is no request of {request.url.path}: {error}")
+    return refusal(f"the body is not a valid request for {request.url.path}: {error}")
 
 
 def _is_the_clients(error: Exception) -> bool:

@@ -1,9 +1,9 @@
-"""The scheduler refuses a request id that is live, and a request that it fails to take in ends alone.
+"""The scheduler refuses a request id that is live, and a request that it fails to accept ends alone.
 
 Why: with several HTTP workers none of them knows the others' request ids, and two requests of one id in a
 batch end the scheduler. The detokenizer keeps its state by id as well, so the second is answered past it.
 
-An exception while a request is taken in (a session that cannot be continued, say) would leave the
+An exception while a request is accepted (a session that cannot be continued, say) would leave the
 scheduler's loop and end the server. Until the request is queued nothing else refers to it, so it alone is
 refused. Once it is queued, or in any other place, an exception still ends the scheduler: its state could
 be wrong.
@@ -11,7 +11,7 @@ be wrong.
 SGLang aborts by prefix: when the client of request ``a`` hangs up, every request whose id starts with ``a``
 would end. Here only ``a`` does, and ``a_0``, ``a_1``, ... which SGLang itself makes of a batch.
 
-SGLang keeps as many open sessions as anybody cares to open. Here there is a most.
+SGLang keeps as many open sessions as anybody cares to open. Here their number is limited.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _take_in(original: Callable[..., None], self: Any, recv_req: Any, **more: An
     except Exception:
         if is_live(self, recv_req.rid):
             raise
-        logger.exception("adaserve: request %r could not be taken in and was refused", recv_req.rid)
+        logger.exception("adaserve: request %r could not be accepted and was refused", recv_req.rid)
         return _refuse(
             self, recv_req, HTTPStatus.INTERNAL_SERVER_ERROR, "the scheduler could not take this request in"
         )

@@ -1,7 +1,7 @@
 """Requests that are not worth waiting for are answered with 429 (``--shed``).
 
 Why: SGLang turns requests away when its queue is long or old, whatever they asked for. Its own time limits
-are looked for where every tensor-parallel rank hears of them in the same iteration; so are these. The reason
+are checked where every tensor-parallel rank hears of them in the same iteration; so are these. The reason
 and ``Retry-After`` travel in the output that ends a request; ``load_headers`` makes headers of them.
 """
 

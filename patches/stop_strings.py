@@ -6,7 +6,7 @@ several stops the answer would depend on how many candidates happened to be acce
 checked as if it had come alone, as in plain decoding.
 
 SGLang also takes what it does not know in a stop expression, such as ``[^z]``, for endless, and then searches
-the whole answer after every token. How much such an expression can match at most, Python knows.
+the whole answer after every token. Python knows how much such an expression can match at most.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Why: a body of 8 MB keeps the loop for 7 to 18 s, on every route that takes text, and meanwhile nobody gets a
 token, and ``/health`` no answer. So the server's tokenizer looks at the beginning of a long text first
 (``adaserve/boundary/prompts.py``), the prompts of a batch let others in between, and requests that hand over
-many texts at once may hold so much.
+many texts at once are limited.
 
 The same tokenizer renders chat templates. SGLang refuses templates of clients, which can loop for ever, but
 not on ``/v1/responses`` and ``/v1/decisions``; and nowhere other arguments of the renderer, which allocate

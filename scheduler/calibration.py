@@ -17,7 +17,7 @@ GROUPS = 5
 draft model made, and that two draft models agree on."""
 _GROUP = np.array([1, 0, 3, 4, 1, 2, 2, 2])
 """Group by the bits of the draft models, plus 4 if it was offered."""
-_PLACES = N_BINS + 1  # of a group: q = 1 falls behind the last bin
+_PLACES = N_BINS + 1  # of a group: q = 1 falls past the last bin
 _WITH_ONE = np.minimum(np.arange(_PLACES), N_BINS - 1) + N_BINS * np.arange(GROUPS)[:, None]
 CEILING = 0.985  # no token is certain; also keeps f strictly falling along a path
 

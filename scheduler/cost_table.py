@@ -20,7 +20,7 @@ from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import ReadingCost, TableCost
 
 Seconds = Callable[[FloatArray], FloatArray]
-"""Seconds [k] of forwards of so many tokens [k]."""
+"""Tokens [k] of forwards -> the seconds [k] that they take."""
 
 SIZES: IntArray = np.unique(
     np.concatenate([np.arange(1, 33), np.round(32 * 2 ** (np.arange(1, 57) / 8))]).astype(np.int64)
@@ -78,7 +78,7 @@ class LowQuantiles:
         self.values: FloatArray = np.zeros(k)
 
     def believe(self, buckets: Sequence[int]) -> None:
-        """Of these a value of 0 is known."""
+        """Takes 0 for the known value of these buckets."""
         times = math.ceil(KNOWN)
         self._latest[buckets, :times] = 0.0
         self._count[buckets] = self.trust[buckets] = times
@@ -91,7 +91,7 @@ class LowQuantiles:
 
     def outdo(self, bucket: int, value: float) -> None:
         """``value`` is far below what is believed, so slower ones before it were disturbed, not only here.
-        The further below, the less counts what is known of others, which may not come again for long."""
+        The further below, the less counts what is known of others: they may not come again for long."""
         self.work_out()
         if self.trust[bucket] >= KNOWN:
             self.trust *= math.exp(self.DOUBT * (value - self.values[bucket]))

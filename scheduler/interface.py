@@ -97,9 +97,7 @@ class RunningBatch:
     decoded_tokens: IntArray  # o: tokens produced since decode_start_s
     context_tokens: IntArray  # tokens in the KV cache
     remaining_tokens: IntArray  # upper bound of what is still to be generated, >= 1
-    max_depth: (
-        IntArray  # deepest node that may be kept for the row; 0 = root only (custom logit processors, ...)
-    )
+    max_depth: IntArray  # deepest node that may be kept; 0 = root only (custom logit processors, ...)
     temperature: FloatArray  # 0 = greedy
     prefill_tokens: int = 0
     """Prefill tokens that will share this iteration's verify forward (mixed chunks); 0 = none."""
@@ -115,7 +113,7 @@ class RunningBatch:
 
     @property
     def tokens_ahead(self) -> IntArray:
-        """Tokens until the end as far as it is known, [n]: what an SLO's slack is judged by."""
+        """Tokens until the end, by the best that is known, [n]: what an SLO's slack is judged by."""
         return self.remaining_tokens if self.likely_tokens is None else self.likely_tokens
 
 

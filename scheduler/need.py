@@ -1,4 +1,4 @@
-"""What a request needs: A(r) of AdaServe section 3, and the clear errors around it."""
+"""What a request needs: A(r) of AdaServe section 3, and the checks around it."""
 
 from __future__ import annotations
 

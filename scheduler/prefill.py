@@ -21,16 +21,15 @@ be a short burst, which costs the running requests little. With many, the load i
 everybody in time, and every further request makes others miss theirs. Tuned on the sweep's traffic, in the
 simulator."""
 
-
 GATE = 1.1
 LOST_EVERY_S = 4.0
 """What a server has by default (``prefill_headroom`` and ``prefill_lost_interval_ms``)."""
 
 LATER_S = 1e6
-"""More than any wait: behind all others."""
+"""More than any wait, so that it comes after all others."""
 
 GATE_FREE = 2
-"""The gate lets so many requests run whatever it costs them."""
+"""The gate lets this many requests run, whatever it costs them."""
 
 GATE_CLAIM = 0.25
 """A prompt starts anyway when its prefill needs this share of the time that is left."""
@@ -73,8 +72,8 @@ class PrefillConfig:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if not 0 < self.spend <= 1:
             raise ValueError(f"spend must be in (0, 1], got {self.spend}")
-        if not 0 <= self.late_share < 1:
-            raise ValueError(f"late_share must be in [0, 1), got {self.late_share}")
+        if not 0 < self.late_share < 1:  # a predicted wait is work / late_share
+            raise ValueError(f"late_share must be in (0, 1), got {self.late_share}")
         if self.lost_every_s is not None and not self.lost_every_s > 0:
             raise ValueError(f"lost_every_s must be > 0, got {self.lost_every_s}")
         if not self.patience_s > 0:
@@ -93,7 +92,7 @@ class WaitingBatch:
     arrival_s: FloatArray
     ttft_slo_s: FloatArray  # inf = none
     prompt_left: IntArray  # tokens still to be prefilled
-    started: BoolArray  # part of the prompt is in the cache, or it was retracted behind its first token
+    started: BoolArray  # part of the prompt is in the cache, or it was retracted after its first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ def aims_s(config: PrefillConfig, waiting: WaitingBatch) -> FloatArray:
 
 
 def prefill_s(tokens: IntArray, pressure: Pressure) -> FloatArray:
-    """Seconds of prefills of so many ``tokens``, each in as few chunks as possible; any shape.
+    """Seconds of prefills of ``tokens``, each in as few chunks as possible; any shape.
 
     A prompt of a few tokens takes nearly as long as one of some dozens."""
     whole, rest = np.divmod(tokens, int(pressure.sizes[-1]))

@@ -1,7 +1,7 @@
 """Marginal pricing of candidate nodes: which prefix of the most valuable ones pays best per second.
 
 V(m) / T(m) is compared at every m: V the value of the roots and the m best nodes, T the seconds of an
-iteration that verifies so many. This works for a latency table with steps as well as for a line. A row's part
+iteration that verifies them. This works for a latency table with steps as well as for a line. A row's part
 of any such prefix is a tree: weight x f never rises along a path.
 """
 

@@ -126,7 +126,7 @@ class Recorder:
 
     def _write(self, line: dict[str, Any], *, flush: bool = False) -> None:
         if self._failed:
-            return  # what comes behind a gap could not be replayed
+            return  # what comes after a gap could not be replayed
         try:
             self._file.write(json.dumps(line) + "\n")
             if flush:

@@ -59,7 +59,7 @@ def parents_flat(trees: CandidateTrees, row: IntArray) -> IntArray:
 
 
 def and_root(x: Values, root: float) -> Values:
-    """``x`` [m] with ``root`` behind it, where children of a root look for their parent."""
+    """``x`` [m] followed by ``root``, where children of a root look for their parent."""
     out: Values = np.empty(len(x) + 1, x.dtype)
     out[:-1] = x
     out[-1] = root

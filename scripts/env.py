@@ -308,7 +308,7 @@ def make_overlay(shared: Path) -> None:
     try:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(VENV)], check=True)
         packages = Path("lib") / python_tag() / "site-packages"
-        # Ours comes first in sys.path; zz sorts it behind the editable install's own .pth file.
+        # Ours comes first in sys.path; zz sorts it after the editable install's own .pth file.
         line = f"import site; site.addsitedir({str(shared / packages)!r})\n"
         (VENV / packages / "zz_adaserve_shared.pth").write_text(line)
         link_scripts(shared)

@@ -233,7 +233,7 @@ def build(out: Path, only: str | None, kernels: bool) -> None:
 
 
 def show() -> None:
-    """Prints every wheel, and what is left out of the three large ones as far as they are installed here."""
+    """Prints every wheel, and what is left out of those of the three large ones that are installed here."""
     wanted = requirements(ROOT / "scripts" / "gpu_bundle.txt", ROOT / "constraints.txt")
     for requirement in wanted:
         print(requirement)

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from adaserve.bench.fleet.cli import bench_fleet
 from adaserve.bench.learn.cli import bench_learn
-from adaserve.bench.options import counts, floats, known, words
+from adaserve.bench.options import counts, floats, known, listed, results_file, words
 from adaserve.bench.soak.cli import bench_soak
 from adaserve.bench.sweep.cli import bench_sweep
-from adaserve.commands import new_file, new_folder
+from adaserve.commands import new_folder
 from adaserve.cores import usable_cores
 from adaserve.loadgen import cli as loadgen
 from adaserve.options import Budget, Draft, Model, Size, Weights, server_spec
@@ -29,57 +29,37 @@ def bench_latency(
     draft: Draft = None,
     draft_kinds: Annotated[
         Any,
-        typer.Option(
-            "--draft-kind",
-            parser=words,
-            metavar="A,B",
-            help="Kinds of draft, as in `adaserve serve`, or self: the target drafts for itself. Each has a "
+        listed(
+            words,
+            "Kinds of draft, as in `adaserve serve`, or self: the target drafts for itself. Each has a "
             "server of its own. model:fp32 also says how the draft's weights are stored.",
+            "--draft-kind",
         ),
     ] = "auto",
     size: Size = "100M",
     policies: Annotated[
-        Any,
-        typer.Option(
-            parser=words,
-            metavar="A,B",
-            help="Policies; none is always measured too. priced@256 sets the --draft-window.",
-        ),
+        Any, listed(words, "Policies; none is always measured too. priced@256 sets the --draft-window.")
     ] = "priced",
-    batches: Annotated[
-        Any,
-        typer.Option(parser=counts, metavar="A,B", help="Numbers of concurrent requests."),
-    ] = "1,4,8,16,32",
+    batches: Annotated[Any, listed(counts, "Numbers of concurrent requests.")] = "1,4,8,16,32",
     contexts: Annotated[
         Any,
-        typer.Option(
-            parser=counts,
-            metavar="A,B",
-            help="Tokens per request, answer included, from long held-out texts (embedded pair only).",
+        listed(
+            counts,
+            "Tokens per request, answer included, from long held-out texts (embedded pair only).",
             show_default="short prompts",
         ),
     ] = None,
-    temperatures: Annotated[
-        Any, typer.Option(parser=floats, metavar="A,B", help="Sampling temperatures.")
-    ] = "0,0.7",
-    rounds: Annotated[int, typer.Option(min=1, help="Repetitions, in turns.")] = 5,
+    temperatures: Annotated[Any, listed(floats, "Sampling temperatures.")] = "0,0.7",
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions, taking turns.")] = 5,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 64,
     repetition: Annotated[
-        Any,
-        typer.Option(
-            parser=words,
-            metavar="A,B",
-            help="Use text that repeats itself: edits, turns, templates, json.",
-        ),
+        Any, listed(words, "Use text that repeats itself: edits, turns, templates, json.")
     ] = "",
     cpu_weights: Weights = "auto",
     budget: Budget = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="JSON file to write.", show_default="in results/<UTC>-latency", callback=new_file),
-    ] = None,
+    out: Annotated[Path | None, results_file("latency")] = None,
 ) -> None:
-    """Compare TPOT with plain decoding at several batch sizes, in turns on one server per kind of draft."""
+    """Compare TPOT with plain decoding at several batch sizes, in turn, on one server per kind of draft."""
     from adaserve.bench.latency import BASE, SELF, SELF_WINDOW, LatencyPlan, run_latency
     from adaserve.bench.repetition import KINDS
     from adaserve.config import AdaServeConfig
@@ -92,7 +72,9 @@ def bench_latency(
         others, batches, temperatures, rounds, tokens, repetition=repetition, contexts=contexts or (0,)
     )
     if contexts and (model is not None or repetition):
-        raise typer.BadParameter("--contexts are made of the embedded pair's held-out text: give no other")
+        raise typer.BadParameter(
+            "--contexts uses the embedded pair's held-out text: leave out --model-path and --repetition"
+        )
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
     common: dict[str, Any] = {"cpu_weights": cpu_weights, "budget": budget, "prefill": "exclusive"}
 
@@ -111,9 +93,7 @@ def bench_latency(
 @app.command("heads")
 def bench_heads(
     *,
-    batches: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Numbers of concurrent requests.")
-    ] = "1,4,8",
+    batches: Annotated[Any, listed(counts, "Numbers of concurrent requests.")] = "1,4,8",
     temperature: Annotated[
         float, typer.Option(min=0, help="Temperature of the text that the target writes.")
     ] = 0.8,
@@ -127,17 +107,9 @@ def bench_heads(
         int | None, typer.Option(min=1, help="Threads of a forward.", show_default="all")
     ] = None,
     draft_weights: Annotated[
-        Any,
-        typer.Option(
-            parser=words,
-            metavar="A,B",
-            help="How weights of draft and EAGLE-3 head are stored, as in `adaserve serve`.",
-        ),
+        Any, listed(words, "How weights of draft and EAGLE-3 head are stored, as in `adaserve serve`.")
     ] = "auto",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="JSON file to write.", show_default="in results/<UTC>-heads", callback=new_file),
-    ] = None,
+    out: Annotated[Path | None, results_file("heads")] = None,
 ) -> None:
     """Compare accepted tokens and drafting time of the embedded draft and the embedded heads."""
     from adaserve.bench.heads import run_heads
@@ -156,26 +128,17 @@ def bench_heads(
 def bench_kernels(
     *,
     tokens: Annotated[
-        Any,
-        typer.Option(
-            parser=counts, metavar="A,B", help="Tokens per forward.", show_default="21 sizes from 1 to 64"
-        ),
+        Any, listed(counts, "Tokens per forward.", show_default="21 sizes from 1 to 64")
     ] = "1,2,3,4,5,6,7,8,10,12,13,14,16,20,24,25,32,40,48,56,64",
-    storages: Annotated[
-        Any, typer.Option(parser=words, metavar="A,B", help="Storage of weights: fp32, fp16, bf16.")
-    ] = "fp32,fp16",
-    queries: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Tokens per request in attention.")
-    ] = "1,5,16,64",
-    contexts: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Cached tokens of the request.")
-    ] = "256,2048,8192,32768",
+    storages: Annotated[Any, listed(words, "Storage of weights: fp32, fp16, bf16.")] = "fp32,fp16",
+    queries: Annotated[Any, listed(counts, "Tokens per request in attention.")] = "1,5,16,64",
+    contexts: Annotated[Any, listed(counts, "Cached tokens of the request.")] = "256,2048,8192,32768",
     rounds: Annotated[int, typer.Option(min=1, help="Forwards of each median.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward.")] = usable_cores(),
     layers: Annotated[int, typer.Option(min=1, help="Layers of the widened target.")] = 4,
     avx2: Annotated[bool, typer.Option("--avx2", help="Do without AVX-512 on a host that has it.")] = False,
     against: Annotated[
-        Path | None, typer.Option(help="Compare with the kernel sources in this folder, in turns.")
+        Path | None, typer.Option(help="Compare with the kernel sources in this folder, taking turns.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for a JSON and a Markdown file.", callback=new_folder)
@@ -195,19 +158,10 @@ def bench_kernels(
 @app.command("context")
 def bench_context(
     *,
-    requests: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Requests that decode together.")
-    ] = "1,4,8,16",
-    contexts: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Cached tokens of each.")
-    ] = "2048,8192,32768",
+    requests: Annotated[Any, listed(counts, "Requests that decode together.")] = "1,4,8,16",
+    contexts: Annotated[Any, listed(counts, "Cached tokens of each.")] = "2048,8192,32768",
     windows: Annotated[
-        Any,
-        typer.Option(
-            parser=counts,
-            metavar="A,B",
-            help="Recent tokens that drafts read; self-speculation reads the first of these.",
-        ),
+        Any, listed(counts, "Recent tokens that drafts read; self-speculation reads the first of these.")
     ] = "256,64",
     rounds: Annotated[int, typer.Option(min=1, help="Forwards of each median.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward.")] = usable_cores(),

@@ -18,7 +18,7 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request; it generates exactly ``tokens`` tokens, with a schema at most so many."""
+    """One request; it generates exactly ``tokens`` tokens, or at most that many with a schema."""
 
     prompt: str | Sequence[int]  # text, or token ids
     tokens: int

@@ -3,7 +3,7 @@
 The target writes held-out continuations by its own noise. Each draft then walks along them as it would on a
 server: it draws up a tree with the kernels that serve, takes what the text confirms and one token more, and
 goes on. Before each tree the served target verifies one token of each request, which takes the caches as on
-a server. So accepted tokens and drafting time are those of a server, without one. Times are taken in turns,
+a server. So accepted tokens and drafting time are those of a server, without one. Drafts are timed in turn,
 tree by tree, and compared by the median of the ratios of neighbours.
 """
 

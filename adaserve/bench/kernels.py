@@ -1,7 +1,7 @@
 """`adaserve bench kernels`: what forwards cost here by tokens and by context, against what memory allows.
 
-Times are taken in turns, one set of kernels after the other, and compared by the median of the ratios of
-neighbours: a busy minute hits all alike.
+The sets of kernels are timed in turn and compared by the median of the ratios of neighbours: a busy minute
+hits all alike.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Shape:
     vocab: int = 4096
 
     def kv_bytes(self, context: int) -> int:
-        """Of the fp32 keys and values of so many tokens."""
+        """Of the fp32 keys and values of that many tokens."""
         return 2 * 4 * self.layers * self.kv_heads * self.head_dim * context
 
 
 @dataclass(frozen=True)
 class Case:
-    """A forward of one request: ``tokens`` new ones behind ``context`` cached ones."""
+    """A forward of one request: ``tokens`` new ones after ``context`` cached ones."""
 
     tokens: int
     context: int

@@ -32,9 +32,9 @@ from adaserve.server import ServerProcess, ServerSpec
 
 BASE = "none"
 SELF, SELF_WINDOW = "self", 256
-"""A kind of draft: the target drafts for itself and reads so many recent tokens."""
+"""A kind of draft: the target drafts for itself and reads this many recent tokens."""
 MARGIN = 16
-"""Places that a context keeps free behind a request's last token, for candidates."""
+"""Places that a context keeps free after a request's last token, for candidates."""
 SCREENED = 128
 """Prompts tried per temperature."""
 LEAST = 16
@@ -149,7 +149,7 @@ def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float, context:
 
 
 def _long(count: int, tokens: int) -> list[Ask]:
-    """Held-out texts of so many tokens, code and prose by turns; short ones begin long ones."""
+    """Held-out texts of this length, code and prose in turn; short ones are the beginnings of long ones."""
     from adaserve.pair.data import load_tokenizer
     from adaserve.pair.folders import weights_folder
     from adaserve.pair.long import CATEGORIES, long_prompts

@@ -1,10 +1,28 @@
-"""Options that several commands have: comma-separated lists."""
+"""Kinds of options that several commands have: comma-separated lists, and where results go."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import typer
+
+from adaserve.commands import new_file, new_folder
+
+
+def listed(parser: Callable[[str], Any], text: str, *flags: str, **settings: Any) -> Any:
+    """An option that takes a comma-separated list, which ``parser`` reads; ``text`` is its help."""
+    return typer.Option(*flags, parser=parser, metavar="A,B", help=text, **settings)
+
+
+def results_folder(tag: str) -> Any:
+    """An option for the folder of a command whose results are called ``tag``."""
+    return typer.Option(help="Results folder.", show_default=f"results/<UTC>-{tag}", callback=new_folder)
+
+
+def results_file(tag: str) -> Any:
+    """The same for a command that writes one file."""
+    return typer.Option(help="JSON file to write.", show_default=f"in results/<UTC>-{tag}", callback=new_file)
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -37,7 +55,7 @@ def known(option: str, given: Collection[str], accepted: Collection[str]) -> Non
         raise typer.BadParameter(f"{option} accepts {', '.join(accepted)}, not {', '.join(sorted(wrong))}")
 
 
-def seeds(text: str) -> tuple[int, ...]:
+def seed_list(text: str) -> tuple[int, ...]:
     """``0,1`` -> (0, 1); ``x3`` -> (0, 1, 2)."""
     try:
         found = tuple(range(int(text[1:]))) if text.startswith("x") else tuple(map(int, words(text)))

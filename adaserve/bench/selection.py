@@ -7,7 +7,7 @@ Then all that a policy does in an iteration of the embedded pair, with beams of 
 Some of it is learned only now and then, so this is a mean of processor time: the smallest mean of 64
 iterations in a row.
 
-Last (``--cold``) iterations of ``priced`` in a loop and behind a forward that has emptied the caches: before
+Last (``--cold``) iterations of ``priced`` in a loop and after a forward that has emptied the caches: before
 each cold call 48 MB are written.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -118,40 +118,36 @@ def measure_iteration(
     shapes = itertools.product(range(1, 6), range(1, 4), range(8))
     pool = {(d, w, seed): example_trees(n, d, w, seed) for d, w, seed in shapes}
     accepted = {key: _accepted(trees, seed=key[2]) for key, trees in pool.items()}
-    batch, now, clock = replace(example_batch(n, seed=2), max_depth=np.full(n, 5)), 2.0, time.thread_time_ns
+    batch, now = replace(example_batch(n, seed=2), max_depth=np.full(n, 5)), 2.0
     took: FloatArray = np.zeros((repeats, len(PARTS)))
+
+    def timed(iteration: int, part: str, step: Callable[..., Any], *args: Any) -> Any:
+        before()
+        start = time.thread_time_ns()
+        made = step(*args)
+        spent = time.thread_time_ns() - start
+        took[iteration, PARTS.index(part)] += spent
+        return made
+
     for i in range(repeats):
         batch = replace(batch, rids=tuple(batch.rids), decoded_tokens=20 + (batch.decoded_tokens - 17) % 40)
-        before()
-        start = clock()
-        plan = chosen.plan(batch, now)
-        took[i, 0] = clock() - start
+        plan = timed(i, "plan", chosen.plan, batch, now)
         depth, trees, right = plan.depth, CandidateTrees.empty(n), np.zeros(0, np.bool_)
         if depth:
             levels = pool[depth, plan.width, i % 8].logprob.reshape(n, depth, plan.width)
             for step in range(1, depth):
-                before()
-                start = clock()
-                further = chosen.keep_drafting(plan, step, levels[:, step - 1])
-                took[i, 1] += clock() - start
-                if not further:
+                if not timed(i, "keep_drafting", chosen.keep_drafting, plan, step, levels[:, step - 1]):
                     depth = step
                     break
             trees, right = replace(pool[depth, plan.width, i % 8]), accepted[depth, plan.width, i % 8]
-        before()
-        start = clock()
-        selection = chosen.select(plan, trees)
-        took[i, 2] = clock() - start
+        selection = timed(i, "select", chosen.select, plan, trees)
         right = right & selection.keep
         new = 1 + np.bincount(np.repeat(np.arange(n), np.diff(trees.row_start)), right, n).astype(np.int64)
         draft, verify = PAIR.draft_s(n, depth, plan.width), PAIR.verify_s(float(selection.verify_tokens))
         now += draft + verify
         times = (now, draft, 0.0, verify, draft + verify, draft + verify)
         outcome = IterationOutcome(plan, trees, selection, right, new, *times)
-        before()
-        start = clock()
-        chosen.observe(outcome)
-        took[i, 3] = clock() - start
+        timed(i, "observe", chosen.observe, outcome)
     return took / 1e3
 
 
@@ -168,7 +164,7 @@ def iteration_table(repeats: int) -> str:
 
 
 def cold_table(repeats: int) -> str:
-    """Iterations of ``priced`` in a loop and behind a forward that empties the caches, in Markdown."""
+    """Iterations of ``priced`` in a loop and after a forward that empties the caches, in Markdown."""
     caches = np.zeros(6 << 20)  # more than a core's caches hold
     kinds: dict[str, Callable[[], object]] = {
         "warm": lambda: None,

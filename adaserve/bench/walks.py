@@ -119,7 +119,7 @@ class Walk(ABC):
 
     @abstractmethod
     def make(self, slots: int) -> Any:
-        """The forward over a KV pool of so many slots, as a device's ``Drafter``."""
+        """The forward over a KV pool of this size, as a device's ``Drafter``."""
 
     @abstractmethod
     def kept(self, accepted: np.ndarray) -> np.ndarray:
@@ -186,7 +186,7 @@ class Walk(ABC):
 
 
 def over_pool(network: LeanModel, layers: int, slots: int) -> LeanForward:
-    """With a KV pool of so many slots."""
+    """With a KV pool of this size."""
     size = (slots, network.config.num_kv_heads, network.config.head_dim)
     k, v = ([torch.zeros(size) for _ in range(layers)] for _ in range(2))
     return LeanForward(network, SimpleNamespace(k_buffer=k, v_buffer=v))

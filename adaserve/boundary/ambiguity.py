@@ -53,7 +53,7 @@ def require_few_ways(name: str, expression: str) -> int:
     try:
         pattern = regex_parser.parse(_NAMED.sub(lambda found: found[1] or "(", expression))
     except (re.error, OverflowError, RecursionError) as error:
-        raise RequestError(f"{name} is no regular expression: {error}") from None
+        raise RequestError(f"{name} is not a valid regular expression: {error}") from None
     automaton = _Automaton(name)
     start = automaton.add(pattern, automaton.branch(()), counted=False)
     automaton.require_few_ways(start)

@@ -37,7 +37,7 @@ _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 def as_regex(name: str, grammar: str, depth: int) -> str:
     """The grammar's rule ``root`` as a regular expression of Python's.
 
-    Raises RequestError for text that is no EBNF and for a name without a rule, TooLargeError where the
+    Raises RequestError for text that is not EBNF and for a name without a rule, TooLargeError where the
     expression would be longer than a grammar may be.
     """
     rules = _rules(name, grammar)
@@ -85,7 +85,7 @@ def _rules(name: str, grammar: str) -> dict[str, list[tuple[str, str]]]:
     while at < len(grammar):
         found = _TOKEN.match(grammar, at)
         if found is None:
-            raise RequestError(f"{name} is no EBNF: {grammar[at : at + 20]!r} is not understood")
+            raise RequestError(f"{name} is not valid EBNF: {grammar[at : at + 20]!r} is not understood")
         at, kind, value = found.end(), str(found.lastgroup), found[0]
         if kind == "rule":
             terms = rules[value] = []

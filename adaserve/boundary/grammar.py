@@ -106,7 +106,7 @@ def stop_regex(name: str, value: Any, limits: Limits) -> None:
         try:
             ways += _ways(name, regex_parser.parse(value))
         except (re.error, OverflowError, RecursionError) as error:
-            raise RequestError(f"{name} is no regular expression: {error}") from None
+            raise RequestError(f"{name} is not a valid regular expression: {error}") from None
 
     one_or_list(check, MAX_STOPS)(name, value, limits)
     if ways > MAX_STOP_WAYS:
@@ -226,7 +226,7 @@ class _Schema:
             ways = node.get(key)
             if isinstance(ways, list) and sum(map(_is_open, ways)) > MAX_PLACES:
                 raise RequestError(
-                    f"{self.name}: {key} may offer at most {MAX_PLACES} choices that are no objects and no "
+                    f"{self.name}: {key} may offer at most {MAX_PLACES} choices that are neither objects nor "
                     f"constants, got {len(ways)}"
                 )
         if isinstance(node.get("pattern"), str):

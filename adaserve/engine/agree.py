@@ -14,7 +14,7 @@ from adaserve.scheduler.interface import IterationPlan, RunningBatch, Selection
 
 
 class Group(Protocol):
-    """SGLang's ``GroupCoordinator``, as far as it is needed here."""
+    """What is needed here of SGLang's ``GroupCoordinator``."""
 
     world_size: int
     rank_in_group: int

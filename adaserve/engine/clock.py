@@ -24,7 +24,7 @@ class HostMark:
 
 
 class EventMark:
-    """An event behind everything queued so far on the current stream."""
+    """An event after everything queued so far on the current stream."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""Structured output under trees: what the requests' grammars allow behind every candidate.
+"""Structured output under trees: what the requests' grammars allow after every candidate.
 
 A node's draw is masked by the grammar of its own path, so the output is that of plain decoding. Candidates
 that a grammar forbids become impossible before any of them is selected, and where the host sees every step of
@@ -45,7 +45,7 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Grammars:
-    """The grammars of n requests. Their matchers stand behind the requests' roots, between calls."""
+    """The grammars of n requests. Between calls their matchers stand after the requests' roots."""
 
     reqs: Sequence[Any]  # SGLang's
     live: Mapping[int, Any]  # SGLang's grammar objects, by row

@@ -97,8 +97,8 @@ class HostCosts:
         return notes
 
     def _set_baseline(self) -> None:
-        """Under load it may fall, since a forward never takes less than it has to, but not rise: requests in
-        their numbers are slow because they are many, and SLOs must not become looser by that."""
+        """Under load it may fall, since a forward never takes less than it has to, but not rise: many
+        requests are slow because they are many, and that must not loosen SLOs."""
         old_s, new_s = self._ledger.baseline_s, self._costs.baseline_s(BASELINE_CONTEXT)
         if new_s > old_s and self._alone < ALONE:
             return

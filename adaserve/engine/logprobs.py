@@ -23,7 +23,7 @@ that a client has named."""
 def tell(batch: Any, output: LogitsProcessorOutput, draws: Tensor, index: Tensor) -> None:
     """Writes to ``output`` what SGLang's ``batch`` has asked for, from its logits [T, vocab].
 
-    ``draws``: int64 [T]; ``index``: int64 [n, stride], the verified token behind each emitted one."""
+    ``draws``: int64 [T]; ``index``: int64 [n, stride], the verified token that drew each emitted one."""
     logits = output.next_token_logits
     told = []
     for part in portions(len(index), index.shape[1] * logits.shape[1]):
@@ -40,7 +40,7 @@ def tell(batch: Any, output: LogitsProcessorOutput, draws: Tensor, index: Tensor
 
 
 def _of_batch(batch: Any, part: slice) -> Any:
-    """Some of the batch's requests, as far as their log-probabilities go."""
+    """What log-probabilities need of some of the batch's requests."""
     info = batch.sampling_info
     return SimpleNamespace(
         seq_lens=batch.seq_lens[part],

@@ -44,8 +44,8 @@ def walk(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -
     """Fills the masks of a root and its k nodes, which the matcher visits from where it stands.
 
     ``tokens``, ``parents``: int64 [k], parents first, -1 = child of the root. ``masks`` must allow everything
-    at first. Returns bool [k]: nodes that the grammar allows and does not end with; behind all others the
-    masks stay as they were.
+    at first. Returns bool [k]: nodes that the grammar allows and does not end with; the masks of all
+    others stay as they were.
     """
     if not len(tokens):
         grammar.fill_vocab_mask(masks, 0)

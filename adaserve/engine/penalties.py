@@ -104,7 +104,7 @@ class Penalties:
         return np.array(slots, np.int64), np.array(fresh, np.int64), np.concatenate(new)
 
     def _room(self, slots: int, logits: Tensor) -> Tensor:
-        """The counts, with at least so many slots: those in use are the first ones."""
+        """The counts, with at least that many slots: those in use are the first ones."""
         have = 0 if self._counts is None else len(self._counts)
         if have < (needed := max(slots, 1 + max(c.slot for c in self._counted))):
             grown = torch.zeros(max(needed, 2 * have), logits.shape[1], device=logits.device)

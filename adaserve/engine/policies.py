@@ -9,7 +9,7 @@ from adaserve.scheduler.interface import Policy
 from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
 
 WINDOWS = ("auto", *map(str, AUTO_WINDOWS))
-"""Behind an @, a policy's name says what its drafts read: ``priced@256``."""
+"""After an @, a policy's name says what its drafts read: ``priced@256``."""
 
 KNEE = 1.5
 """If no budget is given, B is how many tokens can be verified in this many times the time of one."""

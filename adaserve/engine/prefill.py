@@ -7,7 +7,7 @@ who decodes, who waits, how long an iteration and a chunk take.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -173,12 +173,18 @@ class PrefillPacer:
             if i not in admitted
         )
         if self._holds.limits:
-            gone = admitted if plan.tokens else set()
-            held = {self._tenant(r) for i, r in enumerate(looked) if i not in gone}
+            starting = admitted if plan.tokens else set()
+            held = [r for i, r in enumerate(looked) if i not in starting]
             tight = [known[i] for i in binding_rows(pressure.slack_s, batch.tpot_slo_s)]
-            self._holders = {t for t in map(self._tenant, tight) if held - ({t} - {ANONYMOUS})}
+            self._holders = self._holding_up(tight, held)
         rows = np.array([*range(before), *(before + i for i in picked)], np.int64)
         return replace(plan, order=rows[plan.order], shed=np.zeros(before + len(waiting), np.bool_))
+
+    def _holding_up(self, tight: Iterable[Any], held: Iterable[Any]) -> set[str]:
+        """Tenants of the ``tight`` requests for whose SLOs a prompt of somebody else is ``held``. Requests
+        without a key may be of different people."""
+        waiting = set(map(self._tenant, held))
+        return {t for t in map(self._tenant, tight) if waiting - ({t} - {ANONYMOUS})}
 
     def looked_at(self, waiting: Sequence[Any], now_s: float) -> list[int]:
         """Places in the queue of the prompts that are due first among those that can still be in time, and of
@@ -274,9 +280,7 @@ class PrefillPacer:
     def _aim(self, req: Any) -> tuple[float, float]:
         """Arrival and TTFT SLO, seconds."""
         if (found := self._aims.get(req)) is None:
-            times = req.time_stats
-            arrival_s = times.created_time or times.scheduler_recv_time or times.wait_queue_entry_time
-            found = self._aims[req] = (arrival_s, self._ledger.slo(req).ttft_s)
+            found = self._aims[req] = (self._ledger.arrival_s(req), self._ledger.slo(req).ttft_s)
         return found
 
 

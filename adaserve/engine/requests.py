@@ -80,7 +80,7 @@ class Requests:
 
     def _key(self, req: Any) -> int:
         """Of the request's noise: by its number in the order of first prefills, so that text at a fixed seed
-        does not depend on chunks. After a retraction it goes on with the same noise, but behind a token that
+        does not depend on chunks. After a retraction it goes on with the same noise, but after a token that
         the new prefill has drawn."""
         if req not in self._keys:
             self._started += 1

@@ -53,7 +53,7 @@ class Settings:
         )
 
     def filtered(self, vocabulary: int) -> np.ndarray:
-        """bool [n]: requests that draw from a part of so many tokens."""
+        """bool [n]: requests that draw from only a part of the vocabulary."""
         less = (self.top_k < vocabulary) | (self.top_p < 1) | (self.min_p > 0)
         return less & (self.top_k != 1)
 
@@ -72,7 +72,7 @@ class Step:
     allowed: Allowed | None = None  # by the requests' grammars
 
     settings: Settings = field(init=False)
-    """Read here, which is before the forward: behind it nothing of the requests is in a cache."""
+    """Read here, which is before the forward: after it nothing of the requests is in a cache."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", Settings.of(self.reqs, self.states))

@@ -15,8 +15,8 @@ from torch import Tensor
 from adaserve.engine.trees.shape import TreeShape
 
 Forbid = Callable[[Tensor, np.ndarray, np.ndarray, int], None]
-"""(logits [a * beams, vocab], tokens [a, k], parents [a, k], beams): sets to -inf what grammars forbid behind
-the last ``beams`` of each row's k nodes, or behind its root where there is none yet."""
+"""(logits [a * beams, vocab], tokens [a, k], parents [a, k], beams): sets to -inf what grammars forbid after
+the last ``beams`` of each row's k nodes, or after its root where there is none yet."""
 
 
 class Levels:

@@ -25,7 +25,6 @@ MOST_STATE = 6e4
 MOST_CONTEXT = 1024
 """Tokens before the first position; earlier ones are cut off."""
 
-
 ReadStates = Callable[[int, np.ndarray], Tensor]
 """(row of ``req_to_token``, places [k]) -> the target's hidden states [k, H] of the tokens that are there."""
 
@@ -34,8 +33,10 @@ ReadStates = Callable[[int, np.ndarray], Tensor]
 class _Open:
     """A request that is being recorded."""
 
-    tokens: list[int] = field(default_factory=list)
-    start: int = -1
+    state: RequestState
+    temperature: float  # 0 = greedy
+    tokens: list[int]  # prompt and output
+    start: int = -1  # of the first position; -1 = not known yet
     logprobs: list[np.ndarray] = field(default_factory=list)
     ids: list[np.ndarray] = field(default_factory=list)
     states: list[np.ndarray] = field(default_factory=list)
@@ -46,7 +47,7 @@ class _Open:
         """The first token that is kept."""
         return max(0, self.start - MOST_CONTEXT)
 
-    def record(self, temperature: float, state: RequestState) -> Record:
+    def record(self) -> Record:
         cut = self.cut
         tokens = np.array(self.tokens[cut : self.start + self.positions + 1], np.int32)
         ids = np.concatenate(self.ids) if self.ids else None
@@ -55,9 +56,9 @@ class _Open:
             self.start - cut,
             np.concatenate(self.logprobs),
             ids,
-            temperature,
-            state.key,
-            state.slo_class,
+            self.temperature,
+            self.state.key,
+            self.state.slo_class,
             np.concatenate(self.states) if self.states else None,
         )
 
@@ -71,7 +72,7 @@ class Tap:
 
     def __init__(self, share: float, ring: Ring | None = None, states: ReadStates | None = None) -> None:
         self._share, self.ring, self._states = share, ring, states
-        self._open: dict[str, tuple[RequestState, float, _Open]] = {}
+        self._open: dict[str, _Open] = {}  # by rid
         self.recorded = self.dropped = 0
         self.pauses = False  # no request is begun
 
@@ -81,8 +82,8 @@ class Tap:
         if self._may(req, state) and len(self._open) < MOST_OPEN:
             p = req.sampling_params
             temperature = 0.0 if p.top_k == 1 else float(p.temperature)
-            opened = _Open([*req.origin_input_ids, *state.generated])
-            self._open[state.rid] = (state, temperature, opened)
+            text = [*req.origin_input_ids, *state.generated]
+            self._open[state.rid] = _Open(state, temperature, text)
 
     def _may(self, req: Any, state: RequestState) -> bool:
         """Only requests whose logits are the target's own: the draft knows of nothing else."""
@@ -124,7 +125,7 @@ class Tap:
         for row in np.flatnonzero(goes_on).tolist():  # nodes of one request stand together, in this order
             count = counts[row] + 1
             here = slice(end, end := end + count)
-            opened = self._open[rows.states[row].rid][2]
+            opened = self._open[rows.states[row].rid]
             opened.logprobs.append(logprobs[here])
             if ids is not None:
                 opened.ids.append(ids[here])
@@ -140,9 +141,8 @@ class Tap:
 
     def _goes_on(self, state: RequestState, length: int) -> bool:
         """Whether the root at position ``length`` is the next one of an open record."""
-        if (entry := self._open.get(state.rid)) is None:
+        if (opened := self._open.get(state.rid)) is None:
             return False
-        opened = entry[2]
         if opened.start < 0:
             opened.start = int(length)
         follows = opened.start + opened.positions == length and len(opened.tokens) == length + 1
@@ -151,11 +151,9 @@ class Tap:
         return bool(follows)
 
     def finished(self, rid: str) -> None:
-        if (entry := self._open.pop(rid, None)) is None:
+        opened = self._open.pop(rid, None)
+        if opened is None or self.ring is None or opened.positions < LEAST_POSITIONS:
             return
-        state, temperature, opened = entry
-        if self.ring is None or opened.positions < LEAST_POSITIONS:
-            return
-        written = self.ring.write(opened.record(temperature, state).to_bytes())
+        written = self.ring.write(opened.record().to_bytes())
         self.recorded += written
         self.dropped += not written

@@ -74,8 +74,12 @@ class AdaServeWorker(BaseSpecWorker):
         self._draft_worker = (
             DraftModels(paths, server_args, gpu_id, nccl_port, target_worker) if paths else None
         )
-        who = ("itself",) if self.config.has_self else (self.config.medusa,) if self.config.medusa else paths
-        self._models = (server_args.model_path, who)
+        self._target_path = server_args.model_path
+        self._draft_names: tuple[str, ...] = paths
+        if self.config.has_self:
+            self._draft_names = ("itself",)
+        elif self.config.medusa:
+            self._draft_names = (self.config.medusa,)
         seed = (server_args.random_seed, get_parallel().dp_rank or 0)
         self._init_state(Requests(seed), overlaps=not get_schedule().disable_overlap_schedule)
 
@@ -133,7 +137,7 @@ class AdaServeWorker(BaseSpecWorker):
         if draft.kind != "model":
             assert self.device.target_states is not None
             table = self.req_to_token_pool.req_to_token
-            states, target = partial(self.device.target_states.of_request, table), self._models[0]
+            states, target = partial(self.device.target_states.of_request, table), self._target_path
         stats = self.ledger.stats
         return Learner(self.config, draft.runner.model, source, draft.path, stats, states, target)
 
@@ -148,7 +152,7 @@ class AdaServeWorker(BaseSpecWorker):
             most_rows=int(target.max_running_requests),
             drafting=(self.device.target,) if self.config.has_self else self._drafters,
         )
-        meta = measure.fingerprint(*self._models, self.config)
+        meta = measure.fingerprint(self._target_path, self._draft_names, self.config)
         self._profile = measure.save_full_profile(meta, lambda grid, tick: run(grid, progress=tick))
         self.latency = measure.start_model(self.config, meta, lambda: run(measure.QUICK))
         self.costs = LearnedCosts(self.latency)
@@ -168,7 +172,7 @@ class AdaServeWorker(BaseSpecWorker):
     def set_policy(self, name: str) -> None:
         """Takes effect at the next iteration. A policy that is chosen again still knows what it learned.
 
-        ``NAME@WINDOW`` is that policy with drafts that read auto, 0 (everything) or so many recent tokens."""
+        ``NAME@WINDOW`` is that policy with a draft window: auto, 0 (everything) or a number of tokens."""
         self.policy: Policy = self._policies.get(name)
         self._drafts = name != "none"
 

@@ -153,7 +153,7 @@ class Fleet:
         port: int = 30000,
     ) -> Fleet:
         """Equal replicas with the ``flags`` of `adaserve serve`. The router listens on ``port``, the replicas
-        on the ports behind it, and the router's metrics are on the port behind those. An API key of the
+        on the next ports, and the router's metrics are on the one after those. An API key of the
         replicas is the router's, too. Raises ServerError."""
         if port + 1 + replicas > LAST_PORT:
             raise ServerError(

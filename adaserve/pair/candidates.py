@@ -50,7 +50,7 @@ class Drafter(Protocol):
         ...
 
     def grow(self, held: Any, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Any]:
-        """The same behind one more token, ``tokens`` [m], each behind the text of one of the ``rows`` [m]."""
+        """The same after one more token, ``tokens`` [m], each after the text of one of the ``rows`` [m]."""
         ...
 
 

@@ -231,7 +231,7 @@ def _print_report(report: dict[str, Any]) -> None:
 
 def _print_contexts(rows: list[dict[str, Any]]) -> None:
     columns = ["context", "temperature", "window", "top_1_agrees", "top_1_predicted", "accepted_w1"]
-    table = Table(*columns, title="Chains of 4 behind long texts; window 0 = the draft reads everything")
+    table = Table(*columns, title="Chains of 4 after long texts; window 0 = the draft reads everything")
     for row in rows:
         table.add_row(*(str(row[c]) for c in columns))
     console.print(table)

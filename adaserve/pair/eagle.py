@@ -74,7 +74,7 @@ class HeadLayer(Block):
 
 
 class EagleHead(nn.Module):
-    """``token_ids``: int64 [vocab], ascending, the tokens behind the rows of its output matrix. The embedding
+    """``token_ids``: int64 [vocab], ascending, the tokens of the rows of its output matrix. The embedding
     is the target's and is not trained."""
 
     def __init__(self, target: TinyLlama, shape: HeadShape, token_ids: Tensor) -> None:
@@ -163,7 +163,7 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Attention of the newest step of an unrolled head, all [rows, heads, length, head_dim].
 
     At step k (``keys`` has k entries) token p sees the tokens up to p - k + 1 as the first step read them,
-    and behind those token p - i as step k - i read it.
+    and after those token p - i as step k - i read it.
     """
     scale, own = q.shape[-1] ** -0.5, len(keys) - 1
     length = q.shape[-2]

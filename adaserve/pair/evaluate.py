@@ -99,7 +99,7 @@ def _proposable(logits: Tensor, wanted: Tensor) -> Tensor:
 
 
 def noise_of(written: Written, vocabulary: int) -> Tensor:
-    """[rows, new, vocabulary]: the noise behind every written token."""
+    """[rows, new, vocabulary]: the noise with which every token was drawn."""
     first = written.prompts.shape[1] - 1
     steps = range(first, first + written.text.shape[1])
     return torch.stack([shared_noise(written.keys, p, vocabulary) for p in steps], dim=1)

@@ -82,7 +82,7 @@ def pick(logits: Tensor, temperature: Tensor, random: torch.Generator) -> Tensor
 
 
 def shared_noise(keys: np.ndarray, position: int, vocabulary: int) -> Tensor:
-    """[rows, vocabulary]: what draft and target share of rows with these `keys`, behind `position`."""
+    """[rows, vocabulary]: what draft and target share of rows with these `keys`, after `position`."""
     return torch.from_numpy(gumbel(keys, np.full(len(keys), position), vocabulary))
 
 

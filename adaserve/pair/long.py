@@ -17,11 +17,11 @@ from adaserve.pair.prompts import load_prompts
 from adaserve.pair.vocabulary import BOS_ID
 
 CATEGORIES = ("coding", "summarization")
-"""Of the shipped prompts, those that are long texts when put one behind the other."""
+"""Of the shipped prompts, those that are long texts when put one after the other."""
 
 
 def long_prompts(tokenizer: Tokenizer, category: str, rows: int, length: int) -> Tensor:
-    """[rows, length]: held-out prompts of a category, one behind the other, each begun with `begin`.
+    """[rows, length]: held-out prompts of a category, one after the other, each begun with `begin`.
 
     Where a row begins does not depend on the length."""
     ids: list[int] = []
@@ -49,7 +49,7 @@ def sparse_logits(model: TinyLlama, written: Written, window: int, sinks: int) -
 
 
 def _without(full: Cache, position: int, sinks: int, left_out: int) -> Cache:
-    """What is cached before ``position``, with a gap behind the sinks; keys keep their positions."""
+    """What is cached before ``position``, with a gap after the sinks; keys keep their positions."""
     parts = (full.store[..., :sinks, :], full.store[..., sinks + left_out : position, :])
     cache = Cache.__new__(Cache)
     cache.store = fn.pad(torch.cat(parts, dim=-2), (0, 0, 0, 1))
@@ -67,8 +67,8 @@ def ranks(logits: Tensor, written: Written, noise: Tensor, scale: float, spread:
 def tree_tokens(ranks: Tensor, deepest: int, width: int = 1) -> tuple[float, ...]:
     """Expected tokens, the bonus included, of trees with 0, 1, ..., ``deepest`` levels.
 
-    A tree has the draft's ``width`` best tokens at each level, and goes on behind the best one only. Averaged
-    over the places where the deepest tree still fits into the text.
+    A tree has the draft's ``width`` best tokens at each level, and continues after the best one only.
+    Averaged over the places where the deepest tree still fits into the text.
     """
     places = ranks.shape[1] - deepest + 1
     offered, followed = (ranks < width).float(), (ranks == 0).float()

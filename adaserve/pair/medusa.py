@@ -1,6 +1,6 @@
-"""Medusa heads for training: residual blocks on the target's last hidden state, behind its own LM head.
+"""Medusa heads for training: residual blocks on the target's last hidden state, before its own LM head.
 
-Head i says what stands i + 2 places behind the token whose state it reads (Medusa, section 2.1.1). The LM
+Head i says what stands i + 2 places after the token whose state it reads (Medusa, section 2.1.1). The LM
 heads are the target's, as at the start of Medusa-1's training, so a head is only as large as its blocks.
 """
 
@@ -22,7 +22,7 @@ from adaserve.pair.train import Run, Trainer, head_run
 from adaserve.pair.train_head import SHARPENED, STEP_WEIGHT, CrossEntropy, fast_products
 
 COMPARED = 4
-"""One token in so many is compared: passes over the vocabulary cost far more than all products, and places
+"""One token in this many is compared: passes over the vocabulary cost far more than all products, and places
 that lie side by side teach much the same."""
 _MATRIX_LR, _VECTOR_LR = 0.02, 0.002
 
@@ -74,7 +74,7 @@ class MedusaBlocks(nn.Module):
         return MedusaHeads(weight.unflatten(0, shape), bias.unflatten(0, shape), None)
 
     def forward(self, last: Tensor, head: int) -> Tensor:
-        """Logits [.., vocab] of one head behind the target's ``last`` hidden states [.., hidden]."""
+        """Logits [.., vocab] of one head over the target's ``last`` hidden states [.., hidden]."""
         return fn.linear(self.heads[head](last), self.embed.weight)
 
 
@@ -89,7 +89,7 @@ def save_blocks(blocks: MedusaBlocks, folder: Path) -> None:
 
 def heads_loss(blocks: MedusaBlocks, seen: Observed, share: int = 1) -> Tensor:
     """Forward KL(target || head) in nats per token, averaged over the heads by ``STEP_WEIGHT``: head i is
-    compared with what the target says i + 1 tokens later, behind one token in ``share``."""
+    compared with what the target says i + 1 tokens later, after one token in ``share``."""
     depth = blocks.depth
     places = torch.randperm(seen.tokens.shape[1] - depth)
     places = places[: math.ceil(len(places) / share)]
@@ -139,7 +139,7 @@ class MedusaDrafter:
 
     @torch.no_grad()
     def after(self, tokens: Tensor) -> Tensor:
-        """By the state of the token before; behind the first token everything is alike."""
+        """By the state of the token before; after the first token everything is alike."""
         states = observe(self.target, tokens).last[:, :-1]
         return fn.pad(self.blocks(states, 0), (0, 0, 1, 0))
 
@@ -150,6 +150,6 @@ class MedusaDrafter:
         return logits[0].clone(), _Said(logits[1:])
 
     def grow(self, held: _Said, rows: Tensor, tokens: Tensor) -> tuple[Tensor, _Said]:
-        """The same behind every token of a level."""
+        """The same after every token of a level."""
         logits = held.logits[:, rows]
         return logits[0].clone(), _Said(logits[1:])

@@ -27,7 +27,7 @@ class Observed:
     """[rows, length, captured layers, hidden]: the residual stream before each of these layers, in the order
     of their numbers."""
     last: Tensor
-    """[rows, length, hidden]: behind the final norm."""
+    """[rows, length, hidden]: after the final norm."""
     logits: Tensor
     """[rows, length, vocabulary]: for the token that follows."""
 

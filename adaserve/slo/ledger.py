@@ -154,7 +154,7 @@ class SLOLedger:
 
     def _finished(self, req: Any, failed: bool, predicted_s: float | None) -> FinishedRequest:
         times = req.time_stats
-        # A verification can accept tokens behind the stop; they are not sent.
+        # A verification can accept tokens after the stop; they are not sent.
         tokens = len(req.output_ids_through_stop)
         first_s = times.prefill_finished_time
         last_s = _last_s(req)

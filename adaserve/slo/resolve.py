@@ -12,7 +12,7 @@ Routers that drop unknown headers forward those of W3C's Trace Context. So ``tra
 says the same as ``x-slo-tpot-ms: 40``, and likewise for ``ttft-ms``, ``class`` and ``speculation``.
 
 Hints come from Dynamo: nvext.agent_hints {priority, osl} and header x-dynamo-request-priority. A header that
-looks like one of these and is none (``x-slo-tpot``) is refused, and the message names the nearest.
+looks like one of these but is not (``x-slo-tpot``) is refused, and the message names the nearest.
 
 A request may limit its speculation: custom_params {adaserve_speculation} or header x-adaserve-speculation,
 "off" or the most tokens that may be speculated at once. It may forbid that a draft learns from it:
@@ -151,7 +151,8 @@ def resolve(
     own_ms = tpot_ms is not None or ttft_ms is not None
     tenant = _tenant(sent)
     if own_ms and not config.limits.own_ms:
-        raise SLOError(f"this server takes no SLO in milliseconds: name a class, {', '.join(config.classes)}")
+        names = ", ".join(config.classes)
+        raise SLOError(f"this server does not take SLOs in milliseconds: name a class, {names}")
     return RequestSLO(
         slo_class=CUSTOM_CLASS if own_ms else cls.name,
         tpot_s=seconds(_first(tpot_ms, cls.tpot_ms)),
@@ -213,7 +214,7 @@ def _integer(where: str, value: Any, accepted: tuple[int, int]) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise SLOError(f"{where} is {shown(value)}: accepted is an integer from {low} to {high}")
+        raise SLOError(f"{where} is {shown(value)}: expected an integer from {low} to {high}")
     return value
 
 
@@ -222,11 +223,11 @@ def _learn(sent: Mapping[str, list[str]], params: Mapping[str, Any]) -> bool:
     allowed = []
     for text in sent.get(HEADER_LEARN, []):
         if text.lower() not in ("on", "off"):
-            raise SLOError(f'header {HEADER_LEARN} is {shown(text)}: accepted is "on" or "off"')
+            raise SLOError(f'header {HEADER_LEARN} is {shown(text)}: expected "on" or "off"')
         allowed.append(text.lower() == "on")
     value = params.get(LEARN_KEY)
     if value is not None and not isinstance(value, bool):
-        raise SLOError(f"custom_params.{LEARN_KEY} is {shown(value)}: accepted is true or false")
+        raise SLOError(f"custom_params.{LEARN_KEY} is {shown(value)}: expected true or false")
     return all(allowed) and value is not False
 
 
@@ -241,7 +242,7 @@ def _speculation(sent: Mapping[str, list[str]], params: Mapping[str, Any]) -> in
         number = 0 if text == "off" else int(text) if _COUNT.fullmatch(text) else -1
         if not 0 <= number <= MOST_SPECULATION:
             raise SLOError(
-                f'{where} is {shown(value)}: accepted is "off" or a number of tokens, 0 to {MOST_SPECULATION}'
+                f'{where} is {shown(value)}: expected "off" or a number of tokens, 0 to {MOST_SPECULATION}'
             )
         limits.add(number)
     if len(limits) > 1:
@@ -337,7 +338,7 @@ def _in_range(values: Values, accepted: tuple[float, float], unit: str) -> list[
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and low <= value <= high):  # NaN fails both comparisons
             raise SLOError(
-                f"{where} is {shown(value)}: accepted is a number from {low:.4g} to {high:.10g} {unit}"
+                f"{where} is {shown(value)}: expected a number from {low:.4g} to {high:.10g} {unit}"
             )
     return [(where, float(value)) for where, value in values if value is not None]
 

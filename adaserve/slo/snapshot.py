@@ -202,7 +202,7 @@ def _lost_slos(ranks: Sequence[RankState]) -> list[str]:
 
 def _merged(ranks: Sequence[RankState], last_key: int) -> dict[int, Bucket]:
     """Buckets of the last ``HISTORY_S`` by time, added over ranks. Not those that a clock had made before it
-    was set back: they lie behind the one that is filling."""
+    was set back: they lie after the one that is filling."""
     merged: dict[int, Bucket] = {}
     for bucket in (b for r in ranks for b in r.buckets):
         if last_key - HISTORY_S / BUCKET_S < bucket.key <= last_key + 1:

@@ -1,4 +1,4 @@
-"""One engine replica: its queue, its prefills, its memory and its clock. How it decodes, subclasses say."""
+"""One engine replica: its queue, its prefills, its memory and its clock. Subclasses say how it decodes."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ class ReplicaConfig:
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     exclusive_tokens: int = 4096  # largest separate prefill forward
     noise: float = 0.03  # standard deviation of log seconds
-    row_overhead_s: float = (
-        0.0  # per running request and iteration, outside the models: its token is streamed
-    )
+    row_overhead_s: float = 0.0  # per iteration and running request, whose tokens are streamed
     lag: bool = False  # overlap schedule: plans see the state before the last outcome
     busy: tuple[tuple[float, float, float], ...] = ()
     """When others use the host: from, until (simulated seconds), how many times as long everything takes."""
@@ -73,7 +71,7 @@ class Replica(ABC):
 
     @abstractmethod
     def _decode(self, prefill_tokens: int) -> None:
-        """One decode iteration, with a chunk of so many tokens in its forward; ends with ``_decoded``."""
+        """One decode iteration, with a chunk of ``prefill_tokens`` in its forward; ends with ``_decoded``."""
 
     def _drafts_for_next(self) -> bool:
         """Whether the draft model reads the prompt that starts now as well."""
@@ -227,7 +225,7 @@ class Replica(ABC):
         total_s: float,
         cycle_s: float,
     ) -> None:
-        """Books of an iteration that ended now: ``new`` tokens [n] of the rows ``pick``. Times as in
+        """Accounts for an iteration that has just ended: ``new`` tokens [n] of the rows ``pick``. Times as in
         ``IterationOutcome``."""
         self._last_end_s = self.now_s
         if not prefill_tokens:
@@ -257,7 +255,7 @@ class Replica(ABC):
 
 @lru_cache(maxsize=1024)
 def chunk_costs(config: ReplicaConfig, drafts: bool, beside: int) -> tuple[IntArray, FloatArray]:
-    """Chunk sizes [k], and the seconds [k] that they add to a forward of so many tokens; 0 = their own."""
+    """Chunk sizes [k], and the seconds [k] that they add to a forward of ``beside`` tokens, or take alone."""
     latency = config.latency
     sizes = np.unique(np.linspace(1, config.prefill.chunk_tokens, 64).astype(np.int64))
     seconds = latency.verify_s(beside + sizes.astype(np.float64))

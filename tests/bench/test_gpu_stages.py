@@ -188,7 +188,7 @@ def test_a_call_that_is_killed_has_saved(host: Path) -> None:
 @pytest.mark.parametrize("stage", ["smoke", "plain", "adaserve", "standalone", "profile", "mixed"])
 @pytest.mark.parametrize("status", [1, 2])
 def test_a_stage_that_failed_does_not_send_on(host: Path, stage: str, status: int) -> None:
-    """Neither after a check that says so nor after one that crashed; a missed target is no failure."""
+    """Neither after a check that says so nor after one that crashed; a missed target is not a failure."""
     fake = host / "python"
     fake.write_text(f"#!/bin/sh\nexit {status}\n")
     fake.chmod(0o755)

@@ -73,7 +73,7 @@ def test_capacity_knows_how_much_memory_there_is() -> None:
 
     def attained(more: str = "") -> float:
         said = output_of(f"capacity --trace synthetic:60:6 --policy none --target 0.3 {more}")
-        return float(re.findall(r" 1 replicas: ([0-9.]+)% attained", said)[0])
+        return float(re.findall(r" 1 replica: ([0-9.]+)% attained", said)[0])
 
     assert attained("--kv-tokens 2500") > attained()
 

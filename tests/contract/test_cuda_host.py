@@ -1,4 +1,4 @@
-"""The serving path on the bundle's GPU host, as far as imports go: nothing here has a GPU."""
+"""The serving path on the bundle's GPU host, up to its imports: nothing here has a GPU."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def headed_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def mtp_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that is its own draft, as far as its checkpoint goes."""
+    """A target whose checkpoint is also its draft."""
     folder = tmp_path_factory.mktemp("mtp_pair")
     save_with_layer(folder / "target")
     return folder

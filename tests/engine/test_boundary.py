@@ -205,7 +205,7 @@ def test_a_logit_processor_that_fails_ends_its_request(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/api/chat"])
-def test_bodies_that_are_no_request(attacked: Server, path: str, content: bytes, kind: str) -> None:
+def test_bodies_that_are_not_requests(attacked: Server, path: str, content: bytes, kind: str) -> None:
     answer = httpx.post(attacked.url + path, content=content, headers={"content-type": kind}, timeout=60)
     assert answer.status_code in (400, 200) if kind == "text/plain" else answer.status_code == 400
 
@@ -213,7 +213,7 @@ def test_bodies_that_are_no_request(attacked: Server, path: str, content: bytes,
 def test_a_body_of_the_wrong_shape_gets_400(attacked: Server) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": 512}
     answer = post(attacked, "/v1/chat/completions", body)
-    assert answer.status_code == 400 and "no request of /v1/chat/completions" in answer.text
+    assert answer.status_code == 400 and "not a valid request for /v1/chat/completions" in answer.text
 
 
 def test_a_request_with_two_lengths_is_answered_at_once(attacked: Server, expected: list[int]) -> None:

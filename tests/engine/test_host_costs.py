@@ -42,13 +42,13 @@ def slower(times: float, model: LatencyModel = QUIET) -> LatencyModel:
 
 
 def profile(times: float, **meta: str) -> Profile:
-    """What a measurement of a host that is so many times slower gives."""
+    """What a measurement of a host that is that many times slower gives."""
     points = np.array([[t, 256.0, 1, times * s] for t, s in zip(TABLE.tokens, TABLE.seconds_at, strict=True)])
     return Profile(draft=points * [1, 1, 1, 0.02], verify=points, overhead_s=1e-3, meta=meta or META)
 
 
 def start(times: float, config: AdaServeConfig | None = None) -> LatencyModel:
-    """The start of a server whose measurement comes out so many times slower."""
+    """The start of a server whose measurement comes out that many times slower."""
     return measure.start_model(config or AdaServeConfig(), META, lambda: profile(times))
 
 
@@ -68,7 +68,7 @@ class Server:
     def serve(
         self, iterations: int, times: float = 1.0, sizes: tuple[int, ...] = (1, 4, 8, 16), requests: int = 1
     ) -> None:
-        """Forwards of such sizes that take so many times what they do on the quiet host."""
+        """Forwards of such sizes that take that many times what they do on the quiet host."""
         for i in range(iterations):
             size = sizes[i // 3 % len(sizes)]
             context = Context(256.0)

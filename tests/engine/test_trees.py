@@ -208,7 +208,7 @@ def lucky_draws(verified: verify.VerifyBatch, rng: np.random.Generator) -> np.nd
 
 
 def _check_caches(case: Case) -> None:
-    """Every committed token's KV, of the draft as far as it says to have it, is that of a fresh prefill."""
+    """Every committed token's KV, of the draft where it claims to have it, is that of a fresh prefill."""
     fresh = DenseModel(hf_model())
     for r, pool_row in enumerate(case.rows.pool_rows.tolist()):
         text, slots = case.text(r)[:-1], case.table[pool_row]

@@ -85,7 +85,7 @@ def test_a_comparison_has_every_setting(tmp_path: Path) -> None:
 def test_labels() -> None:
     assert default_label(Path("20260101T120000Z-adaserve-seed2")) == "adaserve"
     assert default_label(Path("20260101T120000Z-none")) == "none"
-    assert default_label(Path("20260101T120000Z-chain-2")) == "chain-2", "a length is no seed"
+    assert default_label(Path("20260101T120000Z-chain-2")) == "chain-2", "a length is not a seed"
     assert default_label(Path("chain-2-s3")) == "chain-2"
 
 

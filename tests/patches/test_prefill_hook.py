@@ -71,7 +71,7 @@ def pacer(
     def slo(req: Any) -> SLO:
         return SLO("c", ttft_s=known.get(req.rid, math.inf), tenant=req.tenant)
 
-    ledger: Any = SimpleNamespace(slo=slo, held=[])
+    ledger: Any = SimpleNamespace(slo=slo, arrival_s=lambda req: req.time_stats.created_time, held=[])
     ledger.gate = lambda held: ledger.held.append(list(held))
     costs = LearnedCosts(LATENCY)
     return PrefillPacer(config or AdaServeConfig(), costs, ledger, {0: state}, tenant_share=share)

@@ -46,7 +46,7 @@ class Host:
         self.cost, self.stalls, self.rng, self.clock = cost, stalls, np.random.default_rng(seed), 0.0
 
     def serve(self, table: CostTable, sizes: list[int], seconds: float, busy: float = 1.0) -> None:
-        """Forwards of ``sizes`` in turns of a few for so many seconds, ``busy`` times as slow on average."""
+        """Runs of forwards of ``sizes`` for that many seconds, ``busy`` times as slow on average."""
         end = self.clock + seconds
         while self.clock < end:
             size = int(self.rng.choice(sizes))

@@ -104,7 +104,7 @@ def test_predictions_of_requests_that_arrive(policy):
 
 
 def test_time_before_the_first_iteration_is_nobodys():
-    """The prefill of a request, or idle time before it came, is no part of its TPOT."""
+    """The prefill of a request, or idle time before it came, is not part of its TPOT."""
     first = iteration(["chat"], [2], 9.0, total_s=0.014, decoded=0)
     assert outlook(first).cycle_s(1) == pytest.approx(0.014)
 

@@ -138,7 +138,7 @@ def test_never_more_than_the_chunk_size_and_never_starving(values, left, decodes
 
 def test_a_prompt_is_through_after_a_bounded_number_of_iterations():
     """All running requests hang in the balance for ever, the prompt is patient: the worst case."""
-    config = replace(CONFIG, late_share=0.0)
+    config = replace(CONFIG, late_share=1e-6)
     left, decodes, iterations = 600, 0, 0
     while left > 0:
         got = tokens(0.0, config, waiting((left,), started=(0,)), decodes=decodes)
@@ -406,8 +406,8 @@ def test_giving_up_serves_more_under_overload_and_ends_nobody():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"pacing": "fast"}, {"spend": 0.0}, {"least_tokens": 0}, {"most_decodes": 0}, {"late_share": 1.0},
-     {"patience_s": 0.0}, {"order": "last"}, {"lost_every_s": 0.0}],
+    [{"pacing": "fast"}, {"spend": 0.0}, {"least_tokens": 0}, {"most_decodes": 0}, {"late_share": 0.0},
+     {"late_share": 1.0}, {"patience_s": 0.0}, {"order": "last"}, {"lost_every_s": 0.0}],
 )  # fmt: skip
 def test_bad_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

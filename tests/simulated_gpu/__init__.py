@@ -25,7 +25,7 @@ RUNTIME, DRIVER = "libcudart.so.13", "libcuda.so.1"
 
 
 def environment(folder: Path, report: Path) -> dict[str, str]:
-    """Variables of a process that shall see the device; what it is made of is built in ``folder``."""
+    """Variables of a process that is to see the device; what it is made of is built in ``folder``."""
     _build(folder)
     path = [str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {

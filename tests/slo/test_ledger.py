@@ -224,7 +224,7 @@ def test_finished_requests_make_a_trace(tmp_path: Path) -> None:
         book.close(req)
     aborted = Req("aborted", finished_reason=FINISH_ABORT(), origin_input_ids=[1])
     books[0].close(aborted)
-    assert len(path.read_text().splitlines()) == 2, "what a client took back is no load to plan for"
+    assert len(path.read_text().splitlines()) == 2, "what a client took back is not load to plan for"
     with pytest.raises(TraceError, match="go back"):
         read_trace(path)
     first, second = Trace.merged([read_trace(path, sort=True)]).rows

@@ -53,7 +53,7 @@ def test_two_draft_models(started: list[list[str]], tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["--draft-model-path", "d", "--second-draft", "gone"], "there is no folder gone"),
-        (["--second-draft", "lab/model"], "a second draft model has no use"),
+        (["--second-draft", "lab/model"], "a second draft model would not be used"),
     ],
 )
 def test_a_second_draft_model_that_cannot_be_served(

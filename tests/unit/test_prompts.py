@@ -9,7 +9,7 @@ from adaserve.boundary.prompts import require_few, require_few_scored, require_f
 
 
 class Counter:
-    """Tokens of so many characters, and what was read to count them."""
+    """Tokens of that many characters, and what was read to count them."""
 
     def __init__(self, characters: int) -> None:
         self.characters, self.read = characters, 0

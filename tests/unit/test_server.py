@@ -51,7 +51,7 @@ class Sharing(ServerSpec):
         return [sys.executable, "-c", f"{share}; print('shared', flush=True); import time; time.sleep(600)"]
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is no file here")
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_shared_memory_is_not_left_behind(tmp_path: Path) -> None:
     path, log = Path(f"/dev/shm/adaserve-test-{os.getpid()}"), tmp_path / "server.log"
     path.touch()
@@ -115,7 +115,7 @@ def test_what_the_draft_reads_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("os.environ", os.environ.copy())
     serve = ["serve", "--model-path", "m", "--draft-model-path", "d", "--draft-window"]
     refused = CliRunner().invoke(app, [*serve, "7"])
-    assert refused.exit_code == 2 and "draft_window is '7': accepted are auto, 0" in refused.output
+    assert refused.exit_code == 2 and "draft_window is '7': it should be auto, 0" in refused.output
     assert not started
     assert CliRunner().invoke(app, [*serve, "auto", "--draft-sinks", "6"]).exit_code == 0
     config = AdaServeConfig(**json.loads(os.environ["ADASERVE_CONFIG"]))

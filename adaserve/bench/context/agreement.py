@@ -22,7 +22,7 @@ from adaserve.pair.model import load_hf
 
 @dataclass(frozen=True)
 class TextPlan:
-    """Texts per category, their tokens, and how many the target writes behind each."""
+    """Texts per category, their tokens, and how many the target writes after each."""
 
     rows: int
     length: int

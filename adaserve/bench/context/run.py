@@ -1,7 +1,7 @@
 """Times of plain, draft and verification steps on this host's kernels, and what follows from them.
 
 Forwards are those of the widened embedded pair, over a KV cache of made-up values: what they take does not
-depend on the values. Times are taken in turns and compared by medians.
+depend on the values. All are timed in turn and compared by medians.
 """
 
 from __future__ import annotations
@@ -218,6 +218,6 @@ def _notes(plan: ContextPlan) -> str:
         f"Times are medians of {plan.rounds} rounds in turns, of forwards alone, over a synthetic KV cache. "
         f"Acceptance is that of held-out texts of {text.length} tokens at T = {text.temperature:g}, at every "
         f"context; the pair has been trained on up to {MAX_CONTEXT_TOKENS}. A tree has levels x candidates, "
-        "and goes on behind the best candidate only. What a server adds around an iteration is not in it. "
+        "and continues after the best candidate only. What a server adds around an iteration is not in it. "
         "T is a plain step, T_D a draft step, T_V a verification; * marks the winner."
     )

@@ -8,15 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from adaserve.commands import new_folder
+from adaserve.bench.options import results_folder
 
 
 def bench_fleet(
     *,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Results folder.", show_default="results/<UTC>-fleet", callback=new_folder),
-    ] = None,
+    out: Annotated[Path | None, results_folder("fleet")] = None,
     replicas: Annotated[
         int, typer.Option(min=2, help="Servers to start; they share this machine's cores.")
     ] = 2,

@@ -169,7 +169,7 @@ def rank(
     loads: Sequence[int] = LOADS,
     say: Callable[[str], None] = lambda _: None,
 ) -> Ranking:
-    """Loads each replica in turn, with so many requests, and compares its headroom with an idle one's."""
+    """Loads each replica in turn with that many requests, and compares its headroom with an idle one's."""
     for replica in replicas:
         _generate(replica.url, 24)
     pairs: list[tuple[float, float]] = []

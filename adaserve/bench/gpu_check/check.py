@@ -99,7 +99,7 @@ class Check:
         """Runs what is still to be done; returns the report.
 
         Writes ``out`` after every stage, and within one after every batch size, policy and load: a stage that
-        was interrupted goes on behind what it has saved. One that fails, or takes too long, is written down,
+        was interrupted resumes after what it has saved. One that fails, or takes too long, is written down,
         and the next one runs. What other runs have left in ``out`` belongs to the same check: Raises
         ServerError where it does not.
         """

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from adaserve.bench.options import counts
+from adaserve.bench.options import counts, listed, results_folder
 from adaserve.bench.terminal import table
-from adaserve.commands import fail, new_folder
+from adaserve.commands import fail
 
 if TYPE_CHECKING:
     from adaserve.bench.gpu_check.findings import CheckPlan
@@ -40,10 +40,7 @@ def gpu_check(
         ),
     ] = None,
     batches: Annotated[
-        Any,
-        typer.Option(
-            parser=counts, metavar="A,B", help="Numbers of concurrent requests.", show_default="1,8,32,64"
-        ),
+        Any, listed(counts, "Numbers of concurrent requests.", show_default="1,8,32,64")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Output tokens per request.", show_default="128")] = None,
     rounds: Annotated[int | None, typer.Option(help="Repetitions.", show_default="3")] = None,
@@ -59,10 +56,7 @@ def gpu_check(
         bool, typer.Option("--again", help="Measure again what is done: what --only names, or all of it.")
     ] = False,
     stage_limit: Annotated[float, typer.Option(min=1, help="Seconds that one stage may take.")] = 900.0,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Results folder.", show_default="results/<UTC>-gpu-check", callback=new_folder),
-    ] = None,
+    out: Annotated[Path | None, results_folder("gpu-check")] = None,
 ) -> None:
     """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.
 

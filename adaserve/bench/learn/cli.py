@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from adaserve.bench.options import known, words
-from adaserve.commands import new_folder
+from adaserve.bench.options import known, listed, results_folder, words
 
 
 def bench_learn(
@@ -18,8 +17,7 @@ def bench_learn(
         bool, typer.Option("--offline", help="Compare variants of the training, without a server.")
     ] = False,
     variants: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="Variants to compare, with --offline.", show_default="all"),
+        Any, listed(words, "Variants to compare, with --offline.", show_default="all")
     ] = None,
     order: Annotated[
         str,
@@ -43,7 +41,7 @@ def bench_learn(
     rest: Annotated[
         float, typer.Option(min=0, help="Idle seconds per second of traffic, as spare capacity.")
     ] = 0.0,
-    classes: Annotated[str, typer.Option(metavar="A,B", help="SLO classes of the requests, in turns.")] = "",
+    classes: Annotated[Any, listed(words, "SLO classes, which the requests take in turn.")] = "",
     policy: Annotated[
         str, typer.Option("--policy", help="Scheduling policy, as in `adaserve serve`.")
     ] = "chain-4",
@@ -65,10 +63,7 @@ def bench_learn(
         str, typer.Option(help="Parameters of the embedded target; not with --offline.")
     ] = "100M",
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Results folder.", show_default="results/<UTC>-learn", callback=new_folder),
-    ] = None,
+    out: Annotated[Path | None, results_folder("learn")] = None,
 ) -> None:
     """Compare a draft that learns with one that does not, on the same texts, while the traffic shifts."""
     from adaserve.bench.learn.offline import VARIANTS, run_offline
@@ -80,11 +75,11 @@ def bench_learn(
     console = Console(stderr=True)
     parts = tuple(w.strip() for w in order.split(","))
     known("--against", (against,), ("first", "held"))
-    chosen = tuple(VARIANTS) if variants is None else words(variants)
+    chosen = variants or tuple(VARIANTS)
     known("--variants", chosen, tuple(VARIANTS))
     plan = LearnPlan(
         parts, requests, block, tokens, temperature, at_once, every=every, seed=seed,
-        against="held" if against == "held" else "first", slo_classes=words(classes), rest=rest,
+        against="held" if against == "held" else "first", slo_classes=classes, rest=rest,
     )  # fmt: skip
     try:
         domains = {domain for _, domain in plan.blocks}

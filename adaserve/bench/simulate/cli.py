@@ -13,86 +13,31 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from adaserve.bench.options import counts, floats
-from adaserve.bench.options import seeds as seed_list
-from adaserve.commands import fail, new_file, new_folder
+from adaserve.bench.options import counts, floats, listed, seed_list
+from adaserve.bench.simulate.options import (
+    OUTPUT,
+    PREFILLS,
+    TRACE,
+    TRAFFIC,
+    Baseline,
+    CacheTokens,
+    EosShare,
+    GpuName,
+    JsonFile,
+    ModelName,
+    OneTrace,
+    PolicyName,
+    ProfileFile,
+    Replicas,
+    RouterName,
+    Seed,
+    SloConfig,
+    TensorParallel,
+)
+from adaserve.commands import fail, new_folder
 
 app = typer.Typer(help="Simulate policies, loads and fleets without a GPU.", no_args_is_help=True)
 console = Console(stderr=True)
-
-TRAFFIC, HARDWARE, PREFILLS, FLEET, OUTPUT = "Traffic", "Hardware", "Prefills", "Fleet", "Output"
-"""Groups of options."""
-
-# Options that several commands have.
-OneTrace = Annotated[
-    str,
-    typer.Option(
-        metavar="TRACE", help="Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second."
-    ),
-]
-PolicyName = Annotated[str, typer.Option(help="Scheduling policy, as in `adaserve serve`.")]
-ModelName = Annotated[
-    str,
-    typer.Option(help="Target: llama-3.1-8b, llama-3.1-70b or qwen2.5-32b.", rich_help_panel=HARDWARE),
-]
-GpuName = Annotated[str, typer.Option(help="a100, h100, h200 or l40s.", rich_help_panel=HARDWARE)]
-TensorParallel = Annotated[
-    int, typer.Option(min=1, help="GPUs per replica (tensor parallelism).", rich_help_panel=HARDWARE)
-]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Latency profile written by `adaserve profile`, in place of a model and GPUs.",
-        rich_help_panel=HARDWARE,
-    ),
-]
-CacheTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Tokens that the KV cache of a replica holds.",
-        show_default="from the hardware",
-        rich_help_panel=HARDWARE,
-    ),
-]
-RouterName = Annotated[
-    Literal["round-robin", "least-work", "slo"],
-    typer.Option(
-        metavar="NAME",
-        help="How requests are spread over replicas: round-robin, least-work or slo.",
-        rich_help_panel=FLEET,
-    ),
-]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of every random choice.")]
-Baseline = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001,
-        help="Milliseconds per token of an idle replica, which x_baseline SLOs multiply.",
-        show_default="from the hardware",
-        rich_help_panel=HARDWARE,
-    ),
-]
-SloConfig = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="YAML file with SLO classes.",
-        show_default="coding, chat, summarization",
-        rich_help_panel=TRAFFIC,
-    ),
-]
-EosShare = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        help="Share of requests (0 to 1) that end before their output length.",
-        rich_help_panel=TRAFFIC,
-    ),
-]
-JsonFile = Annotated[Path | None, typer.Option(help="Write the result to this JSON file.", callback=new_file)]
 
 
 @contextmanager
@@ -109,11 +54,7 @@ def run(
     *,
     trace: Annotated[
         list[str],
-        typer.Option(
-            metavar="TRACE",
-            help="Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second. May be "
-            "repeated.",
-        ),
+        typer.Option(metavar="TRACE", help=f"{TRACE} May be repeated."),
     ],
     policy: Annotated[
         list[str],
@@ -125,15 +66,9 @@ def run(
         ),
     ] = ["adaserve"],  # noqa: B006 - typer copies it
     speedup: Annotated[
-        Any,
-        typer.Option(
-            parser=floats,
-            metavar="A,B",
-            help="Loads, as multiples of the trace's own rate.",
-            rich_help_panel=TRAFFIC,
-        ),
+        Any, listed(floats, "Loads, as multiples of the trace's own rate.", rich_help_panel=TRAFFIC)
     ] = "1",
-    seeds: Annotated[Any, typer.Option(parser=seed_list, metavar="A,B", help="Seeds; x3 means 0,1,2.")] = "0",
+    seeds: Annotated[Any, listed(seed_list, "Seeds; x3 means 0,1,2.")] = "0",
     model: ModelName = "llama-3.1-70b",
     gpu: GpuName = "a100",
     tp: TensorParallel = 4,
@@ -181,9 +116,7 @@ def run(
         bool,
         typer.Option("--lag", help="Outcomes arrive one plan late, as under SGLang's overlap schedule."),
     ] = False,
-    replicas: Annotated[
-        int, typer.Option(min=1, help="Equal replicas behind the router.", rich_help_panel=FLEET)
-    ] = 1,
+    replicas: Replicas = 1,
     router: RouterName = "least-work",
     miscalibration: Annotated[
         float,
@@ -230,8 +163,7 @@ def capacity(
         list[str],
         typer.Option(
             metavar="TRACE",
-            help="Trace file, or synthetic:N:RPS[:BURST]: N requests at RPS requests per second. May be "
-            "repeated, for files of several servers with --record-requests.",
+            help=f"{TRACE} May be repeated, for files of several servers with --record-requests.",
         ),
     ],
     target: Annotated[float, typer.Option(min=0.001, max=1.0, help="Attainment to reach, 0 to 1.")] = 0.95,
@@ -270,27 +202,31 @@ def capacity(
         of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, recorded, cache)
         loaded = read_recorded(trace, seed)
         with Progress(console=console) as progress:
-            task = progress.add_task("one replica", total=None)
+            task = progress.add_task(_replicas(1), total=None)
             attainment = of.attainment(loaded, slos, router)
 
             def attain(n: int) -> float:
-                progress.update(task, description=f"{n} replicas")
+                progress.update(task, description=_replicas(n))
                 return attainment(n)
 
             answer = min_replicas(attain, target, most)
     for n, got in answer.tried.items():
-        print(f"{n:5d} replicas: {100 * got:.2f}% attained")
+        print(f"{_replicas(n):>14}: {100 * got:.2f}% attained")
     found = f"{answer.replicas}" if answer.replicas else f"more than {most}"
     print(f"minimum replicas for {100 * target:g}% attainment: {found}")
     if out:
         out.write_text(json.dumps(asdict(answer), indent=1) + "\n", encoding="utf-8")
 
 
+def _replicas(n: int) -> str:
+    return "1 replica" if n == 1 else f"{n} replicas"
+
+
 @app.command()
 def fleet(
     *,
     trace: OneTrace,
-    replicas: Annotated[int, typer.Option(min=1, help="Equal replicas behind the router.")] = 100,
+    replicas: Replicas = 100,
     policy: PolicyName = "priced",
     model: ModelName = "llama-3.1-70b",
     gpu: GpuName = "a100",
@@ -368,12 +304,8 @@ def context(
     model: ModelName = "llama-3.1-8b",
     gpu: GpuName = "a100",
     tp: TensorParallel = 8,
-    requests: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Requests that decode together.")
-    ] = "1,16,32,64,128,256",
-    contexts: Annotated[
-        Any, typer.Option(parser=counts, metavar="A,B", help="Cached tokens of each.")
-    ] = "2000,8000,16000,32000",
+    requests: Annotated[Any, listed(counts, "Requests that decode together.")] = "1,16,32,64,128,256",
+    contexts: Annotated[Any, listed(counts, "Cached tokens of each.")] = "2000,8000,16000,32000",
     window: Annotated[int, typer.Option(min=16, help="Recent tokens that sparse drafts read.")] = 512,
     acceptance: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Acceptance rate of a draft model's token.")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from adaserve.commands import new_folder
+from adaserve.bench.options import results_folder
 
 
 def bench_soak(
@@ -25,10 +25,7 @@ def bench_soak(
         bool, typer.Option("--learn", help="Let the draft learn from all requests and be swapped meanwhile.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the mix.")] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Results folder.", show_default="results/<UTC>-soak", callback=new_folder),
-    ] = None,
+    out: Annotated[Path | None, results_folder("soak")] = None,
 ) -> None:
     """Send random mixes of everything to a real server, and check invariants while it runs.
 

@@ -28,7 +28,7 @@ _ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    # Every so many forwards it takes one running request back, as if the KV pool were full.
+    # One running request is retracted after every 60 forwards, as if the KV pool were full.
     "SGLANG_TEST_RETRACT": "1",
     "SGLANG_TEST_RETRACT_INTERVAL": "60",
     # After a retraction it admits cautiously for hundreds of iterations; here for a few.

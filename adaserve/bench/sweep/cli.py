@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from adaserve.bench.options import counts, floats, words
-from adaserve.bench.options import seeds as seed_list
+from adaserve.bench.options import counts, floats, seed_list, words
 from adaserve.commands import fail, new_folder
 from adaserve.loadgen.cli import panel
 

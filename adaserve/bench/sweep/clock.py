@@ -20,7 +20,7 @@ class Clock:
     overhead_s: float = _OVERHEAD_S
     seen: int = 0
     case_end_s: float | None = None  # of the running case, as planned
-    later_s: float = 0.0  # of what comes behind it
+    later_s: float = 0.0  # of what comes after it
     note: str = ""
 
     def learn(self, planned_s: float, took_s: float) -> None:

@@ -139,7 +139,7 @@ def _points(v: Interval) -> str:
 
 
 def _brackets(v: Interval, digits: str, scale: float = 1.0) -> str:
-    """The ends of an interval, behind its value; nothing where it has none."""
+    """The ends of an interval, after its value; nothing where it has none."""
     if not math.isfinite(v.low):
         return ""
     # Few violations leave their ratio open; how many digits its end has says nothing.

@@ -229,7 +229,7 @@ class Sweep:
         return time.monotonic() + self.clock.expected_s(self.plan, case) + later_s < self.deadline_s
 
     def _check_s(self, case: Case) -> float:
-        """What the comparison with SGLang will take, as far as it is missing."""
+        """How long the rest of the comparison with SGLang will take."""
         return _IDLE_S + 2 * self.clock.expected_s(self.plan, case) if self._check_missing() else 0.0
 
     def _plan_ahead(self, case: Case, later: Sequence[Case]) -> None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adaserve.engine.parts import Search
+
 MAX_WIDTH = 16
 """Beams that the kernel's stack buffers hold."""
 
 KeepGoing = Callable[[int], bool]
-"""Called after so many steps: is another one worth its time?"""
+"""(steps so far) -> whether another one is worth its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +36,23 @@ class BeamArrays:
     parents: np.ndarray  # out, int64, the parent's index in its row or -1 for the root
     logprobs: np.ndarray  # out, float64, of whole paths
     visible: np.ndarray  # out, bool [a, width * depth, w], False at first
+
+    @staticmethod
+    def of(search: Search, kv_indptr: np.ndarray, kv_slots: np.ndarray) -> BeamArrays:
+        """What one search needs. ``kv_indptr`` [a + 1]; ``kv_slots``: int32, the field ``kv_indices``."""
+        shape, a = search.shape, len(search.base)
+        return BeamArrays(
+            width=shape.beams[0],
+            depth=len(shape.beams),
+            base=search.base,
+            kv_indptr=kv_indptr.astype(np.int32),
+            kv_indices=kv_slots,
+            columns=shape.columns.astype(np.int32),
+            scale=search.scale,
+            spread=search.spread,
+            keys=search.keys,
+            tokens=np.zeros((a, shape.nodes), np.int64),
+            parents=np.full((a, shape.nodes), -1, np.int64),
+            logprobs=np.zeros((a, shape.nodes)),
+            visible=np.zeros((a, shape.nodes, shape.width), np.bool_),
+        )

@@ -149,34 +149,17 @@ class HostForward:
     def _native(
         self, forward: LeanForward, first: TreeBatch, search: Search, keep: KeepGoing | None
     ) -> Beams:
-        shape, a = search.shape, len(search.base)
-        kv_lens = without_gap(search.base + shape.width, first.gap)
+        width = search.shape.beams[0]
+        kv_lens = without_gap(search.base + search.shape.width, first.gap)
         kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens, first.gap)
         # One list of slots serves the first forward too, where its keys are the same.
         shared = kv_slots if first.seen is not None else None
         plan = attention_plan(self._req_to_token, first, shared)
-        nodes, width = shape.nodes, shape.beams[0]
-        tokens, parents = np.zeros((a, nodes), np.int64), np.full((a, nodes), -1, np.int64)
-        logprobs = np.zeros((a, nodes))
-        arrays = BeamArrays(
-            width=width,
-            depth=len(shape.beams),
-            base=search.base,
-            kv_indptr=indptr(kv_lens).astype(np.int32),
-            kv_indices=kv_slots,
-            columns=shape.columns.astype(np.int32),
-            scale=search.scale,
-            spread=search.spread,
-            keys=search.keys,
-            tokens=tokens,
-            parents=parents,
-            logprobs=logprobs,
-            visible=np.zeros((a, nodes, shape.width), np.bool_),
-        )
+        arrays = BeamArrays.of(search, indptr(kv_lens), kv_slots)
 
         def go_on(step: int) -> bool:
             assert keep is not None
-            return keep(step, logprobs[:, (step - 1) * width : step * width])
+            return keep(step, arrays.logprobs[:, (step - 1) * width : step * width])
 
         slots = token_slots(self._req_to_token, first)
         inputs = (torch.from_numpy(first.tokens), torch.from_numpy(first.positions), slots)
@@ -192,7 +175,7 @@ class HostForward:
             before,
         )
         self._runs.append((start, HostMark()))
-        return Beams(tokens, parents, logprobs, steps)
+        return Beams(arrays.tokens, arrays.parents, arrays.logprobs, steps)
 
     def _walk(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Beams:
         shape, a = search.shape, len(search.base)

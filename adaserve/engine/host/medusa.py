@@ -1,6 +1,6 @@
 """Medusa heads on a CPU host (Medusa, section 2.1): drafts without steps and without a KV cache.
 
-Head i guesses the token at place i + 2 behind a cached token from that token's hidden state alone, whatever
+Head i guesses the token i + 2 places after a cached token from that token's hidden state alone, whatever
 stands in between. So all levels of a tree come out of one product, and every node of a level has the same
 children with the same probabilities.
 """

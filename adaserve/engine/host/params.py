@@ -72,12 +72,12 @@ class ModelWeights:
     lm_head: torch.Tensor  # [vocab, H]; the same tensor as `embed` when tied
     cos_sin: torch.Tensor  # [max positions, rotary_dim], cosines then sines, scaling included
     token_ids: torch.Tensor | None = None
-    """int64 [rows of lm_head]: the token behind each row, for a head that knows only some tokens; None: row
+    """int64 [rows of lm_head]: the token of each row, for a head that knows only some tokens; None: row
     i is token i."""
     stage: InputStage | None = None
-    """Of an MTP layer, which takes in its own states behind the final norm."""
+    """Of an MTP layer, which takes in its own states after the final norm."""
     norm_output: bool = False
-    """Whether an EAGLE-3 head takes in its own states behind the final norm, too."""
+    """Whether an EAGLE-3 head takes in its own states after the final norm, too."""
 
     @property
     def raw_states(self) -> bool:

@@ -88,7 +88,7 @@ def _lean(model: Any) -> LeanModel | None:
 
 
 def _fitted(name: str, like: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The tensor for one of SGLang's parameters, which may be fused, or padded with rows behind its end."""
+    """The tensor for one of SGLang's parameters, which may be fused, or padded with rows at its end."""
     try:
         new = _found(name, tensors)
     except KeyError as error:

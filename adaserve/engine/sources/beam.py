@@ -75,7 +75,7 @@ class BeamSource:
             self.cache.started(row, text, new, read=drafts)
 
     def _read(self, batch: Any, texts: Sequence[Sequence[int]]) -> None:
-        """What the target has just read, behind a prefix that the draft has."""
+        """What the target has just read, after a prefix that the draft has."""
         assert self._model is not None
         self._model.extend(batch)
 

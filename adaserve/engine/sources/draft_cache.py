@@ -28,7 +28,7 @@ class Held:
     """What the draft has of one request."""
 
     length: int  # leading cached tokens whose KV the draft has
-    pending: list[int]  # the cached tokens behind them
+    pending: list[int]  # the cached tokens after them
 
 
 @dataclass(slots=True)

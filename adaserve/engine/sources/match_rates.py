@@ -1,6 +1,6 @@
 """How likely a token that followed an earlier match is the next one: learned while serving.
 
-Rates are kept apart by what they depend on: the length of the match, the depth behind it, whether it is the
+Rates are kept apart by what they depend on: the length of the match, the depth after it, whether it is the
 longest match, whose text it is in, and how the request draws.
 
 A sampled request draws by noise that is known beforehand (adaserve/noise.py). A token of probability p whose
@@ -33,7 +33,7 @@ PER_KIND = len(ORDERS) * 2 * 2 * _DEPTH_CLASSES
 
 
 class MatchRates(Rates):
-    """Rates of tokens behind a match."""
+    """Rates of tokens after a match."""
 
     def __init__(self) -> None:
         every: list[float] = []
@@ -47,8 +47,8 @@ class MatchRates(Rates):
 
     @staticmethod
     def cells(order: int, longest: bool, own: bool, depth: int) -> list[int]:
-        """Cells of the nodes 1 to ``depth`` below the root, behind a match of class ``order``, of a request
-        of kind ``GREEDY``; those of the other kinds are multiples of ``PER_KIND`` behind them."""
+        """Cells of the nodes 1 to ``depth`` below the root, after a match of class ``order``, of a request
+        of kind ``GREEDY``; those of the other kinds are multiples of ``PER_KIND`` further on."""
         first = ((order * 2 + longest) * 2 + own) * _DEPTH_CLASSES
         return [first + _DEPTHS[min(d, len(_DEPTHS) - 1)] for d in range(1, depth + 1)]
 

@@ -37,7 +37,7 @@ class TreeSource(Protocol):
     """
 
     def prefilled(self, batch: Any, drafts: bool) -> None:
-        """The target has just prefilled SGLang's ``batch``, whole prompts or chunks, behind what the radix
+        """The target has just prefilled SGLang's ``batch``, whole prompts or chunks, after what the radix
         cache had of them. ``drafts``: whether the policy will want drafts; if not, reading may wait."""
         ...
 

@@ -53,7 +53,7 @@ class _Tree:
         self.depth = list(range(1, len(tokens) + 1))
 
     def join(self, tokens: list[int], cells: list[int], most: int) -> None:
-        """Another continuation, as far as it is another, up to ``most`` nodes in all."""
+        """Adds the part of another continuation that is new, up to ``most`` nodes in all."""
         at = {key: i for i, key in enumerate(zip(self.parent, self.token, strict=True))}
         above = -1
         for depth, (token, cell) in enumerate(zip(tokens, cells, strict=True), 1):
@@ -119,7 +119,7 @@ class SuffixSource:
     # -- what it reads ------------------------------------------------------------------------
 
     def prefilled(self, batch: Any, drafts: bool) -> None:
-        """Reads the prompts, as far as they are prefilled."""
+        """Reads the prefilled part of the prompts."""
         lengths = batch.seq_lens.tolist()
         for req, row, length in zip(batch.reqs, batch.req_pool_indices.tolist(), lengths, strict=True):
             known = self._requests.get(row)
@@ -238,9 +238,9 @@ class SuffixSource:
             token = np.array([t for r in sampled for t in trees[r].token])
             u = quantile(rows.keys[row], rows.seq_lens[row] + depth - 1, token)
             kinds = FIRST_QUARTER + (u * (KINDS - FIRST_QUARTER)).astype(np.int64)
-        behind = iter((kinds * PER_KIND).tolist())
+        offsets = iter((kinds * PER_KIND).tolist())
         for r in sampled:
-            trees[r].cell = [cell + next(behind) for cell in trees[r].cell]
+            trees[r].cell = [cell + next(offsets) for cell in trees[r].cell]
 
     def _proposal(self, trees: list[_Tree]) -> Proposal | None:
         """Those that are likely enough."""

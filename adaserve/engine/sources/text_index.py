@@ -44,7 +44,7 @@ class Match:
 
     def continuation(self, length: int, own: bool) -> list[int]:
         """Up to ``length`` tokens that followed. ``own``: the match lies in the text that is to go on, so
-        that behind its end the repetition repeats."""
+        that after its end the repetition repeats."""
         start, tokens = self.position + 1, self.text.tokens
         followed = tokens[start : start + length]
         if own:

@@ -26,9 +26,9 @@ def gather_slots(
         slots[at : at + length] = table[row, :length]
     if gap is not None:
         for r in np.flatnonzero(gap.length).tolist():
-            behind = lengths[r] - gap.start
+            rest = lengths[r] - gap.start
             resumed = gap.start + gap.length[r]
-            slots[ptr[r + 1] - behind : ptr[r + 1]] = table[pool_rows[r], resumed : resumed + behind]
+            slots[ptr[r + 1] - rest : ptr[r + 1]] = table[pool_rows[r], resumed : resumed + rest]
     return slots
 
 

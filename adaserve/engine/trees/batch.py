@@ -55,7 +55,7 @@ class TreeBatch:
         q_lens: np.ndarray,
         gap: Gap | None = None,
     ) -> TreeBatch:
-        """Tokens that follow one another in their texts: row r's stand at ``starts[r]`` and behind it."""
+        """Tokens that follow one another in their texts: row r's stand from ``starts[r]`` on."""
         first = np.cumsum(q_lens) - q_lens
         at = np.arange(len(tokens)) + np.repeat(starts - first, q_lens)
         kv_lens = without_gap(starts + q_lens, gap)
@@ -65,7 +65,7 @@ class TreeBatch:
     def roots(
         tokens: np.ndarray, pool_rows: np.ndarray, base: np.ndarray, width: int, gap: Gap | None = None
     ) -> TreeBatch:
-        """One token of each request, behind ``base`` [n] cached ones: the heads of windows of ``width``."""
+        """One token of each request, after ``base`` [n] cached ones: the heads of windows of ``width``."""
         seen = np.zeros((len(tokens), width), np.bool_)
         seen[:, 0] = True
         kv_lens = without_gap(base + width, gap)

@@ -35,7 +35,7 @@ def merge(proposals: Sequence[Proposal], n: int) -> Proposal:
     bits of all their sources.
 
     A node keeps the column of the first proposal that has a tree for its row. The nodes that later proposals
-    add get columns behind it. What a draft model has of a node stays where that model put it.
+    add get the columns after it. What a draft model has of a node stays where that model put it.
     """
     some = [p for p in proposals if p.trees.n_nodes]
     if not some:

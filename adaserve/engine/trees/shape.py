@@ -1,7 +1,7 @@
 """Shapes of candidate trees: where each node's KV lives and which nodes it sees.
 
 A request's window is the ``1 + nodes`` KV slots from position ``L`` on: column 0 holds the root,
-the best beam of depth s stands at column s, all other nodes behind. So when the likeliest path is
+the best beam of depth s stands at column s, all other nodes after these. So when the likeliest path is
 accepted, as it mostly is, its KV already lies where committed tokens belong and nothing moves.
 """
 

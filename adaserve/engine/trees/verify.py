@@ -41,7 +41,7 @@ class VerifyBatch:
     drafted: Mapping[int, np.ndarray]  # bool [T]: nodes that each draft model made, by its number
     held_at: np.ndarray
     """int64 [1 + models, T]: places of the tokens' KV in the pools of the target and of the models in
-    ``drafted``, at ``positions`` or behind. What a pool does not have stands where it would be committed, so
+    ``drafted``, at ``positions`` or later. What a pool does not have stands where it would be committed, so
     that nothing moves."""
 
     def __len__(self) -> int:
@@ -150,7 +150,7 @@ class Acceptance:
     count: Tensor  # int64 [n]: accepted nodes, root not counted
     length: Tensor  # int64 [n]: emitted tokens, one more
     bonus: Tensor  # int64 [n]: the draw at the deepest accepted token, root of the next tree
-    emitted: Tensor  # int64 [n, stride]: accepted tokens and the bonus, zeros behind
+    emitted: Tensor  # int64 [n, stride]: accepted tokens and the bonus, then zeros
 
 
 Tensors = Mapping[str, Tensor]
@@ -171,7 +171,7 @@ def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acce
         accepted = accepted & accepted[parent]
     length = torch.zeros(n, dtype=torch.int64, device=draws.device).index_add_(0, row, accepted.long())
     count = length - 1
-    # Accepted tokens of a row stand in depth order, so the deepest is as far behind the root as it is deep
+    # Accepted tokens of a row stand in depth order, so the deepest is as far after the root as it is deep
     # among the accepted: the largest index of them.
     index = torch.where(accepted, torch.arange(len(tokens), device=draws.device), -1)
     last = torch.full((n,), -1, device=draws.device).scatter_reduce(0, row, index, "amax")
@@ -208,7 +208,7 @@ def moves(
     t: Tensors, acceptance: Acceptance, req_to_token: Tensor, n: int, deepest: int
 ) -> tuple[Tensor, Tensor]:
     """Slots where committed tokens belong, int64 [n, deepest], and where each pool has the accepted nodes,
-    int64 [1 + models, n, deepest], in the order of ``VerifyBatch.drafted`` behind the target.
+    int64 [1 + models, n, deepest], the target first, then in the order of ``VerifyBatch.drafted``.
 
     A row is a path from the root on, and no node of it was drafted where an earlier one belongs, since
     columns of the window are never smaller than depths. Entries that no node takes move the scratch slot
@@ -223,7 +223,7 @@ def moves(
 
 
 def path_index(t: Tensors, acceptance: Acceptance, stride: int) -> Tensor:
-    """int64 [n, stride]: verified token behind each emitted one; the root's index where there is none."""
+    """int64 [n, stride]: the verified token that drew each emitted one; elsewhere the root's index."""
     index = t["root"][:, None].repeat(1, stride + 1)
     column = torch.where(acceptance.accepted, t["depth"], stride)
     index[t["row"], column] = torch.arange(len(column), device=column.device)

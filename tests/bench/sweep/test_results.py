@@ -105,7 +105,7 @@ def test_bars_come_from_blocks(tmp_path: Path) -> None:
 
 
 def played(attained: Sequence[int], of: int = 100) -> Outcome:
-    """An outcome with blocks in which so many of the requests attained."""
+    """An outcome with blocks in which that many of the requests attained."""
     blocks = {(0, k): Block(of, n, 100.0 * n, n, n) for k, n in enumerate(attained)}
     cases = tuple({"seed": 0, "block": k, "duration_s": 20.0} for k in range(len(attained)))
     return Outcome(Point(1.0), "some", cases, blocks)

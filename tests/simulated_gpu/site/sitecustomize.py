@@ -1,4 +1,4 @@
-"""On the path of processes that shall see the simulated device: installs its operators behind torch's."""
+"""On the path of processes that are to see the simulated device: installs it when torch is imported."""
 
 import importlib.util
 import sys
