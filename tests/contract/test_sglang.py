@@ -90,6 +90,13 @@ TARGETS = {
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo._apply_post_grammar_logits_transforms": [
         "self", "logits",
     ],
+    "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.set_cache": ["self", "key", "value"],
+    "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.get_cached_or_future_value": [
+        "self", "key", "require_reasoning",
+    ],
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.__init__": [
+        "self", "tokenizer", "vocab_size",
+    ],
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
@@ -325,6 +332,18 @@ def test_a_server_with_several_workers_hears_of_a_death_by_a_signal() -> None:
     assert 'getattr(self, f"handle_{sig_name.lower()}", None)' in inspect.getsource(
         Multiprocess.handle_signals
     )
+
+
+def test_what_sglang_says_of_a_late_grammar() -> None:
+    """patches/grammar_memory.py knows it by that, and counts the grammars that SGLang keeps by their place."""
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
+    from sglang.srt.constrained.grammar_manager import GrammarManager
+
+    from adaserve.patches.grammar_memory import LATE
+
+    source = inspect.getsource(GrammarManager.get_ready_grammar_requests)
+    assert f'InvalidGrammarObject("{LATE}")' in source
+    assert "self.cache[key] = value" in inspect.getsource(inspect.unwrap(BaseGrammarBackend.set_cache))
 
 
 def test_what_load_snapshots_are_made_and_read_with() -> None:
