@@ -68,6 +68,7 @@ def apply_all() -> None:
         slo_responses,
         stop_strings,
         tokenizing,
+        unread_streams,
         worker_supervisor,
     )
 
@@ -87,6 +88,7 @@ def apply_all() -> None:
         bodies,
         metric_labels,
         tokenizing,
+        unread_streams,
         parsers,
         scheduler_guard,
         stop_strings,

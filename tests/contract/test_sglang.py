@@ -41,6 +41,7 @@ TARGETS = {
     ],
     "sglang.srt.entrypoints.http_server.serve_generate_request": ["obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.generate_request": ["self", "obj", "request"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_batch_output": ["self", "recv_obj"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_abort_finish_reason": [
         "self", "out", "state", "is_stream",
     ],
@@ -344,6 +345,15 @@ def test_what_sglang_says_of_a_late_grammar() -> None:
     source = inspect.getsource(GrammarManager.get_ready_grammar_requests)
     assert f'InvalidGrammarObject("{LATE}")' in source
     assert "self.cache[key] = value" in inspect.getsource(inspect.unwrap(BaseGrammarBackend.set_cache))
+
+
+def test_of_several_outputs_the_last_one_is_sent() -> None:
+    """patches/unread_streams.py drops the others."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    source = inspect.getsource(TokenizerManager._stream_one_response)
+    assert "out = out_list[-1]" in source
+    assert "incremental_stream = is_stream and self.incremental_streaming_output" in source
 
 
 def test_what_load_snapshots_are_made_and_read_with() -> None:
