@@ -32,6 +32,7 @@ TARGETS = {
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": ["self", "kvc"],
     "sglang.srt.layers.dual_gemm.DualGemm._select_mode": ["self", "gate_up_proj", "hidden_size"],
     "sglang.srt.layers.sampler.apply_custom_logit_processor": ["logits", "sampling_batch_info"],
+    "sglang.srt.sampling.custom_logit_processor._cache_from_str": ["json_str"],
     f"{OPENAI}.serving_base.OpenAIServingBase.handle_request": ["self", "request", "raw_request"],
     f"{OPENAI}.serving_completions.OpenAIServingCompletion._generate_completion_stream": [
         "self", "adapted_request", "request", "raw_request",
