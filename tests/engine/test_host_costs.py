@@ -123,7 +123,18 @@ def test_a_full_profile_replaces_what_was_learned_before(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", '{"latency": {}}', '{"latency": {"verify": 3, "draft": []}}', "[]"]
+    "text",
+    [
+        "", "{", '{"latency": {}}', '{"latency": {"verify": 3, "draft": []}}', "[]", '{"latency": []}',
+        '{"latency": {"draft": {"fixed_s": 1}, "verify": {"fixed_s": 1}, "draft_first": []}}',
+        '{"latency": {"draft": {"fixed_s": 1}, "verify": {"fixed_s": 1}, "overhead_s": 1%s}}' % ("0" * 400),
+        '{"latency": {"draft": {"fixed_s": 1}, "verify": {"fixed_s": 0}}}', "[" * 5_000,
+        *(
+            '{"latency": {"draft": {"fixed_s": 1}, "verify": {"form": "table", "tokens": [1], "seconds_at": [%s]}}}'
+            % seconds for seconds in ("NaN", "0", "-1", '"a"', "null", "1e999")
+        ),
+    ],
+    ids=lambda text: text[:60],
 )
 def test_a_damaged_file_is_no_obstacle(text: str, caplog: pytest.LogCaptureFixture) -> None:
     path = measure.learned_path(META)
@@ -133,6 +144,16 @@ def test_a_damaged_file_is_no_obstacle(text: str, caplog: pytest.LogCaptureFixtu
         assert measure.load_learned(path) is None
     assert "costs are learned from scratch" in caplog.text
     assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b'{"overhead_s": "x"}', b'{"verify_points": [{}]}'])
+def test_a_damaged_profile_is_no_obstacle(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    path = measure.profile_path(META)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
+    assert "is damaged" in caplog.text
 
 
 @pytest.mark.parametrize("times", [0.25, 5.0])
