@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from dataclasses import replace
@@ -260,6 +261,21 @@ def test_processes_that_come_and_go_are_no_load_of_others(monkeypatch: pytest.Mo
         shares.append(others.share())
     assert looks == 1 + 160 // 60
     assert set(shares) == {0.25, 0.5}, "what one second of one of them is"
+
+
+def test_a_host_that_loses_cores_or_tells_nothing_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_load, "_own_cores", lambda: [0, 3])
+    monkeypatch.setattr(host_load, "_server", list)
+    told = [SimpleNamespace(user=10.0)]
+    monkeypatch.setattr(host_load.psutil, "cpu_times", lambda percpu: told)
+    others = OtherProcesses()
+    assert others.share() == 0.0
+
+    def nothing(percpu: bool) -> None:
+        raise OSError(errno.EMFILE, "no descriptor left")
+
+    monkeypatch.setattr(host_load.psutil, "cpu_times", nothing)
+    assert others.share() == 0.0
 
 
 def test_a_cache_that_cannot_be_written_does_not_end_the_server(
