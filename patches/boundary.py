@@ -12,6 +12,8 @@ themselves; here the other routes do too, so that a refusal is a status and not 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -33,6 +35,10 @@ BELIEVED_DELAY_S = 1.0
 """How long ago a request may say that it came."""
 
 HEALTH_ROUTES = ("/health", "/health_generate")
+
+_repeats: ContextVar[bool] = ContextVar("adaserve_repeats", default=False)
+"""Whether the request at hand is a stream whose outputs hold all that came before them, as on ``/generate``. The
+other routes send what is new."""
 
 
 def register() -> None:
@@ -150,11 +156,21 @@ def _check_tokens(self: Any, obj: Any, input_ids: Any) -> None:
 
 def _check_logprobs(obj: Any, prompt: int, context: int) -> None:
     """``obj``: one normalized request of ``prompt`` tokens."""
-    start, asked = obj.logprob_start_len, obj.sampling_params.get("max_new_tokens")
+    start, asked = obj.logprob_start_len, obj.sampling_params.get("max_new_tokens", _usual_tokens())
     told = 0 if start is None or start < 0 else max(0, prompt - start)
     left = max(0, context - prompt)
     new = left if asked is None else min(asked, left)
-    check_logprobs(told, new, 1 + (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ()))
+    each = 1 + (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ())
+    check_logprobs(told, new, each, repeated=_repeats.get())
+
+
+@cache
+def _usual_tokens() -> int | None:
+    """How many SGLang generates where a request says nothing."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    usual: int | None = SamplingParams().max_new_tokens
+    return usual
 
 
 async def start(manager: Any, obj: Any, request: Any) -> None:
@@ -195,6 +211,7 @@ async def native_response(original: Callable[..., Awaitable[Any]], obj: Any, req
     manager = get_global_state().tokenizer_manager
     if not applies(manager.server_args):
         return await original(obj, request)
+    _repeats.set(not manager.incremental_streaming_output)
     try:
         await start(manager, obj, request)
     except ValueError as error:

@@ -22,6 +22,10 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 MAX_LOGPROBS = 1 << 22
 """Of all that one request may generate. They come one position at a time, and are kept until its end."""
 
+MAX_REPEATED_LOGPROBS = 1 << 16
+"""Of a prompt and its answer together, where every output of a stream repeats those before it: an output of
+some milliseconds."""
+
 MAX_ID_CHARACTERS = 256
 """Of a request id and of other names that are kept while the server runs."""
 

@@ -12,6 +12,7 @@ from adaserve.boundary.limits import (
     MAX_ID_CHARACTERS,
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
+    MAX_REPEATED_LOGPROBS,
     MAX_TOP_LOGPROBS,
     Limits,
 )
@@ -215,9 +216,16 @@ def check_prompt(tokens: int, logprob_start_len: int | None, continues: bool) ->
         )
 
 
-def check_logprobs(prompt: int, new: int, each: int) -> None:
+def check_logprobs(prompt: int, new: int, each: int, *, repeated: bool = False) -> None:
     """Positions of the prompt whose log probabilities are asked for, tokens that may be generated, and log
-    probabilities at ``each`` of both. Raises RequestError."""
+    probabilities at ``each`` of both. ``repeated``: every output holds those of all before it. Raises
+    RequestError."""
+    if repeated and (prompt + new) * each > MAX_REPEATED_LOGPROBS:
+        raise RequestError(
+            "each output of this stream repeats all log probabilities, so prompt and answer may have at most "
+            f"{MAX_REPEATED_LOGPROBS}, got {each} at each of {prompt + new} tokens; more are possible without "
+            "stream, on /v1, and on a server with --incremental-streaming-output"
+        )
     for what, positions, most in (
         ("the prompt, from logprob_start_len on,", prompt, MAX_PROMPT_LOGPROBS),
         ("what may be generated, up to max_new_tokens,", new, MAX_LOGPROBS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ def check(prompt: int, params: dict[str, Any], **fields: Any) -> None:
     ("prompt", "params", "fields"),
     [
         (8000, {"max_new_tokens": 1}, {"logprob_start_len": 0, "top_logprobs_num": 1024}),
-        (10, {}, {"top_logprobs_num": 1024}),
+        (10, {"max_new_tokens": None}, {"top_logprobs_num": 1024}),
         (10, {"max_new_tokens": 5000}, {"token_ids_logprob": [5] * 1000}),
         (8000, {"max_new_tokens": 1}, {"logprob_start_len": 0, "top_logprobs_num": 100}),
     ],
@@ -48,4 +49,13 @@ def test_too_many_log_probabilities_are_refused(
 def test_usual_ones_are_not() -> None:
     check(8000, {}, logprob_start_len=0, top_logprobs_num=20)
     check(8000, {"max_new_tokens": 100}, top_logprobs_num=1024)
+    check(10, {}, top_logprobs_num=1024)  # 128 tokens, as SGLang has it
     check(10, {"max_new_tokens": 1 << 30}, top_logprobs_num=20, token_ids_logprob=[5, 6])
+
+
+def test_a_stream_that_repeats_them_holds_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats = contextvars.ContextVar("repeats", default=True)
+    monkeypatch.setattr("adaserve.patches.boundary._repeats", repeats)
+    check(100, {"max_new_tokens": 2000}, logprob_start_len=0, top_logprobs_num=20)
+    with pytest.raises(RequestError, match="65536, got 9 at each of 8000 tokens; more are possible"):
+        check(7990, {"max_new_tokens": 10}, logprob_start_len=0, top_logprobs_num=8)
