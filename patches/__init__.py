@@ -58,6 +58,7 @@ def apply_all() -> None:
         load_reports,
         logit_processors,
         metric_labels,
+        metrics_cost,
         parsers,
         prefill_logprobs,
         prefill_slack,
@@ -88,6 +89,7 @@ def apply_all() -> None:
         boundary,  # after the SLO hooks: what wraps last is asked first
         bodies,
         metric_labels,
+        metrics_cost,
         tokenizing,
         unread_streams,
         parsers,

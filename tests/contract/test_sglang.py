@@ -102,6 +102,7 @@ TARGETS = {
     "sglang.srt.utils.auth.decide_request_auth": [
         "method", "path", "authorization_header", "api_key", "admin_api_key", "auth_level",
     ],
+    "sglang.srt.utils.common.add_prometheus_middleware": ["app"],
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
