@@ -99,6 +99,8 @@ TARGETS = {
     "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.__init__": [
         "self", "tokenizer", "vocab_size",
     ],
+    "sglang.srt.sampling.watermarking.core.redact_watermark_secrets": ["value", "in_watermark_config"],
+    "sglang.srt.sampling.watermarking.core.redact_watermark_command_line": ["argv", "watermark_config"],
     "sglang.srt.utils.auth.decide_request_auth": [
         "method", "path", "authorization_header", "api_key", "admin_api_key", "auth_level",
     ],
