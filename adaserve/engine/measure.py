@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -328,12 +329,16 @@ def save_learned(meta: dict[str, str], model: LatencyModel) -> None:
     """Keeps what was learned for the next start."""
     path = learned_path(meta)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
+    text = json.dumps({**meta, "latency": model.to_json()}, indent=1) + "\n"
+    # Not named after the process: servers in two containers have the same number, and perhaps the same cache.
+    file, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
     try:
-        part.write_text(json.dumps({**meta, "latency": model.to_json()}, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)  # at once: a server that starts now reads the old costs or the new ones
+        with open(file, "w", encoding="utf-8") as part:
+            os.fchmod(file, 0o644)
+            part.write(text)
+        os.replace(name, path)  # at once: a server that starts now reads the old costs or the new ones
     finally:
-        part.unlink(missing_ok=True)  # where the disk is full
+        Path(name).unlink(missing_ok=True)  # where the disk is full
 
 
 def load_learned(path: Path) -> LatencyModel | None:

@@ -263,6 +263,22 @@ def test_processes_that_come_and_go_are_no_load_of_others(monkeypatch: pytest.Mo
     assert set(shares) == {0.25, 0.5}, "what one second of one of them is"
 
 
+def test_a_full_disk_keeps_what_was_kept_and_nothing_else(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure.save_learned(META, KEPT)
+    folder = measure.learned_path(META).parent
+    before = {p.name: p.read_text() for p in folder.iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(measure.os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        measure.save_learned(META, slower(2.0, KEPT))
+    assert {p.name: p.read_text() for p in folder.iterdir()} == before
+
+
 def test_a_host_that_loses_cores_or_tells_nothing_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_load, "_own_cores", lambda: [0, 3])
     monkeypatch.setattr(host_load, "_server", list)
