@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from adaserve.boundary.effort import Effort
+
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -72,3 +74,5 @@ class Limits:
     """--enable-deterministic-inference: SGLang draws by seeds, and asserts that there is no min_p."""
     labels: frozenset[str] = frozenset()
     """--tokenizer-metrics-allowed-custom-labels: SGLang's metrics have these labels and no others."""
+    effort: Effort | None = None
+    """For the grammars of the request at hand; None = as much as one has for each of them."""

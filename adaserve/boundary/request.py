@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from adaserve.boundary.effort import Effort
 from adaserve.boundary.errors import RequestError, shown
 from adaserve.boundary.limits import (
     INT32_MAX,
@@ -182,6 +184,7 @@ def check_request(fields: Mapping[str, Any], limits: Limits) -> None:
 
     ``fields``: of SGLang's ``GenerateReqInput``, before it is normalized. Missing and None mean unset.
     """
+    limits = replace(limits, effort=Effort())
     count = _prompt_count(fields, limits)
     for name, check in EACH.items():
         value = fields.get(name)
