@@ -22,7 +22,15 @@ from sglang.srt.observability.req_time_stats import monotonic_time
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.asgi import route_path
-from adaserve.boundary import OF_MEDIA, Limits, RequestError, check_logprobs, check_prompt, check_request
+from adaserve.boundary import (
+    OF_MEDIA,
+    Limits,
+    RequestError,
+    check_all_logprobs,
+    check_logprobs,
+    check_prompt,
+    check_request,
+)
 from adaserve.boundary.prompts import require_few
 from adaserve.boundary.values import token_ids
 from adaserve.identity import is_ours
@@ -39,6 +47,10 @@ HEALTH_ROUTES = ("/health", "/health_generate")
 _repeats: ContextVar[bool] = ContextVar("adaserve_repeats", default=False)
 """Whether the request at hand is a stream whose outputs hold all that came before them, as on ``/generate``. The
 other routes send what is new."""
+
+_logprobs: ContextVar[list[int]] = ContextVar("adaserve_logprobs")
+"""Log probabilities that the prompts so far of the request at hand ask for, in its one entry: all tasks that serve
+the request count in it."""
 
 
 def register() -> None:
@@ -101,6 +113,7 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
         if manager.is_generation and not asks_for_health(request):
             raise RequestError("this server generates text: embeddings, rewards and classes are not served")
         return
+    _logprobs.set([0])
     limits = _limits(manager)
     check_request(vars(obj), limits)
     require_readable(obj.custom_logit_processor)
@@ -161,7 +174,10 @@ def _check_logprobs(obj: Any, prompt: int, context: int) -> None:
     left = max(0, context - prompt)
     new = left if asked is None else min(asked, left)
     each = 1 + (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ())
-    check_logprobs(told, new, each, repeated=_repeats.get())
+    held = check_logprobs(told, new, each, repeated=_repeats.get())
+    so_far = _logprobs.get([0])
+    so_far[0] += held * (obj.sampling_params.get("n") or 1)
+    check_all_logprobs(so_far[0])
 
 
 @cache

@@ -22,7 +22,7 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 """Of one prompt, at all of its positions. They are made in one go: 800,000 kept a small server for 25 s."""
 
 MAX_LOGPROBS = 1 << 22
-"""Of all that one request may generate. They come one position at a time, and are kept until its end."""
+"""Of all answers of a request. They come one position at a time, and are kept until its end."""
 
 MAX_REPEATED_LOGPROBS = 1 << 16
 """Of a prompt and its answer together, where every output of a stream repeats those before it: an output of

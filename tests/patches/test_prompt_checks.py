@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adaserve.boundary import RequestError
-from adaserve.patches.boundary import _check_tokens
+from adaserve.patches.boundary import _check_tokens, _logprobs
 
 CONTEXT = 8192
 
@@ -59,3 +59,20 @@ def test_a_stream_that_repeats_them_holds_fewer(monkeypatch: pytest.MonkeyPatch)
     check(100, {"max_new_tokens": 2000}, logprob_start_len=0, top_logprobs_num=20)
     with pytest.raises(RequestError, match="65536, got 9 at each of 8000 tokens; more are possible"):
         check(7990, {"max_new_tokens": 10}, logprob_start_len=0, top_logprobs_num=8)
+
+
+def test_all_answers_of_a_request_count_together() -> None:
+    """They are kept until the last one is there: 128 large ones would take a host's memory."""
+    large: dict[str, Any] = {"top_logprobs_num": 999}
+    check(10, {"max_new_tokens": 1000, "n": 4}, **large)
+    with pytest.raises(RequestError, match="together, got 5000000"):
+        check(10, {"max_new_tokens": 1000, "n": 5}, **large)
+
+    def batch(prompts: int) -> None:
+        _logprobs.set([0])
+        for _ in range(prompts):
+            check(200, {"max_new_tokens": 50}, logprob_start_len=0, **large)
+
+    contextvars.copy_context().run(batch, 16)
+    with pytest.raises(RequestError, match="together, got 4250000"):
+        contextvars.copy_context().run(batch, 17)
