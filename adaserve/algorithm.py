@@ -108,8 +108,8 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
         ),
         (
             args.tokenizer_worker_num > 1 and bool(args.api_key or args.admin_api_key),
-            "keys are checked by a single HTTP process only: remove --tokenizer-worker-num, or leave the keys "
-            "to a proxy",
+            "keys are checked by a single HTTP process only: remove --tokenizer-worker-num, or leave the "
+            "keys to a proxy",
         ),
         (
             not all(key.isascii() for key in (args.api_key, args.admin_api_key) if key),

@@ -45,12 +45,12 @@ BELIEVED_DELAY_S = 1.0
 HEALTH_ROUTES = ("/health", "/health_generate")
 
 _repeats: ContextVar[bool] = ContextVar("adaserve_repeats", default=False)
-"""Whether the request at hand is a stream whose outputs hold all that came before them, as on ``/generate``. The
-other routes send what is new."""
+"""Whether the request at hand is a stream whose outputs hold all that came before them, as on ``/generate``.
+The other routes send what is new."""
 
 _logprobs: ContextVar[list[int]] = ContextVar("adaserve_logprobs")
-"""Log probabilities that the prompts so far of the request at hand ask for, in its one entry: all tasks that serve
-the request count in it."""
+"""Log probabilities that the prompts so far of the request at hand ask for, in its one entry: all tasks that
+serve the request count in it."""
 
 
 def register() -> None:

@@ -1,11 +1,11 @@
 """Compiled grammars are kept up to a limit, and one that was late is not refused for ever.
 
-Why: SGLang keeps every grammar that a client has ever sent, and xgrammar keeps it once more. Many clients make a
-schema for one request, with an enum of what they have at hand. So a server would grow until its host has no
-memory, and a client who wants that needs some minutes. Here those that were used last stay.
+Why: SGLang keeps every grammar that a client has ever sent, and xgrammar keeps it once more. Many clients
+make a schema for one request, with an enum of what they have at hand. So a server would grow until its host
+has no memory, and a client who wants that needs some minutes. Here those that were used last stay.
 
-SGLang also remembers that compiling a grammar took too long, and refuses it from then on. But compilations wait
-for one another, so another client's may have been the reason.
+SGLang also remembers that compiling a grammar took too long, and refuses it from then on. But compilations
+wait for one another, so another client's may have been the reason.
 """
 
 from __future__ import annotations

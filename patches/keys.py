@@ -1,11 +1,11 @@
 """A server's keys are told to nobody, and what cannot be a key is answered with 401, like any wrong one.
 
-Why: ``/server_info`` shows how the server was started, and with it the keys: every user read the admin's there,
-and on a server with an admin key alone everybody did. What SGLang already hides there (the keys of watermarks)
-shows where the others belong.
+Why: ``/server_info`` shows how the server was started, and with it the keys: every user read the admin's
+there, and on a server with an admin key alone everybody did. What SGLang already hides there (the keys of
+watermarks) shows where the others belong.
 
-SGLang compares keys as texts, which Python does for ASCII alone. So whoever sent ``Bearer é`` to a server with a key
-got 500, and the log a traceback.
+SGLang compares keys as texts, which Python does for ASCII alone. So whoever sent ``Bearer é`` to a server
+with a key got 500, and the log a traceback.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 HIDDEN = "<redacted>"
 
 OTHER = "--ssl-keyfile"
-"""A flag of SGLang's that looks like one of these, cut short. The command line takes what is cut short, too."""
+"""A flag of SGLang's that looks like one of these, cut short. The command line takes what is cut short,
+too."""
 
 
 def register() -> None:

@@ -1,8 +1,8 @@
 """Whoever asks for metrics all the time gets the ones that were there a moment ago.
 
-Why: Prometheus' metrics are open to everybody, also where a server has keys. To collect what all processes have
-written takes tens of milliseconds, in the HTTP process' event loop: meanwhile no client gets a token. So collecting
-them may take a share of the time, and a second of it in one go, which no scraper notices.
+Why: Prometheus' metrics are open to everybody, also where a server has keys. To collect what all processes
+have written takes tens of milliseconds, in the HTTP process' event loop: meanwhile no client gets a token. So
+collecting them may take a share of the time, and a second of it in one go, which no scraper notices.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _limit(_: None, app: Any) -> None:
 
 
 class Metrics:
-    """ASGI app around Prometheus' own. Of what that takes from a request two things are left: whether it may answer
-    in the OpenMetrics format, and whether compressed. So there are few answers to keep."""
+    """ASGI app around Prometheus' own. Of what that takes from a request two things are left: whether it may
+    answer in the OpenMetrics format, and whether compressed. So there are few answers to keep."""
 
     def __init__(self, app: App, clock: Callable[[], float] = time.perf_counter) -> None:
         self._app, self._clock = app, clock

@@ -1,8 +1,8 @@
 """A stream that its client does not read keeps its newest output only.
 
-Why: SGLang queues an output of some kilobytes for every step of a request. While the client's connection takes
-nothing, nobody empties that queue, and a client may open as many such streams as it likes. Each output holds
-all that came before it, and of several SGLang sends the last one. So the others need not wait for that.
+Why: SGLang queues an output of some kilobytes for every step of a request. While the client's connection
+takes nothing, nobody empties that queue, and a client may open as many such streams as it likes. Each output
+holds all that came before it, and of several SGLang sends the last one. So the others need not wait for that.
 
 With ``--incremental-streaming-output`` an output holds what is new alone, and all of them are sent.
 """

@@ -112,7 +112,9 @@ class TableCost:
             raise ProfileError("a table needs as many seconds as tokens, and at least one point")
         values = (*self.tokens, *self.seconds_at, *self.reading, *self.known)
         if not all(math.isfinite(v) and v >= 0 for v in values) or min(self.seconds_at) <= 0:
-            raise ProfileError(f"a table holds finite numbers, and seconds above 0, got {shown(values)}; measure again")
+            raise ProfileError(
+                f"a table holds finite numbers, and seconds above 0, got {shown(values)}; measure again"
+            )
         if any(b <= a for a, b in zip(self.tokens, self.tokens[1:], strict=False)):
             raise ProfileError("table tokens must be strictly increasing")
 
@@ -255,7 +257,9 @@ class LatencyModel(Latency):
     def from_json(data: Mapping[str, Any]) -> LatencyModel:
         """Reads ``to_json``'s form. Raises ProfileError with the field that is wrong."""
         if not isinstance(data, Mapping):
-            raise ProfileError(f"a latency model is an object, got {shown(data)}; run `adaserve profile` again")
+            raise ProfileError(
+                f"a latency model is an object, got {shown(data)}; run `adaserve profile` again"
+            )
         first, overhead_s = data.get("draft_first"), overhead_of(data)
         for name in ("draft", "verify"):
             if not isinstance(data.get(name), Mapping):

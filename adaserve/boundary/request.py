@@ -220,16 +220,17 @@ def check_prompt(tokens: int, logprob_start_len: int | None, continues: bool) ->
 
 
 def check_logprobs(prompt: int, new: int, each: int, *, repeated: bool = False) -> int:
-    """Log probabilities that an answer holds: at positions of the prompt whose log probabilities are asked for and
-    at tokens that may be generated, ``each`` of them. ``repeated``: every output of it holds those before it.
+    """Log probabilities that an answer holds: at positions of the prompt whose log probabilities are asked
+    for and at tokens that may be generated, ``each`` of them. ``repeated``: every output of it holds those
+    before it.
 
     Raises RequestError."""
     total = (prompt + new) * each
     if repeated and total > MAX_REPEATED_LOGPROBS:
         raise RequestError(
             "each output of this stream repeats all log probabilities, so prompt and answer may have at most "
-            f"{MAX_REPEATED_LOGPROBS}, got {each} at each of {prompt + new} tokens; more are possible without "
-            "stream, on /v1, and on a server with --incremental-streaming-output"
+            f"{MAX_REPEATED_LOGPROBS}, got {each} at each of {prompt + new} tokens; more are possible "
+            "without stream, on /v1, and on a server with --incremental-streaming-output"
         )
     for what, positions, most in (
         ("the prompt, from logprob_start_len on,", prompt, MAX_PROMPT_LOGPROBS),
@@ -246,8 +247,8 @@ def check_all_logprobs(total: int) -> None:
     """Of all answers of a request, which are kept until the last one is there. Raises RequestError."""
     if total > MAX_LOGPROBS:
         raise RequestError(
-            f"all answers of a request, its prompts times n, may have at most {MAX_LOGPROBS} log probabilities "
-            f"together, got {total}: send it in parts, or give a max_new_tokens"
+            f"all answers of a request, its prompts times n, may have at most {MAX_LOGPROBS} log "
+            f"probabilities together, got {total}: send it in parts, or give a max_new_tokens"
         )
 
 

@@ -145,7 +145,13 @@ class TrainerLink:
                 [sys.executable, "-m", "adaserve.learning.process", msgspec.json.encode(settings).decode()],
                 pass_fds=(ring, weights, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": "1", **_ALLOCATOR, **_QUIET},
+                env={
+                    **os.environ,
+                    PARENT_ENV: str(os.getpid()),
+                    "OMP_NUM_THREADS": "1",
+                    **_ALLOCATOR,
+                    **_QUIET,
+                },
             )
             self.ring, self.weights = Ring(ring), shared
             self._process, self._connection = process, Connection(ours.detach())
@@ -178,8 +184,8 @@ def _allocated(size: int, opened: ExitStack) -> int:
 
 
 def stand_back(pid: int, nice: int) -> None:
-    """Gives a process of ours the priority ``nice``; at 19 it gets what no other process wants. Where the host
-    has no memory left, it is the one that the kernel ends.
+    """Gives a process of ours the priority ``nice``; at 19 it gets what no other process wants. Where the
+    host has no memory left, it is the one that the kernel ends.
 
     A thread of mere low priority may finish its time slice, milliseconds, before a thread of the server's
     gets its core back, and a team of threads waits for its last one. Under SCHED_IDLE it gives way at once.

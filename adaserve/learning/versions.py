@@ -103,7 +103,9 @@ class Versions:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise DamagedError(f"what {self.folder} names as its current version is damaged ({error})") from error
+            raise DamagedError(
+                f"what {self.folder} names as its current version is damaged ({error})"
+            ) from error
         if version.draft != draft:
             raise VersionError(
                 f"{self.folder} holds drafts that began as {version.draft}, not {draft}: give another folder"
@@ -111,8 +113,8 @@ class Versions:
         return version, weights
 
     def claim(self) -> int:
-        """No other server may keep drafts here until this process ends, or closes the descriptor that this gives.
-        Raises VersionError."""
+        """No other server may keep drafts here until this process ends, or closes the descriptor that this
+        gives. Raises VersionError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -123,7 +125,9 @@ class Versions:
                 f"another server keeps its drafts in {self.folder}: give each server a folder of its own"
             ) from None
         except OSError as error:  # some network file systems know no locks
-            logger.warning("AdaServe: %s cannot be locked, so let no other server have it: %s", self.folder, error)
+            logger.warning(
+                "AdaServe: %s cannot be locked, so let no other server have it: %s", self.folder, error
+            )
         return lock
 
     def export(self, number: int, out: Path) -> None:

@@ -61,8 +61,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a model's folder is there, and its weights are as long as they say: a machine that lost its power
-    may have kept the names of files and not what was in them."""
+    """Whether a model's folder is there, and its weights are as long as they say: a machine that lost its
+    power may have kept the names of files and not what was in them."""
     try:
         json.loads((folder / "config.json").read_text())
         files = list(folder.glob("*.safetensors"))

@@ -343,7 +343,7 @@ def test_a_server_with_several_workers_hears_of_a_death_by_a_signal() -> None:
 
 
 def test_what_sglang_says_of_a_late_grammar() -> None:
-    """patches/grammar_memory.py knows it by that, and counts the grammars that SGLang keeps by their place."""
+    """patches/grammar_memory.py knows it by that, and counts the grammars that SGLang keeps by place."""
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.grammar_manager import GrammarManager
 

@@ -126,13 +126,20 @@ def test_a_full_profile_replaces_what_was_learned_before(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", '{"latency": {}}', '{"latency": {"verify": 3, "draft": []}}', "[]", '{"latency": []}',
+        "",
+        "{",
+        '{"latency": {}}',
+        '{"latency": {"verify": 3, "draft": []}}',
+        "[]",
+        '{"latency": []}',
         '{"latency": {"draft": {"fixed_s": 1}, "verify": {"fixed_s": 1}, "draft_first": []}}',
-        '{"latency": {"draft": {"fixed_s": 1}, "verify": {"fixed_s": 1}, "overhead_s": 1%s}}' % ("0" * 400),
-        '{"latency": {"draft": {"fixed_s": 1}, "verify": {"fixed_s": 0}}}', "[" * 5_000,
+        '{"latency": {"draft": {"fixed_s": 1}, "verify": {"fixed_s": 1}, "overhead_s": 1' + "0" * 400 + "}}",
+        '{"latency": {"draft": {"fixed_s": 1}, "verify": {"fixed_s": 0}}}',
+        "[" * 5_000,
         *(
-            '{"latency": {"draft": {"fixed_s": 1}, "verify": {"form": "table", "tokens": [1], "seconds_at": [%s]}}}'
-            % seconds for seconds in ("NaN", "0", "-1", '"a"', "null", "1e999")
+            '{"latency": {"draft": {"fixed_s": 1}, "verify": {"form": "table", "tokens": [1], '
+            f'"seconds_at": [{seconds}]}}}}}}'
+            for seconds in ("NaN", "0", "-1", '"a"', "null", "1e999")
         ),
     ],
     ids=lambda text: text[:60],

@@ -24,7 +24,9 @@ def decided(header: str | None) -> Any:
     )
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", "Bearer sécret", "Bearer \x80", "é secret"])
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer wrong", "Bearer sécret", "Bearer \x80", "é secret"]
+)
 def test_a_wrong_key_gets_401(header: str | None) -> None:
     answer = decided(header)
     assert not answer.allowed and answer.error_status_code == 401
