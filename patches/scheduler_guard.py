@@ -172,3 +172,8 @@ def _hidden(requests: list[Any]) -> Iterator[None]:
     """Their ids start with no other id for a while."""
     for req in requests:
         req.rid = _HIDDEN + req.rid
+    try:
+        yield
+    finally:
+        for req in requests:
+            req.rid = req.rid.removeprefix(_HIDDEN)

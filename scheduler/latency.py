@@ -71,7 +71,7 @@ class ForwardCost:
 
     def __post_init__(self) -> None:
         values = (self.fixed_s, self.weights_s, self.per_token_s, *self.reading)
-        if not all(math.isfinite(v) and v >= 0 for v in values) or min(self.seconds_at) <= 0:
+        if not all(math.isfinite(v) and v >= 0 for v in values):
             raise ProfileError(f"cost coefficients must be finite and >= 0, got {values}; measure again")
         if not self.sharpness >= 1:
             raise ProfileError(f"sharpness must be >= 1, got {self.sharpness}")
