@@ -107,6 +107,15 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             args.tp_size > 1 and not on_device(args.device),
             "tensor parallelism is not supported on a CPU: use --tp-size 1",
         ),
+        (
+            args.tokenizer_worker_num > 1 and bool(args.api_key or args.admin_api_key),
+            "keys are checked by a single HTTP process only: remove --tokenizer-worker-num, or leave the "
+            "keys to a proxy",
+        ),
+        (
+            not all(key.isascii() for key in (args.api_key, args.admin_api_key) if key),
+            "HTTP headers carry no such key: use ASCII characters in --api-key and --admin-api-key",
+        ),
         (args.pp_size > 1, "pipeline parallelism is not supported: use --pp-size 1"),
         (args.enable_dp_attention, "data-parallel attention is not supported: remove --enable-dp-attention"),
         (

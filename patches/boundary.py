@@ -12,6 +12,8 @@ themselves; here the other routes do too, so that a refusal is a status and not 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -20,7 +22,15 @@ from sglang.srt.observability.req_time_stats import monotonic_time
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.asgi import route_path
-from adaserve.boundary import OF_MEDIA, Limits, RequestError, check_logprobs, check_prompt, check_request
+from adaserve.boundary import (
+    OF_MEDIA,
+    Limits,
+    RequestError,
+    check_all_logprobs,
+    check_logprobs,
+    check_prompt,
+    check_request,
+)
 from adaserve.boundary.prompts import require_few
 from adaserve.boundary.values import token_ids
 from adaserve.identity import is_ours
@@ -33,6 +43,14 @@ BELIEVED_DELAY_S = 1.0
 """How long ago a request may say that it came."""
 
 HEALTH_ROUTES = ("/health", "/health_generate")
+
+_repeats: ContextVar[bool] = ContextVar("adaserve_repeats", default=False)
+"""Whether the request at hand is a stream whose outputs hold all that came before them, as on ``/generate``.
+The other routes send what is new."""
+
+_logprobs: ContextVar[list[int]] = ContextVar("adaserve_logprobs")
+"""Log probabilities that the prompts so far of the request at hand ask for, in its one entry: all tasks that
+serve the request count in it."""
 
 
 def register() -> None:
@@ -95,6 +113,7 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
         if manager.is_generation and not asks_for_health(request):
             raise RequestError("this server generates text: embeddings, rewards and classes are not served")
         return
+    _logprobs.set([0])
     limits = _limits(manager)
     check_request(vars(obj), limits)
     require_readable(obj.custom_logit_processor)
@@ -150,11 +169,24 @@ def _check_tokens(self: Any, obj: Any, input_ids: Any) -> None:
 
 def _check_logprobs(obj: Any, prompt: int, context: int) -> None:
     """``obj``: one normalized request of ``prompt`` tokens."""
-    start, asked = obj.logprob_start_len, obj.sampling_params.get("max_new_tokens")
+    start, asked = obj.logprob_start_len, obj.sampling_params.get("max_new_tokens", _usual_tokens())
     told = 0 if start is None or start < 0 else max(0, prompt - start)
     left = max(0, context - prompt)
     new = left if asked is None else min(asked, left)
-    check_logprobs(told, new, 1 + (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ()))
+    each = 1 + (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ())
+    held = check_logprobs(told, new, each, repeated=_repeats.get())
+    so_far = _logprobs.get([0])
+    so_far[0] += held * (obj.sampling_params.get("n") or 1)
+    check_all_logprobs(so_far[0])
+
+
+@cache
+def _usual_tokens() -> int | None:
+    """How many SGLang generates where a request says nothing."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    usual: int | None = SamplingParams().max_new_tokens
+    return usual
 
 
 async def start(manager: Any, obj: Any, request: Any) -> None:
@@ -195,6 +227,7 @@ async def native_response(original: Callable[..., Awaitable[Any]], obj: Any, req
     manager = get_global_state().tokenizer_manager
     if not applies(manager.server_args):
         return await original(obj, request)
+    _repeats.set(not manager.incremental_streaming_output)
     try:
         await start(manager, obj, request)
     except ValueError as error:

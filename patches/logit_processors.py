@@ -3,12 +3,17 @@
 Why: a processor is code of a client's. SGLang hands it the rows of all requests that sent the same code at
 once. What it raises would leave the scheduler's loop, and so would what an answer of another shape raises: in
 SGLang's sampler, which draws the first token, and in the worker, which draws the others.
+
+SGLang also keeps every processor that it has ever read, in each of its processes. Code that is made for one
+request, with the request's own values inside, would fill the memory.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 
@@ -23,9 +28,21 @@ logger = logging.getLogger("adaserve")
 REQUEST = "__req__"
 """Under this name SGLang adds the request to the ``custom_params`` that a processor is given."""
 
+MOST_KEPT = 64
+"""Processors that were read and are kept, besides those of running requests."""
+
 
 def register() -> None:
+    from sglang.srt.sampling.custom_logit_processor import _cache_from_str
+
     hook("sglang.srt.layers.sampler.apply_custom_logit_processor", _in_prefills, HookType.AROUND)
+    read = "sglang.srt.sampling.custom_logit_processor._cache_from_str"
+    hook(read, keeping_few(_cache_from_str), HookType.REPLACE)
+
+
+def keeping_few(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The function under SGLang's cache, which has no limit, with one that has."""
+    return lru_cache(MOST_KEPT)(inspect.unwrap(read))
 
 
 def _in_prefills(original: Callable[..., None], logits: Tensor, info: Any, *rest: Any, **more: Any) -> None:

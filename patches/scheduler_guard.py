@@ -11,14 +11,18 @@ be wrong.
 SGLang aborts by prefix: when the client of request ``a`` hangs up, every request whose id starts with ``a``
 would end. Here only ``a`` does, and ``a_0``, ``a_1``, ... which SGLang itself makes of a batch.
 
-SGLang keeps as many open sessions as anybody cares to open. Here their number is limited.
+SGLang keeps as many open sessions as anybody cares to open, and every turn of theirs with its whole history.
+Here the number of both is limited.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 from weakref import WeakValueDictionary
@@ -33,7 +37,13 @@ logger = logging.getLogger("adaserve")
 MAX_SESSIONS = 10_000
 """Open at the same time. Each is kept by the scheduler until it is closed or times out."""
 
-_KNOWN = "_adaserve_requests"
+MAX_SESSION_TOKENS = 1 << 26
+"""In all turns of the sessions that are open; the scheduler has some 24 bytes of each."""
+
+TURN_TOKENS = 1000
+"""What a turn takes besides, as so many tokens."""
+
+_KNOWN, _HELD = "_adaserve_requests", "_adaserve_held"
 _HIDDEN = "\0"  # no id of a client starts with it while others are aborted
 
 
@@ -67,6 +77,33 @@ def _remember(req: Any, self: Any, *_: Any, **__: Any) -> None:
     known_requests(self)[req.rid] = req
 
 
+@dataclass(slots=True)
+class _Held:
+    """Tokens of all turns of open sessions: as they were counted, and those that came since."""
+
+    tokens: int = 0
+    counted_s: float = -math.inf
+
+
+def has_room(scheduler: Any, now_s: float) -> bool:
+    """Whether one more turn may be kept. Counted anew, at most once a second, where the guess is too much."""
+    held: _Held = vars(scheduler).setdefault(_HELD, _Held())
+    if held.tokens > MAX_SESSION_TOKENS and now_s > held.counted_s + 1.0:
+        sessions = scheduler.session_controller.sessions.values()
+        turns = [node.req for session in sessions for node in session.req_nodes.values()]
+        held.tokens, held.counted_s = sum(map(_turn_tokens, turns)), now_s
+    return held.tokens <= MAX_SESSION_TOKENS
+
+
+def _turn_tokens(req: Any) -> int:
+    return TURN_TOKENS + len(req.origin_input_ids) + len(req.output_ids)
+
+
+def _note_turn(scheduler: Any, rid: str) -> None:
+    if (req := known_requests(scheduler).get(rid)) is not None:
+        vars(scheduler)[_HELD].tokens += _turn_tokens(req) + (req.sampling_params.max_new_tokens or 0)
+
+
 def _take_in(original: Callable[..., None], self: Any, recv_req: Any, **more: Any) -> None:
     if not is_ours(self.spec_algorithm):
         return original(self, recv_req, **more)
@@ -77,8 +114,16 @@ def _take_in(original: Callable[..., None], self: Any, recv_req: Any, **more: An
             HTTPStatus.BAD_REQUEST,
             f"rid {recv_req.rid!r} belongs to a request that still runs",
         )
+    continues = recv_req.session_params is not None
+    if continues and not has_room(self, time.monotonic()):
+        return _refuse(
+            self,
+            recv_req,
+            HTTPStatus.BAD_REQUEST,
+            f"the sessions that are open hold {MAX_SESSION_TOKENS} tokens, which is the most: close some",
+        )
     try:
-        return original(self, recv_req, **more)
+        original(self, recv_req, **more)
     except Exception:
         if is_live(self, recv_req.rid):
             raise
@@ -86,6 +131,9 @@ def _take_in(original: Callable[..., None], self: Any, recv_req: Any, **more: An
         return _refuse(
             self, recv_req, HTTPStatus.INTERNAL_SERVER_ERROR, "the scheduler could not take this request in"
         )
+    if continues:
+        _note_turn(self, recv_req.rid)
+    return None
 
 
 def _refuse(scheduler: Any, recv_req: Any, status: HTTPStatus, message: str) -> None:

@@ -39,9 +39,10 @@ class HoldBudget:
         return not self.limits or self._left_s(tenant, now_s) > 0
 
     def charge(self, tenants: Iterable[str], seconds: float, now_s: float) -> None:
-        """Charges the tenants for having held somebody up for so long until now."""
+        """Charges the tenants for having held somebody up for so long until now. Nobody owes more than
+        ``most_s``: a server that was stopped for an hour has not been held up by its tenants."""
         for tenant in tenants:
-            self._credit[tenant] = (self._left_s(tenant, now_s) - seconds, now_s)
+            self._credit[tenant] = (max(self._left_s(tenant, now_s) - seconds, -self.most_s), now_s)
         # Tenants with full credit need not be remembered, so the table stays as small as the traffic.
         for tenant in [t for t in self._credit if self._left_s(t, now_s) >= self.most_s]:
             del self._credit[tenant]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 
+from adaserve.checked import shown
 from adaserve.errors import UserError
 from adaserve.scheduler.averages import Numbers
 from adaserve.scheduler.interface import NO_CONTEXT, Context, FloatArray
@@ -109,6 +110,11 @@ class TableCost:
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.seconds_at) or not self.tokens:
             raise ProfileError("a table needs as many seconds as tokens, and at least one point")
+        values = (*self.tokens, *self.seconds_at, *self.reading, *self.known)
+        if not all(math.isfinite(v) and v >= 0 for v in values) or min(self.seconds_at) <= 0:
+            raise ProfileError(
+                f"a table holds finite numbers, and seconds above 0, got {shown(values)}; measure again"
+            )
         if any(b <= a for a, b in zip(self.tokens, self.tokens[1:], strict=False)):
             raise ProfileError("table tokens must be strictly increasing")
 
@@ -250,14 +256,18 @@ class LatencyModel(Latency):
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> LatencyModel:
         """Reads ``to_json``'s form. Raises ProfileError with the field that is wrong."""
-        first = data.get("draft_first")
+        if not isinstance(data, Mapping):
+            raise ProfileError(
+                f"a latency model is an object, got {shown(data)}; run `adaserve profile` again"
+            )
+        first, overhead_s = data.get("draft_first"), overhead_of(data)
         for name in ("draft", "verify"):
             if not isinstance(data.get(name), Mapping):
                 raise ProfileError(f"latency model lacks {name!r}; run `adaserve profile` again")
         return LatencyModel(
             _cost_from_json(data["draft"]),
             _cost_from_json(data["verify"]),
-            float(data.get("overhead_s", 0.0)),
+            overhead_s,
             str(data.get("source", "file")),
             None if first is None else _cost_from_json(first),
         )
@@ -273,16 +283,25 @@ def _one(cost: StepCost, size: float, context: Context) -> float:
     return float(forward_s(cost, np.array([float(size)]), context)[0])
 
 
+def overhead_of(data: Mapping[str, Any]) -> float:
+    """The field ``overhead_s``, 0 where there is none. Raises ProfileError."""
+    value = data.get("overhead_s", 0.0)
+    if isinstance(value, int | float) and 0 <= value < 1e9:
+        return float(value)
+    raise ProfileError(f"overhead_s must be a number of seconds from 0 on, got {shown(value)}; measure again")
+
+
 def _cost_from_json(data: Mapping[str, Any]) -> StepCost:
-    fields = {k: v for k, v in data.items() if k != "form"}
     try:
+        fields = {k: v for k, v in data.items() if k != "form"}
         if data.get("form") == "table":
-            fields["tokens"] = tuple(fields["tokens"])
-            fields["seconds_at"] = tuple(fields["seconds_at"])
-            fields["known"] = tuple(fields.get("known", ()))
+            for name in ("tokens", "seconds_at", "known"):
+                fields[name] = tuple(map(float, fields.get(name, ())))
             return TableCost(**fields)
         return ForwardCost(**fields)
-    except (TypeError, KeyError) as error:
+    except ProfileError:
+        raise
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ProfileError(f"unknown or missing cost field: {error}; run `adaserve profile` again") from error
 
 

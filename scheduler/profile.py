@@ -13,7 +13,6 @@ included), ``context`` is the sum of cached tokens over the batch (N_context, Tu
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from adaserve.checked import shown
 from adaserve.scheduler.interface import FloatArray
-from adaserve.scheduler.latency import SCHEMA_VERSION, ProfileError
+from adaserve.scheduler.latency import SCHEMA_VERSION, ProfileError, overhead_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def _points_in(data: Mapping[str, Any], name: str, axis: str) -> FloatArray:
     try:
         rows = [[p[axis], p.get("context", 0), p.get("requests", 1), p["seconds"]] for p in raw]
         points = np.array(rows, dtype=np.float64)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ProfileError(f"{name}: every point needs {axis!r} and 'seconds' ({error})") from error
     if not np.isfinite(points).all() or (points[:, [0, 2]] < 1).any() or (points[:, 3] <= 0).any():
         raise ProfileError(
@@ -69,17 +69,16 @@ def _points_in(data: Mapping[str, Any], name: str, axis: str) -> FloatArray:
 
 def validate_profile(data: Mapping[str, Any]) -> Profile:
     """Checks a parsed profile. Raises ProfileError naming the field and the remedy."""
+    if not isinstance(data, Mapping):
+        raise ProfileError(f"a profile is an object, got {shown(data)}; run `adaserve profile`")
     version = data.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise ProfileError(f"profile schema {version} is not {SCHEMA_VERSION}; run `adaserve profile` again")
-    overhead = float(data.get("overhead_s", 0.0))
-    if not (math.isfinite(overhead) and overhead >= 0):
-        raise ProfileError(f"overhead_s must be finite and >= 0, got {overhead}")
     known = {"schema_version", "draft_points", "verify_points", "overhead_s"}
     return Profile(
         _points_in(data, "draft_points", "rows"),
         _points_in(data, "verify_points", "tokens"),
-        overhead,
+        overhead_of(data),
         {k: v for k, v in data.items() if k not in known},
     )
 
@@ -92,6 +91,6 @@ def load_profile(path: Path) -> Profile:
         raise ProfileError(
             f"cannot read the latency profile {path} ({error.strerror}): write one with `adaserve profile`"
         ) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no UTF-8, or no JSON
         raise ProfileError(f"{path} is not JSON ({error}): write it again with `adaserve profile`") from error
     return validate_profile(data)

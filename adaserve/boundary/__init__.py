@@ -6,6 +6,20 @@ would use as an index or put into 32 bits is checked here, so that nothing behin
 
 from adaserve.boundary.errors import RequestError
 from adaserve.boundary.limits import Limits
-from adaserve.boundary.request import OF_MEDIA, check_logprobs, check_prompt, check_request
+from adaserve.boundary.request import (
+    OF_MEDIA,
+    check_all_logprobs,
+    check_logprobs,
+    check_prompt,
+    check_request,
+)
 
-__all__ = ["OF_MEDIA", "Limits", "RequestError", "check_logprobs", "check_prompt", "check_request"]
+__all__ = [
+    "OF_MEDIA",
+    "Limits",
+    "RequestError",
+    "check_all_logprobs",
+    "check_logprobs",
+    "check_prompt",
+    "check_request",
+]

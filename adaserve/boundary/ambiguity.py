@@ -12,6 +12,7 @@ import re._parser as regex_parser  # type: ignore[import-not-found]
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from adaserve.boundary.effort import STEP, Effort
 from adaserve.boundary.errors import RequestError, TooLargeError
 from adaserve.boundary.limits import MAX_GRAMMAR_SIZE
 
@@ -43,7 +44,7 @@ Ranges = tuple[tuple[int, int], ...]
 """Characters, by their first and last code points."""
 
 
-def require_few_ways(name: str, expression: str) -> int:
+def require_few_ways(name: str, expression: str, effort: Effort) -> int:
     """Terms of the expression, once its counted repeats are written out.
 
     Raises RequestError if a text can lead to more than ``MAX_PLACES`` places of the expression, TooLargeError
@@ -57,6 +58,7 @@ def require_few_ways(name: str, expression: str) -> int:
     automaton = _Automaton(name)
     start = automaton.add(pattern, automaton.branch(()), counted=False)
     automaton.require_few_ways(start)
+    effort.spend(len(expression) + automaton.size + STEP * automaton.steps)
     return automaton.size
 
 
@@ -67,7 +69,7 @@ class _Automaton:
         self.name = name
         self._reads: list[Ranges | None] = []  # by node: the characters it reads, None = a branch
         self._next: list[tuple[int, ...]] = []  # by node: where it leads
-        self.size = self._steps = 0
+        self.size = self.steps = 0
 
     def branch(self, to: tuple[int, ...]) -> int:
         self._reads.append(None)
@@ -175,8 +177,8 @@ class _Automaton:
         return self._reads[node] or ()
 
     def _count(self, steps: int) -> None:
-        self._steps += steps
-        if self._steps > MAX_STEPS:
+        self.steps += steps
+        if self.steps > MAX_STEPS:
             raise TooLargeError(
                 f"{self.name} is too large to be checked; write it with fewer or shorter parts"
             )

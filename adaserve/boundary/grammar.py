@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 import re._parser as regex_parser  # type: ignore[import-not-found]
+from dataclasses import replace
 from typing import Any
 
 from adaserve.boundary.ambiguity import MAX_PLACES, REPEATS, SINGLE, UNBOUNDED, require_few_ways
 from adaserve.boundary.ebnf import as_regex
+from adaserve.boundary.effort import Effort
 from adaserve.boundary.errors import RequestError, TooLargeError, shown
 from adaserve.boundary.limits import (
     MAX_GRAMMAR_CHARACTERS,
@@ -38,8 +40,9 @@ _REPEATED_PARTS = ("optional", "plus", "star", "repeat")
 def json_schema(name: str, value: Any, limits: Limits) -> None:
     """A JSON schema as text: not recursive, not deep, its references inside itself."""
     _text(name, value, limits)
-    if value not in ("", ANY_JSON):
-        _Schema(name, _parse(name, value)).check()
+    effort = _effort(limits)
+    if value not in ("", ANY_JSON) and effort.is_new("json_schema", value):
+        _Schema(name, _parse(name, value), effort).check()
 
 
 def structural_tag(name: str, value: Any, limits: Limits) -> None:
@@ -47,6 +50,10 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
     _text(name, value, limits)
     if value == "":
         return
+    effort = _effort(limits)
+    if not effort.is_new("structural_tag", value):
+        return
+    limits = replace(limits, effort=effort)
     root = _parse(name, value)
     if not isinstance(root, dict):
         raise RequestError(f"{name} must be a JSON object, got {shown(root)}")
@@ -63,7 +70,7 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
             count += most if isinstance(most, int) and most > 0 else 1
         for key, item in node.items() if isinstance(node, dict) else enumerate(node):
             if key in ("schema", "json_schema") and isinstance(item, dict):
-                _Schema(f"{name}.{key}", item).check()
+                _Schema(f"{name}.{key}", item, effort).check()
             elif key in expressions and isinstance(item, str):
                 expressions[key](f"{name}.{key}", item, limits)
                 count += 1
@@ -78,18 +85,21 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
 def regex(name: str, value: Any, limits: Limits) -> None:
     """A regular expression that the output matches as a whole."""
     _text(name, value, limits)
-    _require_matchable(name, value)
+    effort = _effort(limits)
+    if effort.is_new("regex", value):
+        _require_matchable(name, value, effort)
 
 
 def ebnf(name: str, value: Any, limits: Limits) -> None:
     """A grammar in EBNF; its rules may be recursive, its counted repeats may not explode."""
     _text(name, value, limits)
-    if value == "":
+    effort = _effort(limits)
+    if value == "" or not effort.is_new("ebnf", value):
         return
     try:
-        _require_matchable(name, as_regex(name, value, depth=2))
+        _require_matchable(name, as_regex(name, value, depth=2), effort)
     except TooLargeError:  # rules that use each other several times grow fast
-        _require_matchable(name, as_regex(name, value, depth=1))
+        _require_matchable(name, as_regex(name, value, depth=1), effort)
 
 
 def stop_regex(name: str, value: Any, limits: Limits) -> None:
@@ -98,6 +108,8 @@ def stop_regex(name: str, value: Any, limits: Limits) -> None:
     Python's matcher tries every way in which repeats and alternatives can share out the text: for
     ``(a+)+`` or ``(a|a)*`` exponentially many. So they must be few in all, and end.
     """
+    if not _effort(limits).is_new("stop_regex", repr(value)):
+        return
     ways = 0
 
     def check(name: str, value: Any, limits: Limits) -> None:
@@ -157,11 +169,15 @@ def _depth(value: str) -> int:
     return deepest
 
 
-def _require_matchable(name: str, expression: str) -> int:
+def _effort(limits: Limits) -> Effort:
+    return limits.effort or Effort()
+
+
+def _require_matchable(name: str, expression: str, effort: Effort) -> int:
     """Terms of a regular expression that is neither too large nor too ambiguous. Raises RequestError."""
     if _depth(expression) > MAX_GRAMMAR_DEPTH:
         raise TooLargeError(f"{name} may be nested at most {MAX_GRAMMAR_DEPTH} levels deep")
-    return require_few_ways(name, expression)
+    return require_few_ways(name, expression, effort)
 
 
 def _is_open(choice: Any) -> bool:
@@ -175,8 +191,8 @@ def _is_open(choice: Any) -> bool:
 class _Schema:
     """One walk over a schema: its references are followed, and one that comes back to itself is refused."""
 
-    def __init__(self, name: str, root: Any) -> None:
-        self.name, self.root = name, root
+    def __init__(self, name: str, root: Any, effort: Effort) -> None:
+        self.name, self.root, self._effort = name, root, effort
         self._open: set[int] = set()  # subschemas that the walk is inside of, by identity
         self._done: set[int] = set()
         self._terms = 0  # of all patterns
@@ -236,7 +252,7 @@ class _Schema:
                 self._add_pattern("patternProperties", key)
 
     def _add_pattern(self, key: str, expression: str) -> None:
-        self._terms += _require_matchable(f"{self.name}: {key}", expression)
+        self._terms += _require_matchable(f"{self.name}: {key}", expression, self._effort)
         if self._terms > MAX_GRAMMAR_SIZE:
             raise RequestError(
                 f"{self.name}: its patterns may have at most {MAX_GRAMMAR_SIZE} terms in all, once their "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from adaserve.boundary.effort import Effort
+
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -20,7 +22,11 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 """Of one prompt, at all of its positions. They are made in one go: 800,000 kept a small server for 25 s."""
 
 MAX_LOGPROBS = 1 << 22
-"""Of all that one request may generate. They come one position at a time, and are kept until its end."""
+"""Of all answers of a request. They come one position at a time, and are kept until its end."""
+
+MAX_REPEATED_LOGPROBS = 1 << 16
+"""Of a prompt and its answer together, where every output of a stream repeats those before it: an output of
+some milliseconds."""
 
 MAX_ID_CHARACTERS = 256
 """Of a request id and of other names that are kept while the server runs."""
@@ -68,3 +74,5 @@ class Limits:
     """--enable-deterministic-inference: SGLang draws by seeds, and asserts that there is no min_p."""
     labels: frozenset[str] = frozenset()
     """--tokenizer-metrics-allowed-custom-labels: SGLang's metrics have these labels and no others."""
+    effort: Effort | None = None
+    """For the grammars of the request at hand; None = as much as one has for each of them."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from adaserve.boundary.effort import Effort
 from adaserve.boundary.errors import RequestError, shown
 from adaserve.boundary.limits import (
     INT32_MAX,
@@ -12,6 +14,7 @@ from adaserve.boundary.limits import (
     MAX_ID_CHARACTERS,
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
+    MAX_REPEATED_LOGPROBS,
     MAX_TOP_LOGPROBS,
     Limits,
 )
@@ -181,6 +184,7 @@ def check_request(fields: Mapping[str, Any], limits: Limits) -> None:
 
     ``fields``: of SGLang's ``GenerateReqInput``, before it is normalized. Missing and None mean unset.
     """
+    limits = replace(limits, effort=Effort())
     count = _prompt_count(fields, limits)
     for name, check in EACH.items():
         value = fields.get(name)
@@ -215,9 +219,19 @@ def check_prompt(tokens: int, logprob_start_len: int | None, continues: bool) ->
         )
 
 
-def check_logprobs(prompt: int, new: int, each: int) -> None:
-    """Positions of the prompt whose log probabilities are asked for, tokens that may be generated, and log
-    probabilities at ``each`` of both. Raises RequestError."""
+def check_logprobs(prompt: int, new: int, each: int, *, repeated: bool = False) -> int:
+    """Log probabilities that an answer holds: at positions of the prompt whose log probabilities are asked
+    for and at tokens that may be generated, ``each`` of them. ``repeated``: every output of it holds those
+    before it.
+
+    Raises RequestError."""
+    total = (prompt + new) * each
+    if repeated and total > MAX_REPEATED_LOGPROBS:
+        raise RequestError(
+            "each output of this stream repeats all log probabilities, so prompt and answer may have at most "
+            f"{MAX_REPEATED_LOGPROBS}, got {each} at each of {prompt + new} tokens; more are possible "
+            "without stream, on /v1, and on a server with --incremental-streaming-output"
+        )
     for what, positions, most in (
         ("the prompt, from logprob_start_len on,", prompt, MAX_PROMPT_LOGPROBS),
         ("what may be generated, up to max_new_tokens,", new, MAX_LOGPROBS),
@@ -226,6 +240,16 @@ def check_logprobs(prompt: int, new: int, each: int) -> None:
             raise RequestError(
                 f"{what} may have at most {most} log probabilities, got {each} at each of {positions} tokens"
             )
+    return total
+
+
+def check_all_logprobs(total: int) -> None:
+    """Of all answers of a request, which are kept until the last one is there. Raises RequestError."""
+    if total > MAX_LOGPROBS:
+        raise RequestError(
+            f"all answers of a request, its prompts times n, may have at most {MAX_LOGPROBS} log "
+            f"probabilities together, got {total}: send it in parts, or give a max_new_tokens"
+        )
 
 
 def _prompt_count(fields: Mapping[str, Any], limits: Limits) -> int | None:

@@ -30,7 +30,13 @@ class OtherProcesses:
         self._last = self._state()
 
     def share(self) -> float:
-        """0 to 1, since the last call or the beginning."""
+        """0 to 1, since the last call or the beginning; 0 where the host does not tell."""
+        try:
+            return self._since_last()
+        except (psutil.Error, OSError):  # nobody's server ends because its load is not known
+            return 0.0
+
+    def _since_last(self) -> float:
         if time.perf_counter() > self._found_s + SERVER_EVERY_S:
             self._server, self._found_s = _server(), time.perf_counter()
         then, self._last = self._last, self._state()
@@ -41,7 +47,8 @@ class OtherProcesses:
 
     def _state(self) -> _State:
         cores = psutil.cpu_times(percpu=True)
-        worked_s = sum(getattr(cores[i], kind, 0.0) for i in self._cores for kind in _WORKING)
+        there = [i for i in self._cores if i < len(cores)]  # a virtual machine may lose some
+        worked_s = sum(getattr(cores[i], kind, 0.0) for i in there for kind in _WORKING)
         return _State(time.perf_counter(), worked_s, _seconds_of(self._server))
 
 

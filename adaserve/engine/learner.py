@@ -18,7 +18,7 @@ from adaserve.engine.tap import ReadStates, Tap
 from adaserve.engine.trainer_link import TrainerLink, bytes_of
 from adaserve.learning.draft import checked
 from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progress
-from adaserve.learning.versions import Versions
+from adaserve.learning.versions import DamagedError, Versions
 from adaserve.pair.acceptance import DraftSharpening
 from adaserve.slo.events import DraftLearning, DraftScores, Judged
 from adaserve.slo.stats import SLOStats
@@ -66,8 +66,13 @@ class Learner:
         states: ReadStates | None = None,
         target: str | None = None,
     ) -> None:
-        if config.learn_folder is not None:
-            Versions(Path(config.learn_folder)).current(folder)  # while a wrong one can still be said
+        if config.learn_folder is not None:  # while what is wrong with it can still be said
+            versions = Versions(Path(config.learn_folder))
+            versions.claim()
+            try:
+                versions.current(folder)
+            except DamagedError as error:
+                logger.warning("AdaServe: %s, so the draft starts as it came", error)
         self._model, self._source, self._stats = model, source, stats
         self.tap = Tap(config.learn_share, states=states)
         self.link = TrainerLink(config, folder, bytes_of(model), target)
@@ -106,6 +111,8 @@ class Learner:
             self.tap.ring, self._offer = self.link.ring, None
             gone = "ended" if self.link.is_over else "restarting"
             self.state.trainer = gone if self.link.ring is None else "starting"
+        elif self.link.is_over:  # also where none could be started
+            self.state.trainer = "ended"
         if self._offer is not None and self._offer.ready.done():
             self._swap(self._offer)
         self._report()
@@ -144,13 +151,13 @@ class Learner:
         self._offer, candidate = None, offer.candidate
         start_s = time.perf_counter()
         try:
-            weights = offer.ready.result()
-        except (ValueError, MemoryError, RuntimeError) as error:  # torch has RuntimeError for no memory
+            sharpening = self._first.sharpening.corrected(candidate.correction)
+            draft = _Draft(offer.ready.result(), sharpening)
+        except Exception as error:  # the present draft was only read, so nothing is wrong with that one
             self.state.rejected += 1
-            logger.warning("AdaServe: a new draft was dropped, the present one stays: %s", error)
+            logger.warning("AdaServe: a new draft was dropped, the present one stays: %r", error)
             self.link.say(Answer(candidate.number, taken=False))
             return
-        draft = _Draft(weights, self._first.sharpening.corrected(candidate.correction))
         if self._learned is None:
             self._exchange(draft)
         else:

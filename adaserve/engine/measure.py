@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,7 +264,7 @@ def learned_path(meta: dict[str, str]) -> Path:
 
 
 def _cached(folder: str, meta: dict[str, str]) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(repr(sorted(meta.items())).encode()).hexdigest()[:16]
     return root / "adaserve" / folder / f"{key}.json"
 
@@ -328,20 +329,30 @@ def save_learned(meta: dict[str, str], model: LatencyModel) -> None:
     """Keeps what was learned for the next start."""
     path = learned_path(meta)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps({**meta, "latency": model.to_json()}, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)  # at once: a server that starts now reads the old costs or the new ones
+    text = json.dumps({**meta, "latency": model.to_json()}, indent=1) + "\n"
+    # Not named after the process: servers in two containers have the same number, and perhaps the same cache.
+    file, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
+    try:
+        with open(file, "w", encoding="utf-8") as part:
+            os.fchmod(file, 0o644)
+            part.write(text)
+        os.replace(name, path)  # at once: a server that starts now reads the old costs or the new ones
+    finally:
+        Path(name).unlink(missing_ok=True)  # where the disk is full
 
 
 def load_learned(path: Path) -> LatencyModel | None:
     """What an earlier server kept; None where there is nothing, or nothing readable."""
     try:
-        return LatencyModel.from_json(json.loads(path.read_text(encoding="utf-8"))["latency"])
+        model = LatencyModel.from_json(json.loads(path.read_text(encoding="utf-8"))["latency"])
+        if model.verify_s(1.0) <= 0 or model.draft_step_s(1.0) <= 0:
+            raise ProfileError("a forward that takes no time")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever is wrong with a file, a server starts without it
         logger.warning("AdaServe: %s can't be read (%s); costs are learned from scratch", path, error)
         return None
+    return model
 
 
 def _more_likely(measured: LatencyModel, kept: LatencyModel) -> LatencyModel:
@@ -364,7 +375,7 @@ def _cached_profile(meta: dict[str, str]) -> LatencyModel | None:
     path = profile_path(meta)
     try:
         return _model(_read_profile(path, meta)) if path.is_file() else None
-    except ProfileError:
+    except Exception:  # whatever is wrong with it
         logger.warning("AdaServe: the cached profile %s is damaged", path)
         return None
 

@@ -11,8 +11,10 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from mmap import mmap
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -78,7 +80,11 @@ class TrainerLink:
         checkpoint's."""
         if self._connection is None:
             if self._starts < MOST_STARTS and now_s >= self._start_s:
-                self._start(served)
+                self._starts += 1
+                try:
+                    self._start(served)
+                except OSError as error:
+                    self._try_again(f"could not be started ({error})", now_s)
             return []
         try:
             said = self._heard()
@@ -121,29 +127,36 @@ class TrainerLink:
         return said
 
     def _start(self, served: tuple[Candidate, bytes] | None) -> None:
+        """Raises OSError where the host has no process, memory or descriptor to spare."""
         config = self._config
-        ring, weights = allocate(config.learn_memory_mb * 1_000_000 // 4), allocate(self._weights_bytes)
-        self.ring, self.weights = Ring(ring), memory(weights)
-        if served is not None:
-            self.weights[: len(served[1])] = served[1]
-        ours, theirs = socket.socketpair()
-        settings = Settings(
-            self._folder, config.learn_loss, config.learn_rate, config.learn_memory_mb, config.learn_folder,
-            ring, weights, theirs.fileno(), self._target, None if served is None else served[0],
-        )  # fmt: skip
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "adaserve.learning.process", msgspec.json.encode(settings).decode()],
-            pass_fds=(ring, weights, theirs.fileno()),
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": "1", **_ALLOCATOR, **_QUIET},
-        )
-        stand_back(self._process.pid, config.learn_nice)
-        theirs.close()
-        for fd in (ring, weights):
-            os.close(fd)  # mapped here, inherited there
-        self._connection = Connection(ours.detach())
+        with ExitStack() as opened:  # until they are mapped here, and inherited there
+            ring = _allocated(config.learn_memory_mb * 1_000_000 // 4, opened)
+            weights = _allocated(self._weights_bytes, opened)
+            ours, theirs = map(opened.enter_context, socket.socketpair())
+            shared = memory(weights)
+            if served is not None:
+                shared[: len(served[1])] = served[1]
+            settings = Settings(
+                self._folder, config.learn_loss, config.learn_rate, config.learn_memory_mb,
+                config.learn_folder, ring, weights, theirs.fileno(), self._target,
+                None if served is None else served[0],
+            )  # fmt: skip
+            process = subprocess.Popen(
+                [sys.executable, "-m", "adaserve.learning.process", msgspec.json.encode(settings).decode()],
+                pass_fds=(ring, weights, theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                env={
+                    **os.environ,
+                    PARENT_ENV: str(os.getpid()),
+                    "OMP_NUM_THREADS": "1",
+                    **_ALLOCATOR,
+                    **_QUIET,
+                },
+            )
+            self.ring, self.weights = Ring(ring), shared
+            self._process, self._connection = process, Connection(ours.detach())
+        stand_back(process.pid, config.learn_nice)
         self._asked_s, self._next_ask_s = None, 0.0
-        self._starts += 1
 
     def _ended(self, how: str, now_s: float) -> None:
         assert self._connection is not None and self._process is not None
@@ -151,22 +164,38 @@ class TrainerLink:
         self._connection = self.ring = self.weights = None
         self._process.kill()  # its zombie is collected when the next one starts
         self._cpu_before_s = self.cpu_s
+        self._try_again(how, now_s)
+
+    def _try_again(self, why: str, now_s: float) -> None:
         self._start_s = now_s + FIRST_WAIT_S * 4 ** (self._starts - 1)
         then = (
             "the draft stays as it is"
             if self.is_over
             else f"another one starts in {self._start_s - now_s:.0f} s"
         )
-        logger.warning("AdaServe: the trainer %s; %s", how, then)
+        logger.warning("AdaServe: the trainer %s; %s", why, then)
+
+
+def _allocated(size: int, opened: ExitStack) -> int:
+    """A descriptor of shared memory, which is closed with ``opened``."""
+    fd = allocate(size)
+    opened.callback(os.close, fd)
+    return fd
 
 
 def stand_back(pid: int, nice: int) -> None:
-    """Gives a process of ours the priority ``nice``; at 19 it gets what no other process wants.
+    """Gives a process of ours the priority ``nice``; at 19 it gets what no other process wants. Where the
+    host has no memory left, it is the one that the kernel ends.
 
     A thread of mere low priority may finish its time slice, milliseconds, before a thread of the server's
     gets its core back, and a team of threads waits for its last one. Under SCHED_IDLE it gives way at once.
     """
-    os.setpriority(os.PRIO_PROCESS, pid, nice)
+    with suppress(OSError):  # not Linux
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+    try:
+        os.setpriority(os.PRIO_PROCESS, pid, nice)
+    except OSError as error:  # the server itself has a lower one
+        logger.warning("AdaServe: the trainer has the priority of the server: %s", error)
     if nice == LAST and hasattr(os, "SCHED_IDLE"):
         try:
             os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))

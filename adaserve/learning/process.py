@@ -110,16 +110,25 @@ class Process:
 
     def _bring_back(self) -> None:
         """Goes on from the draft that is served, or offers the one of an earlier run."""
-        manifest = self._trainer.draft.manifest()
         if (now := self._settings.served) is not None:
-            state = checked(self._weights[: now.size], manifest)
+            state = checked(self._weights[: now.size], self._trainer.draft.manifest())
             self._trainer.present = Snapshot(state, now.correction)
-        elif self._versions is not None and (found := self._versions.current(self._settings.draft)):
-            version, data = found
-            draft = Snapshot(checked(data, manifest), version.correction)
+        elif (found := self._kept()) is not None:
+            draft, version = found
             if self._offer(draft, version.score, version.replaced):
                 self._trainer.present = draft
         self._trainer.restart()
+
+    def _kept(self) -> tuple[Snapshot, Version] | None:
+        """The draft that an earlier run has kept; None where there is none, or none that can be read."""
+        try:
+            if self._versions is None or (found := self._versions.current(self._settings.draft)) is None:
+                return None
+            version, data = found
+            return Snapshot(checked(data, self._trainer.draft.manifest()), version.correction), version
+        except (ValueError, OSError) as error:
+            logger.warning("AdaServe: the draft that was kept is not used, the first one learns: %s", error)
+            return None
 
     def _judged(self, found: Judgement) -> bool:
         """Tells the server. Whether the candidate serves from now on."""

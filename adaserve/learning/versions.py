@@ -6,6 +6,8 @@ A folder holds ``history.jsonl`` with a line for each version, the weights of th
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import shutil
 import time
@@ -18,13 +20,19 @@ from adaserve.errors import UserError
 from adaserve.pair.acceptance import Correction, load_sharpening
 from adaserve.pair.folders import PLAIN_NAME, copy_companions
 
+logger = logging.getLogger(__name__)
+
 KEPT = 8
 """Versions whose weights are kept; of older ones only the history remains."""
-_HISTORY, _CURRENT = "history.jsonl", "current"
+_HISTORY, _CURRENT, _LOCK = "history.jsonl", "current", "lock"
 
 
 class VersionError(UserError, ValueError):
-    """There is no such version, or it was trained for another draft."""
+    """There is no such version, it was trained for another draft, or another server has the folder."""
+
+
+class DamagedError(VersionError):
+    """The version that a server should start with cannot be read."""
 
 
 class Version(msgspec.Struct):
@@ -41,7 +49,7 @@ class Version(msgspec.Struct):
 
 
 class Versions:
-    """One folder; written by the trainer alone."""
+    """One folder; written by the trainer alone, and by that of one server."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,18 +91,44 @@ class Versions:
         _replace(self.folder / _CURRENT, str(number).encode())
 
     def current(self, draft: str) -> tuple[Version, bytes] | None:
-        """The current version and its weights; None for the draft as it came. Raises VersionError when it did
-        not begin as ``draft``."""
-        path = self.folder / _CURRENT
-        number = int(path.read_text()) if path.exists() else 0
-        if not number:
+        """The current version and its weights; None for the draft as it came.
+
+        Raises VersionError when it did not begin as ``draft``, DamagedError when it cannot be had."""
+        try:
+            number = int((self.folder / _CURRENT).read_text())
+            if not number:
+                return None
+            version = self._known(number)
+            weights = self._file(number).read_bytes()
+        except FileNotFoundError:
             return None
-        version = self._known(number)
+        except ValueError as error:
+            raise DamagedError(
+                f"what {self.folder} names as its current version is damaged ({error})"
+            ) from error
         if version.draft != draft:
             raise VersionError(
                 f"{self.folder} holds drafts that began as {version.draft}, not {draft}: give another folder"
             )
-        return version, self._file(number).read_bytes()
+        return version, weights
+
+    def claim(self) -> int:
+        """No other server may keep drafts here until this process ends, or closes the descriptor that this
+        gives. Raises VersionError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise VersionError(
+                f"another server keeps its drafts in {self.folder}: give each server a folder of its own"
+            ) from None
+        except OSError as error:  # some network file systems know no locks
+            logger.warning(
+                "AdaServe: %s cannot be locked, so let no other server have it: %s", self.folder, error
+            )
+        return lock
 
     def export(self, number: int, out: Path) -> None:
         """Writes a checkpoint that SGLang serves, with the companions of the draft it began as."""
@@ -117,7 +151,10 @@ class Versions:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """All of it or nothing."""
+    """All of it or nothing, also where the machine loses its power."""
     partial = path.with_suffix(".partial")
-    partial.write_bytes(data)
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)

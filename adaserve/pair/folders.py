@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from importlib.resources import files
@@ -57,3 +58,26 @@ def copy_companions(source: Path, out: Path) -> None:
 
 def has_weights(folder: Path) -> bool:
     return (folder / PACKED_NAME).exists() or (folder / PLAIN_NAME).exists()
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a model's folder is there, and its weights are as long as they say: a machine that lost its
+    power may have kept the names of files and not what was in them."""
+    try:
+        json.loads((folder / "config.json").read_text())
+        files = list(folder.glob("*.safetensors"))
+        return bool(files) and all(map(_is_long_enough, files))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # what damaged JSON may hold
+        return False
+
+
+def _is_long_enough(file: Path) -> bool:
+    """Of a safetensors file: 8 bytes with the length of its header, the header, the tensors."""
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if 8 + length > size:
+            return False
+        header = json.loads(f.read(length))
+    ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    return size == 8 + length + max(ends, default=0)

@@ -18,8 +18,9 @@ import hashlib
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
@@ -37,6 +38,7 @@ from adaserve.pair.folders import (
     cache_folder,
     copy_companions,
     has_weights,
+    is_whole,
     weights_folder,
 )
 from adaserve.pair.packed import read_weights, unpack
@@ -255,10 +257,23 @@ def widen(source: Path, out: Path, width: Width) -> Shape:
     return new
 
 
+LEFT_S = 24 * 3600.0
+"""Nobody writes a folder for so long: its process has ended."""
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What processes that were killed had written so far, which may be gigabytes each."""
+    for left in folder.glob(".writing-*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                shutil.rmtree(left, ignore_errors=True)
+
+
 @contextmanager
 def _published(out: Path) -> Iterator[Path]:
     """A folder to fill that takes the name `out` at the end, as a whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(out.parent)
     partial = Path(tempfile.mkdtemp(prefix=".writing-", dir=out.parent))
     try:
         yield partial
@@ -266,8 +281,11 @@ def _published(out: Path) -> Iterator[Path]:
         try:
             partial.rename(out)
         except OSError:
-            if not (out / "config.json").exists():  # otherwise another process was faster, same content
+            if not out.exists():
                 raise
+            if not is_whole(out):  # otherwise another process was faster, same content
+                shutil.rmtree(out)
+                partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -310,7 +328,7 @@ def shipped_draft(name: str = "draft") -> Path:
     if not has_weights(source):
         raise PairError(f"no {name} in {source.parent}: train one with `adaserve pair train-head`")
     draft = cache_folder() / f"{name}-{_digest(source)}"
-    if not (draft / "config.json").exists():
+    if not is_whole(draft):
         with _published(draft) as folder:
             unpack(source, folder)
     return draft
@@ -320,6 +338,6 @@ def ensure_widened(model: str, width: Width) -> Path:
     """The folder of the shipped ``target`` or ``draft``, widened, made in the cache at first use."""
     weights = weights_folder()
     folder = cache_folder() / f"{model}-{width.name}-{_digest(weights / model)}"
-    if not (folder / "config.json").exists():
+    if not is_whole(folder):
         widen(weights / model, folder, width)
     return folder

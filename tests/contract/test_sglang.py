@@ -32,6 +32,7 @@ TARGETS = {
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": ["self", "kvc"],
     "sglang.srt.layers.dual_gemm.DualGemm._select_mode": ["self", "gate_up_proj", "hidden_size"],
     "sglang.srt.layers.sampler.apply_custom_logit_processor": ["logits", "sampling_batch_info"],
+    "sglang.srt.sampling.custom_logit_processor._cache_from_str": ["json_str"],
     f"{OPENAI}.serving_base.OpenAIServingBase.handle_request": ["self", "request", "raw_request"],
     f"{OPENAI}.serving_completions.OpenAIServingCompletion._generate_completion_stream": [
         "self", "adapted_request", "request", "raw_request",
@@ -41,6 +42,7 @@ TARGETS = {
     ],
     "sglang.srt.entrypoints.http_server.serve_generate_request": ["obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.generate_request": ["self", "obj", "request"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_batch_output": ["self", "recv_obj"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_abort_finish_reason": [
         "self", "out", "state", "is_stream",
     ],
@@ -90,6 +92,19 @@ TARGETS = {
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo._apply_post_grammar_logits_transforms": [
         "self", "logits",
     ],
+    "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.set_cache": ["self", "key", "value"],
+    "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.get_cached_or_future_value": [
+        "self", "key", "require_reasoning",
+    ],
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.__init__": [
+        "self", "tokenizer", "vocab_size",
+    ],
+    "sglang.srt.sampling.watermarking.core.redact_watermark_secrets": ["value", "in_watermark_config"],
+    "sglang.srt.sampling.watermarking.core.redact_watermark_command_line": ["argv", "watermark_config"],
+    "sglang.srt.utils.auth.decide_request_auth": [
+        "method", "path", "authorization_header", "api_key", "admin_api_key", "auth_level",
+    ],
+    "sglang.srt.utils.common.add_prometheus_middleware": ["app"],
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
@@ -325,6 +340,27 @@ def test_a_server_with_several_workers_hears_of_a_death_by_a_signal() -> None:
     assert 'getattr(self, f"handle_{sig_name.lower()}", None)' in inspect.getsource(
         Multiprocess.handle_signals
     )
+
+
+def test_what_sglang_says_of_a_late_grammar() -> None:
+    """patches/grammar_memory.py knows it by that, and counts the grammars that SGLang keeps by place."""
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
+    from sglang.srt.constrained.grammar_manager import GrammarManager
+
+    from adaserve.patches.grammar_memory import LATE
+
+    source = inspect.getsource(GrammarManager.get_ready_grammar_requests)
+    assert f'InvalidGrammarObject("{LATE}")' in source
+    assert "self.cache[key] = value" in inspect.getsource(inspect.unwrap(BaseGrammarBackend.set_cache))
+
+
+def test_of_several_outputs_the_last_one_is_sent() -> None:
+    """patches/unread_streams.py drops the others."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    source = inspect.getsource(TokenizerManager._stream_one_response)
+    assert "out = out_list[-1]" in source
+    assert "incremental_stream = is_stream and self.incremental_streaming_output" in source
 
 
 def test_what_load_snapshots_are_made_and_read_with() -> None:

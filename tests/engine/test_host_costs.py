@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from dataclasses import replace
@@ -123,7 +124,25 @@ def test_a_full_profile_replaces_what_was_learned_before(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", '{"latency": {}}', '{"latency": {"verify": 3, "draft": []}}', "[]"]
+    "text",
+    [
+        "",
+        "{",
+        '{"latency": {}}',
+        '{"latency": {"verify": 3, "draft": []}}',
+        "[]",
+        '{"latency": []}',
+        '{"latency": {"draft": {"fixed_s": 1}, "verify": {"fixed_s": 1}, "draft_first": []}}',
+        '{"latency": {"draft": {"fixed_s": 1}, "verify": {"fixed_s": 1}, "overhead_s": 1' + "0" * 400 + "}}",
+        '{"latency": {"draft": {"fixed_s": 1}, "verify": {"fixed_s": 0}}}',
+        "[" * 5_000,
+        *(
+            '{"latency": {"draft": {"fixed_s": 1}, "verify": {"form": "table", "tokens": [1], '
+            f'"seconds_at": [{seconds}]}}}}}}'
+            for seconds in ("NaN", "0", "-1", '"a"', "null", "1e999")
+        ),
+    ],
+    ids=lambda text: text[:60],
 )
 def test_a_damaged_file_is_no_obstacle(text: str, caplog: pytest.LogCaptureFixture) -> None:
     path = measure.learned_path(META)
@@ -133,6 +152,16 @@ def test_a_damaged_file_is_no_obstacle(text: str, caplog: pytest.LogCaptureFixtu
         assert measure.load_learned(path) is None
     assert "costs are learned from scratch" in caplog.text
     assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b'{"overhead_s": "x"}', b'{"verify_points": [{}]}'])
+def test_a_damaged_profile_is_no_obstacle(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    path = measure.profile_path(META)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
+    assert "is damaged" in caplog.text
 
 
 @pytest.mark.parametrize("times", [0.25, 5.0])
@@ -239,6 +268,37 @@ def test_processes_that_come_and_go_are_no_load_of_others(monkeypatch: pytest.Mo
         shares.append(others.share())
     assert looks == 1 + 160 // 60
     assert set(shares) == {0.25, 0.5}, "what one second of one of them is"
+
+
+def test_a_full_disk_keeps_what_was_kept_and_nothing_else(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure.save_learned(META, KEPT)
+    folder = measure.learned_path(META).parent
+    before = {p.name: p.read_text() for p in folder.iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(measure.os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        measure.save_learned(META, slower(2.0, KEPT))
+    assert {p.name: p.read_text() for p in folder.iterdir()} == before
+
+
+def test_a_host_that_loses_cores_or_tells_nothing_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_load, "_own_cores", lambda: [0, 3])
+    monkeypatch.setattr(host_load, "_server", list)
+    told = [SimpleNamespace(user=10.0)]
+    monkeypatch.setattr(host_load.psutil, "cpu_times", lambda percpu: told)
+    others = OtherProcesses()
+    assert others.share() == 0.0
+
+    def nothing(percpu: bool) -> None:
+        raise OSError(errno.EMFILE, "no descriptor left")
+
+    monkeypatch.setattr(host_load.psutil, "cpu_times", nothing)
+    assert others.share() == 0.0
 
 
 def test_a_cache_that_cannot_be_written_does_not_end_the_server(

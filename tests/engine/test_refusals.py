@@ -23,7 +23,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         speculative_draft_model_path="draft", page_size=1, enable_lora=None, lora_paths=None, tp_size=1,
         pp_size=1, enable_dp_attention=False, disaggregation_mode="null", enable_return_hidden_states=False,
         enable_hierarchical_cache=False, enable_streaming_session=False, speculative_adaptive=False,
-        device="cpu",
+        device="cpu", tokenizer_worker_num=1, api_key=None, admin_api_key=None,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -122,6 +122,9 @@ def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: 
         ({"enable_streaming_session": True}, "--enable-streaming-session"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"speculative_adaptive": True}, "--speculative-adaptive"),
+        ({"tokenizer_worker_num": 2, "api_key": "k"}, "--tokenizer-worker-num"),
+        ({"tokenizer_worker_num": 2, "admin_api_key": "k"}, "--tokenizer-worker-num"),
+        ({"api_key": "clé"}, "ASCII"),
     ],
 )
 def test_refusals_name_the_remedy(changes: dict[str, Any], remedy: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -84,6 +85,33 @@ def test_one_that_says_nonsense_is_replaced(
     assert "can't be read" in caplog.text
 
 
+def test_a_host_that_cannot_start_one_goes_on_serving(
+    link: TrainerLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "no process left")
+
+    opened = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as full:
+        full.setattr(subprocess, "Popen", none_left)
+        assert link.look(False, 0.0, None) == []
+    assert len(os.listdir("/proc/self/fd")) == opened, "each try would cost descriptors"
+    assert "could not be started" in caplog.text and link.ring is None and link.pid is None
+    link.look(False, 0.0, None)
+    assert link.ring is not None, "the next one is started"
+
+
+def test_one_that_is_never_started_is_given_up(link: TrainerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: object) -> int:
+        raise OSError(errno.EMFILE, "no descriptor left")
+
+    monkeypatch.setattr(trainer_link, "allocate", none_left)
+    for _ in range(MOST_STARTS):
+        assert not link.is_over
+        link.look(False, 0.0, None)
+    assert link.is_over and link.look(False, 1e6, None) == []
+
+
 def test_there_is_room_for_the_checkpoint_of_a_model_that_is_served_in_half() -> None:
     model = torch.nn.Linear(512, 512)
     file = to_bytes(model.state_dict())
@@ -97,6 +125,8 @@ def test_a_trainer_gets_what_nobody_else_wants(link: TrainerLink) -> None:
     assert link.pid is not None
     assert os.getpriority(os.PRIO_PROCESS, link.pid) == 19
     assert os.sched_getscheduler(link.pid) == os.SCHED_IDLE
+    oom = Path(f"/proc/{link.pid}/oom_score_adj").read_text()
+    assert int(oom) == 1000, "a host without memory would end the server"
 
 
 def test_one_that_gets_no_processor_does_not_hang() -> None:
@@ -113,7 +143,11 @@ def test_one_that_gets_no_processor_does_not_hang() -> None:
         working.wait()
 
 
-def test_a_sandbox_may_forbid_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sandbox_or_the_kernel_may_forbid_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody but root gives a process a higher priority than the server itself has."""
+
     def forbidden(*_: object) -> None:
         raise PermissionError("not here")
 
@@ -123,6 +157,9 @@ def test_a_sandbox_may_forbid_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         stand_back(waiting.pid, 19)
         assert os.getpriority(os.PRIO_PROCESS, waiting.pid) == 19
         assert "not SCHED_IDLE: not here" in caplog.text
+        monkeypatch.setattr(os, "setpriority", forbidden)
+        stand_back(waiting.pid, 5)
+        assert "the priority of the server: not here" in caplog.text
     finally:
         waiting.kill()
         waiting.communicate()

@@ -29,7 +29,7 @@ from adaserve.learning.messages import (
 from adaserve.learning.process import MOST_REST_S, Process, rest_s
 from adaserve.learning.shared import Ring, allocate, memory
 from adaserve.learning.trainer import JUDGED
-from adaserve.learning.versions import Versions
+from adaserve.learning.versions import Version, Versions
 from adaserve.pair.acceptance import Correction
 from tests.learning.factories import save_drafts, served
 
@@ -170,6 +170,18 @@ def test_after_a_restart_it_goes_on_from_the_draft_that_is_served(
     feed(line, target[0], 2 * JUDGED, seed=1)
     progress = line.next(Progress)
     assert isinstance(progress, Progress) and progress.present > 1.5 * progress.first
+
+
+def test_a_kept_draft_that_is_damaged_is_not_the_end_of_learning(
+    target: tuple[torch.nn.Module, Path], lines: list[Line], tmp_path: Path
+) -> None:
+    """A machine that lost its power, a full disk, a copy that broke off."""
+    Versions(tmp_path).add(b"half a file", Version(0, 0.0, 1.5, 1.4, 1.3, 5000, str(target[1])))
+    lines.append(line := Line(target[1], folder=tmp_path))
+    line.start()
+    line.next(Hello)  # and no candidate
+    feed(line, target[0], 2 * JUDGED, seed=1)
+    assert isinstance(line.next(Progress), Progress)
 
 
 def test_large_records_are_learned_from_by_as_many_as_there_is_room_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from adaserve.cli import app
 from adaserve.learning.draft import DraftCopy, to_bytes
-from adaserve.learning.versions import KEPT, Version, VersionError, Versions
+from adaserve.learning.versions import KEPT, DamagedError, Version, VersionError, Versions
 from tests.learning.factories import save_drafts
 
 
@@ -62,6 +63,33 @@ def test_a_line_that_was_cut_off_costs_that_line_alone(tmp_path: Path) -> None:
     assert [v.number for v in versions.history()] == [1, 2]
     found = versions.current("/models/draft")
     assert found is not None and found[1] == b"weights 2"
+
+
+def test_a_damaged_folder_is_no_other_drafts_folder(tmp_path: Path) -> None:
+    """A server refuses the second, and starts all the same with the first."""
+    versions = Versions(tmp_path)
+    versions.add(b"weights 1", version())
+    for written in (b"", b"\xff\xfe", b"two"):
+        (tmp_path / "current").write_bytes(written)
+        with pytest.raises(DamagedError, match="damaged"):
+            versions.current("/models/draft")
+    versions.choose(1)
+    (tmp_path / "draft-00001.safetensors").unlink()
+    with pytest.raises(DamagedError, match="no version 1"):
+        versions.current("/models/draft")
+    versions.add(b"weights 2", version())
+    found = versions.current("/models/draft")
+    assert found is not None and found[1] == b"weights 2"
+
+
+def test_two_servers_do_not_keep_drafts_in_one_folder(tmp_path: Path) -> None:
+    """They would number them alike, and write each other's weights."""
+    first, second = Versions(tmp_path / "new"), Versions(tmp_path / "new")
+    lock = first.claim()
+    with pytest.raises(VersionError, match="a folder of its own"):
+        second.claim()
+    os.close(lock)
+    os.close(second.claim())
 
 
 def test_the_commands(tmp_path: Path) -> None:

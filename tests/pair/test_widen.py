@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.observed import observe
 from adaserve.pair.packed import pack, read_weights, unpack
 from adaserve.pair.shape import Shape, shape_of
-from adaserve.pair.widen import Width, ensure_embedded_pair, parse_size, widen, widened_shape
+from adaserve.pair.widen import LEFT_S, Width, ensure_embedded_pair, parse_size, widen, widened_shape
 from adaserve.server import ServerSpec
 
 TOKENS = torch.arange(30)[None]
@@ -235,6 +237,28 @@ def test_interrupted_widening_leaves_nothing(own_pair: Path, monkeypatch: pytest
     cache = own_pair.parent / "cache" / "adaserve" / "pair"
     assert list(cache.iterdir()) == []
     assert (ensure_embedded_pair("0.4M")[0] / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("harm", ["weights", "config.json", "header"])
+def test_a_damaged_folder_is_made_again(own_pair: Path, harm: str) -> None:
+    """A machine that lost its power leaves files that are too short, and every start would fail on them."""
+    for folder in ensure_embedded_pair("0.4M"):
+        file = folder / ("config.json" if harm == "config.json" else "model.safetensors")
+        whole = file.read_bytes()
+        file.write_bytes({"weights": whole[:-100], "config.json": b"", "header": b"\xff" * 9}[harm])
+        assert ensure_embedded_pair("0.4M")[folder.name.startswith("draft")] == folder
+        assert file.read_bytes() == whole
+    assert not list(folder.parent.glob(".*"))
+
+
+def test_what_killed_processes_have_left_goes(own_pair: Path) -> None:
+    cache = own_pair.parent / "cache" / "adaserve" / "pair"
+    for name, age_s in ((".writing-old", 2 * LEFT_S), (".writing-new", 60.0)):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "part-0").write_bytes(b"half")
+        os.utime(cache / name, times=(time.time() - age_s,) * 2)
+    ensure_embedded_pair("0.4M")
+    assert [p.name for p in cache.glob(".*")] == [".writing-new"]
 
 
 def test_lost_race_uses_the_winner(tmp_path: Path) -> None:

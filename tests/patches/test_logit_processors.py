@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from torch import Tensor
 
-from adaserve.patches.logit_processors import apply_processors
+from adaserve.patches.logit_processors import MOST_KEPT, apply_processors, keeping_few
 
 
 def applied(*entries: tuple[Any, list[dict[str, Any]]]) -> tuple[Tensor, list[Any]]:
@@ -56,3 +57,15 @@ def test_requests_with_the_same_processor_may_differ_in_parameters() -> None:
     logits, ends = applied((DisallowedTokensLogitsProcessor(), [{"token_ids": [0]}, {"token_ids": [1, 2]}]))
     assert logits.isneginf().tolist() == [[True, False, False, False], [False, True, True, False]]
     assert ends == [None, None]
+
+
+def test_few_processors_are_kept() -> None:
+    """A client may make one for each request; each would stay for as long as the server lives."""
+    read: list[str] = []
+    forever = cache(lambda text: read.append(text) or text.upper())
+    few: Any = keeping_few(forever)
+    for _ in range(2):
+        assert [few(str(i)) for i in range(MOST_KEPT + 1)] == [str(i) for i in range(MOST_KEPT + 1)]
+    assert few("0") == "0" and few("0") == "0"
+    assert few.cache_info().currsize == MOST_KEPT and forever.cache_info().currsize == 0
+    assert len(read) > 2 * MOST_KEPT, "those that were forgotten are read once more"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from adaserve.boundary import RequestError
-from adaserve.patches.boundary import _check_tokens
+from adaserve.patches.boundary import _check_tokens, _logprobs
 
 CONTEXT = 8192
 
@@ -32,7 +33,7 @@ def check(prompt: int, params: dict[str, Any], **fields: Any) -> None:
     ("prompt", "params", "fields"),
     [
         (8000, {"max_new_tokens": 1}, {"logprob_start_len": 0, "top_logprobs_num": 1024}),
-        (10, {}, {"top_logprobs_num": 1024}),
+        (10, {"max_new_tokens": None}, {"top_logprobs_num": 1024}),
         (10, {"max_new_tokens": 5000}, {"token_ids_logprob": [5] * 1000}),
         (8000, {"max_new_tokens": 1}, {"logprob_start_len": 0, "top_logprobs_num": 100}),
     ],
@@ -48,4 +49,30 @@ def test_too_many_log_probabilities_are_refused(
 def test_usual_ones_are_not() -> None:
     check(8000, {}, logprob_start_len=0, top_logprobs_num=20)
     check(8000, {"max_new_tokens": 100}, top_logprobs_num=1024)
+    check(10, {}, top_logprobs_num=1024)  # 128 tokens, as SGLang has it
     check(10, {"max_new_tokens": 1 << 30}, top_logprobs_num=20, token_ids_logprob=[5, 6])
+
+
+def test_a_stream_that_repeats_them_holds_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats = contextvars.ContextVar("repeats", default=True)
+    monkeypatch.setattr("adaserve.patches.boundary._repeats", repeats)
+    check(100, {"max_new_tokens": 2000}, logprob_start_len=0, top_logprobs_num=20)
+    with pytest.raises(RequestError, match="65536, got 9 at each of 8000 tokens; more are possible"):
+        check(7990, {"max_new_tokens": 10}, logprob_start_len=0, top_logprobs_num=8)
+
+
+def test_all_answers_of_a_request_count_together() -> None:
+    """They are kept until the last one is there: 128 large ones would take a host's memory."""
+    large: dict[str, Any] = {"top_logprobs_num": 999}
+    check(10, {"max_new_tokens": 1000, "n": 4}, **large)
+    with pytest.raises(RequestError, match="together, got 5000000"):
+        check(10, {"max_new_tokens": 1000, "n": 5}, **large)
+
+    def batch(prompts: int) -> None:
+        _logprobs.set([0])
+        for _ in range(prompts):
+            check(200, {"max_new_tokens": 50}, logprob_start_len=0, **large)
+
+    contextvars.copy_context().run(batch, 16)
+    with pytest.raises(RequestError, match="together, got 4250000"):
+        contextvars.copy_context().run(batch, 17)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from sglang.srt.managers.io_struct import OpenSessionReqInput
 from sglang.srt.session.session_controller import SessionController
@@ -20,3 +23,56 @@ def test_there_is_a_most_of_open_sessions(monkeypatch: pytest.MonkeyPatch) -> No
     assert opened("a") and opened("b") and not opened("c")
     del sessions.sessions["a"]
     assert opened("c")
+
+
+class Scheduler:
+    """Takes every turn of one session into it."""
+
+    def __init__(self) -> None:
+        self.spec_algorithm, self.waiting_queue, self.chunked_req = "ADASERVE", [], None
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
+        self.turns: dict[str, Any] = {}
+        self.session_controller = SimpleNamespace(sessions={"s": SimpleNamespace(req_nodes=self.turns)})
+        self.refused: list[str] = []
+
+    def collect_inflight_reqs(self) -> set[Any]:
+        return set()
+
+    def send_abort_output(self, output: Any, _: Any) -> None:
+        self.refused.append(output.finished_reason["message"])
+
+    def take_in(self, rid: str, tokens: int, session: str | None = "s") -> bool:
+        """Whether it was taken in."""
+
+        def original(self: Scheduler, recv_req: Any) -> None:
+            params = SimpleNamespace(max_new_tokens=10)
+            req = Turn(origin_input_ids=[5] * tokens, output_ids=[], sampling_params=params)
+            self.turns[rid] = SimpleNamespace(req=req)
+            scheduler_guard.known_requests(self)[rid] = req
+
+        refused = len(self.refused)
+        asked = SimpleNamespace(rid=rid, session_params=session and SimpleNamespace(id=session))
+        scheduler_guard._take_in(original, self, asked)
+        return len(self.refused) == refused
+
+
+class Turn(SimpleNamespace):
+    """One of SGLang's requests, which may be held weakly."""
+
+    def finished(self) -> bool:
+        return True
+
+
+def test_there_is_a_most_that_sessions_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every turn is kept with all that came before it."""
+    now_s = 100.0
+    monkeypatch.setattr(scheduler_guard, "MAX_SESSION_TOKENS", 5000)
+    monkeypatch.setattr(scheduler_guard.time, "monotonic", lambda: now_s)
+    scheduler = Scheduler()
+    assert [scheduler.take_in(f"turn {i}", 500) for i in range(5)] == [True] * 4 + [False]
+    assert "close some" in scheduler.refused[0]
+    assert scheduler.take_in("of no session", 500, session=None)
+    del scheduler.turns["turn 0"], scheduler.turns["of no session"]
+    assert not scheduler.take_in("again", 500), "it is not counted all the time"
+    now_s += 2.0
+    assert scheduler.take_in("again", 500)

@@ -27,6 +27,12 @@ def test_tenants_do_not_pay_for_each_other_and_are_forgotten():
     assert set(budget._credit) == {"b"}, "a has everything back"
 
 
+def test_a_server_that_stood_still_does_not_charge_its_tenants_for_it():
+    budget = HoldBudget(0.5, most_s=1.0)
+    budget.charge(["a"], 3600.0, 5000.0)
+    assert not budget.has("a", 5001.9) and budget.has("a", 5002.1)
+
+
 def test_no_limit():
     budget = HoldBudget(1.0, most_s=1.0)
     assert not budget.limits

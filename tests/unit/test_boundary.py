@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from adaserve.boundary import Limits, RequestError, check_logprobs, check_prompt, check_request
 from adaserve.boundary.ambiguity import _Automaton, _holds, require_few_ways
+from adaserve.boundary.effort import Effort
 from adaserve.boundary.errors import shown
 from adaserve.boundary.limits import MAX_SAMPLES, MAX_TOP_LOGPROBS
 
@@ -419,6 +421,49 @@ ORDINARY = [
 ]  # fmt: skip
 
 
+def batch_of(params: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"text": ["a"] * len(params), "sampling_params": params}
+
+
+COSTLY = "(a|b)*a(a|b){8}"
+"""Thousands of steps of the search, in fifteen characters."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        batch_of([{"regex": f"{COSTLY}{i}"} for i in range(1000)]),
+        batch_of([{"json_schema": json.dumps({"enum": [i, "x" * 1000]})} for i in range(1000)]),
+        batch_of([{"ebnf": f'root ::= "{i}" [a-z]{{0,1000}}'} for i in range(1000)]),
+        batch_of([{"stop_regex": [f"{i}", "[0-9]{1,20}"]} for i in range(1000)]),
+        {
+            "text": "a",
+            "sampling_params": {
+                "json_schema": json.dumps({"items": [{"pattern": f"{COSTLY}{i}"} for i in range(900)]})
+            },
+        },
+    ],
+    ids=["regex", "json_schema", "ebnf", "stop_regex", "patterns"],
+)
+def test_many_grammars_do_not_keep_the_server_from_answering(fields: dict[str, Any]) -> None:
+    start_s = time.process_time()
+    with pytest.raises(RequestError, match="fewer different ones at a time"):
+        check_request(fields, LIMITS)
+    assert time.process_time() - start_s < 5.0, "everybody else has waited for so long"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"regex": COSTLY}, {"json_schema": json.dumps({"enum": ["x" * 1000]})}, {"ebnf": 'root ::= "x" root'},
+        {"stop_regex": ["[0-9]{1,20}"]},
+        {"structural_tag": json.dumps({"format": {"type": "regex", "pattern": COSTLY}})},
+    ],
+)  # fmt: skip
+def test_a_grammar_of_a_whole_batch_is_judged_once(params: dict[str, Any]) -> None:
+    check_request(batch_of([params] * 1000), LIMITS)
+
+
 @pytest.mark.parametrize("text", ORDINARY)
 def test_ordinary_expressions_pass(text: str) -> None:
     check_request({"input_ids": [1], "sampling_params": {"regex": text}}, LIMITS)
@@ -430,7 +475,7 @@ def test_ordinary_expressions_pass(text: str) -> None:
      ("[\\]{}]b", 2), ("a{0}", 0)],
 )  # fmt: skip
 def test_terms_are_counted_as_they_are_written_out(expression: str, size: int) -> None:
-    assert size <= require_few_ways("regex", expression) <= 2 * size
+    assert size <= require_few_ways("regex", expression, Effort()) <= 2 * size
 
 
 @given(st.text(alphabet="ab.?|(){},0123[]^*+", max_size=16), st.text(alphabet="ab", max_size=8))

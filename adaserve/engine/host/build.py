@@ -10,6 +10,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -45,10 +47,21 @@ def load_kernels() -> ctypes.CDLL | None:
     if os.environ.get("ADASERVE_CPU_KERNELS", "1") == "0":
         return None
     try:
-        return load_library(build())
+        return _loaded()
     except BuildError as error:
         logger.warning("AdaServe's CPU kernels are off; slower torch operators are used instead: %s", error)
         return None
+
+
+def _loaded() -> ctypes.CDLL:
+    """What is in the cache and does not load is damaged, and compiled once more. Raises BuildError."""
+    path = build()
+    try:
+        return load_library(path)
+    except BuildError:
+        with _in_the_cache():
+            path.unlink(missing_ok=True)
+        return load_library(build())
 
 
 def build(*extra_flags: str, sources: Path = SOURCES) -> Path:
@@ -62,11 +75,22 @@ def build(*extra_flags: str, sources: Path = SOURCES) -> Path:
     compiler = _find_compiler()
     _make_writable(folder)
     # Each process compiles under a name of its own; the rename is atomic and the last one wins.
-    with tempfile.TemporaryDirectory(dir=folder) as work:
+    with _in_the_cache(), tempfile.TemporaryDirectory(dir=folder) as work:
         library = Path(work) / "kernels.so"
         _compile(compiler, extra_flags, sources, library)
+        with library.open("rb") as file:  # a machine that loses its power now must not keep half of it
+            os.fsync(file.fileno())
         os.replace(library, target)
     return target
+
+
+@contextmanager
+def _in_the_cache() -> Iterator[None]:
+    """A full disk, or a folder that is not ours. Raises BuildError."""
+    try:
+        yield
+    except OSError as error:
+        raise BuildError(f"the cache folder {_cache_folder()} cannot be written: {error}") from error
 
 
 def load_library(path: Path) -> ctypes.CDLL:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +71,31 @@ def test_failing_compiler_names_its_complaint(empty_cache: Path, monkeypatch: py
     with pytest.raises(build.BuildError, match="no such instruction"):
         build.build()
     assert not list(empty_cache.rglob("*.so"))
+
+
+@needs_kernels
+def test_damaged_kernels_are_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that lost its power may leave an empty file: nobody would find out why his server is slow."""
+    good = build.build()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", lambda *given: shutil.copy(good, given[-1]))
+    build.build().write_bytes(b"")
+    kernels = build.load_kernels.__wrapped__()
+    assert kernels is not None and kernels.ada_vector_lanes() in (4, 8, 16)
+
+
+def test_a_full_disk_is_one_warning(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(build, "_find_compiler", lambda: "cc")
+    monkeypatch.setattr(build.tempfile, "TemporaryDirectory", full)
+    with caplog.at_level(logging.WARNING):
+        assert build.load_kernels.__wrapped__() is None
+    (record,) = caplog.records
+    assert "no space left" in record.getMessage()
 
 
 def test_switch_turns_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:

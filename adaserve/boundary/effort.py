@@ -1,0 +1,42 @@
+"""How much work it may be to judge the grammars of one request.
+
+Each grammar has limits of its own. But a batch may hold thousands of them and a schema hundreds of patterns,
+and they are judged in the loop that answers everybody.
+"""
+
+from __future__ import annotations
+
+from adaserve.boundary.errors import RequestError
+
+MAX_EFFORT = 1 << 18
+"""Of one request: about a second of processor time."""
+
+GRAMMAR, STEP = 1000, 3
+"""What a grammar takes besides its characters and terms, and what a step of the search for its ways takes."""
+
+
+class Effort:
+    """What is left of it. A grammar that several prompts of a batch have is judged once."""
+
+    __slots__ = ("_judged", "_left")
+
+    def __init__(self) -> None:
+        self._left = MAX_EFFORT
+        self._judged: set[tuple[str, str]] = set()
+
+    def is_new(self, kind: str, text: str) -> bool:
+        """Whether this grammar is to be judged. Raises RequestError where they are too many."""
+        if (kind, text) in self._judged:
+            return False
+        self._judged.add((kind, text))
+        self.spend(GRAMMAR + len(text))
+        return True
+
+    def spend(self, amount: int) -> None:
+        """Raises RequestError where nothing is left."""
+        self._left -= amount
+        if self._left < 0:
+            raise RequestError(
+                "the grammars of this request are too many, or too large together, to be judged: send fewer "
+                "different ones at a time"
+            )

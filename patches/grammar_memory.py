@@ -1,0 +1,79 @@
+"""Compiled grammars are kept up to a limit, and one that was late is not refused for ever.
+
+Why: SGLang keeps every grammar that a client has ever sent, and xgrammar keeps it once more. Many clients
+make a schema for one request, with an enum of what they have at hand. So a server would grow until its host
+has no memory, and a client who wants that needs some minutes. Here those that were used last stay.
+
+SGLang also remembers that compiling a grammar took too long, and refuses it from then on. But compilations
+wait for one another, so another client's may have been the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.identity import is_ours
+from adaserve.patches import hook
+
+MOST_GRAMMARS = 1024
+MOST_BYTES = 256 << 20
+"""Of all that are kept. One that is used stays in memory as long as it is, kept or not."""
+
+LATE = "Grammar preprocessing timed out"
+"""What SGLang says of a grammar that took too long."""
+
+_SIZES = "_adaserve_sizes"
+
+
+def register() -> None:
+    base = "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend"
+    hook(f"{base}.set_cache", _keep, HookType.AROUND)
+    hook(f"{base}.get_cached_or_future_value", _use, HookType.BEFORE)
+    backend = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.__init__"
+    hook(backend, _limit_compiler, HookType.AFTER)
+
+
+def _applies() -> bool:
+    from sglang.srt.runtime_context import get_spec
+
+    return is_ours(get_spec().speculative_algorithm)
+
+
+def _limit_compiler(_: None, backend: Any, *__: Any, **___: Any) -> None:
+    """xgrammar keeps what it has compiled as well, by default without a limit."""
+    from xgrammar import GrammarCompiler
+
+    if _applies():
+        backend.grammar_compiler = GrammarCompiler(backend._tokenizer_info, cache_limit_bytes=MOST_BYTES)
+
+
+def _use(backend: Any, key: tuple[str, str], *_: Any, **__: Any) -> None:
+    """What is used becomes the newest."""
+    if (kept := backend.cache.pop(key, None)) is not None:
+        backend.cache[key] = kept
+
+
+def _keep(original: Callable[..., None], backend: Any, key: tuple[str, str], grammar: Any) -> None:
+    if not _applies():
+        return original(backend, key, grammar)
+    if getattr(grammar, "error_message", "").startswith(LATE):
+        return None
+    sizes: dict[Any, int] = vars(backend).setdefault(_SIZES, {})
+    for gone in sizes.keys() - backend.cache.keys():  # emptied by /flush_cache
+        del sizes[gone]
+    backend.cache.pop(key, None)
+    original(backend, key, grammar)
+    sizes[key] = _size(key, grammar)
+    while len(sizes) > MOST_GRAMMARS or sum(sizes.values()) > MOST_BYTES:
+        oldest = next(iter(backend.cache))
+        del backend.cache[oldest], sizes[oldest]
+    return None
+
+
+def _size(key: tuple[str, str], grammar: Any) -> int:
+    """Bytes, about: of the text and of what was compiled of it, where the backend says how much that is."""
+    compiled = getattr(getattr(grammar, "grammar", None) or grammar, "ctx", None)
+    return sum(map(len, key)) + int(getattr(compiled, "memory_size_bytes", 0))

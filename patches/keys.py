@@ -1,0 +1,69 @@
+"""A server's keys are told to nobody, and what cannot be a key is answered with 401, like any wrong one.
+
+Why: ``/server_info`` shows how the server was started, and with it the keys: every user read the admin's
+there, and on a server with an admin key alone everybody did. What SGLang already hides there (the keys of
+watermarks) shows where the others belong.
+
+SGLang compares keys as texts, which Python does for ASCII alone. So whoever sent ``Bearer é`` to a server
+with a key got 500, and the log a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.patches import hook
+
+SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+"""Settings whose values are hidden."""
+
+HIDDEN = "<redacted>"
+
+OTHER = "--ssl-keyfile"
+"""A flag of SGLang's that looks like one of these, cut short. The command line takes what is cut short,
+too."""
+
+
+def register() -> None:
+    core = "sglang.srt.sampling.watermarking.core"
+    hook(f"{core}.redact_watermark_secrets", _hide, HookType.AROUND)
+    hook(f"{core}.redact_watermark_command_line", _hide_in_command, HookType.AROUND)
+    hook("sglang.srt.utils.auth.decide_request_auth", _ascii_only, HookType.AROUND)
+
+
+def _hide(original: Callable[..., Any], value: Any, **more: Any) -> Any:
+    """SGLang's function copies dictionaries, and calls itself for what is in them."""
+    result = original(value, **more)
+    if isinstance(result, dict):
+        for name in SECRETS:
+            if result.get(name):
+                result[name] = HIDDEN
+    return result
+
+
+def _hide_in_command(original: Callable[..., str], argv: Sequence[str], *rest: Any, **more: Any) -> str:
+    return original(list(_without_values(argv)), *rest, **more)
+
+
+def _without_values(argv: Sequence[str]) -> Iterator[str]:
+    flags = ["--" + name.replace("_", "-") for name in SECRETS]
+    is_value = False
+    for argument in argv:
+        name, joined, _ = argument.partition("=")
+        is_flag = len(name) > 2 and name != OTHER and any(flag.startswith(name) for flag in flags)
+        if is_value:
+            yield HIDDEN
+        elif is_flag and joined:
+            yield f"{name}={HIDDEN}"
+        else:
+            yield argument
+        is_value = is_flag and not joined and not is_value
+
+
+def _ascii_only(original: Callable[..., Any], *, authorization_header: str | None, **more: Any) -> Any:
+    if authorization_header is not None and not authorization_header.isascii():
+        authorization_header = None
+    return original(authorization_header=authorization_header, **more)

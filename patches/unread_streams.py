@@ -1,0 +1,32 @@
+"""A stream that its client does not read keeps its newest output only.
+
+Why: SGLang queues an output of some kilobytes for every step of a request. While the client's connection
+takes nothing, nobody empties that queue, and a client may open as many such streams as it likes. Each output
+holds all that came before it, and of several SGLang sends the last one. So the others need not wait for that.
+
+With ``--incremental-streaming-output`` an output holds what is new alone, and all of them are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.patches import hook
+from adaserve.patches.boundary import applies
+
+
+def register() -> None:
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    hook(f"{manager}._handle_batch_output", _newest_alone, HookType.AROUND)
+
+
+async def _newest_alone(original: Callable[..., Awaitable[None]], self: Any, outputs: Any) -> None:
+    await original(self, outputs)
+    if self.incremental_streaming_output or not applies(self.server_args):
+        return
+    for rid in outputs.rids:
+        if (state := self.rid_to_state.get(rid)) is not None:
+            del state.out_list[:-1]

@@ -1,0 +1,90 @@
+"""What a server keeps of its clients' grammars has a limit, and nobody is refused for being late."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
+
+from adaserve.patches import grammar_memory
+from adaserve.patches.grammar_memory import LATE, _keep, _use
+
+
+class Backend:
+    """Holds what SGLang's holds."""
+
+    def __init__(self) -> None:
+        self.cache: dict[tuple[str, str], Any] = {}
+
+    def keep(self, text: str, size: int = 1) -> None:
+        grammar = SimpleNamespace(ctx=SimpleNamespace(memory_size_bytes=size))
+        _keep(BaseGrammarBackend.set_cache, self, ("json", text), grammar)
+
+    @property
+    def kept(self) -> list[str]:
+        return [text for _, text in self.cache]
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    spec = SimpleNamespace(speculative_algorithm="ADASERVE")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
+    return Backend()
+
+
+def test_those_that_were_used_last_stay(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_memory, "MOST_GRAMMARS", 2)
+    backend.keep("a")
+    backend.keep("b")
+    _use(backend, ("json", "a"), False)
+    _use(backend, ("json", "unknown"), False)
+    backend.keep("c")
+    assert backend.kept == ["a", "c"]
+
+
+def test_large_ones_are_few(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_memory, "MOST_BYTES", 1000)
+    for text in "abc":
+        backend.keep(text, 400)
+    assert backend.kept == ["b", "c"]
+    backend.keep("c", 400)  # once more
+    assert backend.kept == ["b", "c"]
+    backend.keep("d", 2000)
+    assert backend.kept == []
+    backend.keep("long" * 300)  # its text counts, too
+    assert backend.kept == []
+
+
+def test_an_emptied_cache_is_empty(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_memory, "MOST_BYTES", 1000)
+    backend.keep("a", 900)
+    backend.cache.clear()
+    backend.keep("b", 900)
+    assert backend.kept == ["b"]
+
+
+def test_what_lies_behind_a_reasoning_parser_counts(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_memory, "MOST_BYTES", 1000)
+    inner = SimpleNamespace(ctx=SimpleNamespace(memory_size_bytes=2000))
+    _keep(BaseGrammarBackend.set_cache, backend, ("json", "a"), SimpleNamespace(grammar=inner))
+    assert backend.kept == []
+
+
+def test_a_grammar_that_came_late_may_come_again(backend: Backend) -> None:
+    keep, wrong = BaseGrammarBackend.set_cache, InvalidGrammarObject("root ::= is no rule")
+    _keep(keep, backend, ("ebnf", "late"), InvalidGrammarObject(LATE))
+    _keep(keep, backend, ("ebnf", "wrong"), wrong)
+    assert backend.kept == ["wrong"]
+
+
+def test_the_compiler_of_the_grammars_has_the_same_limit(backend: Backend) -> None:
+    from xgrammar import TokenizerInfo
+
+    made: Any = backend
+    made._tokenizer_info = TokenizerInfo(["a", "b", "</s>"], stop_token_ids=[2])
+    grammar_memory._limit_compiler(None, made, None)
+    assert made.grammar_compiler.cache_limit_bytes == grammar_memory.MOST_BYTES

@@ -1,0 +1,66 @@
+"""Wrong keys are refused, whatever they are made of, and right ones are told to nobody."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from sglang.srt.sampling.watermarking.core import redact_watermark_command_line, redact_watermark_secrets
+from sglang.srt.utils.auth import AuthLevel, decide_request_auth
+
+from adaserve.patches.keys import _ascii_only, _hide, _hide_in_command
+
+
+def decided(header: str | None) -> Any:
+    return _ascii_only(
+        inspect.unwrap(decide_request_auth),
+        method="POST",
+        path="/generate",
+        authorization_header=header,
+        api_key="secret",
+        admin_api_key=None,
+        auth_level=AuthLevel.NORMAL,
+    )
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer wrong", "Bearer sécret", "Bearer \x80", "é secret"]
+)
+def test_a_wrong_key_gets_401(header: str | None) -> None:
+    answer = decided(header)
+    assert not answer.allowed and answer.error_status_code == 401
+
+
+def test_the_right_one_is_let_in() -> None:
+    assert decided("Bearer secret").allowed
+
+
+def test_what_a_server_says_about_itself_holds_no_key() -> None:
+    settings = {"api_key": "user's", "admin_api_key": "root's", "ssl_keyfile_password": None, "port": 30000}
+    told = _hide(inspect.unwrap(redact_watermark_secrets), settings)
+    assert told == settings | {"api_key": "<redacted>", "admin_api_key": "<redacted>"}
+    assert settings["api_key"] == "user's", "the server needs it"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serve --api-key secret --port 1", "serve --api-key=secret", "serve --admin-api-key secret",
+        "serve --admin-api=secret --api-k secret", "serve --ssl-keyfile-password secret",
+        "serve --api-key secret --api-key secret", "serve --ap secret --ssl-keyfile file",
+    ],
+)  # fmt: skip
+def test_nor_does_its_command_line(command: str) -> None:
+    told = _hide_in_command(inspect.unwrap(redact_watermark_command_line), command.split())
+    assert "secret" not in told and len(told.split()) == len(command.split())
+    assert told.split()[1].partition("=")[0] == command.split()[1].partition("=")[0]
+    for other in ("--port 1", "--ssl-keyfile file"):
+        assert (other in command) == (other in told)
+
+
+def test_a_key_may_look_like_a_flag() -> None:
+    told = _hide_in_command(
+        inspect.unwrap(redact_watermark_command_line), ["--api-key", "--api-key", "--host", "h"]
+    )
+    assert told == "--api-key <redacted> --host h"
