@@ -91,7 +91,7 @@ class LowQuantiles:
 
     def outdo(self, bucket: int, value: float) -> None:
         """``value`` is far below what is believed, so slower ones before it were disturbed, not only here.
-        The further below, the less counts what is known of other buckets: they may not come again for long."""
+        The further below, the less counts what is known of others: they may not come again for long."""
         self.work_out()
         if self.trust[bucket] >= KNOWN:
             self.trust *= math.exp(self.DOUBT * (value - self.values[bucket]))

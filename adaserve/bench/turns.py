@@ -2,7 +2,8 @@
 
 A machine's speed drifts, and other programs come and go. So the schedule is cut into slices, and every
 setting plays a slice before any of them plays the next one, so disturbances affect all alike. A slice ends
-when its last request has been answered. Only then the setting changes, so every request is served under one.
+when its last request has been answered. Only then does the setting change, so every request is served under
+one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the scheduler process tells its books and its metrics: a finished request, a decode iteration."""
+"""What the scheduler process tells its statistics and its metrics: a finished request, a decode iteration."""
 
 from __future__ import annotations
 

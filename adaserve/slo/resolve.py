@@ -12,7 +12,7 @@ Routers that drop unknown headers forward those of W3C's Trace Context. So ``tra
 says the same as ``x-slo-tpot-ms: 40``, and likewise for ``ttft-ms``, ``class`` and ``speculation``.
 
 Hints come from Dynamo: nvext.agent_hints {priority, osl} and header x-dynamo-request-priority. A header that
-looks like one of these and is none (``x-slo-tpot``) is refused, and the message names the nearest.
+looks like one of these but is not (``x-slo-tpot``) is refused, and the message names the nearest.
 
 A request may limit its speculation: custom_params {adaserve_speculation} or header x-adaserve-speculation,
 "off" or the most tokens that may be speculated at once. It may forbid that a draft learns from it:

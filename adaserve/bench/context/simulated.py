@@ -1,4 +1,4 @@
-"""The same for models and GPUs that are known by their data sheets only."""
+"""Speculation at long contexts for models and GPUs that are known by their data sheets only."""
 
 from __future__ import annotations
 
