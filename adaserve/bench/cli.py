@@ -27,16 +27,34 @@ def bench_latency(
     *,
     model: Model = None,
     draft: Draft = None,
-    draft_kinds: Annotated[Any, listed(words, "Kinds of draft, as in `adaserve serve`, or self: the target drafts for itself. Each has a "
-            "server of its own. model:fp32 also says how the draft's weights are stored.", "--draft-kind")] = "auto",
+    draft_kinds: Annotated[
+        Any,
+        listed(
+            words,
+            "Kinds of draft, as in `adaserve serve`, or self: the target drafts for itself. Each has a "
+            "server of its own. model:fp32 also says how the draft's weights are stored.",
+            "--draft-kind",
+        ),
+    ] = "auto",
     size: Size = "100M",
-    policies: Annotated[Any, listed(words, "Policies; none is always measured too. priced@256 sets the --draft-window.")] = "priced",
+    policies: Annotated[
+        Any, listed(words, "Policies; none is always measured too. priced@256 sets the --draft-window.")
+    ] = "priced",
     batches: Annotated[Any, listed(counts, "Numbers of concurrent requests.")] = "1,4,8,16,32",
-    contexts: Annotated[Any, listed(counts, "Tokens per request, answer included, from long held-out texts (embedded pair only).", show_default="short prompts")] = None,
+    contexts: Annotated[
+        Any,
+        listed(
+            counts,
+            "Tokens per request, answer included, from long held-out texts (embedded pair only).",
+            show_default="short prompts",
+        ),
+    ] = None,
     temperatures: Annotated[Any, listed(floats, "Sampling temperatures.")] = "0,0.7",
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions, taking turns.")] = 5,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens generated per request.")] = 64,
-    repetition: Annotated[Any, listed(words, "Use text that repeats itself: edits, turns, templates, json.")] = "",
+    repetition: Annotated[
+        Any, listed(words, "Use text that repeats itself: edits, turns, templates, json.")
+    ] = "",
     cpu_weights: Weights = "auto",
     budget: Budget = None,
     out: Annotated[Path | None, results_file("latency")] = None,
@@ -55,7 +73,7 @@ def bench_latency(
     )
     if contexts and (model is not None or repetition):
         raise typer.BadParameter(
-            "--contexts uses the embedded pair's held-out text: leave --model-path and --repetition out"
+            "--contexts uses the embedded pair's held-out text: leave out --model-path and --repetition"
         )
     # The same start for all: paced prefills let the first requests of a batch decode beside prompts.
     common: dict[str, Any] = {"cpu_weights": cpu_weights, "budget": budget, "prefill": "exclusive"}
@@ -88,7 +106,9 @@ def bench_heads(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of a forward.", show_default="all")
     ] = None,
-    draft_weights: Annotated[Any, listed(words, "How weights of draft and EAGLE-3 head are stored, as in `adaserve serve`.")] = "auto",
+    draft_weights: Annotated[
+        Any, listed(words, "How weights of draft and EAGLE-3 head are stored, as in `adaserve serve`.")
+    ] = "auto",
     out: Annotated[Path | None, results_file("heads")] = None,
 ) -> None:
     """Compare accepted tokens and drafting time of the embedded draft and the embedded heads."""
@@ -107,7 +127,9 @@ def bench_heads(
 @app.command("kernels")
 def bench_kernels(
     *,
-    tokens: Annotated[Any, listed(counts, "Tokens per forward.", show_default="21 sizes from 1 to 64")] = "1,2,3,4,5,6,7,8,10,12,13,14,16,20,24,25,32,40,48,56,64",
+    tokens: Annotated[
+        Any, listed(counts, "Tokens per forward.", show_default="21 sizes from 1 to 64")
+    ] = "1,2,3,4,5,6,7,8,10,12,13,14,16,20,24,25,32,40,48,56,64",
     storages: Annotated[Any, listed(words, "Storage of weights: fp32, fp16, bf16.")] = "fp32,fp16",
     queries: Annotated[Any, listed(counts, "Tokens per request in attention.")] = "1,5,16,64",
     contexts: Annotated[Any, listed(counts, "Cached tokens of the request.")] = "256,2048,8192,32768",
@@ -138,7 +160,9 @@ def bench_context(
     *,
     requests: Annotated[Any, listed(counts, "Requests that decode together.")] = "1,4,8,16",
     contexts: Annotated[Any, listed(counts, "Cached tokens of each.")] = "2048,8192,32768",
-    windows: Annotated[Any, listed(counts, "Recent tokens that drafts read; self-speculation reads the first of these.")] = "256,64",
+    windows: Annotated[
+        Any, listed(counts, "Recent tokens that drafts read; self-speculation reads the first of these.")
+    ] = "256,64",
     rounds: Annotated[int, typer.Option(min=1, help="Forwards of each median.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward.")] = usable_cores(),
     fp16: Annotated[bool, typer.Option("--fp16", help="Keep weights in fp16 instead of fp32.")] = False,

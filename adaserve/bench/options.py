@@ -22,9 +22,7 @@ def results_folder(tag: str) -> Any:
 
 def results_file(tag: str) -> Any:
     """The same for a command that writes one file."""
-    return typer.Option(
-        help="JSON file to write.", show_default=f"in results/<UTC>-{tag}", callback=new_file
-    )
+    return typer.Option(help="JSON file to write.", show_default=f"in results/<UTC>-{tag}", callback=new_file)
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -39,7 +39,9 @@ def gpu_check(
             show_default="large; small on a CPU",
         ),
     ] = None,
-    batches: Annotated[Any, listed(counts, "Numbers of concurrent requests.", show_default="1,8,32,64")] = None,
+    batches: Annotated[
+        Any, listed(counts, "Numbers of concurrent requests.", show_default="1,8,32,64")
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="Output tokens per request.", show_default="128")] = None,
     rounds: Annotated[int | None, typer.Option(help="Repetitions.", show_default="3")] = None,
     mixed_seconds: Annotated[

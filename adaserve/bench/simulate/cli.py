@@ -65,7 +65,9 @@ def run(
             "settings: LABEL=NAME:KEY=VALUE,... May be repeated.",
         ),
     ] = ["adaserve"],  # noqa: B006 - typer copies it
-    speedup: Annotated[Any, listed(floats, "Loads, as multiples of the trace's own rate.", rich_help_panel=TRAFFIC)] = "1",
+    speedup: Annotated[
+        Any, listed(floats, "Loads, as multiples of the trace's own rate.", rich_help_panel=TRAFFIC)
+    ] = "1",
     seeds: Annotated[Any, listed(seed_list, "Seeds; x3 means 0,1,2.")] = "0",
     model: ModelName = "llama-3.1-70b",
     gpu: GpuName = "a100",
