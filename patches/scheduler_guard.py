@@ -11,7 +11,7 @@ be wrong.
 SGLang aborts by prefix: when the client of request ``a`` hangs up, every request whose id starts with ``a``
 would end. Here only ``a`` does, and ``a_0``, ``a_1``, ... which SGLang itself makes of a batch.
 
-SGLang keeps as many open sessions as anybody cares to open. Here their number is limited.
+SGLang keeps as many open sessions as anybody cares to open. Here there is a most.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _take_in(original: Callable[..., None], self: Any, recv_req: Any, **more: An
             raise
         logger.exception("adaserve: request %r could not be accepted and was refused", recv_req.rid)
         return _refuse(
-            self, recv_req, HTTPStatus.INTERNAL_SERVER_ERROR, "the scheduler could not take this request in"
+            self, recv_req, HTTPStatus.INTERNAL_SERVER_ERROR, "the scheduler could not accept this request"
         )
 
 
