@@ -129,7 +129,7 @@ def _take_in(original: Callable[..., None], self: Any, recv_req: Any, **more: An
             raise
         logger.exception("adaserve: request %r could not be accepted and was refused", recv_req.rid)
         return _refuse(
-            self, recv_req, HTTPStatus.INTERNAL_SERVER_ERROR, "the scheduler could not take this request in"
+            self, recv_req, HTTPStatus.INTERNAL_SERVER_ERROR, "the scheduler could not accept this request"
         )
     if continues:
         _note_turn(self, recv_req.rid)

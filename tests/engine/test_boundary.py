@@ -257,7 +257,7 @@ def test_a_request_that_cannot_be_taken_in_ends_alone(attacked: Server, expected
     for stream in (False, True):
         body = {"input_ids": [5, 6], "rid": "cannot be taken in", "stream": stream}
         answer = post(attacked, "/generate", body)
-        assert answer.status_code == 500 and "could not take this request in" in answer.text
+        assert answer.status_code == 500 and "could not accept this request" in answer.text
     assert probe(attacked) == expected
     attacked.assert_idle_and_clean()
 
