@@ -56,7 +56,14 @@ remember() { # remember NAME [VALUE]: for this stage and the later ones; without
   settle
 }
 settle
-PYTHON=${PYTHON:-python}
+with_torch() { # the interpreter that has PyTorch: on some hosts python is another one, or is not there
+  local name
+  for name in python python3; do
+    "$name" -c 'import importlib.util as u; exit(u.find_spec("torch") is None)' >/dev/null 2>&1 && break
+  done
+  echo "$name"
+}
+PYTHON=${PYTHON:-$(with_torch)}
 
 # Without PYTHONSAFEPATH the folder adaserve/ here would be found before the installed package.
 export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1

@@ -213,3 +213,16 @@ def test_stages_name_sections_of_the_check(tmp_path: Path) -> None:
     assert len(named) >= 8
     Check(Pair("t", "d", "cuda"), CheckPlan(), tmp_path, Console(quiet=True), only=named)
     assert all(kind in SCRIPT.read_text() for kind in OWN)
+
+
+def test_the_interpreter_is_the_one_that_has_pytorch(host: Path) -> None:
+    """On some hosts ``python`` is another one, or is not there."""
+    folder = host / "bin"
+    folder.mkdir()
+    for name, answer in (("python", "exit 1"), ("python3", 'echo "$0 $*"')):
+        (folder / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (folder / name).chmod(0o755)
+    done = run(host, "profile", PYTHON="", PAIR="small", PATH=f"{folder}:{os.environ['PATH']}")
+    assert f"{folder}/python3 -m adaserve.cli gpu-check" in done.stdout
+    told = run(host, "profile", PYTHON=f"{folder}/python3", PAIR="small", PATH="/usr/bin:/bin")
+    assert f"{folder}/python3 -m adaserve.cli gpu-check" in told.stdout
