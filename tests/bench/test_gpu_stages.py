@@ -226,3 +226,10 @@ def test_the_interpreter_is_the_one_that_has_pytorch(host: Path) -> None:
     assert f"{folder}/python3 -m adaserve.cli gpu-check" in done.stdout
     told = run(host, "profile", PYTHON=f"{folder}/python3", PAIR="small", PATH="/usr/bin:/bin")
     assert f"{folder}/python3 -m adaserve.cli gpu-check" in told.stdout
+
+
+def test_kernels_are_those_of_the_embedded_pairs(host: Path) -> None:
+    """Others are compiled only where they are asked for: compiling takes most of the stage's time."""
+    said = [run(host, "kernels", PYTHON=fake_python(host, 'echo "$*"'), PAIR="small", EVERY=every).stdout
+            for every in ("", "1")]  # fmt: skip
+    assert [" --every" in text for text in said] == [False, True]
