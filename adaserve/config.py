@@ -114,7 +114,7 @@ class AdaServeConfig(Checked):
     attention: Literal["auto", "flashinfer", "triton"] = Field(
         default="auto",
         description="attention kernel of tree forwards on a GPU: flashinfer, triton, or auto (flashinfer, or "
-        "triton where that cannot be compiled)",
+        "triton where that does not work)",
     )
     baseline_ms: float | None = Field(
         default=None,

@@ -5,7 +5,7 @@
 #
 #   assemble    unpack the bundle's parts (gpu-bundle/) into site/, with this working tree's code  1 min
 #   facts       what the host has                                                                  1 min
-#   kernels     compile the attention kernels and compare them; make the large pair meanwhile      3-8 min
+#   kernels     compile kernels side by side and compare them; make the large pair meanwhile       2-5 min
 #   smoke       the small pair: AdaServe's greedy text against SGLang's                            4 min
 #   plain       the large pair on SGLang without speculation: reference outputs, TPOT              3-4 min
 #   adaserve    exactness, TPOT, cost of verification, share outside of the models                 5-7 min
@@ -21,7 +21,8 @@
 # Everything is saved below .local/gpu-stages/. Where $OUT is set, it always holds what there is so far, in at
 # most eight files: gpu-stages.tar.gz with everything but traces, the latest gpu-check.json, and the traces.
 # Settings: PAIR=small for the small pair throughout, ATTENTION=triton to leave FlashInfer out,
-# SIZES="--batches 1,8 ..." for other sizes (the same in all stages), PYTHON for the interpreter.
+# SIZES="--batches 1,8 ..." for other sizes (the same in all stages), EVERY=1 for kernels that the embedded pairs
+# do not use (bf16, heads of 128 dimensions), PYTHON for the interpreter.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -56,7 +57,14 @@ remember() { # remember NAME [VALUE]: for this stage and the later ones; without
   settle
 }
 settle
-PYTHON=${PYTHON:-python}
+with_torch() { # the interpreter that has PyTorch: on some hosts python is another one, or is not there
+  local name
+  for name in python python3; do
+    "$name" -c 'import importlib.util as u; exit(u.find_spec("torch") is None)' >/dev/null 2>&1 && break
+  done
+  echo "$name"
+}
+PYTHON=${PYTHON:-$(with_torch)}
 
 # Without PYTHONSAFEPATH the folder adaserve/ here would be found before the installed package.
 export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1
@@ -184,7 +192,7 @@ kernels() {
   local limit=$((DEADLINE - SECONDS - 30))
   limit=$((limit < 1 ? 1 : limit > 480 ? 480 : limit))
   timed "$PYTHON" -m adaserve.bench.gpu_check.kernels --device "$device" --out "$work/kernels.json" \
-    --limit "$limit" 2>"$work/kernels.log"
+    --limit "$limit" ${EVERY:+--every} 2>"$work/kernels.log"
   local right=$? made=0
   if [ -n "$making" ]; then
     wait "$making"

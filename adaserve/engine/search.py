@@ -26,10 +26,11 @@ class Levels:
     """
 
     def __init__(self, shape: TreeShape, a: int, columns: Tensor) -> None:
-        self.shape, self.columns = shape, columns
+        self.shape = shape
         nodes, device = shape.nodes, columns.device
         self.visible = torch.zeros(a, nodes, shape.width, dtype=torch.bool, device=device)
-        """[a, nodes, width]: window columns that a node sees, itself included."""
+        """[a, nodes, width]: window columns that a node sees; itself from the start."""
+        self.visible[:, torch.arange(nodes, device=device), columns] = True
         self.found = torch.zeros(3, a, nodes, dtype=torch.int64, device=device)
         """The three below, so that one copy brings them to the host."""
         self.tokens, self.parents = self.found[0], self.found[1].fill_(-1)
@@ -45,7 +46,6 @@ class Levels:
         self.logprobs[:, :beams] = logprob[:, :beams]
         self.tokens[:, :beams] = token[:, :beams]
         self.visible[:, :beams, 0] = True
-        self._see_themselves(slice(0, beams))
 
     def parents_of(self, step: int) -> Tensor:
         """int64 [a, beams]: the parent of each beam of depth ``step`` - 1, counted within its own level; the
@@ -74,12 +74,8 @@ class Levels:
         self.tokens[:, now] = token[..., :children].flatten(1).gather(1, best)
         self.parents[:, now] = parent
         width = self.visible.shape[2]
-        self.visible[:, now] = self.visible.gather(1, parent[:, :, None].expand(-1, -1, width))
-        self._see_themselves(now)
-
-    def _see_themselves(self, nodes: slice) -> None:
-        inside = torch.arange(nodes.start, nodes.stop, device=self.columns.device)
-        self.visible[:, inside, self.columns[nodes]] = True
+        above = self.visible.gather(1, parent[:, :, None].expand(-1, -1, width))
+        self.visible[:, now].logical_or_(above)
 
     def frontier(self, step: int) -> np.ndarray:
         """Path log-probabilities of a level, float64 [a, beams]; on a CPU only."""

@@ -213,3 +213,23 @@ def test_stages_name_sections_of_the_check(tmp_path: Path) -> None:
     assert len(named) >= 8
     Check(Pair("t", "d", "cuda"), CheckPlan(), tmp_path, Console(quiet=True), only=named)
     assert all(kind in SCRIPT.read_text() for kind in OWN)
+
+
+def test_the_interpreter_is_the_one_that_has_pytorch(host: Path) -> None:
+    """On some hosts ``python`` is another one, or is not there."""
+    folder = host / "bin"
+    folder.mkdir()
+    for name, answer in (("python", "exit 1"), ("python3", 'echo "$0 $*"')):
+        (folder / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (folder / name).chmod(0o755)
+    done = run(host, "profile", PYTHON="", PAIR="small", PATH=f"{folder}:{os.environ['PATH']}")
+    assert f"{folder}/python3 -m adaserve.cli gpu-check" in done.stdout
+    told = run(host, "profile", PYTHON=f"{folder}/python3", PAIR="small", PATH="/usr/bin:/bin")
+    assert f"{folder}/python3 -m adaserve.cli gpu-check" in told.stdout
+
+
+def test_kernels_are_those_of_the_embedded_pairs(host: Path) -> None:
+    """Others are compiled only where they are asked for: compiling takes most of the stage's time."""
+    said = [run(host, "kernels", PYTHON=fake_python(host, 'echo "$*"'), PAIR="small", EVERY=every).stdout
+            for every in ("", "1")]  # fmt: skip
+    assert [" --every" in text for text in said] == [False, True]

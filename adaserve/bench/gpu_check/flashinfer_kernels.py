@@ -23,8 +23,9 @@ SERVED_DIMS, COMPARED_DIMS = (64,), (64, 128)
 """Head sizes of the embedded pair, small and large; and of Llama 3.1 8B, whose attention is compared."""
 
 
-def specs(hopper: bool) -> list[Any]:
-    """FlashInfer's build specifications. ``hopper``: SGLang's own prefills use other kernels there."""
+def specs(hopper: bool, every: bool = True) -> list[Any]:
+    """FlashInfer's build specifications. ``hopper``: SGLang's own prefills use other kernels there.
+    ``every``: also for bf16, and for heads that are only compared."""
     from flashinfer.jit.attention.modules import (
         _gen_batch_prefill_primary_module,
         gen_batch_decode_module,
@@ -38,8 +39,8 @@ def specs(hopper: bool) -> list[Any]:
         return make(*first, dtype, dtype, dtype, torch.int32, dim, dim, 0, False, False, *[False] * last)
 
     found = [gen_norm_module(), gen_cascade_module()]
-    for dtype in (torch.float16, torch.bfloat16):
-        for dim in COMPARED_DIMS:
+    for dtype in (torch.float16, torch.bfloat16) if every else (torch.float16,):
+        for dim in COMPARED_DIMS if every else SERVED_DIMS:
             found.append(attention(_gen_batch_prefill_primary_module, dtype, dim, "fa2", last=1))
         for dim in SERVED_DIMS:
             found.append(attention(gen_batch_decode_module, dtype, dim))

@@ -1,5 +1,5 @@
-"""The attention kernels of tree forwards against SDPA, and those of noise, filters and moves against torch,
-at the sizes that are served; compiles them, too.
+"""The attention kernels of tree forwards against SDPA, and those of noise, filters, moves and SGLang itself
+against torch, at the sizes that are served; compiles them, too.
 
 ``python -m adaserve.bench.gpu_check.kernels --out kernels.json``: every kernel runs in a process of its own,
 all at once, so that their compilers share the host's cores and one that fails does not cost the others.
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.bench.gpu_check import sglang_kernels
 from adaserve.bench.gpu_check.flashinfer_kernels import compile_all, specs
 from adaserve.engine.device import noise
 from adaserve.engine.device.attention import (
@@ -41,9 +42,13 @@ from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 ATTENTION = ("flashinfer", "triton")
 OTHERS = ("noise", "moves")
-FILTERS = "filters"
-"""Not needed: where the kernel is wrong, servers sort."""
-KERNELS = (*ATTENTION, *OTHERS, FILTERS)
+OPTIONAL = {
+    "filters": "servers sort instead",
+    "sglang": "every server computes as wrong; in all stages, set SGLANG_FORCE_FUSED_OP_BACKEND=torch",
+}
+"""What to know where they are wrong. Servers can do without."""
+KERNELS = (*ATTENTION, *OTHERS, *OPTIONAL)
+NEED_A_GPU = ("flashinfer", "sglang")
 TYPES = {"fp16": (torch.float16, 4e-3), "bf16": (torch.bfloat16, 3e-2), "fp32": (torch.float32, 1e-4)}
 """Types, and the largest difference from SDPA in fp32 that rounding explains."""
 
@@ -63,12 +68,14 @@ class Case:
 
 LLAMA, WIDENED = (32, 8, 128), (32, 16, 64)
 """Heads of Llama 3.1 8B, and of the embedded target widened to its cost."""
-SERVED = tuple(
+EVERY = tuple(
     Case(rows, queries, context, *heads, dtype)
     for heads in (WIDENED, LLAMA)
     for dtype in ("fp16", "bf16")
     for rows, queries, context in ((1, 1, 500), (1, 16, 500), (64, 1, 1000), (16, 4, 1000), (64, 8, 1000))
 )
+SERVED = tuple(c for c in EVERY if (c.q_heads, c.kv_heads, c.head_dim, c.dtype) == (*WIDENED, "fp16"))
+"""By the embedded pairs."""
 SMALL = (Case(3, 2, 20, 4, 2, 32, "fp32"), Case(2, 5, 9, 4, 2, 32, "fp16"))
 """For Triton's interpreter on a CPU."""
 
@@ -79,10 +86,12 @@ def check(name: str, case: Case, device: torch.device, seed: int = 0) -> dict[st
     generator = torch.Generator().manual_seed(seed)
     kv, tokens = case.context + case.queries, case.rows * case.queries
     pool = case.rows * kv + 1
+    wide = case.q_heads + 2 * case.kv_heads  # queries come beside keys and values, as models compute them
     q, keys, values = (
         torch.randn(n, heads, case.head_dim, generator=generator).to(device, dtype)
-        for n, heads in ((tokens, case.q_heads), (pool, case.kv_heads), (pool, case.kv_heads))
+        for n, heads in ((tokens, wide), (pool, case.kv_heads), (pool, case.kv_heads))
     )
+    q = q[:, : case.q_heads]
     extent = Extent(np.full(case.rows, case.queries), np.full(case.rows, kv))
     buffers = AttentionBuffers.allocate(case.rows * kv, tokens * kv // 8 + case.rows, device, unpacked=True)
     buffers.kv_indices.copy_(torch.randperm(pool - 1, generator=generator) + 1)
@@ -207,33 +216,44 @@ def check_filters(rows: int, vocabulary: int, device: torch.device) -> dict[str,
     return found
 
 
-def run_one(name: str, device: str) -> dict[str, Any]:
+def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
+    """``every``: not only what the embedded pairs are served with."""
     start_s, where = time.perf_counter(), torch.device(device)
     compiled = {}
     if name == "flashinfer":
-        seconds = compile_all(specs(hopper=torch.cuda.get_device_capability() == (9, 0)))
+        seconds = compile_all(specs(hopper=torch.cuda.get_device_capability() == (9, 0), every=every))
         compiled = {"compile_s": round(seconds, 1)}
     if name == "noise":
         sizes = (192, 128_256) if device == "cuda" else (6, 1_300)
         results = [check_noise(*sizes, dtype, where) for dtype in TYPES]
-    elif name == FILTERS:
+    elif name == "sglang":
+        compiled = {"compile_s": round(sglang_kernels.compile_all(), 1)}
+        results = sglang_kernels.check(sglang_kernels.served(), where)
+    elif name == "filters":
         shapes = ((64, 128_256), (512, 151_936)) if device == "cuda" else ((8, 9_000),)
         results = [check_filters(*shape, where) for shape in shapes]
     elif name == "moves":
         heads = ((1024,) * 64, (512,) * 16) if device == "cuda" else ((16, 8),)  # of Llama 3.1 8B, 3.2 1B
         results = [check_moves(64 if device == "cuda" else 3, 5, sizes, where) for sizes in heads]
     else:
-        results = [check(name, case, where) for case in (SERVED if device == "cuda" else SMALL)]
+        results = [check(name, case, where) for case in _cases(device, every)]
     right = all(r["right"] for r in results)
     seconds = round(time.perf_counter() - start_s, 1)
     return {"right": right, "seconds": seconds, **compiled, "cases": results}
 
 
-def run_all(device: str, limit_s: float) -> dict[str, Any]:
+def _cases(device: str, every: bool) -> tuple[Case, ...]:
+    if device != "cuda":
+        return SMALL
+    return EVERY if every else SERVED
+
+
+def run_all(device: str, limit_s: float, every: bool = False) -> dict[str, Any]:
     """Every kernel by name; {"right": False, "error": ...} for one that could not be run."""
-    names = KERNELS if device == "cuda" else KERNELS[1:]
+    names = [name for name in KERNELS if device == "cuda" or name not in NEED_A_GPU]
     env = {**os.environ, **({} if device == "cuda" else {"TRITON_INTERPRET": "1"})}
-    command = [sys.executable, "-m", "adaserve.bench.gpu_check.kernels", "--device", device, "--kernel"]
+    command = [sys.executable, "-m", "adaserve.bench.gpu_check.kernels", "--device", device]
+    command += [*(["--every"] if every else []), "--kernel"]
     jobs = {
         name: subprocess.Popen([*command, name], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for name in names
@@ -259,17 +279,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kernel", choices=KERNELS, help="this one, in this process")
+    parser.add_argument("--every", action="store_true", help="also bf16, and heads of 128 dimensions")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds")
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     given = parser.parse_args()
     if given.kernel:
-        print(json.dumps(run_one(given.kernel, given.device)))
+        print(json.dumps(run_one(given.kernel, given.device, given.every)))
         return 0
-    results = run_all(given.device, given.limit)
+    results = run_all(given.device, given.limit, given.every)
     given.out.write_text(json.dumps(results, indent=1) + "\n")
     for name, result in results.items():
-        instead = "; servers sort instead" if name == FILTERS and not result["right"] else ""
-        print(f"{name}: {'right' if result['right'] else 'NOT right'}{instead} {result.get('error', '')}")
+        said = "right" if result["right"] else "; ".join(filter(None, ("NOT right", OPTIONAL.get(name))))
+        print(f"{name}: {said} {result.get('error', '')}")
     # 0: the preferred kernels are right; 3: another one for attention is; 1: attention or another has none.
     order = [results[name]["right"] for name in ATTENTION if name in results]
     if not all(results[name]["right"] for name in OTHERS):

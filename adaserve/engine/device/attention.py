@@ -24,7 +24,7 @@ from adaserve.engine.trees.verify import SCRATCH_SLOT
 logger = logging.getLogger(__name__)
 
 Attention = Literal["auto", "flashinfer", "triton"]
-"""A setting: auto is FlashInfer, or Triton where FlashInfer cannot be compiled."""
+"""A setting: auto is FlashInfer, or Triton where FlashInfer cannot be compiled or run."""
 Kernel = Literal["sdpa", "flashinfer", "triton"]
 
 INT_WORKSPACE_BYTES = 8 << 20
@@ -180,7 +180,7 @@ class FlashInferKernel:
             self._open(extent)
         h, every = self._heads, len(self._page_lens) + 1
         queries, slots, host = (
-            torch.from_numpy(np.pad(starts, (0, every - len(starts)), "edge").astype(np.int32))
+            torch.from_numpy(_of_length(starts, every))
             for starts in (extent.qo_starts, extent.kv_starts, extent.byte_starts)
         )
         self._wrapper.plan(
@@ -200,8 +200,17 @@ class FlashInferKernel:
         self._byte_starts.copy_(host.pin_memory() if torch.cuda.is_available() else host, non_blocking=True)
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        # A pool is [slots, heads, D]; a page of one slot is [slots, 1, heads, D].
-        return self._wrapper.run(q.contiguous(), (keys.unsqueeze(1), values.unsqueeze(1))).flatten(1)
+        # A pool is [slots, heads, D]; a page of one slot is [slots, 1, heads, D]. The kernel reads queries by
+        # their strides and writes every row, so they are not copied, and the output is not cleared before.
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return self._wrapper.run(q, (keys.unsqueeze(1), values.unsqueeze(1)), out=out).flatten(1)
+
+
+def _of_length(starts: np.ndarray, length: int) -> np.ndarray:
+    """int32 [length]: behind ``starts`` the last one again and again. ``np.pad`` takes many times as long."""
+    out = np.full(length, starts[-1], np.int32)
+    out[: len(starts)] = starts
+    return out
 
 
 class TritonKernel:
@@ -263,18 +272,26 @@ def kernel_maker(
 
     if setting == "flashinfer":
         return "flashinfer", flashinfer
-    return compiled("flashinfer", flashinfer, device)
+    return usable("flashinfer", flashinfer, heads, device)
 
 
-def compiled(name: Kernel, make: MakeKernel, device: torch.device) -> tuple[Kernel, MakeKernel]:
-    """``make`` if its kernel can be planned here, which compiles it; else Triton's, with a sentence."""
+def usable(
+    name: Kernel, make: MakeKernel, heads: HeadShape, device: torch.device
+) -> tuple[Kernel, MakeKernel]:
+    """``make`` if its kernel can be planned, which compiles it, and run; else Triton's, with a sentence."""
     try:
-        make(AttentionBuffers.allocate(8, 8, device), 1, 0).plan(Extent(np.array([1]), np.array([1])))
+        kernel = make(AttentionBuffers.allocate(8, 8, device), 1, 0)
+        kernel.plan(Extent(np.array([1]), np.array([1])))
+        q = torch.zeros(1, heads.q_heads, heads.head_dim, dtype=heads.q_dtype, device=device)
+        pool = torch.zeros(1, heads.kv_heads, heads.head_dim, dtype=heads.kv_dtype, device=device)
+        kernel.run(q, pool, pool, heads.scaling)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # or what it failed with shows later
     except Exception as error:  # nvcc, ninja, a header, a library: it can be anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
         logger.warning(
-            "AdaServe: %s cannot be compiled on this host, so trees are verified with SGLang's Triton kernel "
-            "(slower at long contexts; --adaserve-attention flashinfer shows the whole error): %s",
+            "AdaServe: %s cannot be compiled or run on this host, so trees are verified with SGLang's Triton "
+            "kernel (slower at long contexts; --adaserve-attention flashinfer shows the whole error): %s",
             name, reason,
         )  # fmt: skip
         return "triton", TritonKernel

@@ -34,6 +34,7 @@ class _Prepared:
 
     shape: TreeShape
     columns: Tensor  # int64 [nodes]
+    depths: Tensor  # int64 [nodes]
     kernels: dict[int, TreeKernel]  # by tokens per request of a step
     static: StaticArrays = field(default_factory=StaticArrays)
 
@@ -90,10 +91,12 @@ class BeamSearches:
             # Its kernels go with the next search, and the copies of their plans must be over by then:
             # FlashInfer queues them from memory that no allocator watches.
             self._eager[1].wait()
-        columns = torch.from_numpy(shape.columns).to(parts.device, non_blocking=True)
+        columns, depths = (
+            torch.from_numpy(x).to(parts.device, non_blocking=True) for x in (shape.columns, shape.depth)
+        )
         queries = dict.fromkeys((parts.first, *shape.beams[:-1]))  # tokens per request of the steps
         kernels = {q: self._kernel(key, q, place) for place, q in enumerate(queries)}
-        prepared = _Prepared(shape, columns, kernels)
+        prepared = _Prepared(shape, columns, depths, kernels)
         if key in parts.sizes.captured:  # others are not kept: there are too many of them
             self._prepared[key] = prepared
         return prepared
@@ -142,51 +145,48 @@ class BeamSearches:
     def _search(self, key: SearchKey, prepared: _Prepared, there: Mapping[str, Tensor]) -> Tensor:
         parts, shape, base = self._parts, prepared.shape, there["base"][:, None]
         levels = Levels(shape, key.rows, prepared.columns)
-        q, is_padding = parts.first, base == 0
+        q, rows, is_padding = parts.first, there["pool_rows"][:, None], base == 0
         places = torch.where(is_padding, -1, there["places"])
-        step = _Step(there["tokens"], there["positions"], places, there["byte-first"], there["clear-first"])
+        slots = parts.slots(rows, places)
+        step = _Step(there["tokens"], there["positions"], slots, there["byte-first"], there["clear-first"])
         before = self._before(there, places)
-        logits, states = self._step(prepared, there, step, before, slice(q - 1, None, q))  # of the roots
-        logprob, token = best_children(parts, logits, there, base)
+        logits, states = self._step(prepared, step, before, slice(q - 1, None, q))  # of the roots
+        logprob, token = best_children(parts, logits, reading(there, 1), base)
         levels.start(logprob[:, 0], token[:, 0])
+        # Where nodes stand is worked out for all that are expanded; what they are, level by level.
+        inner = slice(shape.start[-2])
+        positions = base + prepared.depths[inner]
+        slots = parts.slots(rows, torch.where(is_padding, -1, base + prepared.columns[inner]))
+        readings = {q: reading(there, q) for q in set(shape.beams[:-1])}
         for depth in range(2, len(shape.beams) + 1):
             nodes = levels.level(depth - 1)
-            tokens, positions = levels.tokens[:, nodes], base + (depth - 1)
-            places = torch.where(is_padding, -1, base + levels.columns[nodes])
+            tokens, at = levels.tokens[:, nodes], positions[:, nodes]
             q, seen = tokens.shape[1], levels.visible[:, nodes]
             clear = torch.where(seen, 0, there[f"clear-{q}"].view_as(seen))
-            step = _Step(tokens, positions.expand_as(tokens), places, there[f"byte-{q}"], clear)
+            step = _Step(tokens, at, slots[:, nodes], there[f"byte-{q}"], clear)
             before = self._before_level(states, levels, depth)
-            logits, states = self._step(prepared, there, step, before, slice(None))
-            levels.grow(depth, *best_children(parts, logits, there, positions))
+            logits, states = self._step(prepared, step, before, slice(None))
+            levels.grow(depth, *best_children(parts, logits, readings[q], at))
         return levels.found
 
     def _step(
-        self,
-        prepared: _Prepared,
-        there: Mapping[str, Tensor],
-        step: _Step,
-        before: Tensor | None,
-        wanted: slice,
+        self, prepared: _Prepared, step: _Step, before: Tensor | None, wanted: slice
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [R, w, vocab] and a head's states [R, w, H] of the ``wanted`` ones of a step's tokens.
         ``before`` [R, q, H]: what a head is given."""
-        parts, q = self._parts, step.tokens.shape[1]
-        slots = parts.slots(there["pool_rows"][:, None], step.places)
+        parts, (rows, q) = self._parts, step.tokens.shape
         inputs = Inputs(
             step.tokens.clamp(max=parts.last_token).flatten(),
             step.positions.clamp(0, parts.last_position).flatten(),
-            slots.flatten(),
+            step.slots.flatten(),
             wanted,
             None if before is None else before.flatten(0, 1),
         )
         parts.buffers.hide(step.byte, step.clear)
-        found = parts.call(inputs, len(slots), prepared.kernels[q])
+        found = parts.call(inputs, rows, prepared.kernels[q])
         parts.buffers.show(step.byte)
-        rows, states = len(slots), found.states
-        return found.logits.unflatten(0, (rows, -1)), None if states is None else states.unflatten(
-            0, (rows, -1)
-        )
+        logits, states = found.logits.unflatten(0, (rows, -1)), found.states
+        return logits, None if states is None else states.unflatten(0, (rows, -1))
 
     def _before(self, there: Mapping[str, Tensor], places: Tensor) -> Tensor | None:
         """What the first step's tokens [R, q] are read with besides: nothing, but for heads."""
@@ -197,15 +197,18 @@ class BeamSearches:
         return None
 
 
+def reading(there: Mapping[str, Tensor], q: int) -> tuple[Tensor, ...]:
+    """Scale, spread and keys of every token [R * q], where each request has q of them."""
+    return tuple(there[name][:, None].expand(-1, q).flatten() for name in ("scale", "spread", "keys"))
+
+
 def best_children(
-    parts: Parts, logits: Tensor, there: Mapping[str, Tensor], positions: Tensor
+    parts: Parts, logits: Tensor, read: tuple[Tensor, ...], positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (float64) and ids of the best tokens [R, q, K]; ``positions`` [R, 1]."""
+    """Log-probabilities (float64) and ids of the best tokens [R, q, K]; ``positions`` [R, q]."""
     rows, q, _ = logits.shape
-    columns = (there["scale"], there["spread"], there["keys"], positions[:, 0])
-    scale, spread, keys, at = (c[:, None].expand(rows, q).flatten() for c in columns)
-    flat, words = logits.flatten(0, 1), parts.words
-    logprob, found = noise.best(flat, scale, spread, keys, at, words, parts.candidates)
+    flat, words, (scale, spread, keys) = logits.flatten(0, 1), parts.words, read
+    logprob, found = noise.best(flat, scale, spread, keys, positions.flatten(), words, parts.candidates)
     tokens = found if words is None else words[found]
     return logprob.double().view(rows, q, -1), tokens.view(rows, q, -1)
 
@@ -227,7 +230,7 @@ class _Step:
 
     tokens: Tensor
     positions: Tensor
-    places: Tensor  # -1 = padding
+    slots: Tensor  # where their KV goes
     byte: Tensor  # int64 [R * q, columns], ``window_bits``
     clear: Tensor  # uint8, as many
 

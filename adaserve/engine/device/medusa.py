@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from adaserve.engine.device.beam_search import best_children, padded_rows, queued_beams
+from adaserve.engine.device.beam_search import best_children, padded_rows, queued_beams, reading
 from adaserve.engine.device.heads import keep_states
 from adaserve.engine.device.model import Parts
 from adaserve.engine.device.sizes import SearchKey
@@ -100,7 +100,7 @@ class DeviceMedusa:
         states = self._states(self.hidden.read(slots), depth)
         for step in range(1, depth + 1):
             logits = functional.linear(states[step - 1], self._lm_heads[step - 1])
-            best = best_children(self._parts, logits[:, None], there, base + (step - 1))
+            best = best_children(self._parts, logits[:, None], reading(there, 1), base + (step - 1))
             if step == 1:
                 levels.start(*(values[:, 0] for values in best))
             else:  # all nodes of a level have the same children

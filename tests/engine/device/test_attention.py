@@ -21,7 +21,7 @@ from adaserve.engine.device.attention import (
     FlashInferKernel,
     SdpaKernel,
     TritonKernel,
-    compiled,
+    usable,
 )
 from adaserve.engine.device.head_shape import HeadShape
 from adaserve.engine.device.layout import Extent
@@ -41,22 +41,34 @@ def test_triton_reads_our_arrays_as_sdpa_does() -> None:
     assert len(worst) == 8 and max(worst) < 1e-5
 
 
-def refused(*_: Any) -> Any:
-    raise RuntimeError("Ninja build failed.\nfatal error: no nvcc")
+HEADS = HeadShape(4, 2, 8, 0.5, torch.float32, torch.float32)
 
 
-def test_a_kernel_that_does_not_compile_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        name, make = compiled("flashinfer", refused, CPU)
-    assert (name, make) == ("triton", TritonKernel)
-    assert "no nvcc" in caplog.text and "--adaserve-attention" in caplog.text
+def kernel_that(refuses: str) -> Any:
+    """Makes kernels of which one method fails: when FlashInfer compiles, or when a graphics card runs it."""
 
+    def refused(*_: Any) -> Any:
+        raise RuntimeError(f"Ninja build failed.\nfatal error: no {refuses}")
 
-def test_a_kernel_that_compiles_serves() -> None:
     def make(buffers: AttentionBuffers, rows: int, place: int) -> SdpaKernel:
-        return SdpaKernel(buffers)
+        kernel = SdpaKernel(buffers)
+        setattr(kernel, refuses, refused)
+        return kernel
 
-    assert compiled("flashinfer", make, CPU) == ("flashinfer", make)
+    return make
+
+
+@pytest.mark.parametrize("refuses", ["plan", "run"])
+def test_a_kernel_that_does_not_work_is_replaced(refuses: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        name, make = usable("flashinfer", kernel_that(refuses), HEADS, CPU)
+    assert (name, make) == ("triton", TritonKernel)
+    assert f"no {refuses}" in caplog.text and "--adaserve-attention" in caplog.text
+
+
+def test_a_kernel_that_works_serves() -> None:
+    make = kernel_that("nothing")
+    assert usable("flashinfer", make, HEADS, CPU) == ("flashinfer", make)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +126,37 @@ def test_tiles_are_as_large_as_the_requests_ask_for(rows: int, tokens: int, long
     planned = tiles.planned_rows(heads, rows, tokens, longest, tiles.WORKSPACE_BYTES)
     assert planned_tile(planned, tokens, 4) == tile
     assert tiles.planned_rows(heads, rows, tokens, longest, 0) == rows, "there is no room for more"
+
+
+def test_flashinfer_copies_and_clears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a kernel more in every layer of every forward. Queries come as a part of wider rows."""
+    ran: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Wrapper:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def reset_workspace_buffer(self, *_: Any) -> None: ...
+
+        def plan(self, *_: Any, **__: Any) -> None: ...
+
+        def run(self, q: torch.Tensor, pool: tuple[torch.Tensor, ...], *, out: torch.Tensor) -> torch.Tensor:
+            assert all(part.shape == (7, 1, 2, 4) for part in pool), "pages of one slot"
+            ran.append((q, out))
+            return out.copy_(q)
+
+    monkeypatch.setitem(
+        sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
+    )
+    room, pool = torch.empty(1 << 20, dtype=torch.uint8), torch.zeros(7, 2, 4)
+    heads = HeadShape(4, 2, 4, 0.5, torch.float32, torch.float32)
+    kernel = FlashInferKernel(AttentionBuffers.allocate(99, 99, CPU), 1, heads, room, room)
+    kernel.plan(Extent(np.array([3]), np.array([5])))
+    q = torch.arange(3 * 8 * 4.0).view(3, 8, 4)[:, :4]
+    result = kernel.run(q, pool, pool, 0.5)
+    ((given, out),) = ran
+    assert given.data_ptr() == q.data_ptr() and given.stride() == q.stride()
+    assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
+    assert torch.equal(result, q.flatten(1))
 
 
 def test_requests_of_no_tokens_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:

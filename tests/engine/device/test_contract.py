@@ -27,7 +27,6 @@ MEMBERS = [
     f"{SGLANG}.runtime_context.get_parallel",
     f"{SGLANG}.configs.model_config.ModelConfig.get_num_kv_heads",
     "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer",
-    "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.run",
 ]
 PARAMETERS = {
     "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.__init__": {
@@ -38,6 +37,7 @@ PARAMETERS = {
         "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads",
         "num_kv_heads", "head_dim_qk", "page_size", "sm_scale", "q_data_type", "kv_data_type", "non_blocking",
     },
+    "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.run": {"q", "paged_kv_cache", "out"},
     f"{SGLANG}.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": {"kvc"},
     f"{SGLANG}.distributed.parallel_state.graph_capture": {"stream"},
 }  # fmt: skip
@@ -61,6 +61,17 @@ def test_the_planner_leaves_mask_and_slots_to_us() -> None:
     assert (
         "if custom_mask is not None or packed_custom_mask is not None:\n            mask_indptr =" in source
     )
+
+
+def test_queries_are_read_by_their_strides() -> None:
+    """And rows of the output lie one behind another."""
+    import flashinfer
+
+    data = Path(flashinfer.__file__).parent / "data"
+    launch = (data / "csrc" / "batch_prefill_paged.cuh").read_text()
+    assert "q_stride_n = q.stride(0)" in launch and "q_stride_h = q.stride(1)" in launch
+    kernel = (data / "include" / "flashinfer" / "attention" / "prefill.cuh").read_text()
+    assert "o_stride_n = num_qo_heads * HEAD_DIM_VO, o_stride_h = HEAD_DIM_VO" in kernel
 
 
 def test_the_draft_counts_in_a_tokens_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaserve.engine.device import model, parts, transfer
+from adaserve.engine.device import model, noise, parts, transfer
 from adaserve.engine.device.graphs import EagerGraph
 from adaserve.engine.device.parts import GraphDevice
+from adaserve.engine.device.sizes import SearchKey
 from adaserve.engine.device.transfer import QueuedCopy
-from tests.engine.device.factories import TinyModel
+from tests.engine.device.factories import Requests, TinyModel, device_forward
 from tests.engine.device.test_worker import Run
 
 WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::unique2",
@@ -119,6 +120,29 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.graphs == 1 + drafted, "a draft with all its steps, and a verification"
     assert watch.launches <= MOST_LAUNCHES[policy]
     assert len(uploads) == 1 + drafted, uploads
+
+
+MOST_LAUNCHES_OF_A_STEP = 22
+"""Of a draft with three beams, besides its model's. Each takes 1 to 2 us, in a step of a millisecond."""
+
+
+def test_a_draft_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one level more launches, which a graph hides from the count of an iteration."""
+    requests, best = Requests([5, 17]), noise.best
+
+    def of_two_kernels(*args: Any) -> Any:
+        watch.launches += 2
+        with torch.utils._python_dispatch._disable_current_modes():
+            return best(*args)
+
+    monkeypatch.setattr(noise, "best", of_two_kernels)
+    launched = []
+    for depth in (4, 5):
+        forward = device_forward(requests, TinyModel(requests.slots), [])
+        with as_on_a_gpu(watch := Watch(), monkeypatch):
+            forward.capture(SearchKey(2, (3,) * depth))
+        launched.append(watch.launches)
+    assert launched[1] - launched[0] <= MOST_LAUNCHES_OF_A_STEP
 
 
 class LateMark:

@@ -1,0 +1,118 @@
+"""SGLang's own small kernels that the checked servers use: compiled side by side, and compared with torch.
+
+Left alone, a server compiles each when it first calls it, one after the other. And all servers use the same
+ones, so that texts which agree do not show whether they are right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+DTYPE, HEAD_DIM = torch.float16, 64
+ROW_BYTES = (256, 1024, 2048)
+"""Of a token's keys in one layer of the embedded models: of the small ones, the large draft and target."""
+
+ROWS, HIDDEN, HEADS, SLOTS, EPSILON = 17, 4096, 8, 64, 1e-6
+BOUND = 4e-3
+"""Of a difference, divided by 1 plus what is right: a few roundings of fp16."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """As SGLang's layers call them."""
+
+    rmsnorm: Callable[..., Tensor]  # (x, weight, epsilon)
+    fused_add_rmsnorm: Callable[..., None]  # (x, residual, weight, epsilon), in place
+    silu_and_mul: Callable[..., Any]  # (x, out)
+    rope: Callable[..., None]  # q, k, cos_sin_cache, positions, is_neox, in place
+    store_cache: Callable[..., None]  # (k, v, k_cache, v_cache, slots)
+
+
+def served() -> Operators:
+    """SGLang's on a CUDA device."""
+    from sgl_kernel import fused_add_rmsnorm, rmsnorm
+    from sglang.kernels.ops.activation.activation import silu_and_mul
+    from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace
+    from sglang.kernels.ops.kvcache.kvcache import store_cache
+
+    return Operators(rmsnorm, fused_add_rmsnorm, silu_and_mul, apply_rope_with_cos_sin_cache_inplace,
+                     store_cache)  # fmt: skip
+
+
+def compile_all() -> float:
+    """Seconds that it took; next to none for what is there. Raises RuntimeError with the compiler's words."""
+    from sglang.kernels.jit.utils import parallel_compile
+    from sglang.kernels.ops.activation.activation import activation_module
+    from sglang.kernels.ops.attention.clamp_position import _jit_clamp_position_module
+    from sglang.kernels.ops.attention.rope import _jit_fused_rope_module
+    from sglang.kernels.ops.kvcache.kvcache import _jit_kvcache_module
+
+    start_s = time.perf_counter()
+    parallel_compile([
+        partial(activation_module, DTYPE),
+        partial(_jit_fused_rope_module, True, HEAD_DIM, DTYPE, DTYPE),
+        partial(_jit_clamp_position_module, torch.int64),
+        *(partial(_jit_kvcache_module, size, size, 0) for size in ROW_BYTES),
+    ])  # fmt: skip
+    return time.perf_counter() - start_s
+
+
+def check(operators: Operators, device: torch.device) -> list[dict[str, Any]]:
+    """The largest difference of each operator from torch in fp32."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, DTYPE)
+
+    def found(name: str, *pairs: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        worst = max(float(((a.float() - b).abs() / (1 + b.abs())).max()) for a, b in pairs)
+        return {"name": name, "difference": worst, "right": worst < BOUND}
+
+    x, residual, weight = random(ROWS, HIDDEN), random(ROWS, HIDDEN), random(HIDDEN)
+    normed = operators.rmsnorm(x, weight, EPSILON)
+    results = [found("rmsnorm", (normed, _norm(x.float(), weight)))]
+    total = x.float() + residual.float()
+    operators.fused_add_rmsnorm(x, residual, weight, EPSILON)
+    results.append(found("fused_add_rmsnorm", (x, _norm(total, weight)), (residual, total)))
+
+    wide = random(ROWS, 2 * HIDDEN)
+    out = torch.empty(ROWS, HIDDEN, dtype=DTYPE, device=device)
+    operators.silu_and_mul(wide, out)
+    gate, up = wide.float().chunk(2, dim=-1)
+    results.append(found("silu_and_mul", (out, functional.silu(gate) * up)))
+
+    # As a part of wider rows, which is how models compute them.
+    q, k, v = random(ROWS, 3 * HEADS, HEAD_DIM).split(HEADS, dim=1)
+    angles = torch.rand(SLOTS, HEAD_DIM // 2, generator=generator).to(device) * 6
+    positions = torch.randperm(SLOTS, generator=generator)[:ROWS].to(device)
+    right = [_rotated(values.float(), angles[positions]) for values in (q, k)]
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    operators.rope(q=q, k=k, cos_sin_cache=table, positions=positions, is_neox=True)
+    results.append(found("rope", *zip((q, k), right, strict=True)))
+
+    caches = random(SLOTS, HEADS * HEAD_DIM), random(SLOTS, HEADS * HEAD_DIM)
+    slots = 1 + torch.randperm(SLOTS - 1, generator=generator)[:ROWS].to(device)
+    rows = [values.reshape(ROWS, -1) for values in (k, v)]
+    expected = [cache.index_copy(0, slots, new).float() for cache, new in zip(caches, rows, strict=True)]
+    operators.store_cache(*(values.flatten(1) for values in (k, v)), *caches, slots)
+    results.append(found("store_cache", *zip(caches, expected, strict=True)))
+    return results
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * weight.float()
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """fp32 [T, heads, D] turned by ``angles`` [T, D / 2], as GPT-NeoX pairs dimensions."""
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
