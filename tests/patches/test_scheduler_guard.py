@@ -76,3 +76,17 @@ def test_there_is_a_most_that_sessions_keep(monkeypatch: pytest.MonkeyPatch) -> 
     assert not scheduler.take_in("again", 500), "it is not counted all the time"
     now_s += 2.0
     assert scheduler.take_in("again", 500)
+
+
+def test_an_abort_hides_other_requests_only_while_it_looks() -> None:
+    scheduler = Scheduler()
+    running = {rid: Turn(rid=rid) for rid in ("a", "a_0", "ab", "b")}
+    scheduler_guard.known_requests(scheduler).update(running)
+
+    def matching(_: Scheduler, asked: Any) -> None:
+        met.extend(rid for rid, req in running.items() if req.rid.startswith(asked.rid))
+
+    met: list[str] = []
+    scheduler_guard._abort(matching, scheduler, SimpleNamespace(rid="a", abort_all=False))
+    assert met == ["a", "a_0"]
+    assert [req.rid for req in running.values()] == list(running)
