@@ -237,7 +237,7 @@ def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:
         first_s = profile.draft_s(n, 1, 1)
         parts.append((first_s, profile.draft_s(n, steps, 1) - first_s))
         served_s.append(server["seconds"]["draft"] / server["iterations"])
-    if not parts:
+    if not any(served_s):
         return profile
     first, later = nnls(np.array(parts), np.array(served_s))[0]
     start = profile.draft_first or profile.draft
