@@ -25,7 +25,7 @@ env: ## Make the environment .venv, or bring it up to date
 demo: env ## Three classes of requests, three speeds: with AdaServe and without it (4 minutes)
 	@$(BIN)/adaserve demo $(ARGS)
 
-test: env ## Run the tests (16 to 25 minutes on 2 cores, no GPU needed; JOBS=1: one after the other)
+test: env ## Run the tests (15 to 25 minutes on 2 cores, no GPU needed; JOBS=1: one after the other)
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow" --durations=15 $(ARGS)
 
 test-all: env ## Run all tests, slow ones included

@@ -114,7 +114,7 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
         ),
         (
             not all(key.isascii() for key in (args.api_key, args.admin_api_key) if key),
-            "HTTP headers carry no such key: use ASCII characters in --api-key and --admin-api-key",
+            "HTTP headers cannot carry such a key: use ASCII characters in --api-key and --admin-api-key",
         ),
         (args.pp_size > 1, "pipeline parallelism is not supported: use --pp-size 1"),
         (args.enable_dp_attention, "data-parallel attention is not supported: remove --enable-dp-attention"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from adaserve.boundary.errors import RequestError
 
 MAX_EFFORT = 1 << 18
-"""Of one request: about a second of processor time."""
+"""Of one request. Four kinds of regular expressions used it up in 0.01 to 0.1 s of processor time."""
 
 GRAMMAR, STEP = 1000, 3
 """What a grammar takes besides its characters and terms, and what a step of the search for its ways takes."""
