@@ -274,7 +274,7 @@ class PricedPolicy(BasePolicy):
         token_price = rate * slope / drafted
         step_price = rate * self.costs.draft_step_s(drafted * frontier_logprob.shape[1], plan.draft_context)
         gain = plan.weight[:, None] * np.exp(frontier_logprob) * self._level_acceptance.value - token_price
-        return bool(np.maximum(gain, 0.0).sum() > step_price)
+        return bool(np.fmax(gain, 0.0).sum() > step_price)  # a beam that is NaN is worth nothing
 
     def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
         """f of every node that may be kept, calibrated if configured, never rising along a path; [m]."""
@@ -302,7 +302,8 @@ class PricedPolicy(BasePolicy):
         regime.rate.add(priced.rate)
         if regime.in_vain and trees.draft_steps and not priced.selection.keep.any():
             # A probe shows what verification costs, too: if nothing were verified, that could not change.
-            return best_nodes(trees, f, priced.value, min(n, len(seconds) - 1))
+            possible = np.count_nonzero(priced.value)
+            return best_nodes(trees, f, priced.value, min(n, len(seconds) - 1, possible))
         return priced.selection
 
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:

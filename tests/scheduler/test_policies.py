@@ -296,6 +296,22 @@ class TestPriced:
             drafted_for += [plan.drafting_rows] if plan.depth else []
         assert drafted_for and set(drafted_for) == {8}
 
+    def test_a_probe_verifies_nothing_that_cannot_be_accepted(self):
+        """Neither what lies deeper than its request allows nor what the draft calls impossible."""
+        latency = LatencyModel(ForwardCost(5e-3), ForwardCost(1e-3, per_token_s=1.0))
+        config = PolicyConfig(latency=latency, least_gain=50.0, early_stop=True, learn_costs=False)
+        policy = build_policy("priced", config)
+        batch, probed = running(4, max_depth=[0, 0, 1, 3]), 0
+        for i in range(160):
+            plan = policy.plan(batch, 1.0 + i)
+            trees = drafted(plan, i)
+            trees.logprob[trees.row_start[3] :] = -math.inf
+            selection = policy.select(plan, trees)
+            policy.observe(outcome(plan, trees, selection, np.zeros(trees.n_nodes, np.bool_)))
+            assert (selection.counts[[0, 1, 3]] == 0).all()
+            probed += int(selection.counts.sum())
+        assert probed
+
     def test_the_frontier_of_a_few_pays_for_their_steps_alone(self):
         latency = LatencyModel(ForwardCost(1e-4, per_token_s=1e-4), ForwardCost(0.03, per_token_s=1e-4))
         policy = build_policy("priced", PolicyConfig(latency=latency, early_stop=True, learn_costs=False))
@@ -304,6 +320,8 @@ class TestPriced:
         frontier = np.where(few[:, None], np.log(0.9), -np.inf)
         assert policy.keep_drafting(replace(plan, drafting=few), 1, frontier)
         assert not policy.keep_drafting(plan, 1, frontier)
+        frontier[~few] = math.nan
+        assert policy.keep_drafting(replace(plan, drafting=few), 1, frontier), "others go on"
 
     def test_requests_in_the_balance_weigh_most(self):
         policy = build_policy("priced")
