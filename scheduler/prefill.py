@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from adaserve.scheduler.averages import Numbers
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray, RunningBatch
 from adaserve.scheduler.latency import Latency
 
@@ -54,7 +55,7 @@ class PrefillConfig:
     lost_every_s: float | None = None  # gate: prompts are given up, one starts this often; None = never
     shed: bool = False  # answer 429 to requests whose TTFT SLO is already lost; off by default
     pacing: Pacing = "fixed"  # slack: chunks are as large as the running requests can bear
-    least_tokens: int = 16  # slack: smaller chunks are not worth a forward
+    least_tokens: int = 16  # slack: smaller chunks are not worth a forward; see ``least_chunk``, too
     most_decodes: int = 8  # slack: decode iterations after which a waiting prompt gets its next chunk
     spend: float = 0.4  # slack: share of the tightest request's slack used between two decode iterations
     patience_s: float = 3.0  # slack: TTFT to aim at for requests without a TTFT SLO
@@ -190,8 +191,13 @@ def least_chunk(sizes: IntArray, seconds: FloatArray, waste: float = 1.15) -> in
 
 def aims_s(config: PrefillConfig, waiting: WaitingBatch) -> FloatArray:
     """When each first token should be out, [n]: by the TTFT SLO, or after ``patience_s``."""
-    stated = np.isfinite(waiting.ttft_slo_s)
-    return waiting.arrival_s + np.where(stated, waiting.ttft_slo_s, config.patience_s)
+    return first_token_due_s(waiting.arrival_s, waiting.ttft_slo_s, config.patience_s)
+
+
+def first_token_due_s(arrival_s: Numbers, ttft_slo_s: Numbers, otherwise_s: float) -> Numbers:
+    """Arrival plus TTFT SLO, or plus ``otherwise_s`` where none is stated; of one request or [n]."""
+    due: Numbers = arrival_s + np.where(np.isfinite(ttft_slo_s), ttft_slo_s, otherwise_s)
+    return due
 
 
 def prefill_s(tokens: IntArray, pressure: Pressure) -> FloatArray:
@@ -244,7 +250,8 @@ def slack_tokens(
     within = int(np.searchsorted(seconds, max(bearable_s, claimed_s) - pressure.spent_s, side="right"))
     tokens = min(int(sizes[within - 1]) if within else 0, config.chunk_tokens)
     beside = int(waiting.prompt_left[order[0]]) + 1 if _overtakes_first(waiting, order) else 0
-    least = max(min(config.least_tokens, config.chunk_tokens), beside)
+    worth_it = max(config.least_tokens, least_chunk(sizes, seconds))
+    least = max(min(worth_it, config.chunk_tokens), beside)
     if tokens < min(least, left):
         if pressure.decodes < config.most_decodes:
             return 0
@@ -294,15 +301,18 @@ def lost_prompts(waiting: WaitingBatch, now_s: float, pressure: Pressure | None)
 
 
 def most_overdue(
-    config: PrefillConfig, waiting: WaitingBatch, pressure: Pressure, now_s: float
+    config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
 ) -> int | None:
-    """The lost prompt whose TTFT SLO passed first, if it is time for one to start: for that long it has been
-    lost, and none was started for this reason."""
+    """The lost prompt of ``order`` whose TTFT SLO passed first, if it is time for one to start: for that long
+    it has been lost, and none was started for this reason."""
     if config.lost_every_s is None or pressure.lost_wait_s < config.lost_every_s:
         return None
-    due_s = np.where(lost_prompts(waiting, now_s, pressure), waiting.arrival_s + waiting.ttft_slo_s, np.inf)
+    late = order[lost_prompts(waiting, now_s, pressure)[order]]
+    if not len(late):
+        return None
+    due_s = waiting.arrival_s[late] + waiting.ttft_slo_s[late]
     first = int(np.argmin(due_s))
-    return first if now_s - due_s[first] >= config.lost_every_s else None
+    return int(late[first]) if now_s - due_s[first] >= config.lost_every_s else None
 
 
 def held_back(
@@ -348,22 +358,25 @@ def held_back(
     return held
 
 
+def rank_of(config: PrefillConfig, arrival_s: Numbers, ttft_slo_s: Numbers, prompt_left: Numbers) -> Numbers:
+    """What prompts that have not started are ordered by, of one or [n]: lower comes first."""
+    if config.order == "short":
+        return prompt_left
+    if config.order == "fcfs":
+        return arrival_s
+    return first_token_due_s(arrival_s, ttft_slo_s, LATER_S if config.order == "slack" else config.patience_s)
+
+
 def in_order(
     config: PrefillConfig, waiting: WaitingBatch, now_s: float, pressure: Pressure | None
 ) -> IntArray:
     """All rows, those first that are prefilled first."""
-    passes = np.zeros(len(waiting.arrival_s), np.bool_)
-    if config.order == "slack":
-        rank = waiting.arrival_s + np.where(np.isfinite(waiting.ttft_slo_s), waiting.ttft_slo_s, LATER_S)
-    elif config.order == "deadline":
-        rank = aims_s(config, waiting)
+    rank = rank_of(config, waiting.arrival_s, waiting.ttft_slo_s, waiting.prompt_left.astype(np.float64))
+    passes = np.zeros(len(rank), np.bool_)
+    if config.order == "deadline":
         if config.lost_every_s is not None:  # who can still be in time comes first
             rank = np.where(lost_prompts(waiting, now_s, pressure), rank + LATER_S, rank)
         passes = overtaking(config, waiting, rank)
-    elif config.order == "short":
-        rank = waiting.prompt_left.astype(np.float64)
-    else:
-        rank = waiting.arrival_s
     return np.lexsort((rank, ~waiting.started, ~passes))
 
 
@@ -386,7 +399,7 @@ def plan_prefill(
     order = order[~shed[order]]
     overdue = None
     if pressure is not None and n_running:
-        overdue = most_overdue(config, waiting, pressure, now_s)
+        overdue = most_overdue(config, waiting, order, pressure, now_s)
         held = held_back(config, waiting, order, n_running, pressure, now_s)
         order = order[~held | (order == overdue)]
         if overdue is not None:

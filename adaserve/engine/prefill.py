@@ -29,7 +29,6 @@ from adaserve.scheduler.prefill import (
     PrefillPlan,
     Pressure,
     WaitingBatch,
-    least_chunk,
     plan_prefill,
     predicted_room,
     stall_slack,
@@ -39,9 +38,6 @@ from adaserve.slo.ledger import SLOLedger
 
 NEWEST = 0.1
 """Weight of the newest iteration in the moving averages."""
-
-SMALLEST = 16
-"""Tokens of the smallest chunk, where small chunks cost no more per token than large ones."""
 
 
 class Chunks(NamedTuple):
@@ -220,7 +216,7 @@ class PrefillPacer:
         sizes = np.unique(np.linspace(1, most_tokens, 128).astype(np.int64))
         curve = self._prefills.quiet_curve(most_tokens)[sizes] * self._costs.slowdown
         chunks = Chunks(sizes, np.maximum.accumulate(curve))
-        rule = self._rule(most_tokens, least_chunk(*chunks))
+        rule = self._rule(most_tokens)
         queue = self._waiting(waiting, started)
         known, batch = self._decoding(running, now_s)
         pressure = self._pressure(rule, batch, len(queue.arrival_s) + 1, now_s, chunks)
@@ -240,12 +236,11 @@ class PrefillPacer:
             batch = replace(batch, tpot_slo_s=np.where(counts, batch.tpot_slo_s, np.inf))
         return reqs, batch
 
-    def _rule(self, most_tokens: int, least_tokens: int) -> PrefillConfig:
+    def _rule(self, most_tokens: int) -> PrefillConfig:
         return PrefillConfig(
             chunk_tokens=most_tokens,
             order="deadline",
             pacing="slack",
-            least_tokens=max(SMALLEST, least_tokens),
             most_decodes=self._interval,
             patience_s=self._patience_s,
             gate=self._gate,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -16,7 +16,6 @@ from adaserve.scheduler.prefill import (
     PrefillConfig,
     PrefillPlan,
     Pressure,
-    least_chunk,
     plan_prefill,
     predicted_room,
     stall_slack,
@@ -177,9 +176,6 @@ class Replica(ABC):
         config = self.config.prefill
         wanted = config.pacing == "slack" or config.gate is not None
         pressure = self._pressure(pace, len(looked)) if wanted and len(self.rows) else None
-        if pressure is not None and config.pacing == "slack":  # as the engine's pacer does it
-            least = least_chunk(pressure.sizes, pressure.seconds)
-            config = replace(config, least_tokens=max(config.least_tokens, least))
         return plan_prefill(config, waiting_batch(looked), len(self.rows), self.now_s, pressure)
 
     def _pressure(self, pace: FloatArray, joining: int) -> Pressure:

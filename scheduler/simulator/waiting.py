@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import chain, islice
 
 import numpy as np
 from sortedcontainers import SortedKeyList
 
-from adaserve.scheduler.prefill import LATER_S, MOST_LOST, MOST_WAITING, PrefillConfig, WaitingBatch
+from adaserve.scheduler.prefill import MOST_LOST, MOST_WAITING, PrefillConfig, WaitingBatch, rank_of
 from adaserve.scheduler.simulator.workload import SimRequest
 
 
@@ -64,15 +63,8 @@ class WaitingPrompts:
         (self._in_time if request in self._in_time else self._lost).remove(request)
 
     def _rank(self, request: SimRequest) -> float:
-        """As ``plan_prefill`` orders what has not started."""
-        ttft_s, order = request.ttft_slo_s, self._config.order
-        if order == "short":
-            return float(request.prompt_tokens)
-        if order == "slack":
-            return request.arrival_s + (ttft_s if math.isfinite(ttft_s) else LATER_S)
-        if order == "deadline":
-            return request.arrival_s + (ttft_s if math.isfinite(ttft_s) else self._config.patience_s)
-        return request.arrival_s
+        prompt = float(request.prompt_tokens)
+        return float(rank_of(self._config, request.arrival_s, request.ttft_slo_s, prompt))
 
 
 def waiting_batch(requests: list[SimRequest]) -> WaitingBatch:
