@@ -19,7 +19,7 @@ values feed SDPA on a CPU, FlashInfer on a GPU and the simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -212,7 +212,7 @@ class IterationOutcome:
     total_s: float  # plan to commit, catching up included, prefill not
     since_last_s: float = 0.0  # time since the previous decode iteration ended (prefill included)
     prefilled: bool = False  # whether prompts had forwards of their own in that time
-    tested: BoolArray | None = field(default=None)
+    tested: BoolArray | None = None
     """[m]: kept nodes whose parent was accepted (censoring: all others were never tried).
     None = derive it from ``accepted``."""
     prefill_tokens: int = 0  # prefill tokens that shared the verify forward; their time is in verify_s
@@ -251,10 +251,6 @@ class Policy(Protocol):
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Learns from a finished iteration (possibly one iteration late)."""
-        ...
-
-    def observe_prefill(self, tokens: int, duration_s: float, now_s: float) -> None:
-        """Learns what a prefill chunk of ``tokens`` cost."""
         ...
 
     def forget(self, rid: str) -> None:

@@ -242,7 +242,6 @@ class AdaServeWorker(BaseSpecWorker):
         end_s = time.perf_counter()
         self.times.prefilled(end_s - start_s)
         self.ledger.prefilled(batch.reqs, end_s - start_s)
-        self.policy.observe_prefill(int(batch.extend_num_tokens), end_s - start_s, end_s)
         self.prefill.observe_prefill(int(batch.extend_num_tokens), end_s - start_s)
         return result
 

@@ -203,9 +203,6 @@ class BasePolicy:
         groups = None if group is None else group[tests.node]
         self.calibrator.observe(claimed, tests.row % n, tests.accepted, rids, classes, groups)
 
-    def observe_prefill(self, tokens: int, duration_s: float, now_s: float) -> None:
-        """Separate prefill forwards teach the verify cost nothing (other kernels); ignored here."""
-
     def forget(self, rid: str) -> None:
         """Drops the request's acceptance and calibration state."""
         self.learn()  # what was collected earlier must not bring it back

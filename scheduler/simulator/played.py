@@ -52,12 +52,12 @@ class PlayedReplica(Replica):
         self.policy, self.sampler, self._order = policy, sampler, order
         self.log: list[tuple[float, ...]] = []  # LOG_FIELDS of every iteration
         self.outcomes: list[IterationOutcome] | None = None  # set to [] to record iterations
-        self._late: IterationOutcome | None = None
+        self._unobserved: IterationOutcome | None = None
+        self._leaving: list[str] = []  # requests of ``_unobserved`` that have ended
 
-    def _prefill(self, tokens: int) -> float:
-        seconds = super()._prefill(tokens)
-        self.policy.observe_prefill(tokens, seconds, self.now_s)
-        return seconds
+    def _prefill(self, tokens: int) -> None:
+        self._settle()
+        super()._prefill(tokens)
 
     def _drafts_for_next(self) -> bool:
         policy = self.policy
@@ -66,7 +66,7 @@ class PlayedReplica(Replica):
 
     def _decode(self, prefill_tokens: int) -> None:
         at = self._order(self.rows, self.now_s)
-        running = self.rows.batch(at, self.config.lag, prefill_tokens)
+        running = self.rows.batch(at, prefill_tokens)
         plan = self.policy.plan(running, self.now_s)
         pick = slice(None) if at is None else at
         trees, selection, accepted, draft_s = self._speculate(plan, pick)
@@ -85,12 +85,12 @@ class PlayedReplica(Replica):
             selection,
             accepted,
             new,
-            self.now_s,
-            draft_s,
-            0.0,
-            verify_s,
-            total,
-            self.now_s - self._last_end_s if self._last_end_s else total,
+            end_s=self.now_s,
+            draft_s=draft_s,
+            select_s=0.0,
+            verify_s=verify_s,
+            total_s=total,
+            since_last_s=self.now_s - self._last_end_s if self._last_end_s else total,
             prefilled=self._spent_s > 0,
             prefill_tokens=prefill_tokens,
         )
@@ -103,6 +103,7 @@ class PlayedReplica(Replica):
         n = plan.drafting_rows
         if plan.depth == 0:
             trees = CandidateTrees.empty(len(plan.running))
+            self._settle()
             return trees, self.policy.select(plan, trees), np.zeros(0, np.bool_), 0.0
         drafted = self.sampler.draft(
             plan,
@@ -110,6 +111,7 @@ class PlayedReplica(Replica):
             self.rows.bias[pick],
             lambda step, frontier: self.policy.keep_drafting(plan, step, frontier),
         )
+        self._settle()
         selection = self.policy.select(plan, drafted.trees)
         accepted = self.sampler.verify(drafted, selection)
         fed = [n, *(n * (s.stop - s.start) for s in drafted.levels[:-1])]  # rows of each draft forward
@@ -118,14 +120,12 @@ class PlayedReplica(Replica):
         return drafted.trees, selection, accepted, self._noisy(seconds)
 
     def _observe(self, outcome: IterationOutcome) -> None:
-        """The policy learns, under the overlap schedule one iteration late; the log gets a line."""
+        """The policy learns, under the overlap schedule after the next plan; the log gets a line."""
         if self.outcomes is not None:
             self.outcomes.append(outcome)
-        arrived: IterationOutcome | None = outcome
-        if self.config.lag:
-            arrived, self._late = self._late, outcome
-        if arrived is not None:
-            self.policy.observe(arrived)
+        self._unobserved = outcome
+        if not self.config.lag:
+            self._settle()
         new, plan, depth = outcome.new_tokens, outcome.plan, int(outcome.trees.depth.max(initial=0))
         late = int((plan.need > depth + 1).sum())
         self.log.append(
@@ -133,9 +133,21 @@ class PlayedReplica(Replica):
              outcome.prefill_tokens, outcome.total_s, outcome.draft_s, int(new.sum()), late)
         )  # fmt: skip
 
+    def _settle(self) -> None:
+        """The policy learns from the last iteration, if that is still to be done."""
+        outcome, self._unobserved = self._unobserved, None
+        if outcome is not None:
+            self.policy.observe(outcome)
+        leaving, self._leaving = self._leaving, []
+        for rid in leaving:
+            self.policy.forget(rid)
+
     def _end(self, request: SimRequest) -> None:
         super()._end(request)
-        self.policy.forget(request.rid)
+        if self._unobserved is None:
+            self.policy.forget(request.rid)
+        else:  # an outcome that is not observed yet would bring it back
+            self._leaving.append(request.rid)
 
 
 def iteration_log(replica: PlayedReplica) -> dict[str, FloatArray]:

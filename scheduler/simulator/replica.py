@@ -41,7 +41,7 @@ class ReplicaConfig:
     exclusive_tokens: int = 4096  # largest separate prefill forward
     noise: float = 0.03  # standard deviation of log seconds
     row_overhead_s: float = 0.0  # per iteration and running request, whose tokens are streamed
-    lag: bool = False  # overlap schedule: plans see the state before the last outcome
+    lag: bool = False  # overlap schedule: an outcome is observed after the next plan
     busy: tuple[tuple[float, float, float], ...] = ()
     """When others use the host: from, until (simulated seconds), how many times as long everything takes."""
 
@@ -120,12 +120,11 @@ class Replica(ABC):
 
     # -- prefills -----------------------------------------------------------------------------
 
-    def _prefill(self, tokens: int) -> float:
-        """A forward of its own; returns its seconds."""
+    def _prefill(self, tokens: int) -> None:
+        """A forward of its own."""
         seconds = self._noisy(self.config.latency.verify_s(tokens) + self._draft_prefill_s())
         self.now_s += seconds
         self._decodes, self._spent_s = 0, self._spent_s + seconds
-        return seconds
 
     def _take_chunk(self) -> Chunk:
         if not len(self.waiting):
@@ -184,7 +183,7 @@ class Replica(ABC):
         beside = n if self.config.prefill_mode == "mixed" else 0
         sizes, seconds = chunk_costs(self.config, self._drafts, beside)
         period_s = self._iteration_s.value or latency.iteration_s(n, 0, 1, n)
-        running = self.rows.batch(None, self.config.lag, 0)
+        running = self.rows.batch(None, 0)
         slack = stall_slack(running, self.now_s, pace, period_s)
         room = None
         if config.gate is not None:
@@ -251,7 +250,8 @@ class Replica(ABC):
 
 @lru_cache(maxsize=1024)
 def chunk_costs(config: ReplicaConfig, drafts: bool, beside: int) -> tuple[IntArray, FloatArray]:
-    """Chunk sizes [k], and the seconds [k] that they add to a forward of ``beside`` tokens, or take alone."""
+    """Chunk sizes [k], and the seconds [k] that they add to a forward of ``beside`` tokens, or take alone;
+    both rising."""
     latency = config.latency
     sizes = np.unique(np.linspace(1, config.prefill.chunk_tokens, 64).astype(np.int64))
     seconds = latency.verify_s(beside + sizes.astype(np.float64))
@@ -259,4 +259,4 @@ def chunk_costs(config: ReplicaConfig, drafts: bool, beside: int) -> tuple[IntAr
         seconds -= latency.verify_s(float(beside))
     if drafts:
         seconds += np.array([latency.draft_step_s(int(t)) for t in sizes])
-    return sizes, seconds
+    return sizes, np.maximum.accumulate(seconds)

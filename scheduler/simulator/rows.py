@@ -16,7 +16,6 @@ class Rows:
     def __init__(self) -> None:
         self.requests: list[SimRequest] = []
         self.decoded: IntArray = np.zeros(0, np.int64)
-        self.seen_decoded: IntArray = np.zeros(0, np.int64)  # as of the previous commit (overlap)
         self.iterations: IntArray = np.zeros(0, np.int64)
         self.max_depth: IntArray = np.zeros(0, np.int64)
         self._rebuild()
@@ -41,7 +40,6 @@ class Rows:
         zeros = np.zeros(len(requests), np.int64)
         self.requests.extend(requests)
         self.decoded = np.concatenate([self.decoded, zeros])
-        self.seen_decoded = np.concatenate([self.seen_decoded, zeros])
         self.iterations = np.concatenate([self.iterations, zeros])
         depths = np.array([NO_LIMIT if r.drafts else 0 for r in requests], np.int64)
         self.max_depth = np.concatenate([self.max_depth, depths])
@@ -50,7 +48,6 @@ class Rows:
     def advance(self, pick: slice | IntArray, new: IntArray) -> list[tuple[SimRequest, int, int]]:
         """An iteration brought ``new`` tokens to the rows ``pick``. Removes those that are done, and returns
         each with its tokens and iterations."""
-        self.seen_decoded = self.decoded.copy()
         self.decoded[pick] += new
         self.iterations[pick] += 1
         over = self.decoded >= self.length
@@ -64,27 +61,26 @@ class Rows:
 
     def _keep(self, these: BoolArray) -> None:
         self.requests = [r for r, stays in zip(self.requests, these.tolist(), strict=True) if stays]
-        self.decoded, self.seen_decoded = self.decoded[these], self.seen_decoded[these]
-        self.iterations, self.max_depth = self.iterations[these], self.max_depth[these]
+        self.decoded, self.iterations = self.decoded[these], self.iterations[these]
+        self.max_depth = self.max_depth[these]
         self._rebuild()
 
-    def batch(self, at: IntArray | None, stale: bool, prefill_tokens: int) -> RunningBatch:
-        """The batch a policy sees; ``at`` picks rows, ``stale`` shows the previous commit's counts."""
-        decoded = self.seen_decoded if stale else self.decoded
+    def batch(self, at: IntArray | None, prefill_tokens: int) -> RunningBatch:
+        """The batch a policy sees; ``at`` picks rows, None = all."""
         if at is None:
             rids, classes, pick = self.rids, self.classes, slice(None)
         else:
             rids = tuple(self.rids[i] for i in at)
             classes = tuple(self.classes[i] for i in at)
             pick = at  # type: ignore[assignment]
-        done = decoded[pick]
+        done = self.decoded[pick]
         return RunningBatch(
             rids=rids,
             slo_class=classes,
             tpot_slo_s=self.slo[pick],
             decode_start_s=self.start[pick],
             decoded_tokens=done,
-            context_tokens=self.prompt[pick] + 1 + done,
+            context_tokens=self.prompt[pick] + done,
             remaining_tokens=np.maximum(1, self.limit[pick] - done),
             max_depth=self.max_depth[pick],
             temperature=np.ones(len(rids)),

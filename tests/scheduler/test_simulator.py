@@ -76,6 +76,39 @@ def test_overlap_lag_is_survived():
     assert all(r.finished for r in result.requests)
 
 
+@pytest.mark.parametrize("lag", [False, True])
+def test_a_policy_is_called_as_the_engine_calls_it(lag):
+    """Batches are up to date; under overlap an outcome comes between the next plan and its selection. What it
+    says of a request that has ended is forgotten afterwards."""
+    replica, calls = build_replica(config("priced", lag=lag)), []
+    policy, rows = replica.policy, replica.rows
+    plan, select, observe, forget = policy.plan, policy.select, policy.observe, policy.forget
+
+    def planned(batch, now_s):
+        assert np.array_equal(batch.decoded_tokens, rows.decoded)
+        assert np.array_equal(batch.context_tokens, rows.prompt + rows.decoded)
+        calls.append("plan")
+        return plan(batch, now_s)
+
+    policy.plan = planned
+    policy.select = lambda *given: calls.append("select") or select(*given)
+    policy.observe = lambda outcome: calls.append(outcome.plan.running.rids) or observe(outcome)
+    policy.forget = lambda rid: calls.append(f"forget {rid}") or forget(rid)
+    for request in requests(6):
+        replica.submit(request)
+    while replica.busy:
+        replica.step()
+    steps = [c if isinstance(c, str) else "observe" for c in calls if isinstance(c, tuple) or " " not in c]
+    once = ["plan", "observe", "select"] if lag else ["plan", "select", "observe"]
+    expected = once * (len(steps) // 3 + 1)
+    if lag:  # the first plan has nothing to learn from, and the last outcome is not heard of any more
+        expected.remove("observe")
+    assert steps == expected[: len(steps)]
+    for at, call in enumerate(calls):
+        if isinstance(call, str) and call.startswith("forget"):
+            assert not any(call.split()[1] in c for c in calls[at:] if isinstance(c, tuple))
+
+
 def test_one_request_alone_takes_the_latency_model_s_time():
     lone = requests(1)
     lone[0].output_tokens = lone[0].cap_tokens = 101
