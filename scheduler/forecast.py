@@ -130,7 +130,7 @@ def predicted_wait_s(
         claim_s = (work_s + float(waiting.prompt_left[last]) * token_s) / GATE_CLAIM
         latest_s = float(aims[last]) - now_s - config.most_decodes * pressure.period_s - claim_s
         wait_s = max(wait_s, min(latest_s, float(finish_s[0]) if n else 0.0))
-    missing = n + last + 1 - slots
+    missing = n + int((ahead | waiting.started).sum()) + 1 - slots
     if missing > 0 and n:
         wait_s = max(wait_s, float(finish_s[min(missing, n) - 1]))
     return wait_s

@@ -153,3 +153,4 @@ def test_without_a_free_slot_it_waits_for_one():
     assert wait(finish=[2.0, 5.0], slots=2) == 2.0
     assert wait(left=[10, 10], finish=[2.0, 5.0], slots=2) == 5.0
     assert wait(finish=[2.0, 5.0], slots=3) == 0.0
+    assert wait(left=[10, 10], ttft=[9.0, 1.0], finish=[2.0, 5.0], slots=2) == 2.0, "it is due first"
