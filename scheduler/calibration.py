@@ -139,7 +139,7 @@ class Calibrator:
         their groups if not all were drafted; [t]."""
         if not q.size:
             return
-        bins = np.minimum((q * N_BINS).astype(np.int64), N_BINS - 1)
+        bins = bin_of(q)
         number, groups = self._ids(classes).take(row), 0 if group is None else group
         # Correct by class first, then by request: otherwise both would correct the same error.
         believed = q * self._factors[number, bins + groups * _PLACES]

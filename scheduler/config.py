@@ -58,8 +58,18 @@ class PolicyConfig:
             raise ValueError(f"need 1 <= d_min <= d_max, got {self.d_min} and {self.d_max}")
         if self.w_max < 1:
             raise ValueError(f"w_max must be >= 1, got {self.w_max}")
-        if self.turbo_probe_every < 1 or self.turbo_reset_steps < 1:
-            raise ValueError("turbo_probe_every and turbo_reset_steps must be >= 1")
+        for name in (
+            "knee",
+            "depth_probe_every",
+            "width_probe_every",
+            "turbo_probe_every",
+            "turbo_reset_steps",
+        ):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("c1", "turbo_k_max"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if not self.draft_windows or any(0 < w < LEAST_WINDOW or w < 0 for w in self.draft_windows):
             raise ValueError(f"draft_windows must be 0 or at least {LEAST_WINDOW}, got {self.draft_windows}")
         if len(self.draft_windows) > 1 and self.draft_windows[0] != 0:

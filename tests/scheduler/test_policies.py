@@ -108,8 +108,17 @@ def test_bad_batches_are_refused_with_the_reason():
         policy.plan(running(0), 1.0)
     with pytest.raises(ValueError, match=r"unknown policy 'best'.*priced.*chain-K"):
         build_policy("best")
-    with pytest.raises(ValueError, match="budget must be >= 1"):
-        PolicyConfig(budget=0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"budget": 0}, {"w_max": 0}, {"knee": 0.5}, {"knee": math.nan}, {"depth_probe_every": 0},
+     {"width_probe_every": 0}, {"turbo_probe_every": 0}, {"turbo_reset_steps": 0}, {"turbo_k_max": -1},
+     {"c1": -4}],
+)  # fmt: skip
+def test_bad_settings_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        PolicyConfig(**wrong)
 
 
 def test_need_follows_the_paper():
