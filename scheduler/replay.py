@@ -3,7 +3,7 @@
 One JSON object per line (gzip when the name ends in .gz)::
 
     {"iteration": 7, "now_s": ..., "running": {...}, "plan": {...}, "trees": {...},
-     "selection": {"keep": "0110...", "slo_counts": [...]}, "outcome": {...} | null}
+     "selection": {"keep": "0110...", "slo_counts": [...]}, "outcome": {...}}
 
 Arrays are lists; infinities are the strings "inf" and "-inf". A learning policy is replayed faithfully only
 from the first iteration on, with all outcomes and in the order of events: ``observed`` tells how many
@@ -53,7 +53,7 @@ class RecordedIteration:
     plan: IterationPlan
     trees: CandidateTrees
     selection: Selection
-    outcome: IterationOutcome | None
+    outcome: IterationOutcome
     observed: int  # outcomes known when it was planned
 
 
@@ -236,9 +236,7 @@ def replay(path: Path, policy: Policy, select_only: bool = False) -> list[Mismat
             while gone < len(forgets) and forgets[gone][1] <= known:
                 policy.forget(forgets[gone][0])
                 gone += 1
-            outcome = arrivals[known].outcome
-            assert outcome is not None
-            policy.observe(outcome)
+            policy.observe(arrivals[known].outcome)
             known += 1
         while gone < len(forgets) and forgets[gone][1] <= known:
             policy.forget(forgets[gone][0])

@@ -43,7 +43,7 @@ def load_children(path: Path) -> RecordedChildren:
     calibrator, best, second = Calibrator(), [], []
     for item in read_recording(path):
         trees, running = item.trees, item.plan.running
-        if not trees.n_nodes or item.outcome is None:
+        if not trees.n_nodes:
             continue
         tests, classes = find_tested(item.outcome), ("all",) * len(running)
         q = claimed_probability(trees)
@@ -68,14 +68,11 @@ def recorded_slowdown(path: Path, latency: Latency) -> float:
     ValueError when it holds no iteration."""
     ratios = []
     for item in read_recording(path):
-        if item.outcome is not None:
-            running = item.plan.running
-            context = Context(float(running.context_tokens.sum()), len(running))
-            tokens = item.selection.verify_tokens + item.outcome.prefill_tokens
-            said_s = latency.iteration_s(
-                len(running), item.trees.draft_steps, item.plan.width, tokens, context
-            )
-            ratios.append(item.outcome.cycle_s / said_s)
+        running = item.plan.running
+        context = Context(float(running.context_tokens.sum()), len(running))
+        tokens = item.selection.verify_tokens + item.outcome.prefill_tokens
+        said_s = latency.iteration_s(len(running), item.trees.draft_steps, item.plan.width, tokens, context)
+        ratios.append(item.outcome.cycle_s / said_s)
     if not ratios:
         raise ValueError(f"{path} holds no iteration; record while requests are served")
     return float(np.median(ratios))
