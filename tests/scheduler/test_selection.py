@@ -72,6 +72,43 @@ def test_algorithm_1_is_optimal(rows, data):
         assert ours.value == pytest.approx(best.value, abs=1e-9)
 
 
+@settings(max_examples=60)
+@given(tree_rows(max_rows=2, max_nodes=5), st.data())
+def test_algorithm_2_is_optimal_where_every_need_can_be_met(rows, data):
+    """Of all trees within the budget that meet every need, by brute force."""
+    trees, n = trees_from(rows), len(rows)
+    need = np.array(data.draw(st.lists(st.floats(0, 3), min_size=n, max_size=n)))
+    budget = data.draw(st.integers(0, n + trees.n_nodes))
+    best = reference.brute_force(reference.rows_of(trees), list(need), budget)
+    if best is not None:
+        got = two_phase(trees, path_probability(trees), need, 100, budget, None)
+        assert got.expected_tokens.sum() == pytest.approx(best.value, abs=1e-6)
+        assert (got.expected_tokens >= need - 1e-6).all()
+
+
+@given(tree_rows(max_rows=6), st.data())
+def test_needs_are_met_before_leftovers_are_given(rows, data):
+    trees, n = trees_from(rows), len(rows)
+    need = np.array(data.draw(st.lists(NEED, min_size=n, max_size=n)))
+    budget, n_max = data.draw(st.integers(0, n + trees.n_nodes)), data.draw(st.integers(1, 4))
+    ranked = rank(trees, path_probability(trees))
+    got = two_phase(trees, path_probability(trees), need, 4, budget, n_max)
+    first = 1.0 + (ranked.value * (np.arange(ranked.value.shape[1]) < got.slo_counts[:, None])).sum(axis=1)
+    served = first >= np.minimum(need, 5.0) - 1e-6
+    if (got.counts > got.slo_counts).any():
+        assert (served | (got.slo_counts == np.minimum(ranked.available, n_max))).all()
+    for behind in np.flatnonzero(~served & (got.slo_counts < np.minimum(ranked.available, n_max))):
+        assert not got.slo_counts[need < need[behind]].any(), "the neediest come first"
+
+
+@pytest.mark.parametrize("budget", [0, 1, 256, 257, 300, 2000])
+def test_256_requests_get_what_algorithm_2_gives_them(budget):
+    trees, need = beam_trees(256, 3, 2), np.random.default_rng(0).uniform(-1, 5, 256)
+    got = two_phase(trees, path_probability(trees), need, 3, budget, 2)
+    want = reference.algorithm_2(reference.rows_of(trees), list(need), budget, 3, 2)
+    assert [set(row) for row in want.kept] == kept_sets(trees, got)
+
+
 @given(tree_rows(max_rows=1, max_nodes=6), st.floats(0, 4))
 def test_slo_phase_is_minimal(rows, need):
     """No smaller tree of the row reaches its need (brute force over all its trees)."""
