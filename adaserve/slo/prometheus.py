@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from adaserve.slo.events import STAGES, DraftLearning, FinishedRequest, IterationSample
 from adaserve.slo.forecast import Forecast
 from adaserve.slo.metrics import RATIO_EDGES
@@ -38,14 +40,13 @@ _HISTOGRAMS = {
 }
 
 
-_LEARNING = (
-    ("accepted", "Expected accepted tokens of a chain of 4, on the newest requests", ("draft", "slo_class")),
-    ("swaps", "Better drafts that were swapped in", ()),
-    ("rejected", "Drafts in training that were worse or could not be served", ()),
-    ("learned_tokens", "Served tokens that the draft has learned from", ()),
-    ("trainer_cpu_seconds", "Processor time that the trainer has used", ()),
-    ("trainer_running", "1 while the trainer runs", ()),
-)
+# Fields of DraftLearning -> metric.
+_LEARNED = {
+    "swaps": ("swaps", "Better drafts that were swapped in"),
+    "rejected": ("rejected", "Drafts in training that were worse or could not be served"),
+    "tokens": ("learned_tokens", "Served tokens that the draft has learned from"),
+    "cpu_s": ("trainer_cpu_seconds", "Processor time that the trainer has used"),
+}
 
 
 class ServerMetrics:
@@ -107,9 +108,13 @@ class ServerMetrics:
         error = "Predicted / delivered TPOT - 1 of finished requests, predicted when they arrived"
         self.error = histogram("adaserve:predicted_tpot_error", error, by_class, buckets=_ERROR_EDGES)
         self._make_forecasts(where)
-        self._learning: dict[str, Any] = {
-            name: gauge(f"adaserve:draft_{name}", says, labels) for name, says, labels in _LEARNING
+        says = "Expected accepted tokens of a chain of 4, on the newest requests"
+        self.accepted = gauge("adaserve:draft_accepted", says, ("draft", "slo_class"))
+        self.trainer = gauge("adaserve:draft_trainer_running", "1 while the trainer runs")
+        self.learning = {
+            field: counter(f"adaserve:draft_{name}", says) for field, (name, says) in _LEARNED.items()
         }
+        self._learned = DraftLearning(trainer="starting")  # as counted so far
 
     def _make_forecasts(self, where: dict[str, Any]) -> None:
         """What data-parallel ranks say is added up as a router sees it: the best one serves the request."""
@@ -205,15 +210,13 @@ class ServerMetrics:
 
     def learned(self, learning: DraftLearning) -> None:
         """How a draft that learns is doing."""
-        gauges = self._learning
         for slo_class, scores in learning.judged[-1].classes.items() if learning.judged else ():
-            gauges["accepted"].labels("present", slo_class).set(scores.present)
-            gauges["accepted"].labels("first", slo_class).set(scores.first)
-        gauges["swaps"].set(learning.swaps)
-        gauges["rejected"].set(learning.rejected)
-        gauges["learned_tokens"].set(learning.tokens)
-        gauges["trainer_cpu_seconds"].set(learning.cpu_s)
-        gauges["trainer_running"].set(learning.trainer == "running")
+            self.accepted.labels("present", slo_class).set(scores.present)
+            self.accepted.labels("first", slo_class).set(scores.first)
+        self.trainer.set(learning.trainer == "running")
+        for field, counter in self.learning.items():
+            counter.inc(max(0.0, getattr(learning, field) - getattr(self._learned, field)))
+        self._learned = msgspec.structs.replace(learning)  # the learner goes on writing into its own
 
     def _calibrate(self, sample: IterationSample) -> None:
         """Exponential averages over about 200 iterations: single ones are noise."""

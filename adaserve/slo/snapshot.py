@@ -142,7 +142,8 @@ def build_snapshot(
     total = Bucket(0)
     for b in recent:
         total.add(b)
-    per_s = 1.0 / min(WINDOW_S, max(BUCKET_S, uptime_s if uptime_s >= 0 else WINDOW_S))  # a clock set back
+    span_s = now - first * BUCKET_S  # the last bucket has only begun
+    per_s = 1.0 / min(span_s, max(BUCKET_S, uptime_s if uptime_s >= 0 else WINDOW_S))  # a clock set back
     names = _class_names(ranks)
     lasts = [r.last for r in ranks if r.last is not None]
     fresh = [r.last for r in ranks if r.last is not None and now - r.last_at < FRESH_S]

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from adaserve.slo.classes import SLO, SLOConfig
-from adaserve.slo.events import FinishedRequest, IterationSample
+from adaserve.slo.events import DraftLearning, FinishedRequest, IterationSample
 from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.snapshot import LEAST_LOST, build_snapshot
@@ -66,7 +66,38 @@ def test_a_clock_that_is_set_back_hides_what_it_had_counted() -> None:
     s.finish(request())
     snap = build_snapshot([json.loads(json.dumps(s.state()))])
     assert snap.classes[0].requests == 1 and snap.classes[0].total_requests == 11
-    assert snap.throughput_tps == pytest.approx(40 / 60)
+    assert snap.throughput_tps == pytest.approx(40 / 58), "the last of 30 buckets has just begun"
+
+
+@pytest.mark.parametrize("since_s", [0.25, 1.25])
+def test_a_steady_rate_is_shown_as_it_is(since_s: float) -> None:
+    """Two requests a second of 40 tokens, whenever the page looks within a bucket."""
+    s, clock = stats()
+    clock.now += since_s
+    for _ in range(400):
+        s.finish(request())
+        clock.now += 0.5
+    snap = build_snapshot([json.loads(json.dumps(s.state()))])
+    assert snap.throughput_tps == pytest.approx(80, rel=0.01)
+
+
+def test_what_a_draft_learns_is_counted_up() -> None:
+    """Counters, so that a rate survives a restart; the learner tells sums."""
+    registry = CollectorRegistry()
+    s, _ = stats(registry)
+    learning = DraftLearning(trainer="running", swaps=1, tokens=100, cpu_s=0.5)
+    s.learned(learning)
+    learning.swaps, learning.tokens, learning.cpu_s = 3, 250, 0.75
+    s.learned(learning)
+    names = (
+        "swaps_total",
+        "rejected_total",
+        "learned_tokens_total",
+        "trainer_cpu_seconds_total",
+        "trainer_running",
+    )
+    got = [registry.get_sample_value(f"adaserve:draft_{name}") for name in names]
+    assert got == [3, 0, 250, 0.75, 1]
 
 
 def test_snapshot_figures() -> None:
