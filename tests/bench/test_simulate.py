@@ -145,7 +145,7 @@ def test_capacity_of_what_a_fleet_recorded(tmp_path: Path) -> None:
         ("--gpu b900", "unknown GPU"),
         ("--model llama-3.2-1b", "unknown target model 'llama-3.2-1b'"),
         ("--prefill never", "is not one of"),
-        ("--speedup 1,0", "numbers above 0"),
+        ("--loads 1,0", "numbers above 0"),
         ("--seeds -1", "not '-1'"),
         ("--trace synthetic:100:x", "not 'synthetic:100:x'"),
         ("--trace synthetic:0:1", "not 'synthetic:0:1'"),

@@ -64,9 +64,9 @@ def run(
             "that order), and clairvoyant and true-probabilities (which know what no server knows). With "
             "settings: LABEL=NAME:KEY=VALUE,... May be repeated.",
         ),
-    ] = ["adaserve"],  # noqa: B006 - typer copies it
-    speedup: Annotated[
-        Any, listed(floats, "Loads, as multiples of the trace's own rate.", rich_help_panel=TRAFFIC)
+    ] = ["priced"],  # noqa: B006 - typer copies it
+    loads: Annotated[
+        Any, listed(floats, "Request rates, as multiples of the trace's own.", rich_help_panel=TRAFFIC)
     ] = "1",
     seeds: Annotated[Any, listed(seed_list, "Seeds; x3 means 0,1,2.")] = "0",
     model: ModelName = "llama-3.1-70b",
@@ -146,7 +146,7 @@ def run(
     from adaserve.bench.simulate.grid import Grid, run_and_report
 
     grid = Grid(
-        trace, policy, model, gpu, tp, profile, kv_tokens, speedup, seeds, baseline_ms, slo_config, prefill,
+        trace, policy, model, gpu, tp, profile, kv_tokens, loads, seeds, baseline_ms, slo_config, prefill,
         chunk, order, gate, shed, lag, replicas, router, miscalibration, eos_share, recorded,
     )  # fmt: skip
     with _refusing():

@@ -50,7 +50,7 @@ class Grid:
     tp: int
     profile: Path | None
     kv_tokens: int | None
-    speedup: tuple[float, ...]
+    loads: tuple[float, ...]
     seeds: tuple[int, ...]
     baseline_ms: float | None
     slo_config: Path | None
@@ -68,8 +68,8 @@ class Grid:
 
     def prepared(self) -> tuple[list[Case], Setting]:
         """Raises ValueError on what the options cannot mean, OSError."""
-        if not self.speedup or min(self.speedup) <= 0:
-            raise ValueError("--speedup must be one or more numbers above 0")
+        if not self.loads or min(self.loads) <= 0:
+            raise ValueError("--loads must be one or more numbers above 0")
         shared = self._simulation()
         return list(self._cases(shared)), self._setting(shared.replica.latency)
 
@@ -103,9 +103,9 @@ class Grid:
     def _cases(self, shared: SimulationConfig) -> Iterator[Case]:
         for name in self.trace:
             label = name if name.startswith("synthetic") else Path(name).stem
-            for factor in self.speedup:
+            for load in self.loads:
                 for seed in self.seeds:
-                    loaded = read_workload(name, seed).scaled(1 / factor)
+                    loaded = read_workload(name, seed).scaled(1 / load)
                     for spec in self.policy:
                         tag, config = _with_policy(shared, spec)
                         yield Case(label, loaded.rps, tag, seed, config, loaded)
