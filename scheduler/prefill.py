@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -196,7 +196,7 @@ def aims_s(config: PrefillConfig, waiting: WaitingBatch) -> FloatArray:
 
 def first_token_due_s(arrival_s: Numbers, ttft_slo_s: Numbers, otherwise_s: float) -> Numbers:
     """Arrival plus TTFT SLO, or plus ``otherwise_s`` where none is stated; of one request or [n]."""
-    due: Numbers = arrival_s + np.where(np.isfinite(ttft_slo_s), ttft_slo_s, otherwise_s)
+    due: Any = arrival_s + np.where(np.isfinite(ttft_slo_s), ttft_slo_s, otherwise_s)
     return due
 
 

@@ -302,7 +302,7 @@ class PricedPolicy(BasePolicy):
         regime.rate.add(priced.rate)
         if regime.in_vain and trees.draft_steps and not priced.selection.keep.any():
             # A probe shows what verification costs, too: if nothing were verified, that could not change.
-            possible = np.count_nonzero(priced.value)
+            possible = int(np.count_nonzero(priced.value))
             return best_nodes(trees, f, priced.value, min(n, len(seconds) - 1, possible))
         return priced.selection
 
