@@ -174,7 +174,7 @@ class AdaServeWorker(BaseSpecWorker):
 
         ``NAME@WINDOW`` is that policy with a draft window: auto, 0 (everything) or a number of tokens."""
         self.policy: Policy = self._policies.get(name)
-        self._drafts = name != "none"
+        self._drafts = self.policy.name != "none"
 
     def _init_ledger(self) -> None:
         baseline_ms = self.config.baseline_ms

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.config import AdaServeConfig
 from adaserve.engine.agree import Agreement
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests as ServedRequests
@@ -297,6 +298,15 @@ def test_depth_is_planned_without_a_frontier_where_nobody_asks() -> None:
         policies = ServedPolicies(CONFIG, LearnedCosts(default_latency()), worker.device)
         assert policies.get("priced").config.early_stop is asks  # type: ignore[attr-defined]
         assert policies.get("priced") is policies.get("priced")
+
+
+@pytest.mark.parametrize("name", ["none", "none@64"])
+def test_plain_decoding_takes_no_offers(name: str) -> None:
+    worker = (run := Run("priced", overlap=True, device="host", drafts="suffix")).worker
+    worker._policies = ServedPolicies(AdaServeConfig(), LearnedCosts(default_latency()), worker.device, True)
+    worker.set_policy(name)
+    run.finish().check()
+    assert not any(outcome.trees.n_nodes for outcome in worker.outcomes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
