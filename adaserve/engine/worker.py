@@ -107,7 +107,9 @@ class AdaServeWorker(BaseSpecWorker):
             sources_of(self.config, self.device, models, pools, table, self.target_worker.tokenizer)
         )
         self._measure(target)
-        self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
+        # Ranks and data-parallel replicas have one file, and one of them may write to it.
+        records = self.config.record if self._agreement.decides and not get_parallel().dp_rank else None
+        self._recorder = Recorder(Path(records)) if records else None
         windows = self.config.has_self or (bool(models) and all(m.kind == "model" for m in models))
         self._policies = ServedPolicies(self.config, self.costs, self.device, windows)
         self.set_policy(self.config.policy)
