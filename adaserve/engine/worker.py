@@ -75,11 +75,6 @@ class AdaServeWorker(BaseSpecWorker):
             DraftModels(paths, server_args, gpu_id, nccl_port, target_worker) if paths else None
         )
         self._target_path = server_args.model_path
-        self._draft_names: tuple[str, ...] = paths
-        if self.config.has_self:
-            self._draft_names = ("itself",)
-        elif self.config.medusa:
-            self._draft_names = (self.config.medusa,)
         seed = (server_args.random_seed, get_parallel().dp_rank or 0)
         self._init_state(Requests(seed), overlaps=not get_schedule().disable_overlap_schedule)
 
@@ -145,17 +140,20 @@ class AdaServeWorker(BaseSpecWorker):
 
     def _measure(self, target: Any) -> None:
         """What forwards cost here: from an earlier run, a profile, or a short measurement."""
-        run = partial(
-            measure.measure,
+        room = measure.Room(
             self.device,
             self.req_to_token_pool.req_to_token,
             target.token_to_kv_pool.size,
-            context_len=target.model_config.context_len,
             most_rows=int(target.max_running_requests),
-            drafting=(self.device.target,) if self.config.has_self else self._drafters,
+            context_len=target.model_config.context_len,
         )
-        meta = measure.fingerprint(self._target_path, self._draft_names, self.config)
-        self._profile = measure.save_full_profile(meta, lambda grid, tick: run(grid, progress=tick))
+        drafting = (self.device.target,) if self.config.has_self else self._drafters
+        run = partial(measure.measure, room, drafting)
+        names = ("itself",) if self.config.has_self else draft_paths(self.config)
+        if self.config.medusa is not None:
+            names = (self.config.medusa,)
+        meta = measure.fingerprint(self._target_path, names, self.config)
+        self._profile = measure.save_full_profile(meta, run, saves=self._agreement.decides)
         self.latency = measure.start_model(self.config, meta, lambda: run(measure.QUICK))
         self.costs = LearnedCosts(self.latency)
         self._meta = meta
