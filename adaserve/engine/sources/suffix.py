@@ -187,10 +187,11 @@ class SuffixSource:
         text, request.text = request.text, None
         if text is None:
             return
-        index = self._scopes[request.scope]
-        index.remove(text)
         self.tokens -= len(text)
-        if not len(index):
+        index = self._scopes[request.scope]
+        if len(index) > 1:
+            index.remove(text)
+        else:  # the last one; to forget its contexts one by one would take several times as long
             del self._scopes[request.scope]
 
     # -- what it proposes ---------------------------------------------------------------------
