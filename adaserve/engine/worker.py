@@ -174,7 +174,11 @@ class AdaServeWorker(BaseSpecWorker):
 
         ``NAME@WINDOW`` is that policy with a draft window: auto, 0 (everything) or a number of tokens."""
         self.policy: Policy = self._policies.get(name)
-        self._drafts = self.policy.name != "none"
+
+    @property
+    def _drafts(self) -> bool:
+        """Whether the policy wants candidates at all."""
+        return self.policy.name != "none"
 
     def _init_ledger(self) -> None:
         baseline_ms = self.config.baseline_ms

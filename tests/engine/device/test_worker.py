@@ -62,7 +62,7 @@ class TinyWorker(AdaServeWorker):
         self.device = DEVICES[device](requests, target, *drafts)  # type: ignore[operator]
         self._kv_pools = tuple(Pool(model) for model in (target, *drafts))
         self._recorder = None
-        self.policy, self._drafts = build_policy(policy, policy_config(len(drafts))), policy != "none"
+        self.policy = build_policy(policy, policy_config(len(drafts)))
         self.forgotten: list[str] = []
         self._policies = SimpleNamespace(forget=self.forgotten.append)  # type: ignore[assignment]
         self.outcomes: list[IterationOutcome] = []
