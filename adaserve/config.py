@@ -97,7 +97,10 @@ class AdaServeConfig(Checked):
         default=None,
         description="JSON file written by `adaserve profile` (default: the cached one of this host and pair)",
     )
-    record: str | None = Field(default=None, description="record every iteration to this file, for replay")
+    record: str | None = Field(
+        default=None,
+        description="record every iteration (of the first data-parallel replica) to this file, for replay",
+    )
     record_requests: str | None = Field(
         default=None,
         description="append the lengths and SLOs of finished requests to this trace file, for "

@@ -22,7 +22,7 @@ from adaserve.bench.terminal import progress
 from adaserve.engine.host import build
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.native import NativeBackend
-from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.host.params import Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.loadgen.results import provenance
 
@@ -95,7 +95,8 @@ def forward_call(shape: Shape, case: Case) -> Callable[[NativeBackend], torch.Te
     queries = torch.tensor([0, case.tokens], dtype=torch.int32)
     plan = TreeAttentionPlan(queries, torch.tensor([0, kv], dtype=torch.int32), slots)
     ids, positions = torch.arange(case.tokens) % shape.vocab, torch.arange(case.context, kv)
-    return lambda backend: backend.forward(ids, positions, positions, k, v, plan)
+    inputs = Inputs(ids, positions, positions, plan)
+    return lambda backend: backend.forward(inputs, k, v)
 
 
 def in_turns(kernels: Kernels, call: Callable[[NativeBackend], object], rounds: int) -> Times:

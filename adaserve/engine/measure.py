@@ -23,7 +23,7 @@ import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.host_load import OtherProcesses
-from adaserve.engine.parts import Device, Drafter
+from adaserve.engine.parts import Device, Drafter, ModelForward
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.host import cpu_name
 from adaserve.scheduler.fit import fit_latency, fit_table
@@ -41,6 +41,9 @@ BUSY_SHARE = 0.2
 
 NO_DRAFT = 1e-3
 """Without a draft model its steps stand in a profile as this share of a verification: next to nothing."""
+
+WIDTH = 3
+"""Beams of each request that draft steps are measured with."""
 
 LONGEST, LONGEST_TREE = 8192, 8
 """Cached tokens per request that are measured at most, and tokens that positions must be left for besides."""
@@ -83,65 +86,15 @@ FULL = Grid(
 )
 
 
-def measure(
-    device: Device,
-    req_to_token: torch.Tensor,
-    slots: int,
-    grid: Grid,
-    width: int = 3,
-    progress: Callable[[str], None] = lambda _: None,
-    context_len: int = 1 << 30,
-    most_rows: int = 1 << 30,
-    drafting: Sequence[Drafter] = (),
-) -> Profile:
-    """Times all models' forwards as they are served. ``slots``: size of the KV pool, which is empty;
-    ``most_rows``: requests that run at a time; ``drafting``: what drafts."""
-    # Longer contexts than the models have positions for would read past their rotary tables.
-    short = tuple(c for c in grid.contexts if c < context_len) or (max(1, context_len // 2),)
-    grid = dataclasses.replace(grid, contexts=short)
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        # Tensor-parallel ranks run the same forwards, so none may stop by its own clock.
-        grid = dataclasses.replace(grid, stop_s=float("inf"))
-    room = _Room(device, req_to_token, slots, most_rows)
-    longest = min(LONGEST, context_len - LONGEST_TREE)
-    try:
-        verifying = _Timed(room, [device.target], _verify_step(device), grid.repeats, progress, "verify")
-        verify = _sweep(verifying, grid.verify_tokens, 4, grid, longest)
-        drafts = verify * (1.0, 1.0, 1.0, NO_DRAFT)
-        if drafting:
-            step = _draft_step(drafting, width)
-            timed = _Timed(room, drafting, step, grid.repeats, progress, "draft")
-            drafts = _sweep(timed, grid.draft_rows, width, grid, longest)
-    finally:
-        room.leave()
-    return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)
-
-
-Step = Callable[[TreeBatch], int]
-"""Runs forwards of a batch; how many of each model."""
-
-
-def _verify_step(device: Device) -> Step:
-    def step(batch: TreeBatch) -> int:
-        device.target.argmax(device.target.run(batch))
-        return 1
-
-    return step
-
-
-def _draft_step(drafts: Sequence[Drafter], width: int) -> Step:
-    """Of all that drafts, one after the other."""
-    return lambda batch: max([draft.rehearse(batch, width) for draft in drafts])
-
-
 @dataclass(frozen=True)
-class _Room:
+class Room:
     """An empty KV pool, whose slots are given to made-up requests."""
 
     device: Device
     req_to_token: torch.Tensor
-    slots: int
-    most_rows: int
+    slots: int  # size of the pool
+    most_rows: int  # requests that run at a time
+    context_len: int  # positions that the models have
 
     def batch(self, rows: int, q_lens: np.ndarray, context: int) -> TreeBatch | None:
         """``rows`` requests with ``context`` cached tokens; None where there is no room for them."""
@@ -157,18 +110,60 @@ class _Room:
         return TreeBatch.causal(tokens, np.arange(rows), starts, q_lens)
 
     def longest(self, rows: int, tokens: int) -> int:
-        """The most cached tokens that each of ``rows`` requests has room for, besides ``tokens`` new ones."""
-        return min(self.slots // rows, self.req_to_token.shape[1]) - tokens - 1
+        """The most cached tokens that each of ``rows`` requests is measured with, besides ``tokens`` new
+        ones."""
+        room = min(self.slots // rows, self.req_to_token.shape[1]) - tokens - 1
+        return min(LONGEST, self.context_len - LONGEST_TREE, room)
 
     def leave(self) -> None:
         self.req_to_token.zero_()
+
+
+def measure(
+    room: Room, drafting: Sequence[Drafter], grid: Grid, progress: Callable[[str], None] = lambda _: None
+) -> Profile:
+    """Times the forwards of the target, and of what drafts, as they are served."""
+    # Longer contexts than the models have positions for would read past their rotary tables.
+    short = tuple(c for c in grid.contexts if c < room.context_len) or (max(1, room.context_len // 2),)
+    grid = dataclasses.replace(grid, contexts=short)
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        # Tensor-parallel ranks run the same forwards, so none may stop by its own clock.
+        grid = dataclasses.replace(grid, stop_s=float("inf"))
+    target = room.device.target
+    try:
+        verifying = _Timed(room, [target], _verify_step(target), grid.repeats, progress, "verify")
+        verify = _sweep(verifying, grid.verify_tokens, 4, grid)
+        drafts = verify * (1.0, 1.0, 1.0, NO_DRAFT)
+        if drafting:
+            timed = _Timed(room, drafting, _draft_step(drafting), grid.repeats, progress, "draft")
+            drafts = _sweep(timed, grid.draft_rows, WIDTH, grid)
+    finally:
+        room.leave()
+    return Profile(draft=drafts, verify=verify, overhead_s=ENGINE_OVERHEAD_S)
+
+
+Step = Callable[[TreeBatch], int]
+"""Runs forwards of a batch; how many of each model."""
+
+
+def _verify_step(target: ModelForward) -> Step:
+    def step(batch: TreeBatch) -> int:
+        target.argmax(target.run(batch))
+        return 1
+
+    return step
+
+
+def _draft_step(drafts: Sequence[Drafter]) -> Step:
+    """Of all that drafts, one after the other."""
+    return lambda batch: max([draft.rehearse(batch, WIDTH) for draft in drafts])
 
 
 @dataclass(frozen=True)
 class _Timed:
     """Times one kind of forward."""
 
-    room: _Room
+    room: Room
     models: Sequence[Drafter]
     step: Step
     repeats: int
@@ -187,7 +182,7 @@ class _Timed:
         return tokens, rows * context, rows, seconds
 
 
-def _sweep(timed: _Timed, sizes: Iterable[int], per_row: int, grid: Grid, longest: int) -> np.ndarray:
+def _sweep(timed: _Timed, sizes: Iterable[int], per_row: int, grid: Grid) -> np.ndarray:
     """Points [k, 4] of forwards over ``sizes`` tokens, ``per_row`` of each request where that divides them,
     and more where there are not as many requests: about as under load. Then what long contexts add."""
     points = []
@@ -205,16 +200,16 @@ def _sweep(timed: _Timed, sizes: Iterable[int], per_row: int, grid: Grid, longes
             points.append(point)
             if point[-1] > grid.stop_s:
                 break
-    points += _long(timed, per_row, grid.contexts[0], longest)
+    points += _long(timed, per_row, grid.contexts[0])
     return np.array(points, np.float64)
 
 
-def _long(timed: _Timed, per_row: int, short: int, longest: int) -> list[tuple[float, ...]]:
-    """Forwards of one and of ``per_row`` tokens per request, each with a ``short`` context and with one as
-    long as there is room for, up to ``longest``: they tell sum L from sum q L (``fit_reading``)."""
+def _long(timed: _Timed, per_row: int, short: int) -> list[tuple[float, ...]]:
+    """Forwards of one and of ``per_row`` tokens per request, each with a ``short`` context and with the
+    longest: they tell sum L from sum q L (``fit_reading``)."""
     points = []
     for rows, each in itertools.product((1, min(4, timed.room.most_rows)), (1, per_row)):
-        long = min(longest, timed.room.longest(rows, each))
+        long = timed.room.longest(rows, each)
         pair = [timed.point(np.full(rows, each, np.int64), c) for c in (short, long) if long > short]
         points += [p for p in pair if p is not None]
     return points
@@ -275,9 +270,10 @@ def profile_steps() -> int:
 
 
 def save_full_profile(
-    meta: dict[str, str], run: Callable[[Grid, Callable[[str], None]], Profile]
+    meta: dict[str, str], run: Callable[[Grid, Callable[[str], None]], Profile], *, saves: bool
 ) -> Path | None:
-    """Measures and saves when `adaserve profile` asked for it; the file, else None."""
+    """Measures when `adaserve profile` asked for it, and where this rank ``saves``, saves; the file, else
+    None."""
     if PROFILE_ENV not in os.environ:
         return None
     wanted = json.loads(os.environ[PROFILE_ENV])
@@ -286,7 +282,9 @@ def save_full_profile(
         with open(wanted["ticks"], "a") as ticks:
             ticks.write(what + "\n")
 
-    profile = run(FULL, tick)
+    profile = run(FULL, tick if saves else lambda _: None)
+    if not saves:
+        return None
     path = Path(wanted["out"]) if wanted["out"] else profile_path(meta)
     path.parent.mkdir(parents=True, exist_ok=True)
     dataclasses.replace(profile, meta=meta).save(path)

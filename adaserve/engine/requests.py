@@ -50,21 +50,26 @@ class Requests:
 
         ``token``: what the prefill has drawn.
         """
-        state = RequestState(req.rid, slo.slo_class, slo.tpot_s, now_s, key=self._key(req))
-        asked = asked_of(req)
-        state.speculation, state.osl, state.learn = asked.speculation, asked.osl, asked.learn
+        asked, generated = asked_of(req), [*req.output_ids, token]
+        if not req.output_ids:  # else it was retracted, and its clock goes on
+            self._decode_starts[req] = now_s
+        state = RequestState(
+            req.rid,
+            slo.slo_class,
+            slo.tpot_s,
+            decode_start_s=self._decode_starts.get(req, now_s),
+            decoded=len(generated) - 1,
+            generated=generated,
+            key=self._key(req),
+            speculation=asked.speculation,
+            osl=asked.osl,
+            learn=asked.learn,
+        )
         old, lost = self.states.get(row), None
         if old is not None and old.rid != req.rid and self._row.get(old.rid) == row:
             # It has ended (SGLang does not report one that is aborted in the queue) or waits again.
             del self._row[old.rid]
             lost = old.rid
-        state.generated = [*req.output_ids, token]
-        if req.output_ids:
-            # Retracted and prefilled again: its clock goes on.
-            state.decode_start_s = self._decode_starts.get(req, now_s)
-            state.decoded = len(state.generated) - 1
-        else:
-            self._decode_starts[req] = now_s
         self.states[row], self._row[req.rid] = state, row
         return state, lost
 

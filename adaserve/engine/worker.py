@@ -75,11 +75,6 @@ class AdaServeWorker(BaseSpecWorker):
             DraftModels(paths, server_args, gpu_id, nccl_port, target_worker) if paths else None
         )
         self._target_path = server_args.model_path
-        self._draft_names: tuple[str, ...] = paths
-        if self.config.has_self:
-            self._draft_names = ("itself",)
-        elif self.config.medusa:
-            self._draft_names = (self.config.medusa,)
         seed = (server_args.random_seed, get_parallel().dp_rank or 0)
         self._init_state(Requests(seed), overlaps=not get_schedule().disable_overlap_schedule)
 
@@ -107,7 +102,9 @@ class AdaServeWorker(BaseSpecWorker):
             sources_of(self.config, self.device, models, pools, table, self.target_worker.tokenizer)
         )
         self._measure(target)
-        self._recorder = Recorder(Path(self.config.record)) if self.config.record else None
+        # Ranks and data-parallel replicas have one file, and one of them may write to it.
+        records = self.config.record if self._agreement.decides and not get_parallel().dp_rank else None
+        self._recorder = Recorder(Path(records)) if records else None
         windows = self.config.has_self or (bool(models) and all(m.kind == "model" for m in models))
         self._policies = ServedPolicies(self.config, self.costs, self.device, windows)
         self.set_policy(self.config.policy)
@@ -143,17 +140,20 @@ class AdaServeWorker(BaseSpecWorker):
 
     def _measure(self, target: Any) -> None:
         """What forwards cost here: from an earlier run, a profile, or a short measurement."""
-        run = partial(
-            measure.measure,
+        room = measure.Room(
             self.device,
             self.req_to_token_pool.req_to_token,
             target.token_to_kv_pool.size,
-            context_len=target.model_config.context_len,
             most_rows=int(target.max_running_requests),
-            drafting=(self.device.target,) if self.config.has_self else self._drafters,
+            context_len=target.model_config.context_len,
         )
-        meta = measure.fingerprint(self._target_path, self._draft_names, self.config)
-        self._profile = measure.save_full_profile(meta, lambda grid, tick: run(grid, progress=tick))
+        drafting = (self.device.target,) if self.config.has_self else self._drafters
+        run = partial(measure.measure, room, drafting)
+        names = ("itself",) if self.config.has_self else draft_paths(self.config)
+        if self.config.medusa is not None:
+            names = (self.config.medusa,)
+        meta = measure.fingerprint(self._target_path, names, self.config)
+        self._profile = measure.save_full_profile(meta, run, saves=self._agreement.decides)
         self.latency = measure.start_model(self.config, meta, lambda: run(measure.QUICK))
         self.costs = LearnedCosts(self.latency)
         self._meta = meta
@@ -174,7 +174,11 @@ class AdaServeWorker(BaseSpecWorker):
 
         ``NAME@WINDOW`` is that policy with a draft window: auto, 0 (everything) or a number of tokens."""
         self.policy: Policy = self._policies.get(name)
-        self._drafts = name != "none"
+
+    @property
+    def _drafts(self) -> bool:
+        """Whether the policy wants candidates at all."""
+        return self.policy.name != "none"
 
     def _init_ledger(self) -> None:
         baseline_ms = self.config.baseline_ms

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,8 +120,22 @@ def test_a_profile_that_is_asked_for_is_the_start(cache: Path, caplog: pytest.Lo
 def test_a_full_profile_replaces_what_was_learned_before(monkeypatch: pytest.MonkeyPatch) -> None:
     measure.save_learned(META, KEPT)
     monkeypatch.setenv(measure.PROFILE_ENV, json.dumps({"ticks": "/dev/null", "out": None}))
-    measure.save_full_profile(META, lambda grid, tick: profile(1.0))
+    measure.save_full_profile(META, lambda grid, tick: profile(1.0), saves=True)
     assert measure.load_learned(measure.learned_path(META)) is None
+
+
+def test_of_several_ranks_one_writes_the_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All of them measure, as they run the same forwards."""
+    files = {"ticks": str(tmp_path / "ticks"), "out": str(tmp_path / "p.json")}
+    monkeypatch.setenv(measure.PROFILE_ENV, json.dumps(files))
+
+    def run(grid: measure.Grid, tick: Callable[[str], None]) -> Profile:
+        tick("a point")
+        return profile(1.0)
+
+    assert measure.save_full_profile(META, run, saves=False) is None and not list(tmp_path.iterdir())
+    assert measure.save_full_profile(META, run, saves=True) == tmp_path / "p.json"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ other shapes, in which gloo's sums fail or wait for ever, so that a finished req
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,9 +29,12 @@ CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 """SGLang wants a memory node per rank, or to be told the cores."""
 
 
+RECORDING = "iterations.jsonl"
+
+
 @contextmanager
 def ranks(zygote: Zygote, folder: Path, pair: Path, draft: str, size: int = 2) -> Iterator[Server]:
-    config = {"policy": "priced", "max_depth": 4, "max_width": 3}
+    config = {"policy": "priced", "max_depth": 4, "max_width": 3, "record": str(folder / RECORDING)}
     arguments: dict[str, Any] = {"tp-size": size, "max-running-requests": 16, "enable-metrics": True}
     server, _ = adaserve_server(folder, pair, draft, config, overlap=True, **arguments)
     del server.environment["ADASERVE_PROBE"]  # it knows one rank only
@@ -116,6 +120,17 @@ def test_metrics_count_a_token_once(two_ranks: Server) -> None:
     emitted, output = (after - before[name] for name, after in counted().items())
     # The prefill gives the first token, and the last iteration is counted when the next one is.
     assert output == 40 and 20 < emitted < 60
+
+
+@pytest.mark.slow
+def test_an_iteration_is_recorded_once(two_ranks: Server) -> None:
+    """Two ranks that write to one file would overwrite each other's lines."""
+    params = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 0}
+    for _ in range(3):
+        two_ranks.generate(input_ids=[7, 8, 9], sampling_params=params)
+    lines = (two_ranks.log.parent / RECORDING).read_text().splitlines()
+    numbers = [line["iteration"] for line in map(json.loads, lines[1:-1]) if "iteration" in line]
+    assert len(numbers) > 20 and len(set(numbers)) == len(numbers)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.engine.host import Inputs
 from adaserve.engine.host.forwards import HostForward
 from adaserve.engine.host.parts import HostDevice
 from adaserve.engine.host.torch_forward import TorchBackend
@@ -21,7 +22,6 @@ from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.attention import token_slots
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.interface import CandidateTrees
 from tests.engine.host.factories import Pool, hf_model, read_hf
@@ -51,10 +51,8 @@ class DenseModel:
         self.pool = Pool(config, len(weights.layers))
         self._backend = TorchBackend(weights, config, "fp32")
 
-    def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
-    ) -> torch.Tensor:
-        return self._backend.forward(tokens, positions, slots, self.pool.k, self.pool.v, plan)
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
+        return self._backend.forward(inputs, self.pool.k, self.pool.v)
 
     def move_kv_cache(self, target: torch.Tensor, source: torch.Tensor) -> None:
         for buffer in (*self.pool.k, *self.pool.v):

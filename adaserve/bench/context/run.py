@@ -24,6 +24,7 @@ from adaserve.bench.terminal import progress
 from adaserve.engine.host import build
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.native import NativeBackend
+from adaserve.engine.host.params import Inputs
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.loadgen.figures import save
 from adaserve.loadgen.results import provenance
@@ -75,8 +76,8 @@ class SyntheticCache:
         own, plan = layout(requests, tokens, context, read)
         ids = torch.arange(requests * tokens) % self._vocab
         positions = torch.arange(context, context + tokens).repeat(requests)
-        slots, backend = own.flatten(), self.backend
-        return lambda: backend.argmax(backend.forward(ids, positions, slots, self._k, self._v, plan))
+        inputs, backend = Inputs(ids, positions, own.flatten(), plan), self.backend
+        return lambda: backend.argmax(backend.forward(inputs, self._k, self._v))
 
 
 def layout(requests: int, tokens: int, context: int, read: int) -> tuple[torch.Tensor, TreeAttentionPlan]:

@@ -24,8 +24,7 @@ class CpuAttentionBackend(AttentionBackend):
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self._translator = getattr(runner, "kv_index_translator", None)
-        self.kv_index_translator = self._translator
+        self.kv_index_translator = runner.kv_index_translator
         self.plan: TreeAttentionPlan | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -50,7 +49,7 @@ class CpuAttentionBackend(AttentionBackend):
             req_pool_indices=forward_batch.req_pool_indices,
             paged_kernel_lens=lens,
             paged_kernel_lens_sum=int(lens.sum()),
-            translator=self._translator,
+            translator=self.kv_index_translator,
             plan=forward_batch.kv_loc_plan,
         )
         return TreeAttentionPlan(qo_indptr, kv_indptr, indices, mask)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from adaserve.engine.host import build
 from adaserve.engine.host.beam import BeamArrays, KeepGoing
-from adaserve.engine.host.extract import read_weights, supports
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.native import NativeBackend
-from adaserve.engine.host.params import Before, Capture, ModelConfig, ModelWeights
+from adaserve.engine.host.params import Capture, Inputs, ModelConfig, ModelWeights
 from adaserve.engine.host.torch_forward import TorchBackend
 from adaserve.engine.reading import Reading
-from adaserve.engine.trees.plan import TreeAttentionPlan
 
 Backend = NativeBackend | TorchBackend
 """Packed weights and the forward over them; `name` is "native" with the C kernels, "torch" without."""
@@ -60,15 +59,6 @@ class LeanModel:
         """ "native" with the C kernels, "torch" without."""
         return self.held.name
 
-    @classmethod
-    def from_sglang(cls, model: Any, linear: Storage = "auto") -> LeanModel:
-        """From a model that SGLang loaded. Raises ValueError where `supports(model)` gives a reason."""
-        reason = supports(model)
-        if reason:
-            raise ValueError(f"the lean CPU forward does not cover this model: {reason}")
-        weights, config = read_weights(model)
-        return cls(weights, config, linear)
-
     def store(self, weights: ModelWeights, storage: Storage) -> None:
         """From now on these weights, stored like this."""
         self.storage = storage
@@ -82,29 +72,19 @@ class LeanModel:
         return NativeBackend(kernels, weights, self.config, self.storage)
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        out_slots: torch.Tensor,
-        k_buffers: list[torch.Tensor],
-        v_buffers: list[torch.Tensor],
-        plan: TreeAttentionPlan,
-        before: Before | None = None,
+        self, inputs: Inputs, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Hidden states after the final norm, fp32 [T, H], of T tokens (`input_ids`, `positions` int64 [T]).
+        """Hidden states of T tokens after the final norm, fp32 [T, H]; with `raw_states`, before it.
 
-        A head also takes in the hidden states of the tokens `before`, and gives states before its final norm.
-        Writes the tokens' keys and values into `out_slots` (int64 [T]) of the pools, per layer
-        [slots, kv_heads, head_dim], before attending.
+        `k_buffers`, `v_buffers`: the KV pool, per layer [slots, kv_heads, head_dim].
         """
-        inputs = (input_ids, positions, out_slots, k_buffers, v_buffers, plan)
         sink = self.sink
         if sink is None:
-            return self.held.forward(*inputs, before)
-        shape = (input_ids.numel(), sink.layers.numel(), self.config.hidden_size)
+            return self.held.forward(inputs, k_buffers, v_buffers)
+        shape = (inputs.tokens.numel(), sink.layers.numel(), self.config.hidden_size)
         capture = Capture(sink.layers, torch.empty(shape))
-        hidden = self.held.forward(*inputs, before, capture)
-        sink.write(out_slots, capture.states, hidden)
+        hidden = self.held.forward(inputs, k_buffers, v_buffers, capture)
+        sink.write(inputs.slots, capture.states, hidden)
         return hidden
 
     @property
@@ -114,22 +94,16 @@ class LeanModel:
 
     def beam_search(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        out_slots: torch.Tensor,
-        k_buffers: list[torch.Tensor],
-        v_buffers: list[torch.Tensor],
-        plan: TreeAttentionPlan,
+        inputs: Inputs,
+        k_buffers: Sequence[torch.Tensor],
+        v_buffers: Sequence[torch.Tensor],
         beams: BeamArrays,
         keep: KeepGoing | None,
-        before: Before | None = None,
     ) -> int:
         """`forward` of tokens that end in the rows' roots, then up to `beams.depth` levels of candidates
         below them, all in one call. Fills in the arrays of `beams`; returns the levels that were made."""
         assert isinstance(self.held, NativeBackend)
-        return self.held.beam_search(
-            input_ids, positions, out_slots, k_buffers, v_buffers, plan, beams, keep, before
-        )
+        return self.held.beam_search(inputs, k_buffers, v_buffers, beams, keep)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [T, H] -> fp32 [T, vocab]."""

@@ -14,7 +14,7 @@ from adaserve.engine.host.beam import MAX_WIDTH, BeamArrays
 from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.install import LEAN_ATTRIBUTE
-from adaserve.engine.host.params import Before
+from adaserve.engine.host.params import Before, Inputs
 from adaserve.engine.host.sglang_forward import SGLangForward
 from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search
 from adaserve.engine.reading import Reading
@@ -27,16 +27,8 @@ from adaserve.engine.trees.plan import TreeAttentionPlan
 class HostModel(Protocol):
     """A model over its KV pool, told slots and attention layout."""
 
-    def hidden(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        plan: TreeAttentionPlan,
-        before: Before | None = None,
-    ) -> Tensor:
-        """Opaque states [T, ...] of ``tokens`` (int64 [T]) at ``positions``; their KV goes to ``slots``.
-        ``before``: what a head takes in besides."""
+    def hidden(self, inputs: Inputs) -> Tensor:
+        """Opaque states [T, ...] of the tokens, whose KV is written."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -59,16 +51,8 @@ class LeanForward:
         self.model, self.pool = model, pool
         self.logits, self.argmax, self.topk_logprobs = model.logits, model.argmax, model.topk_logprobs
 
-    def hidden(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        plan: TreeAttentionPlan,
-        before: Before | None = None,
-    ) -> Tensor:
-        pool = self.pool
-        return self.model.forward(tokens, positions, slots, pool.k_buffer, pool.v_buffer, plan, before)
+    def hidden(self, inputs: Inputs) -> Tensor:
+        return self.model.forward(inputs, self.pool.k_buffer, self.pool.v_buffer)
 
 
 class HostForward:
@@ -91,7 +75,8 @@ class HostForward:
         return {}
 
     def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
-        return self._hidden(batch, attention_plan(self._req_to_token, batch), self._before(batch))
+        plan = attention_plan(self._req_to_token, batch)
+        return self._hidden(self._inputs(batch, plan, self._before(batch)))
 
     def _before(self, batch: TreeBatch) -> Before | None:
         """What the tokens of a text are read with besides: nothing, but for heads."""
@@ -101,11 +86,13 @@ class HostForward:
         """The same for the beams of depth ``step`` - 1, ``states`` being those of the beams before them."""
         return None
 
-    def _hidden(self, batch: TreeBatch, plan: TreeAttentionPlan, before: Before | None) -> Tensor:
+    def _inputs(self, batch: TreeBatch, plan: TreeAttentionPlan, before: Before | None) -> Inputs:
         slots = token_slots(self._req_to_token, batch)
-        inputs = (torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), slots, plan)
+        return Inputs(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), slots, plan, before)
+
+    def _hidden(self, inputs: Inputs) -> Tensor:
         start = HostMark()
-        hidden = self.model.hidden(*inputs) if before is None else self.model.hidden(*inputs, before)
+        hidden = self.model.hidden(inputs)
         self._runs.append((start, HostMark()))
         return hidden
 
@@ -161,19 +148,10 @@ class HostForward:
             assert keep is not None
             return keep(step, arrays.logprobs[:, (step - 1) * width : step * width])
 
-        slots = token_slots(self._req_to_token, first)
-        inputs = (torch.from_numpy(first.tokens), torch.from_numpy(first.positions), slots)
-        pool, before = forward.pool, self._before(first)
+        inputs, pool = self._inputs(first, plan, self._before(first)), forward.pool
+        asked = None if keep is None else go_on
         start = HostMark()
-        steps = forward.model.beam_search(
-            *inputs,
-            pool.k_buffer,
-            pool.v_buffer,
-            plan,
-            arrays,
-            None if keep is None else go_on,
-            before,
-        )
+        steps = forward.model.beam_search(inputs, pool.k_buffer, pool.v_buffer, arrays, asked)
         self._runs.append((start, HostMark()))
         return Beams(arrays.tokens, arrays.parents, arrays.logprobs, steps)
 
@@ -192,7 +170,7 @@ class HostForward:
                 return self._found(levels, step - 1)
             batch = level_batch(levels, search, step, kv_lens)
             plan = attention_plan(self._req_to_token, batch, kv_slots)
-            states = self._hidden(batch, plan, self._before_level(states, levels, step))
+            states = self._hidden(self._inputs(batch, plan, self._before_level(states, levels, step)))
             m = len(batch) // a
             forbid = forbidding(search, levels, step)
             best = self._best(states, search.reading(m, step), levels.children(step), forbid)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from adaserve.cores import usable_cores
-from adaserve.engine.host.extract import read_weights
+from adaserve.engine.host.extract import read_weights, supports
 from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.linear import Storage
+from adaserve.engine.host.params import Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,6 @@ LEAN_ATTRIBUTE = "adaserve_lean"
 def install(model: Any, storage: Storage) -> bool:
     """Replaces the decoder stack's forward and the product that makes logits; False, with a logged reason,
     where the model isn't covered."""
-    from adaserve.engine.host.forward import supports
-
     reason = supports(model)
     if reason is not None:
         logger.warning("AdaServe: SGLang's own CPU forward is used, which is slower: %s", reason)
@@ -30,7 +29,7 @@ def install(model: Any, storage: Storage) -> bool:
     if "OMP_NUM_THREADS" not in os.environ:  # started without our command line, which sets it
         torch.set_num_threads(usable_cores())
     grow_rotary_table(model)
-    lean = LeanModel.from_sglang(model, storage)
+    lean = LeanModel(*read_weights(model), storage)
     object.__setattr__(model, LEAN_ATTRIBUTE, lean)
 
     def forward(
@@ -39,10 +38,8 @@ def install(model: Any, storage: Storage) -> bool:
         from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
 
         pool = get_token_to_kv_pool()
-        plan = get_attn_backend().plan
-        return lean.forward(
-            input_ids, positions, forward_batch.out_cache_loc, pool.k_buffer, pool.v_buffer, plan
-        )
+        inputs = Inputs(input_ids, positions, forward_batch.out_cache_loc, get_attn_backend().plan)
+        return lean.forward(inputs, pool.k_buffer, pool.v_buffer)
 
     def logits(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Bit by bit those of verifications, and without torch's threads, which wait for each other."""

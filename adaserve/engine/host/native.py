@@ -12,10 +12,9 @@ import torch
 from adaserve.engine.host.beam import BeamArrays, KeepGoing
 from adaserve.engine.host.gumbel import NativeReading
 from adaserve.engine.host.linear import STORAGE_DTYPES, Storage, exact_storage
-from adaserve.engine.host.params import Before, Capture, LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.host.params import Before, Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.host.torch_forward import all_tokens
 from adaserve.engine.reading import Reading
-from adaserve.engine.trees.plan import TreeAttentionPlan
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _INT8 = 3
@@ -116,7 +115,7 @@ class NativeBackend:
         self._batch.k_pools = ctypes.addressof(self._pools)
         self._batch.v_pools = self._batch.k_pools + len(weights.layers) * ctypes.sizeof(_Pointer)
         self._head_rows = weights.lm_head.shape[0]
-        self._token_ids = None if weights.token_ids is None else _int64(weights.token_ids)
+        self._token_ids = None if weights.token_ids is None else weights.token_ids.long().contiguous()
         handle = self._load(weights, storage)
         if not handle:
             raise MemoryError("no memory for the packed weights; serve a smaller model")
@@ -125,19 +124,14 @@ class NativeBackend:
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        out_slots: torch.Tensor,
+        inputs: Inputs,
         k_buffers: Sequence[torch.Tensor],
         v_buffers: Sequence[torch.Tensor],
-        plan: TreeAttentionPlan,
-        before: Before | None = None,
         capture: Capture | None = None,
     ) -> torch.Tensor:
-        hidden = torch.empty(input_ids.numel(), self._config.hidden_size)
-        if input_ids.numel():
-            inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
-            self._describe(inputs, k_buffers, v_buffers, plan, before)
+        hidden = torch.empty(inputs.tokens.numel(), self._config.hidden_size)
+        if inputs.tokens.numel():
+            self._describe(inputs, k_buffers, v_buffers)
             self._batch.hidden = hidden.data_ptr()
             if capture is not None:
                 self._hand_out(capture)
@@ -146,19 +140,14 @@ class NativeBackend:
 
     def beam_search(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        out_slots: torch.Tensor,
+        inputs: Inputs,
         k_buffers: Sequence[torch.Tensor],
         v_buffers: Sequence[torch.Tensor],
-        plan: TreeAttentionPlan,
         beams: BeamArrays,
         keep: KeepGoing | None,
-        before: Before | None = None,
     ) -> int:
         """As `LeanModel.beam_search` says."""
-        inputs = (_int64(input_ids), _int64(positions), _int64(out_slots))
-        self._describe(inputs, k_buffers, v_buffers, plan, before)
+        self._describe(inputs, k_buffers, v_buffers)
         failures: list[BaseException] = []
 
         def asked(step: int) -> int:
@@ -229,26 +218,22 @@ class NativeBackend:
             raise IndexError(f"a forward was refused, nothing was computed: {_OUTSIDE[code]}")
 
     def _describe(
-        self,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        k_buffers: Sequence[torch.Tensor],
-        v_buffers: Sequence[torch.Tensor],
-        plan: TreeAttentionPlan,
-        before: Before | None,
+        self, inputs: Inputs, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor]
     ) -> None:
         """Fills in the batch; the caller keeps the tensors alive while C reads them."""
-        b, mask = self._batch, plan.custom_mask
-        ids, positions, slots = (t.numel() for t in inputs)  # len(t) is a slow way to ask
+        b, plan, mask = self._batch, inputs.plan, inputs.plan.custom_mask
+        each = (inputs.tokens, inputs.positions, inputs.slots)
+        ids, positions, slots = (t.numel() for t in each)  # len(t) is a slow way to ask
         if not ids == positions == slots:
             raise ValueError("a forward needs one token id, one position and one slot for each token")
         b.tokens, b.requests = ids, plan.num_requests
-        b.ids, b.positions, b.slots = (t.data_ptr() for t in inputs)
+        b.ids, b.positions, b.slots = (t.data_ptr() for t in each)
         b.qo_indptr, b.kv_indptr = plan.qo_indptr.data_ptr(), plan.kv_indptr.data_ptr()
         b.kv_indices = plan.kv_indices.data_ptr()
         b.mask = None if mask is None else mask.data_ptr()
         b.keys, b.mask_cells = plan.kv_indices.numel(), 0 if mask is None else mask.numel()
         b.captures = 0
-        self._take_in(before)
+        self._take_in(inputs.before)
         self._set_pools(k_buffers, v_buffers)
 
     def _take_in(self, before: Before | None) -> None:
@@ -343,12 +328,6 @@ def _matrix(
 
 def _is_list(tensor: torch.Tensor, length: int) -> bool:
     return tensor.dtype == torch.int64 and tensor.shape == (length,) and tensor.is_contiguous()
-
-
-def _int64(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype is torch.int64 and tensor.is_contiguous():
-        return tensor
-    return tensor.to(torch.int64).contiguous()
 
 
 def _address(array: np.ndarray) -> int | None:

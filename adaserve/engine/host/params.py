@@ -1,10 +1,13 @@
-"""The weights of a Llama-family model, independent of the framework that loaded them."""
+"""The weights of a Llama-family model, independent of the framework that loaded them, and what its forwards
+are given."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+from adaserve.engine.trees.plan import TreeAttentionPlan
 
 
 @dataclass(frozen=True)
@@ -25,25 +28,17 @@ class ModelConfig:
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise ValueError("rotary_dim must be even and at most head_dim")
 
-    @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
 
 @dataclass(frozen=True)
 class LayerWeights:
     """Matrices are [out, in] as in `torch.nn.Linear`; any floating dtype."""
 
     input_norm: torch.Tensor  # [H]
-    qkv: torch.Tensor  # [q_size + 2 * kv_size, H]
+    qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, H]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [head_dim], Qwen3
     k_norm: torch.Tensor | None
-    o: torch.Tensor  # [H, q_size]
+    o: torch.Tensor  # [H, num_heads * head_dim]
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor  # [H]
     gate_up: torch.Tensor  # [2 * I, H], gate first
@@ -95,6 +90,23 @@ class Before:
     def gathered(self) -> torch.Tensor:
         """fp32 [T, H]."""
         return (self.states if self.rows is None else self.states[self.rows]).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """T tokens of one forward. Their keys and values are written before any of them attends."""
+
+    tokens: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]: in the text
+    slots: torch.Tensor  # int64 [T]: of the KV pool, where their keys and values go
+    plan: TreeAttentionPlan
+    before: Before | None = None  # what a head takes in besides
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "positions", "slots"):
+            tensor = getattr(self, name)
+            if tensor.dtype is not torch.int64 or not tensor.is_contiguous():
+                object.__setattr__(self, name, tensor.to(torch.int64).contiguous())
 
 
 @dataclass(frozen=True, slots=True)

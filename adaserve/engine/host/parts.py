@@ -91,7 +91,7 @@ class HostDevice:
         return verify.walk(tensors, draws, n, stride)
 
     def in_place(self, verified: verify.VerifyBatch, acceptance: verify.Acceptance) -> bool:
-        """Mostly it does, since the likeliest path is."""
+        """Mostly it does: the likeliest path is verified where it would be committed."""
         taken = acceptance.accepted.numpy()
         return bool((verified.held_at[:, taken] == verified.positions[taken]).all())
 

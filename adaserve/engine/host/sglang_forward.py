@@ -1,8 +1,8 @@
-"""Tree forwards through SGLang's own model runner: GPUs, and models that the lean CPU forward does not cover.
+"""Tree forwards through SGLang's own model runner, for models that the lean forward does not cover.
 
 Target and draft trees alike run as ``TARGET_VERIFY``: that mode gives logits for every row and takes
-positions and attention layout from the spec input. The layout is FlashInfer's; on a CPU our
-attention backend reads the same arrays.
+positions and attention layout from the spec input. The layout is FlashInfer's, and our attention backend
+(``attention_backend.py``) reads the same arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from adaserve.engine.host.gumbel import read
-from adaserve.engine.host.params import Before
+from adaserve.engine.host.params import Inputs
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
@@ -51,43 +51,34 @@ def flat_mask(plan: TreeAttentionPlan) -> torch.Tensor:
     if plan.custom_mask is not None:
         return plan.custom_mask
     parts = [m.flatten() for m in plan.masks]
-    return torch.cat(parts).to(plan.kv_indices.device) if parts else torch.ones(0, dtype=torch.bool)
+    return torch.cat(parts) if parts else torch.ones(0, dtype=torch.bool)
 
 
 class SGLangForward:
-    """A ``TreeForward`` over a ``ModelRunner``. "Hidden states" are the logits themselves."""
+    """A ``HostModel`` over a ``ModelRunner``. "Hidden states" are the logits themselves."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
-    def hidden(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        plan: TreeAttentionPlan,
-        before: Before | None = None,
-    ) -> torch.Tensor:
-        assert before is None, "heads have a forward of their own"
-        output = self._runner.forward(self._forward_batch(tokens, positions, slots, plan))
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
+        assert inputs.before is None, "heads have a forward of their own"
+        output = self._runner.forward(self._forward_batch(inputs))
         return output.logits_output.next_token_logits
 
-    def _forward_batch(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
-    ) -> ForwardBatch:
-        device = self._runner.device
+    def _forward_batch(self, inputs: Inputs) -> ForwardBatch:
+        plan = inputs.plan
         prefix_lens = (plan.kv_indptr.diff() - plan.qo_indptr.diff()).long()
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=plan.num_requests,
-            input_ids=tokens.to(device),
-            req_pool_indices=torch.zeros(plan.num_requests, dtype=torch.int64, device=device),
-            seq_lens=prefix_lens.to(device),
-            seq_lens_cpu=prefix_lens.cpu(),
+            input_ids=inputs.tokens,
+            req_pool_indices=torch.zeros(plan.num_requests, dtype=torch.int64),
+            seq_lens=prefix_lens,
+            seq_lens_cpu=prefix_lens,
             seq_lens_sum=int(prefix_lens.sum()),
-            out_cache_loc=slots.to(device),
-            positions=positions.to(device),
-            spec_info=TreeVerifyInput(positions.to(device), plan),
+            out_cache_loc=inputs.slots,
+            positions=inputs.positions,
+            spec_info=TreeVerifyInput(inputs.positions, plan),
             spec_algorithm=self._runner.spec_algorithm,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,

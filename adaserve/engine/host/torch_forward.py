@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional
 
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.linear import Linear, Storage, torch_linear
-from adaserve.engine.host.params import Before, Capture, LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.host.params import Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
@@ -46,21 +47,19 @@ class TorchBackend:
     @torch.no_grad()
     def forward(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        out_slots: torch.Tensor,
-        k_buffers: list[torch.Tensor],
-        v_buffers: list[torch.Tensor],
-        plan: TreeAttentionPlan,
-        before: Before | None = None,
+        inputs: Inputs,
+        k_buffers: Sequence[torch.Tensor],
+        v_buffers: Sequence[torch.Tensor],
         capture: Capture | None = None,
     ) -> torch.Tensor:
-        eps = self._config.norm_eps
-        cos, sin = self._cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, rotary_dim / 2]
-        embedded = self._embed[input_ids].float()
-        if not input_ids.numel():  # not every operator below takes an empty batch
+        eps, slots, before = self._config.norm_eps, inputs.slots, inputs.before
+        cos, sin = self._cos_sin[inputs.positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, rotary_dim / 2]
+        embedded = self._embed[inputs.tokens].float()
+        if not len(embedded):  # not every operator below takes an empty batch
             return embedded
-        residual = embedded if before is None else self._taken_in(embedded, before.gathered(), positions)
+        residual = embedded
+        if before is not None:
+            residual = self._taken_in(embedded, before.gathered(), inputs.positions)
         for i, (layer, k_buffer, v_buffer) in enumerate(zip(self._layers, k_buffers, v_buffers, strict=True)):
             if capture is not None:
                 capture.states[:, capture.layers == i] = residual[:, None]
@@ -68,9 +67,8 @@ class TorchBackend:
             if layer.hidden_norm is not None:
                 normed = torch.cat((normed, _rms_norm(residual, layer.hidden_norm, eps)), dim=-1)
             q, k, v = self._heads(layer, normed, cos, sin)
-            k_buffer[out_slots] = k.to(k_buffer.dtype)
-            v_buffer[out_slots] = v.to(v_buffer.dtype)
-            residual = residual + layer.o(attend(q, k_buffer, v_buffer, plan))
+            k_buffer[slots], v_buffer[slots] = k.to(k_buffer.dtype), v.to(v_buffer.dtype)
+            residual = residual + layer.o(attend(q, k_buffer, v_buffer, inputs.plan))
             gate, up = layer.gate_up(_rms_norm(residual, layer.post_norm, eps)).chunk(2, dim=-1)
             residual = residual + layer.down(functional.silu(gate) * up)
         return residual if self._raw_states else _rms_norm(residual, self._final_norm, eps)

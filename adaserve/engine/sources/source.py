@@ -30,7 +30,7 @@ class Drafting:
 
 
 class TreeSource(Protocol):
-    """Proposes candidate trees, and keeps what it needs for that: KV, an automaton, hidden states.
+    """Proposes candidate trees, and keeps what it needs for that, such as a KV cache or texts.
 
     The worker merges what several sources propose by path. The policy sees path probabilities and costs,
     never a source's kind.

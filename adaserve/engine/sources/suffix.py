@@ -123,7 +123,8 @@ class SuffixSource:
         lengths = batch.seq_lens.tolist()
         for req, row, length in zip(batch.reqs, batch.req_pool_indices.tolist(), lengths, strict=True):
             known = self._requests.get(row)
-            if known is None or known.rid != req.rid:
+            # A retraction takes back what SGLang had not taken in yet, under overlap a whole iteration.
+            if known is None or known.rid != req.rid or len(known.text or ()) > length:
                 known = self._start(req, row)
             if known.text is not None:
                 self._extend(known, list(req.origin_input_ids[len(known.text) : length]))
@@ -186,10 +187,11 @@ class SuffixSource:
         text, request.text = request.text, None
         if text is None:
             return
-        index = self._scopes[request.scope]
-        index.remove(text)
         self.tokens -= len(text)
-        if not len(index):
+        index = self._scopes[request.scope]
+        if len(index) > 1:
+            index.remove(text)
+        else:  # the last one; to forget its contexts one by one would take several times as long
             del self._scopes[request.scope]
 
     # -- what it proposes ---------------------------------------------------------------------

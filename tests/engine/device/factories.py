@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.engine import host
 from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel, TreeKernel
 from adaserve.engine.device.forward import DeviceForward
 from adaserve.engine.device.graphs import GraphTable
@@ -51,9 +52,9 @@ class TinyModel:
         self.v = [torch.zeros(shape) for _ in range(len(weights.layers))]
         self.written: list[Tensor] = []  # slots of every forward
 
-    def hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, plan: TreeAttentionPlan) -> Tensor:
-        self.written.append(slots.clone())
-        return self.backend.forward(tokens, positions, slots, self.k, self.v, plan)
+    def hidden(self, inputs: host.Inputs) -> Tensor:
+        self.written.append(inputs.slots.clone())
+        return self.backend.forward(inputs, self.k, self.v)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.backend.logits(hidden)
@@ -66,7 +67,7 @@ class TinyModel:
 
     def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
         assert isinstance(kernel, SdpaKernel)
-        hidden = self.hidden(inputs.tokens, inputs.positions, inputs.slots, kernel.tree_plan)
+        hidden = self.hidden(host.Inputs(inputs.tokens, inputs.positions, inputs.slots, kernel.tree_plan))
         return Output(self.backend.logits(hidden)[inputs.wanted])
 
 
@@ -109,8 +110,8 @@ class Requests:
             if length:
                 at = self.req_to_token[self.pool_rows[r], :length]
                 ends = torch.tensor([0, length], dtype=torch.int32)
-                tokens = torch.tensor(self.text(r)[:length])
-                model.hidden(tokens, torch.arange(length), at.long(), TreeAttentionPlan(ends, ends, at))
+                tokens, plan = torch.tensor(self.text(r)[:length]), TreeAttentionPlan(ends, ends, at)
+                model.hidden(host.Inputs(tokens, torch.arange(length), at, plan))
         model.written.clear()
 
     def running(self, max_depth: list[int] | None = None, temperature: float = 0.0) -> RunningBatch:

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from adaserve.engine import host
 from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel, TreeKernel
 from adaserve.engine.device.forward import DeviceForward
 from adaserve.engine.device.graphs import GraphTable
@@ -35,7 +36,9 @@ class TinyCall:
     def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
         assert isinstance(kernel, SdpaKernel)
         plan, before = kernel.tree_plan, None if inputs.before is None else Before(inputs.before)
-        states = self._forward.hidden(inputs.tokens, inputs.positions, inputs.slots, plan, before)
+        states = self._forward.hidden(
+            host.Inputs(inputs.tokens, inputs.positions, inputs.slots, plan, before)
+        )
         wanted = states[inputs.wanted]
         logits = self._forward.logits(wanted) if len(wanted) else torch.empty(0, 1)
         return Output(logits if self._words is None else logits[:, self._words], wanted)

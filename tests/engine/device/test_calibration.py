@@ -50,10 +50,11 @@ def test_measured_verifications_have_graphs(most_rows: int) -> None:
         return 1
 
     device: Any = SimpleNamespace(time=lambda model, run: run() or 1.0)
-    room = measure._Room(device, torch.zeros(64, 2048, dtype=torch.int32), 1 << 20, most_rows)
+    context_len = 1024 + measure.LONGEST_TREE
+    room = measure.Room(device, torch.zeros(64, 2048, dtype=torch.int32), 1 << 20, most_rows, context_len)
     grid = measure.Grid(tokens, (), (128,), repeats=1, stop_s=5.0)
     timed = measure._Timed(room, [], step, 1, lambda _: None, "verify")
-    points = measure._sweep(timed, tokens, 4, grid, longest=1024)
+    points = measure._sweep(timed, tokens, 4, grid)
     assert points[: len(tokens), 0].tolist() == list(tokens)
     assert points[len(tokens) :, :3].tolist() == [
         [n * q, n * c, n] for n in (1, 4) for q in (1, 4) for c in (128, 1024)

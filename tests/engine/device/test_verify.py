@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaserve.engine.device.sizes import SearchKey
-from adaserve.engine.measure import QUICK, measure
+from adaserve.engine.measure import QUICK, Room, measure
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from tests.engine.device.factories import (
@@ -126,7 +126,8 @@ def test_the_measurement_runs_through_what_is_served(make: object) -> None:
     grid = dataclasses.replace(QUICK, verify_tokens=(1, 8, 60), draft_rows=(1, 12), contexts=(32,), repeats=1)
     model = TinyModel(2048)
     device = make(requests, model, model)  # type: ignore[operator]
-    profile = measure(device, requests.req_to_token, 2048, grid, context_len=96, drafting=device.drafts)
+    room = Room(device, requests.req_to_token, slots=2048, most_rows=100, context_len=96)
+    profile = measure(room, device.drafts, grid)
     long = {(n * q, n * c, n) for n in (1, 4) for q in (1, 4) for c in (32, 88)}
     assert {tuple(p) for p in profile.verify[:, :3]} == {(1, 32, 1), (8, 64, 2)} | long, "60 have no room"
     assert profile.draft[:2, 0].tolist() == [1, 12]

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from adaserve.config import AdaServeConfig
 from adaserve.engine.agree import Agreement
+from adaserve.engine.host import Inputs
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests as ServedRequests
 from adaserve.engine.sources.beam import BeamSource
@@ -60,7 +62,7 @@ class TinyWorker(AdaServeWorker):
         self.device = DEVICES[device](requests, target, *drafts)  # type: ignore[operator]
         self._kv_pools = tuple(Pool(model) for model in (target, *drafts))
         self._recorder = None
-        self.policy, self._drafts = build_policy(policy, policy_config(len(drafts))), policy != "none"
+        self.policy = build_policy(policy, policy_config(len(drafts)))
         self.forgotten: list[str] = []
         self._policies = SimpleNamespace(forget=self.forgotten.append)  # type: ignore[assignment]
         self.outcomes: list[IterationOutcome] = []
@@ -80,7 +82,8 @@ def greedy(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         at, ends = torch.arange(len(tokens)), torch.tensor([0, len(tokens)], dtype=torch.int32)
         plan = TreeAttentionPlan(ends, ends, (at + 1).int())
-        tokens.append(int(model.argmax(model.hidden(torch.tensor(tokens), at, at + 1, plan))[-1]))
+        states = model.hidden(Inputs(torch.tensor(tokens), at, at + 1, plan))
+        tokens.append(int(model.argmax(states)[-1]))
     return tokens[len(prompt) :]
 
 
@@ -299,6 +302,15 @@ def test_depth_is_planned_without_a_frontier_where_nobody_asks() -> None:
         assert policies.get("priced") is policies.get("priced")
 
 
+@pytest.mark.parametrize("name", ["none", "none@64"])
+def test_plain_decoding_takes_no_offers(name: str) -> None:
+    worker = (run := Run("priced", overlap=True, device="host", drafts="suffix")).worker
+    worker._policies = ServedPolicies(AdaServeConfig(), LearnedCosts(default_latency()), worker.device, True)
+    worker.set_policy(name)
+    run.finish().check()
+    assert not any(outcome.trees.n_nodes for outcome in worker.outcomes)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_copy_of_the_target_is_accepted_whole(device: str) -> None:
     run = Run("chain-3", overlap=True, device=device, copied=True).finish()
@@ -361,9 +373,9 @@ def test_catching_up_is_no_price_of_drafting(device: str) -> None:
     run = Run("chain-3", overlap=False, device=device, draft_knows_prompts=False)
     inner = run.draft.hidden
 
-    def slow(tokens: torch.Tensor, *args: Any) -> torch.Tensor:
-        time.sleep(0.3 if len(tokens) > 12 else 0.0)
-        return inner(tokens, *args)
+    def slow(inputs: Inputs) -> torch.Tensor:
+        time.sleep(0.3 if len(inputs.tokens) > 12 else 0.0)
+        return inner(inputs)
 
     run.draft.hidden = slow  # type: ignore[method-assign]
     run.step()
@@ -392,7 +404,7 @@ def check_cache_of(run: Run, source: BeamSource, model: TinyModel, fresh: TinyMo
         tokens, slots = cached[: held.length], run.requests.req_to_token[req.req_pool_idx, : held.length]
         ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
         at = torch.arange(len(tokens))
-        fresh.hidden(torch.tensor(tokens), at, slots.long(), TreeAttentionPlan(ends, ends, slots))
+        fresh.hidden(Inputs(torch.tensor(tokens), at, slots, TreeAttentionPlan(ends, ends, slots)))
         for a, b in zip(fresh.k + fresh.v, model.k + model.v, strict=True):
             torch.testing.assert_close(a[slots.long()], b[slots.long()], rtol=1e-3, atol=1e-4)
 
@@ -417,7 +429,7 @@ def test_the_next_turn_drafts_on_a_whole_cache(device: str, policy: str) -> None
         slots = table[row, : len(text)]
         ends = torch.tensor([0, len(text)], dtype=torch.int32)
         at = torch.arange(len(text))
-        fresh.hidden(torch.tensor(text), at, slots.long(), TreeAttentionPlan(ends, ends, slots))
+        fresh.hidden(Inputs(torch.tensor(text), at, slots, TreeAttentionPlan(ends, ends, slots)))
         for a, b in zip(fresh.k + fresh.v, run.draft.k + run.draft.v, strict=True):
             torch.testing.assert_close(a[slots.long()], b[slots.long()], rtol=1e-3, atol=1e-4)
     run.draft.written.clear()

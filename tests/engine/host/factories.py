@@ -8,7 +8,14 @@ from typing import Any
 import torch
 import transformers
 
-from adaserve.engine.host import LayerWeights, LeanModel, ModelConfig, ModelWeights, TreeAttentionPlan
+from adaserve.engine.host import (
+    Inputs,
+    LayerWeights,
+    LeanModel,
+    ModelConfig,
+    ModelWeights,
+    TreeAttentionPlan,
+)
 
 MAX_POSITIONS = 512
 
@@ -119,7 +126,8 @@ def run(lean: LeanModel, pool: Pool, chunks: list[Chunk], masked: bool | None = 
     def flat(name: str) -> torch.Tensor:
         return torch.tensor([x for c in chunks for x in getattr(c, name)], dtype=torch.int64)
 
-    return lean.forward(flat("tokens"), flat("positions"), flat("slots"), pool.k, pool.v, plan).clone()
+    inputs = Inputs(flat("tokens"), flat("positions"), flat("slots"), plan)
+    return lean.forward(inputs, pool.k, pool.v).clone()
 
 
 def _mask(chunk: Chunk) -> torch.Tensor:

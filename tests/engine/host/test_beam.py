@@ -189,7 +189,7 @@ def test_what_beams_saw_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     search = case.lean.beam_search
 
     def spy(*args: Any) -> int:
-        searched.append(args[-3])
+        searched.append(args[-2])
         return search(*args)
 
     monkeypatch.setattr(case.lean, "beam_search", spy)

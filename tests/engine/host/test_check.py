@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.host import LeanModel, TreeAttentionPlan
+from adaserve.engine.host import Inputs, LeanModel, TreeAttentionPlan
 from adaserve.engine.host.beam import BeamArrays
 from tests.engine.host.factories import MAX_POSITIONS, Pool, hf_model, read_hf
 
@@ -36,14 +36,12 @@ class Call:
         n = list(range(TOKENS))
         return cls([5, 6, 7, 8], n.copy(), [9, 3, 4, 20], [0, TOKENS], [0, TOKENS], [9, 3, 4, 20])
 
-    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TreeAttentionPlan]:
+    def inputs(self) -> Inputs:
         plan = TreeAttentionPlan(
             *(torch.tensor(v, dtype=torch.int32) for v in (self.qo, self.kv, self.indices)), self.mask
         )
-        ids, positions, slots = (
-            torch.tensor(v, dtype=torch.int64) for v in (self.ids, self.positions, self.slots)
-        )
-        return ids, positions, slots, plan
+        each = (torch.tensor(v, dtype=torch.int64) for v in (self.ids, self.positions, self.slots))
+        return Inputs(*each, plan)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +52,8 @@ def lean() -> LeanModel:
 
 
 def forward(lean: LeanModel, call: Call) -> torch.Tensor:
-    ids, positions, slots, plan = call.inputs()
     pool = Pool(lean.config, 2, SLOTS)
-    return lean.forward(ids, positions, slots, pool.k, pool.v, plan)
+    return lean.forward(call.inputs(), pool.k, pool.v)
 
 
 def replaced(name: str, at: int, value: int) -> Callable[[Call], None]:
@@ -141,9 +138,8 @@ def beams(*texts: list[int], width: int = 2, depth: int = 2) -> BeamArrays:
 
 
 def search(lean: LeanModel, arrays: BeamArrays, call: Call | None = None) -> int:
-    ids, positions, slots, plan = (call or Call.good()).inputs()
     pool = Pool(lean.config, 2, SLOTS)
-    return lean.beam_search(ids, positions, slots, pool.k, pool.v, plan, arrays, None)
+    return lean.beam_search((call or Call.good()).inputs(), pool.k, pool.v, arrays, None)
 
 
 def test_a_beam_search_runs(lean: LeanModel) -> None:

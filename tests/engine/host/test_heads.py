@@ -14,7 +14,7 @@ from adaserve.engine.host import LeanModel, build
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.heads import HeadForward, HiddenStates, project
-from adaserve.engine.host.params import Before, InputStage, LayerWeights, ModelWeights
+from adaserve.engine.host.params import Before, Inputs, InputStage, LayerWeights, ModelWeights
 from adaserve.engine.parts import Beams, KeepGoing, Search
 from adaserve.engine.reading import Reading
 from adaserve.engine.trees.attention import attention_plan, token_slots
@@ -262,15 +262,15 @@ def test_rows_of_hidden_states_that_are_not_there_are_refused(head: Head) -> Non
     batch, states = case.batch(np.zeros(2, np.int64), LENGTHS), case.states.by_slot
     model, tokens = case.drafts.model, len(batch)
     slots, rows = token_slots(case.table, batch), torch.zeros(tokens, dtype=torch.int64)
-    inputs = (torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), slots)
     plan = attention_plan(case.table, batch)
-    model.hidden(*inputs, plan, Before(states, rows))
+    read = partial(Inputs, torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), slots, plan)
+    model.hidden(read(Before(states, rows)))
     for wrong in (-1, len(states)):
         rows[tokens - 1] = wrong
         with pytest.raises(IndexError, match="hidden states are missing"):
-            model.hidden(*inputs, plan, Before(states, rows))
+            model.hidden(read(Before(states, rows)))
     with pytest.raises(IndexError, match="hidden states are missing"):
-        model.hidden(*inputs, plan, Before(states[: tokens - 1]))
+        model.hidden(read(Before(states[: tokens - 1])))
     for unfit in (Before(states, rows[1:]), Before(states.double(), rows), Before(states[:, 1:], rows)):
         with pytest.raises(ValueError, match="a head"):
-            model.hidden(*inputs, plan, unfit)
+            model.hidden(read(unfit))

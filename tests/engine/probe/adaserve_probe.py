@@ -316,6 +316,7 @@ def kv_errors(worker: Any, tokens: list[int], slots: Any, layers: int | None = N
     first ``layers`` (None = all)."""
     import torch
 
+    from adaserve.engine.host import Inputs
     from adaserve.engine.host.install import LEAN_ATTRIBUTE
     from adaserve.engine.trees.attention import causal_plan
 
@@ -326,7 +327,8 @@ def kv_errors(worker: Any, tokens: list[int], slots: Any, layers: int | None = N
     scratch = [[torch.zeros(n, *b.shape[1:], dtype=b.dtype) for b in pool.k_buffer] for _ in range(2)]
     lengths = np.array([n])
     with recorded(lean):
-        lean.forward(torch.tensor(tokens), every, every, *scratch, causal_plan(every, lengths, lengths))
+        plan = causal_plan(every, lengths, lengths)
+        lean.forward(Inputs(torch.tensor(tokens), every, every, plan), *scratch)
     return differences(scratch, pool, slots, layers)
 
 
@@ -355,6 +357,7 @@ def hidden_of(target_worker: Any, tokens: Any) -> Any:
     """fp32 [T, layers, H] and [T, H]: what heads may read of a text, in a fresh prefill."""
     import torch
 
+    from adaserve.engine.host import Inputs
     from adaserve.engine.host.install import LEAN_ATTRIBUTE
     from adaserve.engine.trees.attention import causal_plan
 
@@ -363,7 +366,8 @@ def hidden_of(target_worker: Any, tokens: Any) -> Any:
     every, lengths = torch.arange(len(tokens)), np.array([len(tokens)])
     scratch = [[torch.zeros(len(tokens), *b.shape[1:], dtype=b.dtype) for b in buffers] for _ in range(2)]
     with recorded(lean) as states:
-        lean.forward(torch.as_tensor(tokens), every, every, *scratch, causal_plan(every, lengths, lengths))
+        plan = causal_plan(every, lengths, lengths)
+        lean.forward(Inputs(torch.as_tensor(tokens), every, every, plan), *scratch)
     return states[0]
 
 
@@ -381,14 +385,14 @@ def head_errors(head: Any, states: Any, tokens: list[int], slots: Any) -> Any:
     target's ``states``. The first token has none."""
     import torch
 
-    from adaserve.engine.host.params import Before
+    from adaserve.engine.host.params import Before, Inputs
     from adaserve.engine.trees.attention import causal_plan
 
     pool, n = head.model.pool, len(tokens) - 1
     every, lengths = torch.arange(n), np.array([n])
     scratch = [[torch.zeros(n, *b.shape[1:], dtype=b.dtype) for b in pool.k_buffer] for _ in range(2)]
     text, plan = torch.tensor(tokens[1:]), causal_plan(every, lengths, lengths)
-    head.model.model.forward(text, every + 1, every, *scratch, plan, Before(states[:-1]))
+    head.model.model.forward(Inputs(text, every + 1, every, plan, Before(states[:-1])), *scratch)
     return torch.cat([torch.zeros(1), differences(scratch, pool, slots[1:])])
 
 
@@ -435,6 +439,7 @@ def sglang_levels(worker: Any, tokens: Any, slots: Any, width: int) -> list[Any]
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.speculative.spec_utils import select_top_k_tokens
 
+    from adaserve.engine.host import Inputs
     from adaserve.engine.host.sglang_forward import SGLangForward
     from adaserve.engine.trees.attention import causal_plan
     from adaserve.engine.trees.plan import TreeAttentionPlan
@@ -443,7 +448,7 @@ def sglang_levels(worker: Any, tokens: Any, slots: Any, width: int) -> list[Any]
     ids = getattr(runner.model, "hot_token_id", None)
 
     def step(text: Any, positions: Any, at: Any, plan: Any, before: Any) -> tuple[Any, Any, Any]:
-        batch = SGLangForward(runner)._forward_batch(text, positions, at, plan)
+        batch = SGLangForward(runner)._forward_batch(Inputs(text, positions, at, plan))
         batch.spec_info.hidden_states, batch.capture_hidden_mode = before, CaptureHiddenMode.FULL
         output = runner.forward(batch).logits_output
         p, index = output.next_token_logits.softmax(-1).topk(width)

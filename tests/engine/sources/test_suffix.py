@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,10 +31,20 @@ class Server:
         self.states: dict[int, RequestState] = {}
         self.prompts: dict[int, list[int]] = {}
 
-    def start(self, row: int, prompt: list[int], first: int, tenant: str = "a", rid: str = "") -> None:
+    def start(
+        self,
+        row: int,
+        prompt: list[int],
+        first: int,
+        tenant: str = "a",
+        rid: str = "",
+        generated: Sequence[int] = (),
+    ) -> None:
+        """``generated``: before the request was retracted."""
         rid = rid or f"{tenant}-{row}-{len(self.prompts)}"
         req = SimpleNamespace(rid=rid, origin_input_ids=prompt, tenant=tenant)
-        for length in dict.fromkeys((min(5, len(prompt)), len(prompt))):  # in two chunks
+        whole = len(prompt) + len(generated)
+        for length in dict.fromkeys((whole,) if generated else (min(5, whole), whole)):  # in two chunks
             where = {"req_pool_indices": torch.tensor([row]), "seq_lens": torch.tensor([length])}
             self.source.prefilled(SimpleNamespace(reqs=[req], **where), True)
         state = RequestState(rid, "default", np.inf, 0.0, key=17 + row)
@@ -148,6 +159,18 @@ def test_a_retracted_request_goes_on_where_it_was() -> None:
     assert chain(server.offer(1))[:3] == [7, 8, 1]
     server.source.finished(1, False)
     assert server.source.tokens == 0
+
+
+def test_what_a_retraction_took_back_is_forgotten() -> None:
+    """Under overlap a request is retracted before SGLang has taken in its last iteration. It may get the same
+    row again, and then say something else."""
+    server = Server()
+    server.start(0, [*PROMPT, 1, 2], 3, rid="x")
+    server.emit(0, 40, 41)
+    kept = server.states[0].generated[:1]
+    server.start(0, server.prompts[0], 3, rid="x", generated=kept)
+    server.states[0].generated = [*kept, 4]
+    assert chain(server.offer(0))[:3] == [5, 6, 7]
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from adaserve.engine.host import Inputs
 from adaserve.engine.host.forwards import HostForward
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.parts import HostDevice
@@ -18,7 +19,6 @@ from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.source import KeepDrafting
 from adaserve.engine.state import DecodeRows, RequestState
-from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.pair.acceptance import DraftSharpening
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch, Selection
@@ -75,15 +75,11 @@ class FakeModel:
             VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2)
         )
     )
-    calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, TreeAttentionPlan]] = field(
-        default_factory=list
-    )
+    calls: list[Inputs] = field(default_factory=list)
 
-    def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: TreeAttentionPlan
-    ) -> torch.Tensor:
-        self.calls.append((tokens, positions, slots, plan))
-        return self.table[tokens]
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
+        self.calls.append(inputs)
+        return self.table[inputs.tokens]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden

@@ -86,15 +86,15 @@ def test_the_draft_catches_up_and_writes_into_its_window(behind: int) -> None:
     expected = [*range(5 - behind, 5), *range(9 - behind, 9)]
     fed: dict[int, list[int]] = {7: [], 1: [], 2: []}
     calls = case.model.calls
-    for tokens, positions, slots, _ in calls[: 1 + late]:
-        for token, position in zip(tokens.tolist(), positions.tolist(), strict=True):
+    for call in calls[: 1 + late]:
+        for token, position in zip(call.tokens.tolist(), call.positions.tolist(), strict=True):
             fed[token].append(position)
-        pool_rows = rows.pool_rows[(positions > 5).long()]
-        assert torch.equal(slots, case.table[pool_rows, positions].long())
+        pool_rows = rows.pool_rows[(call.positions > 5).long()]
+        assert torch.equal(call.slots, case.table[pool_rows, call.positions].long())
     assert fed == {7: expected, 1: [5], 2: [9]}
     held = [case.cache[row] for row in rows.pool_rows.tolist()]
     assert [h.length for h in held] == [5, 9] and not any(h.pending for h in held)
-    later = torch.cat([call[2] for call in calls[1 + late :]]).tolist()
+    later = torch.cat([call.slots for call in calls[1 + late :]]).tolist()
     assert len(set(later)) == len(later), "two nodes share a KV slot"
     windows = [case.table[p, n : n + proposal.width] for p, n in zip(rows.pool_rows, (5, 9), strict=True)]
     assert set(later) <= set(torch.cat(windows).tolist())
@@ -107,7 +107,8 @@ def test_what_is_read_of_a_context(behind: int) -> None:
     case = Drafted(decode_rows(lengths), behind=behind)
     proposal = case.propose(3, 2, recent=recent)
     assert proposal is not None and len(case.model.calls) == 3
-    for step, (_, positions, _, plan) in enumerate(case.model.calls):
+    for step, call in enumerate(case.model.calls):
+        plan, positions = call.plan, call.positions
         for r, (q0, q1, k0, k1) in enumerate(plan.spans):
             length = lengths[r]
             # Tokens that the draft has not seen follow one another, and nothing stands behind the root.
