@@ -13,7 +13,7 @@ from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.native import NativeBackend
 from adaserve.engine.host.params import Before, Capture, ModelConfig, ModelWeights
 from adaserve.engine.host.torch_forward import TorchBackend
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 Backend = NativeBackend | TorchBackend
