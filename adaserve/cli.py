@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -261,10 +262,21 @@ app.add_typer(pair, name="pair")
 app.add_typer(draft, name="draft")
 
 
+def without_proxy(environ: MutableMapping[str, str]) -> None:
+    """Servers of this machine are asked directly, whatever proxy ``environ`` names for others.
+
+    SGLang, too, asks its server when it starts, and ends if a proxy answers.
+    """
+    direct = environ.get("no_proxy") or environ.get("NO_PROXY")
+    if direct != "*":  # which stands for all, and only alone
+        environ["no_proxy"] = ",".join([*filter(None, [direct]), "localhost", "127.0.0.1"])
+
+
 def main() -> None:
     """Runs the command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     short_spins(os.environ)
+    without_proxy(os.environ)
     # However a command ends, the servers that it started end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
