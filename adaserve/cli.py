@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,11 +27,6 @@ from adaserve.fleet.cli import app as fleet
 from adaserve.learning.cli import app as draft
 from adaserve.loadgen import cli as loadgen
 from adaserve.options import (
-    COSTS,
-    DRAFTS,
-    LEARNING,
-    OVERLOAD,
-    RECORDING,
     Budget,
     Draft,
     DraftKind,
@@ -42,6 +38,11 @@ from adaserve.options import (
     Size,
     Weights,
     Window,
+    about_costs,
+    about_drafts,
+    about_learning,
+    about_overload,
+    about_recording,
     server_spec,
 )
 from adaserve.pair.cli import app as pair
@@ -95,89 +96,61 @@ def serve(
     draft_window: Window = "0",
     draft_sinks: Annotated[
         int,
-        typer.Option(
-            min=0,
-            help="First tokens of the context that a draft with a window reads too.",
-            rich_help_panel=DRAFTS,
-        ),
+        about_drafts("First tokens of the context that a draft with a window reads too.", min=0),
     ] = 4,
     suffix_scope: Annotated[
         str,
-        typer.Option(
-            help="Text that suffix searches: request (the request's own), or key (also what was served to "
-            "others with the same API key).",
-            rich_help_panel=DRAFTS,
+        about_drafts(
+            "Text that suffix searches: request (the request's own), or key (also what was served to "
+            "others with the same API key)."
         ),
     ] = "request",
-    suffix_memory_mb: Annotated[
-        int, typer.Option(min=1, help="Most memory for that text, in MB.", rich_help_panel=DRAFTS)
-    ] = 128,
+    suffix_memory_mb: Annotated[int, about_drafts("Most memory for that text, in MB.", min=1)] = 128,
     budget: Budget = None,
-    max_depth: Annotated[
-        int, typer.Option(help="Depth of the deepest candidate tree, in tokens.", rich_help_panel=COSTS)
-    ] = 5,
-    max_width: Annotated[
-        int, typer.Option(help="Candidates per level of the widest tree.", rich_help_panel=COSTS)
-    ] = 3,
+    max_depth: Annotated[int, about_costs("Depth of the deepest candidate tree, in tokens.")] = 5,
+    max_width: Annotated[int, about_costs("Candidates per level of the widest tree.")] = 3,
     profile: Annotated[
         Path | None,
-        typer.Option(
-            help="Latency profile written by `adaserve profile`.",
+        about_costs(
+            "Latency profile written by `adaserve profile`.",
             show_default="the cached one, else measured at the start",
-            rich_help_panel=COSTS,
         ),
     ] = None,
     baseline_ms: Annotated[
         float | None,
-        typer.Option(
-            help="Milliseconds per token of the idle server, which x_baseline SLOs multiply.",
+        about_costs(
+            "Milliseconds per token of the idle server, which x_baseline SLOs multiply.",
             show_default="measured",
-            rich_help_panel=COSTS,
         ),
     ] = None,
     shed: Annotated[
         bool,
-        typer.Option(
-            "--shed",
-            help="Answer 429 to waiting requests that would miss their TTFT SLO.",
-            rich_help_panel=OVERLOAD,
-        ),
+        about_overload("Answer 429 to waiting requests that would miss their TTFT SLO.", "--shed"),
     ] = False,
     orca: Annotated[
         bool,
-        typer.Option(
-            "--orca",
-            help="Add the response header endpoint-load-metrics (ORCA; Envoy reads it).",
-            rich_help_panel=OVERLOAD,
-        ),
+        about_overload("Add the response header endpoint-load-metrics (ORCA; Envoy reads it).", "--orca"),
     ] = False,
     learn: Annotated[
         bool,
-        typer.Option(
-            "--learn",
-            help="Train the draft on what is served, in spare processor time, and swap in better versions. "
+        about_learning(
+            "Train the draft on what is served, in spare processor time, and swap in better versions. "
             "CPU hosts only. Requests with x-adaserve-learn: off are left out.",
-            rich_help_panel=LEARNING,
+            "--learn",
         ),
     ] = False,
     learn_folder: Annotated[
         Path | None,
-        typer.Option(
-            help="Keep better drafts here, and start with the last one.",
-            show_default="not kept",
-            rich_help_panel=LEARNING,
-        ),
+        about_learning("Keep better drafts here, and start with the last one.", show_default="not kept"),
     ] = None,
     record: Annotated[
         Path | None,
-        typer.Option(help="Record every iteration to this file, for replay.", rich_help_panel=RECORDING),
+        about_recording("Record every iteration to this file, for replay."),
     ] = None,
     record_requests: Annotated[
         Path | None,
-        typer.Option(
-            help="Append lengths and SLOs of finished requests to this file, for "
-            "`adaserve simulate capacity`.",
-            rich_help_panel=RECORDING,
+        about_recording(
+            "Append lengths and SLOs of finished requests to this file, for `adaserve simulate capacity`."
         ),
     ] = None,
     size: Size = "100M",
@@ -289,10 +262,21 @@ app.add_typer(pair, name="pair")
 app.add_typer(draft, name="draft")
 
 
+def without_proxy(environ: MutableMapping[str, str]) -> None:
+    """Servers of this machine are asked directly, whatever proxy ``environ`` names for others.
+
+    SGLang, too, asks its server when it starts, and ends if a proxy answers.
+    """
+    direct = environ.get("no_proxy") or environ.get("NO_PROXY")
+    if direct != "*":  # which stands for all, and only alone
+        environ["no_proxy"] = ",".join([*filter(None, [direct]), "localhost", "127.0.0.1"])
+
+
 def main() -> None:
     """Runs the command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     short_spins(os.environ)
+    without_proxy(os.environ)
     # However a command ends, the servers that it started end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

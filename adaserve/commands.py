@@ -1,7 +1,9 @@
-"""How a command ends if its user, the host or a server is the cause: with one sentence, and exit code 2."""
+"""What commands have in common: groups of options, and how one ends if its user, the host or a server is the
+cause: with one sentence, and exit code 2."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +47,17 @@ def _in_one_line(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return None
+
+
+def panel(title: str) -> Callable[..., Any]:
+    """Makes options that ``--help`` shows under one title."""
+
+    def option(text: str, *flags: str, **settings: Any) -> Any:
+        if "parser" in settings:  # typer would show the name of a type
+            settings["metavar"] = "A,B"
+        return typer.Option(*flags, help=text, rich_help_panel=title, **settings)
+
+    return option
 
 
 def new_file(path: Path | None) -> Path | None:

@@ -6,9 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-DRAFTS, COSTS, OVERLOAD = "Drafts", "Speculation and its costs", "Overload and routers"
-LEARNING, RECORDING, WEIGHTS = "Learning", "Recording", "Weights"
-"""Groups of options. Those that most people need stand in none of them."""
+from adaserve.commands import panel
+
+about_drafts, about_costs, about_overload = map(
+    panel, ("Drafts", "Speculation and its costs", "Overload and routers")
+)
+about_learning, about_recording, about_weights = map(panel, ("Learning", "Recording", "Weights"))
+"""Options of a group. Those that most people need stand in none of them."""
 
 Model = Annotated[
     str | None,
@@ -29,45 +33,35 @@ Draft = Annotated[
 ]
 Drafts = Annotated[
     str | None,
-    typer.Option(
-        help="What proposes tokens: model, self, suffix, model,suffix or self,suffix. self: the target "
+    about_drafts(
+        "What proposes tokens: model, self, suffix, model,suffix or self,suffix. self: the target "
         "itself, reading a --draft-window. suffix: what followed earlier in the same text; nearly free, for "
         "any model.",
         show_default="model; suffix where --model-path has no --draft-model-path",
-        rich_help_panel=DRAFTS,
     ),
 ]
 Window = Annotated[
     str,
-    typer.Option(
-        help="Recent tokens of the context that a draft reads: a number, 0 for the whole context, or auto: "
-        "the policy priced chooses for each request.",
-        rich_help_panel=DRAFTS,
+    about_drafts(
+        "Recent tokens of the context that a draft reads: a number, 0 for the whole context, or auto: "
+        "the policy priced chooses for each request."
     ),
 ]
 DraftKind = Annotated[
     str,
-    typer.Option(
-        help="model, eagle3 (an EAGLE-3 head), mtp (an MTP layer, usually in the target's checkpoint), "
+    about_drafts(
+        "model, eagle3 (an EAGLE-3 head), mtp (an MTP layer, usually in the target's checkpoint), "
         "medusa (Medusa heads), or auto: by the draft's config.json. Without --model-path it chooses among "
-        "the embedded drafts, and auto is the model.",
-        rich_help_panel=DRAFTS,
+        "the embedded drafts, and auto is the model."
     ),
 ]
 SecondDraft = Annotated[
     str | None,
-    typer.Option(
-        help="Another draft model, whose candidates join the same tree.",
-        show_default="none",
-        rich_help_panel=DRAFTS,
-    ),
+    about_drafts("Another draft model, whose candidates join the same tree.", show_default="none"),
 ]
 Size = Annotated[
     str,
-    typer.Option(
-        help="Parameters that the embedded target is widened to, such as 100M or 1.5B.",
-        rich_help_panel=WEIGHTS,
-    ),
+    about_weights("Parameters that the embedded target is widened to, such as 100M or 1.5B."),
 ]
 PolicyName = Annotated[
     str,
@@ -75,23 +69,19 @@ PolicyName = Annotated[
 ]
 Budget = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        help="Most tokens per verification, all requests together.",
-        show_default="by measured costs",
-        rich_help_panel=COSTS,
+    about_costs(
+        "Most tokens per verification, all requests together.", min=1, show_default="by measured costs"
     ),
 ]
 Weights = Annotated[
     str,
-    typer.Option(help="How a CPU host stores weights: auto, fp32, fp16 or bf16.", rich_help_panel=WEIGHTS),
+    about_weights("How a CPU host stores weights: auto, fp32, fp16 or bf16."),
 ]
 DraftWeights = Annotated[
     str,
-    typer.Option(
-        help="How a CPU host stores the draft's weights: auto, fp32, fp16, bf16 or int8. auto is int8 where "
-        "the processor multiplies 8-bit numbers fast, else as --cpu-weights.",
-        rich_help_panel=WEIGHTS,
+    about_weights(
+        "How a CPU host stores the draft's weights: auto, fp32, fp16, bf16 or int8. auto is int8 where "
+        "the processor multiplies 8-bit numbers fast, else as --cpu-weights."
     ),
 ]
 

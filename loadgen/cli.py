@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from adaserve.commands import panel
 from adaserve.loadgen.errors import LoadgenError
 
 if TYPE_CHECKING:
@@ -19,17 +20,6 @@ if TYPE_CHECKING:
     from adaserve.loadgen.run_folder import Run
 
 bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running server.")
-
-
-def panel(title: str) -> Callable[..., Any]:
-    """Makes options that ``--help`` shows under one title."""
-
-    def option(text: str, *flags: str, **settings: Any) -> Any:
-        if "parser" in settings:  # typer would show the name of a type
-            settings["metavar"] = "A,B"
-        return typer.Option(*flags, help=text, rich_help_panel=title, **settings)
-
-    return option
 
 
 _server, _load, _requests, _output = map(panel, ("Server", "Load", "Requests", "Output"))

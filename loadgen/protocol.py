@@ -16,6 +16,8 @@ from adaserve.slo.resolve import HEADER_TRACE, TRACE_KEYS, TRACE_MEMBER
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
 MAX_COUNT = 10**9
 """No answer has this many tokens; a larger number would not fit into a float."""
+_BROKEN_OFF = ("abort", "error")
+"""Finish reasons of SGLang and vLLM for an answer that is not whole."""
 NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
 """Raised for an event of another form."""
 
@@ -95,6 +97,8 @@ def parse_event(api: str, data: Mapping[str, Any], seen: int) -> StreamEvent:
         choice = choices[0]
         event.text = choice.get("text") or _delta_text(choice.get("delta")) or ""
         event.finish_reason = choice.get("finish_reason")
+        if event.finish_reason in _BROKEN_OFF:
+            return StreamEvent(error=f"the server ended the answer: {event.finish_reason}")
     usage = data.get("usage")
     if usage:
         event.output_tokens = usage.get("completion_tokens")
@@ -136,7 +140,8 @@ def _verdict(metadata: Any) -> dict[str, Any] | None:
 def _delta_text(delta: Mapping[str, Any] | None) -> str:
     if not delta:
         return ""
-    text = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+    # vLLM has renamed the reasoning; servers that send both names send the same text twice.
+    text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
     for call in delta.get("tool_calls") or ():
         function = call.get("function") or {}
         text += (function.get("name") or "") + (function.get("arguments") or "")

@@ -116,7 +116,7 @@ def _attainment(groups: Sequence[Group], names: Sequence[str]) -> Chart:
     ax.set(ylabel="requests that met all SLOs, %", ylim=(0, 108))
     figures.legend(figure, ax)
     several = any(len(g.runs) > 1 for g in groups)
-    note = "Error bars: standard error over seeds." if several else "Error bars: standard error of the share."
+    note = f"Error bars: standard error{' over seeds' if several else ', as if requests were independent'}."
     return Chart("attainment", "SLO attainment", figure, note + (" Dashed: target." if targets else ""))
 
 
@@ -146,7 +146,8 @@ def _cdf(groups: Sequence[Group], names: Sequence[str], key: str) -> Chart:
             if not len(finite):
                 continue
             share = np.arange(len(finite) + 1) / len(values)
-            style = {"color": figures.color(c), "linestyle": figures.STYLES[k % len(figures.STYLES)]}
+            line = k if len(groups) > 1 else c
+            style = {"color": figures.color(c), "linestyle": figures.STYLES[line % len(figures.STYLES)]}
             label = name if len(groups) == 1 else f"{g.label}, {name}"
             ax.plot([finite[0], *finite], share, drawstyle="steps-post", label=label, **style)
             highest.append(float(np.percentile(finite, 99.5)))
@@ -173,10 +174,11 @@ def _timeline(group: Group, names: Sequence[str], number: int, single: bool) -> 
         at, met = run.arrays[name]["scheduled"], run.arrays[name]["attained"]
         with np.errstate(invalid="ignore"):
             share = np.histogram(at, edges, weights=met)[0] / np.histogram(at, edges)[0]
-        ax.plot(middle, share, label=f"{name} attainment", color=figures.color(c))
+        style = {"color": figures.color(c), "linestyle": figures.STYLES[c % len(figures.STYLES)]}
+        ax.plot(middle, share, label=f"{name} attainment", **style)
     arrivals = np.histogram(everything, edges)[0]
     peak = max(1, int(arrivals.max()))
-    ax.plot(middle, arrivals / peak, "--", drawstyle="steps-mid", label="arrivals", color=figures.COLORS[-1])
+    ax.plot(middle, arrivals / peak, drawstyle="steps-mid", lw=1, label="arrivals", color=figures.COLORS[-1])
     ax.set(xlabel="planned time (s)", ylabel="attainment", xlim=(0, end), ylim=(0, 1.02))
     figures.percent(ax.yaxis)
     figures.legend(figure, ax, columns=4)

@@ -300,7 +300,7 @@ class _Reader:
         if event.error is not None:
             record.error, self._done = event.error, True
             return
-        if event.text or (event.finish_reason and record.first_token_s is not None):
+        if event.text or event.finish_reason:
             self._token(event, at_s)
         record.finish_reason = event.finish_reason or record.finish_reason
         if event.output_tokens is not None:
@@ -318,7 +318,8 @@ class _Reader:
             record.first_chunk_tokens = event.output_tokens or 1
         elif event.text and record.last_token_s is not None:
             self._gaps_ms.append(round((at_s - record.last_token_s) * 1e3, 2))
-        # The end-of-text token has no text: its time is that of the event with the finish reason.
+        # The end-of-text token has no text: its time is that of the event with the finish reason, also
+        # where it is the whole answer.
         record.last_token_s = at_s
         if event.text:
             record.n_chunks += 1
@@ -333,7 +334,7 @@ class _Reader:
         record.output_tokens = self._usage_tokens if self._usage_tokens is not None else record.n_chunks
         record.token_source = "usage" if self._usage_tokens is not None else "chunks"
         record.first_chunk_tokens = min(record.first_chunk_tokens, max(1, record.output_tokens))
-        if record.ok and record.first_token_s is None and record.output_tokens == 0:
+        if record.ok and not self.text and record.output_tokens == 0:
             record.error = "the answer holds no token"
         record.judge()
 

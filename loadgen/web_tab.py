@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import csv
+import io
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from flask import Response, request
-from locust.env import Environment
+
+if TYPE_CHECKING:
+    from locust.env import Environment
 
 _KEY = "slo"
 _COLUMNS = {
@@ -43,10 +47,17 @@ def install_tab(environment: Environment, rows: Callable[[], list[dict[str, Any]
 
     @web_ui.app.route("/slo_classes/csv")
     def slo_csv() -> Response:
-        lines = [",".join(_COLUMNS.values())]
-        lines += [",".join(str(display_row(r)[k]) for k in _COLUMNS) for r in rows()]
         headers = {"Content-Disposition": "attachment; filename=slo_classes.csv"}
-        return Response("\n".join(lines) + "\n", mimetype="text/csv", headers=headers)
+        return Response(table_csv(rows()), mimetype="text/csv", headers=headers)
+
+
+def table_csv(rows: Iterable[dict[str, Any]]) -> str:
+    """The live table as a download; a class's name may hold commas."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_COLUMNS.values())
+    writer.writerows([display_row(row)[key] for key in _COLUMNS] for row in rows)
+    return text.getvalue()
 
 
 def display_row(row: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A latency model comes from a short measurement, from a file, or from an earlier run. It may be wrong: the host
 was busy then, or it is another host. So it is only where learning starts. What forwards take by size is
-learned in ``scheduler/cost_table.py``, and what reading the KV cache adds in ``scheduler/reading.py``.
+learned in ``scheduler/cost_table.py``, and what reading the KV cache adds in ``scheduler/kv_reading.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from adaserve.scheduler.cost_table import LATEST, LEARN_EVERY, MUCH, QUANTILE, CostTable
 from adaserve.scheduler.interface import NO_CONTEXT, Context, FloatArray, IterationOutcome
+from adaserve.scheduler.kv_reading import FadingFit, LearnedReading, scales
 from adaserve.scheduler.latency import ForwardCost, Latency, LatencyModel, ReadingCost, StepCost, TableCost
-from adaserve.scheduler.reading import FadingFit, LearnedReading, scales
 
 STEP_RANGE = 2.0
 """A draft step costs at most this many times as much, or as little, as the line through all drafts says."""

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from adaserve.engine.filters import Filter
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.search import Forbid
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape

@@ -20,10 +20,10 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from adaserve.engine.grammar import Allowed
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.parts import Device
 from adaserve.engine.penalties import Penalties, has_penalty
 from adaserve.engine.portions import portions
-from adaserve.engine.reading import Reading
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees.verify import Tensors, VerifyBatch
 from adaserve.patches.logit_processors import apply_processors

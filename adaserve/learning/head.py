@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
-from adaserve.learning.reading import UNKNOWN
+from adaserve.learning.draft_reading import UNKNOWN
 from adaserve.learning.records import Record
 from adaserve.pair.eagle import attend, shifted
 

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from adaserve.learning import losses, reading
+from adaserve.learning import draft_reading, losses
 from adaserve.learning.draft import DraftCopy
 from adaserve.learning.head import HeadCopy
 from adaserve.learning.messages import ClassScore
@@ -192,7 +192,7 @@ class Trainer:
         """[n]: of a draft that says ``logits`` [n, vocab] at the record's positions."""
         if self.recipe.loss == "hard" and record.key:
             return _hard(record, logits, self.sharpening)
-        p, q = reading.target(record), reading.draft(record, logits, record.temperature or 1.0)
+        p, q = draft_reading.target(record), draft_reading.draft(record, logits, record.temperature or 1.0)
         kind = losses.LOSSES["forward" if self.recipe.loss == "hard" else self.recipe.loss]
         return losses.loss_of(kind, p, q, greedy=record.temperature == 0)
 
@@ -226,7 +226,7 @@ class Trainer:
         for record in newest:
             pause()
             logits += self.draft.logits([record])
-        return Snapshot(state, reading.fit(newest, logits, self.sharpening))
+        return Snapshot(state, draft_reading.fit(newest, logits, self.sharpening))
 
     @torch.no_grad()
     def scores(self, draft: Snapshot, records: Sequence[Record], pause: Pause) -> Tensor:
@@ -237,7 +237,7 @@ class Trainer:
         for part in _parts(records):
             pause()
             for record, logits in zip(part, self.draft.logits(part), strict=True):
-                accepted = reading.accepted(record, logits, sharpening)
+                accepted = draft_reading.accepted(record, logits, sharpening)
                 found[id(record)] = losses.expected_accepted(accepted)
         return torch.tensor([found[id(r)] for r in records])
 
@@ -253,9 +253,9 @@ def verdict(gains: Tensor) -> str:
 
 def _hard(record: Record, logits: Tensor, sharpening: DraftSharpening) -> Tensor:
     scale, spread = map(float, sharpening.reading(record.temperature))
-    noise = reading.noise(record, logits.shape[1]) if record.temperature > 0 else torch.zeros(1)
-    loss = losses.hard_loss(logits, reading.served(record), noise, 1 / scale, spread / scale)
-    return loss * reading.knows_served(record, logits)
+    noise = draft_reading.noise(record, logits.shape[1]) if record.temperature > 0 else torch.zeros(1)
+    loss = losses.hard_loss(logits, draft_reading.served(record), noise, 1 / scale, spread / scale)
+    return loss * draft_reading.knows_served(record, logits)
 
 
 def _parts(records: Sequence[Record]) -> list[list[Record]]:

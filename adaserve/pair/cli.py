@@ -23,6 +23,9 @@ Work = Annotated[
     Path | None,
     typer.Option("--work", help="Folder for corpus, checkpoints and results.", show_default="a cache folder"),
 ]
+Pair = Annotated[
+    Path | None, typer.Option(help="Folder with target/ and draft/.", show_default="the shipped one")
+]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 WrittenTokens = Annotated[
@@ -71,7 +74,10 @@ def train(
     seed: Seed = 0,
     threads: Threads = THREADS,
 ) -> None:
-    """Train a pair: corpus, target, draft, measurements. After Ctrl-C the same command resumes."""
+    """Train a pair: corpus, target, draft, measurements. After Ctrl-C the same command resumes.
+
+    It takes the minutes of both models, and some more for the corpus, the target's text and measurements.
+    """
     from adaserve.pair.schedule import FIRST, FURTHER
 
     if minutes == 0 and not go_on:
@@ -90,9 +96,7 @@ def _train(work: Path, *recipe: Any) -> None:
 @app.command()
 def extend(
     *,
-    pair: Annotated[
-        Path | None, typer.Option(help="Folder with target/ and draft/.", show_default="the shipped one")
-    ] = None,
+    pair: Pair = None,
     minutes: Annotated[
         float, typer.Option(min=0, help="Wall-clock minutes for the target; 0: it stays as it is.")
     ] = 9,
@@ -179,9 +183,7 @@ def average(
 @app.command("eval")
 def evaluate_pair(
     *,
-    pair: Annotated[
-        Path | None, typer.Option(help="Folder with target/ and draft/.", show_default="the shipped one")
-    ] = None,
+    pair: Pair = None,
     only: Annotated[
         str | None, typer.Option(help="One of the drafts: draft, eagle3 or medusa.", show_default="all")
     ] = None,

@@ -21,7 +21,7 @@ from adaserve.bench.learn.offline import (
 )
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, PATTERNS, Texts
-from adaserve.learning import reading
+from adaserve.learning import draft_reading
 from adaserve.learning.draft import DraftCopy
 from adaserve.learning.trainer import Recipe, Trainer
 from adaserve.pair.acceptance import load_sharpening
@@ -118,7 +118,7 @@ def test_learning_from_errors_learns_from_nothing_else() -> None:
         (logits,) = made[0].draft.logits([one])
     logits = logits + 3 * torch.from_numpy(one.logprobs.astype(np.float32))  # often right
     every, errors = (trainer.loss_on(one, logits) for trainer in made)
-    right = guesses(one, logits, reading.noise_weight(one, made[0].sharpening)) == 1
+    right = guesses(one, logits, draft_reading.noise_weight(one, made[0].sharpening)) == 1
     assert 0 < right.sum() < len(right)
     assert errors[right].eq(0).all() and torch.equal(errors[~right], every[~right])
 

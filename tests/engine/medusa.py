@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as fn
 
 from adaserve.engine.host.gumbel import read
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 from adaserve.medusa import MedusaHeads
 from tests.engine.pairs import VOCAB
 

@@ -14,7 +14,7 @@ import torch
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.tap import MOST_OPEN, Tap
 from adaserve.engine.trees import verify
-from adaserve.learning import reading
+from adaserve.learning import draft_reading
 from adaserve.learning.records import Record
 from adaserve.learning.shared import Ring, allocate
 from tests.engine.trees.factories import (
@@ -106,7 +106,7 @@ def test_every_accepted_position_is_written_down_once(ring: tuple[Ring, Ring]) -
         assert len(record) > 12, "nothing was ever accepted"
         at = record.tokens[record.start : record.start + len(record)]
         expected = torch.log_softmax(service.target.table[torch.from_numpy(at.astype(np.int64))], -1)
-        assert torch.allclose(reading.target(record), expected, atol=0.02)
+        assert torch.allclose(draft_reading.target(record), expected, atol=0.02)
         assert record.temperature == 0
 
 

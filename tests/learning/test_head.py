@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adaserve.learning import reading
+from adaserve.learning import draft_reading
 from adaserve.learning.draft import checked, to_bytes
 from adaserve.learning.head import STEPS, HeadCopy
 from adaserve.learning.records import Record
@@ -79,7 +79,7 @@ def test_what_it_says_is_what_the_head_says(pair: tuple[Path, Any, Head]) -> Non
             right = drafted(head, record, place, STEPS)
             for step, logits in enumerate(right):
                 said = every[step][row][place - record.start + step]
-                known = said > reading.UNKNOWN / 2
+                known = said > draft_reading.UNKNOWN / 2
                 assert torch.equal(known.nonzero()[:, 0], head.token_ids)
                 torch.testing.assert_close(said[known], logits, atol=2e-3, rtol=1e-3)
 

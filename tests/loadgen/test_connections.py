@@ -12,7 +12,7 @@ from fake_server import running_fake
 from rich.console import Console
 from test_commands import bench
 
-from adaserve.loadgen import cli, stream
+from adaserve.loadgen import cli, preflight, stream
 from adaserve.loadgen.config import BenchConfig, Endpoint, secret_headers
 
 
@@ -40,6 +40,15 @@ def test_a_name_without_a_server_says_why(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(stream.socket, "getaddrinfo", lambda *_: found(closed.getsockname()))
         with pytest.raises(ConnectionRefusedError):
             stream.Target(Endpoint(url="http://localhost:1")).connect()
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "ALL_PROXY"])
+def test_a_proxy_of_the_environment_is_not_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load goes straight to the server, so that nothing else is measured; so must what precedes it."""
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with running_fake() as fake:
+        assert preflight.get_json(Endpoint(url=fake.url), "/v1/models")["data"] == [{"id": "fake"}]
 
 
 def test_a_run_whose_requests_all_failed_is_not_valid(tmp_path: Path) -> None:

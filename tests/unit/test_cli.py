@@ -39,6 +39,19 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
+@pytest.mark.parametrize("direct", ["", "intra.example", "*"])
+def test_servers_of_this_machine_are_asked_without_a_proxy(direct: str) -> None:
+    """A shell may name a proxy and no exceptions; what it names as exceptions stays so."""
+    environ = {**os.environ, "http_proxy": "http://127.0.0.1:9", "NO_PROXY": direct}
+    environ.pop("no_proxy", None)
+    ask = "print([bool(r.proxy_bypass(h)) for h in ('localhost', '127.0.0.1', 'intra.example')])"
+    code = f"import urllib.request as r; from adaserve import cli; cli.app = lambda: {ask}; cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str([True, True, bool(direct)])
+
+
 def test_two_draft_models(started: list[list[str]], tmp_path: Path) -> None:
     words = ["--model-path", "m", "--draft-model-path", "d", "--second-draft", str(tmp_path)]
     result = CliRunner().invoke(app, ["serve", *words])

@@ -29,7 +29,7 @@ from torch.nn import functional as fn
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, Texts
 from adaserve.bench.terminal import progress, table
-from adaserve.learning import reading
+from adaserve.learning import draft_reading
 from adaserve.learning.draft import DraftCopy
 from adaserve.learning.home import home_records
 from adaserve.learning.losses import CHAIN
@@ -57,7 +57,7 @@ class ErrorsOnly(Trainer):
     """Learns where its own draft is wrong, as the paper's does, and nowhere else."""
 
     def loss_on(self, record: Record, logits: Tensor) -> Tensor:
-        right = guesses(record, logits.detach(), reading.noise_weight(record, self.sharpening))
+        right = guesses(record, logits.detach(), draft_reading.noise_weight(record, self.sharpening))
         return super().loss_on(record, logits) * (1 - right)
 
 
@@ -237,7 +237,7 @@ def counts(trainer: Trainer, draft: Snapshot, records: Sequence[Record]) -> np.n
     found = []
     for record in records:
         (logits,) = trainer.draft.logits([record])
-        found.append(verified(guesses(record, logits, reading.noise_weight(record, sharpening))))
+        found.append(verified(guesses(record, logits, draft_reading.noise_weight(record, sharpening))))
     trainer.draft.model.load_state_dict(master)
     return np.array(found)
 
@@ -330,9 +330,13 @@ def mixed_text(
 def guesses(record: Record, logits: Tensor, weight: float) -> Tensor:
     """[n]: 1 where the draft's best token under the record's own noise is the target's, else 0."""
     if record.temperature == 0:
-        return (logits.argmax(-1) == reading.served(record)).float()
-    noise = reading.noise(record, logits.shape[1])
-    drawn = (reading.target(record) + noise).argmax(-1) if record.ids is None else reading.served(record)
+        return (logits.argmax(-1) == draft_reading.served(record)).float()
+    noise = draft_reading.noise(record, logits.shape[1])
+    drawn = (
+        (draft_reading.target(record) + noise).argmax(-1)
+        if record.ids is None
+        else draft_reading.served(record)
+    )
     return ((logits + weight * noise).argmax(-1) == drawn).float()
 
 

@@ -101,7 +101,7 @@ class Outcome:
         return {name: met / n if n else math.nan for name, (met, n) in sorted(totals.items())}
 
     def mean(self, *path: str) -> float | None:
-        """Mean over seeds of a number in the cases' lines; None where it is missing."""
+        """Mean over blocks of a number in the cases' lines; None where it is missing."""
         found = [v for c in self.cases if isinstance(v := _at(c, path), int | float)]
         return float(np.mean(found)) if found else None
 
@@ -122,7 +122,7 @@ class Comparison:
     rival: str
     points: Interval  # attainment of the policy - that of the rival, percentage points
     violations: Interval  # rival's violations / the policy's; inf = the policy had none
-    goodput: Interval  # the policy's / the rival's
+    goodput: Interval  # the policy's / the rival's; nan = the rival had none
 
     @property
     def verdict(self) -> str:
@@ -312,7 +312,7 @@ def _against(mine: Outcome, rival: Outcome) -> Comparison | None:
             parts_a / (1 - a) - parts_b / (1 - b),
         )
         goodput = _ratio_interval(
-            speed * g / h if h else math.inf, sums.blocks["good_tokens"], parts_g / g - parts_h / h
+            speed * g / h if h else math.nan, sums.blocks["good_tokens"], parts_g / g - parts_h / h
         )
     points = _interval(100 * (a - b), 100 * (parts_a - parts_b))
     return Comparison(mine.policy, rival.policy, points, violations, goodput)

@@ -159,6 +159,9 @@ def _pair(value: Comparison | None, show: Callable[[Comparison], str]) -> str:
 
 
 def _times(value: float) -> str:
+    """Of a ratio of violations, or of goodput, which is nan where the rival had none."""
+    if math.isnan(value):
+        return "-"
     return "no violations left" if math.isinf(value) else f"{value:.2f}x"
 
 

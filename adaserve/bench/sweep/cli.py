@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 
 from adaserve.bench.options import counts, floats, seed_list, words
-from adaserve.commands import fail, new_folder
-from adaserve.loadgen.cli import panel
+from adaserve.commands import fail, new_folder, panel
 
 Text = str | None
 

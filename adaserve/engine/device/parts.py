@@ -31,9 +31,9 @@ from adaserve.engine.device.sizes import FIRST, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.device.transfer import QueuedCopy, put
 from adaserve.engine.filters import Filter, by_sort, checked
 from adaserve.engine.host.heads import HiddenStates
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.parts import Drafter, Mark
 from adaserve.engine.portions import portions
-from adaserve.engine.reading import Reading
 from adaserve.engine.trees import verify
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.native import NativeBackend
 from adaserve.engine.host.params import Capture, Inputs, ModelConfig, ModelWeights
 from adaserve.engine.host.torch_forward import TorchBackend
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 
 Backend = NativeBackend | TorchBackend
 """Packed weights and the forward over them; `name` is "native" with the C kernels, "torch" without."""

@@ -16,8 +16,8 @@ from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.install import LEAN_ATTRIBUTE
 from adaserve.engine.host.params import Before, Inputs
 from adaserve.engine.host.sglang_forward import SGLangForward
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search
-from adaserve.engine.reading import Reading
 from adaserve.engine.search import Levels
 from adaserve.engine.trees.attention import attention_plan, gather_slots, indptr, token_slots
 from adaserve.engine.trees.batch import TreeBatch, without_gap

@@ -21,8 +21,8 @@ from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.forwards import best_of, forbidding
 from adaserve.engine.host.heads import HiddenStates, final_states, lean_target
 from adaserve.engine.host.linear import Storage, torch_linear
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search
-from adaserve.engine.reading import Reading
 from adaserve.engine.search import Levels
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.medusa import MedusaHeads, load_medusa, require_target

@@ -14,7 +14,7 @@ from adaserve.engine.host.gumbel import NativeReading
 from adaserve.engine.host.linear import STORAGE_DTYPES, Storage, exact_storage
 from adaserve.engine.host.params import Before, Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.host.torch_forward import all_tokens
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _INT8 = 3

@@ -21,7 +21,7 @@ from adaserve.engine.host.heads import HeadForward, head_forward
 from adaserve.engine.host.install import store_again
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.medusa import MedusaForward, medusa_forward
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.trees import verify
 
 LEAST_GAIN = 0.05

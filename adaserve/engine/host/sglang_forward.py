@@ -15,7 +15,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.params import Inputs
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.linear import Linear, Storage, torch_linear
 from adaserve.engine.host.params import Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.trees.plan import TreeAttentionPlan
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from adaserve.bench.sweep import claims
 from adaserve.bench.sweep.aggregate import Block, Comparison, Interval, Outcome, Results, compare
 from adaserve.bench.sweep.claims import BEGIN, END, fill_readme, simulated
 from adaserve.bench.sweep.measure import server_figures, settled, write_records
@@ -148,6 +149,13 @@ def test_a_ratio_of_what_happened_in_one_block_has_no_interval() -> None:
     assert math.isnan(c.violations.low) and c.points.low < 0 < c.points.high
     few = compare(played([100, 100, 99]), [played([100, 99, 97])])
     assert few is not None and math.isnan(few.violations.low) and not math.isnan(few.goodput.low)
+
+
+@pytest.mark.parametrize("mine", [[0, 0], [5, 8]])
+def test_goodput_over_a_rival_that_had_none_is_no_number(mine: list[int]) -> None:
+    c = compare(played(mine), [played([0, 0])])
+    assert c is not None and math.isnan(c.goodput.value)
+    assert claims._between(c.goodput) == "-"
 
 
 def test_the_published_rules_are_not_silently_left_out(store) -> None:  # type: ignore[no-untyped-def]

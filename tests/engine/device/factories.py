@@ -21,8 +21,8 @@ from adaserve.engine.device.sizes import Key, SearchKey, Sizes, Tiers
 from adaserve.engine.host.forwards import HostForward
 from adaserve.engine.host.parts import HostDevice
 from adaserve.engine.host.torch_forward import TorchBackend
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.parts import Device
-from adaserve.engine.reading import Reading
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.state import DecodeRows, RequestState

@@ -14,7 +14,7 @@ import torch
 from adaserve import noise as host
 from adaserve.engine.device import noise
 from adaserve.engine.host.gumbel import read
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS, VOCABULARY = noise.ROWS_AT_ONCE + 8, 5000

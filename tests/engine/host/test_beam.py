@@ -16,8 +16,8 @@ from adaserve.engine.host.beam import MAX_WIDTH, BeamArrays
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.parts import HostDevice
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.parts import Beams, KeepGoing, Ready, Search
-from adaserve.engine.reading import Reading
 from adaserve.engine.sources.beam import MOST_PENDING, BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache, Held
 from adaserve.engine.sources.source import KeepDrafting

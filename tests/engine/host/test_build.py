@@ -17,7 +17,7 @@ import torch
 from adaserve.engine.host import LeanModel, build
 from adaserve.engine.host.linear import STORAGES
 from adaserve.engine.host.native import NativeBackend
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 from tests.engine.host.factories import Chunk, Pool, hf_model, read_hf, run
 
 BUILD_IN_CHILD = (

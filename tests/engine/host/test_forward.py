@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adaserve.engine.host import LeanModel, TreeAttentionPlan
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 from tests.engine.host.factories import Chunk, Pool, hf_model, path_to, read_hf, run, tree_mask
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]

@@ -8,7 +8,7 @@ import torch
 
 from adaserve.engine.host import LeanModel, build
 from adaserve.engine.host.gumbel import draw, read
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 from adaserve.noise import gumbel, request_key
 from tests.engine.chi_square import chi_square_p
 from tests.engine.host.factories import hf_model, read_hf

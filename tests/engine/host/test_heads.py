@@ -15,8 +15,8 @@ from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.heads import HeadForward, HiddenStates, project
 from adaserve.engine.host.params import Before, Inputs, InputStage, LayerWeights, ModelWeights
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.parts import Beams, KeepGoing, Search
-from adaserve.engine.reading import Reading
 from adaserve.engine.trees.attention import attention_plan, token_slots
 from adaserve.engine.trees.batch import Gap, TreeBatch
 from adaserve.engine.trees.shape import tree_shape

@@ -14,7 +14,7 @@ from adaserve.engine.host import Inputs
 from adaserve.engine.host.forwards import HostForward
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.parts import HostDevice
-from adaserve.engine.reading import Reading
+from adaserve.engine.logit_reading import Reading
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.source import KeepDrafting

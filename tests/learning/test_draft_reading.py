@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as fn
 
-from adaserve.learning import losses, reading
+from adaserve.learning import draft_reading, losses
 from adaserve.learning.records import Record, kept
 from adaserve.noise import gumbel
 from adaserve.pair.acceptance import Correction, DraftSharpening, load_sharpening
@@ -37,15 +37,15 @@ def served(says: Tensor, temperature: float = TEMPERATURE, *, whole: bool = True
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_expected_is_what_happens(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean over all noise against the one noise that there was, at many positions."""
-    monkeypatch.setattr(reading, "LIKELIEST", VOCAB)
+    monkeypatch.setattr(draft_reading, "LIKELIEST", VOCAB)
     happened, expected = [], []
     for key in range(1, 21):
         says = logits(key)
         draft = says + logits(key + 100) / 4
         record = served(says, whole=whole, key=key)
-        read = draft + TEMPERATURE * reading.noise(record, VOCAB)
-        happened.append(float((read.argmax(-1) == reading.served(record)).float().mean()))
-        expected.append(float(reading.accepted(record, draft, EXACT).mean()))
+        read = draft + TEMPERATURE * draft_reading.noise(record, VOCAB)
+        happened.append(float((read.argmax(-1) == draft_reading.served(record)).float().mean()))
+        expected.append(float(draft_reading.accepted(record, draft, EXACT).mean()))
     if whole:
         assert np.mean(happened) == pytest.approx(np.mean(expected), abs=0.02)  # 3 standard errors
     else:  # tokens that are not kept count as missed
@@ -57,14 +57,14 @@ def test_greedy_requests_are_right_or_wrong() -> None:
     says = logits(1)
     wrong = says.clone()
     wrong[::2] = -wrong[::2]
-    accepted = reading.accepted(served(says, 0.0), wrong, EXACT)
+    accepted = draft_reading.accepted(served(says, 0.0), wrong, EXACT)
     assert accepted[1::2].eq(1).all() and accepted[::2].eq(0).all()
 
 
 @pytest.mark.parametrize("sure", [0.8, 1.0, 1.25])
 def test_the_weight_of_the_noise_follows_how_sure_a_draft_is(sure: float) -> None:
     records = [served(logits(seed), key=seed) for seed in (1, 2, 3)]
-    found = reading.fit(records, [sure * logits(seed) for seed in (1, 2, 3)], EXACT)
+    found = draft_reading.fit(records, [sure * logits(seed) for seed in (1, 2, 3)], EXACT)
     assert found.noise == pytest.approx(sure, rel=0.09)
 
 
@@ -73,15 +73,15 @@ def test_taus_follow_how_often_a_draft_is_right() -> None:
     says = logits(1)
     for temperature, field in ((TEMPERATURE, "tau"), (0.0, "greedy_tau")):
         record = served(says, temperature)
-        knows, guesses = (reading.fit([record], [of], EXACT) for of in (says, logits(2)))
+        knows, guesses = (draft_reading.fit([record], [of], EXACT) for of in (says, logits(2)))
         assert getattr(knows, field) < 0.9
         assert getattr(guesses, field) > 1.5
 
 
 def test_nothing_to_fit_to_changes_nothing() -> None:
-    assert reading.fit([], [], EXACT) == Correction()
+    assert draft_reading.fit([], [], EXACT) == Correction()
     unkeyed = replace(served(logits(1)), key=0)
-    assert reading.fit([unkeyed], [logits(1)], EXACT) == Correction()
+    assert draft_reading.fit([unkeyed], [logits(1)], EXACT) == Correction()
 
 
 def test_a_corrected_reading_is_kept_with_a_checkpoint(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_very_low_temperature_leaves_numbers(whole: int) -> None:
     record = Record(np.zeros(5, np.int32), 1, logprobs, ids, 1e-5, 7)
     assert np.isfinite(logprobs).all()
     said = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    p, q = reading.target(record), reading.draft(record, said, 1.0)
+    p, q = draft_reading.target(record), draft_reading.draft(record, said, 1.0)
     for loss in losses.LOSSES.values():
         assert torch.isfinite(loss(p, q)).all()
 
@@ -112,4 +112,6 @@ def test_a_draft_that_says_no_numbers_gets_nothing_accepted(temperature: float) 
     logprobs, ids = kept(torch.randn(3, 64, generator=torch.Generator().manual_seed(0)))
     record = Record(np.zeros(5, np.int32), 1, logprobs, ids, temperature, 7)
     broken = torch.full((3, 64), torch.nan)
-    assert reading.accepted(record, broken, DraftSharpening((0.0, 0.8), (0.6, 1.0))).tolist() == [0.0] * 3
+    assert (
+        draft_reading.accepted(record, broken, DraftSharpening((0.0, 0.8), (0.6, 1.0))).tolist() == [0.0] * 3
+    )
