@@ -257,12 +257,27 @@ class AdaServeConfig(Checked):
                 raise ConfigError(f"Medusa heads {reason}")
         return self
 
-    @field_validator("slo_config", "profile")
+    @field_validator("slo_config")
     @classmethod
-    def _a_file(cls, path: str | None) -> str | None:
-        if path is not None and not Path(path).is_file():
-            raise ConfigError(f"there is no file {path}")
+    def _classes(cls, path: str | None) -> str | None:
+        if path is not None:
+            SLOConfig.load(cls._a_file(path))
         return path
+
+    @field_validator("profile")
+    @classmethod
+    def _measured(cls, path: str | None) -> str | None:
+        from adaserve.scheduler.profile import load_profile
+
+        if path is not None:
+            load_profile(cls._a_file(path))
+        return path
+
+    @staticmethod
+    def _a_file(path: str) -> Path:
+        if not Path(path).is_file():
+            raise ConfigError(f"there is no file {path}")
+        return Path(path)
 
     @field_validator("record", "record_requests")
     @classmethod

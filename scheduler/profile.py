@@ -93,4 +93,7 @@ def load_profile(path: Path) -> Profile:
         ) from error
     except ValueError as error:  # no UTF-8, or no JSON
         raise ProfileError(f"{path} is not JSON ({error}): write it again with `adaserve profile`") from error
-    return validate_profile(data)
+    try:
+        return validate_profile(data)
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from error

@@ -57,6 +57,26 @@ def test_bad_values_are_refused(values: dict[str, object], message: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("setting", "text", "message"),
+    [
+        ("slo_config", "classes: {chat: {tpot_ms: 50}", "slo_config: .*file is not valid YAML"),
+        ("slo_config", "classes: {chat: {tpot: 50}}", "slo_config: .*file: classes.chat: unknown setting"),
+        ("slo_config", "", "slo_config: .*file: expected a mapping 'classes:'"),
+        ("profile", "{", "profile: .*file is not JSON"),
+        ("profile", "{}", "profile: .*file: profile needs a non-empty list 'draft_points'"),
+    ],
+)
+def test_a_file_is_read_before_the_server_starts(
+    tmp_path: Path, setting: str, text: str, message: str
+) -> None:
+    """A server that reads it itself has loaded its models by then, and ends with a traceback."""
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        AdaServeConfig(**{setting: str(path)})
+
+
+@pytest.mark.parametrize(
     "policy", ["adaserve", "none", "chain-1", "chain-32", "priced", "adaptive-verify-4", "urgency-2"]
 )
 def test_known_policies(policy: str) -> None:
@@ -105,7 +125,7 @@ def test_flags_reach_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyP
     from adaserve.patches import flags
 
     classes = tmp_path / "slo.yaml"
-    classes.touch()
+    classes.write_text("classes: {chat: {tpot_ms: 50}}")
     monkeypatch.setenv(ENV, json.dumps({"policy": "none", "budget": 9}))
     words = (
         "--adaserve-policy",
