@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
+from sglang.srt.observability import metrics_collector
 from sglang.srt.server_args import ServerArgs
 
 from adaserve.algorithm import refuse_unsupported
@@ -53,6 +54,9 @@ def test_metrics_that_are_named_exist(name: str, published: dict[str, set[str]])
     for metric, selector in re.findall(r"(?<![-\w])(adaserve:[a-z_:]*[a-z_])(?:\{(\w+)=)?", text):
         assert metric in published, metric
         assert not selector or selector in published[metric]
+    sglangs = Path(metrics_collector.__file__).read_text()
+    for metric in re.findall(r"sglang:\w+", text):
+        assert f'"{metric}"' in sglangs, metric
 
 
 def test_llm_d_refers_to_plugins_and_attributes_that_are_there() -> None:
