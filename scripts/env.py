@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -46,6 +47,15 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nadaserve: interrupted; the next run starts the installation anew", file=sys.stderr)
         return 130
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(
+            f"adaserve: {error.filename}: {error.strerror}. The environment needs this folder and the user's "
+            "cache, or the folder that ADASERVE_ENV names, to be writable",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 
@@ -235,33 +245,38 @@ def count_pins() -> int:
 
 
 class Progress:
-    """Packages found so far, on one line of a terminal, or on a line every half minute elsewhere."""
+    """Packages found so far, on one line of a terminal, or on a line every half minute elsewhere. pip says
+    nothing while it unpacks, so a thread keeps the clock going."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.found: set[str] = set()
         self.start = time.monotonic()
-        self.next_s = 0.0
         self.tty = sys.stdout.isatty()
         self.installing = False
+        self.over = threading.Event()
+        self.clock = threading.Thread(target=self.tick, daemon=True)
+        self.clock.start()
 
     def line(self, text: str) -> None:
         name = re.match(r"Collecting ([A-Za-z0-9._-]+)", text)
         if name:
             self.found.add(re.sub(r"[-_.]+", "-", name.group(1)).lower())
-        begins = text.startswith("Installing collected")
-        self.installing = self.installing or begins
-        elapsed = time.monotonic() - self.start
-        if elapsed < self.next_s and not begins:
-            return
-        self.next_s = elapsed + (0.2 if self.tty else 30)
-        what = f"downloading: {min(len(self.found), self.total)} of {self.total} packages"
-        if self.installing:
-            what = "unpacking: 1 to 4 minutes more"
-        text = f"  {int(elapsed) // 60}:{int(elapsed) % 60:02}  {what}"
-        print(f"\r\033[K{text}" if self.tty else text, end="" if self.tty else "\n", flush=True)
+        if text.startswith("Installing collected"):
+            self.installing = True
+
+    def tick(self) -> None:
+        while not self.over.wait(0.5 if self.tty else 30):
+            what = f"downloading: {min(len(self.found), self.total)} of {self.total} packages"
+            if self.installing:
+                what = "unpacking: 1 to 4 minutes"
+            elapsed = int(time.monotonic() - self.start)
+            text = f"  {elapsed // 60}:{elapsed % 60:02}  {what}"
+            print(f"\r\033[K{text}" if self.tty else text, end="" if self.tty else "\n", flush=True)
 
     def end(self) -> None:
+        self.over.set()
+        self.clock.join()
         elapsed = time.monotonic() - self.start
         print(f"{chr(10) if self.tty else ''}  done after {elapsed / 60:.1f} minutes", flush=True)
 
