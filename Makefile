@@ -14,7 +14,7 @@ TREE := .local/tree
 help: ## List the targets
 	@echo "AdaServe: every LLM request at the speed it asks for"
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-17s %s\n", $$1, $$2}'
 	@echo
 	@echo "The first run installs SGLang and PyTorch: about 11 GB on disk, 4 to 8 minutes."
 	@echo "More: make demo ARGS='--seconds 120', make test ARGS='-k tree', make PYTHON=/path/to/python3.12 ..."
