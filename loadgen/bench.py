@@ -158,7 +158,9 @@ def _show_progress(process: subprocess.Popen[bytes], out: Path, schedule: Schedu
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    # Elsewhere than on a terminal it would only be an empty line.
+    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with shown as progress:
         task = progress.add_task("load test", total=len(schedule), note="starting")
         while process.poll() is None:
             data = _read_progress(out)
