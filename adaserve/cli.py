@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import MutableMapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,8 +70,21 @@ MEASURING = ("bench", "demo", "gpu-check", "report", "simulate")
 console = Console(stderr=True)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"adaserve {version('adaserve')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _require(context: typer.Context) -> None:
+def _require(
+    context: typer.Context,
+    *,
+    _: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit."),
+    ] = False,
+) -> None:
     """Ends a measuring command with one sentence when a library of its extra is not installed."""
     needed = EXTRA if context.invoked_subcommand in MEASURING else ()
     for name in (n for n in needed if find_spec(n) is None):
@@ -179,6 +193,9 @@ def serve(
     )  # fmt: skip
     require_free(spec.host, spec.port)
     command = spec.command()
+    console.print(
+        f"starting SGLang, which takes up to a minute; then {spec.url}/slo is the live page", soft_wrap=True
+    )
     os.environ.update(spec.environment())
     sys.stdout.flush()
     # The server takes this process's place, so that signals reach SGLang itself.

@@ -14,12 +14,12 @@ from adaserve.bench.fit import show_fit
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress
 from adaserve.engine.measure import PROFILE_ENV, profile_steps
-from adaserve.server import ServerSpec
+from adaserve.server import ServerError, ServerSpec
 
 
 def run_profile(spec: ServerSpec, out: Path | None, console: Console) -> None:
     """Starts a server that measures itself, saves the profile and shows fits. Raises ServerError, whose text
-    names the server's log: that stays where something went wrong."""
+    names the server's log: that stays, and nothing else does."""
     folder = Path(tempfile.mkdtemp(prefix="adaserve-profile-"))
     ticks = folder / "ticks"
     ticks.touch()
@@ -27,13 +27,18 @@ def run_profile(spec: ServerSpec, out: Path | None, console: Console) -> None:
     stop = threading.Event()
     watcher = threading.Thread(target=_watch, args=(ticks, stop, console), daemon=True)
     watcher.start()
+    failed = False
     try:
         with running(spec, folder / "server.log", env=env) as server:
             path = Path(server.report()["profile"])
+    except ServerError:
+        failed = True
+        raise
     finally:
         stop.set()
         watcher.join()
-    shutil.rmtree(folder)
+        if not failed:
+            shutil.rmtree(folder)
     show_fit(path)
     console.print(f"written to {path}")
 

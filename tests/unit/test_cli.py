@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,9 @@ def test_a_second_draft_model_that_cannot_be_served(
         ["demo", "--policy", "none", "--seconds", "5"],
         ["bench", "latency", "--policies=bogus@256"],
         ["serve", "--model-path", "/nowhere/model"],
+        ["serve", "--model-path", "some/folder/below"],
+        ["profile", "--model-path", "."],
+        ["serve", "--draft-model-path", "~user/model", "--model-path", "m"],
         ["serve", "--record", "nowhere/iterations.jsonl"],
         ["serve", "--record-requests", "."],
     ],
@@ -94,10 +98,12 @@ def test_what_cannot_be_served_is_one_line(
     words: list[str], started: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
     (line,) = (text for text in result.stderr.splitlines() if text.startswith("error: "))
     assert words[2].removeprefix("--policies=").partition("@")[0] in line and not started
+    assert not [*tmp_path.glob("adaserve-*")]
 
 
 def test_what_is_measured_for_long_has_a_place_to_be_written_to(tmp_path: Path) -> None:
@@ -172,6 +178,10 @@ def leaves(group: Any, *path: str) -> Iterator[tuple[str, ...]]:
         yield from leaves(command, *path, name)
     if not hasattr(group, "commands"):
         yield path
+
+
+def test_it_says_its_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"adaserve {version('adaserve')}\n"
 
 
 def test_help_is_whole_on_a_narrow_terminal() -> None:
