@@ -71,6 +71,15 @@ def test_every_file_of_our_packages(wheel: set[str]) -> None:
     assert not missing, f"add them to packages or package-data in pyproject.toml: {missing}"
 
 
+def test_every_pattern_of_data_files_finds_one() -> None:
+    """Else the file that it names was forgotten, as a type checker's py.typed once was."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for package, patterns in setuptools["package-data"].items():
+        folder = setuptools["package-dir"].get(package, package.replace(".", "/"))
+        for pattern in patterns:
+            assert [*(ROOT / folder).glob(pattern)], f"{package}: {pattern}"
+
+
 def test_one_import_name(wheel: set[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"adaserve"}
