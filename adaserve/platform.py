@@ -30,6 +30,10 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
     device_type = "cpu"
     capabilities = PlatformCapabilities()
 
+    def get_device(self, device_id: int = 0) -> str:
+        """A name, which is what SGLang takes apart where no --device is given, and no torch.device."""
+        return self.device_name
+
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 

@@ -12,6 +12,7 @@ import pytest
 
 from adaserve import patches
 from adaserve.algorithm import AdaServeAlgorithm
+from adaserve.host import select
 from adaserve.identity import NAME
 from adaserve.patches.routes import REFUSED, ROUTES_ONLY
 
@@ -465,3 +466,11 @@ def test_the_time_of_arrival_travels_to_the_scheduler() -> None:
     sent.set_created_time(12.5)
     received.__setstate__(_arrival(sent.__getstate__(), sent))
     assert SchedulerReqTimeStats.new_from_obj(received).created_time == pytest.approx(12.5, abs=0.01)
+
+
+@pytest.mark.skipif(select() is None, reason="another platform serves on this host")
+def test_the_device_that_is_found_is_a_name() -> None:
+    """Where no --device is given, as in `sgl.Engine`, SGLang splits it."""
+    from sglang.srt.utils import get_device
+
+    assert get_device() == "cpu"
