@@ -170,7 +170,10 @@ def serve(
     ] = None,
     record: Annotated[
         Path | None,
-        typer.Option(help="Record every iteration to this file, for replay.", rich_help_panel=RECORDING),
+        typer.Option(
+            help="Record every iteration to this file, for replay; to NAME-2 and so on if there is one.",
+            rich_help_panel=RECORDING,
+        ),
     ] = None,
     record_requests: Annotated[
         Path | None,

@@ -97,7 +97,11 @@ class AdaServeConfig(Checked):
         default=None,
         description="JSON file written by `adaserve profile` (default: the cached one of this host and pair)",
     )
-    record: str | None = Field(default=None, description="record every iteration to this file, for replay")
+    record: str | None = Field(
+        default=None,
+        description="record every iteration to this file, for replay; to NAME-2 and so on where it is there "
+        "already",
+    )
     record_requests: str | None = Field(
         default=None,
         description="append the lengths and SLOs of finished requests to this trace file, for "
