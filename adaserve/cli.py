@@ -159,7 +159,9 @@ def serve(
     ] = None,
     record: Annotated[
         Path | None,
-        about_recording("Record every iteration to this file, for replay."),
+        about_recording(
+            "Record every iteration to this file, for replay; to NAME-2 if there is one already."
+        ),
     ] = None,
     record_requests: Annotated[
         Path | None,

@@ -99,7 +99,8 @@ class AdaServeConfig(Checked):
     )
     record: str | None = Field(
         default=None,
-        description="record every iteration (of the first data-parallel replica) to this file, for replay",
+        description="record every iteration (of the first data-parallel replica) to this file, for replay; "
+        "to NAME-2 and so on where it is there already",
     )
     record_requests: str | None = Field(
         default=None,
@@ -199,6 +200,18 @@ class AdaServeConfig(Checked):
         if not known:
             raise ConfigError(f"unknown policy {name!r}: known are {', '.join(policy_names())}")
         return name
+
+    @model_validator(mode="after")
+    def _deep_enough(self) -> Self:
+        from adaserve.scheduler.policies import chain_length
+
+        length = chain_length(self.policy)
+        if self.draft_models and length is not None and length > self.max_depth:
+            raise ConfigError(
+                f"{self.policy} drafts {length} tokens deep, and trees have at most {self.max_depth} levels: "
+                "give a larger max_depth (Medusa heads allow one level each), or a shorter chain"
+            )
+        return self
 
     @field_validator("drafts")
     @classmethod

@@ -12,11 +12,9 @@ load_plugins()
 
 from sglang.srt.entrypoints.http_server import app  # noqa: E402 - hooks must be in place first
 
-from adaserve.patches import load_headers, routes  # noqa: E402
-from adaserve.patches.live_page import mount  # noqa: E402
+from adaserve.patches import live_page, load_headers, routes, server_info  # noqa: E402
 
-mount(app)
-routes.mount(app)
-load_headers.mount(app)
+for module in (live_page, routes, server_info, load_headers):
+    module.mount(app)
 
 __all__ = ["app"]

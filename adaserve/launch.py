@@ -35,5 +35,8 @@ def stop_cleanly() -> None:
 
 if __name__ == "__main__":
     stop_cleanly()
+    from adaserve.processes import remove_leftovers
+
+    remove_leftovers()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

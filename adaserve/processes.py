@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 _SHARED = "/dev/shm/"
+_LOADS = "sglang_loads_*.shm"
+"""What SGLang's processes tell each other their load by; each server that is killed leaves one."""
+_STARTED_S = 600.0
+"""A server has started by then, so that all of its processes that need such a file have mapped it."""
 
 
 def end_children(pid: int) -> None:
@@ -43,6 +48,19 @@ def shared_memory(pid: int) -> set[Path]:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         return {Path(line[line.index(_SHARED) :]) for line in lines if _SHARED in line}
     return set()
+
+
+def remove_leftovers(folder: Path = Path(_SHARED)) -> None:
+    """Removes what servers that were killed have left in shared memory: files that nobody has mapped."""
+    there = {path for path in folder.glob(_LOADS) if _age_s(path) > _STARTED_S}
+    remove(there.difference(*map(shared_memory, psutil.pids())) if there else there)
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:  # its server has just ended
+        return 0.0
 
 
 def remove(shared: set[Path]) -> None:

@@ -28,6 +28,7 @@ from adaserve.host import FORK_ENV
 from adaserve.lifetime import PARENT_ENV
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.processes import family, remove, shared_memory
+from adaserve.redaction import without_secrets
 
 START_TIMEOUT_S = 600.0
 STOP_PATIENCE_S = 1.0
@@ -279,7 +280,7 @@ class ServerProcess:
         require_free(self.spec.host, self.spec.port)
         command = self.spec.command()
         with self.log.open("wb") as log:
-            log.write(f"$ {shlex.join(command)}\n".encode())
+            log.write(f"$ {shlex.join(without_secrets(command))}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
                 command,

@@ -10,21 +10,13 @@ with a key got 500, and the log a traceback.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
-
-SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
-"""Settings whose values are hidden."""
-
-HIDDEN = "<redacted>"
-
-OTHER = "--ssl-keyfile"
-"""A flag of SGLang's that looks like one of these, cut short. The command line takes what is cut short,
-too."""
+from adaserve.redaction import HIDDEN, SECRETS, without_secrets
 
 
 def register() -> None:
@@ -45,22 +37,7 @@ def _hide(original: Callable[..., Any], value: Any, **more: Any) -> Any:
 
 
 def _hide_in_command(original: Callable[..., str], argv: Sequence[str], *rest: Any, **more: Any) -> str:
-    return original(list(_without_values(argv)), *rest, **more)
-
-
-def _without_values(argv: Sequence[str]) -> Iterator[str]:
-    flags = ["--" + name.replace("_", "-") for name in SECRETS]
-    is_value = False
-    for argument in argv:
-        name, joined, _ = argument.partition("=")
-        is_flag = len(name) > 2 and name != OTHER and any(flag.startswith(name) for flag in flags)
-        if is_value:
-            yield HIDDEN
-        elif is_flag and joined:
-            yield f"{name}={HIDDEN}"
-        else:
-            yield argument
-        is_value = is_flag and not joined and not is_value
+    return original(list(without_secrets(argv)), *rest, **more)
 
 
 def _ascii_only(original: Callable[..., Any], *, authorization_header: str | None, **more: Any) -> Any:

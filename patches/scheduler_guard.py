@@ -12,7 +12,8 @@ SGLang aborts by prefix: when the client of request ``a`` hangs up, every reques
 would end. Here only ``a`` does, and ``a_0``, ``a_1``, ... which SGLang itself makes of a batch.
 
 SGLang keeps as many open sessions as anybody cares to open, and every turn of theirs with its whole history.
-Here the number of both is limited.
+Here the number of both is limited. The turns behind one that is replaced it drops one inside the other, which
+Python ends after a thousand.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def register() -> None:
     hook(f"{scheduler}._create_generation_req", _remember, HookType.AFTER)
     hook(f"{scheduler}.handle_generate_request", _take_in, HookType.AROUND)
     hook(f"{scheduler}.abort_request", _abort, HookType.AROUND)
-    hook("sglang.srt.session.session_controller.SessionController.open", _open_session, HookType.AROUND)
+    sessions = "sglang.srt.session.session_controller"
+    hook(f"{sessions}.SessionController.open", _open_session, HookType.AROUND)
+    hook(f"{sessions}.SessionReqNode.clear", drop, HookType.REPLACE)
 
 
 def known_requests(scheduler: Any) -> WeakValueDictionary[str, Any]:
@@ -151,6 +154,16 @@ def _open_session(original: Callable[..., Any], self: Any, recv_req: Any) -> Any
         return original(self, recv_req)
     logger.warning("adaserve: session %r is refused: %s are open", recv_req.session_id, MAX_SESSIONS)
     return OpenSessionReqOutput(session_id=recv_req.session_id, success=False)
+
+
+def drop(self: Any, req_dict: dict[str, Any]) -> None:
+    """Takes a turn and all that follow it out of its session's ``req_dict``; they end if they run."""
+    turns = [self]
+    while turns:
+        turn = turns.pop()
+        turns += turn.children
+        turn.abort()
+        req_dict.pop(turn.req.rid, None)
 
 
 def _abort(original: Callable[..., None], self: Any, recv_req: Any) -> None:

@@ -8,6 +8,11 @@ that asked for one.
 A request's TTFT counts from its arrival at the HTTP process. That time stays there unless it is put into the
 state that travels to the scheduler, as SGLang's own comment at that place proposes; without it a request that
 waits for a busy scheduler to read it would seem to have just arrived.
+
+SGLang converts such times from one process to the other by what each of them last took for the difference
+between ``time.perf_counter`` and the wall clock. Where that clock is set, all requests would have come hours
+ago, or would not come for hours; and order, admission and shedding follow from that. The processes of a host
+have one ``perf_counter``.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ def register() -> None:
     times = "sglang.srt.observability.req_time_stats"
     for sender in ("APIServerReqTimeStats", "DPControllerReqTimeStats"):
         hook(f"{times}.{sender}.__getstate__", _arrival, HookType.AFTER)
+    hook(f"{times}.convert_time_cross_thread", as_it_is, HookType.AROUND)
     hook(completions, _stream, HookType.AROUND)
     hook(f"{openai}.serving_chat.OpenAIServingChat._generate_chat_stream", _stream, HookType.AROUND)
 
@@ -61,6 +67,15 @@ def _streamer_class(base: type, scheduler: Any) -> type | None:
 
 def _arrival(state: dict[str, Any], stats: Any) -> dict[str, Any]:
     return {**state, "created_time": stats.created_time}
+
+
+def as_it_is(original: Callable[..., float], time_value: float, *differences: float) -> float:
+    """The time in this process, unless the other one may be on another host."""
+    from sglang.srt.runtime_context import get_parallel, get_spec
+
+    if is_ours(get_spec().speculative_algorithm) and get_parallel().nnodes == 1:
+        return time_value
+    return original(time_value, *differences)
 
 
 def _metadata(result: dict[str, Any], meta_info: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import json
 import logging
 import math
@@ -84,10 +85,13 @@ def _fields_out(obj: Any, skip: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 class Recorder:
-    """Writes iterations as they happen: ``plan`` when planned, ``finish`` when the outcome is known."""
+    """Writes iterations as they happen: ``plan`` when planned, ``finish`` when the outcome is known.
+
+    A recording is that of one process from its start on. So where ``path`` is there already, of an earlier
+    start or of another replica, this one is called ``NAME-2``, ``NAME-3`` and so on."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] = _open(path, "wt")
+        self._file = _new(path)
         self._observed = 0
         self._open_plans: dict[int, int] = {}
         self._failed = False
@@ -139,6 +143,20 @@ class Recorder:
         """Flushes and closes."""
         with contextlib.suppress(OSError) if self._failed else contextlib.nullcontext():
             self._file.close()
+
+
+def _new(path: Path) -> IO[str]:
+    """A file that was not there before."""
+    plain = path.with_name(path.name.removesuffix(".gz"))
+    for number in itertools.count(1):
+        end = "" if number == 1 else f"-{number}"
+        own = path.with_name(f"{plain.stem}{end}{plain.suffix}{'.gz' * (path.suffix == '.gz')}")
+        with contextlib.suppress(FileExistsError):
+            file = _open(own, "xt")
+            if number > 1:
+                logger.warning("AdaServe: %s holds another recording; this one is %s", path, own.name)
+            return file
+    raise AssertionError
 
 
 def _open(path: Path, mode: str) -> IO[str]:

@@ -21,7 +21,7 @@ from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progre
 from adaserve.learning.versions import DamagedError, Versions
 from adaserve.pair.acceptance import DraftSharpening
 from adaserve.slo.events import DraftLearning, DraftScores, Judged
-from adaserve.slo.stats import SLOStats
+from adaserve.slo.stats import SLOStats, epoch_s
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Learner:
         state = self.state
         classes = {name: DraftScores(s.requests, s.present, s.first) for name, s in message.classes.items()}
         scores = (message.candidate, message.present, message.first)
-        judged = Judged(time.time(), *scores, message.verdict, classes)
+        judged = Judged(epoch_s(), *scores, message.verdict, classes)
         state.judged = [*state.judged[1 - MOST_JUDGED :], judged]
         state.requests, state.tokens, state.updates = message.requests, message.tokens, message.updates
         state.rejected += message.verdict == "worse"

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from contextlib import ExitStack, suppress
 from mmap import mmap
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import msgspec
 import psutil
 
 from adaserve.config import AdaServeConfig
-from adaserve.learning.messages import Alive, Candidate, Load, Message, Settings, receive, send
+from adaserve.learning.messages import Alive, Candidate, Load, Message, Settings, line, receive, send
 from adaserve.learning.shared import Ring, allocate, memory
 from adaserve.lifetime import PARENT_ENV
 
@@ -57,7 +56,7 @@ class TrainerLink:
     ) -> None:
         self._config, self._folder, self._weights_bytes = config, folder, weights_bytes
         self._target = target
-        self._connection: Connection | None = None
+        self._connection: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._asked_s: float | None = None  # and not yet answered
         self._next_ask_s = 0.0
@@ -117,8 +116,7 @@ class TrainerLink:
     def _heard(self) -> list[Message]:
         assert self._connection is not None
         said: list[Message] = []
-        while self._connection.poll():
-            message = receive(self._connection)
+        while (message := receive(self._connection)) is not None:
             if isinstance(message, Alive):
                 self.cpu_s = self._cpu_before_s + message.cpu_s
                 self._asked_s = None
@@ -132,7 +130,7 @@ class TrainerLink:
         with ExitStack() as opened:  # until they are mapped here, and inherited there
             ring = _allocated(config.learn_memory_mb * 1_000_000 // 4, opened)
             weights = _allocated(self._weights_bytes, opened)
-            ours, theirs = map(opened.enter_context, socket.socketpair())
+            ours, theirs = map(opened.enter_context, line())
             shared = memory(weights)
             if served is not None:
                 shared[: len(served[1])] = served[1]
@@ -154,7 +152,7 @@ class TrainerLink:
                 },
             )
             self.ring, self.weights = Ring(ring), shared
-            self._process, self._connection = process, Connection(ours.detach())
+            self._process, self._connection = process, socket.socket(fileno=ours.detach())
         stand_back(process.pid, config.learn_nice)
         self._asked_s, self._next_ask_s = None, 0.0
 

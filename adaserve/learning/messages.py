@@ -1,12 +1,14 @@
 """What server and trainer say to each other: JSON over a socket; weights and records are in shared memory.
 
-The server asks (``Load``) and the trainer answers (``Alive``), never the other way round, and the server asks
-again only when it has been answered: so no message of the server's can ever find the socket full.
+A message is one packet: it is there as a whole or not at all, so nobody waits for the rest of one whose
+sender was stopped in the middle. The server asks (``Load``) and the trainer answers (``Alive``), never the
+other way round, and the server asks again only when it has been answered: so no message of the server's can
+ever find the socket full.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import socket
 
 import msgspec
 
@@ -87,13 +89,28 @@ class Settings(msgspec.Struct):
 Message = Hello | Progress | Candidate | Answer | Load | Alive
 _DECODER = msgspec.json.Decoder(Message)
 _ENCODER = msgspec.json.Encoder()
+_MOST_BYTES = 1 << 20
+"""Of a packet: more than Linux lets anybody send."""
 
 
-def send(connection: Any, message: Message) -> None:
-    """``connection``: a multiprocessing Connection. Raises OSError when the other side is gone."""
-    connection.send_bytes(_ENCODER.encode(message))
+def line() -> tuple[socket.socket, socket.socket]:
+    """Two ends that talk to each other. Linux only."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def receive(connection: Any) -> Message:
-    """Waits for a message. Raises EOFError or OSError when the other side is gone."""
-    return _DECODER.decode(connection.recv_bytes())
+def send(end: socket.socket, message: Message) -> None:
+    """Raises OSError when the other side is gone."""
+    end.send(_ENCODER.encode(message))
+
+
+def receive(end: socket.socket) -> Message | None:
+    """The next message; None where there is none yet.
+
+    Raises EOFError or OSError when the other side is gone, DecodeError for what is no message."""
+    try:
+        packet = end.recv(_MOST_BYTES, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return None
+    if not packet:
+        raise EOFError
+    return _DECODER.decode(packet)

@@ -7,10 +7,10 @@ the processor: one thread of low priority, which waits whenever the server says 
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import time
 from collections import deque
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -62,7 +62,7 @@ class Process:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._server = Connection(settings.socket)
+        self._server = socket.socket(fileno=settings.socket)
         self._ring, self._weights = Ring(settings.ring), memory(settings.weights)
         self._versions = None if settings.folder is None else Versions(Path(settings.folder))
         self._fresh: deque[Record] = deque()
@@ -195,8 +195,7 @@ class Process:
             while self._fresh_bytes > self._most_fresh_bytes:
                 self._fresh_bytes -= self._fresh.popleft().nbytes
                 self._no_room = True
-        while self._server.poll():
-            message = receive(self._server)
+        while (message := receive(self._server)) is not None:
             if isinstance(message, Load):
                 self._busy_until_s = time.monotonic() + BUSY_S if message.busy else 0.0
                 send(self._server, Alive(time.process_time()))

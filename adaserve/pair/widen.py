@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from rich.progress import track
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -271,7 +272,19 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _published(out: Path) -> Iterator[Path]:
-    """A folder to fill that takes the name `out` at the end, as a whole or not at all."""
+    """A folder to fill that takes the name `out` at the end, as a whole or not at all. Raises PairError."""
+    try:
+        with _made(out) as partial:
+            yield partial
+    except (OSError, SafetensorError) as error:
+        raise PairError(
+            f"{out.parent} cannot be written ({error}): free some space there, or set XDG_CACHE_HOME to a "
+            "folder on another disk"
+        ) from error
+
+
+@contextmanager
+def _made(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(out.parent)
     partial = Path(tempfile.mkdtemp(prefix=".writing-", dir=out.parent))
@@ -295,7 +308,7 @@ def _require_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed * 1.1:
         raise PairError(
-            f"the widened target needs {needed / 1e9:.1f} GB below {folder}, {free / 1e9:.1f} GB are free; "
+            f"the widened target needs {needed / 1e6:,.0f} MB below {folder}, {free / 1e6:,.0f} MB are free: "
             "free some, choose a smaller size or set XDG_CACHE_HOME to a folder on another disk"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -40,10 +41,17 @@ class RequestLog:
             slo_ttft_ms=to_ms(slo.ttft_s),
         )
         try:
-            os.write(self._file, "".join(to_jsonl([row])).encode())
+            self._write("".join(to_jsonl([row])).encode())
         except OSError as error:  # a full disk must not end the server
             self._failed = True
             logger.warning("AdaServe: requests are not recorded any more: %s", error)
+
+    def _write(self, line: bytes) -> None:
+        """All of it or nothing. Raises OSError."""
+        written = os.write(self._file, line)
+        if written < len(line):
+            os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_CUR) - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """For tests; a server keeps it open."""

@@ -143,7 +143,7 @@ def build_snapshot(
     for b in recent:
         total.add(b)
     span_s = now - first * BUCKET_S  # the last bucket has only begun
-    per_s = 1.0 / min(span_s, max(BUCKET_S, uptime_s if uptime_s >= 0 else WINDOW_S))  # a clock set back
+    per_s = 1.0 / min(span_s, max(BUCKET_S, uptime_s))
     names = _class_names(ranks)
     lasts = [r.last for r in ranks if r.last is not None]
     fresh = [r.last for r in ranks if r.last is not None and now - r.last_at < FRESH_S]
@@ -152,7 +152,7 @@ def build_snapshot(
     return Snapshot(
         schema_version=SNAPSHOT_VERSION,
         time=now,
-        uptime_s=max(0.0, uptime_s),
+        uptime_s=uptime_s,
         window_s=WINDOW_S,
         model=model,
         policy=policy,

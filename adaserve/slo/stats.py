@@ -25,6 +25,12 @@ HISTORY_S = 300.0
 SLOW_KEPT = 12
 BINS_PER_OCTAVE = 24
 _LOWEST = 0.05
+_EPOCH_S = time.time() - time.perf_counter()
+
+
+def epoch_s() -> float:
+    """Epoch seconds by a clock that nobody sets: what it was at the start, and what has passed since."""
+    return _EPOCH_S + time.perf_counter()
 
 
 class ClassCounts(msgspec.Struct):
@@ -149,7 +155,7 @@ class SLOStats:
         self,
         config: SLOConfig,
         metrics: ServerMetrics | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = epoch_s,
     ) -> None:
         self._metrics, self._clock = metrics, clock
         self._targets = {name: config.get(name).target for name in config.labels}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pkgutil
+import time
 from collections.abc import Iterator
 from importlib.metadata import entry_points, version
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +110,7 @@ TARGETS = {
     ],
     "sglang.srt.utils.common.add_prometheus_middleware": ["app"],
     "sglang.srt.session.session_controller.SessionController.open": ["self", "recv_req"],
+    "sglang.srt.session.session_controller.SessionReqNode.clear": ["self", "req_dict"],
     f"{MANAGERS}.scheduler.Scheduler.get_output_streamer_class": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.get_new_batch_prefill": ["self", "running_batch"],
     f"{MANAGERS}.schedule_policy.PrefillAdder.add_one_req": [
@@ -115,8 +119,13 @@ TARGETS = {
     "sglang.srt.utils.weight_versions.build_endpoint_weight_version_metadata": ["meta_info"],
     "sglang.srt.observability.req_time_stats.APIServerReqTimeStats.__getstate__": ["self"],
     "sglang.srt.observability.req_time_stats.DPControllerReqTimeStats.__getstate__": ["self"],
+    "sglang.srt.observability.req_time_stats.convert_time_cross_thread": [
+        "time_value", "old_diff", "new_diff",
+    ],
     f"{INTERNAL}._add_speculative": ["self", "state"],
     f"{INTERNAL}._update_handlers": ["self"],
+    f"{INTERNAL}.get_internal_state": ["self", "recv_req"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager.get_internal_state": ["self"],
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server": ["server_args", "tokenizer_manager"],
     "sglang.srt.entrypoints.engine.Engine.collective_rpc": ["self", "method"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.init_tokenizer_and_processor": ["self"],
@@ -126,6 +135,7 @@ TARGETS = {
     ],
     f"{OPENAI}.serving_decisions._encode_all": ["encoded"],
     f"{OPENAI}.serving_responses.OpenAIServingResponses._make_request": ["self", "request"],
+    f"{OPENAI}.serving_responses.OpenAIServingResponses.__init__": ["self"],
     "sglang.srt.observability.http_request_metrics._get_fastapi_request_path": ["request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.collect_metrics": ["self", "state"],
     "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector._log_gauge_queue_count": [
@@ -235,6 +245,7 @@ MEMBERS = [
     "sglang.srt.arg_groups.choices.DRAFT_ATTENTION_BACKEND_CHOICES",
     "sglang.srt.runtime_context.get_schedule",
     "sglang.srt.runtime_context.get_spec",
+    "sglang.srt.session.session_controller.SessionReqNode.abort",
     "sglang.srt.platforms.device_mixin.PlatformEnum.OOT",
     "sglang.srt.managers.load_snapshot.snapshot_decoder",
     "sglang.srt.managers.load_snapshot.ShmLoadSnapshotReader.read_all",
@@ -457,15 +468,31 @@ def test_name_is_free() -> None:
     assert NAME not in SpeculativeAlgorithm.__members__
 
 
-def test_the_time_of_arrival_travels_to_the_scheduler() -> None:
-    from sglang.srt.observability.req_time_stats import APIServerReqTimeStats, SchedulerReqTimeStats
+@pytest.mark.parametrize(("nodes", "arrival_s"), [(1, 12.5), (2, 3612.5)])
+def test_the_time_of_arrival_travels_to_the_scheduler(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, arrival_s: float
+) -> None:
+    """Also where somebody has set the clock back since, as the scheduler noticed with the last request."""
+    from sglang.srt import runtime_context
+    from sglang.srt.observability import req_time_stats as times
 
-    from adaserve.patches.slo_responses import _arrival
+    from adaserve.patches.slo_responses import _arrival, as_it_is
 
-    sent, received = APIServerReqTimeStats(), APIServerReqTimeStats()
+    spec, parallel = SimpleNamespace(speculative_algorithm=NAME), SimpleNamespace(nnodes=nodes)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    convert = functools.partial(as_it_is, times.convert_time_cross_thread)
+    monkeypatch.setattr(times, "convert_time_cross_thread", convert)
+    sent, received = times.APIServerReqTimeStats(), times.APIServerReqTimeStats()
     sent.set_created_time(12.5)
-    received.__setstate__(_arrival(sent.__getstate__(), sent))
-    assert SchedulerReqTimeStats.new_from_obj(received).created_time == pytest.approx(12.5, abs=0.01)
+    state = _arrival(sent.__getstate__(), sent)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
+    monkeypatch.setattr(times, "global_diff_realtime_monotonic", times.global_diff_realtime_monotonic)
+    times.calibrate_time_diff()
+    received.__setstate__(state)
+    created_s = times.SchedulerReqTimeStats.new_from_obj(received).created_time
+    assert created_s == pytest.approx(arrival_s, abs=0.1)
 
 
 @pytest.mark.skipif(select() is None, reason="another platform serves on this host")

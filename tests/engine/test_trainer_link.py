@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine import trainer_link
 from adaserve.engine.trainer_link import MOST_STARTS, SILENT_S, TrainerLink, bytes_of, stand_back, starves
 from adaserve.learning.draft import to_bytes
-from adaserve.learning.messages import Candidate, Progress, send
+from adaserve.learning.messages import Candidate, Hello, Progress, line, send
 from adaserve.pair.acceptance import Correction
 
 
@@ -76,13 +75,25 @@ def test_one_that_says_nonsense_is_replaced(
     link: TrainerLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """JSON has no word for what is not a number: a mean of nothing reads null, where a number belongs."""
-    ours, theirs = Pipe()
+    ours, theirs = line()
     link.look(False, 0.0, None)
     assert link.pid is not None
     monkeypatch.setattr(link, "_connection", ours)
     send(theirs, Progress(1.0, 1.0, math.nan, "worse", {}, 32, 512, 4))
     assert link.look(False, 0.0, None) == [] and link.ring is None and not link.is_over
     assert "can't be read" in caplog.text
+
+
+def test_the_rest_of_a_message_is_not_waited_for(link: TrainerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer may be stopped at any place, and those of large models have a lot to say first."""
+    ours, theirs = line()
+    link.look(False, 0.0, None)
+    monkeypatch.setattr(link, "_connection", ours)
+    hello = Hello({f"model.layers.{i}.mlp.gate_proj.weight": ("bfloat16", (8192, 2048)) for i in range(999)})
+    send(theirs, hello)
+    assert link.look(False, 0.0, None) == [hello]
+    os.write(theirs.fileno(), b"\0\0\x40\0")  # as a length of what follows
+    assert link.look(False, 0.0, None) == [] and link.ring is None
 
 
 def test_a_host_that_cannot_start_one_goes_on_serving(

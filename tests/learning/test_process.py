@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
+import select
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,9 @@ from adaserve.learning.messages import (
     Settings,
     receive,
     send,
+)
+from adaserve.learning.messages import (
+    line as ends,
 )
 from adaserve.learning.process import MOST_REST_S, Process, rest_s
 from adaserve.learning.shared import Ring, allocate, memory
@@ -44,7 +46,7 @@ class Line:
     ) -> None:
         self._fds = (allocate(1 << 24), allocate(WEIGHTS_BYTES))
         self.ring, self.weights = Ring(self._fds[0]), memory(self._fds[1])
-        ours, theirs = socket.socketpair()
+        self.connection, theirs = ends()
         self._settings = Settings(
             str(draft),
             "jsd",
@@ -54,7 +56,6 @@ class Line:
             *self._fds,
             theirs.detach(),
         )
-        self.connection = Connection(ours.detach())
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
@@ -67,10 +68,14 @@ class Line:
 
     def next(self, kind: type[Message]) -> Message:
         """The next message, which must be of a ``kind``."""
-        assert self.connection.poll(60), f"no {kind.__name__}"
+        assert self.has_message(60), f"no {kind.__name__}"
         message = receive(self.connection)
         assert isinstance(message, kind), message
         return message
+
+    def has_message(self, seconds: float) -> bool:
+        """Waits for one."""
+        return bool(select.select([self.connection], [], [], seconds)[0])
 
     def close(self) -> None:
         self.connection.close()
@@ -149,7 +154,7 @@ def test_it_waits_while_the_server_is_busy_and_forgets_that_when_nobody_says_so(
     send(line.connection, Load(busy=True))
     assert isinstance(line.next(Alive), Alive)
     feed(line, target[0], 2 * JUDGED, seed=2)
-    assert not line.connection.poll(2 * usual_s), "it works while the server is busy"
+    assert not line.has_message(2 * usual_s), "it works while the server is busy"
     monkeypatch.setattr("adaserve.learning.process.BUSY_S", 0.1)
     send(line.connection, Load(busy=True))
     line.next(Alive)
@@ -193,7 +198,7 @@ def test_large_records_are_learned_from_by_as_many_as_there_is_room_for(
     line.start()
     line.next(Hello)
     for record in records:  # more than one round, however fast they are taken in
-        if line.connection.poll(0.05):
+        if line.has_message(0.05):
             break
         assert line.ring.write(record.to_bytes())
     progress = line.next(Progress)

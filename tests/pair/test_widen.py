@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from adaserve.config import AdaServeConfig
@@ -272,6 +273,22 @@ def test_full_disk_is_refused_with_the_remedy(tmp_path: Path) -> None:
     make_model(tmp_path / "small")
     with pytest.raises(PairError, match="XDG_CACHE_HOME"):
         widen(tmp_path / "small", tmp_path / "wide", Width(10**17))
+
+
+@pytest.mark.parametrize("error", [SafetensorError("no space left"), OSError(30, "read-only", "/cache")])
+def test_so_is_one_that_is_full_or_read_only_when_it_is_written(
+    own_pair: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    for writer in ("adaserve.pair.widen.save_file", "adaserve.pair.widen.unpack"):  # the target, the draft
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(PairError, match=r"cannot be written.*XDG_CACHE_HOME"),
+        ):
+            patch.setattr(writer, failing)
+            ensure_embedded_pair("0.4M")
 
 
 def test_missing_weights_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import OpenSessionReqInput
-from sglang.srt.session.session_controller import SessionController
+from sglang.srt.session.session_controller import Session, SessionController, SessionReqNode
 
 from adaserve.patches import scheduler_guard
 
@@ -76,6 +76,37 @@ def test_there_is_a_most_that_sessions_keep(monkeypatch: pytest.MonkeyPatch) -> 
     assert not scheduler.take_in("again", 500), "it is not counted all the time"
     now_s += 2.0
     assert scheduler.take_in("again", 500)
+
+
+TURNS = 3000
+"""More than Python calls one inside the other."""
+
+
+def test_a_long_chain_of_turns_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SessionReqNode, "clear", scheduler_guard.drop)
+    session, last = Session(capacity_of_str_len=100), None
+    for number in range(TURNS):
+        req = made(rid=str(number), origin_input_ids=[5], origin_input_ids_unpadded=[5])
+        last = session.req_nodes[req.rid] = SessionReqNode(req, last)
+    params = SimpleNamespace(rid="0", replace=True, offset=0, drop_previous_output=False)
+    asked = Asked(rid="new", session_params=params, input_ids=[7])
+    new = session.create_req(asked, None, 100, req_factory=made)
+    assert list(session.req_nodes) == ["0", "new"] and new.origin_input_ids == [5, 6, 7]
+    assert last is not None and last.req.to_finish is not None, "nobody waits for the rest of it"
+
+
+def made(**fields: Any) -> Turn:
+    """A turn that runs and has said one token."""
+    params = SimpleNamespace(max_new_tokens=1)
+    own = {"finished_reason": None, "output_ids": [6], "sampling_params": params, "multimodal_inputs": None}
+    return Turn(**{**fields, **own}, inherit_mm_token_counts=lambda _: None)
+
+
+class Asked(SimpleNamespace):
+    """A request that says nothing but what it is made of."""
+
+    def __getattr__(self, _: str) -> None:
+        return None
 
 
 def test_an_abort_hides_other_requests_only_while_it_looks() -> None:

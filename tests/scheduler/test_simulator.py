@@ -415,6 +415,17 @@ class TestReplay:
         total = sum(1 for _ in read_recording(tmp_path / "run.jsonl.gz"))
         assert total - FLUSH_EVERY <= written <= total and written > 0
 
+    @pytest.mark.parametrize("name", ["run.jsonl", "v1.2-run.jsonl.gz", "run"])
+    def test_a_restart_and_another_replica_record_to_files_of_their_own(self, tmp_path, name, caplog):
+        with Recorder(tmp_path / name), Recorder(tmp_path / name):
+            pass
+        first = (tmp_path / name).read_bytes()
+        self.record(tmp_path / name)
+        assert (tmp_path / name).read_bytes() == first and caplog.text.count("holds another recording") == 2
+        stem, dot, end = name.partition(".jsonl")
+        assert {p.name for p in tmp_path.iterdir()} == {name, f"{stem}-2{dot}{end}", f"{stem}-3{dot}{end}"}
+        assert sum(1 for _ in read_recording(tmp_path / f"{stem}-3{dot}{end}")) > 30
+
     def test_a_full_disk_ends_the_recording_and_nothing_else(self, tmp_path, caplog):
         replica = build_replica(config("priced"))
         recorder = Recorder(tmp_path / "run.jsonl")

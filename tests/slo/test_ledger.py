@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,6 +248,23 @@ def test_a_full_disk_costs_the_record_and_nothing_else(caplog: pytest.LogCapture
         assert books.close(Req(rid, origin_input_ids=[1]))["met"]
     log.close()
     assert caplog.text.count("not recorded any more") == 1
+
+
+def test_what_a_full_disk_leaves_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last line fits in part, and the next start appends to what is there."""
+    path, write = tmp_path / "requests.jsonl", os.write
+    log = RequestLog(path)
+    books = SLOLedger(BASELINE_S, SLOStats(SLOConfig()), log)
+    books.close(Req("whole", origin_input_ids=[1]))
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda file, line: write(file, line[:20]))
+        books.close(Req("cut", origin_input_ids=[1]))
+    log.close()
+    assert len(read_trace(path)) == 1
+    again = RequestLog(path)
+    SLOLedger(BASELINE_S, SLOStats(SLOConfig()), again).close(Req("later", origin_input_ids=[1]))
+    again.close()
+    assert len(read_trace(path, sort=True)) == 2
 
 
 def test_a_request_without_an_slo() -> None:

@@ -26,6 +26,11 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"policy": "chain-0"}, "unknown policy"),
         ({"policy": "chain-33"}, "unknown policy"),
         ({"policy": "urgency-K"}, "unknown policy"),
+        (
+            {"policy": "chain-8"},
+            "chain-8 drafts 8 tokens deep, and trees have at most 5 levels: give a larger",
+        ),
+        ({"policy": "urgency-4", "max_depth": 3}, "or a shorter chain"),
         ({"max_depth": 0}, "max_depth is 0: it should be greater than or equal to 1"),
         ({"max_depth": "4"}, "max_depth is '4': it should be a valid integer"),
         ({"max_width": 17}, "max_width.*less than or equal to 16"),
@@ -77,10 +82,15 @@ def test_a_file_is_read_before_the_server_starts(
 
 
 @pytest.mark.parametrize(
-    "policy", ["adaserve", "none", "chain-1", "chain-32", "priced", "adaptive-verify-4", "urgency-2"]
+    "policy", ["adaserve", "none", "chain-1", "chain-5", "priced", "adaptive-verify-4", "urgency-2"]
 )
 def test_known_policies(policy: str) -> None:
     assert AdaServeConfig(policy=policy).policy == policy
+
+
+def test_the_longest_chain() -> None:
+    assert AdaServeConfig(policy="chain-32", max_depth=32).policy == "chain-32"
+    assert AdaServeConfig(policy="chain-8", drafts="suffix").policy == "chain-8", "no model drafts there"
 
 
 def test_default_without_environment() -> None:

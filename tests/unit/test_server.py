@@ -66,6 +66,23 @@ def test_shared_memory_is_not_left_behind(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+class Ending(ServerSpec):
+    """Ends at once."""
+
+    __slots__ = ()
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", "", "--port", str(self.port), *self.extra]
+
+
+def test_a_log_holds_no_keys(tmp_path: Path) -> None:
+    spec = Ending("model", "draft", port=free_port(), extra=("--api-key", "mine", "--admin-api-key=root's"))
+    with pytest.raises(ServerError, match="ended while it started"):
+        ServerProcess(spec, tmp_path / "server.log").start()
+    told = (tmp_path / "server.log").read_text()
+    assert f"--port {spec.port} --api-key" in told and "mine" not in told and "root" not in told
+
+
 def test_free_ports_are_none_that_connections_get() -> None:
     ports = {free_port() for _ in range(50)}
     assert len(ports) > 40, "two servers that are started together would get the same"

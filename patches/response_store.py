@@ -1,0 +1,66 @@
+"""With ``--enable-response-store`` a server keeps the responses that were used last, and not all of them.
+
+Why: SGLang keeps every response of ``/v1/responses`` with its whole conversation, for ever. Whoever may send
+requests could fill the host's memory with them.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.patches import hook
+
+MOST_CHARACTERS = 1 << 26
+"""Of all responses that are kept, and as many of their conversations; for each HTTP process."""
+
+
+class Kept(dict[str, Any]):
+    """What was stored or read last, by id. What is dropped here is dropped from the ``twin``, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twin: Kept | None = None
+        self._sizes: dict[str, int] = {}
+        self._held = 0
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        self._sizes[key] = len(repr(value))
+        self._held += self._sizes[key]
+        while self._held > MOST_CHARACTERS and len(self) > 1:
+            oldest = next(iter(self))
+            self.pop(oldest)
+            if self.twin is not None:
+                self.twin.pop(oldest, None)
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        super().__delitem__(key)
+        super().__setitem__(key, value)  # the newest again
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As a dictionary does."""
+        with suppress(KeyError):
+            return self[key]
+        return default
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """As a dictionary does."""
+        self._held -= self._sizes.pop(key, 0)
+        return super().pop(key, *default)
+
+
+def register() -> None:
+    responses = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
+    hook(f"{responses}.__init__", _bound, HookType.AFTER)
+
+
+def _bound(_: None, self: Any, *__: Any, **___: Any) -> None:
+    responses, messages = Kept(), Kept()
+    responses.twin, messages.twin = messages, responses
+    self.response_store, self.msg_store = responses, messages

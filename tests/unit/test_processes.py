@@ -1,0 +1,41 @@
+"""What servers that were killed have left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from adaserve.processes import remove_leftovers
+
+HOLD = (
+    "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 9); print(flush=True); input()"
+)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_shared_memory_that_nobody_has_any_more_is_removed() -> None:
+    old, held, new = (Path(f"/dev/shm/sglang_loads_test{os.getpid()}_{i}.shm") for i in range(3))
+    other = Path(f"/dev/shm/adaserve-test-{os.getpid()}")
+    for path in (old, held, new, other):
+        path.write_bytes(bytes(9))
+        hour_ago = time.time() - 3600 * (path != new)
+        os.utime(path, (hour_ago, hour_ago))
+    command = [sys.executable, "-c", HOLD, str(held)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        remove_leftovers()
+        assert not old.exists(), "every server that is killed leaves one"
+        assert held.exists(), "a server runs with it"
+        assert new.exists(), "a server may be about to map it"
+        assert other.exists(), "it is none of ours"
+    finally:
+        process.kill()
+        process.communicate()
+        for path in (old, held, new, other):
+            path.unlink(missing_ok=True)
