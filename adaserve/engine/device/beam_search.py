@@ -1,7 +1,8 @@
 """A whole beam search as one CUDA graph: all draft steps, and the bookkeeping between them.
 
 The first step has room for the same number of tokens of every request: what the draft has not seen of it,
-and its root at the end. Room that is left over is padding.
+and its root at the end. Room that is left over is padding. For few requests it is made as wide as the steps
+that follow, so that one plan of the attention serves them all.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from adaserve.engine.trees.shape import TreeShape, tree_shape
 
 Arrays = dict[str, np.ndarray]
 
+FEW_TOKENS = 64
+"""A forward of so many takes the time of one, for which a draft's weights are read."""
+
 
 @dataclass
 class _Prepared:
     """What a search's graph reads, at addresses that stay."""
 
     shape: TreeShape
+    first: int  # tokens per request that the first step has room for
     columns: Tensor  # int64 [nodes]
     depths: Tensor  # int64 [nodes]
     kernels: dict[int, TreeKernel]  # by tokens per request of a step
@@ -52,12 +57,13 @@ class BeamSearches:
         """Queues a whole search; ``first``: its first step, whose gap all steps have."""
         shape, a = search.shape, len(search.base)
         key = self._parts.sizes.search(shape, a)
+        prepared = self._prepare(key, shape)
         kv_lens = without_gap(search.base + shape.width, first.gap)
         arrays = {
-            **at_the_end(first, self._parts.first), "base": search.base, "pool_rows": search.pool_rows,
+            **at_the_end(first, prepared.first), "base": search.base, "pool_rows": search.pool_rows,
             "scale": search.scale, "spread": search.spread, "keys": search.keys,
         }  # fmt: skip
-        found, run = self._run(key, self._prepare(key, shape), arrays, kv_lens, first.gap)
+        found, run = self._run(key, prepared, arrays, kv_lens, first.gap)
         return queued_beams(found, a, len(shape.beams)), run
 
     def rehearse(self, batch: TreeBatch, width: int) -> Run:
@@ -66,22 +72,17 @@ class BeamSearches:
         beams = min(int(batch.q_lens[0]), width, sizes.width)
         shape = tree_shape(sizes.depth, beams, None)
         key = sizes.search(shape, a)
+        prepared = self._prepare(key, shape)
         base = np.minimum(batch.kv_lens - batch.q_lens, self._parts.req_to_token.shape[1] - shape.width)
-        places = base[:, None] + np.arange(1 - self._parts.first, 1)
-        arrays = {**self._padding(a), "positions": places, "places": places, "base": base,
+        places = base[:, None] + np.arange(1 - prepared.first, 1)
+        arrays = {**_padding(a, prepared.first), "positions": places, "places": places, "base": base,
                   "pool_rows": batch.pool_rows}  # fmt: skip
-        return self._run(key, self._prepare(key, shape), arrays, base + shape.width)[1]
+        return self._run(key, prepared, arrays, base + shape.width)[1]
 
     def capture(self, key: SearchKey) -> None:
         """Makes the graph of ``key``, which must not branch, on nothing but padding."""
-        shape = tree_shape(len(key.beams), key.beams[0], None)
-        self._run(key, self._prepare(key, shape), self._padding(0), np.zeros(0, np.int64))
-
-    def _padding(self, rows: int) -> Arrays:
-        none, ones = np.zeros(rows, np.int64), np.ones(rows, np.float32)
-        first = np.zeros((rows, self._parts.first), np.int64)
-        return {"tokens": first, "positions": first, "places": first, "base": none, "pool_rows": none,
-                "scale": ones, "spread": 0 * ones, "keys": none.astype(np.uint64)}  # fmt: skip
+        prepared = self._prepare(key, tree_shape(len(key.beams), key.beams[0], None))
+        self._run(key, prepared, _padding(0, prepared.first), np.zeros(0, np.int64))
 
     def _prepare(self, key: SearchKey, shape: TreeShape) -> _Prepared:
         if (prepared := self._prepared.get(key)) is not None:
@@ -94,9 +95,12 @@ class BeamSearches:
         columns, depths = (
             torch.from_numpy(x).to(parts.device, non_blocking=True) for x in (shape.columns, shape.depth)
         )
-        queries = dict.fromkeys((parts.first, *shape.beams[:-1]))  # tokens per request of the steps
+        first, later = parts.first, shape.beams[:-1]
+        if later and later[0] * key.rows <= FEW_TOKENS:
+            first = max(first, later[0])
+        queries = dict.fromkeys((first, *later))  # tokens per request of the steps
         kernels = {q: self._kernel(key, q, place) for place, q in enumerate(queries)}
-        prepared = _Prepared(shape, columns, depths, kernels)
+        prepared = _Prepared(shape, first, columns, depths, kernels)
         if key in parts.sizes.captured:  # others are not kept: there are too many of them
             self._prepared[key] = prepared
         return prepared
@@ -121,7 +125,7 @@ class BeamSearches:
         lists = slot_lists(parts.req_to_token.shape[1], arrays["pool_rows"], kv_lens, gap)
         padded = np.concatenate([kv_lens, np.ones(spare, np.int64)])
         extents = {q: Extent(np.full(key.rows, q), padded) for q in prepared.kernels}
-        bits = _first_window(extents[parts.first], parts.first, prepared.shape.width, a)
+        bits = _first_window(extents[prepared.first], arrays["places"], prepared.shape.width)
         for q in set(prepared.shape.beams[:-1]):
             bits |= _window(q, extents[q], prepared.shape.width, a)
         no_gap = dict.fromkeys(("gap_at", "gap_length"), np.zeros(a, np.int64))  # gaps come and go
@@ -145,7 +149,7 @@ class BeamSearches:
     def _search(self, key: SearchKey, prepared: _Prepared, there: Mapping[str, Tensor]) -> Tensor:
         parts, shape, base = self._parts, prepared.shape, there["base"][:, None]
         levels = Levels(shape, key.rows, prepared.columns)
-        q, rows, is_padding = parts.first, there["pool_rows"][:, None], base == 0
+        q, rows, is_padding = prepared.first, there["pool_rows"][:, None], base == 0
         places = torch.where(is_padding, -1, there["places"])
         slots = parts.slots(rows, places)
         step = _Step(there["tokens"], there["positions"], slots, there["byte-first"], there["clear-first"])
@@ -245,12 +249,23 @@ def at_the_end(batch: TreeBatch, room: int) -> Arrays:
     return dict(zip(("tokens", "positions", "places"), found, strict=True))
 
 
-def _first_window(extent: Extent, q: int, width: int, a: int) -> Arrays:
-    """``_window`` of the first step: text up to the root, where a token sees those up to itself."""
+def _padding(rows: int, first: int) -> Arrays:
+    """Requests without text."""
+    none, ones = np.zeros(rows, np.int64), np.ones(rows, np.float32)
+    places = np.zeros((rows, first), np.int64)
+    return {"tokens": places, "positions": places, "places": places, "base": none, "pool_rows": none,
+            "scale": ones, "spread": 0 * ones, "keys": none.astype(np.uint64)}  # fmt: skip
+
+
+def _first_window(extent: Extent, places: np.ndarray, width: int) -> Arrays:
+    """``_window`` of the first step, of tokens at ``places`` [a, q]: text up to the root, where a token sees
+    those up to itself. Padding sees all of them, or before a short text it would see nothing, and attention
+    to nothing is NaN."""
+    a, q = places.shape
     seen = np.arange(q - 2 + width) < np.arange(q)[:, None]
-    byte, clear = window_bits(
-        extent, q - 2 + width, _and_padding(np.tile(seen, (len(extent.q_lens), 1)), a * q)
-    )
+    seen = np.tile(seen, (len(extent.q_lens), 1))
+    seen[: a * q] |= places.reshape(-1, 1) < 0
+    byte, clear = window_bits(extent, q - 2 + width, _and_padding(seen, a * q))
     return {"byte-first": byte, "clear-first": clear}
 
 
