@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ class _Prepared:
     shape: TreeShape
     first: int  # tokens per request that the first step has room for
     columns: Tensor  # int64 [nodes]
-    depths: Tensor  # int64 [nodes]
+    inner: Tensor  # int64 [3, R * n]: row, column and depth of the nodes that are expanded, level by level
     kernels: dict[int, TreeKernel]  # by tokens per request of a step
     static: StaticArrays = field(default_factory=StaticArrays)
 
@@ -52,6 +53,7 @@ class BeamSearches:
         self._prepared: dict[SearchKey, _Prepared] = {}
         self._kernels: dict[tuple[int, int, int], TreeKernel] = {}  # by rows, tokens per request, place
         self._eager: tuple[_Prepared, Mark] | None = None  # the last search without a graph, and its end
+        self._nothing = torch.zeros((), dtype=torch.uint8, device=parts.device)  # a number would be a kernel
 
     def queue(self, first: TreeBatch, search: Search) -> tuple[Ready, Run]:
         """Queues a whole search; ``first``: its first step, whose gap all steps have."""
@@ -92,15 +94,16 @@ class BeamSearches:
             # Its kernels go with the next search, and the copies of their plans must be over by then:
             # FlashInfer queues them from memory that no allocator watches.
             self._eager[1].wait()
-        columns, depths = (
-            torch.from_numpy(x).to(parts.device, non_blocking=True) for x in (shape.columns, shape.depth)
+        columns, inner = (
+            torch.from_numpy(x).to(parts.device, non_blocking=True)
+            for x in (shape.columns, expanded(shape, key.rows))
         )
         first, later = parts.first, shape.beams[:-1]
         if later and later[0] * key.rows <= FEW_TOKENS:
             first = max(first, later[0])
         queries = dict.fromkeys((first, *later))  # tokens per request of the steps
         kernels = {q: self._kernel(key, q, place) for place, q in enumerate(queries)}
-        prepared = _Prepared(shape, first, columns, depths, kernels)
+        prepared = _Prepared(shape, first, columns, inner, kernels)
         if key in parts.sizes.captured:  # others are not kept: there are too many of them
             self._prepared[key] = prepared
         return prepared
@@ -149,29 +152,40 @@ class BeamSearches:
     def _search(self, key: SearchKey, prepared: _Prepared, there: Mapping[str, Tensor]) -> Tensor:
         parts, shape, base = self._parts, prepared.shape, there["base"][:, None]
         levels = Levels(shape, key.rows, prepared.columns)
+        turned = partial(torch.clamp, min=0, max=parts.last_position)  # to positions with a rotary angle
         q, rows, is_padding = prepared.first, there["pool_rows"][:, None], base == 0
         places = torch.where(is_padding, -1, there["places"])
         slots = parts.slots(rows, places)
-        step = _Step(there["tokens"], there["positions"], slots, there["byte-first"], there["clear-first"])
+        positions = turned(there["positions"])
+        step = _Step(there["tokens"], positions, slots, there["byte-first"], there["clear-first"])
         before = self._before(there, places)
         logits, states = self._step(prepared, step, before, slice(q - 1, None, q))  # of the roots
         logprob, token = best_children(parts, logits, reading(there, 1), base)
         levels.start(logprob[:, 0], token[:, 0])
         # Where nodes stand is worked out for all that are expanded; what they are, level by level.
-        inner = slice(shape.start[-2])
-        positions = base + prepared.depths[inner]
-        slots = parts.slots(rows, torch.where(is_padding, -1, base + prepared.columns[inner]))
-        readings = {q: reading(there, q) for q in set(shape.beams[:-1])}
+        positions, slots = self._standing(prepared, there)
+        angles, readings = turned(positions), {q: reading(there, q) for q in set(shape.beams[:-1])}
         for depth in range(2, len(shape.beams) + 1):
             nodes = levels.level(depth - 1)
-            tokens, at = levels.tokens[:, nodes], positions[:, nodes]
-            q, seen = tokens.shape[1], levels.visible[:, nodes]
-            clear = torch.where(seen, 0, there[f"clear-{q}"].view_as(seen))
-            step = _Step(tokens, at, slots[:, nodes], there[f"byte-{q}"], clear)
+            tokens, seen = levels.tokens[:, nodes], levels.visible[:, nodes]
+            q = tokens.shape[1]
+            clear = torch.where(seen, self._nothing, there[f"clear-{q}"].view_as(seen))
+            at, angle, slot = (
+                every[key.rows * nodes.start : key.rows * nodes.stop].view(-1, q)
+                for every in (positions, angles, slots)
+            )
+            step = _Step(tokens, angle, slot, there[f"byte-{q}"], clear)
             before = self._before_level(states, levels, depth)
             logits, states = self._step(prepared, step, before, slice(None))
             levels.grow(depth, *best_children(parts, logits, readings[q], at))
         return levels.found
+
+    def _standing(self, prepared: _Prepared, there: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """int64 [R * n]: positions of the nodes that are expanded, and where their KV goes."""
+        row, column, depth = prepared.inner
+        base = there["base"][row]
+        places = torch.where(base == 0, -1, base + column)
+        return base + depth, self._parts.slots(there["pool_rows"][row], places)
 
     def _step(
         self, prepared: _Prepared, step: _Step, before: Tensor | None, wanted: slice
@@ -181,7 +195,7 @@ class BeamSearches:
         parts, (rows, q) = self._parts, step.tokens.shape
         inputs = Inputs(
             step.tokens.clamp(max=parts.last_token).flatten(),
-            step.positions.clamp(0, parts.last_position).flatten(),
+            step.positions.flatten(),
             step.slots.flatten(),
             wanted,
             None if before is None else before.flatten(0, 1),
@@ -209,12 +223,12 @@ def reading(there: Mapping[str, Tensor], q: int) -> tuple[Tensor, ...]:
 def best_children(
     parts: Parts, logits: Tensor, read: tuple[Tensor, ...], positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (float64) and ids of the best tokens [R, q, K]; ``positions`` [R, q]."""
+    """Log-probabilities (fp32) and ids of the best tokens [R, q, K]; ``positions`` [R, q]."""
     rows, q, _ = logits.shape
     flat, words, (scale, spread, keys) = logits.flatten(0, 1), parts.words, read
     logprob, found = noise.best(flat, scale, spread, keys, positions.flatten(), words, parts.candidates)
     tokens = found if words is None else words[found]
-    return logprob.double().view(rows, q, -1), tokens.view(rows, q, -1)
+    return logprob.view(rows, q, -1), tokens.view(rows, q, -1)
 
 
 def queued_beams(found: Tensor, a: int, steps: int) -> Ready:
@@ -233,10 +247,19 @@ class _Step:
     """Tokens [R, q] of one forward, and what their windows hide."""
 
     tokens: Tensor
-    positions: Tensor
+    positions: Tensor  # for the rotary embedding
     slots: Tensor  # where their KV goes
     byte: Tensor  # int64 [R * q, columns], ``window_bits``
     clear: Tensor  # uint8, as many
+
+
+def expanded(shape: TreeShape, rows: int) -> np.ndarray:
+    """int64 [3, rows * n]: row, column and depth of the n nodes before the last level, level after level, so
+    that those of a step lie side by side."""
+    levels = [np.arange(*ends) for ends in pairwise(shape.start[:-1])]
+    node = np.concatenate([np.empty(0, np.int64), *(np.tile(level, rows) for level in levels)])
+    row = np.concatenate([np.empty(0, np.int64), *(np.arange(rows).repeat(len(level)) for level in levels)])
+    return np.stack([row, shape.columns[node], shape.depth[node]])
 
 
 def at_the_end(batch: TreeBatch, room: int) -> Arrays:
