@@ -211,7 +211,7 @@ kernels() {
     0) say "the kernels agree with their references. Next: smoke" ;;
     3) remember ATTENTION triton
        say "FlashInfer failed (kernels.json says why) and Triton is right: all stages use Triton now. Next: smoke" ;;
-    *) say "attention, noise or moves has no kernel that is right (kernels.json): stay with this stage. Run one:" \
+    *) say "attention, noise, moves or beams has no kernel that is right (kernels.json): stay with this stage. Run one:" \
            "python -m adaserve.bench.gpu_check.kernels --kernel triton --device $device"
        return 2 ;;
   esac

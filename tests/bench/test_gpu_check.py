@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from adaserve.bench.gpu_check import answers
+from adaserve.bench.gpu_check import answers, shapes
 from adaserve.bench.gpu_check.again import forget
 from adaserve.bench.gpu_check.answers import Answer
 from adaserve.bench.gpu_check.check import Check, Sections, StageError
@@ -693,3 +695,21 @@ def test_plans() -> None:
     assert _plan(False, batches=None) == CheckPlan()
     dry = _plan(True, batches=(2, 3), tokens=None, rounds=5, mixed_s=0.0)
     assert dry.batches == (2, 3) and dry.rounds == 5 and dry.mixed_s == 0 and dry.tokens < CheckPlan().tokens
+
+
+def test_the_large_pair_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where one process makes it, and another one needs it: it takes 20 GB and minutes."""
+    made: list[str] = []
+
+    def ensure(model: str, width: object) -> Path:
+        if model not in made:
+            time.sleep(0.1)
+            made.append(model)
+        return tmp_path / model
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shapes, "ensure_widened", ensure)
+    pair = shapes.LARGE_TARGET, shapes.LARGE_DRAFT
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: shapes.widened_pair(*pair), range(2)))
+    assert found[0] == found[1] and made == ["target", "draft"]

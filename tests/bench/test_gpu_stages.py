@@ -78,7 +78,8 @@ def test_the_first_stages_on_a_cpu(host: Path) -> None:
     facts, kernels = map(json.loads, saved(host, "facts.json", "kernels.json"))
     assert facts["packages"]["sglang"] and facts["disk_write_mb_per_s"] > 0
     assert all(
-        kernels[name]["right"] and kernels[name]["cases"] for name in ("triton", "noise", "moves", "filters")
+        kernels[name]["right"] and kernels[name]["cases"]
+        for name in ("triton", "noise", "moves", "beams", "filters")
     )
 
 

@@ -1,5 +1,5 @@
-"""The attention kernels of tree forwards against SDPA, and those of noise, filters, moves and SGLang itself
-against torch, at the sizes that are served; compiles them, too.
+"""The attention kernels of tree forwards against SDPA, and those of noise, filters, moves, beams and SGLang
+itself against torch, at the sizes that are served; compiles them, too.
 
 ``python -m adaserve.bench.gpu_check.kernels --out kernels.json``: every kernel runs in a process of its own,
 all at once, so that their compilers share the host's cores and one that fails does not cost the others.
@@ -38,10 +38,12 @@ from adaserve.engine.device.head_shape import HeadShape
 from adaserve.engine.device.layout import Extent, window_bits
 from adaserve.engine.device.tiles import WORKSPACE_BYTES
 from adaserve.engine.filters import Filter, by_sort, differences, examples
+from adaserve.engine.search import Levels
+from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 ATTENTION = ("flashinfer", "triton")
-OTHERS = ("noise", "moves")
+OTHERS = ("noise", "moves", "beams")
 OPTIONAL = {
     "filters": "servers sort instead",
     "sglang": "every server computes as wrong; in all stages, set SGLANG_FORCE_FUSED_OP_BACKEND=torch",
@@ -101,13 +103,13 @@ def check(name: str, case: Case, device: torch.device, seed: int = 0) -> dict[st
     buffers.hide(*(torch.from_numpy(values).to(device) for values in bits))
     reference, kernel = SdpaKernel(buffers), _kernel(name, case, buffers)
     scaling = case.head_dim**-0.5
-    for one in (reference, kernel):
+    for one in (reference, kernel, kernel):  # a later plan takes another way than the first one
         one.plan(extent)
     right = reference.run(q.float(), keys.float(), values.float(), scaling)
     got = {"eager": kernel.run(q, keys, values, scaling)}
     us = None
     if device.type == "cuda":
-        got["graph"], us = _captured(kernel, (q, keys, values, scaling))
+        got["graph"], us = _captured(kernel, extent, (q, keys, values, scaling))
     worst = max(float((right - out.float()).abs().max()) for out in got.values())
     return {**asdict(case), "difference": worst, "right": worst < bound, "us": us}
 
@@ -124,12 +126,15 @@ def _kernel(name: str, case: Case, buffers: AttentionBuffers) -> TreeKernel:
     return FlashInferKernel(buffers, case.rows, heads, workspace, integers)
 
 
-def _captured(kernel: TreeKernel, arguments: tuple[Tensor, Tensor, Tensor, float]) -> tuple[Tensor, float]:
-    """A replayed graph's output, and microseconds of one replay."""
+def _captured(
+    kernel: TreeKernel, extent: Extent, arguments: tuple[Tensor, Tensor, Tensor, float]
+) -> tuple[Tensor, float]:
+    """The output of a graph that is replayed after another plan, and microseconds of one replay."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = kernel.run(*arguments)
+    kernel.plan(extent)
     return out, _us(graph.replay)
 
 
@@ -198,6 +203,31 @@ def check_moves(paths: int, deepest: int, sizes: tuple[int, ...], device: torch.
             "right": not wrong}  # fmt: skip
 
 
+def check_beams(rows: int, depth: int, width: int, device: torch.device) -> dict[str, Any]:
+    """Numbers of a search's levels that differ from what torch's operators give on the CPU; all are exact."""
+    from adaserve.engine.device.grow_kernel import grow_fused
+
+    generator = torch.Generator().manual_seed(0)
+    shape = tree_shape(depth, width, None)
+    right, got = (Levels(shape, rows, torch.from_numpy(shape.columns).to(d)) for d in ("cpu", device))
+    for step in range(1, depth + 1):
+        # Every other level as Medusa's heads make it: all its nodes have the same children.
+        logprob = -torch.rand(rows, width if step % 2 else 1, width, generator=generator)
+        logprob = logprob.sort(dim=-1, descending=True).values.expand(-1, width, -1)
+        token = torch.randint(0, 1 << 17, logprob.shape, generator=generator)
+        there = logprob.to(device), token.to(device)
+        if step == 1:
+            right.start(logprob[:, 0], token[:, 0])
+            got.start(*(values[:, 0] for values in there))
+        else:
+            right.grow(step, logprob, token)
+            before, now, children = got.level(step - 1), got.level(step), got.children(step)
+            grow_fused(got.found, got.visible, *there, before, now, children)
+    pairs = (right.found, got.found), (right.visible, got.visible)
+    wrong = sum(int((a != b.cpu()).sum()) for a, b in pairs)
+    return {"rows": rows, "depth": depth, "width": width, "wrong": wrong, "right": not wrong}
+
+
 def check_filters(rows: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
     """Tokens that differ from what sorting keeps, and (on a GPU) microseconds of both, with one copy."""
     from adaserve.engine.device.filter_kernel import filter_fused
@@ -232,6 +262,8 @@ def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
     elif name == "filters":
         shapes = ((64, 128_256), (512, 151_936)) if device == "cuda" else ((8, 9_000),)
         results = [check_filters(*shape, where) for shape in shapes]
+    elif name == "beams":
+        results = [check_beams(*sizes, where) for sizes in ((1, 5, 3), (64, 5, 3), (24, 8, 8))]
     elif name == "moves":
         heads = ((1024,) * 64, (512,) * 16) if device == "cuda" else ((16, 8),)  # of Llama 3.1 8B, 3.2 1B
         results = [check_moves(64 if device == "cuda" else 3, 5, sizes, where) for sizes in heads]

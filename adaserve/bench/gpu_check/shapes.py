@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 from dataclasses import dataclass
 from pathlib import Path
 
+from adaserve.pair.folders import cache_folder
 from adaserve.pair.widen import Width, ensure_widened, parse_size, shipped_draft
 
 SHIPPED_LAYERS = {"target": 4, "draft": 2}
@@ -33,10 +35,13 @@ parameters than the latter since its embedding, which is only looked up, is apar
 def widened_pair(target: Cost, draft: Cost | None) -> tuple[Path, Path]:
     """Folders of a target and a draft with the outputs of the embedded pair and the cost of larger models.
 
-    ``draft`` None: the shipped draft. Raises PairError.
+    ``draft`` None: the shipped draft. Waits for another process that makes a pair. Raises PairError.
     """
-    wide = ensure_widened("target", target.width("target"))
-    return wide, shipped_draft() if draft is None else ensure_widened("draft", draft.width("draft"))
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with (cache_folder() / "widening.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wide = ensure_widened("target", target.width("target"))
+        return wide, shipped_draft() if draft is None else ensure_widened("draft", draft.width("draft"))
 
 
 if __name__ == "__main__":  # makes the large pair while something else runs

@@ -60,6 +60,9 @@ class SGLangCall:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._backend = TreeAttentionBackend(runner)
+        # SGLang wants a row of the request pool and a length of each request. Neither is read, so both are
+        # views of one number, which no kernel has to fill.
+        self._unread = torch.ones(1, dtype=torch.int64, device=runner.device)
 
     def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
         with self._around(inputs, rows, kernel) as batch:
@@ -71,13 +74,13 @@ class SGLangCall:
         self, inputs: Inputs, rows: int, kernel: TreeKernel, spec_info: Any = None
     ) -> Iterator[ForwardBatch]:
         """What SGLang's models are called with, and what they find around them."""
-        runner, device = self._runner, inputs.tokens.device
+        runner, unread = self._runner, self._unread.expand(rows)
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,  # the mode that gives logits of every token
             batch_size=rows,
             input_ids=inputs.tokens,
-            req_pool_indices=torch.zeros(rows, dtype=torch.int64, device=device),
-            seq_lens=torch.ones(rows, dtype=torch.int64, device=device),
+            req_pool_indices=unread,
+            seq_lens=unread,
             seq_lens_cpu=torch.ones(rows, dtype=torch.int64),
             seq_lens_sum=rows,
             out_cache_loc=inputs.slots,

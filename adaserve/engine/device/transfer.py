@@ -71,15 +71,17 @@ class StaticArrays:
     def __init__(self) -> None:
         self._pieces: list[_Piece] = []
         self._there: Tensor | None = None
+        self._views: dict[str, Tensor] = {}
 
     def put(self, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
         """As ``put``, always into the same memory."""
         packed, pieces = _pack(arrays, device)
         if self._there is None:
             self._there, self._pieces = torch.empty_like(packed, device=device), pieces
+            self._views = {piece.name: piece.of(self._there) for piece in pieces}
         assert pieces == self._pieces, "a graph reads these, so they must stay where they are"
         self._there.copy_(packed, non_blocking=True)
-        return {piece.name: piece.of(self._there) for piece in pieces}
+        return self._views
 
 
 class QueuedCopy:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaserve.engine.device import attention, tiles
 from adaserve.engine.device.attention import (
@@ -159,30 +160,72 @@ def test_flashinfer_copies_and_clears_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(result, q.flatten(1))
 
 
-def test_requests_of_no_tokens_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """What FlashInfer's own wrapper, on a CPU, gives to its compiled planner."""
+    import flashinfer.prefill
+
+    plans: list[list[Any]] = []
+
+    def plan(*args: Any) -> list[int]:
+        plans.append([a.tolist() if isinstance(a, torch.Tensor) and len(a) < 99 else a for a in args])
+        return [len(plans)]
+
+    module, empty = SimpleNamespace(plan=plan, paged_run=lambda *_: None), torch.empty
+
+    def pageable(*args: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        return empty(*args, **named)
+
+    monkeypatch.setattr(flashinfer.prefill, "get_batch_prefill_module", lambda *_: module)
+    monkeypatch.setattr(torch, "empty", pageable)
+    return plans
+
+
+LLAMA = HeadShape(32, 8, 128, 1.0, torch.float16, torch.float16)
+QUERIES, SLOTS = 3, 4
+"""Places of both starts among the planner's arguments."""
+
+
+def test_requests_of_no_tokens_are_planned(planner: list[list[Any]]) -> None:
     """As many in every plan of a kernel, since its graph depends on it; with no keys and no mask."""
-    plans: list[tuple[list[int], list[int], list[int]]] = []
-
-    class Wrapper:
-        def __init__(self, *_: Any, qo_indptr_buf: torch.Tensor, **__: Any) -> None:
-            self.rows = len(qo_indptr_buf) - 1
-
-        def reset_workspace_buffer(self, *_: Any) -> None: ...
-
-        def plan(self, queries: torch.Tensor, slots: torch.Tensor, _: Any, pages: torch.Tensor, *more: Any,
-                 **named: Any) -> None:  # fmt: skip
-            assert self.rows == len(pages) == len(queries) - 1 == len(slots) - 1
-            plans.append((queries.tolist(), slots.tolist(), []))
-
-    monkeypatch.setitem(
-        sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
-    )
-    heads = HeadShape(32, 8, 128, 1.0, torch.float16, torch.float16)
     room = torch.empty(1 << 20, dtype=torch.uint8)
-    kernel = FlashInferKernel(AttentionBuffers.allocate(99, 99, CPU), 3, heads, room, room)
+    kernel, masks = FlashInferKernel(AttentionBuffers.allocate(99, 99, CPU), 3, LLAMA, room, room), []
     for q_lens, kv_lens in (((3, 3, 3), (9, 5, 7)), ((3, 1, 5), (4, 4, 4))):
         kernel.plan(Extent(np.array(q_lens), np.array(kv_lens)))
-        plans[-1][2].extend(kernel._byte_starts.tolist())
-    (queries, slots, mask), (later, _, _) = plans
-    assert queries == [0, 3, 6, 9, 9, 9, 9] and slots == [0, 9, 14, 21, 21, 21, 21], "for tiles of 16"
-    assert mask == [0, 4, 6, 9, 9, 9, 9] and later == [0, 3, 4, 9, 9, 9, 9]
+        masks.append(kernel._bytes.tolist())
+        assert kernel._queries.tolist() == planner[-1][QUERIES]
+        assert kernel._slots.tolist() == planner[-1][SLOTS]
+    assert planner[0][QUERIES : SLOTS + 1] == [[0, 3, 6, 9, 9, 9, 9], [0, 9, 14, 21, 21, 21, 21]], (
+        "for tiles of 16"
+    )
+    assert masks == [[0, 4, 6, 9, 9, 9, 9], [0, 2, 3, 6, 6, 6, 6]]
+
+
+def test_later_plans_are_those_of_flashinfers_wrapper(planner: list[list[Any]]) -> None:
+    """But for what it uploads: only where queries, slots and masks start, in one copy."""
+    first, later = Extent(np.array([2, 2]), np.array([9, 5])), Extent(np.array([1, 3]), np.array([700, 41]))
+    room, buffers = torch.empty(1 << 20, dtype=torch.uint8), AttentionBuffers.allocate(999, 999, CPU)
+    kernel = FlashInferKernel(buffers, 2, LLAMA, room, room)
+    kernel.plan(first)
+    with Copies() as copies:
+        kernel.plan(later)
+    assert copies.made == 1
+    fresh = FlashInferKernel(buffers, 2, LLAMA, room, room)
+    fresh.plan(later)
+    kernels = [[x for x in args if not isinstance(x, torch.Tensor)] for args in planner[1:]]
+    assert kernels[0] == kernels[1] and torch.equal(kernel._starts, fresh._starts)
+    # What the next run asks for is there: types, scale and the newest plan.
+    q, pool = torch.zeros(4, 32, 128).half(), torch.zeros(3, 8, 128).half()
+    assert kernel.run(q, pool, pool, 1.0).shape == (4, 32 * 128)
+    assert kernel._wrapper._plan_info == [2] and kernel._wrapper._sm_scale == LLAMA.scaling
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies that copy something."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0] is not args[1] and args[0].numel():
+            self.made += 1
+        return func(*args, **(kwargs or {}))

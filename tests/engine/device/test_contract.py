@@ -35,9 +35,13 @@ PARAMETERS = {
     },
     "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.plan": {
         "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads",
-        "num_kv_heads", "head_dim_qk", "page_size", "sm_scale", "q_data_type", "kv_data_type", "non_blocking",
+        "num_kv_heads", "head_dim_qk", "page_size", "sm_scale", "q_data_type", "kv_data_type", "o_data_type",
+        "non_blocking",
     },
     "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.run": {"q", "paged_kv_cache", "out"},
+    f"{SGLANG}.layers.attention.flashinfer_backend.fast_prefill_plan": {
+        "o_data_type", "qo_indptr_host", "kv_indptr_host", "kv_lens_host", "max_q_len", "max_kv_len",
+    },
     f"{SGLANG}.model_executor.pool_configurator.DefaultPoolConfigurator.__init__": {"kvc"},
     f"{SGLANG}.distributed.parallel_state.graph_capture": {"stream"},
 }  # fmt: skip

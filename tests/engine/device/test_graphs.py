@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.device import model
-from adaserve.engine.device.attention import SdpaKernel
+from adaserve.engine.device import beam_search, model
+from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel
 from adaserve.engine.device.graphs import LEAST_FREE_BYTES, EagerGraph, GraphTable, capture_all
-from adaserve.engine.device.layout import Extent
+from adaserve.engine.device.layout import Extent, unpack
 from adaserve.engine.device.parts import GraphDevice
 from adaserve.engine.device.sizes import Key, SearchKey, Sizes, Tiers
 from adaserve.engine.device.transfer import QueuedCopy, StaticArrays, put
@@ -113,6 +113,7 @@ def test_a_kernel_without_a_graph_lives_until_its_forward_is_over(monkeypatch: p
 def test_kernels_of_a_search_without_a_graph_live_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them are planned before the first step runs."""
     requests, events, made = Requests([5, 17]), [], []
+    monkeypatch.setattr(beam_search, "FEW_TOKENS", 0)
     draft = TinyModel(requests.slots)
     requests.prefill(draft)
     device = GraphDevice(*(device_forward(requests, draft, []) for _ in range(2)))
@@ -130,6 +131,40 @@ def test_kernels_of_a_search_without_a_graph_live_until_it_is_over(monkeypatch: 
         plan = iteration_plan(running, 3, 3)
         assert requests.source(device, [0, 0]).propose(plan, requests.rows(running), None)
     assert events == ["make", "make", "wait", "make", "make"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "plans"), [(1, 3, 1), (8, 2, 1), (16, 3, 1), (24, 3, 2), (1, 1, 2)]
+)
+def test_steps_of_few_requests_share_a_plan(rows: int, width: int, plans: int) -> None:
+    """The first step then has as many tokens of each request as those that follow."""
+    requests, made = Requests([5, 17]), []
+    forward = device_forward(requests, TinyModel(requests.slots), [])
+
+    class Kernel(SdpaKernel):
+        def plan(self, extent: Extent) -> None:
+            made.append(extent)
+            super().plan(extent)
+
+    searches = forward._searches
+    searches._parts = dataclasses.replace(searches._parts, make_kernel=lambda buffers, *_: Kernel(buffers))
+    forward.capture(SearchKey(rows, (width,) * 4))
+    assert len(made) == plans and set(made[0].q_lens) == {max(2, width) if plans == 1 else 2}
+
+
+@pytest.mark.parametrize("cached", [1, 2, 9])
+def test_padding_before_a_short_text_sees_something(cached: int) -> None:
+    """Attention to nothing is NaN, and would be written where other padding reads."""
+    base, q, width = np.array([cached]), 6, 4
+    places = base[:, None] + np.arange(1 - q, 1)
+    extent, buffers = Extent(np.array([q]), base + width), AttentionBuffers.allocate(8, 64, CPU)
+    bits = beam_search._first_window(extent, np.where(places < cached - 1, -1, places), width)
+    buffers.see_all(int(extent.byte_starts[-1]))
+    buffers.hide(*map(torch.from_numpy, bits.values()))
+    seen = unpack(buffers.mask, 0, q, cached + width)
+    assert seen.any(1).all()
+    assert seen[-1].tolist() == [True] * (cached + 1) + [False] * (width - 1), "the root: up to itself"
+    assert seen[-2].tolist() == [True] * cached + [False] * width
 
 
 def test_keys() -> None:
@@ -168,7 +203,7 @@ def test_uploads_to_one_place() -> None:
     static = StaticArrays()
     first = static.put({"tokens": np.arange(4), "scale": np.ones(3, np.float32)}, CPU)
     again = static.put({"tokens": np.arange(4) + 9, "scale": np.zeros(3, np.float32)}, CPU)
-    assert first["tokens"].data_ptr() == again["tokens"].data_ptr()
+    assert first["tokens"] is again["tokens"], "the host makes no views while the device waits"
     assert first["tokens"].tolist() == [9, 10, 11, 12] and first["scale"].tolist() == [0, 0, 0]
     with pytest.raises(AssertionError, match="stay where they are"):
         static.put({"tokens": np.arange(5), "scale": np.ones(3, np.float32)}, CPU)

@@ -7,7 +7,7 @@ host: of the last outcome, and of the candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from adaserve.engine.device.graphs import EagerGraph
 from adaserve.engine.device.parts import GraphDevice
 from adaserve.engine.device.sizes import SearchKey
 from adaserve.engine.device.transfer import QueuedCopy
+from adaserve.engine.search import Levels
 from tests.engine.device.factories import Requests, TinyModel, device_forward
 from tests.engine.device.test_worker import Run
 
@@ -122,20 +123,24 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(uploads) == 1 + drafted, uploads
 
 
-MOST_LAUNCHES_OF_A_STEP = 22
+MOST_LAUNCHES_OF_A_STEP = 7
 """Of a draft with three beams, besides its model's. Each takes 1 to 2 us, in a step of a millisecond."""
 
 
 def test_a_draft_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one level more launches, which a graph hides from the count of an iteration."""
-    requests, best = Requests([5, 17]), noise.best
+    requests = Requests([5, 17])
 
-    def of_two_kernels(*args: Any) -> Any:
-        watch.launches += 2
-        with torch.utils._python_dispatch._disable_current_modes():
-            return best(*args)
+    def of_kernels(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def launched(*args: Any) -> Any:
+            watch.launches += count
+            with torch.utils._python_dispatch._disable_current_modes():
+                return function(*args)
 
-    monkeypatch.setattr(noise, "best", of_two_kernels)
+        return launched
+
+    monkeypatch.setattr(noise, "best", of_kernels(2, noise.best))
+    monkeypatch.setattr(Levels, "grow", of_kernels(1, Levels.grow))
     launched = []
     for depth in (4, 5):
         forward = device_forward(requests, TinyModel(requests.slots), [])
