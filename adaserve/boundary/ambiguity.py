@@ -50,8 +50,8 @@ Ranges = tuple[tuple[int, int], ...]
 def require_few_ways(name: str, expression: str, effort: Effort) -> int:
     """Terms of the expression, once its counted repeats are written out.
 
-    Raises RequestError if a text can lead to more than ``MAX_PLACES`` places of the expression that go on with
-    the same character, TooLargeError if it has more than ``MAX_GRAMMAR_SIZE`` terms, or if it takes too long
+    Raises RequestError if a text can lead to more than ``MAX_PLACES`` places of the expression that go on
+    with the same character, TooLargeError if it has more than ``MAX_GRAMMAR_SIZE`` terms, or if it takes too long
     to find out. All sets of places that some text leads to are visited, as when a deterministic automaton is
     made (Rabin and Scott 1959).
     """
@@ -67,8 +67,8 @@ def require_few_ways(name: str, expression: str, effort: Effort) -> int:
 
 
 class _Automaton:
-    """Nodes that either read a character or lead on without one. A set of nodes is an integer: node i is in it
-    if bit i is set."""
+    """Nodes that either read a character or lead on without one. A set of nodes is an integer: node i is
+    in it if bit i is set."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -110,7 +110,7 @@ class _Automaton:
                 shared.setdefault(way[0][1], []).append(way)
             else:
                 first.append(self.add(way, after, counted=counted))
-        for character, same in shared.items():
+        for same in shared.values():
             length = _shared_length(same)
             rests = [way[length:] for way in same]
             then = self._add_ways(rests, after, counted=counted) if len(rests) > 1 else None

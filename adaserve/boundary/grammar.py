@@ -228,8 +228,8 @@ class _Schema:
             raise RequestError(f"{self.name} may follow at most {4 * MAX_GRAMMAR_DEPTH} levels of references")
         if id(node) in self._open:
             raise RequestError(
-                f"{self.name}: a $ref leads back to itself before it says what a value is; a schema may refer to "
-                "itself inside of properties or items only"
+                f"{self.name}: a $ref leads back to itself before it says what a value is; a schema may "
+                "refer to itself inside of properties or items only"
             )
         self._open.add(id(node))
         self._effort.spend(SCHEMA)

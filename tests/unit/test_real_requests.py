@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from adaserve.boundary import Limits, RequestError, check_request
 
+# ruff: noqa: E501 - tables read better with one case a line
 LIMITS = Limits(vocab_size=128_256)
 
 
