@@ -52,8 +52,8 @@ def require_few_ways(name: str, expression: str, effort: Effort) -> int:
 
     Raises RequestError if a text can lead to more than ``MAX_PLACES`` places of the expression that go on
     with the same character, TooLargeError if it has more than ``MAX_GRAMMAR_SIZE`` terms, or if it takes too
-    long to find out. All sets of places that some text leads to are visited, as when a deterministic automaton is
-    made (Rabin and Scott 1959).
+    long to find out. All sets of places that some text leads to are visited, as when a deterministic
+    automaton is made (Rabin and Scott 1959).
     """
     try:
         pattern = regex_parser.parse(_NAMED.sub(lambda found: found[1] or "(", expression))
