@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import re._parser as regex_parser  # type: ignore[import-not-found]
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from adaserve.boundary.effort import STEP, Effort
@@ -21,6 +21,9 @@ MAX_PLACES = 32
 
 MAX_STEPS = 30_000
 """Of the search for such a text: some tenths of a second."""
+
+MAX_FIXED = 8
+"""Characters that are written out where exactly so many are repeated, as in [0-9]{4}."""
 
 SINGLE = {regex_parser.LITERAL, regex_parser.NOT_LITERAL, regex_parser.IN, regex_parser.ANY}
 REPEATS = {regex_parser.MAX_REPEAT, regex_parser.MIN_REPEAT, regex_parser.POSSESSIVE_REPEAT}
@@ -41,15 +44,16 @@ _NEGATED = {
 }
 
 Ranges = tuple[tuple[int, int], ...]
-"""Characters, by their first and last code points."""
+"""Characters, by their first and last code points: in order, and apart."""
 
 
 def require_few_ways(name: str, expression: str, effort: Effort) -> int:
     """Terms of the expression, once its counted repeats are written out.
 
-    Raises RequestError if a text can lead to more than ``MAX_PLACES`` places of the expression, TooLargeError
-    if it has more than ``MAX_GRAMMAR_SIZE`` terms, or if it takes too long to find out. All sets of places
-    that some text leads to are visited, as when a deterministic automaton is made (Rabin and Scott 1959).
+    Raises RequestError if a text can lead to more than ``MAX_PLACES`` places of the expression that go on
+    with the same character, TooLargeError if it has more than ``MAX_GRAMMAR_SIZE`` terms, or if it takes too
+    long to find out. All sets of places that some text leads to are visited, as when a deterministic
+    automaton is made (Rabin and Scott 1959).
     """
     try:
         pattern = regex_parser.parse(_NAMED.sub(lambda found: found[1] or "(", expression))
@@ -63,12 +67,14 @@ def require_few_ways(name: str, expression: str, effort: Effort) -> int:
 
 
 class _Automaton:
-    """Nodes that either read a character or lead on without one."""
+    """Nodes that either read a character or lead on without one. A set of nodes is an integer: node i is
+    in it if bit i is set."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._reads: list[Ranges | None] = []  # by node: the characters it reads, None = a branch
         self._next: list[tuple[int, ...]] = []  # by node: where it leads
+        self._reached: dict[int, int] = {}  # by node: those that read, reached from it without a character
         self.size = self.steps = 0
 
     def branch(self, to: tuple[int, ...]) -> int:
@@ -86,7 +92,7 @@ class _Automaton:
             if operator in REPEATS:
                 after = self._add_repeat(argument, after, counted=counted)
             elif operator is regex_parser.BRANCH:
-                after = self.branch(tuple(self.add(way, after, counted=counted) for way in argument[1]))
+                after = self._add_ways([list(way) for way in argument[1]], after, counted=counted)
             elif operator is regex_parser.SUBPATTERN:
                 after = self.add(argument[3], after, counted=counted)
             elif operator in SINGLE:
@@ -94,6 +100,23 @@ class _Automaton:
             elif operator is not regex_parser.AT:
                 raise RequestError(f"{self.name} may not hold look-around, conditions or back-references")
         return after
+
+    def _add_ways(self, ways: list[list[Any]], after: int, *, counted: bool) -> int:
+        """Alternatives; those that begin with the same characters share them, as in the matcher."""
+        first: list[int] = []
+        shared: dict[int, list[list[Any]]] = {}
+        for way in ways:
+            if way and way[0][0] is regex_parser.LITERAL:
+                shared.setdefault(way[0][1], []).append(way)
+            else:
+                first.append(self.add(way, after, counted=counted))
+        for same in shared.values():
+            length = _shared_length(same)
+            rests = [way[length:] for way in same]
+            then = self._add_ways(rests, after, counted=counted) if len(rests) > 1 else None
+            whole = same[0] if then is None else same[0][:length]
+            first.append(self.add(whole, after if then is None else then, counted=counted))
+        return self.branch(tuple(first))
 
     def _character(self, characters: Ranges, after: int) -> int:
         self._grow(1)
@@ -113,13 +136,18 @@ class _Automaton:
         low, high, body = repeat
         single = len(body) == 1 and body[0][0] in SINGLE
         if high > 1 and not single:
-            if body.getwidth()[0] == 0:
+            if high != UNBOUNDED and body.getwidth()[0] == 0:
                 raise RequestError(
-                    f"{self.name}: what is repeated must match at least one character; write (x|y)* and "
-                    "not (x?|y)*"
+                    f"{self.name}: what is repeated up to {high} times must match at least one character; "
+                    "write [a-z]{0,9} and not ([a-z]?){0,9}"
+                )
+            if _may_be_loop(body):
+                raise RequestError(
+                    f"{self.name} can match one text in too many ways: a repeated group may not be all that "
+                    "another one repeats, where it matches single characters; write (x)+ and not ((x)+)+"
                 )
             counted = True
-        if high == UNBOUNDED or (single and not counted and high > 1):
+        if high == UNBOUNDED or (single and not counted and high > 1 and not low == high <= MAX_FIXED):
             self._grow(0 if high == UNBOUNDED else high)
             loop = self.branch(())
             self._next[loop] = (self.add(body, loop, counted=counted), after)
@@ -132,49 +160,58 @@ class _Automaton:
         return entry
 
     def require_few_ways(self, start: int) -> None:
-        first = self._places([start])
+        readers = self._readers()
+        first = self._places(start)
         seen, waiting = {first}, [first]
         while waiting:
-            for to in self._after_one_character(waiting.pop()):
-                if to not in seen:
-                    seen.add(to)
-                    waiting.append(to)
-
-    def _places(self, nodes: Iterable[int]) -> frozenset[int]:
-        """Nodes that read a character, reached from ``nodes`` without one."""
-        seen, waiting, places = set(nodes), list(nodes), set()
-        while waiting:
+            places = waiting.pop()
             self._count(1)
-            node = waiting.pop()
-            if self._reads[node] is not None:
-                places.add(node)
-                if len(places) > MAX_PLACES:
+            for move in {places & nodes for nodes in readers}:
+                if (open_at_once := move.bit_count()) > MAX_PLACES:
                     raise RequestError(
                         f"{self.name} can match one text in too many ways (more than {MAX_PLACES} places of "
                         "it are open at once); let the parts of a repeated group end in a character that "
                         "they do not hold, as in ([a-z]{1,9} ){0,9}, and do not repeat what is optional"
                     )
+                self._count(open_at_once)
+                to = 0
+                for node in _members(move):
+                    to |= self._places(self._next[node][0])
+                if to not in seen:
+                    seen.add(to)
+                    waiting.append(to)
+
+    def _readers(self) -> list[int]:
+        """All different sets of nodes that read one and the same character."""
+        changes: dict[int, int] = {}  # by edge: nodes that read what is on one side of it only
+        for node, ranges in enumerate(self._reads):
+            for low, high in ranges or ():
+                changes[low] = changes.get(low, 0) ^ 1 << node
+                changes[high + 1] = changes.get(high + 1, 0) ^ 1 << node
+        sets, nodes = set(), 0
+        for edge in sorted(changes):
+            self._count(1)
+            nodes ^= changes[edge]
+            sets.add(nodes)
+        return list(sets)
+
+    def _places(self, start: int) -> int:
+        """Nodes that read a character, reached from ``start`` without one."""
+        if (known := self._reached.get(start)) is not None:
+            return known
+        seen, waiting, places = {start}, [start], 0
+        while waiting:
+            self._count(1)
+            node = waiting.pop()
+            if self._reads[node] is not None:
+                places |= 1 << node
                 continue
             for to in self._next[node]:
                 if to not in seen:
                     seen.add(to)
                     waiting.append(to)
-        return frozenset(places)
-
-    def _after_one_character(self, places: frozenset[int]) -> Iterable[frozenset[int]]:
-        """The places behind each character that some of ``places`` read."""
-        edges = sorted(
-            {edge for node in places for low, high in self._read(node) for edge in (low, high + 1)}
-        )
-        moves: set[tuple[int, ...]] = set()
-        for edge in edges:  # from one edge to the next, all characters are read by the same nodes
-            self._count(1)
-            moves.add(tuple(node for node in places if _holds(self._read(node), edge)))
-        moves.discard(())
-        return [self._places([self._next[node][0] for node in move]) for move in moves]
-
-    def _read(self, node: int) -> Ranges:
-        return self._reads[node] or ()
+        self._reached[start] = places
+        return places
 
     def _count(self, steps: int) -> None:
         self.steps += steps
@@ -184,8 +221,57 @@ class _Automaton:
             )
 
 
-def _holds(ranges: Ranges, character: int) -> bool:
-    return any(low <= character <= high for low, high in ranges)
+def _members(nodes: int) -> Iterator[int]:
+    while nodes:
+        lowest = nodes & -nodes
+        yield lowest.bit_length() - 1
+        nodes ^= lowest
+
+
+def _shared_length(ways: list[list[Any]]) -> int:
+    """Characters with which all of the alternatives begin; at least one."""
+    length = min(map(len, ways))
+    for at in range(1, length):
+        if any(way[at] != ways[0][at] or way[at][0] is not regex_parser.LITERAL for way in ways):
+            return at
+    return length
+
+
+def _may_be_loop(pattern: Any) -> bool:
+    """Whether a match of ``pattern`` may be all of a repeated group whose parts may be single characters.
+
+    If that is repeated as well, each character may begin a new part of either, and what the matcher keeps
+    grows with the square of the text.
+    """
+    items = list(pattern)
+    needed = [item for item in items if _least_width(*item) > 0]
+    if len(needed) > 1:
+        return False
+    for operator, argument in needed or items:
+        if operator in REPEATS:
+            _, high, body = argument
+            single = len(body) == 1 and body[0][0] in SINGLE
+            if high > 1 and not single and body.getwidth()[0] <= 1:
+                return True
+            parts = [body]
+        elif operator is regex_parser.SUBPATTERN:
+            parts = [argument[3]]
+        else:
+            parts = argument[1] if operator is regex_parser.BRANCH else []
+        if any(map(_may_be_loop, parts)):
+            return True
+    return False
+
+
+def _least_width(operator: Any, argument: Any) -> int:
+    """Characters that one item of a pattern matches at least."""
+    if operator in SINGLE:
+        return 1
+    if operator in REPEATS:
+        return int(argument[0] * argument[2].getwidth()[0])
+    if operator is regex_parser.BRANCH:
+        return min(int(way.getwidth()[0]) for way in argument[1])
+    return int(argument[3].getwidth()[0]) if operator is regex_parser.SUBPATTERN else 0
 
 
 def _characters(operator: Any, argument: Any) -> Ranges:
@@ -208,7 +294,8 @@ def _characters(operator: Any, argument: Any) -> Ranges:
             ranges.extend(_others(_CATEGORIES[_NEGATED[value]]))
         else:
             ranges.extend(_CATEGORIES[value])
-    return _others(ranges) if negated else tuple(ranges)
+    others = _others(ranges)
+    return others if negated else _others(others)
 
 
 def _others(ranges: Sequence[tuple[int, int]]) -> Ranges:

@@ -14,12 +14,14 @@ from typing import Any
 
 from adaserve.boundary.ambiguity import MAX_PLACES, REPEATS, SINGLE, UNBOUNDED, require_few_ways
 from adaserve.boundary.ebnf import as_regex
-from adaserve.boundary.effort import Effort
+from adaserve.boundary.effort import SCHEMA, Effort
 from adaserve.boundary.errors import RequestError, TooLargeError, shown
 from adaserve.boundary.limits import (
+    INT64_MAX,
     MAX_GRAMMAR_CHARACTERS,
     MAX_GRAMMAR_DEPTH,
     MAX_GRAMMAR_SIZE,
+    MAX_SCHEMA_CHARACTERS,
     MAX_SCHEMA_PROPERTIES,
     MAX_STOP_WAYS,
     MAX_STOPS,
@@ -31,15 +33,21 @@ ANY_JSON = "$$ANY$$"
 """SGLang's name for "any JSON value"."""
 
 _text = text(MAX_GRAMMAR_CHARACTERS)
+_json_text = text(MAX_SCHEMA_CHARACTERS)
 _stop_text = text(256)
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _CHOICES = ("anyOf", "oneOf", "type")
+_SAME_VALUE = ("anyOf", "oneOf", "allOf")
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "dependencies")
+_NO_SCHEMAS = ("const", "enum", "default", "examples", "$defs", "definitions")
+"""Values, and what counts only where a reference uses it."""
+_REFERENCES = {"$ref", "$dynamicRef", "$recursiveRef"}
 _REPEATED_PARTS = ("optional", "plus", "star", "repeat")
 
 
 def json_schema(name: str, value: Any, limits: Limits) -> None:
-    """A JSON schema as text: not recursive, not deep, its references inside itself."""
-    _text(name, value, limits)
+    """A JSON schema as text: not deep, its references inside itself, each to something that says a value."""
+    _json_text(name, value, limits)
     effort = _effort(limits)
     if value not in ("", ANY_JSON) and effort.is_new("json_schema", value):
         _Schema(name, _parse(name, value), effort).check()
@@ -47,7 +55,7 @@ def json_schema(name: str, value: Any, limits: Limits) -> None:
 
 def structural_tag(name: str, value: Any, limits: Limits) -> None:
     """A structural tag as JSON text; every schema, expression and grammar in it is checked as alone."""
-    _text(name, value, limits)
+    _json_text(name, value, limits)
     if value == "":
         return
     effort = _effort(limits)
@@ -149,16 +157,23 @@ def _ways(name: str, pattern: Any) -> int:
 
 
 def _parse(name: str, value: str) -> Any:
-    if _depth(value) > MAX_GRAMMAR_DEPTH:
-        raise RequestError(f"{name} may be nested at most {MAX_GRAMMAR_DEPTH} levels deep")
+    """JSON that is nested at most ``MAX_GRAMMAR_DEPTH`` levels deep."""
     try:
-        return json.loads(value)
+        root = json.loads(value)
     except ValueError as error:
         raise RequestError(f"{name} must be JSON: {error}") from None
+    except RecursionError:
+        raise RequestError(f"{name} may be nested at most {MAX_GRAMMAR_DEPTH} levels deep") from None
+    level = [[root]]
+    for _ in range(MAX_GRAMMAR_DEPTH + 1):
+        level = [part for outer in level for part in _parts(outer)]
+    if level:
+        raise RequestError(f"{name} may be nested at most {MAX_GRAMMAR_DEPTH} levels deep")
+    return root
 
 
 def _depth(value: str) -> int:
-    """Brackets open at once, at most; those in strings count too, which no real schema notices."""
+    """Brackets of an expression that are open at once, at most; those in character classes count too."""
     depth = deepest = 0
     for character in value:
         if character in "([{":
@@ -180,44 +195,55 @@ def _require_matchable(name: str, expression: str, effort: Effort) -> int:
     return require_few_ways(name, expression, effort)
 
 
-def _is_open(choice: Any) -> bool:
-    """Whether a schema among several allows text that others may begin with, too."""
-    if not isinstance(choice, dict):
-        return True
-    is_object = "properties" in choice and choice.get("type", "object") == "object"
-    return not (is_object or choice.keys() & {"const", "enum"})
+def _parts(node: Any) -> list[Any]:
+    """Objects and lists in a value of JSON."""
+    values = node.values() if isinstance(node, dict) else node
+    return [part for part in values if isinstance(part, dict | list)]
 
 
 class _Schema:
-    """One walk over a schema: its references are followed, and one that comes back to itself is refused."""
+    """One walk over a schema and over all that it refers to. What is said of one and the same value (by
+    references and choices) must not lead back to itself: nothing would be said. Values may hold values of
+    their own kind, as in trees."""
 
     def __init__(self, name: str, root: Any, effort: Effort) -> None:
         self.name, self.root, self._effort = name, root, effort
-        self._open: set[int] = set()  # subschemas that the walk is inside of, by identity
+        self._open: set[int] = set()  # schemas of the value at hand that the walk is inside of, by identity
         self._done: set[int] = set()
+        self._waiting: list[Any] = []  # schemas of other values
         self._terms = 0  # of all patterns
 
     def check(self) -> None:
         if not isinstance(self.root, dict | bool):
             raise RequestError(f"{self.name} must be a JSON schema, an object, got {shown(self.root)}")
-        self._walk(self.root, 0)
+        self._waiting = [self.root]
+        while self._waiting:
+            self._walk(self._waiting.pop(), 0)
 
     def _walk(self, node: Any, depth: int) -> None:
+        """``node`` and what it says of the same value."""
         if not isinstance(node, dict | list) or id(node) in self._done:
             return
         if depth > 4 * MAX_GRAMMAR_DEPTH:
             raise RequestError(f"{self.name} may follow at most {4 * MAX_GRAMMAR_DEPTH} levels of references")
         if id(node) in self._open:
-            raise RequestError(f"{self.name} must not be recursive: a $ref in it leads back to itself")
+            raise RequestError(
+                f"{self.name}: a $ref leads back to itself before it says what a value is; a schema may "
+                "refer to itself inside of properties or items only"
+            )
         self._open.add(id(node))
+        self._effort.spend(SCHEMA)
         if isinstance(node, dict):
             self._check_counts(node)
             for key, item in node.items():
-                if key in ("$defs", "definitions"):
-                    continue  # checked where a reference uses them
-                self._walk(item, depth + 1)
-            for key in ("$ref", "$dynamicRef", "$recursiveRef"):
-                if key in node and not isinstance(node[key], dict | list):
+                if key in _SAME_VALUE:
+                    self._walk(item, depth + 1)
+                elif key in _BY_NAME and isinstance(item, dict):
+                    self._waiting += _parts(item)
+                elif key not in _NO_SCHEMAS and isinstance(item, dict | list):
+                    self._waiting.append(item)
+            for key in _REFERENCES & node.keys():
+                if not isinstance(node[key], dict | list):
                     self._walk(self._target(node[key]), depth + 1)
         else:
             for item in node:
@@ -228,10 +254,8 @@ class _Schema:
     def _check_counts(self, node: dict[str, Any]) -> None:
         for key in _COUNTS:
             count = node.get(key)
-            if isinstance(count, int | float) and not 0 <= count <= MAX_GRAMMAR_SIZE:
-                raise RequestError(
-                    f"{self.name}: {key} must be from 0 to {MAX_GRAMMAR_SIZE}, got {shown(count)}"
-                )
+            if isinstance(count, int | float) and not 0 <= count <= INT64_MAX:
+                raise RequestError(f"{self.name}: {key} must be from 0 to 2^63 - 1, got {shown(count)}")
         properties = node.get("properties")
         if isinstance(properties, dict) and len(properties) > MAX_SCHEMA_PROPERTIES:
             raise RequestError(
@@ -240,7 +264,7 @@ class _Schema:
             )
         for key in _CHOICES:
             ways = node.get(key)
-            if isinstance(ways, list) and sum(map(_is_open, ways)) > MAX_PLACES:
+            if isinstance(ways, list) and sum(map(self._is_open, ways)) > MAX_PLACES:
                 raise RequestError(
                     f"{self.name}: {key} may offer at most {MAX_PLACES} choices that are neither objects nor "
                     f"constants, got {len(ways)}"
@@ -250,6 +274,17 @@ class _Schema:
         if isinstance(node.get("patternProperties"), dict):
             for key in node["patternProperties"]:
                 self._add_pattern("patternProperties", key)
+
+    def _is_open(self, choice: Any) -> bool:
+        """Whether a schema among several allows text that others may begin with, too."""
+        if not isinstance(choice, dict):
+            return True
+        if "$ref" in choice:
+            choice = self._target(choice["$ref"])
+            if not isinstance(choice, dict):
+                return True
+        is_object = "properties" in choice and choice.get("type", "object") == "object"
+        return not (is_object or choice.keys() & {"const", "enum"})
 
     def _add_pattern(self, key: str, expression: str) -> None:
         self._terms += _require_matchable(f"{self.name}: {key}", expression, self._effort)

@@ -46,6 +46,9 @@ MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 4096
 """Of all texts together that end an answer."""
 MAX_GRAMMAR_CHARACTERS = 1 << 16
+MAX_SCHEMA_CHARACTERS = 1 << 19
+"""A hundred tools with their descriptions have some 100,000; schemas of Kubernetes have up to 400,000."""
+
 MAX_GRAMMAR_DEPTH = 64
 MAX_GRAMMAR_SIZE = 20_000
 """Terms that a regular expression or schema has once its counted repeats are written out."""

@@ -22,8 +22,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_size=count))
 
 
-def work() -> None:
-    end_s = time.thread_time() + 0.03
+def work(for_s: float = 0.05) -> None:
+    end_s = time.thread_time() + for_s
     while time.thread_time() < end_s:
         pass
 
@@ -37,6 +37,22 @@ def test_a_grammar_that_takes_long_ends_its_request() -> None:
     with limited_time(req):
         work()
     assert req.to_finish.status_code == 400 and "s ::= s s" in req.to_finish.message
+
+
+@pytest.mark.parametrize(("step_s", "ends"), [(0.015, False), (0.027, True)])
+def test_many_steps_count_together(step_s: float, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of 27 ms is 7 ms too long for the others, who wait for all of them."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(grammar_time, "time", SimpleNamespace(thread_time=lambda: clock.now_s))
+    monkeypatch.setattr(grammar_time, "PATIENCE_S", 0.5)
+    req = request()
+    for step in range(1, 101):
+        with limited_time(req):
+            clock.now_s += step_s
+        if req.to_finish is not None:
+            assert 70 < step < 75
+            break
+    assert (req.to_finish is not None) == ends
 
 
 def test_a_host_that_was_busy_ends_nothing() -> None:

@@ -64,3 +64,8 @@ def test_a_key_may_look_like_a_flag() -> None:
         inspect.unwrap(redact_watermark_command_line), ["--api-key", "--api-key", "--host", "h"]
     )
     assert told == "--api-key <redacted> --host h"
+
+
+def test_what_is_no_key_is_told() -> None:
+    command = "serve --port=1 -- a - b"
+    assert _hide_in_command(inspect.unwrap(redact_watermark_command_line), command.split()) == command

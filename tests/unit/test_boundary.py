@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaserve.boundary import Limits, RequestError, check_logprobs, check_prompt, check_request
-from adaserve.boundary.ambiguity import _Automaton, _holds, require_few_ways
+from adaserve.boundary.ambiguity import _Automaton, require_few_ways
 from adaserve.boundary.effort import Effort
 from adaserve.boundary.errors import shown
 from adaserve.boundary.limits import MAX_SAMPLES, MAX_TOP_LOGPROBS
@@ -234,24 +234,29 @@ def test_prompts_that_pass() -> None:
 
 DEFS = {"item": {"type": "integer"}}
 REFUSED_SCHEMAS: list[tuple[str, str]] = [
-    ('{"$ref": "#"}', "must not be recursive"),
-    (schema(properties={"a": {"$ref": "#"}}, required=["a"]), "must not be recursive"),
-    (json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"items": {"$ref": "#/$defs/a"}}}}),
-     "must not be recursive"),
+    ('{"$ref": "#"}', "leads back to itself"),
+    (schema(properties={"a": {"anyOf": [{"$ref": "#/properties/a"}, {"type": "null"}]}}), "leads back to itself"),
+    (json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}}),
+     "leads back to itself"),
+    (json.dumps({"$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"oneOf": [{"$ref": "#/$defs/b"}]}}, "items": {"$ref": "#/$defs/a"}}),
+     "leads back to itself"),
+    (schema(properties={"definitions": {"pattern": "([a-z]?){0,99}"}}), "at least one character"),
     (schema(properties={"a": {"$ref": "#/nowhere"}}), "points to nothing"),
     (schema(properties={"a": {"$ref": "#anchor"}}), "must be # or start with #/"),
     (schema(properties={"a": {"$ref": "http://127.0.0.1/x"}}), "must be # or start with #/"),
     (schema(properties={"a": {"$ref": 5}}), "must be # or start with #/"),
     ('{"items": ' * 80 + "{}" + "}" * 80, "at most 64 levels"),
-    ('{"items": ' * 5000, "at most 64 levels"),
+    ('{"items": ' * 5000, "at most 64 levels|must be JSON"),
     ("{", "must be JSON"),
     ("[1]", "must be a JSON schema"),
     ("5", "must be a JSON schema"),
-    (schema(maxItems=10**9), "maxItems must be from 0 to 20000"),
-    (schema(minLength=-1), "minLength must be from 0 to 20000"),
+    (schema(maxItems=2**63), r"maxItems must be from 0 to 2\^63 - 1"),
+    (schema(minLength=-1), "minLength must be from 0"),
+    ('{"title": "' + "]" * 200 + '", "items": ' + '{"items": ' * 80 + "{}" + "}" * 81, "at most 64 levels"),
+    ('{"title": "' + "]" * 5000 + '", "items": ' + "[" * 5000 + "]" * 5000 + "}", "at most 64 levels"),
     (schema(pattern="((a{99}){99}){99}"), "at most 20000 terms"),
     (schema(properties={str(i): {} for i in range(300)}), "at most 256 properties"),
-    ("x" * 70_000, "0 to 65536 characters"),
+    ("x" * 600_000, "0 to 524288 characters"),
     (schema(pattern="([a-z ]?){0,99}[.]"), "at least one character"),
     (schema(patternProperties={"([a-z ]{1,9}){0,99}": {}}), "too many ways"),
     (schema(properties={str(i): {"pattern": "^[a-z]{1,999}$"} for i in range(30)}), "at most 20000 terms in all"),
@@ -292,7 +297,7 @@ def test_schemas_inside_a_structural_tag_are_checked() -> None:
         "type": "structural_tag",
         "structures": [{"begin": "<a>", "schema": {"$ref": "#"}, "end": "</a>"}],
     }
-    with pytest.raises(RequestError, match="must not be recursive"):
+    with pytest.raises(RequestError, match="leads back to itself"):
         check_request({"input_ids": [1], "sampling_params": {"structural_tag": json.dumps(tagged)}}, LIMITS)
     for bad in ("[]", "{", "5"):
         with pytest.raises(RequestError, match="must be"):
@@ -387,7 +392,6 @@ def test_a_stop_expression_that_passes_is_matched_fast(pattern: str) -> None:
 
 EXPLODING = [
     "((a{999}){999}){9}", "a{30000}", "(" * 70 + ")" * 70, "(x{10}){9999}", "(x{1000}" * 9 + "){1000}" * 9,
-    "(" + "ab|" * 9000 + "c)",
 ]  # fmt: skip
 
 
@@ -494,7 +498,7 @@ def test_the_automaton_takes_every_text_that_the_expression_matches(expression: 
         return nodes if further <= nodes else reached(nodes | further)
 
     for character in map(ord, text):
-        reading = [n for n in reached(here) if _holds(automaton._reads[n] or (), character)]
+        reading = [n for n in reached(here) if any(a <= character <= b for a, b in automaton._reads[n] or ())]
         here = {automaton._next[n][0] for n in reading}
     if pattern.fullmatch(text):
         assert end in reached(here)

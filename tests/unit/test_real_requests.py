@@ -1,0 +1,156 @@
+"""Structured output as real clients ask for it: all of it passes, and is judged in milliseconds."""
+
+from __future__ import annotations
+
+import json
+import time
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from adaserve.boundary import Limits, RequestError, check_request
+
+# ruff: noqa: E501 - tables read better with one case a line
+LIMITS = Limits(vocab_size=128_256)
+
+
+class Colour(Enum):
+    RED = "red"
+    GREEN = "green"
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = Field(ge=1, le=9)
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    name: str = Field(min_length=1, max_length=80)
+    code: str = Field(pattern=r"^[A-Z]{3}-\d{4}$")
+
+
+class Node(BaseModel):
+    """A tree."""
+
+    text: str
+    children: list[Node] = Field(max_length=10)
+
+
+class Linked(BaseModel):
+    value: float
+    next: Linked | None
+
+
+class Order(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+    tags: dict[str, list[str]]
+    colour: Colour | None = None
+    lines: list[tuple[int, str]] = Field(min_length=1, max_length=100_000)
+    note: str | None = Field(default=None, max_length=65_535)
+    tree: Node
+
+
+def action(i: int) -> type[BaseModel]:
+    return type(f"Action{i}", (BaseModel,), {"__annotations__": {f"argument_{i}": str, "count": int}})
+
+
+def union_of_references(count: int) -> dict[str, Any]:
+    """Choices of an agent, each with its own model."""
+    defs = {f"Action{i}": action(i).model_json_schema() for i in range(count)}
+    return {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in defs], "$defs": defs}
+
+
+def tools(count: int) -> dict[str, Any]:
+    """What SGLang makes of ``tool_choice="required"``, with the descriptions that MCP servers send."""
+    parameters = {
+        "type": "object", "required": ["owner", "repo"],
+        "properties": {
+            **{name: {"type": "string", "description": "Where to look. (see the manual " * 9} for name in ("owner", "repo")},
+            "page": {"type": "number", "minimum": 1}, "labels": {"type": "array", "items": {"type": "string"}},
+            "state": {"enum": ["open", "closed", "all"], "type": "string"},
+        },
+    }  # fmt: skip
+    calls = [{"properties": {"name": {"type": "string", "enum": [f"tool_{i}"]}, "parameters": parameters},
+              "required": ["name", "parameters"]} for i in range(count)]  # fmt: skip
+    return {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
+
+
+UI = {
+    "type": "object", "required": ["type", "label", "children"], "additionalProperties": False,
+    "properties": {
+        "type": {"type": "string", "enum": ["div", "button", "header"]}, "label": {"type": "string"},
+        "children": {"type": "array", "items": {"$ref": "#"}},
+    },
+}  # fmt: skip
+"""A value that holds values of its own kind, as in the documentation of OpenAI's API."""
+
+SCHEMAS: dict[str, Any] = {
+    "an order": Order.model_json_schema(),
+    "a tree": Node.model_json_schema(),
+    "a linked list": Linked.model_json_schema(),
+    "a user interface": UI,
+    "rules inside of rules": {"$ref": "#/definitions/rule", "definitions": {"rule": {"anyOf": [
+        {"type": "string"}, {"type": "object", "properties": {"all": {"type": "array", "items": {"$ref": "#/definitions/rule"}}}},
+    ]}}},
+    "40 actions": union_of_references(40),
+    "120 tools": tools(120),
+    "a text column of SQL": {"type": "string", "maxLength": 4_294_967_295},
+    "a list of any length": {"type": "array", "items": {"type": "number"}, "maxItems": 9_007_199_254_740_991},
+    "a schema for schemas": {"properties": {"pattern": {"type": "string"}, "$ref": {"type": "string"}},
+                             "default": {"pattern": "(?!x)", "$ref": "nowhere"}},
+}  # fmt: skip
+
+COUNTRIES = "(" + "|".join(a + b + c for a in "ABC" for b in "DEFGHIJK" for c in "LMNOP") + ")"
+REGEXES = [
+    COUNTRIES,
+    "(" + "|".join(f"answer number {i}" for i in range(500)) + ")",
+    r"^[A-Z]{2}[0-9]{2}(?: ?[0-9A-Z]{4}){2,6}? ?[0-9A-Z]{0,4}$",  # IBAN
+    r"^(https?:\/\/)?([\da-z\.-]+)\.([a-z\.]{2,6})([\/\w \.-]*)*\/?$",
+    r"^u?int(8|16|24|32|40|48|56|64|72|80|88|96|104|112|120|128|136|144|152|160|168|176|184|192|200|208|216|224"
+    r"|232|240|248|256)?(\[[0-9]*\])*$",
+    r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(?:-((?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*)"
+    r"(?:\.(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*))*))?(?:\+([0-9a-zA-Z-]+(?:\.[0-9a-zA-Z-]+)*))?$",  # semver
+    r"^((25[0-5]|2[0-4]\d|1?\d?\d)(\.|$)){4}",
+    r"[0-9a-f]{8}-[0-9a-f]{4}-[1-5][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}",
+    r"^[a-zA-Z0-9.!#$%&'*+\/=?^_`{|}~-]+@[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+    r"(?:\.[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?)*$",  # HTML's own for addresses
+    r"\d{1,3}(,\d{3})*(\.\d+)?",
+    r"(([a-z]+ )+[a-z]+\. )+",
+    r"^(\/?((\.{2})|([a-z0-9\-]*))($|\/))*$",
+    r"^,?(((C-CLOSED|O-OPEN|O-PENDING),?)*)+$",
+]  # fmt: skip
+
+
+def judged(params: dict[str, Any]) -> float:
+    start_s = time.process_time()
+    check_request({"text": "a", "sampling_params": params}, LIMITS)
+    return time.process_time() - start_s
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_of_real_clients_pass(name: str) -> None:
+    assert judged({"json_schema": json.dumps(SCHEMAS[name])}) < 0.5, "everybody else waits meanwhile"
+
+
+@pytest.mark.parametrize("expression", REGEXES)
+def test_expressions_of_real_clients_pass(expression: str) -> None:
+    assert judged({"regex": expression}) < 0.5
+    judged({"json_schema": json.dumps({"type": "string", "pattern": expression})})
+
+
+def test_thirty_such_expressions_fit_into_one_request() -> None:
+    expressions = [f"([a-z]+,){{1,200}}{i}" for i in range(30)]
+    check_request({"text": ["a"] * 30, "sampling_params": [{"regex": e} for e in expressions]}, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["(([a-z]+)+)+", "(([a-z]+)*)*", "(([a-z]?)+)+", r"((\w+ ?)+)+", "(([a-z]+)+|x)+", "(([a-z]+)+){1,9}", "(([a-z]+,?)*[a-z]*)+"],
+)  # fmt: skip
+def test_repeats_of_repeats_are_refused(expression: str) -> None:
+    """After a few hundred characters, one step of these takes xgrammar a tenth of a second."""
+    with pytest.raises(RequestError, match="too many ways"):
+        judged({"regex": expression})
