@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 
 from adaserve.patches import grammar_memory
-from adaserve.patches.grammar_memory import LATE, _keep, _use
+from adaserve.patches.grammar_memory import LATE, NICE, _keep, _limit_compiler, _use
 
 
 class Backend:
@@ -31,6 +34,7 @@ class Backend:
 def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     spec = SimpleNamespace(speculative_algorithm="ADASERVE")
     monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_device", lambda: SimpleNamespace(device="cpu"))
     return Backend()
 
 
@@ -86,5 +90,28 @@ def test_the_compiler_of_the_grammars_has_the_same_limit(backend: Backend) -> No
 
     made: Any = backend
     made._tokenizer_info = TokenizerInfo(["a", "b", "</s>"], stop_token_ids=[2])
-    grammar_memory._limit_compiler(None, made, None)
+    _limit_compiler(None, made, None)
     assert made.grammar_compiler.cache_limit_bytes == grammar_memory.MOST_BYTES
+
+
+@pytest.mark.parametrize(("device", "threads", "gives_way"), [("cpu", 1, True), ("cuda", 8, False)])
+def test_compiling_gives_way_to_models_on_a_cpu(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, device: str, threads: int, gives_way: bool
+) -> None:
+    """Else one schema takes the cores from everybody's tokens for seconds."""
+    compiled_with: list[int] = []
+
+    def compiler(_: Any, max_threads: int, cache_limit_bytes: int) -> None:
+        compiled_with.append(max_threads)
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    monkeypatch.setattr("xgrammar.GrammarCompiler", compiler)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_device", lambda: SimpleNamespace(device=device))
+    vars(backend).update(executor=ThreadPoolExecutor(), _tokenizer_info=None)
+    _limit_compiler(None, backend)
+    assert compiled_with == [threads]
+    usual = niceness()
+    assert vars(backend)["executor"].submit(niceness).result() == min(19, max(usual, NICE * gives_way))
+    assert niceness() == usual, "only the threads that compile"
