@@ -49,7 +49,7 @@ def system(name: str) -> System:
     if name in (STOCK, STOCK_PRIORITY):
         return System(name, None, None, name == STOCK_PRIORITY)
     policy = name.removesuffix(GATE)
-    AdaServeConfig(policy=policy)
+    AdaServeConfig(policy=policy, max_depth=chain_length(policy) or 1)  # servers are made as deep as that
     ours = policy == default_policy() or name != policy
     return System(name, policy, "slack" if ours else "exclusive")
 
