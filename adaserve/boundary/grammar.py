@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import re
 import re._parser as regex_parser  # type: ignore[import-not-found]
+from collections import Counter
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from typing import Any
 
 from adaserve.boundary.ambiguity import MAX_PLACES, REPEATS, SINGLE, UNBOUNDED, require_few_ways
@@ -22,6 +24,7 @@ from adaserve.boundary.limits import (
     MAX_GRAMMAR_DEPTH,
     MAX_GRAMMAR_SIZE,
     MAX_SCHEMA_CHARACTERS,
+    MAX_SCHEMA_LEVELS,
     MAX_SCHEMA_PROPERTIES,
     MAX_STOP_WAYS,
     MAX_STOPS,
@@ -201,6 +204,28 @@ def _parts(node: Any) -> list[Any]:
     return [part for part in values if isinstance(part, dict | list)]
 
 
+def _levels(below: dict[int, list[int]]) -> int:
+    """Nodes of the longest way down a graph, at most: those that can reach each other count as if each lay
+    below the other."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    place = {node: at for at, node in enumerate(below)}
+    ways = [(place[node], place[inner]) for node, members in below.items() for inner in members]
+    graph = csr_array(([1] * len(ways), tuple(zip(*ways, strict=True))), (len(below), len(below)))
+    _, found = connected_components(graph, directed=True, connection="strong")
+    circle: list[int] = found.tolist()
+    size = Counter(circle)
+    inside: dict[int, set[int]] = {at: set() for at in size}
+    for outer, inner in ways:
+        if circle[inner] != circle[outer]:
+            inside[circle[outer]].add(circle[inner])
+    levels: dict[int, int] = {}
+    for at in TopologicalSorter(inside).static_order():
+        levels[at] = size[at] + max((levels[inner] for inner in inside[at]), default=0)
+    return max(levels.values())
+
+
 class _Schema:
     """One walk over a schema and over all that it refers to. What is said of one and the same value (by
     references and choices) must not lead back to itself: nothing would be said. Values may hold values of
@@ -211,6 +236,7 @@ class _Schema:
         self._open: set[int] = set()  # schemas of the value at hand that the walk is inside of, by identity
         self._done: set[int] = set()
         self._waiting: list[Any] = []  # schemas of other values
+        self._below: dict[int, list[int]] = {}  # schemas in a schema, by identity
         self._terms = 0  # of all patterns
 
     def check(self) -> None:
@@ -219,6 +245,10 @@ class _Schema:
         self._waiting = [self.root]
         while self._waiting:
             self._walk(self._waiting.pop(), 0)
+        if len(self._below) > MAX_SCHEMA_LEVELS and _levels(self._below) > MAX_SCHEMA_LEVELS:
+            raise RequestError(
+                f"{self.name} may lead at most {MAX_SCHEMA_LEVELS} schemas deep, its references followed"
+            )
 
     def _walk(self, node: Any, depth: int) -> None:
         """``node`` and what it says of the same value."""
@@ -235,21 +265,28 @@ class _Schema:
         self._effort.spend(SCHEMA)
         if isinstance(node, dict):
             self._check_counts(node)
-            for key, item in node.items():
-                if key in _SAME_VALUE:
-                    self._walk(item, depth + 1)
-                elif key in _BY_NAME and isinstance(item, dict):
-                    self._waiting += _parts(item)
-                elif key not in _NO_SCHEMAS and isinstance(item, dict | list):
-                    self._waiting.append(item)
-            for key in _REFERENCES & node.keys():
-                if not isinstance(node[key], dict | list):
-                    self._walk(self._target(node[key]), depth + 1)
-        else:
-            for item in node:
-                self._walk(item, depth + 1)
+        same, inner = self._members(node)
+        self._below[id(node)] = [*map(id, same), *map(id, inner)]
+        self._waiting += inner
+        for part in same:
+            self._walk(part, depth + 1)
         self._open.discard(id(node))
         self._done.add(id(node))
+
+    def _members(self, node: dict[str, Any] | list[Any]) -> tuple[list[Any], list[Any]]:
+        """Schemas, and lists of them, in ``node``: of the same value, and of values inside of it."""
+        if isinstance(node, list):
+            return _parts(node), []
+        same: list[Any] = []
+        inner: list[Any] = []
+        for key, item in node.items():
+            if key in _BY_NAME and isinstance(item, dict):
+                inner += _parts(item)
+            elif key not in _NO_SCHEMAS and isinstance(item, dict | list):
+                (same if key in _SAME_VALUE else inner).append(item)
+        references = [node[key] for key in _REFERENCES & node.keys()]
+        targets = [self._target(text) for text in references if not isinstance(text, dict | list)]
+        return same + [target for target in targets if isinstance(target, dict | list)], inner
 
     def _check_counts(self, node: dict[str, Any]) -> None:
         for key in _COUNTS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,13 @@ from tests.engine.pairs import VOCAB
 IDS = [5, 17, 33]
 RECURSIVE = '{"$ref": "#"}'
 DEEP = '{"type": "array", "items": ' * 80 + "{}" + "}" * 80
+CHAIN = json.dumps(
+    {
+        "$ref": "#/$defs/0",
+        "$defs": {"9000": {}, **{str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(9000)}},
+    }
+)
+"""Not deep as text; compiled by recursion, it ends the process."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,7 @@ def names() -> Iterator[Attack]:
 def grammars() -> Iterator[Attack]:
     for name, schema in (("recursive", RECURSIVE), ("deep", DEEP), ("no JSON", "{")):
         yield native(f"{name} schema", "json_schema", {"json_schema": schema})
+    yield native("chain of schemas", "schemas deep", {"json_schema": CHAIN})
     yield native("remote schema", "$ref", {"json_schema": '{"$ref": "http://127.0.0.1/x"}'})
     yield chat(
         "recursive chat schema", "",

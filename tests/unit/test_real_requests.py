@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
+from xgrammar import GrammarCompiler, TokenizerInfo
 
 from adaserve.boundary import Limits, RequestError, check_request
+from adaserve.boundary.limits import MAX_SCHEMA_LEVELS
 
 # ruff: noqa: E501 - tables read better with one case a line
 LIMITS = Limits(vocab_size=128_256)
@@ -154,3 +156,36 @@ def test_repeats_of_repeats_are_refused(expression: str) -> None:
     """After a few hundred characters, one step of these takes xgrammar a tenth of a second."""
     with pytest.raises(RequestError, match="too many ways"):
         judged({"regex": expression})
+
+
+def chain(length: int) -> dict[str, Any]:
+    """Objects one in the other, but as text side by side; three schemas (or lists of them) for each."""
+    defs = {str(i): {"properties": {"a": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}]}}} for i in range(length)}
+    return {"$ref": "#/$defs/0", "$defs": {**defs, str(length): {"type": "string"}}}
+
+
+def test_what_compiles_by_recursion_does_not_lead_too_deep() -> None:
+    """xgrammar's thread has a stack of 8 MB; where it ends, the server does."""
+    deepest = chain((MAX_SCHEMA_LEVELS - 2) // 4)
+    judged({"json_schema": json.dumps(deepest)})
+    GrammarCompiler(TokenizerInfo(["a"]), max_threads=1).compile_json_schema(json.dumps(deepest))
+    with pytest.raises(RequestError, match="1000 schemas deep"):
+        judged({"json_schema": json.dumps(chain(MAX_SCHEMA_LEVELS // 4 + 1))})
+    with pytest.raises(RequestError, match="1000 schemas deep"):  # in a circle, and with ways past it
+        circle: dict[str, Any] = {
+            str(i): {
+                "properties": {"a": {"$ref": f"#/$defs/{max(0, i - 1)}"}, "z": {"$ref": f"#/$defs/{i + 1}"}}
+            }
+            for i in range(500)
+        }
+        judged({"json_schema": json.dumps({"$ref": "#/$defs/0", "$defs": circle | {"500": {}}})})
+
+
+def test_a_wide_schema_is_not_deep() -> None:
+    row = {"type": "object", "properties": {f"b{i}": {"$ref": "#/$defs/x"} for i in range(50)}}
+    wide = {
+        "type": "object",
+        "properties": {f"a{i}": row for i in range(50)},
+        "$defs": {"x": {"type": "null"}},
+    }
+    judged({"json_schema": json.dumps(wide)})
