@@ -9,9 +9,6 @@ from adaserve.boundary.effort import Effort
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
-TOP_K_ALL = 1 << 30
-"""How SGLang itself writes "the whole vocabulary"."""
-
 MAX_SAMPLES = 128
 """``n``, as in OpenAI's API: one request becomes that many."""
 

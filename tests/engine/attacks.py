@@ -76,7 +76,6 @@ def token_ids() -> Iterator[Attack]:
 
 def counts() -> Iterator[Attack]:
     yield native("top_k 2^31", "top_k", {"top_k": 2**31})
-    yield native("top_k above V", "top_k", {"top_k": VOCAB + 1})
     yield native("top_k 0", "top_k", {"top_k": 0})
     yield native("n 10^9", "sampling_params.n", {"n": 10**9})
     yield native("n 0", "sampling_params.n", {"n": 0})

@@ -42,8 +42,8 @@ REFUSED_SAMPLING: list[tuple[dict[str, Any], str]] = [
       for bad in ("-1", str(V), "x", "", " 1", "1_0", "٣", "9" * 5000)),
     *(({"logit_bias": {"3": bad}}, r"logit_bias\[3\] must be a number from -1e\+06 to 1e\+06")
       for bad in (NAN, INF, 1e300, "1", None, True)),
-    *(({"top_k": bad}, "top_k must be an integer from 1 to 512, or -1, or 1073741824")
-      for bad in (0, -2, V + 1, 2**31, 2**64, 1.0, True, "5")),
+    *(({"top_k": bad}, "top_k must be an integer from 1 to 2147483647, or -1")
+      for bad in (0, -2, 2**31, 2**64, 1.0, True, "5")),
     *(({"n": bad}, f"n must be an integer from 1 to {MAX_SAMPLES}") for bad in (0, -1, 129, 10**9, 1.0, True, None)),
     *(({"max_new_tokens": bad}, "max_new_tokens must be an integer from 0 to 2147483647")
       for bad in (-1, 2**31, 1.5, True, "7")),
@@ -167,7 +167,7 @@ ACCEPTED: list[dict[str, Any]] = [
         "ignore_eos": True, "stream_interval": 1, "logit_bias": {"0": -100, str(V - 1): 5.5},
         "sampling_seed": -(2**63), "custom_params": {"slo_class": "chat", "x": [1, {"a": None}], "f": 0.5},
     }},
-    {"input_ids": [1], "sampling_params": {"top_k": -1}},
+    *({"input_ids": [1], "sampling_params": {"top_k": k}} for k in (-1, V + 1, 2**31 - 1)),
     {"input_ids": [1], "sampling_params": {"top_k": 1 << 30, "top_p": 5e-324, "json_schema": "$$ANY$$"}},
 ]  # fmt: skip
 
