@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache
 from http import HTTPStatus
 from typing import Any
@@ -114,7 +115,7 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
             raise RequestError("this server generates text: embeddings, rewards and classes are not served")
         return
     _logprobs.set([0])
-    limits = _limits(manager)
+    limits = replace(_limits(manager), of_tools=_grammar_of_tools(obj, request))
     check_request(vars(obj), limits)
     require_readable(obj.custom_logit_processor)
     obj.received_time = arrival(obj.received_time, monotonic_time())
@@ -271,9 +272,11 @@ async def _detokenize(
     return await original(self, adapted, request, raw_request)
 
 
-def _keep_converted(result: tuple[Any, Any], self: Any, _: Any, raw_request: Any = None) -> None:
+def _keep_converted(result: tuple[Any, Any], self: Any, request: Any, raw_request: Any = None) -> None:
     if raw_request is not None:
         raw_request.state.adaserve_converted = result[0]
+        of_client = getattr(request.response_format, "type", None) == "structural_tag"
+        raw_request.state.adaserve_of_tools = bool(request.tools and not request.ebnf and not of_client)
 
 
 def _keep_made(
@@ -281,6 +284,13 @@ def _keep_made(
 ) -> None:
     if raw_request is not None:
         raw_request.state.adaserve_converted = adapted
+        raw_request.state.adaserve_of_tools = True  # nothing else on this route becomes such a grammar
+
+
+def _grammar_of_tools(obj: Any, request: Any) -> bool:
+    """Whether a structural tag or EBNF in ``obj`` is SGLang's own."""
+    made = request is not None and getattr(request.state, "adaserve_converted", None) is obj
+    return bool(made and request.state.adaserve_of_tools)
 
 
 async def _start_converted(manager: Any, raw_request: Any) -> None:

@@ -21,6 +21,7 @@ _TOKEN = re.compile(
     r"""(?P<skip>\s+|\#[^\n]*)
     |(?P<string>"(?:[^"\\\n]|\\.)*")
     |(?P<set>\[(?!\^?\])(?:[^\]\\]|\\.)+\])
+    |(?P<any>\[\^\])
     |(?P<rule>[A-Za-z_.][\w.-]*(?=\s*::=))
     |(?P<name>[A-Za-z_.][\w.-]*)
     |(?P<defined>::=)
@@ -101,6 +102,8 @@ def _piece(kind: str, value: str) -> str:
         return f"(?:{re.escape(_ESCAPE.sub(_plain, value[1:-1]))})"
     if kind == "set":
         return value
+    if kind == "any":
+        return r"[\s\S]"
     if kind == "repeat":
         return re.sub(r"\s", "", value)
     return "(?:" if value == "(" else value
