@@ -33,7 +33,7 @@ from adaserve.boundary import (
     check_request,
 )
 from adaserve.boundary.prompts import require_few
-from adaserve.boundary.values import token_ids
+from adaserve.boundary.values import integer, token_ids
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 
@@ -42,6 +42,9 @@ _FIRST = "_adaserve_started"
 
 BELIEVED_DELAY_S = 1.0
 """How long ago a request may say that it came."""
+
+KEPT_OUTPUT_TOKENS = 2
+"""That SGLang takes off what a client of /v1/responses asks for; it would refuse 1 as -1."""
 
 HEALTH_ROUTES = ("/health", "/health_generate")
 
@@ -316,6 +319,11 @@ async def _messages_stream(
 async def _responses_stream(
     original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any = None
 ) -> Any:
+    if (most := request.max_output_tokens) is not None and applies(self.tokenizer_manager.server_args):
+        try:
+            integer(KEPT_OUTPUT_TOKENS)("max_output_tokens", most, _limits(self.tokenizer_manager))
+        except RequestError as error:
+            return self.create_error_response(str(error))
     response = await original(self, request, raw_request)
     if raw_request is not None and hasattr(response, "__anext__"):
         try:
