@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import re._parser as regex_parser  # type: ignore[import-not-found]
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -115,10 +116,11 @@ def ebnf(name: str, value: Any, limits: Limits) -> None:
     effort = _effort(limits)
     if value == "" or not effort.is_new("ebnf", value):
         return
-    try:
-        _require_matchable(name, as_regex(name, value, depth=2), effort)
-    except TooLargeError:  # rules that use each other several times grow fast
-        _require_matchable(name, as_regex(name, value, depth=1), effort)
+    for depth in (2, 1):
+        with suppress(TooLargeError):  # rules that use each other several times grow fast
+            _require_matchable(name, as_regex(name, value, depth), effort)
+            return
+    _require_matchable(name, as_regex(name, value, depth=1, lists=True), effort)
 
 
 def stop_regex(name: str, value: Any, limits: Limits) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from hypothesis import strategies as st
 
 from adaserve.boundary import Limits, RequestError, check_logprobs, check_prompt, check_request
 from adaserve.boundary.ambiguity import _Automaton, require_few_ways
+from adaserve.boundary.ebnf import as_regex
 from adaserve.boundary.effort import Effort
-from adaserve.boundary.errors import shown
+from adaserve.boundary.errors import TooLargeError, shown
+from adaserve.boundary.grammar import _require_matchable
 from adaserve.boundary.limits import MAX_SAMPLES, MAX_TOP_LOGPROBS
 
 V = 512
@@ -547,6 +551,44 @@ EBNFS_REFUSED = [
     ("root ::= /a/", "not understood"),
     ("root ::= []a]", "not understood"),
 ]
+
+
+def padded(text: str) -> str:
+    """A grammar that is too large to be judged with all of its lists written out."""
+    lists = [f'{a} ::= {b} ("," {b})* "{a}"' for a, b in pairwise(["root_", *"abcdefghijklmnop"])]
+    return "\n".join([text, *lists, 'p ::= "p"'])
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ('root ::= many root_\nmany ::= item (", " item)*\nitem ::= [a-z]+', False),
+        (
+            'root ::= block root_\nblock ::= many{1,40}\nmany ::= item (", " item)*\nitem ::= [a-z, ]{1,40}',
+            True,
+        ),
+        ('root ::= many root_\nmany ::= item ("," item)*\nitem ::= ([a-z]?){0,99}', True),
+        ('root ::= many root_\nmany ::= item (blank item)*\nitem ::= [a-z]{1,40}\nblank ::= " "?', True),
+    ],
+)
+def test_a_list_of_a_large_grammar_is_judged_as_a_loop(text: str, refused: bool) -> None:
+    with pytest.raises(RequestError, match=r"too many ways|at least one") if refused else nullcontext():
+        check_request({"input_ids": [1], "sampling_params": {"ebnf": padded(text)}}, LIMITS)
+    with pytest.raises(TooLargeError):
+        _require_matchable("ebnf", as_regex("ebnf", padded(text.replace("{0,99}", "{0,2}")), 1), Effort())
+
+
+def test_the_sign_of_a_list_in_a_text_is_a_character() -> None:
+    for text in (
+        "\ue001*",
+        "(a)(?:\ue001)*",
+        "(\ue001)*",
+        "(a)(?:b\ue001)*",
+        "((a)(b\ue001)*)+",
+        "a\ue001{0,9}",
+    ):
+        check_request({"input_ids": [1], "sampling_params": {"regex": text}}, LIMITS)
+    check_request({"input_ids": [1], "sampling_params": {"ebnf": 'root ::= ("a" "\ue001")*'}}, LIMITS)
 
 
 @pytest.mark.parametrize(("text", "words"), EBNFS_REFUSED)

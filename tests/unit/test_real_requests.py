@@ -164,6 +164,24 @@ EBNFS = {
         factor ::= name | [0-9]+ | "-" factor | name "(" arguments? ")" | "(" sum ")"
         arguments ::= sum (", " sum)*
         name ::= [a-zA-Z_] [a-zA-Z_0-9]*""",
+    "a subset of Python": r"""
+        root ::= statement+
+        statement ::= (name " = " value | "return " value | "pass" | value | "import " name ("." name)*) "\n"
+            | "if " value ":\n" block ("elif " value ":\n" block)* ("else:\n" block)? | "for " name " in " value ":\n" block
+            | "while " value ":\n" block | "def " name "(" (name (", " name)*)? "):\n" block
+        block ::= ("    " statement)+
+        value ::= either (" if " either " else " value)? | "lambda " name ": " value
+        either ::= both (" or " both)*
+        both ::= negated (" and " negated)*
+        negated ::= "not " negated | compared
+        compared ::= sum ((" < " | " > " | " == " | " != " | " <= " | " >= " | " in " | " is ") sum)*
+        sum ::= product ((" + " | " - ") product)*
+        product ::= factor ((" * " | " / " | " % " | " // ") factor)*
+        factor ::= ("+" | "-" | "~") factor | part (" ** " factor)?
+        part ::= atom ("(" (value (", " value)*)? ")" | "[" value "]" | "." name)*
+        atom ::= "(" value ")" | "[" (value (", " value)*)? "]" | "{" (value ": " value (", " value ": " value)*)? "}"
+            | name | [0-9]+ ("." [0-9]*)? | "\"" [^"\n]* "\"" | "'" [^'\n]* "'" | "None" | "True" | "False"
+        name ::= [a-zA-Z_] [a-zA-Z_0-9]*""",
     "JSON with blanks that recur": r"""
         root ::= value
         value ::= (object | array | string | number | "true" | "false" | "null") ws
