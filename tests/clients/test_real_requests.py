@@ -19,10 +19,10 @@ CHAT, COMPLETIONS, RESPONSES, GENERATE = (
     "/generate",
 )
 SHORT: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [{"role": "user", "content": "How does a list differ from a tuple?"}], "max_tokens": 8},
-    COMPLETIONS: {"prompt": "def main(argv):\n", "max_tokens": 8},
+    CHAT: {"messages": [{"role": "user", "content": "How does a list differ from a tuple?"}], "max_tokens": 8, "ignore_eos": True},
+    COMPLETIONS: {"prompt": "def main(argv):\n", "max_tokens": 8, "ignore_eos": True},
     RESPONSES: {"input": "What is a list?", "max_output_tokens": 12},
-    GENERATE: {"text": "def main(argv):\n", "sampling_params": {"max_new_tokens": 8}},
+    GENERATE: {"text": "def main(argv):\n", "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}},
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def text(words: str = "What is a list?") -> dict[str, str]:
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 PARAMETERS = {
     "$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "required": ["path"], "additionalProperties": False,
-    "properties": {"path": {"type": "string", "description": "Where to look. " * 20}, "lines": {"type": ["integer", "null"], "minimum": 1}},
+    "properties": {"path": {"type": "string", "enum": ["src", "docs"], "description": "Where to look. " * 20}, "lines": {"type": ["integer", "null"], "minimum": 1}},
 }  # fmt: skip
 
 
@@ -99,7 +99,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "vLLM's extra body": (CHAT, {"guided_json": {"type": "object"}, "best_of": 1, "use_beam_search": False, "add_generation_prompt": True, "include_stop_str_in_output": False}),
     "after a tool": (CHAT, {"messages": CALLED, "tools": tools(1)}),
     "128 tools": (CHAT, {"tools": tools(128), "tool_choice": "auto", "parallel_tool_calls": False}),
-    "a tool by name": (CHAT, {"tools": tools(2, strict=True), "tool_choice": {"type": "function", "function": {"name": "tool_1"}}, "max_tokens": 60}),
+    "a tool by name": (CHAT, {"tools": tools(2, strict=True), "tool_choice": {"type": "function", "function": {"name": "tool_1"}}, "max_tokens": 200}),
     "no tool": (CHAT, {"tools": tools(1), "tool_choice": "none"}),
     "functions of old": (CHAT, {"functions": [{"name": "f", "parameters": {}}], "function_call": "auto"}),
     "the developer": (CHAT, {"messages": [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "Hi", "name": "Ada"}]}),
