@@ -59,6 +59,7 @@ def apply_all() -> None:
         logit_processors,
         metric_labels,
         metrics_cost,
+        openai_errors,
         parsers,
         prefill_logprobs,
         prefill_slack,
@@ -89,6 +90,7 @@ def apply_all() -> None:
         slo_requests,
         slo_responses,
         boundary,  # after the SLO hooks: what wraps last is asked first
+        openai_errors,  # around both
         bodies,
         metric_labels,
         metrics_cost,

@@ -1,6 +1,7 @@
-"""Bodies that are costly to judge are refused, and what is wrong with a body is said in few words.
+"""Bodies that are costly to judge are refused, and null stands for what is not set.
 
-Why: ``adaserve/boundary/bodies.py`` says what one request could do to the HTTP process.
+Why: ``adaserve/boundary/bodies.py`` says what one request could do to the HTTP process. OpenAI's API takes
+null for everything that may be left out; SGLang refuses it for many fields, such as penalties and ``n``.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
-from fastapi.exceptions import RequestValidationError
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
-from adaserve.boundary.bodies import require_few_values, told
+from adaserve.boundary.bodies import drop_nulls, require_few_values
 from adaserve.patches import hook
+
+NULL_IS_UNSET = {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
 
 
 def register() -> None:
@@ -27,18 +29,11 @@ async def _parsed(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
     parsed_before = hasattr(request, "_json")
     body = await original(request)
     if not parsed_before and isinstance(body, dict | list):
+        path = route_path(request.scope)
         try:
-            require_few_values(body, route_path(request.scope))
+            require_few_values(body, path)
         except RequestError as error:
             raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from error
+        if isinstance(body, dict) and path in NULL_IS_UNSET:
+            drop_nulls(body)
     return body
-
-
-def shorten_errors(app: Any) -> None:
-    """Hands SGLang's own answer to a wrong body less to tell."""
-    answer = app.exception_handlers[RequestValidationError]
-
-    async def short(request: Any, error: RequestValidationError) -> Any:
-        return await answer(request, RequestValidationError(told(list(error.errors()))))
-
-    app.add_exception_handler(RequestValidationError, short)

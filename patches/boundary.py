@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache
 from http import HTTPStatus
 from typing import Any
@@ -32,7 +33,7 @@ from adaserve.boundary import (
     check_request,
 )
 from adaserve.boundary.prompts import require_few
-from adaserve.boundary.values import token_ids
+from adaserve.boundary.values import integer, token_ids
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 
@@ -41,6 +42,9 @@ _FIRST = "_adaserve_started"
 
 BELIEVED_DELAY_S = 1.0
 """How long ago a request may say that it came."""
+
+KEPT_OUTPUT_TOKENS = 2
+"""That SGLang takes off what a client of /v1/responses asks for; it would refuse 1 as -1."""
 
 HEALTH_ROUTES = ("/health", "/health_generate")
 
@@ -114,7 +118,7 @@ def check_fields(manager: Any, obj: Any, request: Any) -> None:
             raise RequestError("this server generates text: embeddings, rewards and classes are not served")
         return
     _logprobs.set([0])
-    limits = _limits(manager)
+    limits = replace(_limits(manager), of_tools=_grammar_of_tools(obj, request))
     check_request(vars(obj), limits)
     require_readable(obj.custom_logit_processor)
     obj.received_time = arrival(obj.received_time, monotonic_time())
@@ -271,9 +275,11 @@ async def _detokenize(
     return await original(self, adapted, request, raw_request)
 
 
-def _keep_converted(result: tuple[Any, Any], self: Any, _: Any, raw_request: Any = None) -> None:
+def _keep_converted(result: tuple[Any, Any], self: Any, request: Any, raw_request: Any = None) -> None:
     if raw_request is not None:
         raw_request.state.adaserve_converted = result[0]
+        of_client = getattr(request.response_format, "type", None) == "structural_tag"
+        raw_request.state.adaserve_of_tools = bool(request.tools and not request.ebnf and not of_client)
 
 
 def _keep_made(
@@ -281,6 +287,13 @@ def _keep_made(
 ) -> None:
     if raw_request is not None:
         raw_request.state.adaserve_converted = adapted
+        raw_request.state.adaserve_of_tools = True  # nothing else on this route becomes such a grammar
+
+
+def _grammar_of_tools(obj: Any, request: Any) -> bool:
+    """Whether a structural tag or EBNF in ``obj`` is SGLang's own."""
+    made = request is not None and getattr(request.state, "adaserve_converted", None) is obj
+    return bool(made and request.state.adaserve_of_tools)
 
 
 async def _start_converted(manager: Any, raw_request: Any) -> None:
@@ -306,6 +319,11 @@ async def _messages_stream(
 async def _responses_stream(
     original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any = None
 ) -> Any:
+    if (most := request.max_output_tokens) is not None and applies(self.tokenizer_manager.server_args):
+        try:
+            integer(KEPT_OUTPUT_TOKENS)("max_output_tokens", most, _limits(self.tokenizer_manager))
+        except RequestError as error:
+            return self.create_error_response(str(error))
     response = await original(self, request, raw_request)
     if raw_request is not None and hasattr(response, "__anext__"):
         try:

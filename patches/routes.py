@@ -24,8 +24,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.host import PROFILE_ROUTES_ENV
-from adaserve.patches import hook
-from adaserve.patches.bodies import shorten_errors
+from adaserve.patches import hook, openai_errors
 
 MAX_BODY_BYTES = 32 << 20
 _READER = "request_body_to_args"  # FastAPI's step from a parsed body to a route's arguments
@@ -157,7 +156,7 @@ def mount(app: Any) -> None:
         return
     app.state.adaserve_routes = True
     app.max_body_size = MAX_BODY_BYTES
-    shorten_errors(app)
+    openai_errors.mount(app, _active)
     for kind in (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError):
         app.add_exception_handler(kind, _unreadable)
     build = app.build_middleware_stack

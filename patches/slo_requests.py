@@ -15,7 +15,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.config import slo_classes
 from adaserve.patches import hook
-from adaserve.patches.boundary import asks_for_health, native_response
+from adaserve.patches.boundary import asks_for_health, native_response, refusal
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import RequestSLO, resolve
 
@@ -44,12 +44,10 @@ async def _openai_request(
 
 
 async def _native_request(original: Callable[..., Awaitable[Any]], obj: Any, request: Any) -> Any:
-    from fastapi.responses import ORJSONResponse
-
     try:
         _attach(obj, request, (await request.json()).get("nvext"))
     except SLOError as error:
-        return ORJSONResponse(status_code=400, content={"error": {"message": str(error)}})
+        return refusal(str(error))
     request.state.adaserve_resolved = True
     return await native_response(original, obj, request)
 

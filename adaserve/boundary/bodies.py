@@ -38,6 +38,12 @@ def require_few_values(body: Any, path: str) -> None:
         waiting.extend((value, key) for key, value in named if isinstance(value, dict | list))
 
 
+def drop_nulls(body: dict[str, Any]) -> None:
+    """Of the body itself; what null means further inside is known there."""
+    for name in [name for name, value in body.items() if value is None]:
+        del body[name]
+
+
 def _token_fields(path: str) -> set[str]:
     if path.endswith("/detokenize"):
         return {"tokens"}

@@ -10,6 +10,7 @@ import json
 import re
 import re._parser as regex_parser  # type: ignore[import-not-found]
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from typing import Any
@@ -57,8 +58,13 @@ def json_schema(name: str, value: Any, limits: Limits) -> None:
 
 
 def structural_tag(name: str, value: Any, limits: Limits) -> None:
-    """A structural tag as JSON text; every schema, expression and grammar in it is checked as alone."""
-    _json_text(name, value, limits)
+    """A structural tag as JSON text; every schema, expression and grammar in it is checked as alone.
+
+    One that SGLang made of tools may be as large as they are: each tool has parts of its own, of which the
+    first characters say whose they are.
+    """
+    if not limits.of_tools:
+        _json_text(name, value, limits)
     if value == "":
         return
     effort = _effort(limits)
@@ -74,7 +80,7 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
     while found:
         node, repeated = found.pop()
         if isinstance(node, dict) and node.get("type") in _REPEATED_PARTS:
-            if repeated:
+            if repeated and not limits.of_tools:
                 raise RequestError(f"{name}: a repeated part may not hold another one")
             repeated = True
             most = node.get("max")
@@ -87,7 +93,7 @@ def structural_tag(name: str, value: Any, limits: Limits) -> None:
                 count += 1
             elif isinstance(item, dict | list):
                 found.append((item, repeated))
-    if count > MAX_PLACES:
+    if count > MAX_PLACES and not limits.of_tools:
         raise RequestError(
             f"{name} may hold at most {MAX_PLACES} expressions, grammars and repeated parts, got {count}"
         )
@@ -102,15 +108,22 @@ def regex(name: str, value: Any, limits: Limits) -> None:
 
 
 def ebnf(name: str, value: Any, limits: Limits) -> None:
-    """A grammar in EBNF; its rules may be recursive, its counted repeats may not explode."""
+    """A grammar in EBNF; its rules may be recursive, its counted repeats may not explode.
+
+    One that SGLang made of tools is not judged: nothing in it is a client's but texts, and written out it
+    would be too large.
+    """
+    if limits.of_tools:
+        return
     _text(name, value, limits)
     effort = _effort(limits)
     if value == "" or not effort.is_new("ebnf", value):
         return
-    try:
-        _require_matchable(name, as_regex(name, value, depth=2), effort)
-    except TooLargeError:  # rules that use each other several times grow fast
-        _require_matchable(name, as_regex(name, value, depth=1), effort)
+    for depth in (2, 1):
+        with suppress(TooLargeError):  # rules that use each other several times grow fast
+            _require_matchable(name, as_regex(name, value, depth), effort)
+            return
+    _require_matchable(name, as_regex(name, value, depth=1, lists=True), effort)
 
 
 def stop_regex(name: str, value: Any, limits: Limits) -> None:

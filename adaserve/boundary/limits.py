@@ -9,9 +9,6 @@ from adaserve.boundary.effort import Effort
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
-TOP_K_ALL = 1 << 30
-"""How SGLang itself writes "the whole vocabulary"."""
-
 MAX_SAMPLES = 128
 """``n``, as in OpenAI's API: one request becomes that many."""
 
@@ -69,7 +66,7 @@ MAX_PARAMS_CHARACTERS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What depends on the server: its model, and how its processes talk."""
+    """What depends on the server, its model and how its processes talk, and on where a request comes from."""
 
     vocab_size: int
     """Of the target: token ids run from 0 to ``vocab_size - 1``."""
@@ -81,5 +78,7 @@ class Limits:
     """--enable-deterministic-inference: SGLang draws by seeds, and asserts that there is no min_p."""
     labels: frozenset[str] = frozenset()
     """--tokenizer-metrics-allowed-custom-labels: SGLang's metrics have these labels and no others."""
+    of_tools: bool = False
+    """Whether SGLang made the request's structural tag or EBNF itself, of a chat's tools."""
     effort: Effort | None = None
     """For the grammars of the request at hand; None = as much as one has for each of them."""

@@ -24,13 +24,16 @@ _EDGE = 1024
 
 
 def require_fitting(text: str, context: int, count: Callable[[str], int]) -> None:
-    """Raises RequestError if ``text`` surely has more tokens than ``context``; ``count`` tells how many."""
+    """Raises RequestError if ``text`` surely has more tokens than ``context``; ``count`` tells how many.
+
+    The words are SGLang's own: by them clients know that they have to shorten a conversation.
+    """
     size = CHARACTERS_PER_TOKEN * context
     while size < len(text):
         if (tokens := count(text[:size])) > context + _EDGE:
             raise RequestError(
-                f"the text of {len(text)} characters is longer than the context of {context} tokens: "
-                f"its first {size} characters are {tokens} tokens"
+                f"the text of {len(text)} characters is longer than the model's context length ({context} "
+                f"tokens): its first {size} characters are {tokens} tokens"
             )
         size *= 4
 

@@ -17,7 +17,6 @@ from adaserve.boundary.limits import (
     MAX_STOPS,
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
-    TOP_K_ALL,
     Limits,
 )
 from adaserve.boundary.values import (
@@ -34,11 +33,6 @@ from adaserve.boundary.values import (
 )
 
 _bias = number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-
-
-def top_k(name: str, value: Any, limits: Limits) -> None:
-    """-1 and SGLang's own 2^30 stand for the whole vocabulary."""
-    integer(1, limits.vocab_size, also=(-1, TOP_K_ALL))(name, value, limits)
 
 
 def top_p(name: str, value: Any, limits: Limits) -> None:
@@ -132,7 +126,7 @@ FIELDS: dict[str, Check] = {
     "stop_regex": grammar.stop_regex,
     "temperature": number(0, MAX_TEMPERATURE),
     "top_p": top_p,
-    "top_k": top_k,
+    "top_k": integer(1, also=(-1,)),  # more than there are tokens means all of them
     "min_p": min_p,
     "frequency_penalty": number(-2, 2),
     "presence_penalty": number(-2, 2),

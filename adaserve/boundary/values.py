@@ -101,7 +101,7 @@ def token_ids(name: str, value: Any, limits: Limits) -> None:
 def mapping(name: str, value: Any, _: Limits) -> None:
     """An object with text keys."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise RequestError(f"{name} must be an object, got {shown(value)}")
+        raise RequestError(f"{name} must be an object with text keys, got {shown(value)}")
 
 
 def absent(why: str) -> Check:

@@ -53,9 +53,9 @@ def test_tokens_are_the_same(guarded: Any) -> None:
 def test_what_cannot_fit_is_refused(guarded: Any, tokenize: bool) -> None:
     long = "def main(argv):\n" * 10_000
     for read in (guarded, guarded.encode, lambda text: guarded(["a", text])):
-        with pytest.raises(RequestError, match="longer than the context"):
+        with pytest.raises(RequestError, match="longer than the model's context length"):
             read(long)
-    with pytest.raises(RequestError, match="longer than the context"):
+    with pytest.raises(RequestError, match="longer than the model's context length"):
         guarded.apply_chat_template([{"role": "user", "content": long}], tokenize=tokenize)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adaserve.boundary import RequestError
-from adaserve.boundary.bodies import MAX_VALUES, require_few_values, told
+from adaserve.boundary.bodies import MAX_VALUES, drop_nulls, require_few_values, told
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,12 @@ def test_token_ids_are_where_a_route_takes_them() -> None:
             require_few_values({name: ids}, path)
             with pytest.raises(RequestError):
                 require_few_values({name: ids}, other)
+
+
+def test_null_is_dropped_where_it_says_nothing() -> None:
+    body = {"n": None, "temperature": 0, "stop": "", "messages": [{"content": None}]}
+    drop_nulls(body)
+    assert body == {"temperature": 0, "stop": "", "messages": [{"content": None}]}
 
 
 def test_errors_are_few_and_short() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from hypothesis import strategies as st
 
 from adaserve.boundary import Limits, RequestError, check_logprobs, check_prompt, check_request
 from adaserve.boundary.ambiguity import _Automaton, require_few_ways
+from adaserve.boundary.ebnf import as_regex
 from adaserve.boundary.effort import Effort
-from adaserve.boundary.errors import shown
+from adaserve.boundary.errors import TooLargeError, shown
+from adaserve.boundary.grammar import _require_matchable
 from adaserve.boundary.limits import MAX_SAMPLES, MAX_TOP_LOGPROBS
 
 V = 512
@@ -42,8 +46,8 @@ REFUSED_SAMPLING: list[tuple[dict[str, Any], str]] = [
       for bad in ("-1", str(V), "x", "", " 1", "1_0", "٣", "9" * 5000)),
     *(({"logit_bias": {"3": bad}}, r"logit_bias\[3\] must be a number from -1e\+06 to 1e\+06")
       for bad in (NAN, INF, 1e300, "1", None, True)),
-    *(({"top_k": bad}, "top_k must be an integer from 1 to 512, or -1, or 1073741824")
-      for bad in (0, -2, V + 1, 2**31, 2**64, 1.0, True, "5")),
+    *(({"top_k": bad}, "top_k must be an integer from 1 to 2147483647, or -1")
+      for bad in (0, -2, 2**31, 2**64, 1.0, True, "5")),
     *(({"n": bad}, f"n must be an integer from 1 to {MAX_SAMPLES}") for bad in (0, -1, 129, 10**9, 1.0, True, None)),
     *(({"max_new_tokens": bad}, "max_new_tokens must be an integer from 0 to 2147483647")
       for bad in (-1, 2**31, 1.5, True, "7")),
@@ -167,7 +171,7 @@ ACCEPTED: list[dict[str, Any]] = [
         "ignore_eos": True, "stream_interval": 1, "logit_bias": {"0": -100, str(V - 1): 5.5},
         "sampling_seed": -(2**63), "custom_params": {"slo_class": "chat", "x": [1, {"a": None}], "f": 0.5},
     }},
-    {"input_ids": [1], "sampling_params": {"top_k": -1}},
+    *({"input_ids": [1], "sampling_params": {"top_k": k}} for k in (-1, V + 1, 2**31 - 1)),
     {"input_ids": [1], "sampling_params": {"top_k": 1 << 30, "top_p": 5e-324, "json_schema": "$$ANY$$"}},
 ]  # fmt: skip
 
@@ -547,6 +551,44 @@ EBNFS_REFUSED = [
     ("root ::= /a/", "not understood"),
     ("root ::= []a]", "not understood"),
 ]
+
+
+def padded(text: str) -> str:
+    """A grammar that is too large to be judged with all of its lists written out."""
+    lists = [f'{a} ::= {b} ("," {b})* "{a}"' for a, b in pairwise(["root_", *"abcdefghijklmnop"])]
+    return "\n".join([text, *lists, 'p ::= "p"'])
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ('root ::= many root_\nmany ::= item (", " item)*\nitem ::= [a-z]+', False),
+        (
+            'root ::= block root_\nblock ::= many{1,40}\nmany ::= item (", " item)*\nitem ::= [a-z, ]{1,40}',
+            True,
+        ),
+        ('root ::= many root_\nmany ::= item ("," item)*\nitem ::= ([a-z]?){0,99}', True),
+        ('root ::= many root_\nmany ::= item (blank item)*\nitem ::= [a-z]{1,40}\nblank ::= " "?', True),
+    ],
+)
+def test_a_list_of_a_large_grammar_is_judged_as_a_loop(text: str, refused: bool) -> None:
+    with pytest.raises(RequestError, match=r"too many ways|at least one") if refused else nullcontext():
+        check_request({"input_ids": [1], "sampling_params": {"ebnf": padded(text)}}, LIMITS)
+    with pytest.raises(TooLargeError):
+        _require_matchable("ebnf", as_regex("ebnf", padded(text.replace("{0,99}", "{0,2}")), 1), Effort())
+
+
+def test_the_sign_of_a_list_in_a_text_is_a_character() -> None:
+    for text in (
+        "\ue001*",
+        "(a)(?:\ue001)*",
+        "(\ue001)*",
+        "(a)(?:b\ue001)*",
+        "((a)(b\ue001)*)+",
+        "a\ue001{0,9}",
+    ):
+        check_request({"input_ids": [1], "sampling_params": {"regex": text}}, LIMITS)
+    check_request({"input_ids": [1], "sampling_params": {"ebnf": 'root ::= ("a" "\ue001")*'}}, LIMITS)
 
 
 @pytest.mark.parametrize(("text", "words"), EBNFS_REFUSED)

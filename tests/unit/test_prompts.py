@@ -22,7 +22,7 @@ class Counter:
 def test_a_long_text_is_refused_by_its_beginning() -> None:
     count = Counter(4)
     with pytest.raises(
-        RequestError, match="the text of 10000000 characters is longer than the context of 4000"
+        RequestError, match=r"10000000 characters is longer than the model's context length \(4000 tokens\)"
     ):
         require_fitting("x" * 10_000_000, 4000, count)
     assert count.read == 64_000

@@ -1,0 +1,82 @@
+"""Refusals in the words of OpenAI's API, for clients that know no other.
+
+SGLang makes its own request of one of OpenAI's, and that is what is checked: it has a
+``sampling_params.max_new_tokens`` where the client wrote ``max_tokens``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from adaserve.boundary.errors import shown
+
+MAX_ERRORS, MAX_READ = 8, 64
+"""Of a body that are told, and that are looked at."""
+
+_PROMPT = ("input_ids", "prompt", "messages", "input")
+_MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_NAMES = {
+    "text": _PROMPT,
+    **dict.fromkeys(("input_ids", "image_data", "video_data", "audio_data"), _PROMPT),
+    "max_new_tokens": _MOST,
+    "max_completion_tokens": _MOST,  # SGLang says so of the older name, too
+    "min_new_tokens": ("min_tokens",),
+    "sampling_seed": ("seed",),
+    "top_logprobs_num": ("top_logprobs", "logprobs"),
+    "json_schema": ("json_schema", "response_format", "text", "tools"),
+    "structural_tag": ("response_format", "tools"),
+}
+"""What SGLang's request calls them, and the fields of OpenAI's that they are made of: the first that was
+sent."""
+
+_NAME = re.compile(r"\bsampling_params\.\w+|^\w+|\b(?:max|min)_new_tokens\b")
+
+
+def as_sent(message: str, sent: Collection[str], known: Collection[str]) -> str:
+    """``message`` with the names of the fields that the client has ``sent``, or else those that it could have
+    sent, as far as they are ``known`` to the route."""
+
+    def name(found: re.Match[str]) -> str:
+        own = found[0].removeprefix("sampling_params.")
+        names = _NAMES.get(own, ())
+        return next((name for fields in (sent, known) for name in names if name in fields), own)
+
+    return _NAME.sub(name, message)
+
+
+def wrong_fields(errors: Sequence[dict[str, Any]], body: Any) -> str:
+    """What Pydantic finds wrong with a ``body``, in a line: each field with the reason and the value."""
+    found = list(dict.fromkeys((_path(error, body), _reason(error)) for error in errors[:MAX_READ]))
+    of_others = tuple(path for path, _ in found if not path.endswith(".role"))
+    told = [
+        f"{path}: {why}"
+        for path, why in found
+        # A message is tried as every kind of message. Where its role fits one kind, the others complain.
+        if not path.endswith(".role") or not any(p.startswith(path.removesuffix("role")) for p in of_others)
+    ]
+    return "; ".join(told[:MAX_ERRORS]) + ("; and more" if len(told) > MAX_ERRORS else "")
+
+
+def _path(error: dict[str, Any], body: Any) -> str:
+    """Pydantic also names the types that it tries; they are in no body."""
+    path, here = "", body
+    parts = [part for part in error.get("loc", ()) if part != "body"]
+    for i, part in enumerate(parts):
+        if isinstance(here, dict) and (part in here or (error["type"] == "missing" and i == len(parts) - 1)):
+            path, here = f"{path}.{part}" if path else str(part), here.get(part)
+        elif isinstance(here, list) and isinstance(part, int) and part < len(here):
+            path, here = f"{path}[{part}]", here[part]
+    return path or "the body"
+
+
+def _reason(error: dict[str, Any]) -> str:
+    reason = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "json_invalid":
+        return f"{reason}: {error['ctx']['error']}"
+    return (
+        reason
+        if error["type"] == "missing" or "input" not in error
+        else f"{reason}, got {shown(error['input'])}"
+    )

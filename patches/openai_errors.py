@@ -1,0 +1,87 @@
+"""Errors of OpenAI's routes have OpenAI's shape and speak of OpenAI's fields.
+
+Why: SGLang answers with the parts of an error, but not inside of ``error``, where OpenAI's clients look for
+them. Those for JavaScript then say "400 status code (no body)". A wrong body is answered with what Pydantic
+says about every type that it tried, twice and as Python writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+from fastapi import HTTPException
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.boundary.bodies import told
+from adaserve.boundary.wording import as_sent, wrong_fields
+from adaserve.patches import hook
+from adaserve.patches.boundary import applies
+
+
+def register() -> None:
+    openai = "sglang.srt.entrypoints.openai"
+    hook(f"{openai}.serving_base.OpenAIServingBase.handle_request", _told, HookType.AROUND)
+    hook(f"{openai}.serving_responses.OpenAIServingResponses.create_responses", _told, HookType.AROUND)
+
+
+async def _told(
+    original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any = None
+) -> Any:
+    sent = set(request.model_fields_set)  # SGLang sets some itself meanwhile
+    response = await original(self, request, raw_request)
+    if not applies(self.tokenizer_manager.server_args):
+        return response
+    return in_shape(response, sent, type(request).model_fields)
+
+
+def mount(app: Any, active: Callable[[], bool]) -> None:
+    """Puts the shape around the errors that SGLang's routes raise, while ``active``."""
+    refused, wrong = app.exception_handlers[HTTPException], app.exception_handlers[RequestValidationError]
+
+    async def on_refused(request: Any, error: HTTPException) -> Any:
+        response = await refused(request, error)
+        return in_shape(response) if active() else response
+
+    async def on_wrong(request: Any, error: RequestValidationError) -> Any:
+        errors = list(error.errors())
+        response = await wrong(request, RequestValidationError(told(errors)))
+        if not active():
+            return response
+        sent = error.body if isinstance(error.body, dict) else ()
+        return in_shape(response, sent, message=wrong_fields(errors, error.body))
+
+    app.add_exception_handler(HTTPException, on_refused)
+    app.add_exception_handler(RequestValidationError, on_wrong)
+
+
+def in_shape(
+    response: Any, sent: Collection[str] = (), known: Collection[str] = (), *, message: str | None = None
+) -> Any:
+    """An error of SGLang's as OpenAI writes it; other responses as they are.
+
+    ``sent``: the fields of the request; ``known``: those of its route. ``message``: what is said in place of
+    SGLang's words.
+    """
+    if not isinstance(response, JSONResponse) or response.status_code < 400:
+        return response
+    body = json.loads(bytes(response.body))
+    given = body.get("error", body if body.get("object") == "error" else None)
+    if not isinstance(given, dict) or body.get("type") == "error":
+        return response  # of other APIs, such as Anthropic's
+    message = message or as_sent(str(given.get("message")), sent, known)
+    leading = re.match(r"\w+", message)
+    about = leading[0] if leading and leading[0] in sent else None
+    error = {
+        "message": message,
+        "type": given.get("type"),
+        "param": given.get("param") or about,
+        "code": given.get("code"),
+    }
+    response.body = response.render({"error": error})
+    response.headers["content-length"] = str(len(response.body))
+    return response
