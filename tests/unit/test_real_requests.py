@@ -6,7 +6,6 @@ Other fields are tested against a server, in ``tests/clients/test_real_requests.
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from enum import Enum
 from typing import Annotated, Any, Literal
@@ -205,26 +204,25 @@ EBNFS = {
 }  # fmt: skip
 
 
-def judged(params: dict[str, Any], **limits: Any) -> float:
-    start_s = time.process_time()
+def judge(params: dict[str, Any], **limits: Any) -> None:
+    """Raises RequestError, also where it takes much effort: everybody else waits meanwhile."""
     check_request({"text": "a", "sampling_params": params}, replace(LIMITS, **limits))
-    return time.process_time() - start_s
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schemas_of_real_clients_pass(name: str) -> None:
-    assert judged({"json_schema": json.dumps(SCHEMAS[name])}) < 0.5, "everybody else waits meanwhile"
+    judge({"json_schema": json.dumps(SCHEMAS[name])})
 
 
 @pytest.mark.parametrize("expression", REGEXES)
 def test_expressions_of_real_clients_pass(expression: str) -> None:
-    assert judged({"regex": expression}) < 0.5
-    judged({"json_schema": json.dumps({"type": "string", "pattern": expression})})
+    judge({"regex": expression})
+    judge({"json_schema": json.dumps({"type": "string", "pattern": expression})})
 
 
 @pytest.mark.parametrize("name", EBNFS)
 def test_grammars_of_real_clients_pass(name: str) -> None:
-    assert judged({"ebnf": EBNFS[name]}) < 0.5
+    judge({"ebnf": EBNFS[name]})
 
 
 def tool(i: int, **more: Any) -> Tool:
@@ -256,7 +254,7 @@ def test_what_sglang_makes_of_tools_passes(parser: str, count: int) -> None:
                         value.model_dump(by_alias=True) if hasattr(value, "model_dump") else value
                     )
                 )
-                assert judged({kind: text}, of_tools=True) < 0.5
+                judge({kind: text}, of_tools=True)
 
 
 def test_the_schemas_of_tools_are_judged_all_the_same() -> None:
@@ -268,7 +266,7 @@ def test_the_schemas_of_tools_are_judged_all_the_same() -> None:
     made = FunctionCallParser([bad], "hermes").get_structure_constraint("required")
     assert made is not None and made[0] == "structural_tag"
     with pytest.raises(RequestError, match="must be # or start with #/"):
-        judged({"structural_tag": made[1].model_dump_json(by_alias=True)}, of_tools=True)
+        judge({"structural_tag": made[1].model_dump_json(by_alias=True)}, of_tools=True)
 
 
 def test_thirty_such_expressions_fit_into_one_request() -> None:
@@ -283,7 +281,7 @@ def test_thirty_such_expressions_fit_into_one_request() -> None:
 def test_repeats_of_repeats_are_refused(expression: str) -> None:
     """After a few hundred characters, one step of these takes xgrammar a tenth of a second."""
     with pytest.raises(RequestError, match="too many ways"):
-        judged({"regex": expression})
+        judge({"regex": expression})
 
 
 def chain(length: int) -> dict[str, Any]:
@@ -295,10 +293,10 @@ def chain(length: int) -> dict[str, Any]:
 def test_what_compiles_by_recursion_does_not_lead_too_deep() -> None:
     """xgrammar's thread has a stack of 8 MB; where it ends, the server does."""
     deepest = chain((MAX_SCHEMA_LEVELS - 2) // 4)
-    judged({"json_schema": json.dumps(deepest)})
+    judge({"json_schema": json.dumps(deepest)})
     GrammarCompiler(TokenizerInfo(["a"]), max_threads=1).compile_json_schema(json.dumps(deepest))
     with pytest.raises(RequestError, match="1000 schemas deep"):
-        judged({"json_schema": json.dumps(chain(MAX_SCHEMA_LEVELS // 4 + 1))})
+        judge({"json_schema": json.dumps(chain(MAX_SCHEMA_LEVELS // 4 + 1))})
     with pytest.raises(RequestError, match="1000 schemas deep"):  # in a circle, and with ways past it
         circle: dict[str, Any] = {
             str(i): {
@@ -306,7 +304,7 @@ def test_what_compiles_by_recursion_does_not_lead_too_deep() -> None:
             }
             for i in range(500)
         }
-        judged({"json_schema": json.dumps({"$ref": "#/$defs/0", "$defs": circle | {"500": {}}})})
+        judge({"json_schema": json.dumps({"$ref": "#/$defs/0", "$defs": circle | {"500": {}}})})
 
 
 def test_a_wide_schema_is_not_deep() -> None:
@@ -316,4 +314,4 @@ def test_a_wide_schema_is_not_deep() -> None:
         "properties": {f"a{i}": row for i in range(50)},
         "$defs": {"x": {"type": "null"}},
     }
-    judged({"json_schema": json.dumps(wide)})
+    judge({"json_schema": json.dumps(wide)})
