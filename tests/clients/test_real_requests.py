@@ -39,6 +39,13 @@ PARAMETERS = {
     "$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "required": ["path"], "additionalProperties": False,
     "properties": {"path": {"type": "string", "enum": ["src", "docs"], "description": "Where to look. " * 20}, "lines": {"type": ["integer", "null"], "minimum": 1}},
 }  # fmt: skip
+ENDING = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+"""Arguments that come to an end whatever the model writes."""
 
 
 def tools(count: int, **more: Any) -> list[dict[str, Any]]:
@@ -49,7 +56,7 @@ def tools(count: int, **more: Any) -> list[dict[str, Any]]:
                 "name": f"tool_{i}",
                 "description": "Reads. " * 40,
                 "parameters": PARAMETERS,
-                **more,
+                **more,  # may replace them
             },
         }
         for i in range(count)
@@ -99,7 +106,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "vLLM's extra body": (CHAT, {"guided_json": {"type": "object"}, "best_of": 1, "use_beam_search": False, "add_generation_prompt": True, "include_stop_str_in_output": False}),
     "after a tool": (CHAT, {"messages": CALLED, "tools": tools(1)}),
     "128 tools": (CHAT, {"tools": tools(128), "tool_choice": "auto", "parallel_tool_calls": False}),
-    "a tool by name": (CHAT, {"tools": tools(2, strict=True), "tool_choice": {"type": "function", "function": {"name": "tool_1"}}, "max_tokens": 200}),
+    "a tool by name": (CHAT, {"tools": tools(2, strict=True, parameters=ENDING), "tool_choice": {"type": "function", "function": {"name": "tool_1"}}, "max_tokens": 200}),
     "no tool": (CHAT, {"tools": tools(1), "tool_choice": "none"}),
     "functions of old": (CHAT, {"functions": [{"name": "f", "parameters": {}}], "function_call": "auto"}),
     "the developer": (CHAT, {"messages": [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "Hi", "name": "Ada"}]}),
