@@ -21,7 +21,7 @@ CHAT, COMPLETIONS, RESPONSES, GENERATE = (
 SHORT: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "How does a list differ from a tuple?"}], "max_tokens": 8, "ignore_eos": True},
     COMPLETIONS: {"prompt": "def main(argv):\n", "max_tokens": 8, "ignore_eos": True},
-    RESPONSES: {"input": "What is a list?", "max_output_tokens": 12},
+    RESPONSES: {"input": "What is a list?", "max_output_tokens": 12, "temperature": 0},
     GENERATE: {"text": "def main(argv):\n", "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}},
 }  # fmt: skip
 
@@ -123,10 +123,10 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "several prompts": (COMPLETIONS, {"prompt": ["a b", "c d"], "n": 2, "echo": True, "best_of": 2}),
     "lm-evaluation-harness": (COMPLETIONS, {"prompt": [[5, 17, 33]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}),
     "sgl.gen": (GENERATE, {"sampling_params": {
-        "skip_special_tokens": True, "spaces_between_special_tokens": True, "max_new_tokens": 8, "min_new_tokens": 0, "n": 1, "stop": [],
+        "skip_special_tokens": True, "spaces_between_special_tokens": True, "max_new_tokens": 8, "min_new_tokens": 4, "n": 1, "stop": [],
         "stop_token_ids": [], "stop_regex": [], "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0,
         "presence_penalty": 0.0, "ignore_eos": False, "regex": None, "json_schema": None}}),
-    "null in sampling parameters": (GENERATE, {"sampling_params": {"max_new_tokens": 8, **dict.fromkeys(("stop", "temperature", "top_p", "top_k", "min_p", "regex", "logit_bias", "sampling_seed"))}, "stream": False}),
+    "null in sampling parameters": (GENERATE, {"sampling_params": {"max_new_tokens": 8, "min_new_tokens": 4, **dict.fromkeys(("stop", "temperature", "top_p", "top_k", "min_p", "regex", "logit_bias", "sampling_seed"))}, "stream": False}),
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
