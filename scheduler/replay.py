@@ -85,7 +85,7 @@ def _fields_out(obj: Any, skip: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 class Recorder:
-    """Writes iterations as they happen: ``plan`` when planned, ``finish`` when the outcome is known.
+    """Writes a line for each iteration, once its outcome is known.
 
     A recording is that of one process from its start on. So where ``path`` is there already, of an earlier
     start or of another replica, this one is called ``NAME-2``, ``NAME-3`` and so on."""

@@ -75,8 +75,6 @@ def _reason(error: dict[str, Any]) -> str:
     reason = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "json_invalid":
         return f"{reason}: {error['ctx']['error']}"
-    return (
-        reason
-        if error["type"] == "missing" or "input" not in error
-        else f"{reason}, got {shown(error['input'])}"
-    )
+    if error["type"] == "missing" or "input" not in error:
+        return reason
+    return f"{reason}, got {shown(error['input'])}"
