@@ -23,11 +23,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from adaserve.cache import cache_folder
 from adaserve.cores import usable_cores
+from adaserve.identity import SGLANG_VERSION
 
 State = Literal["ok", "note", "missing"]
 
-SGLANG_VERSION = "0.5.23"
+INSTALL = "install AdaServe again: pip install . in its folder"
 NEEDED_MEMORY_GIB = 8.0
 NEEDED_DISK_GB = 2.0
 CPU_FEATURES = {
@@ -73,11 +75,6 @@ def check_disk(folder: Path | None = None) -> list[Finding]:
             )
         ]
     return [Finding("Disk", "ok", found)]
-
-
-def cache_folder() -> Path:
-    """Where AdaServe keeps widened models, kernels and profiles."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adaserve"
 
 
 def check_memory(total_bytes: int | None = None) -> list[Finding]:
@@ -153,9 +150,7 @@ def check_entry_points() -> list[Finding]:
     for what, group in (("Plugin", "sglang.srt.plugins"), ("CPU platform", "sglang.srt.platforms")):
         ours = [e for e in entry_points(group=group) if e.value.startswith("adaserve.")]
         if not ours:
-            findings.append(
-                Finding(what, "missing", f"no entry point in {group}", "pip install adaserve (again)")
-            )
+            findings.append(Finding(what, "missing", f"no entry point in {group}", INSTALL))
             continue
         findings.append(Finding(what, "ok", f"{ours[0].name} = {ours[0].value}"))
     allowed = os.environ.get("SGLANG_PLUGINS")
@@ -288,9 +283,7 @@ def examine(checks: Sequence[Callable[[], list[Finding]]] = CHECKS) -> list[Find
             findings += check()
         except Exception as error:  # finding a broken installation is its purpose
             name = getattr(check, "__name__", "check").removeprefix("check_").replace("_", " ")
-            findings.append(
-                Finding(name, "missing", f"{type(error).__name__}: {error}", "pip install adaserve (again)")
-            )
+            findings.append(Finding(name, "missing", f"{type(error).__name__}: {error}", INSTALL))
     return findings
 
 

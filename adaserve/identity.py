@@ -1,4 +1,4 @@
-"""Who we are to SGLang: the algorithm's name, and whether this process could register it."""
+"""Who we are to SGLang: the algorithm's name, the version we hook into, and whether we could register."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 NAME = "ADASERVE"
+
+SGLANG_VERSION = "0.5.23"
+"""What our hooks fit; ``pyproject.toml`` asks for the same."""
 
 
 def is_ours(algorithm: Any) -> bool:

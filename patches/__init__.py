@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-SGLANG_VERSION = "0.5.23"
+from adaserve.identity import SGLANG_VERSION
 
 targets: list[str] = []
 """Dotted paths that we hook; the contract tests check their signatures."""

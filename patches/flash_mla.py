@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from adaserve.patches import SGLANG_VERSION, PatchError
+from adaserve.identity import SGLANG_VERSION
+from adaserve.patches import PatchError
 
 BACKEND = "sglang.srt.layers.attention.flashmla_backend"
 

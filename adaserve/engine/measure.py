@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from adaserve.cache import cache_folder
 from adaserve.config import AdaServeConfig
 from adaserve.engine.host_load import OtherProcesses
 from adaserve.engine.parts import Device, Drafter, ModelForward
@@ -259,9 +260,8 @@ def learned_path(meta: dict[str, str]) -> Path:
 
 
 def _cached(folder: str, meta: dict[str, str]) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(repr(sorted(meta.items())).encode()).hexdigest()[:16]
-    return root / "adaserve" / folder / f"{key}.json"
+    return cache_folder() / folder / f"{key}.json"
 
 
 def profile_steps() -> int:

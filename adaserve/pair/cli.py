@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from adaserve.cache import cache_folder
 from adaserve.commands import new_file
 from adaserve.cores import usable_cores
-from adaserve.pair.folders import HEAD, MEDUSA, PairError, cache_folder, drafts_of, weights_folder
+from adaserve.pair.folders import HEAD, MEDUSA, PairError, drafts_of, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
 
 app = typer.Typer(help="Train, measure and widen the embedded target and draft.", no_args_is_help=True)
@@ -44,7 +45,7 @@ class HeadKind(StrEnum):
 
 
 def _work(folder: Path | None) -> Path:
-    return folder if folder is not None else cache_folder().parent / "pair-training"
+    return folder if folder is not None else cache_folder() / "pair-training"
 
 
 @app.command()
@@ -268,7 +269,3 @@ def test_draft(
         console.print(f"{out} is a copy of {target}")
     else:
         console.print(f"{out}: top-1 agreement {noisy_copy(target, out, agreement=agreement, seed=seed):.2f}")
-
-
-if __name__ == "__main__":
-    app()

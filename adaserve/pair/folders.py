@@ -8,6 +8,7 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
+from adaserve import cache
 from adaserve.draft_kind import medusa_folder
 from adaserve.errors import UserError
 
@@ -38,8 +39,8 @@ def weights_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "adaserve" / "pair"
+    """Where widened models are kept."""
+    return cache.cache_folder() / "pair"
 
 
 def drafts_of(pair: Path) -> list[str]:

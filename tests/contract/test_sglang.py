@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 import time
 from collections.abc import Iterator
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points, requires, version
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from adaserve import patches
 from adaserve.algorithm import AdaServeAlgorithm
 from adaserve.host import select
-from adaserve.identity import NAME
+from adaserve.identity import NAME, SGLANG_VERSION
 from adaserve.patches.routes import REFUSED, ROUTES_ONLY
 
 MANAGERS = "sglang.srt.managers"
@@ -283,7 +283,8 @@ def parameters(path: str) -> list[str]:
 
 
 def test_version() -> None:
-    assert version("sglang") == patches.SGLANG_VERSION
+    assert version("sglang") == SGLANG_VERSION
+    assert f"sglang=={SGLANG_VERSION}" in requires("adaserve")
 
 
 def test_every_hook_has_its_contract(targets: list[str]) -> None:

@@ -60,6 +60,7 @@ def test_a_check_that_breaks_is_a_finding() -> None:
 
     findings = doctor.examine([check_broken, lambda: [doctor.Finding("x", "ok", "y")]])
     assert [f.state for f in findings] == ["missing", "ok"] and "no such library" in findings[0].found
+    assert "pip install adaserve" not in findings[0].remedy, "the package index has none of that name from us"
 
 
 def test_the_report_is_nothing_but_the_report(

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from adaserve.cache import cache_folder
 from adaserve.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def build(*extra_flags: str, sources: Path = SOURCES) -> Path:
     """Path of the compiled kernels in the user's cache. Once there, they need neither a compiler nor a
     writable folder. Safe when several processes build at once.
     """
-    folder = _cache_folder()
+    folder = _kernels_folder()
     target = folder / f"kernels-{_fingerprint(extra_flags, sources)}.so"
     if target.exists():
         return target
@@ -90,7 +91,7 @@ def _in_the_cache() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BuildError(f"the cache folder {_cache_folder()} cannot be written: {error}") from error
+        raise BuildError(f"the cache folder {_kernels_folder()} cannot be written: {error}") from error
 
 
 def load_library(path: Path) -> ctypes.CDLL:
@@ -148,9 +149,8 @@ def _processor() -> str:
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _cache_folder() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "adaserve" / "kernels"
+def _kernels_folder() -> Path:
+    return cache_folder() / "kernels"
 
 
 def _make_writable(folder: Path) -> None:
