@@ -1,7 +1,7 @@
 """The settings of an AdaServe server, fixed before it starts.
 
 SGLang's child processes inherit the environment and nothing else of ours, so the configuration
-travels as one JSON value in ``ADASERVE_CONFIG``. Precedence: command line > environment > default.
+travels as one JSON value in ``ADASERVE_CONFIG``. Flags beat it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from adaserve.errors import UserError, why_unwritable
 from adaserve.slo.classes import SLOConfig
 
 ENV = "ADASERVE_CONFIG"
-POLICY_ENV = "ADASERVE_POLICY"
 PREFILLS = ("slack", "exclusive")
 DRAFTS = ("model", "self", "suffix")
 AUTO_WINDOWS = (0, 256, 64)
@@ -381,15 +380,10 @@ class AdaServeConfig(Checked):
     @classmethod
     def load(cls) -> Self:
         """The configuration of this process. Raises ConfigError."""
-        values: dict[str, Any] = {}
-        if os.environ.get(POLICY_ENV):
-            values["policy"] = os.environ[POLICY_ENV]
-        if os.environ.get(ENV):
-            try:
-                values.update(json.loads(os.environ[ENV]))
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{ENV} is not valid JSON: {error}") from error
-        return cls(**values)
+        try:
+            return cls(**json.loads(os.environ.get(ENV) or "{}"))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{ENV} is not valid JSON: {error}") from error
 
 
 @lru_cache(maxsize=1)

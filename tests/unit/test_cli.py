@@ -24,7 +24,7 @@ from adaserve import server
 from adaserve.bench import profile, servers
 from adaserve.cli import app
 from adaserve.commands import Commands
-from adaserve.config import ENV, ConfigError
+from adaserve.config import ENV, AdaServeConfig, ConfigError
 from adaserve.pair.folders import PairError
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 
@@ -51,6 +51,15 @@ def test_servers_of_this_machine_are_asked_without_a_proxy(direct: str) -> None:
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == str([True, True, bool(direct)])
+
+
+def test_serve_and_the_settings_have_the_same_defaults() -> None:
+    """Each stands twice, since help must not wait for the settings' module."""
+    fields = AdaServeConfig.model_fields
+    options = [o for o in get_command(app).commands["serve"].params if o.name in fields]
+    assert len(options) > 15
+    for option in options:
+        assert option.default is None or str(option.default) == str(fields[option.name].default), option.name
 
 
 def test_two_draft_models(started: list[list[str]], tmp_path: Path) -> None:

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from adaserve.config import ENV, POLICY_ENV, AdaServeConfig, ConfigError
+from adaserve.config import ENV, AdaServeConfig, ConfigError
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    # setenv first, so that what a test exports is undone too.
-    for name in (ENV, POLICY_ENV):
-        monkeypatch.setenv(name, "")
+    monkeypatch.setenv(ENV, "")  # so that what a test exports is undone too
 
 
 @pytest.mark.parametrize(
@@ -95,13 +93,6 @@ def test_the_longest_chain() -> None:
 
 def test_default_without_environment() -> None:
     assert AdaServeConfig.load() == AdaServeConfig()
-
-
-def test_configuration_beats_the_policy_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(POLICY_ENV, "none")
-    assert AdaServeConfig.load().policy == "none"
-    monkeypatch.setenv(ENV, json.dumps({"policy": "chain-2"}))
-    assert AdaServeConfig.load().policy == "chain-2"
 
 
 def test_export_round_trip() -> None:
