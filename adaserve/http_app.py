@@ -12,9 +12,8 @@ load_plugins()
 
 from sglang.srt.entrypoints.http_server import app  # noqa: E402 - hooks must be in place first
 
-from adaserve.patches import live_page, load_headers, routes, server_info  # noqa: E402
+from adaserve.patches import http_parts  # noqa: E402
 
-for module in (live_page, routes, server_info, load_headers):
-    module.mount(app)
+http_parts.complete(app)
 
 __all__ = ["app"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -35,85 +36,49 @@ def hook(target: str, function: Callable[..., Any], kind: HookType) -> None:
     targets.append(target)
 
 
+MODULES = (
+    "flags",
+    "kv_reserve",
+    "kv_sizing",
+    "cpu_kernels",
+    "dual_gemm",
+    "flash_mla",
+    "fork_children",
+    "gloo_threads",
+    "prefill_slack",
+    "slo_requests",
+    "slo_responses",
+    "boundary",  # after the SLO hooks: what wraps last is asked first
+    "openai_errors",  # around both
+    "bodies",
+    "metric_labels",
+    "metrics_cost",
+    "tokenizing",
+    "unread_streams",
+    "parsers",
+    "scheduler_guard",
+    "stop_strings",
+    "grammar_memory",
+    "grammar_time",
+    "dead_ends",
+    "logit_processors",
+    "prefill_logprobs",
+    "request_ends",
+    "response_store",
+    "internal_state",
+    "server_info",
+    "keys",
+    "load_reports",
+    "shedding",
+    "routes",
+    "worker_supervisor",
+    "load_headers",
+    "http_parts",
+)
+"""Those that hook something, in the order in which they do."""
+
+
 def apply_all() -> None:
     """Registers all hooks; SGLang applies them right after its plugins were loaded."""
-    from adaserve.patches import (
-        bodies,
-        boundary,
-        cpu_kernels,
-        dead_ends,
-        dual_gemm,
-        flags,
-        flash_mla,
-        fork_children,
-        gloo_threads,
-        grammar_memory,
-        grammar_time,
-        internal_state,
-        keys,
-        kv_reserve,
-        kv_sizing,
-        live_page,
-        load_headers,
-        load_reports,
-        logit_processors,
-        metric_labels,
-        metrics_cost,
-        openai_errors,
-        parsers,
-        prefill_logprobs,
-        prefill_slack,
-        request_ends,
-        response_store,
-        routes,
-        scheduler_guard,
-        server_info,
-        shedding,
-        slo_requests,
-        slo_responses,
-        stop_strings,
-        tokenizing,
-        unread_streams,
-        worker_supervisor,
-    )
-
-    for module in (
-        flags,
-        kv_reserve,
-        kv_sizing,
-        cpu_kernels,
-        dual_gemm,
-        flash_mla,
-        fork_children,
-        gloo_threads,
-        prefill_slack,
-        slo_requests,
-        slo_responses,
-        boundary,  # after the SLO hooks: what wraps last is asked first
-        openai_errors,  # around both
-        bodies,
-        metric_labels,
-        metrics_cost,
-        tokenizing,
-        unread_streams,
-        parsers,
-        scheduler_guard,
-        stop_strings,
-        grammar_memory,
-        grammar_time,
-        dead_ends,
-        logit_processors,
-        prefill_logprobs,
-        request_ends,
-        response_store,
-        internal_state,
-        server_info,
-        keys,
-        live_page,
-        load_reports,
-        shedding,
-        routes,
-        worker_supervisor,
-        load_headers,  # around everything, refusals included
-    ):
-        module.register()
+    for name in MODULES:
+        import_module(f"adaserve.patches.{name}").register()

@@ -1,8 +1,8 @@
 """The live page ``/slo`` and ``/slo/snapshot.json`` on SGLang's HTTP server.
 
-Why: SGLang has no place for more routes. They are added to its app before it runs; the page, which
-holds no figures, is put outside everything, so that it loads with authentication switched on. SGLang
-leaves ordinary routes open when it has an admin key only; the snapshot then wants that key.
+Why: the page, which holds no figures, is put outside everything, so that it loads with authentication
+switched on. SGLang leaves ordinary routes open when it has an admin key only; the snapshot then wants that
+key.
 """
 
 from __future__ import annotations
@@ -13,29 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import HTTPException, Request
-from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import admin_access, hook
+from adaserve.patches import admin_access
 from adaserve.slo import page
 from adaserve.slo.snapshot import build_snapshot
 
 
-def register() -> None:
-    hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", _before_run, HookType.BEFORE)
-
-
-def _before_run(*_: Any, **__: Any) -> None:
-    from sglang.srt.entrypoints.http_server import app
-
-    mount(app)
-
-
 def mount(app: Any) -> None:
-    """Adds page and snapshot to SGLang's app, once, before it serves."""
-    if not getattr(app.state, "adaserve_live", False):
-        app.state.adaserve_live = True
-        page.mount(app, snapshot)
-        admin_access.guard(app)
+    """Adds page and snapshot to SGLang's app."""
+    page.mount(app, snapshot)
+    admin_access.guard(app)
 
 
 LEAST_AGE_S = 1.0

@@ -35,23 +35,13 @@ _REQUEST = "request"
 
 
 def register() -> None:
-    hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", _before_run, HookType.BEFORE)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     hook(f"{manager}.generate_request", _remember, HookType.BEFORE)
     hook(f"{manager}._handle_abort_finish_reason", _ended, HookType.AROUND)
 
 
-def _before_run(*_: Any, **__: Any) -> None:
-    from sglang.srt.entrypoints.http_server import app
-
-    mount(app)
-
-
 def mount(app: Any) -> None:
-    """Puts the headers around SGLang's app, once, before it serves."""
-    if getattr(app.state, "adaserve_load_headers", False):
-        return
-    app.state.adaserve_load_headers = True
+    """Puts the headers around SGLang's app."""
     build, orca = app.build_middleware_stack, AdaServeConfig.load().orca
     app.build_middleware_stack = lambda: LoadHeaders(build(), orca)
 

@@ -103,7 +103,6 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def register() -> None:
-    hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", _before_run, HookType.BEFORE)
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     hook(f"{chat}._apply_jinja_template", _render, HookType.AROUND)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -144,17 +143,8 @@ def refuse_rpc(engine: Any, method: str, **_: Any) -> None:
         raise RequestError(_sentence(method, why))
 
 
-def _before_run(*_: Any, **__: Any) -> None:
-    from sglang.srt.entrypoints.http_server import app
-
-    mount(app)
-
-
 def mount(app: Any) -> None:
-    """Puts the refusals around SGLang's app, once, before it serves."""
-    if getattr(app.state, "adaserve_routes", False):
-        return
-    app.state.adaserve_routes = True
+    """Puts the refusals around SGLang's app."""
     app.max_body_size = MAX_BODY_BYTES
     openai_errors.mount(app, _active)
     for kind in (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError):

@@ -34,7 +34,6 @@ def register() -> None:
     hook(f"{controller}.get_internal_state", _timed, HookType.AROUND)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     hook(f"{manager}.get_internal_state", _waiting, HookType.AROUND)
-    hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", _before_run, HookType.BEFORE)
 
 
 def _timed(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
@@ -53,16 +52,10 @@ async def _waiting(original: Callable[..., Awaitable[list[Any]]], self: Any) -> 
     return states
 
 
-def _before_run(*_: Any, **__: Any) -> None:
-    from sglang.srt.entrypoints.http_server import app
-
-    mount(app)
-
-
 def mount(app: Any) -> None:
-    """Puts the limit around SGLang's routes, once, before they serve."""
+    """Puts the limit around SGLang's routes."""
     for route in app.router.routes:
-        if getattr(route, "path", None) in PATHS and not isinstance(route.app, ServerInfo):
+        if getattr(route, "path", None) in PATHS:
             route.app = ServerInfo(route.app)
 
 

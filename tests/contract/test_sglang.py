@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import entry_points, requires, version
 from types import SimpleNamespace
 from typing import Any
@@ -285,6 +286,12 @@ def parameters(path: str) -> list[str]:
 def test_version() -> None:
     assert version("sglang") == SGLANG_VERSION
     assert f"sglang=={SGLANG_VERSION}" in requires("adaserve")
+
+
+def test_every_module_that_hooks_is_applied() -> None:
+    found = [import_module(f"adaserve.patches.{m.name}") for m in pkgutil.iter_modules(patches.__path__)]
+    hooking = {m.__name__.rpartition(".")[2] for m in found if hasattr(m, "register")}
+    assert hooking == set(patches.MODULES)
 
 
 def test_every_hook_has_its_contract(targets: list[str]) -> None:
