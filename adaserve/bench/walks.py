@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.host.forward import LeanModel, draft_storage
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.heads import HeadForward, HiddenStates, project
+from adaserve.engine.host.lean import LeanModel, draft_storage
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.medusa import MedusaForward
 from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from adaserve.engine.clock import HostMark
 from adaserve.engine.host.beam import MAX_WIDTH, BeamArrays
-from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.gumbel import read
 from adaserve.engine.host.install import LEAN_ATTRIBUTE
+from adaserve.engine.host.lean import LeanModel
 from adaserve.engine.host.params import Before, Inputs
 from adaserve.engine.host.sglang_forward import SGLangForward
 from adaserve.engine.logit_reading import Reading

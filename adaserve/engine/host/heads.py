@@ -28,9 +28,9 @@ from torch import Tensor
 
 from adaserve.draft_kind import EAGLE3, MTP
 from adaserve.engine.host.extract import head_obstacle, mtp_obstacle, read_head, read_mtp
-from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.install import LEAN_ATTRIBUTE, grow_rotary_table
+from adaserve.engine.host.lean import LeanModel
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.params import Before, ModelConfig, ModelWeights
 from adaserve.engine.parts import KeepGoing, Ready, Search

@@ -10,7 +10,7 @@ import torch
 
 from adaserve.cores import usable_cores
 from adaserve.engine.host.extract import read_weights, supports
-from adaserve.engine.host.forward import LeanModel
+from adaserve.engine.host.lean import LeanModel
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.params import Inputs
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from adaserve.engine.clock import HostMark
-from adaserve.engine.host.forward import LeanModel
 from adaserve.engine.host.forwards import best_of, forbidding
 from adaserve.engine.host.heads import HiddenStates, final_states, lean_target
+from adaserve.engine.host.lean import LeanModel
 from adaserve.engine.host.linear import Storage, torch_linear
 from adaserve.engine.logit_reading import Reading
 from adaserve.engine.parts import Beams, KeepGoing, Ready, Run, Search

@@ -15,10 +15,10 @@ from adaserve.draft_kind import HEADS
 from adaserve.engine.clock import HostMark
 from adaserve.engine.filters import Filter, by_sort
 from adaserve.engine.host import gumbel
-from adaserve.engine.host.forward import draft_storage
 from adaserve.engine.host.forwards import HostForward, host_forward
 from adaserve.engine.host.heads import HeadForward, head_forward
 from adaserve.engine.host.install import store_again
+from adaserve.engine.host.lean import draft_storage
 from adaserve.engine.host.linear import Storage
 from adaserve.engine.host.medusa import MedusaForward, medusa_forward
 from adaserve.engine.logit_reading import Reading

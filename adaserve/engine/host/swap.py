@@ -11,8 +11,8 @@ from torch import Tensor
 
 from adaserve.draft_kind import EAGLE3
 from adaserve.engine.host.extract import read_head, read_weights
-from adaserve.engine.host.forward import Backend, LeanModel
 from adaserve.engine.host.install import LEAN_ATTRIBUTE
+from adaserve.engine.host.lean import Backend, LeanModel
 from adaserve.engine.host.params import ModelWeights
 
 _FUSED = {

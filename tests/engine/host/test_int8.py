@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from adaserve.engine.host import LeanModel, build
-from adaserve.engine.host.forward import draft_storage
 from adaserve.engine.host.forwards import HostForward, LeanForward
 from adaserve.engine.host.install import LEAN_ATTRIBUTE, store_again
+from adaserve.engine.host.lean import draft_storage
 from adaserve.engine.host.native import NativeBackend
 from adaserve.engine.host.parts import HostDevice
 from tests.engine.host.factories import Chunk, Pool, hf_model, read_hf, run
