@@ -64,32 +64,26 @@ def batch(url: str, asks: Sequence[Ask]) -> list[dict[str, Any]]:
     return list(answer)
 
 
-def send(
-    url: str, asks: Sequence[Ask], at_once: int | None = None, at_s: Sequence[float] = (), **more: Any
-) -> list[Reply]:
+def send(url: str, asks: Sequence[Ask], at_once: int | None = None, **more: Any) -> list[Reply]:
     """Sends every request on a connection of its own; replies in order. Raises httpx.HTTPError.
 
-    At most ``at_once`` of them run at any time. ``at_s``: seconds after which each one leaves; all leave at
-    once without."""
-    return asyncio.run(_send(url, asks, at_once or len(asks), at_s or [0.0] * len(asks), more))
+    At most ``at_once`` of them run at any time."""
+    return asyncio.run(_send(url, asks, at_once or len(asks), more))
 
 
-async def _send(
-    url: str, asks: Sequence[Ask], at_once: int, at_s: Sequence[float], more: dict[str, Any]
-) -> list[Reply]:
+async def _send(url: str, asks: Sequence[Ask], at_once: int, more: dict[str, Any]) -> list[Reply]:
     limits = httpx.Limits(max_connections=None)
     turn = asyncio.Semaphore(max(1, at_once))
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
 
-        async def one(ask: Ask, after_s: float) -> Reply:
-            await asyncio.sleep(after_s)
+        async def one(ask: Ask) -> Reply:
             async with turn:
                 start_s = time.perf_counter()
                 answer = (await client.post("/generate", json=ask.body(**more))).raise_for_status().json()
                 seconds = time.perf_counter() - start_s
             return Reply(tuple(answer["output_ids"]), answer["meta_info"], seconds)
 
-        return list(await asyncio.gather(*map(one, asks, at_s)))
+        return list(await asyncio.gather(*map(one, asks)))
 
 
 def send_in_order(url: str, asks: Sequence[Ask], at_once: int) -> list[Reply]:
