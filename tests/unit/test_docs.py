@@ -1,4 +1,4 @@
-"""What the documentation points at is there: links, anchors, commands and their options."""
+"""What the documentation points at is there: links, commands and their options, files, settings, metrics."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from prometheus_client import CollectorRegistry
 from typer.main import get_command
 
 from adaserve.cli import app
 from adaserve.config import AdaServeConfig
+from adaserve.slo.prometheus import ServerMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]
@@ -20,6 +22,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SERVE = get_command(app).commands["serve"]
 SPAN = re.compile(r"(?<!`)`(adaserve [^`]+)`")
+SOURCE = re.compile(r"`(?!gpu-bundle/)((?:[\w.-]+/)*\w+\.(?:py|h|sh|toml|yml))(?::\w+)?`")
 
 
 def anchors(page: Path) -> set[str]:
@@ -72,3 +75,36 @@ def test_commands_have_the_options_that_are_named(page: Path) -> None:
             command = command.commands[words.pop(0)]
         named = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert named <= options(command), line
+
+
+@pytest.fixture(scope="module")
+def files() -> list[str]:
+    """Of the repository, each after a slash."""
+    folders = ("adaserve", "scheduler", "patches", "loadgen", "scripts", "tests", "docs", "deploy")
+    return [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_are_there(page: Path, files: list[str]) -> None:
+    """Also where a page leaves the first folders of a path out."""
+    for name in SOURCE.findall(page.read_text()):
+        assert any(file.endswith(f"/{name}") for file in files), name
+
+
+@pytest.fixture(scope="module")
+def metrics() -> set[str]:
+    """Names of our metrics, without what Prometheus adds, and those that rules record."""
+    registry = CollectorRegistry()
+    ServerMetrics(registry)
+    rules = (ROOT / "deploy" / "grafana" / "prometheus" / "rules.yml").read_text()
+    return {metric.name for metric in registry.collect()} | set(re.findall(r"record: (\S+)", rules))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_and_metrics_that_are_named_are_there(page: Path, metrics: set[str]) -> None:
+    text = page.read_text()
+    flags = {flag.replace("-", "_") for flag in re.findall(r"--adaserve-([a-z-]+)", text)}
+    assert flags <= AdaServeConfig.model_fields.keys()
+    for name in re.findall(r"adaserve:[a-z_:]{2,}", text):
+        bare = name.removesuffix("_total").removesuffix("_bucket")
+        assert any(metric.startswith(bare) for metric in metrics), name
