@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from adaserve.config import AdaServeConfig
+from adaserve.config import MOST_RUNNING, AdaServeConfig
 from adaserve.draft_kind import kind_at
 from adaserve.host import ATTENTION_BACKEND, on_device
 from adaserve.identity import NAME, ensure_registered
@@ -60,7 +60,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
         server_args.enable_mixed_chunk = False
         leave_graphs_to_us(server_args, config)
         if server_args.max_running_requests is None:
-            server_args.max_running_requests = 64
+            server_args.max_running_requests = MOST_RUNNING
 
 
 def leave_graphs_to_us(args: Any, ours: AdaServeConfig) -> None:

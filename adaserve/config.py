@@ -24,6 +24,8 @@ PREFILLS = ("slack", "exclusive")
 DRAFTS = ("model", "self", "suffix")
 AUTO_WINDOWS = (0, 256, 64)
 """What the policy chooses among with ``draft_window`` auto."""
+MOST_RUNNING = 64
+"""Requests that a server runs at once, unless ``--max-running-requests`` says otherwise."""
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """Of a model that is not a folder here."""
 

@@ -39,7 +39,7 @@ def shoot_report(folder: Path) -> None:
 
 
 def shoot_server(folder: Path) -> None:
-    """The live page and Locust's tab, four minutes into one run that has its peak half-way."""
+    """The live page and Locust's tab, after the peak of one run."""
     from adaserve.server import ServerProcess, ServerSpec, free_port
 
     config, port = folder / "mix.yaml", free_port()

@@ -8,6 +8,9 @@ from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import LEAST_WINDOW
 from adaserve.scheduler.latency import LatencyModel, default_latency
 
+KNEE = 1.5
+"""``knee`` of a server."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:

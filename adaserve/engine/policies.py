@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from adaserve.config import AUTO_WINDOWS, AdaServeConfig
 from adaserve.engine.parts import Device
+from adaserve.scheduler.config import KNEE
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import Policy
 from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
 
 WINDOWS = ("auto", *map(str, AUTO_WINDOWS))
 """After an @, a policy's name says what its drafts read: ``priced@256``."""
-
-KNEE = 1.5
-"""If no budget is given, B is how many tokens can be verified in this many times the time of one."""
 
 
 class ServedPolicies:

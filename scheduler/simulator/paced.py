@@ -75,7 +75,7 @@ def learn_pace(requests: Sequence[SimRequest], config: SimulationConfig) -> Pace
     """Plays batches of these requests on a quiet replica, each request in the middle of its answer."""
     rng = np.random.default_rng([config.seed, 0xFACE])
     watched = []
-    for n in SIZES:
+    for n in (size for size in SIZES if size <= config.replica.max_running):
         for _ in range(-(-SAMPLE // n)):
             picked = rng.choice(len(requests), n, replace=n > len(requests))
             watched.append(_watch([requests[i] for i in picked], config))

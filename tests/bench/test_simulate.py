@@ -17,6 +17,7 @@ from adaserve.bench.simulate import fleet
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded, read_workload
 from adaserve.cli import app
+from adaserve.config import MOST_RUNNING, AdaServeConfig
 from adaserve.scheduler.prefill import GATE
 from adaserve.scheduler.profile import Profile
 from adaserve.scheduler.simulator.hardware import hardware_latency
@@ -91,6 +92,9 @@ def test_fleets_serve_as_servers_do() -> None:
     latency = hardware_latency("llama-3.1-70b", "a100", 4)
     priced, chain = (SimulatedFleet.of(policy, latency, None, 0) for policy in ("priced", "chain-2"))
     assert priced.config.replica.prefill.gate == GATE and chain.config.replica.prefill.gate is None
+    settings, simulated = AdaServeConfig(), priced.config.policy_config
+    assert simulated is not None and priced.config.replica.max_running == MOST_RUNNING
+    assert (simulated.d_max, simulated.w_max) == (settings.max_depth, settings.max_width)
     trace = read_workload("synthetic:100:4", 0)
     requests = make_requests(trace, SLOConfig(), priced.baseline_s, TextModel(), 0)
     records = simulate(requests, replace(priced.config, replicas=2)).records()

@@ -275,7 +275,7 @@ def forecast(
     In the table, load predicts by the load at the arrival alone, server is the predictor of a server, and
     foreseen knows every iteration to come, but not the text of the request.
     """
-    from adaserve.bench.forecast import forecast_text
+    from adaserve.bench.simulate.forecast import forecast_text
     from adaserve.bench.simulate.hardware import Hardware
     from adaserve.bench.simulate.traces import read_workload
     from adaserve.scheduler.simulator.workload import TextModel

@@ -11,15 +11,11 @@ from typing import Any
 import numpy as np
 
 from adaserve.bench.simulate.hardware import PROFILED_CACHE
-from adaserve.scheduler.config import PolicyConfig
+from adaserve.bench.simulate.served import served
 from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.policies import build_policy, is_slo_aware
-from adaserve.scheduler.prefill import PrefillConfig, served_prefill
 from adaserve.scheduler.simulator.paced import PacedReplica, PaceTable, learn_pace
 from adaserve.scheduler.simulator.recorded import load_children, recorded_slowdown
-from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, serve, simulate, to_record, violations
-from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
 from adaserve.scheduler.simulator.workload import SimRequest, TextModel, make_requests
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.metrics import RequestRecord, summarize
@@ -47,21 +43,9 @@ class SimulatedFleet:
     ) -> SimulatedFleet:
         """``recorded``: iterations of an engine, to draw trees from; if they took longer than ``latency``
         says, so will the simulated ones. Raises ValueError where the policy is unknown."""
-        build_policy(policy)
-        children: ChildSource = load_children(recorded) if recorded else SyntheticChildren()
-        times = recorded_slowdown(recorded, latency) if recorded else 1.0
-        prefill = served_prefill() if is_slo_aware(policy) else PrefillConfig()
-        replica = ReplicaConfig(
-            latency,
-            kv_tokens,
-            prefill_mode="exclusive",
-            prefill=prefill,
-            exclusive_tokens=prefill.chunk_tokens,
-            busy=((0.0, np.inf, times),),
-        )
-        config = SimulationConfig(
-            replica, policy, PolicyConfig(latency=latency), children=children, seed=seed
-        )
+        children = load_children(recorded) if recorded else None
+        slowdown = recorded_slowdown(recorded, latency) if recorded else 1.0
+        config = served(policy, latency, seed, kv_tokens, children, slowdown)
         return SimulatedFleet(config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
 
     def attainment(self, trace: Trace, slos: SLOConfig, router: str = "least-work") -> Callable[[int], float]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from adaserve.bench.simulate.served import served
 from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.prefill import served_prefill
 from adaserve.scheduler.simulator.forecasts import CLOSE, close_share, predict_requests
-from adaserve.scheduler.simulator.replica import ReplicaConfig
-from adaserve.scheduler.simulator.run import SimulationConfig
 from adaserve.scheduler.simulator.workload import TextModel, make_requests
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.trace import Trace
@@ -17,12 +15,11 @@ from adaserve.slo.trace import Trace
 def forecast_text(
     trace: Trace, latency: LatencyModel, policy: str, text: TextModel, skip: int, seed: int
 ) -> str:
-    """Serves the trace on one replica, paced as a server is; the first ``skip`` requests are not judged.
+    """Serves the trace on one replica as a server does; the first ``skip`` requests are not judged.
 
-    Raises ValueError when none is left, SLOError on an unknown class."""
+    Raises ValueError when none is left or the policy is unknown, SLOError on an unknown class."""
     requests = make_requests(trace, SLOConfig(), latency.baseline_s(), text, seed)
-    replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=served_prefill(), max_running=64)
-    judged = predict_requests(requests, SimulationConfig(replica, policy, seed=seed))[skip:]
+    judged = predict_requests(requests, served(policy, latency, seed))[skip:]
     if not judged:
         raise ValueError(f"no request is left after the first {skip}: skip fewer, or give a longer trace")
     delivered = np.array([r.delivered_s for r in judged])

@@ -1,0 +1,43 @@
+"""What a server does that was given no settings, as far as the simulator knows it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaserve.bench.simulate.hardware import PROFILED_CACHE
+from adaserve.config import MOST_RUNNING, AdaServeConfig
+from adaserve.scheduler.config import KNEE, PolicyConfig
+from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.policies import build_policy, chain_length, is_slo_aware
+from adaserve.scheduler.prefill import PrefillConfig, served_prefill
+from adaserve.scheduler.simulator.replica import ReplicaConfig
+from adaserve.scheduler.simulator.run import SimulationConfig
+from adaserve.scheduler.simulator.trees import ChildSource, SyntheticChildren
+
+
+def served(
+    policy: str,
+    latency: LatencyModel,
+    seed: int,
+    kv_tokens: int = PROFILED_CACHE,
+    children: ChildSource | None = None,
+    slowdown: float = 1.0,
+) -> SimulationConfig:
+    """One replica, whose forwards take ``slowdown`` times as long as ``latency`` says. Trees are as deep as
+    by default, or as the policy's chains; none stops growing early, as on a CPU host. Raises ValueError
+    where the policy is unknown."""
+    build_policy(policy)
+    settings = AdaServeConfig()
+    prefill = served_prefill() if is_slo_aware(policy) else PrefillConfig()
+    replica = ReplicaConfig(
+        latency,
+        kv_tokens,
+        MOST_RUNNING,
+        prefill_mode="exclusive",
+        prefill=prefill,
+        exclusive_tokens=prefill.chunk_tokens,
+        busy=((0.0, np.inf, slowdown),),
+    )
+    deepest = max(settings.max_depth, chain_length(policy) or 0)
+    config = PolicyConfig(latency=latency, knee=KNEE, d_max=deepest, w_max=settings.max_width)
+    return SimulationConfig(replica, policy, config, children=children or SyntheticChildren(), seed=seed)
