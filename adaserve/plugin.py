@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from adaserve.identity import registration
 from adaserve.lifetime import die_with_parent
 
@@ -17,8 +15,6 @@ def register() -> None:
         return
     die_with_parent()
     try:
-        # Used by SGLang only when it starts several HTTP workers, which load no plugins themselves.
-        os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "adaserve.http_app:app")
         from adaserve import algorithm
         from adaserve.patches import apply_all
 

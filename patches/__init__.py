@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from adaserve.identity import SGLANG_VERSION
+from adaserve.identity import SGLANG_VERSION, is_ours
 
 targets: list[str] = []
 """Dotted paths that we hook; the contract tests check their signatures."""
@@ -34,6 +34,13 @@ def hook(target: str, function: Callable[..., Any], kind: HookType) -> None:
         ) from error
     HookRegistry.register(target, function, kind)
     targets.append(target)
+
+
+def is_active() -> bool:
+    """Whether the server of this process runs ADASERVE; hooks leave any other as SGLang made it."""
+    from sglang.srt.runtime_context import get_spec
+
+    return is_ours(get_spec().speculative_algorithm)
 
 
 MODULES = (

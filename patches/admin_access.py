@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve.asgi import route_path
-from adaserve.identity import is_ours
 
 CONTROL_PATH = "/set_internal_state"
 ABORT_PATH = "/abort_request"
@@ -37,11 +36,8 @@ def guard(app: Any) -> None:
 
 def _guarded(app: ASGIApp) -> ASGIApp:
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        from sglang.srt.runtime_context import get_serving, get_spec
+        from sglang.srt.runtime_context import get_serving
 
-        if not is_ours(get_spec().speculative_algorithm):
-            await app(scope, receive, send)
-            return
         request, keys = Request(scope, receive), get_serving()
         try:
             body = await request.body()

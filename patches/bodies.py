@@ -16,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.boundary.bodies import drop_nulls, require_few_values
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 
 NULL_IS_UNSET = {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
 
@@ -28,7 +28,7 @@ def register() -> None:
 async def _parsed(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
     parsed_before = hasattr(request, "_json")
     body = await original(request)
-    if not parsed_before and isinstance(body, dict | list):
+    if not parsed_before and isinstance(body, dict | list) and is_active():
         path = route_path(request.scope)
         try:
             require_few_values(body, path)

@@ -21,8 +21,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.cores import usable_cores
 from adaserve.host import on_device
-from adaserve.identity import is_ours
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 
 MOST_GRAMMARS = 1024
 MOST_BYTES = 256 << 20
@@ -45,19 +44,13 @@ def register() -> None:
     hook(backend, _limit_compiler, HookType.AFTER)
 
 
-def _applies() -> bool:
-    from sglang.srt.runtime_context import get_spec
-
-    return is_ours(get_spec().speculative_algorithm)
-
-
 def _limit_compiler(_: None, backend: Any, *__: Any, **___: Any) -> None:
     """xgrammar keeps what it has compiled as well, by default without a limit. And it compiles with eight
     threads: on two cores, a token of the others took three times as long for seconds."""
     from sglang.srt.runtime_context import get_device
     from xgrammar import GrammarCompiler
 
-    if not _applies():
+    if not is_active():
         return
     threads = 8
     if not on_device(get_device().device):
@@ -79,7 +72,7 @@ def _use(backend: Any, key: tuple[str, str], *_: Any, **__: Any) -> None:
 
 
 def _keep(original: Callable[..., None], backend: Any, key: tuple[str, str], grammar: Any) -> None:
-    if not _applies():
+    if not is_active():
         return original(backend, key, grammar)
     if getattr(grammar, "error_message", "").startswith(LATE):
         return None

@@ -16,8 +16,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.identity import is_ours
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 
 USUAL_S = 0.02
 """Of a step, that others do not notice much."""
@@ -38,9 +37,7 @@ def register() -> None:
 
 
 def _accept(original: Callable[..., list[int]], self: Any, req: Any, tokens: Any) -> list[int]:
-    from sglang.srt.runtime_context import get_spec
-
-    if not is_ours(get_spec().speculative_algorithm):
+    if not is_active():
         return original(self, req, tokens)
     with limited_time(req):
         return original(self, req, tokens)

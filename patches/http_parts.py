@@ -1,26 +1,33 @@
 """What is added to SGLang's HTTP app before it serves: the live page, refusals, limits and headers.
 
-Why: SGLang has no place for more routes and middleware. It runs its app in its first process; several HTTP
-processes import it by a name, which is that of ``adaserve.http_app``.
+Why: SGLang has no place for more routes and middleware. It runs its app in its first process; where there are
+several HTTP processes, each imports an app by its name, and loads no plugins. Servers that run another
+algorithm keep SGLang's.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook, live_page, load_headers, routes, server_info
+from adaserve.patches.boundary import applies
+
+APP, APP_PATH = "adaserve.http_app:app", "SGLANG_HTTP_SERVER_APP_PATH"
 
 
 def register() -> None:
     hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", _before_run, HookType.BEFORE)
 
 
-def _before_run(*_: Any, **__: Any) -> None:
+def _before_run(server_args: Any, *_: Any, **__: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
-    complete(app)
+    if applies(server_args):
+        os.environ.setdefault(APP_PATH, APP)
+        complete(app)
 
 
 def complete(app: Any) -> None:

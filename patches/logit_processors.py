@@ -20,8 +20,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 from torch import Tensor
 
-from adaserve.identity import is_ours
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 
 logger = logging.getLogger("adaserve")
 
@@ -46,9 +45,7 @@ def keeping_few(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _in_prefills(original: Callable[..., None], logits: Tensor, info: Any, *rest: Any, **more: Any) -> None:
-    from sglang.srt.runtime_context import get_spec
-
-    if is_ours(get_spec().speculative_algorithm):
+    if is_active():
         apply_processors(logits, info)
     else:
         original(logits, info, *rest, **more)

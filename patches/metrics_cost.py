@@ -13,8 +13,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.identity import is_ours
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 from adaserve.patches.routes import App, Message, Receive, Send
 from adaserve.scheduler.fairness import HoldBudget
 
@@ -28,9 +27,7 @@ def register() -> None:
 
 
 def _limit(_: None, app: Any) -> None:
-    from sglang.srt.runtime_context import get_spec
-
-    if is_ours(get_spec().speculative_algorithm):
+    if is_active():
         for route in app.routes:
             if getattr(route, "path", None) == PATH:
                 route.app = Metrics(route.app)

@@ -39,19 +39,16 @@ async def _told(
     return in_shape(response, sent, type(request).model_fields)
 
 
-def mount(app: Any, active: Callable[[], bool]) -> None:
-    """Puts the shape around the errors that SGLang's routes raise, while ``active``."""
+def mount(app: Any) -> None:
+    """Puts the shape around the errors that SGLang's routes raise."""
     refused, wrong = app.exception_handlers[HTTPException], app.exception_handlers[RequestValidationError]
 
     async def on_refused(request: Any, error: HTTPException) -> Any:
-        response = await refused(request, error)
-        return in_shape(response) if active() else response
+        return in_shape(await refused(request, error))
 
     async def on_wrong(request: Any, error: RequestValidationError) -> Any:
         errors = list(error.errors())
         response = await wrong(request, RequestValidationError(told(errors)))
-        if not active():
-            return response
         sent = error.body if isinstance(error.body, dict) else ()
         return in_shape(response, sent, message=wrong_fields(errors, error.body))
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary import RequestError
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 
 PATIENCE_S = 1.0
 """Of processor time, so that a busy host ends nobody's request."""
@@ -48,7 +48,7 @@ def _complete_tools(original: Callable[..., None], self: Any, tools: Any, *args:
     from sglang.srt.managers import io_struct
 
     def complete(tool: Any) -> Any:
-        if not isinstance(tool, io_struct.Tool):
+        if not isinstance(tool, io_struct.Tool) or not is_active():
             return tool
         f = tool.function
         fields = {"name": f.name, "description": f.description, "parameters": f.parameters}
@@ -58,7 +58,7 @@ def _complete_tools(original: Callable[..., None], self: Any, tools: Any, *args:
 
 
 def _limited(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with limited_time():
+    with limited_time() if is_active() else nullcontext():
         return parse(*args, **kwargs)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.identity import is_ours
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 
 Process = Callable[[Any, Any, Any], None]
 
@@ -26,9 +25,7 @@ def register() -> None:
 
 
 def _process(original: Process, self: Any, batch: Any, result: Any) -> None:
-    from sglang.srt.runtime_context import get_spec
-
-    if batch.return_logprob and is_ours(get_spec().speculative_algorithm):
+    if batch.return_logprob and is_active():
         drop_passed_over(self.logprob_result_processor, batch, result)
     original(self, batch, result)
 

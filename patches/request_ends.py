@@ -11,8 +11,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.identity import is_ours
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 from adaserve.patches.served_worker import worker_of
 
 MANAGERS = "sglang.srt.managers"
@@ -25,9 +24,7 @@ def register() -> None:
 
 
 def _prefilled(_: None, self: Any, batch: Any, result: Any) -> None:
-    from sglang.srt.runtime_context import get_spec
-
-    if not is_ours(get_spec().speculative_algorithm):
+    if not is_active():
         return
     for req in batch.reqs:
         # What a middle chunk wrote still stands in the request's row, which nobody has been given since.

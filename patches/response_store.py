@@ -12,6 +12,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
+from adaserve.patches.boundary import applies
 
 MOST_CHARACTERS = 1 << 26
 """Of all responses that are kept, and as many of their conversations; for each HTTP process."""
@@ -61,6 +62,8 @@ def register() -> None:
 
 
 def _bound(_: None, self: Any, *__: Any, **___: Any) -> None:
+    if not applies(self.tokenizer_manager.server_args):
+        return
     responses, messages = Kept(), Kept()
     responses.twin, messages.twin = messages, responses
     self.response_store, self.msg_store = responses, messages

@@ -146,20 +146,11 @@ def refuse_rpc(engine: Any, method: str, **_: Any) -> None:
 def mount(app: Any) -> None:
     """Puts the refusals around SGLang's app."""
     app.max_body_size = MAX_BODY_BYTES
-    openai_errors.mount(app, _active)
+    openai_errors.mount(app)
     for kind in (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError):
         app.add_exception_handler(kind, _unreadable)
     build = app.build_middleware_stack
     app.build_middleware_stack = lambda: Routes(build())
-
-
-def _active() -> bool:
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    from adaserve.patches.boundary import applies
-
-    state = get_global_state()
-    return state is None or applies(state.tokenizer_manager.server_args)
 
 
 def _takes_media() -> bool:
@@ -176,7 +167,7 @@ class Routes:
         self._app, self._refused = app, refused_routes()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _active():
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         if {b"transfer-encoding", b"content-length"} <= {name for name, _ in scope["headers"]}:

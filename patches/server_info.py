@@ -15,7 +15,6 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.identity import is_ours
 from adaserve.patches import hook
 from adaserve.patches.routes import App, Message, Receive, Send
 from adaserve.scheduler.fairness import HoldBudget
@@ -68,11 +67,7 @@ class ServerInfo:
         self._kept: list[Message] = []
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        from sglang.srt.runtime_context import get_spec
 
-        if not is_ours(get_spec().speculative_algorithm):
-            await self._app(scope, receive, send)
-            return
         async with self._one_by_one:
             start_s = self._clock()
             if not self._kept or self._budget.has("", start_s):

@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.config import slo_classes
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 from adaserve.patches.boundary import asks_for_health, native_response, refusal
 from adaserve.slo.classes import SLOError
 from adaserve.slo.resolve import RequestSLO, resolve
@@ -31,7 +31,7 @@ def register() -> None:
 async def _openai_request(
     original: Callable[..., Awaitable[Any]], self: Any, request: Any, raw_request: Any
 ) -> Any:
-    if "custom_params" in type(request).model_fields:
+    if "custom_params" in type(request).model_fields and is_active():
         try:
             nvext = (await raw_request.json()).get("nvext")
             slo = _resolved(request.custom_params, raw_request, nvext)
@@ -44,6 +44,8 @@ async def _openai_request(
 
 
 async def _native_request(original: Callable[..., Awaitable[Any]], obj: Any, request: Any) -> Any:
+    if not is_active():
+        return await original(obj, request)
     try:
         _attach(obj, request, (await request.json()).get("nvext"))
     except SLOError as error:
@@ -57,7 +59,7 @@ def _any_request(self: Any, obj: Any, request: Any = None) -> None:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     resolved = request is not None and getattr(request.state, "adaserve_resolved", False)
-    if isinstance(obj, GenerateReqInput) and not resolved and not asks_for_health(request):
+    if isinstance(obj, GenerateReqInput) and is_active() and not resolved and not asks_for_health(request):
         _attach(obj, request)
 
 

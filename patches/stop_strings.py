@@ -17,8 +17,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.identity import is_ours
-from adaserve.patches import hook
+from adaserve.patches import hook, is_active
 
 Check = Callable[[Any, int], bool]
 
@@ -37,9 +36,7 @@ def _check(original: Check, self: Any, new_accepted_len: int = 1) -> bool:
     params = self.sampling_params
     if new_accepted_len < 2 or not (params.stop_strs or params.stop_regex_strs):
         return original(self, new_accepted_len)
-    from sglang.srt.runtime_context import get_spec
-
-    if not is_ours(get_spec().speculative_algorithm):
+    if not is_active():
         return original(self, new_accepted_len)
     return ends_within(original, self, new_accepted_len)
 

@@ -14,6 +14,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
+from adaserve.patches.boundary import applies
 
 logger = logging.getLogger("adaserve")
 
@@ -23,10 +24,11 @@ def register() -> None:
     hook(target, _supervise, HookType.BEFORE)
 
 
-def _supervise(*_: Any, **__: Any) -> None:
+def _supervise(server_args: Any, *_: Any, **__: Any) -> None:
     from uvicorn.supervisors.multiprocess import Multiprocess
 
-    Multiprocess.handle_quit = _end  # type: ignore[attr-defined]
+    if applies(server_args):
+        Multiprocess.handle_quit = _end  # type: ignore[attr-defined]
 
 
 def _end(_supervisor: Any) -> None:

@@ -13,7 +13,6 @@ from fastapi import Body, FastAPI
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, auth_level
 
-from adaserve.identity import NAME
 from adaserve.patches import live_page
 
 CONTEXT = "sglang.srt.runtime_context"
@@ -23,9 +22,7 @@ LOCAL, FAR = ("127.0.0.1", 4000), ("10.0.0.7", 4000)
 class Site:
     """The routes that matter, guarded as SGLang guards them and then as we do."""
 
-    def __init__(
-        self, patch: pytest.MonkeyPatch, api_key: str | None, admin_key: str | None, algorithm: str = NAME
-    ) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, api_key: str | None, admin_key: str | None) -> None:
         self.app, self.made, self.changed = FastAPI(), 0, 0
         self.aborted: list[AbortReq] = []
 
@@ -48,7 +45,7 @@ class Site:
 
         keys = SimpleNamespace(api_key=api_key, admin_api_key=admin_key)
         patch.setattr(f"{CONTEXT}.get_serving", lambda: keys)
-        patch.setattr(f"{CONTEXT}.get_spec", lambda: SimpleNamespace(speculative_algorithm=algorithm))
+
         patch.setattr(live_page, "_make", make)
         patch.setattr(live_page, "_latest", live_page._Latest())
         live_page.mount(self.app)
@@ -94,9 +91,7 @@ class Site:
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Site]:
-    return lambda api_key=None, admin_key=None, algorithm=NAME: Site(
-        monkeypatch, api_key, admin_key, algorithm
-    )
+    return lambda api_key=None, admin_key=None: Site(monkeypatch, api_key, admin_key)
 
 
 def test_without_keys_only_programs_on_this_machine_change_anything(site: Callable[..., Site]) -> None:
@@ -131,11 +126,6 @@ def test_everybodys_requests_are_aborted_by_the_admin_only(site: Callable[..., S
     assert s.abort('{"rid": "a"}', client=FAR) and s.aborted[-1].rid == "a"
     with_key = site(api_key="user", admin_key="root")
     assert with_key.abort(ALL, "root") and not with_key.abort(ALL, "user")
-
-
-def test_other_algorithms_keep_sglangs_own_rule(site: Callable[..., Site]) -> None:
-    assert site(api_key="user", algorithm="EAGLE").change("user")
-    assert site(algorithm="EAGLE").change(client=FAR)
 
 
 def test_the_snapshot_wants_the_key_that_there_is(site: Callable[..., Site]) -> None:

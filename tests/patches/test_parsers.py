@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.entrypoints.openai.protocol import Tool as ChatTool
@@ -16,6 +17,8 @@ from adaserve.patches.parsers import _complete_tools, _limited
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(speculative_algorithm="ADASERVE")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
     monkeypatch.setattr(parsers, "PATIENCE_S", 0.05)
 
 

@@ -9,9 +9,20 @@ import pytest
 from adaserve.patches import response_store
 
 
+def served_by(algorithm: str | None) -> SimpleNamespace:
+    manager = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=algorithm))
+    return SimpleNamespace(tokenizer_manager=manager)
+
+
+def test_other_servers_keep_them_as_they_do() -> None:
+    serving = served_by("EAGLE")
+    response_store._bound(None, serving)
+    assert not hasattr(serving, "response_store")
+
+
 def test_the_ones_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "MOST_CHARACTERS", 1000)
-    serving = SimpleNamespace()
+    serving = served_by("ADASERVE")
     response_store._bound(None, serving)
     responses, messages = serving.response_store, serving.msg_store
     for number in range(6):

@@ -32,7 +32,6 @@ def test_profiles_are_for_those_who_start_the_server(
     path: str, allowed: str, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PROFILE_ROUTES_ENV, allowed)
-    monkeypatch.setattr(routes, "_active", lambda: True)
     passed, sent = [], []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -50,10 +49,7 @@ def test_profiles_are_for_those_who_start_the_server(
     assert bool(passed) is passes and (sent[:1] == ([] if passes else [400]))
 
 
-def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(routes, "_active", lambda: True)
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed() -> None:
     sent: list[Any] = []
 
     async def reached(*_: Any) -> None:
@@ -68,9 +64,8 @@ def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(
     assert sent[0]["status"] == 400 and (b"connection", b"close") in sent[0]["headers"]
 
 
-def test_methods_that_nobody_serves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_that_nobody_serves_are_refused() -> None:
     """Each would be a label of SGLang's metrics for as long as the server lives."""
-    monkeypatch.setattr(routes, "_active", lambda: True)
     sent: list[Any] = []
 
     async def unreached(*_: Any) -> None:
@@ -85,7 +80,6 @@ def test_methods_that_nobody_serves_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_of_text_transcribes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_active", lambda: True)
     reached: list[str] = []
 
     async def app(scope: Any, *_: Any) -> None:
@@ -158,11 +152,7 @@ def test_every_refused_route_is_refused_to_an_engine_too(monkeypatch: pytest.Mon
 
 
 def serve_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, serving = (
-        SimpleNamespace(speculative_algorithm="ADASERVE"),
-        SimpleNamespace(api_key=None, admin_api_key=None),
-    )
-    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
+    serving = SimpleNamespace(api_key=None, admin_api_key=None)
     monkeypatch.setattr("sglang.srt.runtime_context.get_serving", lambda: serving)
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt import runtime_context
 
-from adaserve.identity import NAME
 from adaserve.patches import server_info
 
 TELLING_S, WRITING_S, FORWARD_S = 0.03, 0.02, 0.3
@@ -19,8 +16,7 @@ class Asked:
     """A server that tells its state after the forward at hand, and what clients got of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        spec = SimpleNamespace(speculative_algorithm=NAME)
-        monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+
         monkeypatch.setattr(server_info.time, "perf_counter", lambda: self.now_s)
         self.now_s, self.told = 100.0, 0
         self.app = server_info.ServerInfo(self._app, lambda: self.now_s)

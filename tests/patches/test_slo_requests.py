@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,14 @@ classes:
 """
 
 
+def runs(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(speculative_algorithm=algorithm)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
+
+
 @pytest.fixture(autouse=True)
 def classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    runs("ADASERVE", monkeypatch)
     path = tmp_path / "slo.yaml"
     path.write_text(CLASSES)
     monkeypatch.setenv(ENV, AdaServeConfig(slo_config=str(path)).to_json())
@@ -53,6 +60,13 @@ def generate(obj: GenerateReqInput, request: Request) -> Any:
         _any_request(None, obj, request)
 
     return asyncio.run(_native_request(manager, obj, request))
+
+
+def test_other_servers_are_asked_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs("EAGLE", monkeypatch)
+    obj = GenerateReqInput(text="a", sampling_params={"temperature": 0})
+    assert generate(obj, http(x_slo_foo="1")) is None
+    assert obj.sampling_params == {"temperature": 0}
 
 
 def test_one_resolution_for_each_request_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,59 @@
+"""What is added to SGLang's app and to bodies, and that servers of other algorithms get none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
+from fastapi.testclient import TestClient
+from sglang.srt.entrypoints import http_server
+
+from adaserve.patches import bodies, http_parts
+
+
+def before_run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    app = FastAPI()
+    app.add_exception_handler(HTTPException, lambda *_: None)
+    app.add_exception_handler(RequestValidationError, lambda *_: None)
+    monkeypatch.setattr(http_server, "app", app)
+    monkeypatch.delenv(http_parts.APP_PATH, raising=False)
+    for _ in range(2):
+        http_parts._before_run(SimpleNamespace(speculative_algorithm=algorithm), None)
+    return app
+
+
+def test_the_page_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = before_run("ADASERVE", monkeypatch)
+    assert [getattr(route, "path", "") for route in app.routes].count("/slo/snapshot.json") == 1
+    assert TestClient(app).get("/slo").status_code == 200
+    assert TestClient(app).post("/slow_down").status_code == 400
+    assert os.environ[http_parts.APP_PATH] == http_parts.APP
+
+
+@pytest.mark.parametrize("algorithm", [None, "EAGLE"])
+def test_other_servers_have_the_app_that_sglang_made(
+    algorithm: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = before_run(algorithm, monkeypatch)
+    assert TestClient(app).get("/slo").status_code == 404
+    assert TestClient(app).post("/slow_down").status_code == 404
+    assert app.max_body_size is None and http_parts.APP_PATH not in os.environ
+
+
+@pytest.mark.parametrize(("algorithm", "left"), [("ADASERVE", set()), ("EAGLE", {"n"})])
+def test_null_is_dropped_by_our_servers(
+    algorithm: str, left: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SimpleNamespace(speculative_algorithm=algorithm)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
+
+    async def parsed(_: Any) -> dict[str, Any]:
+        return {"n": None}
+
+    request = SimpleNamespace(scope={"path": "/v1/completions"})
+    assert asyncio.run(bodies._parsed(parsed, request)).keys() == left
