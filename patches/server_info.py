@@ -67,7 +67,6 @@ class ServerInfo:
         self._kept: list[Message] = []
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-
         async with self._one_by_one:
             start_s = self._clock()
             if not self._kept or self._budget.has("", start_s):

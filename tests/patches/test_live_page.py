@@ -45,7 +45,6 @@ class Site:
 
         keys = SimpleNamespace(api_key=api_key, admin_api_key=admin_key)
         patch.setattr(f"{CONTEXT}.get_serving", lambda: keys)
-
         patch.setattr(live_page, "_make", make)
         patch.setattr(live_page, "_latest", live_page._Latest())
         live_page.mount(self.app)

@@ -16,7 +16,6 @@ class Asked:
     """A server that tells its state after the forward at hand, and what clients got of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-
         monkeypatch.setattr(server_info.time, "perf_counter", lambda: self.now_s)
         self.now_s, self.told = 100.0, 0
         self.app = server_info.ServerInfo(self._app, lambda: self.now_s)
