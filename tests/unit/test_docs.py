@@ -81,7 +81,8 @@ def test_commands_have_the_options_that_are_named(page: Path) -> None:
 def files() -> list[str]:
     """Of the repository, each after a slash."""
     folders = ("adaserve", "scheduler", "patches", "loadgen", "scripts", "tests", "docs", "deploy")
-    return [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    paths = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*.*"))]
+    return [f"/{path.relative_to(ROOT)}" for path in paths]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
