@@ -38,14 +38,16 @@ class Group:
         return statistics.fmean(values) if values else None
 
     def error(self, key: str, name: str | None = None) -> float | None:
-        """Standard error: over seeds where there are several, else of the share of requests."""
-        values = [v for r in self.runs if (v := self._figure(r, key, name)) is not None]
-        if len(values) > 1:
-            return statistics.stdev(values) / math.sqrt(len(values))
-        if key != "slo_attainment" or not values:
-            return None
-        c = next(self._part(r, name) for r in self.runs if self._figure(r, key, name) is not None)
-        return attainment_stderr(c["attained"], c["requests"])
+        """Standard error: over seeds where there are several. That of a share is at least the one that it has
+        if requests are independent: two seeds may agree by chance."""
+        found = [p for r in self.runs if isinstance((p := self._part(r, name)).get(key), int | float)]
+        errors = []
+        if len(found) > 1:
+            errors.append(statistics.stdev(float(p[key]) for p in found) / math.sqrt(len(found)))
+        if key == "slo_attainment" and found:
+            met, n = (sum(p[what] for p in found) for what in ("attained", "requests"))
+            errors.append(attainment_stderr(met, n) or 0.0)
+        return max(errors, default=None)
 
     @staticmethod
     def _part(run: Run, name: str | None) -> Mapping[str, Any]:
@@ -56,6 +58,13 @@ class Group:
     def _figure(cls, run: Run, key: str, name: str | None) -> float | None:
         value = cls._part(run, name).get(key)
         return float(value) if isinstance(value, int | float) else None
+
+    def percentile_ms(self, key: str, percent: float, name: str | None = None) -> float | None:
+        """Of the answered requests of all runs together, ``tpot`` or ``ttft``."""
+        names = class_names([self]) if name is None else [name]
+        values = np.concatenate([self.pooled(n, key) for n in names])
+        finite = values[np.isfinite(values)]
+        return 1e3 * float(np.percentile(finite, percent)) if len(finite) else None
 
     def pooled(self, name: str, key: str) -> FloatArray:
         return np.concatenate([r.arrays[name][key] for r in self.runs if name in r.arrays] or [np.zeros(0)])

@@ -31,7 +31,7 @@ class Run:
     folder: Path
     label: str
     summary: Mapping[str, Any]
-    arrays: Mapping[str, Mapping[str, FloatArray]]  # class -> scheduled, attained, ratio, ttft
+    arrays: Mapping[str, Mapping[str, FloatArray]]  # class -> scheduled, attained, ratio, tpot, ttft
     command: str
     config: str
     env: Mapping[str, Any]
@@ -79,6 +79,7 @@ def _arrays(records: Sequence[RequestRecord]) -> dict[str, FloatArray]:
         "scheduled": np.array([r.scheduled_s for r in records], float),
         "attained": np.array([r.attained for r in records], float),
         "ratio": np.array([value_or(r.tpot_ratio if r.ok else None, math.inf) for r in records], float),
+        "tpot": np.array([value_or(r.tpot_s if r.ok else None, math.inf) for r in records], float),
         "ttft": np.array([value_or(r.ttft_s if r.ok else None, math.inf) for r in records], float),
     }
 

@@ -29,6 +29,8 @@ from adaserve.slo.trace import TraceRow, write_jsonl
 
 PLAIN = "none"
 TURN_OVERHEAD_S = 5.0  # a first guess: the load generator's start, and the last answers
+TEMPERATURE = 0.8
+"""Of all classes, as in sweeps: what a small model writes greedily repeats itself, and drafts guess that."""
 UTILIZATION = 0.55
 """Share of the time that plain decoding, four requests at once, would be busy with the traffic."""
 REPETITIVE = {"coding": "edits", "chat": "turns", "summarization": "templates"}
@@ -92,7 +94,7 @@ def _traffic(server: ServerProcess, seconds: float, rps: float | None) -> BenchC
         rps = _bearable_rps(LatencyModel.from_json(state["latency"]), classes)
     return BenchConfig(
         server=Endpoint(url=server.url, api="generate", ignore_eos=True, slo_headers="class"),
-        classes={n: c.changed(temperature=0.7 if n == "chat" else 0.0) for n, c in classes.items()},
+        classes={n: c.changed(temperature=TEMPERATURE) for n, c in classes.items()},
         arrivals=Arrivals(rps=rps),
         duration_s=seconds,
         baseline_ms=state["baseline_ms"],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,14 +87,14 @@ def in_turns(
 @dataclass(frozen=True)
 class Row:
     """Of one draft, storage and batch size. ``time_ratio``: of its drafting time to that of the draft model
-    as it is stored first, the median of neighbours. ``standard_error``: of the accepted tokens per tree and
-    request."""
+    as it is stored first, the median of neighbours. ``standard_error``: of the accepted tokens, over texts,
+    whose trees are alike; None of one text."""
 
     draft: str
     weights: str
     batch: int
     accepted: float
-    standard_error: float
+    standard_error: float | None
     draft_ms: float
     time_ratio: float
 
@@ -105,20 +106,31 @@ def summarize(made: Mapping[tuple[str, Storage], list[Tree]], batch: int) -> lis
         raise ValueError(f"there is no {BASE} among {', '.join(name for name, _ in made)}")
     rows = []
     for (name, weights), trees in made.items():
-        accepted = [n for tree in trees for n in tree.accepted]
+        accepted = [(text, n) for tree in trees for text, n in zip(tree.texts, tree.accepted, strict=True)]
         ratios = [mine.seconds / base.seconds for mine, base in zip(trees, made[base_key], strict=True)]
         rows.append(
             Row(
                 draft=name,
                 weights=weights,
                 batch=batch,
-                accepted=statistics.mean(accepted),
-                standard_error=statistics.stdev(accepted) / len(accepted) ** 0.5,
+                accepted=statistics.mean(n for _, n in accepted),
+                standard_error=_standard_error(accepted),
                 draft_ms=1e3 * statistics.median(tree.seconds for tree in trees),
                 time_ratio=statistics.median(ratios),
             )
         )
     return rows
+
+
+def _standard_error(accepted: Sequence[tuple[int, int]]) -> float | None:
+    """Of the mean of tokens that were accepted in trees of texts: (text, tokens) of each tree."""
+    mean = statistics.mean(n for _, n in accepted)
+    off: dict[int, float] = defaultdict(float)  # by how many tokens a text moves the sum
+    for text, n in accepted:
+        off[text] += n - mean
+    if len(off) < 2:
+        return None
+    return float(np.std(list(off.values()), ddof=1) * len(off) ** 0.5 / len(accepted))
 
 
 def run_heads(plan: HeadPlan, out: Path | None, console: Console) -> None:
@@ -150,8 +162,11 @@ def _print(rows: Sequence[Row], plan: HeadPlan) -> None:
     made = table(title, columns, left=("draft", "weights"))
     for r in rows:
         made.add_row(
-            str(r.batch), r.draft, r.weights, f"{r.accepted:.2f}", f"{r.standard_error:.2f}",
+            str(r.batch), r.draft, r.weights, f"{r.accepted:.2f}",
+            "-" if r.standard_error is None else f"{r.standard_error:.2f}",
             f"{r.draft_ms:.2f}", f"{r.time_ratio:.2f}x",
         )  # fmt: skip
-    made.caption = "accepted: tokens per tree and request without the bonus token; +-: their standard error"
+    made.caption = (
+        "accepted: tokens per tree and request without the bonus token; +-: their standard error over texts"
+    )
     Console().print(made)

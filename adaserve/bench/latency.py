@@ -126,16 +126,23 @@ def run(servers: Mapping[str, ServerProcess], plan: LatencyPlan, done: Callable[
             # Long prompts take long to read, so all rounds continue the same ones.
             first = 0 if context else turn * 37
             chosen = [asks[(first + i) % len(asks)] for i in range(batch)]
-            for kind, server in servers.items():
+            for kind in _in_turn(tuple(servers), turn):
+                server = servers[kind]
                 _prefill(server, plan, chosen, fresh=not context)
-                plain: list[Any] = []
-                for policy in (BASE, *plan.policies):
-                    sample, texts = _measure(kind, server, policy, chosen, turn, context)
-                    plain = plain or texts
+                made = {}
+                for policy in _in_turn((BASE, *plan.policies), turn):
+                    made[policy] = _measure(kind, server, policy, chosen, turn, context)
+                    done(f"batch {batch}, T={temperature:g}, {kind}, {policy}")
+                plain = made[BASE][1]
+                for sample, texts in made.values():
                     same = sum(a == b for a, b in zip(texts, plain, strict=True)) / len(texts)
                     samples.append(replace(sample, same=same))
-                    done(f"batch {batch}, T={temperature:g}, {kind}, {policy}")
     return samples
+
+
+def _in_turn(names: tuple[str, ...], turn: int) -> tuple[str, ...]:
+    """Every second round the other way round, so that nothing always comes first."""
+    return names[::-1] if turn % 2 else names
 
 
 def _asks(server: ServerProcess, plan: LatencyPlan, temperature: float, context: int) -> list[Ask]:

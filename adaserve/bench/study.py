@@ -130,11 +130,11 @@ def _write_records(path: Path, records: Iterable[RequestRecord]) -> None:
 def aggregate(
     rows: list[Row], key: str = "violations"
 ) -> dict[tuple[str, float, str], tuple[float, float, int]]:
-    """(mean, half-range over seeds, seeds) of ``key`` per workload, load and policy."""
+    """(mean, half-range over seeds, seeds) of ``key`` per workload, load, policy; nan if a seed has none."""
     groups: dict[tuple[str, float, str], list[float]] = {}
     for row in rows:
         groups.setdefault((row["workload"], row["load_rps"], row["policy"]), []).append(
-            float(row[key] or 0.0)
+            math.nan if row[key] is None else float(row[key])
         )
     return {k: (float(np.mean(v)), (max(v) - min(v)) / 2, len(v)) for k, v in groups.items()}
 
@@ -164,8 +164,8 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _cell(found: tuple[float, float, int] | None, scale: float) -> str:
-    """Of ``aggregate``, times ``scale``; empty for None."""
-    if found is None:
+    """Of ``aggregate``, times ``scale``; empty for None and for what nobody has."""
+    if found is None or math.isnan(found[0]):
         return ""
     mean, half, seeds = found
     return f"{mean * scale:.1f}" + (f" +- {half * scale:.1f}" if seeds > 1 else "")

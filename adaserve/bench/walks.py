@@ -66,10 +66,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Tree:
-    """One tree for some requests: tokens accepted in each, and what drafting took."""
+    """One tree for some requests: tokens accepted in each, what drafting took, and which texts they are."""
 
     accepted: tuple[int, ...]
     seconds: float
+    texts: tuple[int, ...]
 
 
 def layer_weights(block: Block, hidden_norm: Tensor | None = None) -> LayerWeights:
@@ -152,13 +153,14 @@ class Walk(ABC):
         accepted = np.array(
             [self._accepted(row, beams.tokens[row], beams.parents[row]) for row in rows.tolist()]
         )
+        texts = tuple(self.text)
         self.read = self.at + 1
         self._catch_up(rows, self.read + self.kept(accepted))
         self.at = self.at + accepted + 1
         for row in np.flatnonzero(self.at + self.plan.depth >= self._ends()):
             self._open(int(row), (self.text[row] + len(rows)) % len(self.texts))
         self._catch_up(rows, np.where(self.read == 0, self.at, self.read))
-        return Tree(tuple(accepted.tolist()), seconds)
+        return Tree(tuple(accepted.tolist()), seconds, texts)
 
     def start(self) -> None:
         """Reads the first prompts."""

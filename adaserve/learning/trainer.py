@@ -29,6 +29,10 @@ JUDGED = 32
 WORSE = 2
 """Judgements in a row that find the draft in training worse, after which it starts again. One may be due to
 what its requests happen to be about."""
+SURE = 2.0
+"""Standard errors by which a candidate must gain or lose. With one of them a sixth of the candidates that are
+no better would serve, and each of the next ones would be compared with a draft that is a little worse.
+"""
 JUDGE_EVERY = 2
 """Rounds of ``JUDGED`` requests: judging costs as much as half a round of training."""
 FITTED = 16
@@ -201,8 +205,8 @@ class Trainer:
     def judge(self, unseen: Sequence[Record], pause: Pause) -> Judgement:
         """Compares three drafts on requests that none was trained on, each read as it would be served.
 
-        The candidate is better when its mean gain is larger than the standard error of that mean, over
-        requests, and worse when it is below by twice as much or not a number.
+        The candidate is better when its mean gain is larger than ``SURE`` standard errors of that mean, over
+        requests, and worse when it is as far below 0, or not a number.
         """
         master = {name: t.clone() for name, t in self.draft.model.state_dict().items()}
         try:
@@ -246,9 +250,9 @@ def verdict(gains: Tensor) -> str:
     """Of gains [n] on n requests."""
     mean = float(gains.mean())
     error = float(gains.std()) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
-    if not math.isfinite(mean) or mean < -2 * error:
+    if not math.isfinite(mean) or mean < -SURE * error:
         return "worse"
-    return "better" if mean > error else "undecided"
+    return "better" if mean > SURE * error else "undecided"
 
 
 def _hard(record: Record, logits: Tensor, sharpening: DraftSharpening) -> Tensor:

@@ -90,7 +90,7 @@ def test_ratios_are_those_of_neighbours() -> None:
         def start(self) -> None: ...
 
         def step(self) -> Tree:
-            return Tree((1, 2), self.left.pop(0))
+            return Tree((1, 2), self.left.pop(0), (0, 1))
 
     drafts: dict[tuple[str, Storage], Any] = {
         ("draft", "int8"): Counting([9, 1, 4, 1]),
@@ -104,4 +104,22 @@ def test_ratios_are_those_of_neighbours() -> None:
     assert head.time_ratio == 0.5 and head.accepted == 1.5 and head.draft_ms == 2000
     assert rows["draft", "int8"].time_ratio == 1 and rows["draft", "fp32"].time_ratio == 3
     with pytest.raises(ValueError, match="no draft among eagle3"):
-        summarize({("eagle3", "fp32"): [Tree((1,), 1.0)]}, 1)
+        summarize({("eagle3", "fp32"): [Tree((1,), 1.0, (0,))]}, 1)
+
+
+def test_trees_of_one_text_are_no_independent_sample() -> None:
+    """Of 400 trees of four texts whose own means differ, there are four that can be told apart by chance."""
+    rng = np.random.default_rng(0)
+    means = []
+    for _ in range(200):
+        ease = rng.normal(2.0, 0.5, 4)
+        trees = [
+            Tree(tuple(rng.poisson(np.maximum(0.1, ease)).tolist()), 1.0, (0, 1, 2, 3)) for _ in range(100)
+        ]
+        (row,) = summarize({("draft", "fp32"): trees}, 4)
+        assert row.standard_error is not None
+        means.append((row.accepted, row.standard_error))
+    accepted, error = np.array(means).T
+    assert np.sqrt((error**2).mean()) == pytest.approx(accepted.std(), rel=0.25)
+    (alone,) = summarize({("draft", "fp32"): [Tree((1,), 1.0, (7,)), Tree((3,), 1.0, (7,))]}, 1)
+    assert alone.standard_error is None and alone.accepted == 2

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from adaserve.bench import latency
+from adaserve.bench.client import Ask
 from adaserve.bench.latency import MARGIN, LatencyPlan, Sample, _long, summarize
 
 
@@ -45,3 +51,26 @@ def test_rounds_are_paired_within_a_context() -> None:
     assert [rows[context, "priced@auto"]["speedup"] for context in (1024, 8192)] == [2.0, 2.0]
     assert rows[8192, "none"]["tpot_ms"] == 60.0
     assert rows[1024, "priced@auto"]["same"] == 1 / 3, "one round of three"
+
+
+def test_nothing_is_always_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes first after the prefills may be slower for that, so plain decoding must not always do so."""
+    order: list[tuple[int, str, str]] = []
+
+    def measured(
+        kind: str, _: Any, policy: str, asks: Any, turn: int, context: int
+    ) -> tuple[Sample, list[str]]:
+        order.append((turn, kind, policy))
+        return sample(context, policy, turn, 10.0), ["text" if policy == "none" or turn == 0 else "other"]
+
+    monkeypatch.setattr(latency, "_asks", lambda *_: [Ask("p", 8)])
+    monkeypatch.setattr(latency, "_prefill", lambda *_, **__: None)
+    monkeypatch.setattr(latency, "_measure", measured)
+    plan = LatencyPlan(policies=("priced",), batches=(1,), temperatures=(0.0,), rounds=2)
+    servers: Any = {"model": None, "eagle3": None}
+    samples = latency.run(servers, plan, lambda _: None)
+    assert order[:4] == [(0, k, p) for k in ("model", "eagle3") for p in ("none", "priced")]
+    assert order[4:] == [(1, k, p) for k in ("eagle3", "model") for p in ("priced", "none")]
+    assert {(s.round, s.policy): s.same for s in samples} == {
+        (0, "none"): 1.0, (0, "priced"): 1.0, (1, "none"): 1.0, (1, "priced"): 0.0,
+    }  # fmt: skip

@@ -56,6 +56,13 @@ def test_writes_results(tmp_path: Path) -> None:
     assert len(summary) == 4 and {"slo_attainment", "by_class", "seed", "trace_sha256"} <= summary[0].keys()
 
 
+def test_times_of_nobody_are_not_zero() -> None:
+    """Where the cache has room for no request, nobody has waited 0 ms for a token."""
+    said = output_of("run --trace synthetic:20:3 --kv-tokens 1")
+    assert "100.0" in said
+    assert not re.search(r"\| 0\.0", said.partition("### Mean TTFT")[2].partition("### Goodput")[0])
+
+
 def test_only_rows_of_the_same_settings_are_taken_again(tmp_path: Path) -> None:
     def rows(more: str = "") -> list[dict[str, Any]]:
         output_of(f"run --trace synthetic:20:3 --policy chain-2 {more} --out", tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from adaserve.bench.demo import PLAIN, _caption
+from adaserve.bench.demo import PLAIN, TEMPERATURE, _caption, _traffic
 from adaserve.bench.turns import Turns, cut
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, Length
@@ -71,3 +71,11 @@ def test_every_request_is_served_once_under_each_setting(tmp_path: Path) -> None
 def test_a_busy_host_is_named_in_the_table(share: float, says: str) -> None:
     summaries = {n: {"turns": 6, "other_programs": share} for n in ("priced", PLAIN)}
     assert says in _caption(json.loads(json.dumps(summaries)))
+
+
+def test_the_demo_decodes_nothing_greedily() -> None:
+    """Greedy text of the embedded pair repeats itself, which would flatter drafts."""
+    server: Any = SimpleNamespace(url="http://127.0.0.1:1", report=lambda: {"baseline_ms": 10.0})
+    planned = build_schedule(_traffic(server, 30.0, 2.0)).requests
+    assert {r.slo_class for r in planned} == {"chat", "coding", "summarization"}
+    assert {r.temperature for r in planned} == {TEMPERATURE} and TEMPERATURE > 0.5

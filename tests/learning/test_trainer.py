@@ -127,6 +127,8 @@ def test_verdicts() -> None:
     assert verdict(torch.tensor([-0.1, 0.2, 0.1, -0.2])) == "undecided"
     assert verdict(torch.tensor([0.1, float("nan"), 0.2])) == "worse"
     assert verdict(torch.zeros(5)) == "undecided"
+    once = torch.tensor([0.0, 0.2, 0.1, -0.1, 0.1])
+    assert once.mean() > once.std() / 5**0.5 and verdict(once) == "undecided", "that may well be chance"
     assert verdict(torch.ones(1)) == "undecided", "one request proves nothing"
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from fake_server import Fake, running_fake
@@ -23,7 +24,7 @@ from adaserve.loadgen.__main__ import app
 from adaserve.loadgen.agreement import agreement_rows
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.protocol import parse_event, slo_headers
-from adaserve.loadgen.report import write_report
+from adaserve.loadgen.report import group_runs, write_report
 from adaserve.loadgen.results import iter_records
 from adaserve.loadgen.run_folder import default_label, read_run
 from adaserve.loadgen.schedule import PlannedRequest
@@ -306,6 +307,23 @@ def test_seeds_need_not_have_the_same_classes(tmp_path: Path) -> None:
         )
     page = write_report([read_run(p) for p in sorted(tmp_path.iterdir())], tmp_path / "out", png=False)
     assert "priced: 2 seeds" in page.read_text()
+
+
+def test_seeds_are_one_sample_for_percentiles_and_no_proof_where_they_agree(tmp_path: Path) -> None:
+    for seed, slow_s in enumerate((1.4, 9.0)):
+        (folder := tmp_path / f"priced-seed{seed}").mkdir()
+        every = [record(id=str(k), last_token_s=slow_s if k < 5 else 1.1) for k in range(50)]
+        for r in every:
+            r.judge()
+        (folder / "requests.jsonl").write_text("".join(r.to_json() + "\n" for r in every))
+    (group,) = group_runs([read_run(p) for p in sorted(tmp_path.iterdir())])
+    (name,) = group.runs[0].summary["by_class"]
+    tpot_ms = [1e3 * v for r in group.runs for v in r.arrays[name]["tpot"]]
+    for of in (None, name):
+        assert group.percentile_ms("tpot", 99, of) == pytest.approx(np.percentile(tpot_ms, 99))
+    assert group.percentile_ms("tpot", 99) > 1.5 * (group.mean("p99_tpot_ms") or 0.0)
+    shares = {r.summary["slo_attainment"] for r in group.runs}
+    assert len(shares) == 1 and group.error("slo_attainment") == pytest.approx(0.03, abs=0.01)
 
 
 def test_the_report_lists_them(tmp_path: Path) -> None:

@@ -1,16 +1,16 @@
 """What all cases of a sweep show: attainment and goodput with error bars, and which policy wins by how much.
 
-Systems of a point played the same blocks, so they are compared block by block: bars say how far blocks
-differ. All requests of a block stay together, since requests that queue behind each other meet or miss their
-SLOs together, and what disturbs the host disturbs all of them. Blocks are few, so the bars are intervals of
-Student's t: a bootstrap over two blocks would hold the truth half of the time, and one over one block never.
+All systems of a point served the same blocks of requests, and every figure is one of all its requests. They
+are not independent: requests that queue behind each other meet or miss their SLOs together, and what disturbs
+the host disturbs all of them. How far blocks differ says how many independent requests they are worth. Blocks
+are few, and three of one system may agree by chance, so all systems of a point say that together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,17 @@ from scipy.stats import t
 from adaserve.bench.sweep.plan import Point, SweepError, SweepPlan
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store
 from adaserve.bench.sweep.systems import PLAIN, STOCK, default_policy, is_rival
-from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.metrics import RequestRecord, class_summary
 
 DRAWS = 2000
-NOISE_POINTS = 1.5
-"""Attainment differences below this many percentage points mean nothing on a shared host."""
+OBJECTIVES = ("attained", "met_tpot", "met_ttft")
 _HIGH = 0.95
+_OF_ITERATIONS = frozenset({"depth", "running"})
+"""Counters of the servers that are means over iterations; the others are means over requests in them."""
 
 FloatArray = npt.NDArray[np.float64]
+Key = tuple[int, int]
+"""Of a block: its seed, and its number."""
 
 
 THIRD = 1 / 3
@@ -57,14 +60,39 @@ class Block:
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and its 90% interval over blocks; the ends are nan where one block is all there is."""
+    """A figure and its 90% interval; the ends are nan where one block is all there is."""
 
     value: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
 
     def to_json(self) -> list[float | None]:
         return [round(v, 5) if math.isfinite(v) else None for v in (self.value, self.low, self.high)]
+
+    def scaled(self, value: float) -> Interval:
+        """That of a figure which is ``value`` and proportional to this one."""
+        factor = value / self.value if self.value else math.nan
+        return Interval(value, factor * self.low, factor * self.high)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How many times the variance of independent requests a share has, going by blocks (the design effect),
+    and on how many degrees of freedom that is known: 0 with one block."""
+
+    factor: float = 1.0
+    freedom: int = 0
+
+    def share(self, met: float, requests: float) -> Interval:
+        """Wilson's interval of ``met / requests``, of ``requests / factor`` independent ones; with Student's
+        t in place of the normal quantile, since blocks are few."""
+        p, n = met / requests, requests / self.factor
+        if self.freedom < 1:
+            return Interval(p)
+        z = float(t.ppf(_HIGH, self.freedom))
+        middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        low, high = (min(max(end / (1 + z * z / n), 0.0), 1.0) for end in (middle - half, middle + half))
+        return Interval(p, low, high)
 
 
 @dataclass(frozen=True)
@@ -74,36 +102,56 @@ class Outcome:
     point: Point
     policy: str
     cases: tuple[Mapping[str, Any], ...]  # lines of cases.jsonl
-    blocks: Mapping[tuple[int, int], Block]  # by (seed, number)
+    blocks: Mapping[Key, Block]
+    summary: Mapping[str, Any] = field(default_factory=dict)  # `class_summary` of the requests of all blocks
+    by_class: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # and of those of each class
+    alone: Mapping[str, Spread] = field(default_factory=dict)  # of its shares, by objective
+    apart: Spread = Spread()  # of its attainment, as far as other systems differ on the same blocks
 
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(sorted({seed for seed, _ in self.blocks}))
 
+    def total(self, name: str, keys: Iterable[Key]) -> float:
+        """Sum over blocks."""
+        return float(sum(getattr(self.blocks[key], name) for key in keys))
+
+    def share(self, spread: Spread, keys: Iterable[Key], objective: str = "attained") -> Interval:
+        """Of the requests of blocks, those that met both SLOs or one."""
+        keys = tuple(keys)
+        return spread.share(self.total(objective, keys), self.total("requests", keys))
+
+    def duration_s(self, keys: Iterable[Key]) -> float:
+        wanted = set(keys)
+        return float(sum(c["duration_s"] for c in self.cases if (c["seed"], c["block"]) in wanted))
+
     def attainment(self, objective: str = "attained") -> Interval:
         """Share of requests that met both SLOs, or one: ``met_tpot``, ``met_ttft``."""
-        return _interval(*_Sums.of([self], self.blocks).ratio(0, objective, "requests"), 0.0, 1.0)
+        return self.share(self.alone.get(objective, Spread()), self.blocks, objective)
 
     def goodput(self) -> Interval:
         """Tokens/s of requests that attained."""
-        duration_s = sum(c["duration_s"] for c in self.cases)
-        value, parts = _Sums.of([self], self.blocks).total(0, "good_tokens")
-        return _interval(value / duration_s, parts / duration_s, 0.0)
+        return self.goodput_of(self.attainment(), self.blocks)
+
+    def goodput_of(self, share: Interval, keys: Iterable[Key]) -> Interval:
+        """In blocks with this attainment: answers are of similar length, so it varies as that does."""
+        keys = tuple(keys)
+        return share.scaled(self.total("good_tokens", keys) / self.duration_s(keys))
 
     def class_attainment(self) -> dict[str, float]:
         """Share of each class's requests that met their SLO."""
-        totals: dict[str, list[float]] = {}
-        for case in self.cases:
-            for name, c in case["classes"].items():
-                pair = totals.setdefault(name, [0.0, 0.0])
-                pair[0] += c["attained"]
-                pair[1] += c["requests"]
-        return {name: met / n if n else math.nan for name, (met, n) in sorted(totals.items())}
+        return {name: float(c["slo_attainment"]) for name, c in self.by_class.items()}
 
-    def mean(self, *path: str) -> float | None:
+    def mean(self, name: str) -> float | None:
         """Mean over blocks of a number in the cases' lines; None where it is missing."""
-        found = [v for c in self.cases if isinstance(v := _at(c, path), int | float)]
+        found = [v for c in self.cases if isinstance(v := c.get(name), int | float)]
         return float(np.mean(found)) if found else None
+
+    def served(self, name: str) -> float | None:
+        """A mean that servers counted, over all iterations of all blocks; None where none did."""
+        found = [s for c in self.cases if (s := c.get("server")) and s.get(name) is not None]
+        weights = [s["iterations"] * (1.0 if name in _OF_ITERATIONS else s["running"]) for s in found]
+        return float(np.average([s[name] for s in found], weights=weights)) if found else None
 
     def seconds(self) -> dict[str, float]:
         """Seconds of the worker per part, all seeds together; empty without a server's report."""
@@ -112,6 +160,43 @@ class Outcome:
             for name, value in ((case.get("server") or {}).get("seconds") or {}).items():
                 total[name] = total.get(name, 0.0) + value
         return total
+
+
+def together(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The systems of a point, which learn from each other how far blocks differ."""
+    made = {name: _spreads([o.blocks for o in outcomes], name) for name in OBJECTIVES}
+    alone = {name: spread for name, (spread, _) in made.items()}
+    return [replace(o, alone=alone, apart=made["attained"][1]) for o in outcomes]
+
+
+def _spreads(systems: Sequence[Mapping[Key, Block]], objective: str) -> tuple[Spread, Spread]:
+    """Of a system's share; and of what is left of it without what a block does to all systems, as in a
+    randomized complete block design (where it is not complete, of what has been played)."""
+    played = [blocks for blocks in systems if len(blocks) > 1]
+    if not played:
+        return Spread(), Spread()
+    keys = sorted({key for blocks in played for key in blocks})
+    requests, met = (
+        np.array([[getattr(blocks[k], name) if k in blocks else math.nan for k in keys] for blocks in played])
+        for name in ("requests", objective)
+    )  # [systems, blocks]
+    whole = np.nansum(requests, axis=1, keepdims=True)
+    share = np.nansum(met, axis=1, keepdims=True) / whole
+    off = met - share * requests
+    independent = share * (1 - share) * requests * (1 - requests / whole)  # the variance that it would have
+    there = np.isfinite(off).sum(axis=0)
+    rest = off - np.nansum(off, axis=0) / there
+    freedom = int(there.sum()) - len(played) - len(keys) + 1
+    return (
+        _spread(off, independent, len(keys) - 1),
+        _spread(rest, independent * (1 - 1 / there), freedom),
+    )
+
+
+def _spread(off: FloatArray, independent: FloatArray, freedom: int) -> Spread:
+    """Never below that of independent requests: that blocks are alike may be chance."""
+    expected = float(np.nansum(independent))
+    return Spread(max(1.0, float(np.nansum(off * off)) / expected) if expected else 1.0, freedom)
 
 
 @dataclass(frozen=True)
@@ -126,70 +211,24 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """better, equal (within the noise), unclear or below; none where one block is all there is."""
-        if math.isnan(self.points.low):
-            return "none"
-        if self.points.value >= NOISE_POINTS and self.points.low > 0:
-            return "better"
-        if self.points.value >= -NOISE_POINTS:
-            return "equal" if abs(self.points.value) < NOISE_POINTS else "unclear"
-        return "unclear" if self.points.high > -NOISE_POINTS else "below"
+        """Where the whole interval lies: above 0 is better, below 0 is below, anything else is unclear."""
+        return "better" if self.points.low > 0 else "below" if self.points.high < 0 else "unclear"
 
 
-def _at(line: Mapping[str, Any], path: Sequence[str]) -> Any:
-    value: Any = line
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
+def _difference(a: Interval, b: Interval) -> Interval:
+    """a - b, by the ends of both (Newcombe 1998)."""
+    value = a.value - b.value
+    down, up = math.hypot(a.value - a.low, b.high - b.value), math.hypot(a.high - a.value, b.value - b.low)
+    return Interval(value, value - down, value + up)
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over the blocks that all of some outcomes have: of each block, and of all of them."""
-
-    blocks: Mapping[str, FloatArray]  # name -> [outcomes, blocks]
-
-    @classmethod
-    def of(cls, outcomes: Sequence[Outcome], keys: Iterable[tuple[int, int]]) -> _Sums:
-        wanted = sorted(keys)
-        return cls(
-            {
-                f.name: np.array([[getattr(o.blocks[k], f.name) for k in wanted] for o in outcomes], float)
-                for f in fields(Block)
-            }
-        )
-
-    def total(self, k: int, name: str) -> tuple[float, FloatArray]:
-        """The sum, and how far each block lies from the others' mean: those parts add up to 0."""
-        mine = self.blocks[name][k]
-        return float(mine.sum()), mine - mine.mean() if len(mine) else mine
-
-    def ratio(self, k: int, above: str, below: str) -> tuple[float, FloatArray]:
-        """The ratio of two sums, and by how much each block moves it (the ratio's linearization)."""
-        a, b = self.blocks[above][k], self.blocks[below][k]
-        if not b.sum():
-            return math.nan, np.full(len(b), math.nan)
-        value = float(a.sum() / b.sum())
-        return value, (a - value * b) / b.sum()
-
-
-def _half(parts: FloatArray) -> float:
-    """Half the width of the 90% interval of a figure that each block moves by its part: Student's t, since
-    blocks are few. nan with one block, which says nothing about chance."""
-    n = len(parts)
-    return float(t.ppf(_HIGH, n - 1) * math.sqrt(n) * parts.std(ddof=1)) if n > 1 else math.nan
-
-
-def _interval(value: float, parts: FloatArray, least: float = -math.inf, most: float = math.inf) -> Interval:
-    half = _half(parts)
-    return Interval(value, max(value - half, least), min(value + half, most))
-
-
-def _ratio_interval(value: float, blocks: FloatArray, parts: FloatArray) -> Interval:
-    """Of the ratio of two sums over blocks [2, blocks], where ``parts`` are those of its logarithm. A sum to
-    which one block alone adds something says no more than one block does."""
-    half = _half(parts) if np.count_nonzero(blocks, axis=1).min() > 1 else math.nan
-    return Interval(value, value * math.exp(-half), value * math.exp(half))
+def _ratio(a: Interval, b: Interval) -> Interval:
+    """a / b, by logarithms; nan over nothing."""
+    if not a.value or not b.value:
+        return Interval(0.0 if b.value else math.nan)
+    logs = (Interval(*(math.log(v) for v in (x.value, x.low, x.high))) for x in (a, b))
+    d = _difference(*logs)
+    return Interval(math.exp(d.value), math.exp(d.low), math.exp(d.high))
 
 
 def _median_interval(ratios: FloatArray) -> Interval:
@@ -216,14 +255,21 @@ class Results:
             if line["seed"] not in self.plan.seeds:
                 continue  # lengths were chosen on it
             groups.setdefault((line["point"], line["policy"]), []).append(line)
-        self.outcomes = {
-            (Point.parse(point), policy): self._outcome(Point.parse(point), policy, lines)
-            for (point, policy), lines in groups.items()
-        }
+        points: dict[Point, list[Outcome]] = {}
+        for (name, policy), lines in groups.items():
+            points.setdefault(Point.parse(name), []).append(self._outcome(Point.parse(name), policy, lines))
+        self.outcomes = {(o.point, o.policy): o for here in points.values() for o in together(here)}
 
     def _outcome(self, point: Point, policy: str, lines: list[dict[str, Any]]) -> Outcome:
-        blocks = {(line["seed"], line["block"]): Block.of(self.store.records(line["id"])) for line in lines}
-        return Outcome(point, policy, tuple(lines), blocks)
+        records = {(line["seed"], line["block"]): self.store.records(line["id"]) for line in lines}
+        blocks = {key: Block.of(of) for key, of in records.items()}
+        every = [r for of in records.values() for r in of]
+        duration_s = sum(line["duration_s"] for line in lines)
+        by_class = {
+            name: class_summary([r for r in every if r.slo_class == name], duration_s)
+            for name in sorted({r.slo_class for r in every})
+        }
+        return Outcome(point, policy, tuple(lines), blocks, class_summary(every, duration_s), by_class)
 
     @property
     def default(self) -> str:
@@ -300,23 +346,10 @@ def _against(mine: Outcome, rival: Outcome) -> Comparison | None:
     keys = set(mine.blocks) & set(rival.blocks)
     if not keys:
         return None
-    sums = _Sums.of([mine, rival], keys)
-    (a, parts_a), (b, parts_b) = (sums.ratio(k, "attained", "requests") for k in (0, 1))
-    speed = _duration(rival, keys) / _duration(mine, keys)
-    (g, parts_g), (h, parts_h) = (sums.total(k, "good_tokens") for k in (0, 1))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        missed = sums.blocks["requests"] - sums.blocks["attained"]
-        violations = _ratio_interval(
-            (1 - b) / (1 - a) if a < 1 else math.inf if b < 1 else 1.0,
-            missed,
-            parts_a / (1 - a) - parts_b / (1 - b),
-        )
-        goodput = _ratio_interval(
-            speed * g / h if h else math.nan, sums.blocks["good_tokens"], parts_g / g - parts_h / h
-        )
-    points = _interval(100 * (a - b), 100 * (parts_a - parts_b))
+    ours, theirs = (o.share(o.apart, keys) for o in (mine, rival))
+    missed = (Interval(1 - s.value, 1 - s.high, 1 - s.low) for s in (theirs, ours))
+    violations = _ratio(*missed) if ours.value < 1 else Interval(math.inf if theirs.value < 1 else 1.0)
+    goodput = _ratio(mine.goodput_of(ours, keys), rival.goodput_of(theirs, keys))
+    apart = _difference(ours, theirs)
+    points = Interval(100 * apart.value, 100 * apart.low, 100 * apart.high)
     return Comparison(mine.policy, rival.policy, points, violations, goodput)
-
-
-def _duration(outcome: Outcome, keys: set[tuple[int, int]]) -> float:
-    return float(sum(c["duration_s"] for c in outcome.cases if (c["seed"], c["block"]) in keys))

@@ -197,10 +197,10 @@ def _best_ratio(key: str) -> Callable[[Results], str]:
             o = results.get(point, results.default)
             c = results.against_best(point, results.default)
             if o is not None and c is not None and o.attainment().value <= 0.99:
-                value = (c.violations if key == "violations" else c.goodput).value
-                if math.isfinite(value):
-                    found.append((value, point.id))
-        return f"{max(found)[0]:.2f}x ({max(found)[1]})" if found else ""
+                value = c.violations if key == "violations" else c.goodput
+                if math.isfinite(value.value):
+                    found.append((value.value, point.id, _between(value)))
+        return f"{max(found)[2]} ({max(found)[1]})" if found else ""
 
     return cell
 
@@ -222,9 +222,7 @@ def _most_accepted(results: Results) -> str:
     if not points:
         return ""
     here = results.at(points[-1])
-    counted = {
-        n: v for n, o in here.items() if (v := o.mean("server", "tokens_per_verification")) is not None
-    }
+    counted = {n: v for n, o in here.items() if (v := o.served("tokens_per_verification")) is not None}
     if not counted:
         return ""
     most = max(counted, key=lambda n: counted[n])
@@ -241,7 +239,7 @@ def _published(results: Results) -> str:
     for point in _loads(results):
         c = results.against(point, results.default, "adaserve")
         if c is not None and results.default != "adaserve":
-            cells.append(f"{_times(c.violations.value)} at load {point.load:g}")
+            cells.append(f"{_between(c.violations)} at load {point.load:g}")
     return ", ".join(cells)
 
 

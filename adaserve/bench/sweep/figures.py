@@ -113,7 +113,7 @@ def _shown(policy: str, gated: bool) -> bool:
 
 
 def _mean_ttft(outcome: Outcome) -> Interval:
-    return Interval(outcome.mean("all", "mean_ttft_ms") or math.nan, math.nan, math.nan)
+    return Interval(outcome.summary["mean_ttft_ms"] or math.nan)
 
 
 def _objectives(results: Results) -> Any:
@@ -171,7 +171,7 @@ def _violations(results: Results) -> Any:
 
             def missed(outcome: Outcome, name: str = name) -> Interval:
                 value = 1.0 - outcome.class_attainment().get(name, math.nan)
-                return Interval(value, math.nan, math.nan)
+                return Interval(value)
 
             _line(ax, policy, k, *_curve(results, "load", policy, missed))
         ax.set(title=name, xlabel=AXIS_LABELS["load"], ylim=(-0.02, 1.02))
@@ -197,7 +197,7 @@ def _accepted(results: Results) -> Any:
         for k, policy in enumerate(policies):
 
             def mean(outcome: Outcome, key: str = key) -> Interval:
-                return Interval(_server(outcome, key) or math.nan, math.nan, math.nan)
+                return Interval(_server(outcome, key) or math.nan)
 
             _line(ax, policy, k, *_curve(results, "load", policy, mean))
         ax.set(xlabel=AXIS_LABELS["load"], ylabel=label)
@@ -206,7 +206,7 @@ def _accepted(results: Results) -> Any:
 
 
 def _server(outcome: Outcome | None, key: str) -> float | None:
-    return None if outcome is None else outcome.mean("server", key)
+    return None if outcome is None else outcome.served(key)
 
 
 def _peaks(results: Results) -> Any:

@@ -177,8 +177,8 @@ class SweepPlan:
         return list(found)
 
     def tuning_cases(self) -> list[Case]:
-        """Every length of every family in the plan, at each load, on a seed of its own."""
-        names = dict.fromkeys(f for p in (*self.policies, *self.side_policies) if (f := family(p)))
+        """Every length of every system that has one to choose, at each load, on a seed of its own."""
+        names = dict.fromkeys(p for p in (*self.policies, *self.side_policies) if family(p))
         loads = sorted({*self.loads, self.at} if set(self.axes) - {"load"} else self.loads, reverse=True)
         found = []
         for load in loads:

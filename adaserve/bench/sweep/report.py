@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from adaserve.bench import markdown
 from adaserve.bench.busy import BUSY, SLOW
-from adaserve.bench.sweep.aggregate import NOISE_POINTS, Comparison, Interval, Outcome, Results
+from adaserve.bench.sweep.aggregate import Comparison, Interval, Key, Outcome, Results
 from adaserve.bench.sweep.claims import fill_readme
 from adaserve.bench.sweep.figures import draw_all
 from adaserve.bench.sweep.plan import Point
@@ -24,6 +24,9 @@ from adaserve.bench.sweep.tuning import chosen_text
 from adaserve.bench.terminal import table
 
 _MOST_SHOWN = 1000.0
+_TIMES = (
+    "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms",
+)  # fmt: skip
 
 _TITLES = {
     "attainment-load.png": "Attainment of both SLOs, goodput and TTFT against request rate",
@@ -65,7 +68,7 @@ def summary(results: Results) -> dict[str, Any]:
                     "point": point.id,
                     "policy": name,
                     "seeds": list(o.seeds),
-                    "requests": sum(case["all"]["requests"] for case in o.cases),
+                    "requests": o.summary["requests"],
                     "offered_rps": o.mean("offered_rps"),
                     "attainment": o.attainment().to_json(),
                     "violations": round(1 - o.attainment().value, 5),
@@ -73,15 +76,11 @@ def summary(results: Results) -> dict[str, Any]:
                     "attainment_ttft": o.attainment("met_ttft").to_json(),
                     "attainment_by_class": {k: round(v, 5) for k, v in o.class_attainment().items()},
                     "goodput": o.goodput().to_json(),
+                    "design_effect": [round(s.factor, 3) for s in (o.alone["attained"], o.apart)],
+                    **{k: o.summary[k] for k in ("output_throughput", *_TIMES)},
+                    "times_by_class": {n: {k: c[k] for k in _TIMES} for n, c in o.by_class.items()},
                     **{
-                        k: o.mean("all", k)
-                        for k in (
-                            "output_throughput", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
-                            "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms",
-                        )
-                    },
-                    **{
-                        k: o.mean("server", k)
+                        k: o.served(k)
                         for k in ("tokens_per_verification", "tree_nodes", "depth", "running")
                     },
                     "seconds": {k: round(v, 3) for k, v in o.seconds().items()},
@@ -156,8 +155,8 @@ def _times(v: Interval) -> str:
 def _page(results: Results, figures: Sequence[str]) -> str:
     """``README.md`` of the folder: what was run, the verdicts, the numbers, the figures."""
     head = results.head
-    every = {c.id for c in (*results.plan.blocks_in_order(), *results.plan.check_cases())}
-    finished, planned = len(results.store.finished()), len(every)
+    every = {c.id for c in (*results.plan.cases(), *results.plan.check_cases())}
+    finished, planned = len(every & set(results.store.finished())), len(every)
     host = head["host"]
     parts = [
         "# Sweep of policies on a real server",
@@ -184,7 +183,10 @@ def _page(results: Results, figures: Sequence[str]) -> str:
         "## Figures",
         *(f"### {_TITLES[name]}\n\n![{_TITLES[name]}]({name})" for name in figures),
         "## Numbers",
-        *(f"### {_point_title(results, p)}\n\n{_numbers(results, p)}" for p in results.points()),
+        *(
+            f"### {_point_title(results, p)}\n\n{_numbers(results, p)}\n\n{_times_table(results, p)}"
+            for p in results.points()
+        ),
         *_troubles(results),
     ]
     return "\n\n".join(parts) + "\n"
@@ -202,7 +204,7 @@ def _intro(results: Results) -> str:
     loops = ", ".join(f"{n} {v:.0%}" for n, v in head["prompts_that_do_not_loop"].items())
     source = f"Arrivals, lengths and classes of {plan.trace}" if plan.trace else "Poisson arrivals"
     server, seeds, prefill = head["server"], ", ".join(map(str, plan.seeds)), head["prefill"]
-    lengths = chosen_text(results.store.finished(), plan.loads, plan.lengths)
+    lengths = chosen_text(results.store.finished())
     sentences = (
         f"{server['model']}; trees up to {server['max_depth']} deep.",
         f"Baseline {head['baseline_ms']:.2f} ms per token: one request, plain decoding, seen by its client.",
@@ -224,9 +226,10 @@ def _verdict_text(results: Results) -> str:
     found = [c for p in results.points() if (c := results.against_best(p, results.default)) is not None]
     sentences = (
         f"`{results.default}` against the best of the other systems as they are, chosen at each point by",
-        "what it attained (so its luck counts for it). Brackets: 90% intervals over blocks (Student's t), on",
-        f"the same requests; one block alone has none, and no verdict. {_counted(found)} `fewer violations`:",
-        "the baseline's over ours. `goodput`: ours over that of the baseline with the highest goodput.",
+        "what it attained (so its luck counts for it). Brackets are 90% intervals. A verdict says where the",
+        "whole bracket of `points` lies: above 0 is better, below 0 is below, anything else is unclear.",
+        f"{_counted(found)} `fewer violations`: the baseline's over ours.",
+        "`goodput`: ours over that of the baseline with the highest goodput.",
         *(
             f"`{theirs}`, the published rules, is not among the others: {_counted(rows)}"
             for theirs in PUBLISHED
@@ -237,11 +240,8 @@ def _verdict_text(results: Results) -> str:
 
 
 def _counted(found: Sequence[Comparison]) -> str:
-    count = {v: sum(c.verdict == v for c in found) for v in ("better", "equal", "unclear", "below", "none")}
-    return (
-        f"Of {len(found)} points: {count['better']} better, {count['equal']} equal within {NOISE_POINTS:g} "
-        f"points, {count['unclear']} unclear, {count['below']} below, {count['none']} without a verdict."
-    )
+    count = {v: sum(c.verdict == v for c in found) for v in ("better", "unclear", "below")}
+    return f"Of {len(found)} points: " + ", ".join(f"{n} {v}" for v, n in count.items()) + "."
 
 
 def _judged(results: Results, gated: bool) -> list[str]:
@@ -297,7 +297,7 @@ def _stock(results: Results) -> list[str]:
         ours, stock = results.get(point, PLAIN), results.get(point, STOCK)
         if ours is not None and stock is not None:
             for key, label in (("mean_tpot_ms", "mean TPOT, ms"), ("mean_ttft_ms", "mean TTFT, ms")):
-                x, y = ours.mean("all", key), stock.mean("all", key)
+                x, y = (_mean(o, key, set(ours.blocks) & set(stock.blocks)) for o in (ours, stock))
                 if x and y:
                     rows.append((f"{point.id}, {label}", f"{x:.1f}", f"{y:.1f}", f"{x / y:.2f}x"))
     if not rows:
@@ -308,6 +308,12 @@ def _stock(results: Results) -> list[str]:
         "servers):",
         markdown.table(("", PLAIN, "SGLang", "ratio"), rows),
     ]
+
+
+def _mean(o: Outcome, name: str, keys: Collection[Key]) -> float | None:
+    """Of a figure of blocks; None without any."""
+    found = [v for c in o.cases if (c["seed"], c["block"]) in keys and (v := c["all"][name]) is not None]
+    return sum(found) / len(found) if found else None
 
 
 def _point_title(results: Results, point: Point) -> str:
@@ -329,22 +335,32 @@ def _numbers(results: Results, point: Point) -> str:
                 *(f"{100 * o.attainment(k).value:.0f}" for k in ("met_tpot", "met_ttft")),
                 *(f"{100 * by_class.get(n, math.nan):.0f}" for n in names),
                 f"{g.value:.0f}",
-                *(_number(o.mean("all", k), 1) for k in ("mean_tpot_ms", "p99_tpot_ms")),
-                *(_number(o.mean("all", k), 0) for k in ("mean_ttft_ms", "p99_ttft_ms")),
-                *(
-                    _number(o.mean("server", k), 2)
-                    for k in ("tokens_per_verification", "tree_nodes", "depth")
-                ),
+                *(_number(o.served(k), 2) for k in ("tokens_per_verification", "tree_nodes", "depth")),
                 _select_share(o.seconds()),
             )
         )
     return markdown.table(
         (
-            "system", "both %", "TPOT", "TTFT", *names, "goodput", "TPOT ms", "p99", "TTFT ms", "p99",
-            "tokens/verify", "nodes", "depth", "selection",
+            "system", "both %", "TPOT", "TTFT", *names, "goodput", "tokens/verify", "nodes", "depth",
+            "selection",
         ),
         rows,
     )  # fmt: skip
+
+
+def _times_table(results: Results, point: Point) -> str:
+    """Milliseconds of all blocks together: the mean, and p99 of each class."""
+    here = results.at(point)
+    names = sorted({n for o in here.values() for n in o.by_class})
+    rows = []
+    for policy, o in here.items():
+        cells = [f"**{policy}**" if slo_aware(policy) else policy]
+        for kind, digits in (("tpot", 1), ("ttft", 0)):
+            latest = (o.by_class.get(n, {}).get(f"p99_{kind}_ms") for n in names)
+            cells += [_number(v, digits) for v in (o.summary[f"mean_{kind}_ms"], *latest)]
+        rows.append(cells)
+    late = [f"p99 {n}" for n in names]
+    return markdown.table(("system", "TPOT ms", *late, "TTFT ms", *late), rows)
 
 
 def _select_share(seconds: dict[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Which length each family gets: the one that attained most on the tuning seed, load by load."""
+"""Which length a system gets that has one to choose: what attained most on the tuning seed, load by load."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from adaserve.bench.sweep.plan import TUNING_SEED, Case, Point, SweepError
-from adaserve.bench.sweep.systems import FAMILIES, family, with_length
+from adaserve.bench.sweep.systems import GATE, family, with_length
 
 Lines = Mapping[str, Mapping[str, Any]]
 """Of ``cases.jsonl``, by id."""
 
 
 def chosen_length(lines: Lines, name: str, load: float, lengths: Sequence[int]) -> int:
-    """The family's best length at the tuned load that is nearest. Ties go to the higher goodput.
+    """The best length of ``chain`` or ``chain+gate`` at the nearest tuned load; of ties, by the goodput.
 
     Raises SweepError while none was tried."""
     found: dict[float, list[tuple[float, float, int]]] = {}
@@ -37,19 +37,20 @@ def _tuned(lines: Lines, policy: str) -> Iterable[tuple[float, Mapping[str, Any]
 
 def concrete(case: Case, lines: Lines, lengths: Sequence[int]) -> str:
     """The system that plays the case: a family's name gets its length."""
-    name = family(case.policy)
-    if name is None:
+    if family(case.policy) is None:
         return case.policy
-    return with_length(case.policy, chosen_length(lines, name, case.point.load, lengths))
+    return with_length(case.policy, chosen_length(lines, case.policy, case.point.load, lengths))
 
 
-def chosen_text(lines: Lines, loads: Sequence[float], lengths: Sequence[int]) -> str:
-    """``chain: 4 at load 0.3, 2 at load 0.9; ...`` for the results; empty where nothing was chosen."""
-    parts = []
-    for name in FAMILIES:
-        try:
-            picks = [f"{chosen_length(lines, name, load, lengths)} at load {load:g}" for load in loads]
-        except SweepError:
-            continue
-        parts.append(f"{name}: {', '.join(picks)}")
-    return "; ".join(parts)
+def chosen_text(lines: Lines) -> str:
+    """``chain: 4 at load 0.3, 2 at load 0.9; ...``, as they were played; empty where nothing was chosen."""
+    picks: dict[str, dict[float, str]] = {}
+    for line in lines.values():
+        if family(line["policy"]) is not None:
+            length = line["setting"].removesuffix(GATE).rpartition("-")[2]
+            picks.setdefault(line["policy"], {})[Point.parse(line["point"]).load] = length
+    each = (
+        f"{name}: {', '.join(f'{length} at load {load:g}' for load, length in sorted(found.items()))}"
+        for name, found in sorted(picks.items())
+    )
+    return "; ".join(each)

@@ -9,6 +9,7 @@ from typing import Any
 from adaserve.bench.sweep.measure import case_figures, write_records
 from adaserve.bench.sweep.plan import Case, SweepPlan
 from adaserve.bench.sweep.store import Store
+from adaserve.bench.sweep.systems import family, with_length
 from adaserve.slo.metrics import RequestRecord
 
 HEAD: dict[str, Any] = {
@@ -61,7 +62,7 @@ def case_line(case: Case, records: list[RequestRecord], status: str = "ok") -> d
         "policy": case.policy,
         "seed": case.seed,
         "block": case.block,
-        "setting": case.policy,
+        "setting": case.policy if family(case.policy) is None else with_length(case.policy, 4),
         "attempts": 1,
         "others": 0.01,
         "pace_ms": [10.0, 10.1],

@@ -102,9 +102,10 @@ def test_lengths_are_chosen_on_a_seed_that_is_not_reported() -> None:
     assert {c.seed for c in tuned} == {TUNING_SEED} and not {c.id for c in tuned} & {
         c.id for c in plan.cases()
     }
+    named = (("chain", ""), ("chain", "+gate"), ("urgency", ""))
     for load in plan.loads:
         here = {c.policy for c in tuned if c.point == Point(load)}
-        assert here == {"chain-2", "chain-4", "urgency-2", "urgency-4"}
+        assert here == {f"{name}-{k}{gate}" for k in (2, 4) for name, gate in named}
     with pytest.raises(SweepError, match="take another"):
         SweepPlan(seeds=(TUNING_SEED,))
 
@@ -124,6 +125,8 @@ def test_a_family_gets_the_length_that_attained_most_at_the_nearest_load() -> No
                 line("chain-2", 0.3, 0.8), line("chain-4", 0.3, 0.9), line("chain-4", 1.0, 0.2),
                 line("chain-2", 1.0, 0.5), line("chain-2", 0.3, 1.0, seed=0),
                 line("urgency-2", 0.3, 0.5, 2.0), line("urgency-4", 0.3, 0.5, 3.0),
+                line("chain-2+gate", 0.3, 0.6), line("chain-4+gate", 0.3, 0.7),
+                line("chain-2+gate", 1.0, 0.4), line("chain-4+gate", 1.0, 0.5),
             ]
         )
     }  # fmt: skip
@@ -133,6 +136,7 @@ def test_a_family_gets_the_length_that_attained_most_at_the_nearest_load() -> No
 
     assert played("chain", 0.3) == "chain-4" and played("chain+gate", 0.4) == "chain-4+gate"
     assert played("chain", 0.9) == "chain-2", "and the reported seeds have no say"
+    assert played("chain+gate", 0.9) == "chain-4+gate", "behind a gate fewer requests run"
     assert played("urgency", 1.0) == "urgency-4", "of equal ones the one with more goodput"
     assert played("turbospec+gate", 1.0) == "turbospec+gate" and played("chain-6", 0.3) == "chain-6"
     with pytest.raises(SweepError, match="adaptive-verify"):
@@ -142,7 +146,7 @@ def test_a_family_gets_the_length_that_attained_most_at_the_nearest_load() -> No
 def test_defaults_take_about_an_hour() -> None:
     from adaserve.bench.sweep.commands import minutes_of
 
-    assert 40 < minutes_of(SweepPlan()) < 75
+    assert 40 < minutes_of(SweepPlan()) < 85
 
 
 def test_plain_sglang_is_compared_at_the_ends_of_the_load_axis() -> None:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from adaserve.bench.sweep import claims
-from adaserve.bench.sweep.aggregate import Block, Comparison, Interval, Outcome, Results, compare
+from adaserve.bench.sweep.aggregate import Block, Comparison, Interval, Outcome, Results, compare, together
 from adaserve.bench.sweep.claims import BEGIN, END, fill_readme, simulated
 from adaserve.bench.sweep.measure import server_figures, settled, write_records
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
@@ -51,6 +51,26 @@ def test_attainment_and_goodput_are_those_of_the_records(store) -> None:  # type
     assert outcome.goodput().value == pytest.approx(sum(r.output_tokens for r in met) / duration_s)
 
 
+def test_percentiles_are_of_all_requests_of_a_class_and_counters_of_all_iterations(tmp_path: Path) -> None:
+    """And not means of what blocks say: one slow block of four holds all of the slowest requests."""
+    slow = Case(Point(0.6), "priced", 1, 1)
+    store = finished_sweep(tmp_path / "s", PLAN, lambda c, i: (30.0 if c == slow else 9.0) + 0.01 * i)
+    line = store.finished()[slow.id]
+    busy = {**line["server"], "iterations": 900, "running": 9.0, "depth": 4.0, "tree_nodes": 0.0}
+    store.add({**line, "server": busy})
+    outcome = Results(store).get(Point(0.6), "priced")
+    assert outcome is not None
+    ids = [f"load0.60.priced.s{seed}.b{block}" for seed in (0, 1) for block in (0, 1)]
+    mine = [[1e3 * (r.tpot_s or 0.0) for r in store.records(n) if r.slo_class == "coding"] for n in ids]
+    latest = outcome.by_class["coding"]["p99_tpot_ms"]
+    assert latest == pytest.approx(np.percentile(np.concatenate(mine), 99))
+    assert latest > 2 * np.mean([np.percentile(m, 99) for m in mine])
+    assert outcome.served("depth") == pytest.approx((3 * 300 * 2.0 + 900 * 4.0) / 1800)
+    assert outcome.served("tree_nodes") == pytest.approx(900 * 3.0 * 2.5 / (900 * 3.0 + 900 * 9.0))
+    (row,) = [r for r in write_page(store).read_text().splitlines() if r.startswith("| **priced** | 14")]
+    assert " 30.6 |" in row
+
+
 def test_a_policy_is_compared_with_the_best_baseline_and_not_with_its_like(store) -> None:  # type: ignore[no-untyped-def]
     results = Results(store)
     c = results.against_best(Point(0.6), "priced")
@@ -66,12 +86,13 @@ def test_a_policy_is_compared_with_the_best_baseline_and_not_with_its_like(store
     assert published is not None and published.violations.value > 1
 
 
-def test_equal_outcomes_differ_by_exactly_nothing(tmp_path: Path) -> None:
+def test_equal_outcomes_leave_room_for_chance(tmp_path: Path) -> None:
+    """All requests of all systems ended alike, which some hundreds of requests may do by chance."""
     same = finished_sweep(tmp_path / "same", PLAN, lambda _, i: 13.0 if i % 3 else 9.0)
     c = Results(same).against_best(Point(0.3), "priced")
-    assert c is not None and c.verdict == "equal"
-    assert (c.points.value, c.points.low, c.points.high) == (0, 0, 0)
-    assert c.violations.value == c.goodput.value == 1.0
+    assert c is not None and c.verdict == "unclear" and c.points.value == 0
+    assert -10 < c.points.low < -1 and 1 < c.points.high < 10
+    assert c.violations.value == c.goodput.value == 1.0 and c.violations.low < 1 < c.violations.high
 
 
 def test_no_violation_left_is_said_and_not_divided_by(tmp_path: Path) -> None:
@@ -86,23 +107,26 @@ def test_no_violation_left_is_said_and_not_divided_by(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("points", "verdict"),
-    [((4, 1, 7), "better"), ((4, -1, 9), "unclear"), ((1, -2, 4), "equal"), ((-1.4, -4, 2), "equal"),
-     ((-3, -6, 0), "unclear"), ((-3, -5, -2), "below"), ((4, math.nan, math.nan), "none")],
+    [((4, 1, 7), "better"), ((1, 0.5, 2), "better"), ((4, -1, 9), "unclear"), ((-3, -6, 0), "unclear"),
+     ((-3, -5, -2), "below"), ((4, math.nan, math.nan), "unclear")],
 )  # fmt: skip
-def test_verdicts(points: tuple[float, float, float], verdict: str) -> None:
+def test_the_verdict_is_where_the_whole_interval_lies(
+    points: tuple[float, float, float], verdict: str
+) -> None:
     one = Interval(1, 1, 1)
     assert Comparison("a", "b", Interval(*points), one, one).verdict == verdict
 
 
-def test_bars_come_from_blocks(tmp_path: Path) -> None:
-    """Blocks that are alike leave nothing to chance; one that a system lost altogether leaves much."""
+def test_bars_come_from_blocks_and_from_requests(tmp_path: Path) -> None:
+    """Blocks that are alike leave the chance of requests; one that a system lost altogether leaves much."""
     alike = finished_sweep(tmp_path / "a", PLAN, lambda _, i: 13.0 if i % 3 else 9.0)
     bars = Results(alike).get(Point(0.6), "chain-4")
-    assert bars is not None and bars.attainment().low == bars.attainment().value == bars.attainment().high
+    assert bars is not None
+    assert 0.03 < bars.attainment().value - bars.attainment().low < 0.1
     odd = finished_sweep(tmp_path / "b", PLAN, lambda c, _: 99.0 if (c.seed, c.block) == (1, 1) else 9.0)
     bars = Results(odd).get(Point(0.6), "chain-4")
     assert bars is not None and bars.attainment().value == 0.75
-    assert bars.attainment().low <= 0.5 and bars.attainment().high == 1.0
+    assert bars.attainment().low <= 0.5 and 0.95 < bars.attainment().high <= 1.0
 
 
 def played(attained: Sequence[int], of: int = 100) -> Outcome:
@@ -112,49 +136,66 @@ def played(attained: Sequence[int], of: int = 100) -> Outcome:
     return Outcome(Point(1.0), "some", cases, blocks)
 
 
-@pytest.mark.parametrize("blocks", [2, 3, 6])
-def test_an_interval_holds_the_truth_nine_times_of_ten(blocks: int) -> None:
+def compared(*attained: Sequence[int], of: int = 100) -> Comparison:
+    """The first system with the best of the others."""
+    mine, *others = together([played(met, of) for met in attained])
+    found = compare(mine, others)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("systems", "blocks"), [(2, 2), (2, 3), (2, 6), (13, 2), (13, 3)])
+def test_an_interval_holds_the_truth_nine_times_of_ten(systems: int, blocks: int) -> None:
     """However few blocks there are: a bootstrap over two of them holds it half of the time."""
-    rng, held = np.random.default_rng(blocks), np.zeros(4)
+    rng, held, shares = np.random.default_rng(blocks), np.zeros(4), [60, 45, *range(30, 41)]
     for _ in range(1000):
-        host = rng.normal(0, 8, blocks)  # disturbs both
-        mine, theirs = (
-            played((100 * rng.normal(p, 4, blocks) + 100 * host).round().astype(int).tolist(), 10_000)
-            for p in (60, 45)
-        )
+        host = rng.normal(0, 8, blocks)  # disturbs all
+        met = [100 * (rng.normal(p, 4, blocks) + host).round(2) for p in shares[:systems]]
+        mine, theirs, *_ = together([played(m.astype(int).tolist(), 10_000) for m in met])
         c = compare(mine, [theirs])
         assert c is not None
         found = ((c.points, 15), (c.violations, 55 / 40), (c.goodput, 60 / 45), (mine.attainment(), 0.6))
         held += [v.low <= truth <= v.high for v, truth in found]
-    assert (held > 870).all() and (held < 930).all(), held
+    assert (held > 850).all() and (held[:3] < 940).all(), held
+
+
+def test_blocks_that_agree_by_chance_prove_nothing() -> None:
+    """65 of 150 requests more in each of three blocks, as it once happened."""
+    c = compared([85, 79, 90], [20, 14, 25], of=150)
+    assert c.points.value == pytest.approx(130 / 3) and c.verdict == "better"
+    assert 5 < c.points.value - c.points.low < 12 and 5 < c.points.high - c.points.value < 12
+
+
+def test_no_interval_leaves_what_is_possible() -> None:
+    c = compared([100, 100, 99], [2, 0, 12])
+    assert 50 < c.points.low < c.points.value < c.points.high < 100
+    whole = together([played([100, 100, 100]), played([80, 99, 60])])[0].attainment()
+    assert 0.5 < whole.low < 1.0 == whole.value == whole.high
 
 
 def test_one_block_gives_no_interval_and_no_verdict(tmp_path: Path) -> None:
     plan = replace(PLAN, seeds=(0,), blocks=1, axes=("load",))
     store = finished_sweep(tmp_path / "s", plan, tpot_ms)
     c = Results(store).against_best(Point(0.6), "priced")
-    assert c is not None and c.points.value > 10 and c.verdict == "none"
+    assert c is not None and c.points.value > 10 and c.verdict == "unclear"
     assert all(math.isnan(v) for v in (c.points.low, c.violations.high, c.goodput.low))
     page = write_page(store).read_text()
-    assert (
-        "Of 2 points: 0 better, 0 equal within 1.5 points, 0 unclear, 0 below, 2 without a verdict." in page
-    )
+    assert "Of 2 points: 0 better, 2 unclear, 0 below." in page
     assert "nan" not in page and "[-" not in page
 
 
-def test_a_ratio_of_what_happened_in_one_block_has_no_interval() -> None:
-    """Both missed something there alone, so how often one misses more than the other is not known."""
-    c = compare(played([100, 60, 100]), [played([100, 40, 100])])
-    assert c is not None and c.violations.value == pytest.approx(1.5)
-    assert math.isnan(c.violations.low) and c.points.low < 0 < c.points.high
-    few = compare(played([100, 100, 99]), [played([100, 99, 97])])
-    assert few is not None and math.isnan(few.violations.low) and not math.isnan(few.goodput.low)
+def test_a_ratio_of_what_happened_in_one_block_says_little() -> None:
+    c = compared([100, 60, 100], [100, 40, 100])
+    assert c.violations.value == pytest.approx(1.5) and c.points.low < 0 < c.points.high
+    few = compared([100, 100, 99], [100, 99, 97])
+    for ratio in (c.violations, few.violations):
+        assert ratio.low < 1 < ratio.high
 
 
 @pytest.mark.parametrize("mine", [[0, 0], [5, 8]])
 def test_goodput_over_a_rival_that_had_none_is_no_number(mine: list[int]) -> None:
-    c = compare(played(mine), [played([0, 0])])
-    assert c is not None and math.isnan(c.goodput.value)
+    c = compared(mine, [0, 0])
+    assert math.isnan(c.goodput.value)
     assert claims._between(c.goodput) == "-"
 
 
@@ -256,6 +297,12 @@ def test_what_the_plugin_costs_is_the_median_of_paired_rounds(tmp_path: Path) ->
         "| one request, ms per token | 11.00 | 10.00 | 1.10x [1.00, 1.25] |"
         in (store.folder / "README.md").read_text()
     )
+
+
+def test_plain_decoding_is_compared_with_sglang_on_the_same_blocks(tmp_path: Path) -> None:
+    """SGLang plays the first block alone where it is not among the systems."""
+    store = finished_sweep(tmp_path / "s", PLAN, lambda c, _: 30.0 if (c.seed, c.block) != (0, 0) else 10.0)
+    assert "| load0.30, mean TPOT, ms | 10.0 | 10.0 | 1.00x |" in write_page(store).read_text()
 
 
 def test_everything_is_written_again_from_the_records(store) -> None:  # type: ignore[no-untyped-def]
