@@ -25,6 +25,7 @@ from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.patches import hook, openai_errors
+from adaserve.patches.boundary import applies, is_active, refusal
 
 MAX_BODY_BYTES = 32 << 20
 _READER = "request_body_to_args"  # FastAPI's step from a parsed body to a route's arguments
@@ -126,8 +127,6 @@ def refuse_call(path: str) -> Callable[..., None]:
     """What runs before the tokenizer manager's method that ``path`` is named after."""
 
     def check(manager: Any, *_: Any, **__: Any) -> None:
-        from adaserve.patches.boundary import applies
-
         why = refused_routes().get(path)
         if why is not None and applies(manager.server_args):
             raise RequestError(_sentence(path, why))
@@ -137,8 +136,6 @@ def refuse_call(path: str) -> Callable[..., None]:
 
 def refuse_rpc(engine: Any, method: str, **_: Any) -> None:
     """Runs before a method of all schedulers is called by its name. Raises RequestError."""
-    from adaserve.patches.boundary import applies
-
     why = refused_routes().get(f"/{method}") or SAVING.get(method)
     if why is not None and applies(engine.server_args):
         raise RequestError(_sentence(method, why))
@@ -156,20 +153,11 @@ def mount(app: Any) -> None:
         return
     app.state.adaserve_routes = True
     app.max_body_size = MAX_BODY_BYTES
-    openai_errors.mount(app, _active)
+    openai_errors.mount(app, is_active)
     for kind in (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError):
         app.add_exception_handler(kind, _unreadable)
     build = app.build_middleware_stack
     app.build_middleware_stack = lambda: Routes(build())
-
-
-def _active() -> bool:
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    from adaserve.patches.boundary import applies
-
-    state = get_global_state()
-    return state is None or applies(state.tokenizer_manager.server_args)
 
 
 def _takes_media() -> bool:
@@ -186,7 +174,7 @@ class Routes:
         self._app, self._refused = app, refused_routes()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _active():
+        if scope["type"] != "http" or not is_active():
             await self._app(scope, receive, send)
             return
         if {b"transfer-encoding", b"content-length"} <= {name for name, _ in scope["headers"]}:
@@ -215,8 +203,6 @@ def _render(original: Callable[..., Any], self: Any, request: Any, *rest: Any) -
 
 async def _unreadable(request: Any, error: Exception) -> Any:
     """A request on which SGLang falls over before it is one: 400 where the fault is the client's."""
-    from adaserve.patches.boundary import refusal
-
     if not _is_the_clients(error):
         raise error
     return refusal(f"the body is not a valid request for {request.url.path}: {error}")

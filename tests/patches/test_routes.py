@@ -32,7 +32,7 @@ def test_profiles_are_for_those_who_start_the_server(
     path: str, allowed: str, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PROFILE_ROUTES_ENV, allowed)
-    monkeypatch.setattr(routes, "_active", lambda: True)
+    monkeypatch.setattr(routes, "is_active", lambda: True)
     passed, sent = [], []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -53,7 +53,7 @@ def test_profiles_are_for_those_who_start_the_server(
 def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(routes, "_active", lambda: True)
+    monkeypatch.setattr(routes, "is_active", lambda: True)
     sent: list[Any] = []
 
     async def reached(*_: Any) -> None:
@@ -70,7 +70,7 @@ def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(
 
 def test_methods_that_nobody_serves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would be a label of SGLang's metrics for as long as the server lives."""
-    monkeypatch.setattr(routes, "_active", lambda: True)
+    monkeypatch.setattr(routes, "is_active", lambda: True)
     sent: list[Any] = []
 
     async def unreached(*_: Any) -> None:
@@ -85,7 +85,7 @@ def test_methods_that_nobody_serves_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_of_text_transcribes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_active", lambda: True)
+    monkeypatch.setattr(routes, "is_active", lambda: True)
     reached: list[str] = []
 
     async def app(scope: Any, *_: Any) -> None:
