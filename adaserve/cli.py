@@ -181,7 +181,7 @@ def serve(
     Try: curl localhost:30000/v1/completions -H 'x-slo-tpot-ms: 40' -H 'content-type: application/json'
     -d '{"model": "adaserve-embedded", "prompt": "def main(", "max_tokens": 64}'
     """
-    from adaserve.server import require_free
+    from adaserve.server import require_free, require_models
 
     spec = server_spec(
         model, draft, size, tuple(context.args), host, port,
@@ -193,6 +193,7 @@ def serve(
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
         draft_weights=draft_weights, shed=shed, orca=orca, record_requests=_text(record_requests),
     )  # fmt: skip
+    require_models(spec)
     require_free(spec.host, spec.port)
     command = spec.command()
     console.print(

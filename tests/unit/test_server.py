@@ -130,6 +130,7 @@ def test_what_the_draft_reads_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None
     started: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
     monkeypatch.setattr("os.environ", os.environ.copy())
+    monkeypatch.setattr(server, "require_models", lambda spec: None)
     serve = ["serve", "--model-path", "m", "--draft-model-path", "d", "--draft-window"]
     refused = CliRunner().invoke(app, [*serve, "7"])
     assert refused.exit_code == 2 and "draft_window is '7': it should be auto, 0" in refused.output
@@ -144,6 +145,7 @@ def test_an_mtp_layer_comes_from_the_targets_checkpoint(monkeypatch: pytest.Monk
     started: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
     monkeypatch.setattr("os.environ", os.environ.copy())
+    monkeypatch.setattr(server, "require_models", lambda spec: None)
     refused = CliRunner().invoke(app, ["serve", "--draft-kind", "mtp"])
     assert refused.exit_code == 2 and not started
     assert "the embedded target has no MTP layer: give a --model-path that has one" in refused.output
