@@ -27,6 +27,7 @@ from adaserve.errors import UserError
 from adaserve.host import FORK_ENV
 from adaserve.hub import why_no_model, why_not_on_hub
 from adaserve.lifetime import PARENT_ENV
+from adaserve.pair.shape import parse_size
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.processes import family, remove, shared_memory
 from adaserve.redaction import without_secrets
@@ -88,6 +89,8 @@ class ServerSpec:
                     else "leave out --draft-model-path, or give --drafts model,suffix"
                 )
             )
+        if self.embedded:
+            parse_size(self.size)
         self.served  # noqa: B018 (what can't be served is refused now)
 
     @property
