@@ -42,28 +42,34 @@ def test_a_port_taken_meanwhile_ends_the_start_at_once(tmp_path: Path) -> None:
 
 
 class Sharing(ServerSpec):
-    """Holds shared memory, a file of the model's name, and can't remove it once it is killed."""
+    """Holds shared memory, a file of the model's name and one named by its id, and can't remove them once it
+    is killed."""
 
     __slots__ = ()
 
     def command(self) -> list[str]:
         share = f"import mmap; f = open({self.model!r}, 'w+b'); f.truncate(9); m = mmap.mmap(f.fileno(), 9)"
-        return [sys.executable, "-c", f"{share}; print('shared', flush=True); import time; time.sleep(600)"]
+        named = "import os; pid = os.getpid(); open(f'/dev/shm/multi_tokenizer_args_{pid}', 'w').close()"
+        wait = "print('shared', pid, flush=True); import time; time.sleep(600)"
+        return [sys.executable, "-c", f"{share}; {named}; {wait}"]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_shared_memory_is_not_left_behind(tmp_path: Path) -> None:
     path, log = Path(f"/dev/shm/adaserve-test-{os.getpid()}"), tmp_path / "server.log"
     path.touch()
+    named: list[Path] = []
 
     def interrupt(_: float) -> None:
-        if "shared" in log.read_text().splitlines():
-            assert path.exists()
-            raise KeyboardInterrupt
+        for line in log.read_text().splitlines():
+            if line.startswith("shared "):
+                named.append(Path(f"/dev/shm/multi_tokenizer_args_{line.split()[1]}"))
+                assert path.exists() and named[0].exists()
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         ServerProcess(Sharing(str(path), "draft", port=free_port()), log).start(interrupt)
-    assert not path.exists()
+    assert not path.exists() and not named[0].exists()
 
 
 class Ending(ServerSpec):
