@@ -22,7 +22,7 @@ from adaserve.bench.cli import app as bench
 from adaserve.bench.gpu_check.cli import gpu_check
 from adaserve.bench.options import results_folder
 from adaserve.bench.simulate.cli import app as simulator
-from adaserve.commands import Commands, fail, new_file
+from adaserve.commands import Commands, fail, new_file, new_folder
 from adaserve.cores import short_spins
 from adaserve.fleet.cli import app as fleet
 from adaserve.learning.cli import app as draft
@@ -155,7 +155,11 @@ def serve(
     ] = False,
     learn_folder: Annotated[
         Path | None,
-        about_learning("Keep better drafts here, and start with the last one.", show_default="not kept"),
+        about_learning(
+            "Keep better drafts here, and start with the last one.",
+            show_default="not kept",
+            callback=new_folder,
+        ),
     ] = None,
     record: Annotated[
         Path | None,
@@ -181,7 +185,7 @@ def serve(
     Try: curl localhost:30000/v1/completions -H 'x-slo-tpot-ms: 40' -H 'content-type: application/json'
     -d '{"model": "adaserve-embedded", "prompt": "def main(", "max_tokens": 64}'
     """
-    from adaserve.server import require_free
+    from adaserve.server import require_free, require_models
 
     spec = server_spec(
         model, draft, size, tuple(context.args), host, port,
@@ -193,6 +197,7 @@ def serve(
         slo_config=_text(slo_config), profile=_text(profile), record=_text(record), cpu_weights=cpu_weights,
         draft_weights=draft_weights, shed=shed, orca=orca, record_requests=_text(record_requests),
     )  # fmt: skip
+    require_models(spec)
     require_free(spec.host, spec.port)
     command = spec.command()
     console.print(

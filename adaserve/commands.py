@@ -3,6 +3,7 @@ cause: with one sentence, and exit code 2."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,9 +15,18 @@ from typer.core import TyperGroup
 
 from adaserve.errors import UserError, why_no_answer, why_unwritable
 
+_NO_NUMBERS = ("nan", "inf", "infinity")
+
 
 class Commands(TyperGroup):
     """Commands, and groups of them, below one name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """No number that a command takes may be NaN or infinite, and Python reads both."""
+        for word in args:
+            if word.rpartition("=")[2].strip("+-").lower() in _NO_NUMBERS:
+                fail(f"{word} is not a finite number")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -58,6 +68,14 @@ def panel(title: str) -> Callable[..., Any]:
         return typer.Option(*flags, help=text, rich_help_panel=title, **settings)
 
     return option
+
+
+def flags(text: str, option: str) -> tuple[str, ...]:
+    """The words of an option that holds flags for another program. Raises BadParameter."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} cannot be read as flags ({error}): {text}") from None
 
 
 def new_file(path: Path | None) -> Path | None:

@@ -32,6 +32,7 @@ State = Literal["ok", "note", "missing"]
 INSTALL = "install AdaServe again: pip install . in its folder"
 NEEDED_MEMORY_GIB = 8.0
 NEEDED_DISK_GB = 2.0
+_PIPE_WIDTH = 1000  # where nobody sees where lines end, a path must not be cut in two
 CPU_FEATURES = {
     "avx2": "AVX2",
     "f16c": "F16C",
@@ -310,5 +311,5 @@ def doctor(json_output: bool = False) -> int:
     if json_output:
         print(json.dumps({"ok": healthy(findings), "findings": [asdict(f) for f in findings]}, indent=1))
     else:
-        show(findings, Console())
+        show(findings, Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH))
     return 0 if healthy(findings) else 1

@@ -12,6 +12,8 @@ import psutil
 _SHARED = "/dev/shm/"
 _LOADS = "sglang_loads_*.shm"
 """What SGLang's processes tell each other their load by; each server that is killed leaves one."""
+_ARGUMENTS = "multi_tokenizer_args_"
+"""What a server of several HTTP processes tells them when they start: its flags, the keys among them."""
 _STARTED_S = 600.0
 """A server has started by then, so that all of its processes that need such a file have mapped it."""
 
@@ -43,11 +45,12 @@ def _group(pid: int) -> int | None:
 
 
 def shared_memory(pid: int) -> set[Path]:
-    """Files in Linux' shared memory that a process has mapped."""
+    """Files in Linux' shared memory that a process has mapped, or that SGLang names by its id."""
+    named = {Path(_SHARED, f"{_ARGUMENTS}{pid}")}
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        return {Path(line[line.index(_SHARED) :]) for line in lines if _SHARED in line}
-    return set()
+        return named | {Path(line[line.index(_SHARED) :]) for line in lines if _SHARED in line}
+    return named
 
 
 def remove_leftovers(folder: Path = Path(_SHARED)) -> None:

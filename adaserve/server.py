@@ -20,12 +20,14 @@ from typing import Any, Protocol
 import httpx
 import psutil
 
-from adaserve.config import HUB_NAME, AdaServeConfig, ConfigError
+from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.cores import short_spins, usable_cores
 from adaserve.draft_kind import medusa_folder, medusa_heads
 from adaserve.errors import UserError
 from adaserve.host import FORK_ENV
+from adaserve.hub import why_no_model, why_not_on_hub
 from adaserve.lifetime import PARENT_ENV
+from adaserve.pair.shape import parse_size
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.processes import family, remove, shared_memory
 from adaserve.redaction import without_secrets
@@ -35,7 +37,6 @@ STOP_PATIENCE_S = 1.0
 """SGLang's schedulers end at once. Its first process would then sleep for five seconds, and end as well."""
 _DRAIN_S = 60.0
 _PORTS = range(20_000, 30_000)  # below those that Linux, macOS and Windows give to connections
-_MODEL_CONFIGS = ("config.json", "params.json")  # of Hugging Face and of Mistral
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
 
@@ -73,7 +74,7 @@ class ServerSpec:
 
     def __post_init__(self) -> None:
         for path in (self.model, self.draft):
-            if path is not None and (why := _why_no_model(path)) is not None:
+            if path is not None and (why := why_no_model(path)) is not None:
                 raise ServerError(why)
         if self.model is None and self.draft is not None:
             raise ServerError("a draft model needs a target of the same family: give --model-path as well")
@@ -88,6 +89,8 @@ class ServerSpec:
                     else "leave out --draft-model-path, or give --drafts model,suffix"
                 )
             )
+        if self.embedded:
+            parse_size(self.size)
         self.served  # noqa: B018 (what can't be served is refused now)
 
     @property
@@ -180,15 +183,11 @@ class ServerSpec:
         return env
 
 
-def _why_no_model(path: str) -> str | None:
-    """Why ``path`` is no model; None where it is one, or may be a name that SGLang downloads."""
-    folder = Path(path)
-    if folder.is_dir():
-        known = any((folder / name).is_file() for name in _MODEL_CONFIGS)
-        return None if known else f"{path} holds no config.json: give the folder of a model"
-    if folder.exists() or "/" not in path or "://" in path or HUB_NAME.fullmatch(path):
-        return None
-    return f"there is no model at {path}: give a folder or a Hugging Face name"
+def require_models(spec: ServerSpec) -> None:
+    """Raises ServerError where a model is neither here nor can be downloaded."""
+    for name in (spec.model, spec.draft, spec.config.second_draft):
+        if name is not None and (why := why_not_on_hub(name)) is not None:
+            raise ServerError(why)
 
 
 def on_cpu() -> bool:

@@ -14,6 +14,7 @@ import gevent
 from gevent.event import Event
 from gevent.pool import Group
 
+from adaserve.loadgen.recorder import LogHistogram
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.loadgen.stream import Target, run_clock, send
 from adaserve.slo.metrics import RequestRecord
@@ -22,6 +23,10 @@ CONNECT_S = 0.0873
 """A connection is opened this long before its request is due. At the round rates that people ask for, no
 other request is sent at that moment.
 """
+BEAT_S = 0.02
+MAX_READ_LAG_MS = 50.0
+"""A load generator that is later than this (p99) to read what has arrived is slower than the server: several
+chunks of a stream then wait for it at a time, and the kernel tells only when the last of them came."""
 
 
 class Dispatcher:
@@ -44,6 +49,7 @@ class Dispatcher:
         self._running = Group()
         self._stopped = Event()
         self._now: Callable[[], float] = run_clock(0.0)
+        self.read_lag = LogHistogram()
 
     def run(self, t0: float) -> None:
         """Blocks until everything was sent and answered, or :meth:`stop` was called.
@@ -54,11 +60,13 @@ class Dispatcher:
         gc.collect()
         gc.freeze()
         make_room_for_sockets()
+        watch = gevent.spawn(self._watch)
         for turns in self._sessions:
             if not self._wait_until(turns[0].at_s - CONNECT_S):
                 break
             self._running.start(gevent.Greenlet(self._session, turns))
         self._running.join()
+        watch.kill()
 
     def stop(self) -> None:
         """Ends the run: nothing more is sent, open streams are closed and recorded as interrupted."""
@@ -73,6 +81,16 @@ class Dispatcher:
             if self._stopped.wait(left):
                 return False
         return not self._stopped.is_set()
+
+    def _watch(self) -> None:
+        """How late this process is to do what is due, and so to read: it takes what is ready in turns. Every
+        beat counts, those that it was too late for as well."""
+        due_s = 0.0
+        while True:
+            due_s += BEAT_S
+            if (left := due_s - self._now()) > 0:
+                gevent.sleep(left)
+            self.read_lag.add(max(0.0, self._now() - due_s) * 1e3)
 
     def _session(self, turns: Sequence[PlannedRequest]) -> None:
         history = ""
@@ -117,3 +135,14 @@ def _by_session(requests: Sequence[PlannedRequest]) -> list[list[PlannedRequest]
 def start_time(t0_epoch: float, epoch_now: float) -> float:
     """The perf_counter value that belongs to a wall-clock time (shared between workers)."""
     return perf_counter() + (t0_epoch - epoch_now)
+
+
+def read_too_late(lag: LogHistogram) -> list[str]:
+    """Why a run is not valid whose load generator read what arrived too late; nothing where it did not."""
+    late_ms = lag.percentile(99)
+    if late_ms is None or late_ms <= MAX_READ_LAG_MS:
+        return []
+    return [
+        f"answers were read late: p99 of the load generator's own lag is {late_ms:.0f} ms, the limit is "
+        f"{MAX_READ_LAG_MS:g} ms (use fewer streams at a time, more processes or a less busy machine)"
+    ]

@@ -20,10 +20,10 @@ from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
 from adaserve.loadgen.config import BenchConfig, Endpoint
-from adaserve.loadgen.dispatch import Dispatcher, start_time
+from adaserve.loadgen.dispatch import Dispatcher, read_too_late, start_time
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight, probe_classes_of
-from adaserve.loadgen.recorder import Recorder
+from adaserve.loadgen.recorder import LogHistogram, Recorder
 from adaserve.loadgen.results import (
     check_results_dir,
     make_results_dir,
@@ -67,6 +67,7 @@ class LocalRun:
         self._before: Samples = {}
         self._t0_epoch = 0.0
         self._finished = False
+        self._read_lag = LogHistogram()
 
     def start(self) -> None:
         """Runs to the end. Raises LoadgenError before anything is sent."""
@@ -78,6 +79,7 @@ class LocalRun:
             self._dispatcher.run(start_time(self._t0_epoch, time.time()))
         finally:
             ticker.kill()
+            self._read_lag = self._dispatcher.read_lag
             self.finish()
 
     def stop(self) -> None:
@@ -145,7 +147,8 @@ class LocalRun:
         self.recorder.close()
         try:
             meta = self._meta(self._schedule)
-            summary = write_summary(self.out, self.config.warmup_s, meta, sorted(set(self.reasons)))
+            reasons = sorted(set(self.reasons)) + read_too_late(self._read_lag)
+            summary = write_summary(self.out, self.config.warmup_s, meta, reasons)
             self._progress("finished" if summary["valid"] else "invalid")
             for reason in summary["invalid_reasons"]:
                 logger.warning("this run is not valid: %s", reason)
@@ -168,6 +171,7 @@ class LocalRun:
             "api": server.api,
             "baseline_ms": self.config.baseline_ms,
             "class_targets": {n: c.target for n, c in self.config.classes.items()},
+            "read_lag_ms": {"median": self._read_lag.percentile(50), "p99": self._read_lag.percentile(99)},
             "server": server_side(self._before, after),
             "learning": learning(after),
         }
@@ -254,7 +258,8 @@ class MasterRun(LocalRun):
         for line in lines:
             self.recorder.add(RequestRecord.from_mapping(json.loads(line)), line)
 
-    def on_done(self, client: str) -> None:
+    def on_done(self, client: str, read_lag: list[tuple[int, int]]) -> None:
+        self._read_lag.merge(read_lag)
         self._waiting.pop(client, None)
         if not self._waiting:
             self._all_done.set()
@@ -292,7 +297,8 @@ class WorkerRun:
         finally:
             flusher.kill()
             self._flush()
-            self.runner.send_message("adaserve_done", {})
+            lag = list(self._dispatcher.read_lag.counts.items())
+            self.runner.send_message("adaserve_done", {"read_lag": lag})
             self._done.set()
 
     def stop(self) -> None:

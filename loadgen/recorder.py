@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ class LogHistogram:
         key = round(math.log10(max(value_ms, _LOWEST_MS) / _LOWEST_MS) * _BINS_PER_DECADE)
         self.counts[key] = self.counts.get(key, 0) + 1
         self.n += 1
+
+    def merge(self, counts: Iterable[tuple[int, int]]) -> None:
+        """Adds the counts of another histogram."""
+        for key, count in counts:
+            self.counts[key] = self.counts.get(key, 0) + count
+            self.n += count
 
     def percentile(self, p: float) -> float | None:
         """The value below which ``p`` percent of the samples lie, ms; None without samples."""

@@ -1,7 +1,8 @@
-"""Bodies that are costly to judge are refused, and null stands for what is not set.
+"""Bodies that cost too much, or ask for what is not served, are refused; null stands for what is not set.
 
-Why: ``adaserve/boundary/bodies.py`` says what one request could do to the HTTP process. OpenAI's API takes
-null for everything that may be left out; SGLang refuses it for many fields, such as penalties and ``n``.
+Why: ``adaserve/boundary/bodies.py`` says what one request could do to the HTTP process, ``unserved.py`` what
+a client would believe. OpenAI's API takes null for everything that may be left out; SGLang refuses it for
+many fields, such as penalties and ``n``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.boundary.bodies import drop_nulls, require_few_values
+from adaserve.boundary.unserved import require_served
 from adaserve.patches import hook, is_active
 
 NULL_IS_UNSET = {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
@@ -32,6 +34,8 @@ async def _parsed(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
         path = route_path(request.scope)
         try:
             require_few_values(body, path)
+            if isinstance(body, dict):
+                require_served(body, path)
         except RequestError as error:
             raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from error
         if isinstance(body, dict) and path in NULL_IS_UNSET:

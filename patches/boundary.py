@@ -66,6 +66,7 @@ def register() -> None:
         hook(f"{ollama}.{answer}", _ollama, HookType.AROUND)
     for answer in ("_stream_chat_response", "_stream_generate_response"):
         hook(f"{ollama}.{answer}", _ollama_stream, HookType.AROUND)
+    hook(f"{ollama}._convert_options_to_sampling_params", _ollama_seed, HookType.AFTER)
     openai = "sglang.srt.entrypoints.openai"
     chat = f"{openai}.serving_chat.OpenAIServingChat._convert_to_internal_request"
     hook(chat, _keep_converted, HookType.AFTER)
@@ -257,6 +258,12 @@ async def _ollama_stream(
     except ValueError as error:
         return refusal(str(error))
     return await original(self, obj, request, *rest)
+
+
+def _ollama_seed(params: dict[str, Any], self: Any, options: Any = None) -> None:
+    """SGLang's sampling parameters have no ``seed``, under which name it passes Ollama's on."""
+    if "seed" in params and applies(self.tokenizer_manager.server_args):
+        params["sampling_seed"] = params.pop("seed")
 
 
 async def _detokenize(

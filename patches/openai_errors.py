@@ -1,8 +1,9 @@
-"""Errors of OpenAI's routes have OpenAI's shape and speak of OpenAI's fields.
+"""Errors of OpenAI's routes, and of Anthropic's, have their shape and speak of their fields.
 
 Why: SGLang answers with the parts of an error, but not inside of ``error``, where OpenAI's clients look for
 them. Those for JavaScript then say "400 status code (no body)". A wrong body is answered with what Pydantic
-says about every type that it tried, twice and as Python writes it.
+says about every type that it tried, twice and as Python writes it. Errors of Anthropic's route have its
+shape, but OpenAI's types.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sglang.srt.entrypoints.anthropic.serving import ERROR_TYPE_MAP
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.boundary.bodies import told
@@ -27,6 +29,8 @@ def register() -> None:
     openai = "sglang.srt.entrypoints.openai"
     hook(f"{openai}.serving_base.OpenAIServingBase.handle_request", _told, HookType.AROUND)
     hook(f"{openai}.serving_responses.OpenAIServingResponses.create_responses", _told, HookType.AROUND)
+    anthropic = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
+    hook(f"{anthropic}.handle_messages", _told, HookType.AROUND)
 
 
 async def _told(
@@ -34,7 +38,8 @@ async def _told(
 ) -> Any:
     sent = set(request.model_fields_set)  # SGLang sets some itself meanwhile
     response = await original(self, request, raw_request)
-    if not applies(self.tokenizer_manager.server_args):
+    serving = getattr(self, "openai_serving_chat", self)  # of Anthropic's route
+    if not applies(serving.tokenizer_manager.server_args):
         return response
     return in_shape(response, sent, type(request).model_fields)
 
@@ -59,7 +64,7 @@ def mount(app: Any) -> None:
 def in_shape(
     response: Any, sent: Collection[str] = (), known: Collection[str] = (), *, message: str | None = None
 ) -> Any:
-    """An error of SGLang's as OpenAI writes it; other responses as they are.
+    """An error of SGLang's as OpenAI or Anthropic writes it; other responses as they are.
 
     ``sent``: the fields of the request; ``known``: those of its route. ``message``: what is said in place of
     SGLang's words.
@@ -68,9 +73,12 @@ def in_shape(
         return response
     body = json.loads(bytes(response.body))
     given = body.get("error", body if body.get("object") == "error" else None)
-    if not isinstance(given, dict) or body.get("type") == "error":
-        return response  # of other APIs, such as Anthropic's
+    if not isinstance(given, dict):
+        return response  # of other APIs
     message = message or as_sent(str(given.get("message")), sent, known)
+    if body.get("type") == "error":
+        kind = ERROR_TYPE_MAP.get(response.status_code, given.get("type"))
+        return _with(response, {"type": "error", "error": {"type": kind, "message": message}})
     leading = re.match(r"\w+", message)
     about = leading[0] if leading and leading[0] in sent else None
     error = {
@@ -79,6 +87,10 @@ def in_shape(
         "param": given.get("param") or about,
         "code": given.get("code"),
     }
-    response.body = response.render({"error": error})
+    return _with(response, {"error": error})
+
+
+def _with(response: JSONResponse, body: dict[str, Any]) -> JSONResponse:
+    response.body = response.render(body)
     response.headers["content-length"] = str(len(response.body))
     return response

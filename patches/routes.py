@@ -25,6 +25,7 @@ from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.patches import hook, openai_errors
+from adaserve.patches.boundary import applies, refusal
 
 MAX_BODY_BYTES = 32 << 20
 _READER = "request_body_to_args"  # FastAPI's step from a parsed body to a route's arguments
@@ -125,8 +126,6 @@ def refuse_call(path: str) -> Callable[..., None]:
     """What runs before the tokenizer manager's method that ``path`` is named after."""
 
     def check(manager: Any, *_: Any, **__: Any) -> None:
-        from adaserve.patches.boundary import applies
-
         why = refused_routes().get(path)
         if why is not None and applies(manager.server_args):
             raise RequestError(_sentence(path, why))
@@ -136,8 +135,6 @@ def refuse_call(path: str) -> Callable[..., None]:
 
 def refuse_rpc(engine: Any, method: str, **_: Any) -> None:
     """Runs before a method of all schedulers is called by its name. Raises RequestError."""
-    from adaserve.patches.boundary import applies
-
     why = refused_routes().get(f"/{method}") or SAVING.get(method)
     if why is not None and applies(engine.server_args):
         raise RequestError(_sentence(method, why))
@@ -196,8 +193,6 @@ def _render(original: Callable[..., Any], self: Any, request: Any, *rest: Any) -
 
 async def _unreadable(request: Any, error: Exception) -> Any:
     """A request on which SGLang falls over before it is one: 400 where the fault is the client's."""
-    from adaserve.patches.boundary import refusal
-
     if not _is_the_clients(error):
         raise error
     return refusal(f"the body is not a valid request for {request.url.path}: {error}")

@@ -216,7 +216,7 @@ def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
                     raise ReplayError(
                         f"{path}:{number} is not a recorded iteration ({error}): record it again"
                     ) from error
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ReplayError(f"cannot read the recording {path}: {error}") from error
 
 

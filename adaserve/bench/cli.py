@@ -68,6 +68,10 @@ def bench_latency(
     for name, _, window in (p.partition("@") for p in others):
         AdaServeConfig(policy=name, draft_window=window or 0)  # refused now, not when its turn comes
     known("--repetition", repetition, KINDS)
+    if not draft_kinds:
+        raise typer.BadParameter("--draft-kind needs at least one kind of draft")
+    if min(temperatures) < 0:
+        raise typer.BadParameter(f"--temperatures must be 0 or more, not {min(temperatures):g}")
     plan = LatencyPlan(
         others, batches, temperatures, rounds, tokens, repetition=repetition, contexts=contexts or (0,)
     )
@@ -102,7 +106,7 @@ def bench_heads(
     trees: Annotated[int, typer.Option(min=2, help="Trees of each draft per batch size.")] = 200,
     rows: Annotated[int, typer.Option(min=2, help="Prompts per category.")] = 24,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens that the target writes per prompt.")] = 96,
-    seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the text.")] = 0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of a forward.", show_default="all")
     ] = None,
@@ -138,7 +142,12 @@ def bench_kernels(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the widened target.")] = 4,
     avx2: Annotated[bool, typer.Option("--avx2", help="Do without AVX-512 on a host that has it.")] = False,
     against: Annotated[
-        Path | None, typer.Option(help="Compare with the kernel sources in this folder, taking turns.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Compare with the kernel sources in this folder, taking turns.",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for a JSON and a Markdown file.", callback=new_folder)

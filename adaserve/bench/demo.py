@@ -55,6 +55,8 @@ def run_demo(
         raise ConfigError(f"{PLAIN} is what a policy is compared with: choose another --policy")
     folder = out or new_results_dir(Path("results"), "demo")
     check_results_dir(folder)
+    if rps is not None:
+        build_schedule(_config("http://127.0.0.1", seconds, rps, baseline_ms=30.0))  # refused now
     _introduce(console, seconds, policy)
     drafts = "model,suffix" if repetition else "model"
     spec = ServerSpec(size=size, config=AdaServeConfig(policy=policy, drafts=drafts))
@@ -89,15 +91,18 @@ def _introduce(console: Console, seconds: float, policy: str) -> None:
 def _traffic(server: ServerProcess, seconds: float, rps: float | None) -> BenchConfig:
     """Coding, chat and summarization requests on held-out text, at a rate that this host can bear."""
     state = server.report()
-    classes = default_classes()
     if rps is None:
-        rps = _bearable_rps(LatencyModel.from_json(state["latency"]), classes)
+        rps = _bearable_rps(LatencyModel.from_json(state["latency"]), default_classes())
+    return _config(server.url, seconds, rps, state["baseline_ms"])
+
+
+def _config(url: str, seconds: float, rps: float, baseline_ms: float) -> BenchConfig:
     return BenchConfig(
-        server=Endpoint(url=server.url, api="generate", ignore_eos=True, slo_headers="class"),
-        classes={n: c.changed(temperature=TEMPERATURE) for n, c in classes.items()},
+        server=Endpoint(url=url, api="generate", ignore_eos=True, slo_headers="class"),
+        classes={n: c.changed(temperature=TEMPERATURE) for n, c in default_classes().items()},
         arrivals=Arrivals(rps=rps),
         duration_s=seconds,
-        baseline_ms=state["baseline_ms"],
+        baseline_ms=baseline_ms,
     )
 
 

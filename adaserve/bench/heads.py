@@ -153,7 +153,7 @@ def run_heads(plan: HeadPlan, out: Path | None, console: Console) -> None:
     body = {"schema_version": 1, "kind": "bench heads", "made": provenance(), "plan": asdict(plan)}
     path.write_text(json.dumps({**body, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     _print(rows, plan)
-    console.print(f"written to {path}")
+    console.print(f"written to {path}", soft_wrap=True)
 
 
 def _print(rows: Sequence[Row], plan: HeadPlan) -> None:

@@ -113,7 +113,7 @@ def run_latency(
         states = {kind: server.report() for kind, server in servers.items()}
     save(path, samples, plan, states)
     Console(width=None if sys.stdout.isatty() else 130).print(_table(summarize(samples, plan)))
-    console.print(f"written to {path}")
+    console.print(f"written to {path}", soft_wrap=True)
 
 
 def run(servers: Mapping[str, ServerProcess], plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -33,9 +34,12 @@ def words(text: str) -> tuple[str, ...]:
 def floats(text: str) -> tuple[float, ...]:
     """``0.5,1`` -> (0.5, 1.0)."""
     try:
-        return tuple(map(float, words(text)))
+        found = tuple(map(float, words(text)))
     except ValueError:
-        raise typer.BadParameter(f"expected comma-separated numbers, not {text!r}") from None
+        found = (math.nan,)
+    if not found or not all(map(math.isfinite, found)):
+        raise typer.BadParameter(f"expected comma-separated numbers, not {text!r}")
+    return found
 
 
 def counts(text: str) -> tuple[int, ...]:

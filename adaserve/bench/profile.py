@@ -40,7 +40,7 @@ def run_profile(spec: ServerSpec, out: Path | None, console: Console) -> None:
         if not failed:
             shutil.rmtree(folder)
     show_fit(path)
-    console.print(f"written to {path}")
+    console.print(f"written to {path}", soft_wrap=True)
 
 
 def _watch(ticks: Path, stop: threading.Event, console: Console) -> None:

@@ -11,7 +11,7 @@ import httpx
 from rich.console import Console
 
 from adaserve.errors import why_no_answer
-from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port
+from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port, require_models
 
 
 @contextmanager
@@ -23,6 +23,7 @@ def running(
     Raises ServerError, also where the server stops answering meanwhile: only here it is known where its log
     is."""
     console = console or Console(quiet=True)
+    require_models(spec)
     log.parent.mkdir(parents=True, exist_ok=True)
     server = ServerProcess(replace(spec, port=free_port()), log, env)
     with console.status("starting the server") as status:

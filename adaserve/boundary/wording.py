@@ -1,6 +1,6 @@
-"""Refusals in the words of OpenAI's API, for clients that know no other.
+"""Refusals in the words of OpenAI's and Anthropic's APIs, for clients that know no other.
 
-SGLang makes its own request of one of OpenAI's, and that is what is checked: it has a
+SGLang makes its own request of one of theirs, and that is what is checked: it has a
 ``sampling_params.max_new_tokens`` where the client wrote ``max_tokens``.
 """
 
@@ -25,10 +25,11 @@ _NAMES = {
     "min_new_tokens": ("min_tokens",),
     "sampling_seed": ("seed",),
     "top_logprobs_num": ("top_logprobs", "logprobs"),
-    "json_schema": ("json_schema", "response_format", "text", "tools"),
+    "stop": ("stop", "stop_sequences"),
+    "json_schema": ("json_schema", "response_format", "text", "output_config", "tools"),
     "structural_tag": ("response_format", "tools"),
 }
-"""What SGLang's request calls them, and the fields of OpenAI's that they are made of: the first that was
+"""What SGLang's request calls them, and the fields of the client's that they are made of: the first that was
 sent."""
 
 _NAME = re.compile(r"\bsampling_params\.\w+|^\w+|\b(?:max|min)_new_tokens\b")

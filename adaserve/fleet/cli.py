@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from adaserve.commands import new_folder
+from adaserve.commands import flags, new_folder
 
 if TYPE_CHECKING:
     from adaserve.fleet.local import Fleet
@@ -52,11 +51,10 @@ def up(
     """
     from adaserve.fleet.local import Fleet
 
+    of_router = flags(router_flags, "--router-flags")
     folder = Path(tempfile.mkdtemp(prefix="adaserve-fleet-")) if logs is None else logs
+    fleet = Fleet.of(replicas, tuple(context.args), folder, router, of_router, host, port)
     folder.mkdir(parents=True, exist_ok=True)
-    fleet = Fleet.of(
-        replicas, tuple(context.args), folder, router, tuple(shlex.split(router_flags)), host, port
-    )
     with console.status("starting") as status:
         fleet.up(lambda text: status.update(escape(text)))
     _introduce(fleet)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve.cache import cache_folder
-from adaserve.commands import new_file
+from adaserve.commands import new_file, new_folder
 from adaserve.cores import usable_cores
 from adaserve.pair.folders import HEAD, MEDUSA, PairError, drafts_of, weights_folder
 from adaserve.pair.shape import HEAD_KV_HEADS, HEAD_MLP, HEAD_VOCABULARY, TARGET
@@ -22,12 +22,17 @@ console = Console()
 
 Work = Annotated[
     Path | None,
-    typer.Option("--work", help="Folder for corpus, checkpoints and results.", show_default="a cache folder"),
+    typer.Option(
+        "--work",
+        help="Folder for corpus, checkpoints and results.",
+        show_default="a cache folder",
+        callback=new_folder,
+    ),
 ]
 Pair = Annotated[
     Path | None, typer.Option(help="Folder with target/ and draft/.", show_default="the shipped one")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of every random choice.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 WrittenTokens = Annotated[
     int, typer.Option(min=50_000, help="Tokens that the target writes to train its draft.")
@@ -54,7 +59,7 @@ def corpus(work: Work = None, seed: Seed = 0) -> None:
     from adaserve.pair.export import ensure_corpus
 
     folder = ensure_corpus(_work(work), seed=seed)
-    console.print(f"{folder}: {(folder / 'tokens.json').read_text().strip()} tokens")
+    console.print(f"{folder}: {(folder / 'tokens.json').read_text().strip()} tokens", soft_wrap=True)
 
 
 @app.command()
@@ -91,7 +96,10 @@ def _train(work: Path, *recipe: Any) -> None:
     from adaserve.pair.export import Recipe, train_pair
 
     pair = train_pair(work, Recipe(*recipe))
-    console.print(f"{pair} holds target/ and draft/; ADASERVE_PAIR_WEIGHTS={pair} makes AdaServe use them")
+    console.print(
+        f"{pair} holds target/ and draft/; ADASERVE_PAIR_WEIGHTS={pair} makes AdaServe use them",
+        soft_wrap=True,
+    )
 
 
 @app.command()
@@ -178,7 +186,7 @@ def average(
     from adaserve.pair.packed import average
 
     average(first, second, share, out)
-    console.print(f"{out} is written; measure it with `adaserve pair eval --calibrate`")
+    console.print(f"{out} is written; measure it with `adaserve pair eval --calibrate`", soft_wrap=True)
 
 
 @app.command("eval")
@@ -251,7 +259,7 @@ def widen(
     from adaserve.pair.widen import ensure_embedded_pair
 
     target, draft = ensure_embedded_pair(size, extra_layers=extra_layers)
-    console.print(f"target {target}\ndraft  {draft}")
+    console.print(f"target {target}\ndraft  {draft}", soft_wrap=True)
 
 
 @app.command("test-draft")
@@ -266,6 +274,9 @@ def test_draft(
 
     if agreement >= 1.0:
         copy_model(target, out)
-        console.print(f"{out} is a copy of {target}")
+        console.print(f"{out} is a copy of {target}", soft_wrap=True)
     else:
-        console.print(f"{out}: top-1 agreement {noisy_copy(target, out, agreement=agreement, seed=seed):.2f}")
+        console.print(
+            f"{out}: top-1 agreement {noisy_copy(target, out, agreement=agreement, seed=seed):.2f}",
+            soft_wrap=True,
+        )

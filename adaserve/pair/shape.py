@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from adaserve.pair.folders import PairError
 from adaserve.pair.vocabulary import BOS_ID, EOS_ID, MAX_CONTEXT_TOKENS, VOCAB_SIZE
 
 NORM_EPS = 1e-5
@@ -42,6 +43,7 @@ TARGET = Shape()
 DRAFT = replace(TARGET, layers=2, mlp=512)
 MEDUSA_DEPTH, MEDUSA_LAYERS = 4, 2
 HEAD_VOCABULARY, HEAD_MLP, HEAD_KV_HEADS = 2048, 256, 1
+_UNITS = {"K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
 
 
 def hf_config(shape: Shape) -> dict[str, Any]:
@@ -81,3 +83,16 @@ def shape_of(config: dict[str, Any]) -> Shape:
     )
     head_dim = config["head_dim"]
     return shape if head_dim == shape.head_dim else replace(shape, head_width=head_dim)
+
+
+def parse_size(size: int | str) -> int:
+    """Parameters from a number or a text like 100M or 1.5B. Raises PairError."""
+    text = str(size).strip().upper().replace("_", "")
+    unit = _UNITS.get(text[-1:], 1)
+    try:
+        parameters = int(float(text.rstrip("KMB")) * unit)
+    except (ValueError, OverflowError):
+        parameters = 0
+    if parameters < 1:
+        raise PairError(f"{size!r} is not a model size: write a number of parameters, such as 100M or 1.5B")
+    return parameters

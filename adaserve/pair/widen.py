@@ -43,7 +43,7 @@ from adaserve.pair.folders import (
     weights_folder,
 )
 from adaserve.pair.packed import read_weights, unpack
-from adaserve.pair.shape import Shape, hf_config, shape_of
+from adaserve.pair.shape import Shape, hf_config, parse_size, shape_of
 
 DEFAULT_PARAMETERS = 100_000_000
 _FORMAT = 2  # part of the cache key: raise it when the files below change
@@ -54,7 +54,6 @@ _CONSTANT, _LIFT = 2.0**-9, 2.0**15
 """What every token holds in the new dimension, and by how much the last norm lifts that: the constant adds
 less to the mean square than float16 resolves, and logits of new tokens end up below -20."""
 _SHARD_BYTES = 2_000_000_000
-_UNITS = {"K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
 
 
 @dataclass(frozen=True)
@@ -83,18 +82,6 @@ class Width:
         parts += [f"{self.hidden}-hidden"] if self.hidden else []
         parts += [f"{self.vocabulary}-tokens"] if self.vocabulary else []
         return "-".join(parts)
-
-
-def parse_size(size: int | str) -> int:
-    """Parameters from a number or a text like 100M or 1.5B."""
-    text = str(size).strip().upper().replace("_", "")
-    unit = _UNITS.get(text[-1:], 1)
-    try:
-        return int(float(text.rstrip("KMB")) * unit)
-    except (ValueError, OverflowError):
-        raise PairError(
-            f"{size!r} is not a model size: write a number of parameters, such as 100M or 1.5B"
-        ) from None
 
 
 def widened_shape(shape: Shape, width: Width) -> Shape:

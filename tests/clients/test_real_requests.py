@@ -12,17 +12,19 @@ from adaserve.server import ServerProcess
 from tests.clients.conftest import MODEL
 
 # ruff: noqa: E501 - tables read better with one case a line
-CHAT, COMPLETIONS, RESPONSES, GENERATE = (
+CHAT, COMPLETIONS, RESPONSES, GENERATE, MESSAGES = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
     "/generate",
+    "/v1/messages",
 )
 SHORT: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "How does a list differ from a tuple?"}], "max_tokens": 8, "ignore_eos": True},
     COMPLETIONS: {"prompt": "def main(argv):\n", "max_tokens": 8, "ignore_eos": True},
     RESPONSES: {"input": "What is a list?", "max_output_tokens": 12, "temperature": 0},
     GENERATE: {"text": "def main(argv):\n", "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}},
+    MESSAGES: {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 8},
 }  # fmt: skip
 
 
@@ -103,12 +105,11 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "aider": (CHAT, {"temperature": 0, "stream": True, "max_completion_tokens": 8, "cache_control": {"type": "ephemeral"}}),
     "continue.dev": (COMPLETIONS, {"suffix": "\n", "stream": True, "temperature": 0.01, "prompt": "for i in range(", "stop": ["<fim_prefix>", "/src/", "#- coding: utf-8", "```", "\nclass ", "\n\n\n"]}),
     "Codex": (RESPONSES, CODEX),
-    "vLLM's extra body": (CHAT, {"guided_json": {"type": "object"}, "best_of": 1, "use_beam_search": False, "add_generation_prompt": True, "include_stop_str_in_output": False}),
+    "vLLM's extra body": (CHAT, {"guided_decoding_backend": "xgrammar", "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "prompt_logprobs": None, "add_generation_prompt": True, "include_stop_str_in_output": False}),
     "after a tool": (CHAT, {"messages": CALLED, "tools": tools(1)}),
     "128 tools": (CHAT, {"tools": tools(128), "tool_choice": "auto", "parallel_tool_calls": False}),
     "a tool by name": (CHAT, {"tools": tools(2, strict=True, parameters=ENDING), "tool_choice": {"type": "function", "function": {"name": "tool_1"}}, "max_tokens": 200}),
     "no tool": (CHAT, {"tools": tools(1), "tool_choice": "none"}),
-    "functions of old": (CHAT, {"functions": [{"name": "f", "parameters": {}}], "function_call": "auto"}),
     "the developer": (CHAT, {"messages": [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "Hi", "name": "Ada"}]}),
     "an empty answer before": (CHAT, {"messages": [user(text()), {"role": "assistant", "content": ""}, user(text("And a tuple?"))]}),
     "what OpenAI stores": (CHAT, {"store": True, "metadata": {}, "service_tier": "auto", "modalities": ["text"], "prediction": {"type": "content", "content": "a"}, "safety_identifier": "x"}),
@@ -147,6 +148,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     "a wrong type": (CHAT, {"temperature": "hot"}, "temperature", "temperature: Input should be a valid number, unable to parse string as a number, got 'hot'"),
     "user content of null": (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages", "messages[0].content: Input should be a valid string, got None"),
     "an SLO": (CHAT, {"custom_params": {"slo_tpot_ms": -5}}, "custom_params", "custom_params.slo_tpot_ms is -5: expected a number from 0.1"),
+    "JSON as vLLM has it": (CHAT, {"guided_json": {"type": "object"}}, None, "guided_json is not served: use response_format, regex or ebnf"),
+    "a choice as vLLM has it": (COMPLETIONS, {"structured_outputs": {"choice": ["yes", "no"]}}, None, "structured_outputs is not served: use response_format"),
+    "functions of old": (CHAT, {"functions": [{"name": "f", "parameters": {}}]}, None, "functions is not served: use tools"),
+    "a grammar for responses": (RESPONSES, {"response_format": STRICT}, None, "response_format is not served: use text.format"),
 }  # fmt: skip
 
 
@@ -190,3 +195,27 @@ def test_a_refusal_is_one_of_openai(server: ServerProcess, name: str) -> None:
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert words in error["message"] and error["param"] == param and "sampling_params" not in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"stop_sequences": ["a"] * 40}, "stop_sequences takes at most 32 entries, got 40"),
+        ({"temperature": -1}, "temperature must be a number from 0 to 1000, got -1"),
+        ({"max_tokens": 2**40}, "max_tokens is too large: 1099511627776"),
+        ({"temperature": "hot"}, "temperature: Input should be a valid number"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: Input should be a valid string, got 5"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}}, "output_config: a $ref leads back to itself"),
+        ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format is not served: use output_config.format"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_one_of_anthropic(
+    server: ServerProcess, body: dict[str, Any], words: str, stream: bool
+) -> None:
+    answer = send(server, MESSAGES, {**body, "stream": stream})
+    assert answer.status_code == 400, answer.text
+    told = answer.json()
+    assert told.keys() == {"type", "error"} and told["type"] == "error"
+    assert told["error"].keys() == {"type", "message"} and told["error"]["type"] == "invalid_request_error"
+    assert words in told["error"]["message"] and "sampling_params" not in told["error"]["message"]

@@ -65,6 +65,9 @@ TARGETS = {
             "_stream_generate_response",
         )
     },
+    "sglang.srt.entrypoints.ollama.serving.OllamaServing._convert_options_to_sampling_params": [
+        "self", "options",
+    ],
     f"{OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request": [
         "self", "request", "raw_request",
     ],
@@ -78,6 +81,9 @@ TARGETS = {
     f"{OPENAI}.serving_responses.OpenAIServingResponses.create_responses": ["self", "request", "raw_request"],
     "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._handle_streaming": [
         "self", "chat_request", "anthropic_request", "raw_request",
+    ],
+    "sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_messages": [
+        "self", "request", "raw_request",
     ],
     "sglang.srt.entrypoints.api_contract.generate_contract_error": ["body"],
     f"{MANAGERS}.scheduler.Scheduler._create_generation_req": ["self", "recv_req"],
@@ -205,6 +211,7 @@ FIELDS = {
 }  # fmt: skip
 
 MEMBERS = [
+    "sglang.srt.entrypoints.anthropic.serving.ERROR_TYPE_MAP",
     "sglang.srt.entrypoints.openai.serving_responses._MediaInputValidationError",
     *(
         f"sglang.srt.constrained.base_grammar_backend.BaseGrammarObject.{name}"

@@ -235,7 +235,7 @@ def other_routes() -> Iterator[Attack]:
         yield ollama(f"{path} temperature", "temperature", path, temperature=-1)
         yield ollama(f"{path} stop", "stop", path, stop=[5])
         yield ollama(f"{path} num_predict", "max_new_tokens", path, num_predict=2**40)
-        yield ollama(f"{path} seed", "seed", path, seed=4)
+        yield ollama(f"{path} seed", "seed", path, seed="x")
     for name in ("tools", "messages", "add_generation_prompt", "tokenize"):
         yield chat(f"template argument {name}", "chat template", chat_template_kwargs={name: 5})
     for tokens in ([-1], [[5], [VOCAB]]):

@@ -85,12 +85,12 @@ def test_what_is_right_is_still_served(attacked: Server, path: str) -> None:
         "/api/chat": {
             "model": "m",
             "messages": chat["messages"],
-            "options": {"num_predict": 12, "temperature": 0},
+            "options": {"num_predict": 12, "temperature": 0, "seed": 5},
         },
         "/api/generate": {
             "model": "m",
             "prompt": "the fox",
-            "options": {"num_predict": 12, "temperature": 0},
+            "options": {"num_predict": 12, "temperature": 0, "seed": 5},
         },
     }
     whole = post(attacked, path, {**bodies[path], "stream": False})

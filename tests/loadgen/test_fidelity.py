@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -196,6 +197,9 @@ def test_distributed_runs_send_the_same_schedule(tmp_path: Path) -> None:
     assert {r.id for r in alone} == {r.id for r in shared}
     assert {r.worker for r in shared} == {0, 1}
     assert bodies == shared_bodies
+    for folder in ("one", "two"):
+        summary = json.loads((tmp_path / folder / "summary.json").read_text())
+        assert 0 <= summary["read_lag_ms"]["median"] <= summary["read_lag_ms"]["p99"]
     by_id = {r.id: r for r in alone}
     assert all(abs(r.scheduled_s - by_id[r.id].scheduled_s) < 1e-6 for r in shared)
 

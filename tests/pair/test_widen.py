@@ -19,8 +19,8 @@ from adaserve.pair.folders import HEAD, PairError, drafts_of
 from adaserve.pair.model import TinyLlama, load_hf, save_hf
 from adaserve.pair.observed import observe
 from adaserve.pair.packed import pack, read_weights, unpack
-from adaserve.pair.shape import Shape, shape_of
-from adaserve.pair.widen import LEFT_S, Width, ensure_embedded_pair, parse_size, widen, widened_shape
+from adaserve.pair.shape import Shape, parse_size, shape_of
+from adaserve.pair.widen import LEFT_S, Width, ensure_embedded_pair, widen, widened_shape
 from adaserve.server import ServerSpec
 
 TOKENS = torch.arange(30)[None]
@@ -305,4 +305,4 @@ def test_sizes(text: int | str, parameters: int) -> None:
 @pytest.mark.parametrize("text", ["", "large", "M", "1.5.2B", "nan", "-5M", "infM"])
 def test_bad_sizes_are_refused(text: str) -> None:
     with pytest.raises(PairError):
-        Width(parse_size(text))
+        parse_size(text)

@@ -29,10 +29,16 @@ def test_an_error_gets_the_shape_and_the_names_of_openai() -> None:
     assert json.loads(in_shape(answer, {"max_tokens"}, ()).body) == {"error": error}
 
 
+def test_an_error_of_anthropic_keeps_its_shape() -> None:
+    told = {"type": "BadRequestError", "message": "sampling_params.stop takes at most 32 entries"}
+    answer = in_shape(JSONResponse({"type": "error", "error": told}, 400), {"stop_sequences"}, ())
+    error = {"type": "invalid_request_error", "message": "stop_sequences takes at most 32 entries"}
+    assert json.loads(answer.body) == {"type": "error", "error": error}
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        ({"type": "error", "error": {"type": "invalid_request_error", "message": "a"}}, 400),
         ({"error": "Unauthorized"}, 401),
         ({"detail": [{"msg": "a"}]}, 422),
         ({"object": "error", "message": "what a model wrote"}, 200),

@@ -36,6 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(os, "execv", lambda path, words: commands.append(words))
     monkeypatch.setattr(server, "on_cpu", lambda: True)
     monkeypatch.setattr(server, "require_free", lambda host, port: None)
+    monkeypatch.setattr(server, "require_models", lambda spec: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     return commands
 
@@ -94,6 +95,11 @@ def test_a_second_draft_model_that_cannot_be_served(
         ["demo", "--size", "banana", "--seconds", "5"],
         ["demo", "--policy", "bogus", "--seconds", "5"],
         ["demo", "--policy", "none", "--seconds", "5"],
+        ["bench", "fleet", "--size=banana"],
+        ["bench", "fleet", "--policy=bogus"],
+        ["bench", "fleet", "--router=bogus"],
+        ["bench", "fleet", "--duration=7"],  # all of it would be warm-up
+        ["bench", "learn", "--size=banana"],
         ["bench", "latency", "--policies=bogus@256"],
         ["serve", "--model-path", "/nowhere/model"],
         ["serve", "--model-path", "some/folder/below"],
@@ -111,8 +117,41 @@ def test_what_cannot_be_served_is_one_line(
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
     (line,) = (text for text in result.stderr.splitlines() if text.startswith("error: "))
-    assert words[2].removeprefix("--policies=").partition("@")[0] in line and not started
-    assert not [*tmp_path.glob("adaserve-*")]
+    assert words[2].rpartition("=")[2].partition("@")[0] in line and not started
+    assert not [*tmp_path.iterdir()], "nothing is made before all is known to be right"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["demo", "--seconds", "nan"], "nan is not a finite number"),
+        (["bench", "soak", "--minutes=inf"], "--minutes=inf is not a finite number"),
+        (["bench", "latency", "--temperatures", "0,nan"], "expected comma-separated numbers"),
+        (["bench", "latency", "--temperatures=-1"], "--temperatures must be 0 or more, not -1"),
+        (["bench", "learn", "--classes", "bogus"], "--classes accepts coding"),
+        (["bench", "learn", "--seed", "-1"], "greater than or equal to 0"),
+        (["bench", "kernels", "--against", "nowhere"], "nowhere"),
+        (["gpu-check", "--device", "cpu", "--rounds", "0"], "greater than or equal to 1"),
+        (["bench", "latency", "--draft-kind", ""], "--draft-kind needs at least one kind of draft"),
+        (["bench", "sweep", "--loads", ""], "expected comma-separated numbers"),
+        (["bench", "sweep", "--capacity", "0"], "greater than or equal to 0.001"),
+        (["serve", "--learn", "--learn-folder", "file/x"], "is a file: give another path"),
+        (
+            ["simulate", "run", "--trace", "synthetic:5:1", "--recorded", "file"],
+            "cannot read the recording file",
+        ),
+        (["demo", "--rps", "1e9"], "more than one run can plan"),
+        (["fleet", "up", "--router-flags", "'"], "--router-flags cannot be read as flags"),
+    ],
+)
+def test_what_no_command_can_mean_is_refused(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_bytes(b"\xff")
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and says in result.output, result.output
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
 
 
 def test_what_is_measured_for_long_has_a_place_to_be_written_to(tmp_path: Path) -> None:

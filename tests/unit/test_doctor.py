@@ -84,3 +84,14 @@ def test_report(
     assert json.loads(capsys.readouterr().out)["findings"][0]["remedy"] == "do this"
     assert doctor.doctor() == code
     assert "do this" in capsys.readouterr().out
+
+
+def test_a_path_stays_whole_where_nobody_sees_the_lines_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "/a/folder/" + "with/many/folders/" * 9 + "python"
+    found = [doctor.Finding("Python", "ok", f"3.11 at {path}", "nothing")]
+    monkeypatch.setattr(doctor, "examine", lambda: found)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert doctor.doctor() == 0
+    assert path in capsys.readouterr().out

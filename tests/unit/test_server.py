@@ -42,28 +42,34 @@ def test_a_port_taken_meanwhile_ends_the_start_at_once(tmp_path: Path) -> None:
 
 
 class Sharing(ServerSpec):
-    """Holds shared memory, a file of the model's name, and can't remove it once it is killed."""
+    """Holds shared memory, a file of the model's name and one named by its id, and can't remove them once it
+    is killed."""
 
     __slots__ = ()
 
     def command(self) -> list[str]:
         share = f"import mmap; f = open({self.model!r}, 'w+b'); f.truncate(9); m = mmap.mmap(f.fileno(), 9)"
-        return [sys.executable, "-c", f"{share}; print('shared', flush=True); import time; time.sleep(600)"]
+        named = "import os; pid = os.getpid(); open(f'/dev/shm/multi_tokenizer_args_{pid}', 'w').close()"
+        wait = "print('shared', pid, flush=True); import time; time.sleep(600)"
+        return [sys.executable, "-c", f"{share}; {named}; {wait}"]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_shared_memory_is_not_left_behind(tmp_path: Path) -> None:
     path, log = Path(f"/dev/shm/adaserve-test-{os.getpid()}"), tmp_path / "server.log"
     path.touch()
+    named: list[Path] = []
 
     def interrupt(_: float) -> None:
-        if "shared" in log.read_text().splitlines():
-            assert path.exists()
-            raise KeyboardInterrupt
+        for line in log.read_text().splitlines():
+            if line.startswith("shared "):
+                named.append(Path(f"/dev/shm/multi_tokenizer_args_{line.split()[1]}"))
+                assert path.exists() and named[0].exists()
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         ServerProcess(Sharing(str(path), "draft", port=free_port()), log).start(interrupt)
-    assert not path.exists()
+    assert not path.exists() and not named[0].exists()
 
 
 class Ending(ServerSpec):
@@ -130,6 +136,7 @@ def test_what_the_draft_reads_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None
     started: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
     monkeypatch.setattr("os.environ", os.environ.copy())
+    monkeypatch.setattr(server, "require_models", lambda spec: None)
     serve = ["serve", "--model-path", "m", "--draft-model-path", "d", "--draft-window"]
     refused = CliRunner().invoke(app, [*serve, "7"])
     assert refused.exit_code == 2 and "draft_window is '7': it should be auto, 0" in refused.output
@@ -144,6 +151,7 @@ def test_an_mtp_layer_comes_from_the_targets_checkpoint(monkeypatch: pytest.Monk
     started: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
     monkeypatch.setattr("os.environ", os.environ.copy())
+    monkeypatch.setattr(server, "require_models", lambda spec: None)
     refused = CliRunner().invoke(app, ["serve", "--draft-kind", "mtp"])
     assert refused.exit_code == 2 and not started
     assert "the embedded target has no MTP layer: give a --model-path that has one" in refused.output

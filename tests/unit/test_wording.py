@@ -1,4 +1,4 @@
-"""Refusals name what an OpenAI client has sent, its value and what is accepted."""
+"""Refusals name what a client of OpenAI's or Anthropic's has sent, its value and what is accepted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 
 from adaserve.boundary import Limits, RequestError, check_request
@@ -57,6 +58,11 @@ def test_sampling_parameters_have_the_names_of_the_client(
         ("what may be generated, up to max_new_tokens, may", CompletionRequest, {"prompt"}, "what may be generated, up to max_tokens, may"),
         ("image_data is refused: this model takes text only", ChatCompletionRequest, {"messages"}, "messages is refused: this model takes text only"),
         ("the prompt must hold at least 1 token", CompletionRequest, {"prompt"}, "the prompt must hold at least 1 token"),
+        ("sampling_params.stop takes at most 32", ChatCompletionRequest, {"stop"}, "stop takes at most 32"),
+        ("sampling_params.stop takes at most 32", AnthropicMessagesRequest, {"stop_sequences"}, "stop_sequences takes at most 32"),
+        ("sampling_params.max_new_tokens must be", AnthropicMessagesRequest, {"max_tokens"}, "max_tokens must be"),
+        ("sampling_params.json_schema: $ref", AnthropicMessagesRequest, {"output_config", "tools"}, "output_config: $ref"),
+        ("text holds '\\ud800'", AnthropicMessagesRequest, {"messages"}, "messages holds '\\ud800'"),
     ],
 )  # fmt: skip
 def test_every_route_has_names_of_its_own(

@@ -23,7 +23,7 @@ def bench_fleet(
     rps: Annotated[float, typer.Option(min=0.01, help="Requests per second of the load test.")] = 2.0,
     duration: Annotated[float, typer.Option(min=1.0, help="Seconds during which requests arrive.")] = 60.0,
     warmup: Annotated[float, typer.Option(min=0.0, help="First seconds, which are not judged.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same schedule.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same schedule.")] = 0,
 ) -> None:
     """Check what replicas tell a router about themselves: headroom, predicted TPOT, capacity."""
     from adaserve.bench.fleet.run import FleetPlan, run_fleet_bench, summary_text

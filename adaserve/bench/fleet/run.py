@@ -24,6 +24,7 @@ from rich.console import Console
 from adaserve.bench.busy import OtherPrograms
 from adaserve.bench.simulate.fleet import SimulatedFleet
 from adaserve.bench.simulate.traces import read_recorded
+from adaserve.config import AdaServeConfig
 from adaserve.fleet.local import Fleet, ReplicaSpec, RouterSpec
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
@@ -31,7 +32,7 @@ from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.results import check_results_dir, command_line, iter_records
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.forecasts import CLOSE
-from adaserve.server import ServerProcess, free_port
+from adaserve.server import ServerProcess, ServerSpec, free_port
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.metrics import PREDICTED, RequestRecord
 
@@ -110,13 +111,15 @@ class FleetPlan:
 
 
 def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
-    """Starts the fleet, measures, stops it, writes ``fleet.json``. Raises ServerError, LoadgenError,
-    TraceError."""
+    """Starts the fleet, measures, stops it, writes ``fleet.json``. Raises ServerError, ConfigError,
+    LoadgenError, TraceError."""
     check_results_dir(plan.out)
+    ServerSpec(size=plan.size, config=AdaServeConfig(policy=plan.policy))  # as each replica will be
+    fleet = _fleet(plan)
+    _traffic(plan, fleet.url, baseline_ms=30.0)
     plan.out.mkdir(parents=True, exist_ok=True)
     others = OtherPrograms()
     with console.status("starting") as status:
-        fleet = _fleet(plan)
         fleet.up(status.update)
     try:
         with others.watched():
@@ -233,21 +236,25 @@ def _generate(url: str, tokens: int) -> None:
 
 
 def _load(plan: FleetPlan, fleet: Fleet, console: Console) -> tuple[dict[str, Any], list[RequestRecord]]:
-    """The mixed-SLO load test of the README, through the router."""
-    config = BenchConfig(
-        server=Endpoint(url=fleet.url),
-        arrivals=Arrivals(rps=plan.rps),
-        duration_s=plan.seconds,
-        warmup_s=plan.warmup_s,
-        seed=plan.seed,
-        baseline_ms=float(fleet.replicas[0].report()["baseline_ms"]),
-    )
+    config = _traffic(plan, fleet.url, float(fleet.replicas[0].report()["baseline_ms"]))
     trace = plan.out / "trace.jsonl"
     os.truncate(trace, 0)  # the warm-up is not part of the load; the replicas keep the file open
     folder = plan.out / "load"
     summary = run_bench(config, folder, console=console)
     refuse_what_ended_early(summary)
     return summary, list(iter_records(folder))
+
+
+def _traffic(plan: FleetPlan, url: str, baseline_ms: float) -> BenchConfig:
+    """The mixed-SLO load test of the README, through the router. Raises LoadgenError."""
+    return BenchConfig(
+        server=Endpoint(url=url),
+        arrivals=Arrivals(rps=plan.rps),
+        duration_s=plan.seconds,
+        warmup_s=plan.warmup_s,
+        seed=plan.seed,
+        baseline_ms=baseline_ms,
+    )
 
 
 # -- capacity -------------------------------------------------------------------------------

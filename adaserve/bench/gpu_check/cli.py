@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,6 +12,7 @@ from rich.console import Console
 from adaserve.bench.options import counts, listed, results_folder
 from adaserve.bench.terminal import table
 from adaserve.commands import fail
+from adaserve.commands import flags as split
 
 if TYPE_CHECKING:
     from adaserve.bench.gpu_check.findings import CheckPlan
@@ -42,10 +42,13 @@ def gpu_check(
     batches: Annotated[
         Any, listed(counts, "Numbers of concurrent requests.", show_default="1,8,32,64")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Output tokens per request.", show_default="128")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Repetitions.", show_default="3")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Output tokens per request.", show_default="128")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Repetitions.", show_default="3")] = None,
     mixed_seconds: Annotated[
-        float | None, typer.Option(help="Seconds of each run with mixed SLOs; 0 = none.", show_default="60")
+        float | None,
+        typer.Option(min=0, help="Seconds of each run with mixed SLOs; 0 = none.", show_default="60"),
     ] = None,
     flags: Annotated[str, typer.Option(help="More SGLang flags for every server, in one string.")] = "",
     only: Annotated[
@@ -69,7 +72,7 @@ def gpu_check(
     from adaserve.bench.gpu_check.shapes import widened_pair
     from adaserve.draft_kind import kind_at
     from adaserve.loadgen.results import new_results_dir
-    from adaserve.server import ServerError, on_cpu
+    from adaserve.server import ServerError, ServerSpec, on_cpu, require_models
 
     console = Console(stderr=True)
     dry = device == "cpu"
@@ -82,10 +85,12 @@ def gpu_check(
             )
         if (model is None) != (draft is None):
             raise ServerError("give both --model-path and --draft-model-path, or neither")
+        if model is not None:
+            require_models(ServerSpec(model, draft))
         if model is None or draft is None:
             model, draft = map(str, widened_pair(*_costs(dry, size)))
         plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, mixed_s=mixed_seconds)
-        common = ("--max-running-requests", str(max(64, *plan.batches)), *shlex.split(flags))
+        common = ("--max-running-requests", str(max(64, *plan.batches)), *split(flags, "--flags"))
         if "--context-length" not in common:
             common += ("--context-length", "4096")
         folder = out or new_results_dir(Path("results"), "gpu-check")
@@ -97,7 +102,7 @@ def gpu_check(
     _show(report, Console())
     for sentence in report["does_not_show"]:
         console.print(f"not shown by a dry run: {sentence}", highlight=False, soft_wrap=True)
-    console.print(f"written to {folder}")
+    console.print(f"written to {folder}", soft_wrap=True)
     if check.undone:
         said = f"not done: {', '.join(check.undone)} (the same command with --out {folder} runs them again)"
         console.print(f"[red]{said}[/]", highlight=False, soft_wrap=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaserve.pair.folders import cache_folder
-from adaserve.pair.widen import Width, ensure_widened, parse_size, shipped_draft
+from adaserve.pair.shape import parse_size
+from adaserve.pair.widen import Width, ensure_widened, shipped_draft
 
 SHIPPED_LAYERS = {"target": 4, "draft": 2}
 

@@ -62,7 +62,7 @@ def bench_learn(
     size: Annotated[
         str, typer.Option(help="Parameters of the embedded target; not with --offline.")
     ] = "100M",
-    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
     out: Annotated[Path | None, results_folder("learn")] = None,
 ) -> None:
     """Compare a draft that learns with one that does not, on the same texts, while the traffic shifts."""
@@ -71,12 +71,14 @@ def bench_learn(
     from adaserve.bench.learn.texts import HOME, PATTERNS
     from adaserve.config import AdaServeConfig
     from adaserve.server import ServerSpec
+    from adaserve.slo.classes import SLOConfig
 
     console = Console(stderr=True)
     parts = tuple(w.strip() for w in order.split(","))
     known("--against", (against,), ("first", "held"))
     chosen = variants or tuple(VARIANTS)
     known("--variants", chosen, tuple(VARIANTS))
+    known("--classes", classes, SLOConfig().labels)
     plan = LearnPlan(
         parts, requests, block, tokens, temperature, at_once, every=every, seed=seed,
         against="held" if against == "held" else "first", slo_classes=classes, rest=rest,

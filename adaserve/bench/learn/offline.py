@@ -112,16 +112,16 @@ def run_offline(plan: LearnPlan, variants: Sequence[str], out: Path | None, cons
     """Compares the variants; JSON and a table. Raises ServerError where there are no texts of a domain."""
     torch.set_num_threads(1)
     folder = out or new_results_dir(Path("results"), "learn-offline")
-    folder.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
     with progress(console) as bar:
         study = _Study(plan, bar)
+        folder.mkdir(parents=True, exist_ok=True)
         for name in variants:
             outcomes.append(study.run(name))
             result = {"plan": asdict(plan), "outcomes": [asdict(o) for o in outcomes], **provenance()}
             (folder / "learn-offline.json").write_text(json.dumps(result, indent=1) + "\n")
     Console().print(_table(outcomes))
-    console.print(f"written to {folder}")
+    console.print(f"written to {folder}", soft_wrap=True)
 
 
 class _Study:

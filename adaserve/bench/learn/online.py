@@ -102,7 +102,7 @@ def run_learn(spec: ServerSpec, plan: LearnPlan, out: Path | None, console: Cons
             (folder / "learn.json").write_text(json.dumps({**result, **provenance()}, indent=1) + "\n")
     _draw(blocks, plan, folder / "learn.png")
     Console().print(_table(blocks, plan))
-    console.print(f"written to {folder}")
+    console.print(f"written to {folder}", soft_wrap=True)
 
 
 def _played(server: ServerProcess, asks: Sequence[Ask], plan: LearnPlan, index: int) -> list[Block]:

@@ -24,7 +24,7 @@ def bench_soak(
     learn: Annotated[
         bool, typer.Option("--learn", help="Let the draft learn from all requests and be swapped meanwhile.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the mix.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the mix.")] = 0,
     out: Annotated[Path | None, results_folder("soak")] = None,
 ) -> None:
     """Send random mixes of everything to a real server, and check invariants while it runs.

@@ -94,7 +94,7 @@ def bench_sweep(
         float | None, _traffic("Factor on the output lengths of the paper or the trace.", show_default="0.5")
     ] = None,
     temperature: Annotated[
-        float | None, _traffic("Sampling temperature of every class; 0 is greedy.", show_default="0.8")
+        float | None, _traffic("Sampling temperature of every class; 0 is greedy.", min=0, show_default="0.8")
     ] = None,
     model: Annotated[Text, _server("Target model.", show_default="the embedded model")] = None,
     draft: Annotated[Text, _server("Draft model.", show_default="the embedded model")] = None,
@@ -107,13 +107,16 @@ def bench_sweep(
     ] = None,
     budget: Annotated[int | None, _server("Most tokens per verification.", show_default="measured")] = None,
     baseline_ms: Annotated[
-        float | None, _server("Milliseconds per token of the idle server.", show_default="measured")
+        float | None,
+        _server("Milliseconds per token of the idle server.", min=0.001, show_default="measured"),
     ] = None,
     capacity: Annotated[
-        float | None, _server("Requests per second of load 1.", show_default="measured")
+        float | None, _server("Requests per second of load 1.", min=0.001, show_default="measured")
     ] = None,
-    minutes: Annotated[float | None, _run("Minutes to run; no block starts that would end later.")] = None,
-    hours: Annotated[float | None, _run("Hours to run, in place of --minutes.")] = None,
+    minutes: Annotated[
+        float | None, _run("Minutes to run; no block starts that would end later.", min=0.1)
+    ] = None,
+    hours: Annotated[float | None, _run("Hours to run, in place of --minutes.", min=0.01)] = None,
     attempts: Annotated[int, _run("Tries per block while other programs disturb it.", min=1)] = 3,
     out: Annotated[
         Path | None,

@@ -22,7 +22,7 @@ from adaserve.bench.sweep.store import Store, changed, merged
 from adaserve.bench.sweep.systems import family, system, with_length
 from adaserve.config import AdaServeConfig
 from adaserve.loadgen.results import new_results_dir
-from adaserve.server import ServerSpec
+from adaserve.server import ServerSpec, require_models
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ def sweep(options: Options, console: Console) -> bool:
     store = Store(folder)
     plan, settings = plan_of(options, store), server_settings(options, store)
     spec = server_of(settings, plan)
+    require_models(spec)
     for axis in plan.axes:  # what can't be read is said before anything starts
         for _, point in plan.points(axis):
             load_workload(plan, point)
@@ -145,7 +146,11 @@ def sweep(options: Options, console: Console) -> bool:
         if store.exists and store.finished():
             _try_to_redraw(folder, options.readme, console)
         if not done and store.exists:
-            console.print(f"continue: adaserve bench sweep --out {shlex.quote(str(folder))}", highlight=False)
+            console.print(
+                f"continue: adaserve bench sweep --out {shlex.quote(str(folder))}",
+                highlight=False,
+                soft_wrap=True,
+            )
     return done
 
 

@@ -1,0 +1,73 @@
+"""Fields of other servers that change an answer, and that SGLang ignores.
+
+A client that asks for JSON by vLLM's ``guided_json`` would get any text, and take it for JSON. So such fields
+are refused, in a sentence that says what to use. What changes only speed or bookkeeping is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from adaserve.boundary.errors import RequestError
+from adaserve.boundary.request import EACH, WHOLE
+from adaserve.boundary.sampling import FIELDS
+from adaserve.boundary.values import is_integer
+
+CONSTRAINTS = (
+    "ebnf", "format", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
+    "json_schema", "output_config", "output_format", "regex", "response_format", "structural_tag",
+    "structured_outputs",
+)  # fmt: skip
+"""How clients of SGLang, vLLM, TGI, llama.cpp, Ollama, OpenAI and Anthropic say what the text may be."""
+
+INSTEAD = {
+    "allowed_token_ids": "use a grammar, or logit_bias",
+    "bad_words": "use logit_bias, which can forbid tokens",
+    "chat_template": "the server has its own, see --chat-template",
+    "documents": "put them into the messages, or into chat_template_kwargs",
+    "functions": "use tools",
+    "include_stop_str_in_output": "use no_stop_trim",
+    "logits_processors": "use custom_logit_processor",
+    "logprob_token_ids": "use token_ids_logprob of /generate",
+    "prompt_logprobs": "use return_logprob and logprob_start_len of /generate",
+    "truncate_prompt_tokens": "cut the prompt before it is sent",
+    "use_beam_search": "ADASERVE drafts trees and does not serve beam search",
+}
+"""Fields that no route knows, and what to do without them."""
+
+
+def _fields(use: str, *known: str) -> dict[str, str]:
+    return INSTEAD | dict.fromkeys([name for name in CONSTRAINTS if name not in known], use)
+
+
+_OPENAI = ("response_format", "regex", "ebnf")
+_ROUTES = {
+    "/v1/chat/completions": _fields("use response_format, regex or ebnf", *_OPENAI),
+    "/v1/completions": _fields("use response_format, json_schema, regex or ebnf", *_OPENAI, "json_schema"),
+    "/v1/responses": _fields("use text.format")
+    | dict.fromkeys(("conversation", "prompt"), "send all of the input"),
+    "/v1/messages": _fields("use output_config.format", "output_config"),
+    "/generate": _fields("use json_schema, regex or ebnf in sampling_params"),
+    "/api/chat": _fields("use response_format of /v1/chat/completions"),
+    "/api/generate": _fields("use response_format of /v1/completions"),
+}
+"""Route -> field that it ignores -> what to use."""
+
+_OF_SAMPLING = FIELDS.keys() - EACH.keys() - WHOLE.keys()
+
+
+def require_served(body: Mapping[str, Any], path: str) -> None:
+    """Raises RequestError for a field that asks the route at ``path`` for something that it would not do.
+
+    false, 0 and what is empty ask for nothing, but a sampling parameter in the wrong place does."""
+    if path == "/generate":
+        for name in _OF_SAMPLING & body.keys():
+            if body[name] is not None:
+                raise RequestError(f"{name} is not served here: put it into sampling_params")
+    for name, use in _ROUTES.get(path, {}).items():
+        if body.get(name):
+            raise RequestError(f"{name} is not served: {use}")
+    best, n = body.get("best_of", 1), body.get("n") or 1
+    if is_integer(best) and is_integer(n) and best > n:
+        raise RequestError("best_of is not served: ask for as many answers with n, and choose")

@@ -1,0 +1,87 @@
+"""Fields that change an answer elsewhere are refused where they would do nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from adaserve.boundary import RequestError
+from adaserve.boundary.unserved import CONSTRAINTS, INSTEAD, require_served
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate",
+)  # fmt: skip
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "use"),
+    [
+        (CHAT, {"guided_json": SCHEMA}, "guided_json is not served: use response_format, regex or ebnf"),
+        (CHAT, {"guided_choice": ["yes", "no"]}, "guided_choice is not served: use response_format, regex"),
+        (CHAT, {"structured_outputs": {"regex": "a"}}, "structured_outputs is not served: use resp"),
+        (CHAT, {"json_schema": "{}"}, "json_schema is not served: use response_format"),
+        (CHAT, {"functions": [{"name": "f"}]}, "functions is not served: use tools"),
+        (CHAT, {"bad_words": ["a"]}, "bad_words is not served: use logit_bias"),
+        (CHAT, {"use_beam_search": True}, "use_beam_search is not served: ADASERVE drafts trees"),
+        (COMPLETIONS, {"guided_regex": "a"}, "guided_regex is not served: use response_format, json_schema"),
+        (COMPLETIONS, {"grammar": "root ::= [a]"}, "grammar is not served: use response_format, json_schema"),
+        (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs is not served: use return_logprob"),
+        (COMPLETIONS, {"best_of": 3, "n": 2}, "best_of is not served: ask for as many answers with n"),
+        (RESPONSES, {"response_format": SCHEMA}, "response_format is not served: use text.format"),
+        (RESPONSES, {"regex": "a"}, "regex is not served: use text.format"),
+        (RESPONSES, {"conversation": "conv_1"}, "conversation is not served: send all of the input"),
+        (MESSAGES, {"output_format": SCHEMA}, "output_format is not served: use output_config.format"),
+        (GENERATE, {"json_schema": "{}"}, "json_schema is not served here: put it into sampling_params"),
+        (GENERATE, {"temperature": 0}, "temperature is not served here: put it into sampling_params"),
+        (GENERATE, {"guided_json": SCHEMA}, "guided_json is not served: use json_schema, regex or ebnf in"),
+        ("/api/chat", {"format": "json"}, "format is not served: use response_format of /v1"),
+    ],
+)  # fmt: skip
+def test_what_would_be_ignored_is_refused(path: str, field: dict[str, Any], use: str) -> None:
+    with pytest.raises(RequestError) as error:
+        require_served({"model": "m", "stream": True, **field}, path)
+    assert str(error.value).startswith(use)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"response_format": {"type": "json_object"}, "regex": None, "metadata": {"a": "b"}}),
+        (CHAT, {"use_beam_search": False, "best_of": 1, "length_penalty": 1.0, "bad_words": []}),
+        (CHAT, {"guided_json": None, "guided_decoding_backend": "xgrammar", "structured_outputs": {}}),
+        (CHAT, {"add_generation_prompt": True, "include_stop_str_in_output": False, "prediction": {}}),
+        (COMPLETIONS, {"json_schema": "{}", "best_of": 2, "n": 2, "suffix": "b", "min_tokens": 3}),
+        (COMPLETIONS, {"best_of": "x"}),  # for the route to judge
+        (RESPONSES, {"text": {"format": {"type": "json_object"}}, "store": False}),
+        (MESSAGES, {"output_config": {"effort": "low"}, "stop_sequences": ["a"], "thinking": {}}),
+        (GENERATE, {"sampling_params": {"regex": "a"}, "temperature": None, "watermark": {}}),
+        ("/v1/embeddings", {"format": "float"}),
+    ],
+)  # fmt: skip
+def test_what_is_served_or_harmless_is_not(path: str, fields: dict[str, Any]) -> None:
+    require_served(fields, path)
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [(CHAT, ChatCompletionRequest), (COMPLETIONS, CompletionRequest), (RESPONSES, ResponsesRequest),
+     (MESSAGES, AnthropicMessagesRequest)],
+)  # fmt: skip
+def test_nothing_is_refused_that_sglang_serves(path: str, model: type[BaseModel]) -> None:
+    names = model.model_fields.keys()
+    for name in {*CONSTRAINTS, *INSTEAD} & names:
+        require_served({name: "x"}, path)
+    for name in {*CONSTRAINTS, *INSTEAD} - names:
+        with pytest.raises(RequestError):
+            require_served({name: "x"}, path)
+
+
+def test_no_field_of_a_native_request_is_taken_for_one_of_sampling() -> None:
+    for name in GenerateReqInput.__dataclass_fields__:
+        require_served({name: 1}, GENERATE)
