@@ -21,6 +21,7 @@ from adaserve.engine.device.parts import GraphDevice
 from adaserve.engine.device.sizes import SearchKey
 from adaserve.engine.device.transfer import QueuedCopy
 from adaserve.engine.search import Levels
+from adaserve.engine.sources.draft_cache import DraftCache
 from tests.engine.device.factories import Requests, TinyModel, device_forward
 from tests.engine.device.test_worker import Run
 
@@ -123,6 +124,20 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.graphs == 1 + drafted, "a draft with all its steps, and a verification"
     assert watch.launches <= MOST_LAUNCHES[policy]
     assert len(uploads) == 1 + drafted, uploads
+
+
+@pytest.mark.parametrize("unheard", [False, True])
+def test_a_request_ends(unheard: bool) -> None:
+    """SGLang's scheduler tells of it while the next iteration runs, for which it would wait."""
+    requests = Requests([5, 17])
+    cache = DraftCache(device_forward(requests, TinyModel(requests.slots), []), requests.req_to_token,
+                       requests.slots, stride=4)  # fmt: skip
+    row, text = int(requests.pool_rows[0]), requests.text(0)
+    with Watch() as watch:
+        cache.started(row, text, requests.req_to_token[row, : len(text)], read=True)
+        cache.advanced(row, [3, 4], known=1)
+        cache.finished(row, unheard)
+    assert watch.waits == []
 
 
 MOST_LAUNCHES_OF_A_STEP = 7
