@@ -169,10 +169,11 @@ def simulate(name: str, function: Any, args: Any, kwargs: Any, outs: tuple[str, 
 
 def _index_waits(args: Any) -> bool:
     """Whether indexing sends something from the host first, or looks for the true entries of a mask. A number
-    in the place of a mask is given to a kernel as it is."""
+    that a mask places is given to a kernel as it is."""
     by_mask = any(str(t.dtype) in ("torch.bool", "torch.uint8") for t in _tensors(args[1]))
-    on_host = [t for t in _tensors(args[1:]) if t.device.type == "cpu"]
-    return not on_host if by_mask else bool(on_host)
+    sent = [t for t in _tensors(args[1:]) if t.device.type == "cpu"]
+    is_number = bool(sent) and not any(t.dim() for t in sent)
+    return not is_number if by_mask else bool(sent)
 
 
 def _copy(to: Any, source: Any, non_blocking: bool = False) -> Any:
