@@ -28,9 +28,10 @@ class Levels:
     def __init__(self, shape: TreeShape, a: int, columns: Tensor) -> None:
         self.shape = shape
         nodes, device = shape.nodes, columns.device
-        self.visible = torch.zeros(a, nodes, shape.width, dtype=torch.bool, device=device)
-        """[a, nodes, width]: window columns that a node sees; itself from the start."""
-        self.visible[:, torch.arange(nodes, device=device), columns] = True
+        # No number assigned at indices: torch sends it to a GPU first and waits, which cannot be captured.
+        own = columns[:, None] == torch.arange(shape.width, device=device)
+        self.visible = own.repeat(a, 1, 1)
+        """bool [a, nodes, width]: window columns that a node sees; itself from the start."""
         self.found = torch.zeros(3, a, nodes, dtype=torch.int64, device=device)
         """The three below, so that one copy brings them to the host."""
         self.tokens, self.parents = self.found[0], self.found[1].fill_(-1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +26,19 @@ CUDA = {"device": "cuda", "attention-backend": "torch_native", "sampling-backend
 MOST_WAITS = 4
 """Of an iteration: SGLang's sequence lengths, the last outcome and the candidates; and what SGLang takes from
 the last iteration, which is there by then."""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_search_is_captured(tmp_path: Path) -> None:
+    """As the first stage of a GPU host does it, before any server."""
+    variables = environment(tmp_path, tmp_path / "report")
+    path = f"{ROOT}{os.pathsep}{variables['PYTHONPATH']}"
+    script = "from adaserve.bench.gpu_check import kernels; print(kernels.run_one('beams', 'cuda')['right'])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, **variables, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.stdout.endswith("True\n"), done.stdout + done.stderr[-3000:]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from adaserve.bench.gpu_check import sglang_kernels
 from adaserve.bench.gpu_check.flashinfer_kernels import compile_all, specs
+from adaserve.bench.gpu_check.search import check_search
 from adaserve.engine.device import noise
 from adaserve.engine.device.attention import (
     INT_WORKSPACE_BYTES,
@@ -264,6 +265,7 @@ def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
         results = [check_filters(*shape, where) for shape in shapes]
     elif name == "beams":
         results = [check_beams(*sizes, where) for sizes in ((1, 5, 3), (64, 5, 3), (24, 8, 8))]
+        results += [check_search(*sizes, where) for sizes in ((1, 5, 3), (12, 4, 3))]
     elif name == "moves":
         heads = ((1024,) * 64, (512,) * 16) if device == "cuda" else ((16, 8),)  # of Llama 3.1 8B, 3.2 1B
         results = [check_moves(64 if device == "cuda" else 3, 5, sizes, where) for sizes in heads]

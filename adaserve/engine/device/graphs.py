@@ -7,6 +7,7 @@ function is called again. Padding writes to the scratch slot and is never read.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +63,9 @@ class CapturedGraph:
         self._graph = torch.cuda.CUDAGraph()
         memory = pool.get_or_create_global_graph_memory_pool(torch.cuda)
         with ExitStack() as stack:
+            # The collector may find a kernel that nobody needs. Triton unloads it, and the capture fails.
+            gc.disable()
+            stack.callback(gc.enable)
             stack.enter_context(model_capture_mode())
             stream = pool.get_or_create_global_graph_capture_stream()
             context = stack.enter_context(graph_capture(stream=stream))

@@ -75,7 +75,7 @@ class DraftCache:
     def started(self, pool_row: int, text: Sequence[int], slots: Tensor, read: bool) -> None:
         """A prompt, or all of it so far (``text``), is cached; its new tokens at ``slots`` were ``read`` by
         the draft or were not."""
-        self._is_held[slots.long()] = read
+        self._note(slots, read)
         self._held[pool_row] = Held(len(text) if read else 0, [] if read else list(text))
         self._exchangeable[pool_row] = _Exchangeable(list(text), len(text))
 
@@ -109,8 +109,7 @@ class DraftCache:
     def feed(self, pool_rows: Sequence[int], starts: Sequence[int], tokens: Sequence[list[int]]) -> None:
         """Causal forwards over cached tokens, as large as the model takes them."""
         for row, start, text in zip(pool_rows, starts, tokens, strict=True):
-            slots = self._req_to_token[row, start : start + len(text)].long()
-            self._is_held[slots] = True
+            self._note(self._req_to_token[row, start : start + len(text)], True)
         most = self._forward.most_tokens
         group: list[tuple[int, int, list[int]]] = []
         room = most
@@ -180,7 +179,11 @@ class DraftCache:
         """
         self.find_holes([pool_row])
         held = self._held[pool_row]
-        slots = self._req_to_token[pool_row].long()
-        self._is_held[slots[: held.length]] = True
+        slots = self._req_to_token[pool_row]
+        self._note(slots[: held.length], True)
         end = held.length + len(held.pending) + (self._stride if unheard else 0)
-        self._is_held[slots[held.length : end]] = False
+        self._note(slots[held.length : end], False)
+
+    def _note(self, slots: Tensor, is_held: bool) -> None:
+        """By ``index_fill_``: a number that is assigned at indices is sent to a GPU, and waited for."""
+        self._is_held.index_fill_(0, slots.long(), is_held)

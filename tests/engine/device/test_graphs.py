@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,13 @@ import torch
 
 from adaserve.engine.device import beam_search, model
 from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel
-from adaserve.engine.device.graphs import LEAST_FREE_BYTES, EagerGraph, GraphTable, capture_all
+from adaserve.engine.device.graphs import (
+    LEAST_FREE_BYTES,
+    CapturedGraph,
+    EagerGraph,
+    GraphTable,
+    capture_all,
+)
 from adaserve.engine.device.layout import Extent, unpack
 from adaserve.engine.device.parts import GraphDevice
 from adaserve.engine.device.sizes import Key, SearchKey, Sizes, Tiers
@@ -77,6 +86,21 @@ def test_graphs_end_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in (1, 3):
         run(key)
     assert captured == [3, 2] and ran == [3, 2, 1, 3]
+
+
+def test_no_garbage_is_collected_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold a kernel, and a capture in which one is unloaded fails."""
+    utils, session = "sglang.srt.model_executor.runner_utils", nullcontext(SimpleNamespace(stream=None))
+    for name in ("memory_pool", "capture_stream"):
+        monkeypatch.setattr(f"{utils}.pool.get_or_create_global_graph_{name}", lambda *_: None)
+    monkeypatch.setattr(f"{utils}.capture_mode.model_capture_mode", nullcontext)
+    monkeypatch.setattr("sglang.srt.distributed.parallel_state.graph_capture", lambda stream: session)
+    for name in ("synchronize", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    collects: list[bool] = []
+    CapturedGraph(lambda: collects.append(gc.isenabled()))
+    assert collects == [True, True, False] and gc.isenabled()
 
 
 def recorded(make: Callable[..., Any], events: list[str], made: list[weakref.ref[Any]]) -> Callable[..., Any]:

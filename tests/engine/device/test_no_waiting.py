@@ -1,8 +1,8 @@
 """What an iteration waits for, launches and uploads, counted operator by operator on a CPU.
 
 On a CPU nothing has to wait, so what would wait on a GPU is told by the operators: reading a value
-(``item``), finding true entries, taking a mask as an index. What may be waited for are the copies to the
-host: of the last outcome, and of the candidates.
+(``item``), finding true entries, taking a mask as an index, putting a number at indices. What may be waited
+for are the copies to the host: of the last outcome, and of the candidates.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from adaserve.engine.device.parts import GraphDevice
 from adaserve.engine.device.sizes import SearchKey
 from adaserve.engine.device.transfer import QueuedCopy
 from adaserve.engine.search import Levels
+from adaserve.engine.sources.draft_cache import DraftCache
 from tests.engine.device.factories import Requests, TinyModel, device_forward
 from tests.engine.device.test_worker import Run
 
@@ -44,7 +45,8 @@ class Watch(TorchDispatchMode):
         name = func.name()
         indices = args[1] if name.startswith(("aten::index.", "aten::index_put")) else ()
         by_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-        if name in WAITS or by_mask:
+        is_number = name.startswith("aten::index_put") and not args[2].dim()  # torch sends it, and waits
+        if name in WAITS or by_mask or is_number:
             self.waits.append(name)
         self.launches += not name.removeprefix("aten::").startswith(VIEWS)
         return func(*args, **(kwargs or {}))
@@ -84,8 +86,9 @@ def test_the_watch_sees_what_waits() -> None:
         int(x[1])
         x[x > 1]
         x[x > 1] = 0
+        x[torch.arange(2)] = 0
         torch.nonzero(x)
-    assert len(watch.waits) >= 4 and watch.launches >= 4
+    assert len(watch.waits) >= 5 and watch.launches >= 5
 
 
 MOST_LAUNCHES = {"none": 22, "adaserve": 67, "chain-3": 54, "priced": 67}
@@ -121,6 +124,20 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.graphs == 1 + drafted, "a draft with all its steps, and a verification"
     assert watch.launches <= MOST_LAUNCHES[policy]
     assert len(uploads) == 1 + drafted, uploads
+
+
+@pytest.mark.parametrize("unheard", [False, True])
+def test_a_request_ends(unheard: bool) -> None:
+    """SGLang's scheduler tells of it while the next iteration runs, for which it would wait."""
+    requests = Requests([5, 17])
+    cache = DraftCache(device_forward(requests, TinyModel(requests.slots), []), requests.req_to_token,
+                       requests.slots, stride=4)  # fmt: skip
+    row, text = int(requests.pool_rows[0]), requests.text(0)
+    with Watch() as watch:
+        cache.started(row, text, requests.req_to_token[row, : len(text)], read=True)
+        cache.advanced(row, [3, 4], known=1)
+        cache.finished(row, unheard)
+    assert watch.waits == []
 
 
 MOST_LAUNCHES_OF_A_STEP = 7

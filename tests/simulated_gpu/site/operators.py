@@ -32,8 +32,8 @@ REPORT_ENV = "SIMULATED_GPU_REPORT"
 OWN = {"record_stream", "resize_", "is_set_to", "set_", "is_pinned", "_pin_memory", "copy_"}
 """Operators on a tensor's memory, not on what it holds; and copies, which have their own."""
 OWN_PREFIXES = ("empty", "_nested", "_efficient", "_flash", "_scaled_dot", "cudnn", "_cudnn", "miopen")
-TWO_DEVICES = {"index", "index_put_", "_index_put_impl_", "_unsafe_index", "index_put", "_unsafe_index_put"}
-"""Operators that take indices from the host."""
+INDEXING = {"index", "index_put_", "_index_put_impl_", "_unsafe_index", "index_put", "_unsafe_index_put"}
+"""Operators that also take indices, and a number that is put there, from the host."""
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive",
          "equal", "is_nonzero", "repeat_interleave", "bincount"}  # fmt: skip
 """Operators that give the host a value, or have an output of a size that depends on one."""
@@ -137,11 +137,11 @@ def simulate(name: str, function: Any, args: Any, kwargs: Any, outs: tuple[str, 
     lowered = [_lowered(x, pairs) for x in args]
     named = {key: _lowered(x, pairs) for key, x in kwargs.items()}
     on_host = any(t.dim() and t.device.type == "cpu" for t in _tensors([*args, *kwargs.values()]))
-    if pairs and on_host and name not in TWO_DEVICES:
+    if pairs and on_host and name not in INDEXING:
         raise RuntimeError(f"expected all tensors on one device, but {name} got cuda:0 and cpu")
     grown = {key: torch.empty(0, dtype=kwargs[key].dtype) for key in outs if kwargs[key].numel() == 0}
     captured = bool(runtime.sim_is_capturing(_stream()))
-    if name in WAITS:
+    if name in WAITS or (name in INDEXING and _index_waits(args)):
         if captured:
             raise RuntimeError(f"{name} waits, and cannot be captured")
         runtime.sim_wait(f"in {name}, {_caller()}".encode())
@@ -165,6 +165,15 @@ def simulate(name: str, function: Any, args: Any, kwargs: Any, outs: tuple[str, 
 
         _keep(again)
     return there
+
+
+def _index_waits(args: Any) -> bool:
+    """Whether indexing sends something from the host first, or looks for the true entries of a mask. A number
+    that a mask places is given to a kernel as it is."""
+    by_mask = any(str(t.dtype) in ("torch.bool", "torch.uint8") for t in _tensors(args[1]))
+    sent = [t for t in _tensors(args[1:]) if t.device.type == "cpu"]
+    is_number = bool(sent) and not any(t.dim() for t in sent)
+    return not is_number if by_mask else bool(sent)
 
 
 def _copy(to: Any, source: Any, non_blocking: bool = False) -> Any:
