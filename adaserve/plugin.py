@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from adaserve.identity import registration
-from adaserve.lifetime import die_with_parent
+from adaserve.lifetime import die_with_parent, heed_where_signal
 
 
 def register() -> None:
@@ -16,6 +16,7 @@ def register() -> None:
     if registration.done:
         return
     die_with_parent()
+    heed_where_signal()
     try:
         # Used by SGLang only when it starts several HTTP workers, which load no plugins themselves.
         os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "adaserve.http_app:app")
