@@ -278,8 +278,8 @@ class ServerProcess:
     def start(
         self, waiting: Callable[[float], None] = lambda _: None, limit_s: float = START_TIMEOUT_S
     ) -> None:
-        """Returns when the server answers; ``waiting`` gets the seconds so far. Raises ServerError, also after
-        ``limit_s``."""
+        """Returns when the server answers; ``waiting`` gets the seconds so far. Raises ServerError, also
+        after ``limit_s``."""
         require_free(self.spec.host, self.spec.port)
         command = self.spec.command()
         with self.log.open("wb") as log:

@@ -77,7 +77,7 @@ with_torch() { # the interpreter that has PyTorch: on some hosts python is anoth
 PYTHON=${PYTHON:-$(with_torch)}
 
 # Without PYTHONSAFEPATH the folder adaserve/ here would be found before the installed package.
-export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1
+export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 COLUMNS=${COLUMNS:-120}
 if [ "$device" = cuda ]; then
   export PYTHONPATH=$PWD/site${PYTHONPATH:+:$PYTHONPATH}
   export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1 FLASHINFER_CUDA_ARCH_LIST=${FLASHINFER_CUDA_ARCH_LIST:-9.0a}
