@@ -39,7 +39,7 @@ def select() -> str | None:
 
 
 PROFILE_ROUTES_ENV = "ADASERVE_PROFILE_ROUTES"
-"""1: the server that is started with it lets clients record torch profiles, as `adaserve gpu-check` does."""
+"""1: the server is started to be measured, as by `adaserve gpu-check`: see ``is_measured``."""
 
 FORK_ENV = "ADASERVE_FORK"
 """1: a server on a CPU host may fork its scheduler and its detokenizer from its first process."""
@@ -51,6 +51,11 @@ DEVICE_PATH_ENV = "ADASERVE_DEVICE_PATH"
 def on_device(device: object) -> bool:
     """Whether iterations run on a GPU's parts: the one place where that is decided."""
     return str(device).startswith("cuda") or os.environ.get(DEVICE_PATH_ENV) == "1"
+
+
+def is_measured() -> bool:
+    """Whether clients may record torch profiles, and ask for the server's state as often as they like."""
+    return os.environ.get(PROFILE_ROUTES_ENV) == "1"
 
 
 def describe_host() -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""A server ends with the command that started it, even when that command is killed."""
+"""A server ends with the command that started it, even when that is killed, and says where it hangs."""
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import runpy
 import signal
@@ -10,6 +11,9 @@ import sys
 
 PARENT_ENV = "ADASERVE_PARENT"
 """Process id of the command that started a server."""
+
+WHERE_SIGNAL = signal.SIGUSR1
+"""Makes each process of such a server write to its log where its threads are, whatever they wait for."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -21,6 +25,12 @@ def die_with_parent() -> None:
     """
     if sys.platform == "linux" and os.environ.get(PARENT_ENV) == str(os.getppid()):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def heed_where_signal() -> None:
+    """For the processes of servers that a command of ours has started: elsewhere the signal is not ours."""
+    if PARENT_ENV in os.environ and sys.__stderr__ is not None:
+        faulthandler.register(WHERE_SIGNAL, file=sys.__stderr__)
 
 
 if __name__ == "__main__":  # python -m adaserve.lifetime MODULE ARGUMENTS: a foreign command, made to do so

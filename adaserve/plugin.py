@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adaserve.identity import registration
-from adaserve.lifetime import die_with_parent
+from adaserve.lifetime import die_with_parent, heed_where_signal
 
 
 def register() -> None:
@@ -14,6 +14,7 @@ def register() -> None:
     if registration.done:
         return
     die_with_parent()
+    heed_where_signal()
     try:
         from adaserve import algorithm
         from adaserve.patches import apply_all

@@ -26,7 +26,7 @@ from adaserve.draft_kind import medusa_folder, medusa_heads
 from adaserve.errors import UserError
 from adaserve.host import FORK_ENV
 from adaserve.hub import why_no_model, why_not_on_hub
-from adaserve.lifetime import PARENT_ENV
+from adaserve.lifetime import PARENT_ENV, WHERE_SIGNAL
 from adaserve.pair.shape import parse_size
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
 from adaserve.processes import family, remove, shared_memory
@@ -274,8 +274,11 @@ class ServerProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self, waiting: Callable[[float], None] = lambda _: None) -> None:
-        """Returns when the server answers; ``waiting`` gets the seconds so far. Raises ServerError."""
+    def start(
+        self, waiting: Callable[[float], None] = lambda _: None, limit_s: float = START_TIMEOUT_S
+    ) -> None:
+        """Returns when the server answers; ``waiting`` gets the seconds so far. Raises ServerError, also
+        after ``limit_s``."""
         require_free(self.spec.host, self.spec.port)
         command = self.spec.command()
         with self.log.open("wb") as log:
@@ -290,15 +293,15 @@ class ServerProcess:
                 start_new_session=True,
             )
         try:
-            self._await_health(waiting)
+            self._await_health(waiting, limit_s)
         except BaseException:
             self.stop()
             raise
 
-    def _await_health(self, waiting: Callable[[float], None]) -> None:
+    def _await_health(self, waiting: Callable[[float], None], limit_s: float) -> None:
         assert self._process is not None
         start_s = time.monotonic()
-        while (waited_s := time.monotonic() - start_s) < START_TIMEOUT_S:
+        while (waited_s := time.monotonic() - start_s) < limit_s:
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended while it started:\n{self.why()}\n(full log: {self.log})")
             if _BIND_ERROR in self.log.read_text(errors="replace"):
@@ -314,7 +317,8 @@ class ServerProcess:
             except httpx.HTTPError:
                 pass
             time.sleep(0.25)
-        raise ServerError(f"the server did not answer within {START_TIMEOUT_S:.0f} s; see {self.log}")
+        self._say_where()
+        raise ServerError(f"the server did not answer within {limit_s:.0f} s; see {self.log}")
 
     def why(self) -> str:
         """The lines of the log that best explain what went wrong."""
@@ -325,6 +329,18 @@ class ServerProcess:
             if line.startswith(("ValueError", "RuntimeError", "adaserve.")) or "Error: " in line
         ]
         return "\n".join(errors[-3:] or lines[-15:])
+
+    def give_up(self) -> None:
+        """Stops a server that hangs; its log says where each of its threads was."""
+        self._say_where()
+        self.stop()
+
+    def _say_where(self) -> None:
+        """Before an end only: what is no Python process of SGLang's ends at once."""
+        for process in family(self.pid) if self._process is not None else ():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(WHERE_SIGNAL)
+        time.sleep(STOP_PATIENCE_S)
 
     def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
         """Ends the server and everything that it started. What is left after ``patience_s`` is killed, the

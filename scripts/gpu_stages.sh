@@ -5,22 +5,24 @@
 #
 #   assemble    unpack the bundle's parts (gpu-bundle/) into site/, with this working tree's code  1 min
 #   facts       what the host has                                                                  1 min
-#   kernels     compile kernels side by side and compare them; make the large pair meanwhile       2-5 min
+#   kernels     compile kernels side by side and compare them; make the large pair meanwhile       1-4 min
 #   smoke       the small pair: AdaServe's greedy text against SGLang's                            4 min
 #   plain       the large pair on SGLang without speculation: reference outputs, TPOT              3-4 min
 #   adaserve    exactness, TPOT, cost of verification, share outside of the models                 5-7 min
 #   standalone  SGLang's own speculation with topk 1 and 2                                         5-7 min
 #   profile     torch profiles at batch 1 and 32                                                   3-4 min
-#   mixed       three mixed loads: priced against STANDALONE                                       6-7 min
+#   mixed       mixed SLOs at 1.3 of plain decoding's capacity: priced against STANDALONE          6-8 min
 #
 # Minutes are guesses until a GPU has run it, one to three of them for every server that has to start. Of the
 # stages from plain to mixed, those that are named together share their servers: "adaserve profile" starts one.
 # The stages end after DEADLINE seconds (560) in all; what was measured by then is saved, and the same command
-# goes on from there. Stages can be run again: what is done is not repeated, unless AGAIN=1 asks for it.
+# goes on from there. One that fails does not keep the next ones from running, but for assemble and smoke. Stages
+# can be run again: what is done is not repeated, unless AGAIN=1 asks for it.
 #
 # Everything is saved below .local/gpu-stages/. Where $OUT is set, it always holds what there is so far, in at
 # most eight files: gpu-stages.tar.gz with everything but traces, the latest gpu-check.json, and the traces.
-# Settings: PAIR=small for the small pair throughout, ATTENTION=triton to leave FlashInfer out,
+# Settings: PAIR=small for the small pair throughout, ATTENTION=triton to leave FlashInfer out, LIMIT for the
+# seconds (240) that compilers, the making of the pair, a server's start and a stage of the check may take each,
 # SIZES="--batches 1,8 ..." for other sizes (the same in all stages), EVERY=1 for kernels that the embedded pairs
 # do not use (bf16, heads of 128 dimensions), PYTHON for the interpreter.
 set -uo pipefail
@@ -34,21 +36,29 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-DEADLINE=${DEADLINE:-560} # seconds since the start, which bash counts in SECONDS
+DEADLINE=${DEADLINE:-560} LIMIT=${LIMIT:-240} # seconds; bash counts those since the start in SECONDS
 work=$PWD/.local/gpu-stages
 mkdir -p "$work"
-# What an earlier stage found out (ATTENTION, PAIR, CUDA_HOME) holds unless the environment says otherwise.
+# Compilers keep what they made below HOME, which some hosts lack, or have as read-only.
+if [ ! -w "${HOME:-}" ]; then
+  export HOME=$PWD/.local/home
+  mkdir -p "$HOME"
+fi
+# What an earlier stage found out holds unless the environment says otherwise.
 given_attention=${ATTENTION:-} given_pair=${PAIR:-} given_home=${CUDA_HOME:-}
+given_ops=${SGLANG_FORCE_FUSED_OP_BACKEND:-}
 settle() {
-  ATTENTION= PAIR= CUDA_HOME=
+  ATTENTION= PAIR= CUDA_HOME= SGLANG_FORCE_FUSED_OP_BACKEND=
   [ -f "$work/settings" ] && . "$work/settings"
   ATTENTION=${given_attention:-${ATTENTION:-auto}} PAIR=${given_pair:-${PAIR:-large}}
   CUDA_HOME=${given_home:-${CUDA_HOME:-}}
+  SGLANG_FORCE_FUSED_OP_BACKEND=${given_ops:-${SGLANG_FORCE_FUSED_OP_BACKEND:-}}
   [ "$device" = cuda ] || PAIR=small
-  # Where SGLang and FlashInfer find what they compile kernels with: see facts.
-  if [ "$device" = cuda ]; then
-    if [ -n "$CUDA_HOME" ]; then export CUDA_HOME; else unset CUDA_HOME; fi
-  fi
+  # What kernels are compiled with, and what SGLang uses in their place where they cannot be (see facts).
+  local name
+  for name in CUDA_HOME SGLANG_FORCE_FUSED_OP_BACKEND; do
+    if [ -n "${!name}" ]; then export "$name"; else unset "$name"; fi
+  done
 }
 remember() { # remember NAME [VALUE]: for this stage and the later ones; without a value, what was said before goes
   touch "$work/settings"
@@ -67,15 +77,17 @@ with_torch() { # the interpreter that has PyTorch: on some hosts python is anoth
 PYTHON=${PYTHON:-$(with_torch)}
 
 # Without PYTHONSAFEPATH the folder adaserve/ here would be found before the installed package.
-export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1
+export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 COLUMNS=${COLUMNS:-120}
 if [ "$device" = cuda ]; then
   export PYTHONPATH=$PWD/site${PYTHONPATH:+:$PYTHONPATH}
   export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1 FLASHINFER_CUDA_ARCH_LIST=${FLASHINFER_CUDA_ARCH_LIST:-9.0a}
   # SGLang's compiled radix tree was made for torch 2.14, and misreads the tensors of 2.11.
   export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
   export XDG_CACHE_HOME=${XDG_CACHE_HOME:-$PWD/.local/cache}
+  # Without network the host's own name may not be found, and each look-up would wait for a name server.
+  export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
 fi
-sizes=${SIZES:---rounds 2 --mixed-seconds 20} # of one check: its stages must agree on them
+sizes=${SIZES:---mixed-seconds 10 --loads 1.3} # of one check: its stages must agree on them
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -86,6 +98,10 @@ put() { # put FILE NAME: into $OUT at once or not at all, since this may be ende
 }
 keep() { # what the stages wrote, to where it is fetched from: few files, none of them deep
   [ -n "${OUT:-}" ] || return 0
+  # A saver that was ended may leave a program behind that still writes: that has the lock until it ends.
+  (flock 9; keep_alone) 9>"$work.lock"
+}
+keep_alone() {
   local report trace name without=('*/profiles')
   for more in '' './*/mixed-*' '*.log'; do # what is dropped where the rest is still too large
     [ -n "$more" ] && without+=("$more")
@@ -116,10 +132,11 @@ finish() {
   if [ -n "$saver" ]; then kill "$saver"; wait "$saver" 2>/dev/null; fi
   keep
 }
-timed() { # timed COMMAND...: ends with the deadline; 124 or 137 = it did not end by itself
-  local left=$((DEADLINE - SECONDS))
-  [ "$left" -gt 10 ] || return 124
-  timeout --signal=INT --kill-after=10 "$((left - 10))" "$@"
+within() { # within SECONDS COMMAND...: and not beyond the deadline; 124 or 137 = it did not end by itself
+  local most=$1 left=$((DEADLINE - SECONDS - 10))
+  shift
+  [ "$left" -gt 0 ] || return 124
+  timeout --signal=INT --kill-after=10 "$((left < most ? left : most))" "$@"
 }
 
 gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...
@@ -134,8 +151,8 @@ gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...
     flags+=" --disable-prefill-cuda-graph --max-total-tokens 300000 --adaserve-attention $ATTENTION"
   fi
   # shellcheck disable=SC2086
-  timed "$PYTHON" -m adaserve.cli gpu-check --device "$device" --size "$size" --flags "$flags" \
-    --out "$work/$folder" --stage-limit "${LIMIT:-420}" "${words[@]}" $sizes
+  within "$DEADLINE" "$PYTHON" -m adaserve.cli gpu-check --device "$device" --size "$size" --flags "$flags" \
+    --out "$work/$folder" --stage-limit "$LIMIT" "${words[@]}" $sizes
 }
 
 done_or_stop() { # done_or_stop STATUS STAGE...: 3 is a missed target, which the next stages may explain
@@ -150,31 +167,42 @@ done_or_stop() { # done_or_stop STATUS STAGE...: 3 is a missed target, which the
   return 2
 }
 
+own_code() { # the working tree may be newer than the bundle's wheel of it
+  cp -r adaserve/. site/adaserve/
+  for package in scheduler patches loadgen; do cp -r "$package/." "site/adaserve/$package/"; done
+}
+
 assemble() {
   if [ "$device" = cpu ]; then
     say "nothing to assemble for --device cpu: $PYTHON serves as it is. Next: facts"
     return
   fi
-  "$PYTHON" gpu-bundle/assemble.py --to site || return 2
-  # The working tree may be newer than the bundle's wheel of it.
-  cp -r adaserve/. site/adaserve/
-  for package in scheduler patches loadgen; do cp -r "$package/." "site/adaserve/$package/"; done
-  "$PYTHON" -c "import sgl_kernel, flashinfer, sglang, adaserve.scheduler; print('imports work')" || {
-    say "a package does not import: the lines above name it. Nothing else will run before that is mended"
+  within "$LIMIT" "$PYTHON" gpu-bundle/assemble.py --to site || {
+    say "the bundle could not be unpacked: nothing else will run before it is"
+    return 2
+  }
+  own_code
+  within "$LIMIT" "$PYTHON" -c "import sgl_kernel, flashinfer, sglang, adaserve.scheduler; print('imports work')" || {
+    say "a package does not import (the lines above name it), or takes too long. Nothing else will run before"
     return 2
   }
   say "next: facts"
 }
 
 facts() {
-  "$PYTHON" -m adaserve.bench.gpu_check.facts --toolkit "$PWD/.local/cuda" \
+  within "$LIMIT" "$PYTHON" -m adaserve.bench.gpu_check.facts --toolkit "$PWD/.local/cuda" \
     >"$work/facts.json" 2>"$work/facts.log" || {
     cat "$work/facts.log"
+    say "facts are not known: the lines above say why, or it took too long"
     return 2
   }
   local home
   home=$(sed -n 's/^ *"home": "\(.*\)",$/\1/p' "$work/facts.json")
   if [ -n "$home" ]; then remember CUDA_HOME "$home"; fi
+  remember SGLANG_FORCE_FUSED_OP_BACKEND
+  if [ "$device" = cuda ] && grep -q "^note: .* missing: SGLang" "$work/facts.log"; then
+    remember SGLANG_FORCE_FUSED_OP_BACKEND torch
+  fi
   cat "$work/facts.json"
   grep '^note: ' "$work/facts.log"
   say "next: kernels (with what the notes say)"
@@ -184,34 +212,32 @@ kernels() {
   local making=
   remember ATTENTION # an earlier run of this stage may have chosen, and it may not hold any more
   remember PAIR
+  rm -f "$work/kernels.json"
   if [ "$PAIR" = large ]; then
-    timed "$PYTHON" -m adaserve.bench.gpu_check.shapes >"$work/widening.log" 2>&1 &
+    within "$LIMIT" "$PYTHON" -m adaserve.bench.gpu_check.shapes >"$work/widening.log" 2>&1 &
     making=$!
   fi
   # A kernel that compiles until the deadline must not cost what the others found.
   local limit=$((DEADLINE - SECONDS - 30))
-  limit=$((limit < 1 ? 1 : limit > 480 ? 480 : limit))
-  timed "$PYTHON" -m adaserve.bench.gpu_check.kernels --device "$device" --out "$work/kernels.json" \
+  limit=$((limit < 1 ? 1 : limit > LIMIT ? LIMIT : limit))
+  within "$DEADLINE" "$PYTHON" -m adaserve.bench.gpu_check.kernels --device "$device" --out "$work/kernels.json" \
     --limit "$limit" ${EVERY:+--every} 2>"$work/kernels.log"
-  local right=$? made=0
-  if [ -n "$making" ]; then
-    wait "$making"
-    made=$?
-  fi
-  if [ $right = 124 ] || [ $right = 137 ] || [ $made = 124 ] || [ $made = 137 ]; then
+  local right=$?
+  if [ $right = 124 ] || [ $right = 137 ]; then
     done_or_stop 124 kernels
     return
   fi
-  if [ $made != 0 ]; then
+  if [ -n "$making" ] && ! wait "$making"; then
     tail -3 "$work/widening.log"
     remember PAIR small
-    say "the large pair could not be made, so the stages go on with the small one"
+    say "the large pair could not be made, or not within $LIMIT s, so the stages go on with the small one"
   fi
   case $right in
     0) say "the kernels agree with their references. Next: smoke" ;;
     3) remember ATTENTION triton
        say "FlashInfer failed (kernels.json says why) and Triton is right: all stages use Triton now. Next: smoke" ;;
-    *) say "attention, noise, moves or beams has no kernel that is right (kernels.json): stay with this stage. Run one:" \
+    *) say "attention, noise, moves or beams has no kernel that is right (kernels.json), so AdaServe's figures may be" \
+           "wrong. Stay with this stage where there is time. Run one:" \
            "python -m adaserve.bench.gpu_check.kernels --kernel triton --device $device"
        return 2 ;;
   esac
@@ -236,7 +262,7 @@ of_the_check() { # what a stage on the pair runs; 1 for the other stages
     adaserve) echo adaserve:exactness adaserve:speed adaserve:verification ;;
     standalone) for kind in sglang-own-topk1 sglang-own-topk2; do echo "$kind:speed" "$kind:exactness"; done ;;
     profile) echo adaserve:profile ;;
-    mixed) echo adaserve:mixed-priced sglang-own-topk1:mixed ;;
+    mixed) echo adaserve:mixed-priced sglang-own-topk1:mixed sglang-own-topk2:mixed ;;
     *) return 1 ;;
   esac
 }
@@ -248,8 +274,7 @@ advise() {
                   "Otherwise: standalone" ;;
     standalone) say "slower than STANDALONE at some batch: profile at that batch. Next: profile" ;;
     profile) say "busy_share below 0.9: the device waits for the host; the trace shows where. Next: mixed" ;;
-    mixed) say "all stages have run; the report is $work/check-$PAIR-$ATTENTION/gpu-check.json." \
-               "Its target for goodput needs the stage sglang-own-topk2:mixed, too (adaserve gpu-check --only)" ;;
+    mixed) say "all stages have run; the report is $work/check-$PAIR-$ATTENTION/gpu-check.json" ;;
   esac
 }
 
@@ -270,12 +295,13 @@ for stage in "${stages[@]:-help}"; do
     *) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /d;p;}' "$0"; [ "$stage" = help ]; exit ;;
   esac
 done
+if [ "$device" = cuda ] && [ -d site/adaserve ]; then own_code; fi
 trap finish EXIT
 if [ -n "${OUT:-}" ]; then
   keep_now_and_then >/dev/null 2>&1 </dev/null &
   saver=$!
 fi
-at=0
+at=0 status=0
 while [ $at -lt ${#stages[@]} ]; do
   stage=${stages[at]} group=()
   while [ $at -lt ${#stages[@]} ] && of_the_check "${stages[at]}" >/dev/null; do
@@ -283,9 +309,13 @@ while [ $at -lt ${#stages[@]} ]; do
     at=$((at + 1))
   done
   if [ ${#group[@]} -gt 0 ]; then
-    together "${group[@]}" || exit 2
+    together "${group[@]}" || status=2
   else
     at=$((at + 1))
-    "$stage" || exit 2
+    if ! "$stage"; then
+      status=2
+      case $stage in assemble | smoke) break ;; esac
+    fi
   fi
 done
+exit $status

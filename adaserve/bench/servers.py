@@ -11,14 +11,26 @@ import httpx
 from rich.console import Console
 
 from adaserve.errors import why_no_answer
-from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port, require_models
+from adaserve.server import (
+    START_TIMEOUT_S,
+    ServerError,
+    ServerProcess,
+    ServerSpec,
+    free_port,
+    require_models,
+)
 
 
 @contextmanager
 def running(
-    spec: ServerSpec, log: Path, console: Console | None = None, env: Mapping[str, str] | None = None
+    spec: ServerSpec,
+    log: Path,
+    console: Console | None = None,
+    env: Mapping[str, str] | None = None,
+    limit_s: float = START_TIMEOUT_S,
 ) -> Iterator[ServerProcess]:
     """A server on a free port, stopped at the end; the console shows that it starts and stops.
+    ``limit_s``: of the start.
 
     Raises ServerError, also where the server stops answering meanwhile: only here it is known where its log
     is."""
@@ -27,7 +39,7 @@ def running(
     log.parent.mkdir(parents=True, exist_ok=True)
     server = ServerProcess(replace(spec, port=free_port()), log, env)
     with console.status("starting the server") as status:
-        server.start(lambda seconds: status.update(f"starting the server ({seconds:.0f} s)"))
+        server.start(lambda seconds: status.update(f"starting the server ({seconds:.0f} s)"), limit_s)
     try:
         yield server
     except httpx.HTTPError as error:

@@ -167,19 +167,23 @@ def test_kernels_that_servers_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(spec.name.endswith("sm90") for spec in specs(hopper=False))
 
 
+CODE = b"code" * 1000
+
+
 def test_compiled_kernels_lie_where_flashinfer_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compiled(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         out = Path(command[-1])
         (out / "norm").mkdir()
-        (out / "norm" / "norm.so").write_bytes(b"code")
+        (out / "norm" / "norm.so").write_bytes(CODE)
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(bundle.subprocess, "run", compiled)
     bundle.kernels_wheel(tmp_path)
     monkeypatch.undo()
+    assert (tmp_path / bundle.KERNELS_WHEEL).stat().st_size < len(CODE) / 2, "parts are small"
     bundle.split([tmp_path / bundle.KERNELS_WHEEL], tmp_path / "bundle")
     assert assemble(tmp_path / "bundle", tmp_path / "site").returncode == 0
-    assert (tmp_path / "site" / "flashinfer" / "data" / "aot" / "norm" / "norm.so").read_bytes() == b"code"
+    assert (tmp_path / "site" / "flashinfer" / "data" / "aot" / "norm" / "norm.so").read_bytes() == CODE
 
 
 ALREADY_THERE = {"certifi", "charset-normalizer", "click", "idna", "jinja2", "markupsafe", "psutil",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -240,6 +245,8 @@ class FakeServer:
 
     def stop(self) -> None:
         self.gone.set()
+
+    give_up = stop
 
     def report(self) -> dict[str, Any]:
         """The same of every server, but its baseline."""
@@ -540,7 +547,7 @@ def test_an_interrupted_stage_goes_on_where_it_was(
     monkeypatch.setattr("adaserve.bench.gpu_check.check._prompts", lambda *_: [[1]])
     monkeypatch.setattr(FakeServer, "set_policy", lambda *_: None, raising=False)
     monkeypatch.setattr(FakeServer, "drain", lambda *_: None, raising=False)
-    plan = CheckPlan(batches=(1, 8), policies=("priced",), rounds=1, loads=(0.5, 0.9))
+    plan = CheckPlan(batches=(4, 8), policies=("priced",), rounds=1, loads=(0.5, 0.9))
     only = [f"{PLAIN}:speed", f"{ADASERVE}:exactness", f"{OWN[0]}:mixed"]
 
     def run() -> Check:
@@ -555,8 +562,8 @@ def test_an_interrupted_stage_goes_on_where_it_was(
             run()
     ends.append(99)
     found = run().found
-    assert asked == [1, 8, *["outputs"] * 3, "mixed-0.5", "mixed-0.9"]
-    assert found.tpot_ms[PLAIN] == {1: 1.0, 8: 2.0} and set(found.mixed) == {"0.5", "0.9"}
+    assert asked == [4, 8, *["outputs"] * 3, "mixed-0.9", "mixed-0.5"], "the load that is judged first"
+    assert found.tpot_ms[PLAIN] == {4: 1.0, 8: 2.0} and set(found.mixed) == {"0.5", "0.9"}
     assert list(found.exact) == ["priced", "chain-4", "none"] and len(found.done) == 3
 
 
@@ -626,17 +633,21 @@ def test_a_mixed_load_asks_for_what_it_is_judged_by(tmp_path: Path, monkeypatch:
     from adaserve.loadgen import protocol
     from adaserve.loadgen.schedule import build_schedule
 
-    configs = []
+    configs, processes = [], []
 
-    def run_bench(config: Any, *_: Any, **__: Any) -> dict[str, Any]:
+    def run_bench(config: Any, _: Path, count: int, *__: Any) -> dict[str, Any]:
         configs.append(config)
+        processes.append(count)
         return {"by_class": {}, "invalid_reasons": [], "token_goodput": 1.0}
 
     monkeypatch.setattr("adaserve.bench.gpu_check.mixed.run_bench", run_bench)
     monkeypatch.setattr("adaserve.bench.gpu_check.mixed.refuse_what_ended_early", lambda _: None)
     server: Any = FakeServer()
-    run_mixed(server, tmp_path, 640.0, 2.0, 10.0, 0, Console(quiet=True))
-    (config,) = configs
+    for cores in (2, 16):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        run_mixed(server, tmp_path, 640.0, 2.0, 10.0, 0, Console(quiet=True))
+    assert processes == [1, 4], "one process does not follow what a GPU writes"
+    config = configs[0]
     requests = build_schedule(config).requests
     assert len({request.slo_class for request in requests}) == 3
     for request in requests:
@@ -691,10 +702,29 @@ def test_commands() -> None:
         assert "EAGLE3" in headed and "STANDALONE" not in headed
 
 
+def test_few_requests_are_asked_more_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft guesses one text better than another, so one prompt says little."""
+    asked: list[list[list[int]]] = []
+
+    def tpot_ms(_: str, prompts: list[list[int]], __: int) -> float:
+        asked.append(prompts)
+        return 1.0
+
+    monkeypatch.setattr(answers, "tpot_ms", tpot_ms)
+    made = Check(Pair("t", "d", "cpu"), CheckPlan(batches=(1, 2, 8)), tmp_path, Console(quiet=True))
+    made._prompts = [[i] for i in range(64)]
+    made._speed(FakeServer(), [PLAIN])  # type: ignore[arg-type]
+    assert [len(prompts) for prompts in asked] == [1] * 12 + [2] * 6 + [8] * 3
+    assert len({prompts[0][0] for prompts in asked[:12]}) == 12
+
+
 def test_plans() -> None:
     assert _plan(False, batches=None) == CheckPlan()
     dry = _plan(True, batches=(2, 3), tokens=None, rounds=5, mixed_s=0.0)
     assert dry.batches == (2, 3) and dry.rounds == 5 and dry.mixed_s == 0 and dry.tokens < CheckPlan().tokens
+    for loads in ((), (0.5, 0.0)):
+        with pytest.raises(ValueError, match="loads should be numbers above 0"):
+            _plan(True, loads=loads)
 
 
 def test_the_large_pair_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -713,3 +743,50 @@ def test_the_large_pair_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: shapes.widened_pair(*pair), range(2)))
     assert found[0] == found[1] and made == ["target", "draft"]
+
+
+def test_a_server_that_hangs_while_it_starts_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no longer than a stage may, and the next server is tried."""
+    limits = []
+
+    def serving(_: Pair, kind: str, __: Path, ___: Console, limit_s: float) -> Any:
+        limits.append(limit_s)
+        if kind == PLAIN:
+            raise ServerError(f"the server did not answer within {limit_s:.0f} s; see the log")
+        return nullcontext(FakeServer())
+
+    monkeypatch.setattr("adaserve.bench.gpu_check.check.serving", serving)
+    monkeypatch.setattr("adaserve.bench.gpu_check.check._prompts", lambda *_: [])
+    report = check(tmp_path, SERVERS_STAGES, limit_s=7.0)
+    assert limits == [7.0, 7.0] and "within 7 s" in report["skipped"][PLAIN]
+    assert report["done"] == [f"{ADASERVE}:exactness", f"{ADASERVE}:speed"]
+
+
+def test_making_the_large_pair_needs_nothing_of_the_bundle() -> None:
+    """So that it is made while the bundle is on its way."""
+    root = Path(__file__).resolve().parents[2]
+    lines = (root / "scripts" / "gpu_bundle.txt").read_text().splitlines()
+    bundle = {re.split("==|#", line)[0].strip() for line in lines} - {"rich"}
+    known = metadata.packages_distributions().items()
+    carried = [name for name, of in known if bundle & {re.sub("[-_.]+", "-", d).lower() for d in of}]
+    assert {"pydantic", "sglang", "typer"} <= {*carried}
+    code = f"import sys; sys.modules |= dict.fromkeys({carried!r}); import adaserve.bench.gpu_check.shapes"
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+
+
+def test_compilers_end_with_the_kernel_that_took_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would take the cores from the servers that are measured next."""
+    from adaserve.bench.gpu_check import kernels
+
+    slow = tmp_path / "python"
+    slow.write_text(f"#!/bin/sh\nsleep 300 &\necho $! >>{tmp_path}/compilers\nwait\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(slow))
+    results = kernels.run_all("cpu", 1.0)
+    assert {result["error"] for result in results.values()} == {"took longer than 1 s"}
+    compilers = list(map(int, (tmp_path / "compilers").read_text().split()))
+    assert len(compilers) == len(results) > 1 and not any(map(psutil.pid_exists, compilers))

@@ -74,6 +74,7 @@ def test_what_is_compared_is_what_is_compiled() -> None:
         "attention.clamp_position": ("_jit_clamp_position_module",),
         "attention.rope": ("_jit_fused_rope_module", "apply_rope_with_cos_sin_cache_inplace"),
         "kvcache.kvcache": ("_jit_kvcache_module", "store_cache"),
+        "speculative.tree": ("_jit_tree_module",),
     }.items():
         there = importlib.import_module(f"sglang.kernels.ops.{module}")
         assert all(callable(getattr(there, name)) for name in names)

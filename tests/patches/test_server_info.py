@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from adaserve.host import PROFILE_ROUTES_ENV
 from adaserve.patches import server_info
 
 TELLING_S, WRITING_S, FORWARD_S = 0.03, 0.02, 0.3
@@ -68,3 +70,15 @@ def test_a_flood_of_questions_takes_a_tenth_of_the_time(monkeypatch: pytest.Monk
     assert 0.5 * server_info.SHARE * passed_s < spent_s
     assert spent_s <= server_info.MOST_S + server_info.SHARE * passed_s + 0.1
     assert len(heard) == asked.told, "answers are renewed all the same"
+
+
+@pytest.mark.parametrize(("measured", "limited"), [("", True), ("1", False)])
+def test_who_measures_is_told_what_is_true_now(
+    measured: str, limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old answer would give its times to what was measured before."""
+    monkeypatch.setenv(PROFILE_ROUTES_ENV, measured)
+    routes = [SimpleNamespace(path=path, app=object()) for path in (*server_info.PATHS, "/health")]
+    server_info.mount(SimpleNamespace(router=SimpleNamespace(routes=routes)))
+    wrapped = [isinstance(route.app, server_info.ServerInfo) for route in routes]
+    assert wrapped == [limited, limited, False]

@@ -11,7 +11,7 @@ import textwrap
 import psutil
 import pytest
 
-from adaserve.lifetime import PARENT_ENV
+from adaserve.lifetime import PARENT_ENV, WHERE_SIGNAL
 
 CHILD = (
     "import adaserve.lifetime as l, sys, time; l.die_with_parent(); print('up', flush=True); time.sleep(60)"
@@ -41,3 +41,19 @@ def test_a_server_ends_with_the_command_that_started_it(started_by: str) -> None
     if not ended:
         child.kill()
     assert ended == (started_by == "{pid}")
+
+
+@pytest.mark.parametrize("started_by_us", [True, False])
+def test_the_signal_is_ours_in_servers_alone(started_by_us: bool) -> None:
+    """A program that embeds SGLang's engine may use it."""
+    code = "import adaserve.lifetime as l; l.heed_where_signal(); print('up', flush=True); input()"
+    env = {name: value for name, value in os.environ.items() if name != PARENT_ENV}
+    env |= {PARENT_ENV: "1"} if started_by_us else {}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(WHERE_SIGNAL)
+        said = process.communicate(b"\n", timeout=10)[1]
+    assert (b"most recent call first" in said) == started_by_us
+    assert process.returncode == (0 if started_by_us else -WHERE_SIGNAL)

@@ -192,3 +192,25 @@ def test_where_no_medusa_heads_are_served(tmp_path: Path, settings: dict[str, An
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
     with pytest.raises(ConfigError, match=says):
         ServerSpec("m", str(tmp_path), config=AdaServeConfig(**settings))
+
+
+class Hanging(ServerSpec):
+    """Never answers."""
+
+    __slots__ = ()
+
+    def command(self) -> list[str]:
+        lines = [
+            "import adaserve.lifetime as l, threading",
+            "def waits_for_the_gpu(): threading.Event().wait(600)",
+            "l.heed_where_signal()",
+            "waits_for_the_gpu()",
+        ]
+        return [sys.executable, "-c", "\n".join(lines)]
+
+
+def test_a_server_that_hangs_says_where(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    with pytest.raises(ServerError, match="did not answer within 4 s"):
+        ServerProcess(Hanging("model", "draft", port=free_port()), log).start(limit_s=4.0)
+    assert "in waits_for_the_gpu" in log.read_text()

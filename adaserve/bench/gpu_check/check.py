@@ -71,8 +71,8 @@ class Check:
         limit_s: float = STAGE_LIMIT_S,
         again: bool = False,
     ) -> None:
-        """``only``: "server" or "server:stage", all without; ``limit_s``: of one stage; ``again``: also what
-        is done."""
+        """``only``: "server" or "server:stage", all without; ``limit_s``: of one stage, and of a server's
+        start; ``again``: also what is done."""
         self.pair, self.plan, self.out, self.console = pair, plan, out, console
         self.limit_s = limit_s
         self.found = Findings()
@@ -136,7 +136,8 @@ class Check:
         can be had. Returns early when the server died with a stage."""
         self.console.print(f"[bold]{kind}[/]")
         try:
-            with serving(self.pair, kind, self.out / f"{kind}.log", self.console) as server:
+            log = self.out / f"{kind}.log"
+            with serving(self.pair, kind, log, self.console, self.limit_s) as server:
                 if kind == ADASERVE:
                     self._look_at(server)
                 self.found.skipped.pop(kind, None)
@@ -157,7 +158,7 @@ class Check:
         if stage in self._again:  # not before: a server that does not start must not cost what is there
             self._forget(stage)
         # A server that hangs would hold up its clients for as long as they wait; one that is gone does not.
-        timer = threading.Timer(self.limit_s, server.stop)
+        timer = threading.Timer(self.limit_s, server.give_up)
         timer.start()
         self._running = stage
         try:
@@ -272,11 +273,11 @@ class Check:
         p, n = self.plan, len(self._prompts)
         left = [b for b in p.batches if any(b not in self.found.tpot_ms.get(name, {}) for name in names)]
         with progress(self.console) as bar:
-            task = bar.add_task("TPOT", total=len(left) * p.rounds * len(names))
+            task = bar.add_task("TPOT", total=sum(map(p.turns, left)) * len(names))
             for batch in left:
                 samples: dict[str, list[float]] = {name: [] for name in names}
                 spent: dict[str, dict[str, float]] = {name: {} for name in names}
-                for turn in range(p.rounds):
+                for turn in range(p.turns(batch)):
                     prompts = [self._prompts[(turn * 37 + i) % n] for i in range(batch)]
                     for name in names:
                         if switch:
@@ -326,7 +327,7 @@ class Check:
                              "run them first")  # fmt: skip
         busiest = max(self.found.tpot_ms[PLAIN])
         capacity_tps = busiest / self.found.tpot_ms[PLAIN][busiest] * 1e3
-        for load in self.plan.loads:
+        for load in sorted(self.plan.loads, reverse=True):  # the one that is judged first
             if name in self.found.mixed.get(f"{load:g}", {}):
                 continue
             folder = self.out / f"mixed-{load:g}" / name

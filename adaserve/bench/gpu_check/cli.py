@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from adaserve.bench.options import counts, listed, results_folder
+from adaserve.bench.options import counts, floats, listed, results_folder
 from adaserve.bench.terminal import table
 from adaserve.commands import fail
 from adaserve.commands import flags as split
@@ -46,6 +46,14 @@ def gpu_check(
         int | None, typer.Option(min=1, help="Output tokens per request.", show_default="128")
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Repetitions.", show_default="3")] = None,
+    loads: Annotated[
+        Any,
+        listed(
+            floats,
+            "Mixed SLOs: requests offered, as shares of what plain decoding serves.",
+            show_default="0.5,0.9,1.3",
+        ),
+    ] = None,
     mixed_seconds: Annotated[
         float | None,
         typer.Option(min=0, help="Seconds of each run with mixed SLOs; 0 = none.", show_default="60"),
@@ -58,7 +66,9 @@ def gpu_check(
     again: Annotated[
         bool, typer.Option("--again", help="Measure again what is done: what --only names, or all of it.")
     ] = False,
-    stage_limit: Annotated[float, typer.Option(min=1, help="Seconds that one stage may take.")] = 900.0,
+    stage_limit: Annotated[
+        float, typer.Option(min=1, help="Seconds that one stage, or a server's start, may take.")
+    ] = 900.0,
     out: Annotated[Path | None, results_folder("gpu-check")] = None,
 ) -> None:
     """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.
@@ -89,7 +99,7 @@ def gpu_check(
             require_models(ServerSpec(model, draft))
         if model is None or draft is None:
             model, draft = map(str, widened_pair(*_costs(dry, size)))
-        plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, mixed_s=mixed_seconds)
+        plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, loads=loads, mixed_s=mixed_seconds)
         common = ("--max-running-requests", str(max(64, *plan.batches)), *split(flags, "--flags"))
         if "--context-length" not in common:
             common += ("--context-length", "4096")

@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -34,6 +35,7 @@ def facts(folder: Path, links: Path) -> dict[str, Any]:
         "host": describe_host(),
         "glibc": " ".join(platform.libc_ver()),
         "tools": {name: shutil.which(name) for name in TOOLS},
+        "triton": {"cc": _triton_compiler(), "headers": _python_headers()},
         "packages": packages(),
         "cutlass": importlib.util.find_spec("cutlass") is not None,
         "cuda_home": toolkit(links).to_json(),
@@ -52,6 +54,8 @@ def remedies(found: dict[str, Any]) -> list[str]:
             f"{', '.join(sorted(missing))} missing: SGLang and FlashInfer compile kernels, also with "
             "ATTENTION=triton, and may not start without (see kernels)"
         )
+    if None in found["triton"].values():
+        said.append("Triton compiles with gcc, clang or CC, and with Python.h: no server runs without")
     if found["cuda"] is None:
         said.append("PyTorch sees no GPU: only --device cpu will run")
     if found["disk_free_gb"] < 40:
@@ -59,6 +63,16 @@ def remedies(found: dict[str, Any]) -> list[str]:
     elif found["disk_write_mb_per_s"] < 150:
         said.append("the disk writes 18 GB in more than two minutes: start with PAIR=small meanwhile")
     return said
+
+
+def _triton_compiler() -> str | None:
+    """As Triton looks for it."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def _python_headers() -> str | None:
+    folder = sysconfig.get_path("include")
+    return folder if Path(folder, "Python.h").exists() else None
 
 
 def packages() -> dict[str, str | None]:

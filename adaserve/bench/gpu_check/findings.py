@@ -31,6 +31,15 @@ class CheckPlan:
     """Two best log-probabilities closer than that may swap with the shapes of kernels (bf16, fp16)."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not self.loads or min(self.loads) <= 0:
+            raise ValueError(f"loads should be numbers above 0, not {list(self.loads)}")
+
+    def turns(self, batch: int) -> int:
+        """Repetitions, each with other prompts: how well a draft guesses depends on the text, so few requests
+        are asked more often."""
+        return self.rounds * max(1, 4 // batch)
+
 
 @dataclass
 class Findings:

@@ -52,10 +52,11 @@ def spec_of(pair: Pair, kind: str) -> ServerSpec:
 
 
 @contextmanager
-def serving(pair: Pair, kind: str, log: Path, console: Console) -> Iterator[ServerProcess]:
-    """A server of ``kind``. Raises ServerError with SGLang's reason when it does not start."""
+def serving(pair: Pair, kind: str, log: Path, console: Console, limit_s: float) -> Iterator[ServerProcess]:
+    """A server of ``kind``. Raises ServerError with SGLang's reason when it does not start within
+    ``limit_s``."""
     # On a CPU the GPU's worker is asked for, so that a dry run goes through its code.
     env = {"ADASERVE_DEVICE_PATH": "1"} if pair.device == "cpu" else {}
     env[PROFILE_ROUTES_ENV] = "1"
-    with running(spec_of(pair, kind), log, console, env) as server:
+    with running(spec_of(pair, kind), log, console, env, limit_s) as server:
         yield server

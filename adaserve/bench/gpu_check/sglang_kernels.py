@@ -54,6 +54,7 @@ def compile_all() -> float:
     from sglang.kernels.ops.attention.clamp_position import _jit_clamp_position_module
     from sglang.kernels.ops.attention.rope import _jit_fused_rope_module
     from sglang.kernels.ops.kvcache.kvcache import _jit_kvcache_module
+    from sglang.kernels.ops.speculative.tree import _jit_tree_module
 
     start_s = time.perf_counter()
     parallel_compile([
@@ -61,6 +62,7 @@ def compile_all() -> float:
         partial(_jit_fused_rope_module, True, HEAD_DIM, DTYPE, DTYPE),
         partial(_jit_clamp_position_module, torch.int64),
         *(partial(_jit_kvcache_module, size, size, 0) for size in ROW_BYTES),
+        _jit_tree_module,  # of STANDALONE, which has no test here
     ])  # fmt: skip
     return time.perf_counter() - start_s
 
