@@ -16,7 +16,7 @@ KNEE = 1.5
 
 
 class ServedPolicies:
-    """Builds each policy once, for this host; a policy that is chosen again still knows what it learned."""
+    """Builds each policy once, for this host. ``current`` is the one that serves."""
 
     def __init__(
         self, config: AdaServeConfig, costs: LearnedCosts, device: Device, windows: bool = False
@@ -25,12 +25,25 @@ class ServedPolicies:
         self._config, self._costs, self._device = config, costs, device
         self._windows = tuple(w for w in WINDOWS if windows and not (config.has_self and w == "0"))
         self._built: dict[str, Policy] = {}
+        self.current = self.get(config.policy)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What ``get`` accepts."""
+        """What ``choose`` accepts."""
         plain = policy_names(self._config.max_depth)
         return (*plain, *(f"{name}@{window}" for name in plain for window in self._windows))
+
+    def choose(self, name: str) -> None:
+        """Takes effect at the next iteration. A policy that is chosen again still knows what it learned.
+
+        ``NAME@WINDOW`` is that policy with a draft window: auto, 0 (everything) or a number of tokens. Raises
+        ValueError for an unknown name."""
+        self.current = self.get(name)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the current policy wants candidates at all."""
+        return self.current.name != "none"
 
     def get(self, name: str) -> Policy:
         """Raises ValueError for an unknown name."""
