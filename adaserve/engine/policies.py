@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from adaserve.config import AUTO_WINDOWS, AdaServeConfig
 from adaserve.engine.parts import Device
+from adaserve.scheduler.config import KNEE
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import Policy
-from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
+from adaserve.scheduler.policies import build_policy, policy_names
 
 WINDOWS = ("auto", *map(str, AUTO_WINDOWS))
 """After an @, a policy's name says what its drafts read: ``priced@256``."""
-
-KNEE = 1.5
-"""If no budget is given, B is how many tokens can be verified in this many times the time of one."""
 
 
 class ServedPolicies:
@@ -57,22 +55,10 @@ class ServedPolicies:
         if window and window not in self._windows:
             raise ValueError(f"drafts cannot read a window of {window!r} here: known are {self._windows}")
         config = self._config.changed(draft_window=window) if window else self._config
-        return build_policy(
-            name,
-            PolicyConfig(
-                costs=self._costs,
-                budget=self._config.budget,
-                knee=KNEE,
-                drafts=self._config.draft_models,
-                draft_windows=config.draft_windows,
-                draft_sinks=self._config.draft_sinks,
-                d_max=self._config.max_depth,
-                w_max=self._config.max_width,
-                # If the draft cannot be stopped early, the planned depth itself must pay.
-                early_stop=self._device.stops_early,
-                least_gain=self._device.least_gain,
-            ),
-        )
+        # If the draft cannot be stopped early, the planned depth itself must pay.
+        early_stop, least_gain = self._device.stops_early, self._device.least_gain
+        settings = config.for_policies(costs=self._costs, early_stop=early_stop, least_gain=least_gain)
+        return build_policy(name, settings)
 
     @property
     def budget_tokens(self) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from adaserve.bench.simulate.hardware import PROFILED_CACHE
-from adaserve.scheduler.config import PolicyConfig
+from adaserve.config import AdaServeConfig
 from adaserve.scheduler.latency import LatencyModel
-from adaserve.scheduler.policies import build_policy, is_slo_aware
+from adaserve.scheduler.policies import build_policy, chain_length, is_slo_aware
 from adaserve.scheduler.prefill import PrefillConfig, served_prefill
 from adaserve.scheduler.simulator.paced import PacedReplica, PaceTable, learn_pace
 from adaserve.scheduler.simulator.recorded import load_children, recorded_slowdown
@@ -59,9 +59,10 @@ class SimulatedFleet:
             exclusive_tokens=prefill.chunk_tokens,
             busy=((0.0, np.inf, times),),
         )
-        config = SimulationConfig(
-            replica, policy, PolicyConfig(latency=latency), children=children, seed=seed
-        )
+        server = AdaServeConfig()
+        server = server.changed(max_depth=max(server.max_depth, chain_length(policy) or 1))
+        settings = server.for_policies(latency=latency)
+        config = SimulationConfig(replica, policy, settings, children=children, seed=seed)
         return SimulatedFleet(config, (baseline_ms or latency.baseline_s() * 1e3) / 1e3)
 
     def attainment(self, trace: Trace, slos: SLOConfig, router: str = "least-work") -> Callable[[int], float]:

@@ -38,14 +38,11 @@ DEPTH, WIDTH = 4, 3
 DEVICES = {"host": host_device, "graphs": graph_device}
 SUFFIX_DEPTH = 7
 NOISE = (2, 5)  # seeds of the draft models
-CONFIG: Any = SimpleNamespace(
-    max_depth=DEPTH, max_width=WIDTH, policy="none", budget=None, draft_models=1, draft_windows=(0,),
-    draft_sinks=4,
-)  # fmt: skip
+CONFIG = AdaServeConfig(policy="none", budget=24, max_depth=DEPTH, max_width=WIDTH)
 
 
 def policy_config(drafts: int = 1) -> PolicyConfig:
-    return PolicyConfig(latency=default_latency(), budget=24, drafts=drafts, d_max=DEPTH, w_max=WIDTH)
+    return replace(CONFIG.for_policies(latency=default_latency()), drafts=drafts)
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
