@@ -11,13 +11,16 @@ import os
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from adaserve.checked import Checked, shown
 from adaserve.errors import UserError, why_unwritable
 from adaserve.slo.classes import SLOConfig
+
+if TYPE_CHECKING:
+    from adaserve.scheduler.config import PolicyConfig
 
 ENV = "ADASERVE_CONFIG"
 PREFILLS = ("slack", "exclusive")
@@ -343,6 +346,21 @@ class AdaServeConfig(Checked):
     def draft_models(self) -> int:
         """How many models draft; the target counts where it drafts for itself."""
         return self.has_self if not self.has_model else 1 if self.second_draft is None else 2
+
+    def for_policies(self, **host: Any) -> PolicyConfig:
+        """What policies are built from on such a server. ``host``: their settings that depend on where it
+        runs."""
+        from adaserve.scheduler.config import PolicyConfig
+
+        return PolicyConfig(
+            budget=self.budget,
+            drafts=self.draft_models,
+            draft_windows=self.draft_windows,
+            draft_sinks=self.draft_sinks,
+            d_max=self.max_depth,
+            w_max=self.max_width,
+            **host,
+        )
 
     @property
     def has_suffix(self) -> bool:

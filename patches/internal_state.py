@@ -49,7 +49,7 @@ def _handlers(_: dict[str, Any], self: Any) -> dict[str, Any] | None:
         return None
 
     def change(key: str, _: Any) -> None:
-        worker.set_policy(key.removeprefix(POLICY_KEY))
+        worker.policies.choose(key.removeprefix(POLICY_KEY))
 
     def check_mode(key: str, _: Any) -> None:
         try:
@@ -73,7 +73,7 @@ def _handlers(_: dict[str, Any], self: Any) -> dict[str, Any] | None:
         worker.learner.serve(key.removeprefix(DRAFT_KEY))
 
     drafts = {DRAFT_KEY + name: _UpdateHandler(check_draft, change_draft) for name in DRAFTS}
-    ours = {POLICY_KEY + name: _UpdateHandler(lambda *_: None, change) for name in worker.policy_names}
+    ours = {POLICY_KEY + name: _UpdateHandler(lambda *_: None, change) for name in worker.policies.names}
     modes = {PREFILL_KEY + m: _UpdateHandler(check_mode, pace) for m in (*PREFILLS, "default")}
     number = _UpdateHandler(check_number, lambda _, value: worker.number_requests(int(value)))
     return {**ours, **modes, **drafts, NUMBER_KEY: number}

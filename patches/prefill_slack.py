@@ -42,7 +42,7 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
     worker = worker_of(self)
-    if worker is None or not worker.prefill.paces(worker.policy.name):
+    if worker is None or not worker.prefill.paces(worker.policies.current.name):
         return original(self, running_batch)
     running = _decoding(self, running_batch)
     spare = _spare_slots(self, running_batch)

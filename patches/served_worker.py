@@ -39,6 +39,21 @@ class Refusal:
     retry_after_s: int
 
 
+class Policies(Protocol):
+    """The policies that a server can switch between."""
+
+    current: Policy
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What ``choose`` accepts."""
+        ...
+
+    def choose(self, name: str) -> None:
+        """From the next iteration on."""
+        ...
+
+
 class Pacer(Protocol):
     """Decides when prefills run."""
 
@@ -106,7 +121,9 @@ class ServedWorker(Protocol):
     """The speculative worker of one scheduler process."""
 
     ledger: SLOLedger
-    policy: Policy
+
+    @property
+    def policies(self) -> Policies: ...
 
     @property
     def prefill(self) -> Pacer: ...
@@ -131,13 +148,6 @@ class ServedWorker(Protocol):
         pool and the KV slots there are still its own, or were until a moment ago."""
         ...
 
-    @property
-    def policy_names(self) -> tuple[str, ...]:
-        """What ``set_policy`` accepts."""
-        ...
-
-    def set_policy(self, name: str) -> None: ...
-
     def report(self) -> dict[str, Any]:
         """State for ``/server_info`` and the live page; JSON values."""
         ...
@@ -160,5 +170,5 @@ def load_of(scheduler: Any, worker: ServedWorker) -> Load:
         waiting=scheduler.waiting_queue,
         slots=scheduler.max_running_requests,
         most_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
-        paced=worker.prefill.paces(worker.policy.name),
+        paced=worker.prefill.paces(worker.policies.current.name),
     )

@@ -14,7 +14,7 @@ from adaserve.config import AdaServeConfig
 from adaserve.engine.host.swap import Weights, exchange, prepared, served
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.state import RequestState
-from adaserve.engine.tap import ReadStates, Tap
+from adaserve.engine.tap import Tap
 from adaserve.engine.trainer_link import TrainerLink, bytes_of
 from adaserve.learning.draft import checked
 from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progress
@@ -50,20 +50,21 @@ class _Offer:
 
 
 class Learner:
-    """Owns the tap and the line to the trainer; exchanges the draft's weights and how they are read.
+    """Owns the line to the trainer, which the ``tap`` feeds; exchanges the draft's weights and how they are
+    read.
 
     ``model``: the draft as SGLang has loaded it; ``source`` drafts with it. ``folder``: of its checkpoint.
-    ``states`` and ``target``, where it is a head: the hidden states that it reads, the target's checkpoint.
+    ``target``, where it is a head: the target's checkpoint.
     """
 
     def __init__(
         self,
         config: AdaServeConfig,
+        tap: Tap,
         model: Any,
         source: BeamSource,
         folder: str,
         stats: SLOStats,
-        states: ReadStates | None = None,
         target: str | None = None,
     ) -> None:
         if config.learn_folder is not None:  # while what is wrong with it can still be said
@@ -73,8 +74,7 @@ class Learner:
                 versions.current(folder)
             except DamagedError as error:
                 logger.warning("AdaServe: %s, so the draft starts as it came", error)
-        self._model, self._source, self._stats = model, source, stats
-        self.tap = Tap(config.learn_share, states=states)
+        self._tap, self._model, self._source, self._stats = tap, model, source, stats
         self.link = TrainerLink(config, folder, bytes_of(model), target)
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # what a candidate must look like
         self._looked_s = 0.0
@@ -97,7 +97,7 @@ class Learner:
             self._exchange(self._learned)
             self._learned = None
         self._held = name == "held"
-        self.tap.pauses = name != "present"
+        self._tap.pauses = name != "present"
 
     def look(self, states: Iterable[RequestState], now_s: float) -> None:
         """Between two iterations: tells the trainer whether to wait, and takes in what it has to say."""
@@ -107,8 +107,8 @@ class Learner:
         busy = self._held or is_tight(states, now_s)
         for message in self.link.look(busy, now_s, self._present):
             self.take_in(message)
-        if self.tap.ring is not self.link.ring:  # a trainer has ended, or another one was started
-            self.tap.ring, self._offer = self.link.ring, None
+        if self._tap.ring is not self.link.ring:  # a trainer has ended, or another one was started
+            self._tap.ring, self._offer = self.link.ring, None
             gone = "ended" if self.link.is_over else "restarting"
             self.state.trainer = gone if self.link.ring is None else "starting"
         elif self.link.is_over:  # also where none could be started
@@ -179,7 +179,7 @@ class Learner:
         self._source.sharpening = draft.sharpening
 
     def _report(self) -> None:
-        self.state.recorded, self.state.dropped = self.tap.recorded, self.tap.dropped
+        self.state.recorded, self.state.dropped = self._tap.recorded, self._tap.dropped
         self.state.cpu_s = self.link.cpu_s
         self._stats.learned(self.state)
 

@@ -1,6 +1,6 @@
 """What differs by device, and nothing else: a model's forwards, draws, copies, clocks.
 
-The worker's iteration is written once over these. ``host`` has them for CPUs, ``device`` for GPUs.
+The iteration (``decode.py``) is written once over these. ``host`` has them for CPUs, ``device`` for GPUs.
 """
 
 from __future__ import annotations
@@ -154,6 +154,11 @@ class Device(Protocol):
     @property
     def medusa(self) -> ParallelHeads | None:
         """Medusa heads, where they draft in place of a draft model."""
+        ...
+
+    @property
+    def drafters(self) -> Sequence[Drafter]:
+        """Both: all that drafts beside the target."""
         ...
 
     @property

@@ -7,14 +7,14 @@ from adaserve.engine.parts import Device
 from adaserve.scheduler.config import KNEE
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import Policy
-from adaserve.scheduler.policies import PolicyConfig, build_policy, policy_names
+from adaserve.scheduler.policies import build_policy, policy_names
 
 WINDOWS = ("auto", *map(str, AUTO_WINDOWS))
 """After an @, a policy's name says what its drafts read: ``priced@256``."""
 
 
 class ServedPolicies:
-    """Builds each policy once, for this host; a policy that is chosen again still knows what it learned."""
+    """Builds each policy once, for this host. ``current`` is the one that serves."""
 
     def __init__(
         self, config: AdaServeConfig, costs: LearnedCosts, device: Device, windows: bool = False
@@ -23,12 +23,25 @@ class ServedPolicies:
         self._config, self._costs, self._device = config, costs, device
         self._windows = tuple(w for w in WINDOWS if windows and not (config.has_self and w == "0"))
         self._built: dict[str, Policy] = {}
+        self.current = self.get(config.policy)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What ``get`` accepts."""
+        """What ``choose`` accepts."""
         plain = policy_names(self._config.max_depth)
         return (*plain, *(f"{name}@{window}" for name in plain for window in self._windows))
+
+    def choose(self, name: str) -> None:
+        """Takes effect at the next iteration. A policy that is chosen again still knows what it learned.
+
+        ``NAME@WINDOW`` is that policy with a draft window: auto, 0 (everything) or a number of tokens. Raises
+        ValueError for an unknown name."""
+        self.current = self.get(name)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the current policy wants candidates at all."""
+        return self.current.name != "none"
 
     def get(self, name: str) -> Policy:
         """Raises ValueError for an unknown name."""
@@ -42,22 +55,10 @@ class ServedPolicies:
         if window and window not in self._windows:
             raise ValueError(f"drafts cannot read a window of {window!r} here: known are {self._windows}")
         config = self._config.changed(draft_window=window) if window else self._config
-        return build_policy(
-            name,
-            PolicyConfig(
-                costs=self._costs,
-                budget=self._config.budget,
-                knee=KNEE,
-                drafts=self._config.draft_models,
-                draft_windows=config.draft_windows,
-                draft_sinks=self._config.draft_sinks,
-                d_max=self._config.max_depth,
-                w_max=self._config.max_width,
-                # If the draft cannot be stopped early, the planned depth itself must pay.
-                early_stop=self._device.stops_early,
-                least_gain=self._device.least_gain,
-            ),
-        )
+        # If the draft cannot be stopped early, the planned depth itself must pay.
+        early_stop, least_gain = self._device.stops_early, self._device.least_gain
+        settings = config.for_policies(costs=self._costs, early_stop=early_stop, least_gain=least_gain)
+        return build_policy(name, settings)
 
     @property
     def budget_tokens(self) -> int:

@@ -95,13 +95,15 @@ def test_fit_reports_errors_and_bad_files(tmp_path: Path) -> None:
 
 
 def test_fleets_serve_as_servers_do() -> None:
-    """With the gate and prefills of a server, iteration by iteration while the trace is short."""
+    """With the gate, prefills and trees of a server, iteration by iteration while the trace is short."""
     latency = hardware_latency("llama-3.1-70b", "a100", 4)
     priced, chain = (SimulatedFleet.of(policy, latency, None, 0) for policy in ("priced", "chain-2"))
     assert priced.config.replica.prefill.gate == GATE and chain.config.replica.prefill.gate is None
-    settings, simulated = AdaServeConfig(), priced.config.policy_config
-    assert simulated is not None and priced.config.replica.max_running == MOST_RUNNING
-    assert (simulated.d_max, simulated.w_max) == (settings.max_depth, settings.max_width)
+    settings = AdaServeConfig().for_policies(latency=latency)
+    assert priced.config.policy_config == chain.config.policy_config == settings
+    assert priced.config.replica.max_running == MOST_RUNNING
+    deep = SimulatedFleet.of("chain-7", latency, None, 0).config.policy_config
+    assert settings.d_max == 5 and deep is not None and deep.d_max == 7
     trace = read_workload("synthetic:100:4", 0)
     requests = make_requests(trace, SLOConfig(), priced.baseline_s, TextModel(), 0)
     records = simulate(requests, replace(priced.config, replicas=2)).records()

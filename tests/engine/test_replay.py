@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from adaserve.config import AdaServeConfig
 from adaserve.engine.host.parts import LEAST_GAIN
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import PolicyConfig, build_policy
@@ -47,10 +48,9 @@ def recorded(
         latency = LatencyModel.from_json(state["latency"])
         assert LatencyModel.from_json(state["latency_learned"]).learned and not latency.learned
         server.assert_idle_and_clean()
-    limits = {"budget": LIMITS["budget"], "d_max": LIMITS["max_depth"], "w_max": LIMITS["max_width"]}
     # As the worker builds it, which stops drafting where the frontier says so; but priced in Python.
-    config = PolicyConfig(latency=latency, early_stop=True, least_gain=LEAST_GAIN, **limits)
-    return Recorded(name, path, config)
+    settings = AdaServeConfig(**LIMITS).for_policies(latency=latency, early_stop=True, least_gain=LEAST_GAIN)
+    return Recorded(name, path, settings)
 
 
 def test_a_recording_replays_to_identical_plans_and_selections(recorded: Recorded) -> None:

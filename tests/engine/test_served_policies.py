@@ -29,6 +29,12 @@ def test_a_name_says_what_drafts_read() -> None:
     assert policies.get("priced@256").name == "priced"
 
 
+def test_a_policy_has_the_settings_of_its_server() -> None:
+    config = served(max_depth=4, max_width=2, budget=30).current.config  # type: ignore[attr-defined]
+    assert (config.d_max, config.w_max, config.budget) == (4, 2, 30)
+    assert (config.costs, config.early_stop, config.least_gain) == (COSTS, True, 0.05)
+
+
 def test_windows_are_offered_where_drafts_can_read_them() -> None:
     assert not any("@" in name for name in served(windows=False).names)
     with pytest.raises(ValueError, match="cannot read a window"):

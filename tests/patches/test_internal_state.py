@@ -28,8 +28,7 @@ class Controller(SchedulerInternalStateController):
         learner = SimpleNamespace(serve=self.chosen.append) if learns else None
         worker = SimpleNamespace(
             learner=learner,
-            policy_names=("none", "priced"),
-            set_policy=self.chosen.append,
+            policies=SimpleNamespace(names=("none", "priced"), choose=self.chosen.append),
             prefill=pacer,
             number_requests=self.chosen.append,
         )

@@ -78,9 +78,10 @@ def pacer(
 
 
 def scheduler(paced: PrefillPacer, waiting: list[Request], policy: str = "adaserve", **over: Any) -> Any:
+    policies = SimpleNamespace(current=SimpleNamespace(name=policy))
     fields: dict[str, Any] = {
         "spec_algorithm": AdaServeAlgorithm(NAME, lambda _: object),
-        "draft_worker": SimpleNamespace(prefill=paced, policy=SimpleNamespace(name=policy)),
+        "draft_worker": SimpleNamespace(prefill=paced, policies=policies),
         "chunked_req": None, "waiting_queue": waiting, "chunked_prefill_size": 256,
         "max_prefill_tokens": 4096, "truncation_align_size": None, "enable_priority_scheduling": False,
         "policy": SimpleNamespace(policy=CacheAgnosticPolicy.FCFS), "_reqs_finishing_inflight": lambda _: [],

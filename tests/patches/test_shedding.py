@@ -105,7 +105,9 @@ def test_an_abort_says_why() -> None:
 
     request = Request(ttft_s=1.0, waited_s=1e9)
     worker: Any = SimpleNamespace(
-        shedder=shedder(2.0), policy=SimpleNamespace(name="x"), prefill=SimpleNamespace(paces=lambda _: True)
+        shedder=shedder(2.0),
+        policies=SimpleNamespace(current=SimpleNamespace(name="x")),
+        prefill=SimpleNamespace(paces=lambda _: True),
     )
     scheduler = SimpleNamespace(
         spec_algorithm=AdaServeAlgorithm(NAME, lambda _: object), draft_worker=worker, chunked_req=None,

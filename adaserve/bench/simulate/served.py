@@ -6,7 +6,6 @@ import numpy as np
 
 from adaserve.bench.simulate.hardware import PROFILED_CACHE
 from adaserve.config import MOST_RUNNING, AdaServeConfig
-from adaserve.scheduler.config import KNEE, PolicyConfig
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import build_policy, chain_length, is_slo_aware
 from adaserve.scheduler.prefill import PrefillConfig, served_prefill
@@ -27,7 +26,8 @@ def served(
     by default, or as the policy's chains; none stops growing early, as on a CPU host. Raises ValueError
     where the policy is unknown."""
     build_policy(policy)
-    settings = AdaServeConfig()
+    server = AdaServeConfig()
+    server = server.changed(max_depth=max(server.max_depth, chain_length(policy) or 0))
     prefill = served_prefill() if is_slo_aware(policy) else PrefillConfig()
     replica = ReplicaConfig(
         latency,
@@ -38,6 +38,5 @@ def served(
         exclusive_tokens=prefill.chunk_tokens,
         busy=((0.0, np.inf, slowdown),),
     )
-    deepest = max(settings.max_depth, chain_length(policy) or 0)
-    config = PolicyConfig(latency=latency, knee=KNEE, d_max=deepest, w_max=settings.max_width)
-    return SimulationConfig(replica, policy, config, children=children or SyntheticChildren(), seed=seed)
+    settings = server.for_policies(latency=latency)
+    return SimulationConfig(replica, policy, settings, children=children or SyntheticChildren(), seed=seed)

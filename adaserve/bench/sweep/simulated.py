@@ -20,6 +20,7 @@ from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import GATE as GATED
 from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
 from adaserve.bench.sweep.workload import MAX_OUTPUT_TOKENS
+from adaserve.config import AdaServeConfig
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import LatencyModel, StepCost, TableCost
@@ -121,14 +122,10 @@ class Simulator:
 
     def _policy(self) -> PolicyConfig:
         from adaserve.engine.host.parts import LEAST_GAIN
-        from adaserve.engine.policies import KNEE
 
         server = self._results.head["server"]
-        return PolicyConfig(
-            latency=self._latency, budget=server["budget"], knee=KNEE, d_max=server["max_depth"],
-            w_max=server["max_width"], early_stop=True,
-            least_gain=LEAST_GAIN,
-        )  # fmt: skip
+        config = AdaServeConfig(**{name: server[name] for name in ("budget", "max_depth", "max_width")})
+        return config.for_policies(latency=self._latency, early_stop=True, least_gain=LEAST_GAIN)
 
 
 def sim_requests(records: Sequence[RequestRecord], text: TextModel, seed: int) -> list[SimRequest]:

@@ -143,13 +143,13 @@ class GraphDevice:
             # Before the first request; those first that take the most memory and are missed the most.
             free = partial(least_free_bytes, get_tp_group())
             capture_all("verification", verifications, parts.target.capture, parts.target.table, free)
-            for drafter in parts._drafters:
+            for drafter in parts.drafters:
                 capture_all("draft", searches, drafter.capture, drafter.table, free)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
 
     @property
-    def _drafters(self) -> Sequence[DeviceForward | DeviceMedusa]:
+    def drafters(self) -> Sequence[DeviceForward | DeviceMedusa]:
         return self.drafts if self.medusa is None else (*self.drafts, self.medusa)
 
     def mark(self) -> Mark:
@@ -228,7 +228,7 @@ class GraphDevice:
             "captured": self.target.table.capture,
             "row_tiers": list(sizes.rows.sizes),
             "token_tiers": list(sizes.tokens.sizes),
-            "draft_graphs": [drafter.table.report.to_json() for drafter in self._drafters],
+            "draft_graphs": [drafter.table.report.to_json() for drafter in self.drafters],
             "verification_graphs": self.target.table.report.to_json(),
         }
 
@@ -236,7 +236,7 @@ class GraphDevice:
         """One line for the log."""
         if not self.target.table.capture:
             return "without CUDA graphs"
-        total = [f.table.report for f in (*self._drafters, self.target)]
+        total = [f.table.report for f in (*self.drafters, self.target)]
         return (
             f"{sum(r.graphs for r in total)} CUDA graphs in {sum(r.seconds for r in total):.1f} s, "
             f"{sum(r.bytes for r in total) / 1e6:.0f} MB"

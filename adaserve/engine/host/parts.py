@@ -48,7 +48,8 @@ class HostDevice:
         self, target: HostForward, *drafts: HostForward, medusa: MedusaForward | None = None
     ) -> None:
         self.target, self.drafts, self.medusa = target, drafts, medusa
-        heads = [draft for draft in (*drafts, medusa) if isinstance(draft, HeadForward | MedusaForward)]
+        self.drafters: Sequence[HostForward | MedusaForward] = drafts if medusa is None else (*drafts, medusa)
+        heads = [draft for draft in self.drafters if isinstance(draft, HeadForward | MedusaForward)]
         self.target_states = heads[0].target_states if heads else None
 
     @classmethod

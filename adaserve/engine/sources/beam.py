@@ -16,7 +16,7 @@ from adaserve.engine.clock import HostMark
 from adaserve.engine.parts import Beams, Device, Mark, ModelForward, Ready, Run, Search
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
-from adaserve.engine.sources.source import Drafting, KeepDrafting
+from adaserve.engine.sources.source import Drafting, KeepDrafting, TreeSource
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.proposal import Proposal
@@ -39,8 +39,8 @@ class _Searched:
     ready: Ready
 
 
-class BeamSource:
-    """``TreeSource`` over a draft model, number ``number`` of the device's. ``max_nodes``: KV slots that a
+class BeamSource(TreeSource):
+    """Searches with a draft model, number ``number`` of the device's. ``max_nodes``: KV slots that a
     window has for its candidates. ``sharpening`` may be replaced between iterations, with the weights."""
 
     def __init__(
@@ -101,10 +101,6 @@ class BeamSource:
         self.cache.finished(pool_row, unheard)
 
     # -- what it proposes ---------------------------------------------------------------------
-
-    def offer(self, rows: DecodeRows) -> Proposal | None:
-        """Nothing: a draft model makes no candidate without a forward."""
-        return None
 
     def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
         """Up to plan.depth draft steps; None when no row may have a tree, or none is to be drafted for."""

@@ -18,11 +18,11 @@ from xgrammar import TokenizerInfo
 
 from adaserve.engine.matchers import ForcedToken, forced
 from adaserve.engine.sources.rates import Rates
-from adaserve.engine.sources.source import Drafting, KeepDrafting
+from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
-from adaserve.scheduler.interface import CandidateTrees, IterationPlan
+from adaserve.scheduler.interface import CandidateTrees
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class _Chain:
     tokens: list[ForcedToken]
 
 
-class ForcedSource:
-    """``TreeSource`` over the matchers of requests.
+class ForcedSource(TreeSource):
+    """Reads the matchers of requests, which SGLang keeps.
 
     ``spelling``: bytes of each token; ``depth``: tokens in a row that it offers at most.
     """
@@ -56,12 +56,6 @@ class ForcedSource:
         self._mask: Tensor | None = None
         self._offered: list[_Chain] = []
         self.rates = Rates([START])
-
-    def prefilled(self, batch: Any, drafts: bool) -> None:
-        """Nothing to read: SGLang keeps the matchers."""
-
-    def finished(self, pool_row: int, unheard: bool) -> None:
-        """Nothing is kept."""
 
     def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:
         """Learns how forced text is written."""
@@ -89,10 +83,6 @@ class ForcedSource:
                 state = rows.states[r]
                 self._offered.append(_Chain(state, len(state.generated), chains[r]))
         return _proposal(chains, math.log(self.rates.rate[0]))
-
-    def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
-        """Nothing: all there is has been offered."""
-        return None
 
 
 def spelling_of(tokenizer: Any) -> list[bytes] | None:

@@ -25,7 +25,7 @@ noise, which leaves the order as it is: most draws agree. What that is worth is 
 
 
 class SelfSource(StatelessSource):
-    """``TreeSource`` over the target's own forwards. ``max_nodes``: KV slots that a window has for them."""
+    """The target's own forwards. ``max_nodes``: KV slots that a window has for them."""
 
     def __init__(self, device: Device, max_nodes: int) -> None:
         if device.target.first_tokens is not None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from adaserve.engine.parts import Drafter
 from adaserve.engine.sources.beam import (
     asking_for,
@@ -15,32 +11,23 @@ from adaserve.engine.sources.beam import (
     proposal,
     search_for,
 )
-from adaserve.engine.sources.source import Drafting, KeepDrafting
+from adaserve.engine.sources.source import Drafting, KeepDrafting, TreeSource
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.engine.trees.proposal import Proposal
-from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.pair.acceptance import DraftSharpening
 from adaserve.scheduler.interface import IterationPlan
 
 
-class StatelessSource:
-    """``TreeSource`` over a drafter that finds all it needs in what the target has written. Searches begin
-    with the roots. ``max_nodes``: KV slots that a window has for candidates; ``most_steps``: levels that the
-    drafter can make."""
+class StatelessSource(TreeSource):
+    """A drafter that finds all it needs in what the target has written, so there is nothing to be told.
+    Searches begin with the roots. ``max_nodes``: KV slots that a window has for candidates; ``most_steps``:
+    levels that the drafter can make."""
 
     def __init__(
         self, drafter: Drafter, sharpening: DraftSharpening, max_nodes: int, most_steps: int
     ) -> None:
         self._drafter, self._sharpening = drafter, sharpening
         self._max_nodes, self._most_steps = max_nodes, most_steps
-
-    def prefilled(self, batch: Any, drafts: bool) -> None:
-        """Nothing: what the target has read is there."""
-
-    def offer(self, rows: DecodeRows) -> Proposal | None:
-        """Nothing without a forward."""
-        return None
 
     def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
         """Up to plan.depth draft steps; None when no row may have a tree, or none is to be drafted for."""
@@ -60,9 +47,3 @@ class StatelessSource:
         ready = self._drafter.search(first, search, asking)
         first_level = None if asking is None else asking.first_level
         return Drafting(lambda: proposal(shape, active, ready(), len(rows)), first_level=first_level)
-
-    def advanced(self, rows: DecodeRows, verified: VerifyBatch, accepted: np.ndarray) -> None:
-        """Nothing: verification has written what the next search reads."""
-
-    def finished(self, pool_row: int, unheard: bool) -> None:
-        """Nothing is kept of a request."""

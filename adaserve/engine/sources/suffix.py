@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from adaserve.engine.sources.match_rates import FIRST_QUARTER, KINDS, PER_KIND, UNKNOWN_NOISE, MatchRates
-from adaserve.engine.sources.source import Drafting, KeepDrafting
+from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.sources.text_index import BYTES_PER_TOKEN, Text, TextIndex
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.noise import quantile
-from adaserve.scheduler.interface import CandidateTrees, IterationPlan
+from adaserve.scheduler.interface import CandidateTrees
 
 SUFFIX = 4
 """Bit of ``CandidateTrees.source``."""
@@ -95,8 +95,8 @@ class _Request:
         return [] if self.text is None else state.generated[len(self.text) - self.prompt :]
 
 
-class SuffixSource:
-    """``TreeSource`` without a forward. ``depth``, ``nodes``: limits of one request's candidates."""
+class SuffixSource(TreeSource):
+    """Offers what it finds in texts. ``depth``, ``nodes``: limits of one request's candidates."""
 
     def __init__(
         self,
@@ -204,10 +204,6 @@ class SuffixSource:
         if rows.running.temperature.any():
             self._tell_kinds(trees, rows)
         return self._proposal(trees)
-
-    def propose(self, plan: IterationPlan, rows: DecodeRows, keep: KeepDrafting | None) -> Drafting | None:
-        """Nothing: all there is has been offered."""
-        return None
 
     def _candidates(self, r: int, row: int, rows: DecodeRows) -> _Tree:
         request, depth = self._requests.get(row), min(self._depth, int(rows.running.max_depth[r]))

@@ -23,7 +23,7 @@ from adaserve.engine.device.transfer import QueuedCopy
 from adaserve.engine.search import Levels
 from adaserve.engine.sources.draft_cache import DraftCache
 from tests.engine.device.factories import Requests, TinyModel, device_forward
-from tests.engine.device.test_worker import Run
+from tests.engine.device.test_decode import Run
 
 WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::unique2",
          "aten::equal", "aten::is_nonzero", "aten::repeat_interleave.Tensor")  # fmt: skip
@@ -115,9 +115,9 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QueuedCopy, "read", counted)
     monkeypatch.setattr(transfer, "_pack", packed)
     with as_on_a_gpu(watch, monkeypatch):
-        run.worker._decode(run.batch(), None)
+        run.loop.decode(run.batch(), None)
     assert watch.waits == []
-    drafted = run.worker._arriving is not None and run.worker._arriving.proposal.trees.n_nodes > 0
+    drafted = run.loop._arriving is not None and run.loop._arriving.proposal.trees.n_nodes > 0
     assert drafted or policy in ("none", "priced")
     assert len(read) == 1 + drafted, "the last outcome, and the candidates"
     assert 1 + len(read) <= MOST_WAITS
@@ -209,7 +209,7 @@ def test_nothing_is_timed_before_it_has_run(
         monkeypatch.setattr(module, "mark", lambda device: LateMark())
     for _ in range(4):
         run.step()
-    run.worker._settle()
-    assert len(run.worker.outcomes) == 4
-    times = run.worker.times.report()
+    run.loop.settle()
+    assert len(run.outcomes) == 4
+    times = run.loop.times.report()
     assert 0 < times["target_s"] < times["decode_s"] and 0 < times["draft_s"] < times["decode_s"]

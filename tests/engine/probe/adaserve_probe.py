@@ -27,8 +27,9 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,13 +101,17 @@ def probed(base: type) -> type:
 
         def init_cuda_graphs(self) -> None:
             super().init_cuda_graphs()
-            decoded = self.times.decoded
+            decoded = self.loop.times.decoded
 
             def counted(outcome: Any, runs: Any) -> None:
                 decoded(outcome, runs)
                 self._count(outcome)
 
-            self.times.decoded = counted
+            self.loop.times.decoded = counted
+            for name in ("_rows", "_advance", "_observe", "forget"):
+                setattr(self.loop, name, partial(getattr(self, name), getattr(self.loop, name)))
+            if options.get("rotate"):
+                self._rotate()
             if options.get("compare_head"):
                 self.stats["heads"] = both_heads(self)
                 self._write()
@@ -133,14 +138,19 @@ def probed(base: type) -> type:
                 self.stats["forwards"].append(tokens)
                 self._write()
 
-        def set_policy(self, name: str) -> None:
-            super().set_policy(name)
-            if options.get("rotate"):
-                policies = [self._policies.build(n) for n in options["rotate"]]
-                self.policy = Rotation(self.policy, policies, options.get("windows", ()))
+        def _rotate(self) -> None:
+            policies, choose = self.policies, self.policies.choose
 
-        def _rows(self, batch: Any) -> Any:
-            rows = super()._rows(batch)
+            def rotated(name: str) -> None:
+                choose(name)
+                others = [policies.build(other) for other in options["rotate"]]
+                policies.current = Rotation(policies.current, others, options.get("windows", ()))
+
+            policies.choose = rotated
+            rotated(self.config.policy)
+
+        def _rows(self, inner: Callable[..., Any], batch: Any) -> Any:
+            rows = inner(batch)
             if options.get("swap"):
                 self._swap(*options["swap"])
             if options.get("hold_back"):
@@ -155,7 +165,7 @@ def probed(base: type) -> type:
         def _drafting(self) -> list[tuple[Any, Any]]:
             """Every draft model's source and SGLang's worker of it."""
             models = () if self._draft_worker is None else self._draft_worker.models
-            return [(self._sources[k], model.worker) for k, model in enumerate(models)]
+            return [(self.loop.sources[k], model.worker) for k, model in enumerate(models)]
 
         def _swap(self, every: int, *folders: str) -> None:
             from safetensors.torch import load_file
@@ -190,9 +200,9 @@ def probed(base: type) -> type:
             learner.link.weights[: len(data)] = data
             learner.take_in(Candidate(0, len(data), 4.0, 1.0, Correction()))
 
-        def _advance(self) -> None:
-            iteration = self._arriving
-            super()._advance()
+        def _advance(self, inner: Callable[[], None]) -> None:
+            iteration = self.loop._arriving
+            inner()
             if iteration is None:
                 return
             accepted, verified = iteration.accepted(), iteration.verified
@@ -207,7 +217,7 @@ def probed(base: type) -> type:
         def _holds_its_slots(self, rid: str, pool_row: int) -> bool:
             """Under overlap a request may have ended or been retracted since the iteration, and the slots
             in its row may hold another prompt by now."""
-            if rid not in self.requests:
+            if rid not in self.loop.requests:
                 return False
             req, retractions = self._reqs[rid]
             return bool(req.kv.req_pool_idx == pool_row and req.retraction_count == retractions)
@@ -224,7 +234,7 @@ def probed(base: type) -> type:
             errors = kv_errors(self.target_worker, tokens, slots)
             stats["target_kv_error"] = max(stats["target_kv_error"], errors.max().item())
             layers = 1 if options.get("windows") else None
-            if (states := self.device.target_states) is not None:
+            if (states := self.loop.device.target_states) is not None:
                 fresh = fresh_states(states, self.target_worker, tokens)
                 stats["hidden_error"] = max(
                     stats["hidden_error"], (states.read(slots) - fresh).abs().max().item()
@@ -236,7 +246,7 @@ def probed(base: type) -> type:
                     stats["wrong_lengths"].append([state.rid, k, length, held.length, len(held.pending)])
                     continue
                 if states is not None:
-                    known = head_errors(self.device.drafts[k], fresh, tokens, slots)
+                    known = head_errors(self.loop.device.drafts[k], fresh, tokens, slots)
                 else:
                     known = kv_errors(worker, tokens, slots, layers)
                 if len(known := known[: held.length]):
@@ -249,7 +259,7 @@ def probed(base: type) -> type:
 
         def ended_early(self, rid: str, holds_row: bool) -> None:
             super().ended_early(rid, holds_row)
-            self.stats["unfinished"] = [state.rid for state in self.requests.unfinished]
+            self.stats["unfinished"] = [state.rid for state in self.loop.requests.unfinished]
             self._write()
 
         def _count(self, outcome: Any) -> None:
@@ -271,19 +281,19 @@ def probed(base: type) -> type:
             stats["depths"][depth] = stats["depths"].get(depth, 0) + 1
             self._trace(0)
 
-        def _observe(self) -> None:
-            known = self._unobserved is None
-            super()._observe()
+        def _observe(self, inner: Callable[[], None]) -> None:
+            known = self.loop._unobserved is None
+            inner()
             if not known:
-                self.stats["states"] = len(self.requests.states)
-                self.stats["policy_states"] = policy_size(self.policy)
+                self.stats["states"] = len(self.loop.requests.states)
+                self.stats["policy_states"] = policy_size(self.policies.current)
                 self._write()
 
-        def _forget(self, rid: str) -> None:
-            super()._forget(rid)
+        def forget(self, inner: Callable[[str], None], rid: str) -> None:
+            inner(rid)
             self._reqs.pop(rid, None)
-            if isinstance(self.policy, Rotation):
-                self.policy.forget(rid)
+            if isinstance(self.policies.current, Rotation):
+                self.policies.current.forget(rid)
 
         def _write(self) -> None:
             path = Path(options["out"])
@@ -422,7 +432,7 @@ def our_levels(worker: Any, tokens: Any, width: int) -> list[Any]:
     def text(count: int) -> Any:
         return TreeBatch.causal(tokens[:count].numpy(), row, zero, np.array([count]))
 
-    device = worker.device
+    device = worker.loop.device
     device.target.run(text(n))
     device.drafts[0].run(text(n))
     ones, shape = np.ones(1, np.float32), tree_shape(2, width, None)

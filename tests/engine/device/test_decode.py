@@ -1,4 +1,4 @@
-"""The worker's iterations on a tiny model, over a host's parts and over a device's: what comes out is the
+"""Decode iterations on a tiny model, over a host's parts and over a device's: what comes out is the
 target's own greedy text, token for token."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.agree import Agreement
+from adaserve.engine.decode import DecodeLoop
 from adaserve.engine.host import Inputs
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests as ServedRequests
@@ -23,8 +24,8 @@ from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.own import SelfSource
 from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
 from adaserve.engine.state import RequestState
+from adaserve.engine.tap import Tap
 from adaserve.engine.trees.plan import TreeAttentionPlan
-from adaserve.engine.worker import AdaServeWorker
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import MODEL, SECOND_MODEL, IterationOutcome
 from adaserve.scheduler.latency import default_latency
@@ -37,43 +38,11 @@ DEPTH, WIDTH = 4, 3
 DEVICES = {"host": host_device, "graphs": graph_device}
 SUFFIX_DEPTH = 7
 NOISE = (2, 5)  # seeds of the draft models
-CONFIG: Any = SimpleNamespace(
-    max_depth=DEPTH, max_width=WIDTH, deepest=SUFFIX_DEPTH,
-    max_candidates=2 * DEPTH * WIDTH + SUFFIX_DEPTH + 3,
-    budget=None, draft_models=1, draft_windows=(0,), draft_sinks=4,
-)  # fmt: skip
-
-
-class TinyWorker(AdaServeWorker):
-    """The worker without SGLang around it: its iterations only, hence no parent's constructor."""
-
-    def __init__(
-        self,
-        requests: Requests,
-        target: TinyModel,
-        drafts: list[TinyModel],
-        device: str,
-        policy: str,
-        overlap: bool,
-    ) -> None:
-        self.config = CONFIG
-        self._init_state(ServedRequests((1, 0)), overlap)
-        self._agreement = Agreement(SimpleNamespace(world_size=1, rank_in_group=0))  # type: ignore[arg-type]
-        self.device = DEVICES[device](requests, target, *drafts)  # type: ignore[operator]
-        self._kv_pools = tuple(Pool(model) for model in (target, *drafts))
-        self._recorder = None
-        self.policy = build_policy(policy, policy_config(len(drafts)))
-        self.forgotten: list[str] = []
-        self._policies = SimpleNamespace(forget=self.forgotten.append)  # type: ignore[assignment]
-        self.outcomes: list[IterationOutcome] = []
-        self.prefill = SimpleNamespace(observe=self.outcomes.append)  # type: ignore[assignment]
-        self.ledger = SimpleNamespace(iteration=lambda rids, sample, sources: None)  # type: ignore[assignment]
-        self.host_costs = SimpleNamespace(observed=lambda *_: None)  # type: ignore[assignment]
-        self.req_to_token_pool = SimpleNamespace(req_to_token=requests.req_to_token)
+CONFIG = AdaServeConfig(policy="none", budget=24, max_depth=DEPTH, max_width=WIDTH)
 
 
 def policy_config(drafts: int = 1) -> PolicyConfig:
-    return PolicyConfig(latency=default_latency(), budget=24, drafts=drafts, d_max=DEPTH, w_max=WIDTH)
+    return replace(CONFIG.for_policies(latency=default_latency()), drafts=drafts)
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
@@ -118,14 +87,30 @@ class Run:
         if draft_knows_prompts:
             for model in self.models:
                 requests.prefill(model)
-        self.worker = TinyWorker(requests, self.target, self.models, device, policy, overlap)
+        parts = DEVICES[device](requests, self.target, *self.models)  # type: ignore[operator]
         lag = [0] * len(LENGTHS) if draft_knows_prompts else LENGTHS
         self.beams = [
-            requests.source(self.worker.device, lag, max_nodes=DEPTH * WIDTH, number=k)
-            for k in range(len(self.models))
+            requests.source(parts, lag, max_nodes=DEPTH * WIDTH, number=k) for k in range(len(self.models))
         ]
         self.source = self.beams[0]
-        self.worker._sources = tuple(self.beams)
+        self.policies = ServedPolicies(CONFIG, LearnedCosts(default_latency()), parts)
+        self.policies.current = build_policy(policy, policy_config(len(self.models)))
+        self.outcomes: list[IterationOutcome] = []
+        self.loop = DecodeLoop(
+            device=parts,
+            sources=self.beams,
+            kv_pools=[Pool(model) for model in (self.target, *self.models)],
+            req_to_token=requests.req_to_token,
+            requests=ServedRequests((1, 0)),
+            policies=self.policies,
+            agreement=Agreement(SimpleNamespace(world_size=1, rank_in_group=0)),  # type: ignore[arg-type]
+            tap=Tap(0.0),
+            learner=None,
+            recorder=None,
+            observed=self.outcomes.append,
+            deepest=SUFFIX_DEPTH,
+            overlaps=overlap,
+        )
         self.expected = [greedy(requests.text(r), TOKENS) for r in range(len(LENGTHS))]
         self.got = [e[:1] for e in self.expected]
         self.reqs = [self._request(r) for r in range(len(LENGTHS))]
@@ -149,7 +134,7 @@ class Run:
             suffix.prefilled(SimpleNamespace(reqs=reqs, req_pool_indices=rows, seq_lens=lens), True)
         for row in range(n + 1, 2 * n + 1):
             suffix.finished(row, False)
-        self.worker._sources = (*self.beams, suffix) if drafts_too else (suffix,)
+        self.loop.sources = (*self.beams, suffix) if drafts_too else (suffix,)
 
     def _request(self, r: int) -> Any:
         row = int(self.requests.pool_rows[r])
@@ -158,14 +143,14 @@ class Run:
             repetition_penalty=1.0, min_new_tokens=0,
         )  # fmt: skip
         state = RequestState(f"r{r}", "default", 0.02, time.perf_counter(), generated=self.expected[r][:1])
-        self.worker.requests.states[row] = state
+        self.loop.requests.states[row] = state
         return SimpleNamespace(
             rid=f"r{r}", req_pool_idx=row, sampling_params=params, grammar=None, custom_logit_processor=None,
             to_finish=None,
         )  # fmt: skip
 
     def batch(self) -> Any:
-        """What SGLang's scheduler hands to the worker."""
+        """What SGLang's scheduler hands over."""
         info = SimpleNamespace(
             is_all_greedy=True, logit_bias=None, has_custom_logit_processor=False,
             sampling_seed=None,
@@ -177,7 +162,7 @@ class Run:
         )  # fmt: skip
 
     def step(self) -> Any:
-        result = self.worker._decode(self.batch(), None)
+        result = self.loop.decode(self.batch(), None)
         ids = result.next_token_ids.view(len(LENGTHS), -1)
         for r, count in enumerate(result.accept_lens.tolist()):
             self.got[r] += ids[r, :count].tolist()
@@ -189,25 +174,23 @@ class Run:
     def finish(self) -> Run:
         while min(map(len, self.got)) < TOKENS:
             self.step()
-        self.worker._settle()
+        self.loop.settle()
         return self
 
     def check(self) -> None:
         for r, req in enumerate(self.reqs):
             assert self.got[r][:TOKENS] == self.expected[r], f"request {r}"
-            state = self.worker.requests.states[req.req_pool_idx]
+            state = self.loop.requests.states[req.req_pool_idx]
             assert state.generated == self.got[r] and state.decoded == len(self.got[r]) - 1
-        for outcome in self.worker.outcomes:
+        for outcome in self.outcomes:
             assert (outcome.accepted <= outcome.selection.keep).all()
             per_row = np.add.reduceat(np.append(outcome.accepted, 0), outcome.trees.row_start[:-1])
             filled = np.diff(outcome.trees.row_start) > 0
             assert (outcome.new_tokens - 1 == np.where(filled, per_row, 0)).all()
             assert outcome.selection.counts.sum() == outcome.selection.keep.sum()
             assert outcome.total_s >= outcome.verify_s > 0 and outcome.since_last_s >= 0
-        spent = sum(o.total_s for o in self.worker.outcomes)
-        assert 0 < self.worker.times.report()["target_s"] < spent, (
-            "models were timed with what is around them"
-        )
+        spent = sum(o.total_s for o in self.outcomes)
+        assert 0 < self.loop.times.report()["target_s"] < spent, "models were timed with what is around them"
 
 
 POLICIES = ["adaserve", "priced", "chain-3", "equal-greedy", "fixed-tree", "none", "turbospec"]
@@ -219,8 +202,8 @@ POLICIES = ["adaserve", "priced", "chain-3", "equal-greedy", "fixed-tree", "none
 def test_greedy(policy: str, overlap: bool, device: str) -> None:
     run = Run(policy, overlap, device).finish()
     run.check()
-    assert len(run.worker.outcomes) == run.iterations
-    accepted = sum(int(o.accepted.sum()) for o in run.worker.outcomes)
+    assert len(run.outcomes) == run.iterations
+    accepted = sum(int(o.accepted.sum()) for o in run.outcomes)
     if policy not in ("none", "turbospec", "priced"):  # what these draft depends on measured times
         assert accepted > 10, "the draft agrees too rarely to test anything"
 
@@ -243,7 +226,7 @@ def test_greedy_with_earlier_text(policy: str, drafts: str, overlap: bool, devic
 def accepted_by_source(run: Run) -> Counter[int]:
     """Accepted nodes by the bits of those that proposed them."""
     by_source: Counter[int] = Counter()
-    for outcome in run.worker.outcomes:
+    for outcome in run.outcomes:
         trees = outcome.trees
         source = np.full(trees.n_nodes, MODEL) if trees.source is None else trees.source
         by_source.update(source[outcome.accepted].tolist())
@@ -274,7 +257,7 @@ def test_each_draft_model_keeps_what_it_made(device: str) -> None:
     run = Run("chain-2", overlap=False, device=device, drafts="model,second", copied=True)
     for _ in range(5):
         run.step()
-        assert (run.worker.outcomes[-1].new_tokens == 3).all()
+        assert (run.outcomes[-1].new_tokens == 3).all()
         assert [len(run.beams[1].cache[req.req_pool_idx].pending) for req in run.reqs] == [1] * len(LENGTHS)
     assert any(len(run.beams[0].cache[req.req_pool_idx].pending) > 1 for req in run.reqs)
 
@@ -284,10 +267,10 @@ def test_each_draft_model_keeps_what_it_made(device: str) -> None:
 def test_greedy_where_the_target_drafts_for_itself(policy: str, overlap: bool) -> None:
     """With little of its own KV cache, which its draft steps write to."""
     run = Run(policy, overlap, "host")
-    run.worker._sources = (SelfSource(run.worker.device, DEPTH * WIDTH),)
-    run.worker.policy = build_policy(policy, replace(policy_config(), draft_windows=(16,)))
+    run.loop.sources = (SelfSource(run.loop.device, DEPTH * WIDTH),)
+    run.policies.current = build_policy(policy, replace(policy_config(), draft_windows=(16,)))
     run.finish().check()
-    plans = [outcome.plan for outcome in run.worker.outcomes if outcome.plan.depth]
+    plans = [outcome.plan for outcome in run.outcomes if outcome.plan.depth]
     assert any((plan.draft_reads < plan.running.context_tokens).any() for plan in plans)
     if policy != "priced":  # what it drafts depends on measured times
         assert accepted_by_source(run)[MODEL] > len(LENGTHS), "it hardly ever agreed with itself"
@@ -296,19 +279,19 @@ def test_greedy_where_the_target_drafts_for_itself(policy: str, overlap: bool) -
 def test_depth_is_planned_without_a_frontier_where_nobody_asks() -> None:
     """``priced`` may not count on being stopped between draft steps of a device."""
     for device, asks in (("host", True), ("graphs", False)):
-        worker = Run("none", overlap=True, device=device).worker
-        policies = ServedPolicies(CONFIG, LearnedCosts(default_latency()), worker.device)
+        policies = Run("none", overlap=True, device=device).policies
         assert policies.get("priced").config.early_stop is asks  # type: ignore[attr-defined]
         assert policies.get("priced") is policies.get("priced")
 
 
 @pytest.mark.parametrize("name", ["none", "none@64"])
 def test_plain_decoding_takes_no_offers(name: str) -> None:
-    worker = (run := Run("priced", overlap=True, device="host", drafts="suffix")).worker
-    worker._policies = ServedPolicies(AdaServeConfig(), LearnedCosts(default_latency()), worker.device, True)
-    worker.set_policy(name)
+    run = Run("priced", overlap=True, device="host", drafts="suffix")
+    device = run.loop.device
+    run.loop.policies = ServedPolicies(AdaServeConfig(), LearnedCosts(default_latency()), device, True)
+    run.loop.policies.choose(name)
     run.finish().check()
-    assert not any(outcome.trees.n_nodes for outcome in worker.outcomes)
+    assert not any(outcome.trees.n_nodes for outcome in run.outcomes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -323,9 +306,9 @@ def test_the_outcome_is_observed_one_iteration_late_under_overlap(device: str) -
     late, prompt = (Run("adaserve", overlap=o, device=device) for o in (True, False))
     for run, seen in ((late, 0), (prompt, 1)):
         run.step()
-        assert len(run.worker.outcomes) == seen
+        assert len(run.outcomes) == seen
     late.step()
-    assert len(late.worker.outcomes) == 1
+    assert len(late.outcomes) == 1
 
 
 def test_under_overlap_the_policy_learns_while_the_next_draft_is_on_its_way() -> None:
@@ -339,7 +322,7 @@ def test_under_overlap_the_policy_learns_while_the_next_draft_is_on_its_way() ->
 
         return call
 
-    policy, source = run.worker.policy, run.source
+    policy, source = run.policies.current, run.source
     watched = {policy: ("plan", "observe", "select"), source: ("propose", "advanced")}
     for owner, names in watched.items():
         for name in names:
@@ -357,11 +340,11 @@ def test_policies_change_while_requests_run(first: str, device: str) -> None:
     names = itertools.cycle([first, first, "chain-3", "none", "priced"])
     built = {n: build_policy(n, policy_config()) for n in ("none", "adaserve", "chain-3", "priced")}
     while min(map(len, run.got)) < TOKENS:
-        run.worker.policy = built[next(names)]
+        run.policies.current = built[next(names)]
         run.step()
-    run.worker._settle()
+    run.loop.settle()
     run.check()
-    chains = [o for o in run.worker.outcomes if o.plan.depth == 3 and o.plan.width == 1]
+    chains = [o for o in run.outcomes if o.plan.depth == 3 and o.plan.width == 1]
     assert chains and all(o.accepted.sum() == o.selection.keep.sum() for o in chains), (
         "the draft missed something"
     )
@@ -379,7 +362,7 @@ def test_catching_up_is_no_price_of_drafting(device: str) -> None:
 
     run.draft.hidden = slow  # type: ignore[method-assign]
     run.step()
-    first = run.worker.outcomes[0]
+    first = run.outcomes[0]
     assert first.trees.n_nodes and first.total_s - first.draft_s - first.select_s - first.verify_s >= 0.3
     assert first.draft_s < 0.3
 
@@ -419,7 +402,7 @@ def test_the_next_turn_drafts_on_a_whole_cache(device: str, policy: str) -> None
     prefixes = [len(t) for t in texts]
     rows = run.requests.pool_rows.tolist()
     for r in range(len(rows)):
-        run.worker.note_request_finished(rid=f"r{r}", natural_stop=True)
+        run.loop.finished(f"r{r}")
     run.draft.written.clear()
     cache.fill_holes(rows, prefixes, texts)
     read = sum(map(len, run.draft.written))
@@ -437,10 +420,12 @@ def test_the_next_turn_drafts_on_a_whole_cache(device: str, policy: str) -> None
     assert not run.draft.written, "holes are filled once"
 
 
-def test_a_finished_request_is_forgotten_after_its_last_iteration() -> None:
-    run = Run("priced", overlap=True)
+def test_a_finished_request_is_forgotten_after_its_last_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, forgotten = Run("priced", overlap=True), []
+    monkeypatch.setattr(run.policies, "forget", forgotten.append)
     run.step()
-    run.worker.note_request_finished(rid="r0", natural_stop=True)
-    assert run.worker._leaving == ["r0"] and not run.worker.forgotten
+    run.loop.finished("r0")
+    assert not forgotten
     run.step()  # SGLang had made this batch when it learned of the end
-    assert run.worker.forgotten == ["r0"] and not run.worker._leaving
+    run.step()
+    assert forgotten == ["r0"]

@@ -1,0 +1,255 @@
+"""Decode iterations: plan, draft, select, verify, accept, commit, observe (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from adaserve.engine import logprobs, sampling
+from adaserve.engine.agree import Agreement
+from adaserve.engine.grammar import Allowed, Grammars
+from adaserve.engine.iteration import Iteration, Marks
+from adaserve.engine.learner import Learner
+from adaserve.engine.parts import Device, Run
+from adaserve.engine.penalties import Penalties
+from adaserve.engine.policies import ServedPolicies
+from adaserve.engine.requests import Requests
+from adaserve.engine.roots import RootTokens
+from adaserve.engine.sources.source import Drafting, TreeSource
+from adaserve.engine.state import DecodeRows, running_batch
+from adaserve.engine.tap import Tap
+from adaserve.engine.times import Times
+from adaserve.engine.trees import verify
+from adaserve.engine.trees.proposal import Proposal, merge
+from adaserve.scheduler.interface import IterationOutcome, IterationPlan
+from adaserve.scheduler.replay import Recorder
+
+Publish = Callable[[torch.Tensor], None]
+"""SGLang's relay of new sequence lengths to its overlapped scheduler."""
+
+
+@dataclass(eq=False)
+class DecodeLoop:
+    """One decode iteration of all running requests after the other, and what follows from each.
+
+    Under the overlap schedule SGLang calls the next iteration before this one's outcome has been read: then
+    it is read where the next one needs it, and observed while that one drafts.
+    """
+
+    device: Device
+    sources: Sequence[TreeSource]
+    kv_pools: Sequence[Any]  # SGLang's, of the target and of each draft model
+    req_to_token: torch.Tensor
+    requests: Requests
+    policies: ServedPolicies
+    agreement: Agreement
+    tap: Tap
+    learner: Learner | None
+    recorder: Recorder | None
+    observed: Callable[[IterationOutcome], None]
+    """Told what every iteration did, once the policy knows."""
+    deepest: int  # levels that a request's KV window has room for
+    overlaps: bool
+    times: Times = field(default_factory=Times)
+
+    def __post_init__(self) -> None:
+        self.stride = self.deepest + 1
+        self._penalties = Penalties()
+        self._arriving: Iteration | None = None  # whose tokens requests and sources don't know yet
+        self._unobserved: Iteration | None = None  # whose outcome the policy doesn't know yet
+        self._leaving: list[str] = []  # finished requests that an unobserved iteration still knows
+        self._take_runs()  # the measurements'
+
+    def decode(
+        self, batch: Any, on_publish: Publish | None, grammar_barrier: Callable[[], None] | None = None
+    ) -> GenerationBatchResult:
+        """One iteration (docs/architecture.md). Everything is queued; what is read has been waited for."""
+        self._advance()  # what the last iteration accepted, if that comes late (overlap)
+        if grammar_barrier is not None:
+            grammar_barrier()  # the same for matchers, which SGLang advances
+        if self.learner is not None:
+            self.learner.look(self.requests.unfinished, time.perf_counter())
+        policy = self.policies.current
+        start_s, start = time.perf_counter(), self.device.mark()
+        rows, offers = self._offered(self._rows(batch))
+        plan = self.agreement.plan(lambda: policy.plan(rows.running, start_s), rows.running)
+        drafts = self._draft(plan, rows)
+        drafted = self.device.mark()
+        self._observe()  # the last iteration, while the device drafts
+        proposal, allowed = merge([*(d.read() for d in drafts), *offers], len(rows)), None
+        if rows.grammars is not None:
+            proposal, allowed = rows.grammars.constrain(proposal)
+        selection = self.agreement.selection(lambda: policy.select(plan, proposal.trees))
+        selected = self.device.mark()
+        verified = verify.build(rows, proposal, selection)
+        tensors, draws, logits = self._verify(batch, rows, verified, allowed)
+        acceptance = self.device.accept(tensors, draws, len(rows), verified.deepest, self.stride)
+        if logits is not None:
+            self.tap.verified(rows, verified, acceptance, logits)
+        result = self._result(batch, acceptance, tensors, draws, logits)
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        self._compact(verified, tensors, acceptance)
+        caught_up = tuple(d.caught_up for d in drafts if d.caught_up is not None)
+        first_level = drafts[0].first_level if len(drafts) == 1 else None
+        marks = Marks(start, drafted, selected, self.device.mark(), caught_up, first_level)
+        outcome = self.device.get(
+            count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
+        )
+        self._arriving = self._unobserved = Iteration(
+            rows, policy, plan, proposal, selection, verified, start_s, marks, self._take_runs(), outcome
+        )
+        if not self.overlaps:
+            self.settle()
+        return result
+
+    def _rows(self, batch: Any) -> DecodeRows:
+        rows = pool_rows(batch)
+        states = self.requests.at(rows.tolist())
+        lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        seq_lens = lens.cpu().numpy().astype(np.int64, copy=False)
+        running = running_batch(batch.reqs, states, seq_lens, self.deepest)
+        seeded = batch.sampling_info.sampling_seed is not None
+        grammars = Grammars.of(batch.reqs, batch.sampling_info)
+        return DecodeRows(states, seq_lens, rows, running, noisy=not seeded, grammars=grammars)
+
+    def _offered(self, rows: DecodeRows) -> tuple[DecodeRows, list[Proposal]]:
+        """What sources propose without a forward, which the policy is told before it plans."""
+        if not self.policies.speculates:
+            return rows, []
+        offers = [offer for source in self.sources if (offer := source.offer(rows)) is not None]
+        if not offers:
+            return rows, []
+        trees = merge(offers, len(rows)).trees
+        return replace(rows, running=replace(rows.running, offered=trees)), offers
+
+    def _draft(self, plan: IterationPlan, rows: DecodeRows) -> list[Drafting]:
+        """What the sources have queued."""
+        if self.recorder is not None:
+            self.recorder.planned(plan)
+        if not plan.depth:
+            return []
+        keep = self.policies.current.keep_drafting if self.device.stops_early else None
+        proposed = [source.propose(plan, rows, keep) for source in self.sources]
+        return [drafting for drafting in proposed if drafting is not None]
+
+    def _verify(
+        self, batch: Any, rows: DecodeRows, verified: verify.VerifyBatch, allowed: Allowed | None
+    ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
+        """The verified tokens on the device, the target's draws int64 [T], and logits where there are any."""
+        target, info = self.device.target, batch.sampling_info
+        tensors = self.device.put({**verified.arrays(), **target.arrays(verified.batch)})
+        wanted = batch.return_logprob or self.tap.is_open
+        if allowed is None and not wanted and sampling.is_plain_greedy(info, batch.reqs):
+            return tensors, target.argmax(target.run(verified.batch, tensors)), None
+        step = sampling.Step(
+            self.device, batch.reqs, rows.states, info, verified, tensors, self._penalties, allowed
+        )
+        logits = target.logits(target.run(verified.batch, tensors))
+        sampling.adjust_logits(logits, step)
+        return tensors, sampling.draw(logits, step), logits
+
+    def _result(
+        self,
+        batch: Any,
+        acceptance: verify.Acceptance,
+        tensors: verify.Tensors,
+        draws: torch.Tensor,
+        logits: torch.Tensor | None,
+    ) -> GenerationBatchResult:
+        output = LogitsProcessorOutput(next_token_logits=logits)
+        if batch.return_logprob:
+            index = verify.path_index(tensors, acceptance, self.stride)
+            logprobs.tell(batch, output, draws, index)
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=acceptance.emitted.flatten(),
+            accept_lens=acceptance.length,
+            new_seq_lens=batch.seq_lens + acceptance.length,
+            next_draft_input=RootTokens(acceptance.bonus),
+            speculative_num_draft_tokens=self.stride,
+            speculative_output_stride=self.stride,
+            can_run_cuda_graph=False,
+        )
+
+    def _compact(
+        self, verified: verify.VerifyBatch, tensors: verify.Tensors, acceptance: verify.Acceptance
+    ) -> None:
+        """Makes the accepted paths contiguous in all KV caches."""
+        if self.device.in_place(verified, acceptance):
+            return
+        n = len(verified.root)
+        target, sources = verify.moves(tensors, acceptance, self.req_to_token, n, verified.deepest)
+        pools = [self.kv_pools[0], *(self.kv_pools[1 + number] for number in verified.drafted)]
+        for pool, source in zip(pools, sources, strict=True):
+            self.device.move(pool, target, source)
+        if self.device.target_states is not None:
+            self.device.move(self.device.target_states, target, sources[0])
+
+    # -- what follows -------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Takes in the outcome of the last iteration, if that is still to be done."""
+        self._advance()
+        self._observe()
+
+    def _advance(self) -> None:
+        """Brings requests and sources up to date with what the last iteration accepted."""
+        iteration, self._arriving = self._arriving, None
+        if iteration is None:
+            return
+        for state, tokens in zip(iteration.rows.states, iteration.emitted(), strict=True):
+            state.advance(tokens)
+        accepted = iteration.accepted()
+        for source in self.sources:
+            source.advanced(iteration.rows, iteration.verified, accepted)
+
+    def _observe(self) -> None:
+        """Tells the policy and whoever else wants to know what the last iteration did."""
+        iteration, self._unobserved = self._unobserved, None
+        if iteration is None:
+            return
+        outcome = iteration.outcome(self.times.last_end_s, self.times.has_prefilled)
+        self.times.decoded(outcome, iteration.runs)
+        iteration.policy.observe(outcome)
+        if self.recorder is not None:
+            self.recorder.observed(outcome)
+        self.observed(outcome)
+        leaving, self._leaving = self._leaving, []
+        for rid in leaving:
+            self.forget(rid)
+
+    def _take_runs(self) -> list[list[Run]]:
+        """Forwards since the last time, of the target and of each that drafts beside it."""
+        return [model.take_runs() for model in (self.device.target, *self.device.drafters)]
+
+    def finished(self, rid: str) -> None:
+        """A request has ended. Called before SGLang gives its slots to the radix cache."""
+        if (row := self.requests.end(rid)) is not None:
+            unheard = self._arriving is not None and bool((self._arriving.rows.pool_rows == row).any())
+            for source in self.sources:
+                source.finished(row, unheard)
+        if self._unobserved is None:
+            self.forget(rid)
+        else:  # it is in an unobserved iteration, whose outcome would bring it back; waiting would cost time
+            self._leaving.append(rid)
+
+    def forget(self, rid: str) -> None:
+        """Drops what is known of a request that will not decode again, or not as it was."""
+        self.policies.forget(rid)
+        self.tap.finished(rid)
+        if self.recorder is not None:
+            self.recorder.forget(rid)
+
+
+def pool_rows(batch: Any) -> np.ndarray:
+    """int64 [n]: every request's row of the request pool, from the host's own copy."""
+    rows = batch.req_pool_indices if batch.req_pool_indices_cpu is None else batch.req_pool_indices_cpu
+    return rows.cpu().numpy().astype(np.int64, copy=False)
