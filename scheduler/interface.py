@@ -105,8 +105,8 @@ class RunningBatch:
     """Candidates that are there before a plan is made, at no cost, within ``max_depth``. What is drafted
     joins them."""
     likely_tokens: IntArray | None = None
-    """What is likely still to be generated, [n], where clients said so; None = ``remaining_tokens``. It may
-    be wrong, so it never limits a tree."""
+    """What is likely still to be generated, [n], by what clients expect or what answers of the class brought;
+    None = ``remaining_tokens``. It may be wrong, so it never limits a tree."""
 
     def __len__(self) -> int:
         return len(self.rids)

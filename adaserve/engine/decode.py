@@ -30,6 +30,7 @@ from adaserve.engine.trees import verify
 from adaserve.engine.trees.proposal import Proposal, merge
 from adaserve.scheduler.interface import IterationOutcome, IterationPlan
 from adaserve.scheduler.replay import Recorder
+from adaserve.slo.lengths import OutputLengths
 
 Publish = Callable[[torch.Tensor], None]
 """SGLang's relay of new sequence lengths to its overlapped scheduler."""
@@ -53,6 +54,7 @@ class DecodeLoop:
     tap: Tap
     learner: Learner | None
     recorder: Recorder | None
+    lengths: OutputLengths
     observed: Callable[[IterationOutcome], None]
     """Told what every iteration did, once the policy knows."""
     deepest: int  # levels that a request's KV window has room for
@@ -115,7 +117,7 @@ class DecodeLoop:
         states = self.requests.at(rows.tolist())
         lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
         seq_lens = lens.cpu().numpy().astype(np.int64, copy=False)
-        running = running_batch(batch.reqs, states, seq_lens, self.deepest)
+        running = running_batch(batch.reqs, states, seq_lens, self.deepest, self.lengths)
         seeded = batch.sampling_info.sampling_seed is not None
         grammars = Grammars.of(batch.reqs, batch.sampling_info)
         return DecodeRows(states, seq_lens, rows, running, noisy=not seeded, grammars=grammars)

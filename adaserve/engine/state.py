@@ -11,6 +11,7 @@ import numpy as np
 from adaserve.engine.grammar import Grammars
 from adaserve.engine.matchers import can_walk, is_live
 from adaserve.scheduler.interface import RunningBatch
+from adaserve.slo.lengths import OutputLengths
 
 
 @dataclass(slots=True)
@@ -81,19 +82,27 @@ def remaining_tokens(req: Any, state: RequestState) -> int:
     return max(1, limit - len(state.generated)) if limit is not None else 1 << 20
 
 
-def likely_tokens(req: Any, state: RequestState) -> int:
-    """What the client expects still to come; ``remaining_tokens`` where it said nothing, or was wrong."""
-    left, ahead = remaining_tokens(req, state), (state.osl or 0) - len(state.generated)
-    return min(left, ahead) if ahead > 0 else left
+def likely_tokens(req: Any, state: RequestState, lengths: OutputLengths) -> int:
+    """What the client expects still to come. Where it said nothing, or was wrong: what the answers of its
+    class brought. At most ``remaining_tokens``."""
+    ahead = (state.osl or 0) - len(state.generated)
+    if ahead <= 0:
+        ahead = lengths.left(state.slo_class, len(state.generated) - 1)
+    return min(remaining_tokens(req, state), ahead)
 
 
 def running_batch(
-    reqs: Sequence[Any], states: Sequence[RequestState], seq_lens: np.ndarray, deepest: int
+    reqs: Sequence[Any],
+    states: Sequence[RequestState],
+    seq_lens: np.ndarray,
+    deepest: int,
+    lengths: OutputLengths,
 ) -> RunningBatch:
     """The policy's view of the batch. ``deepest``: levels that a request's KV window has room for."""
     likely = None
-    if any(s.osl is not None for s in states):
-        likely = np.array([likely_tokens(r, s) for r, s in zip(reqs, states, strict=True)], np.int64)
+    if lengths or any(s.osl is not None for s in states):
+        pairs = zip(reqs, states, strict=True)
+        likely = np.array([likely_tokens(r, s, lengths) for r, s in pairs], np.int64)
     return RunningBatch(
         rids=tuple(s.rid for s in states),
         slo_class=tuple(s.slo_class for s in states),

@@ -115,6 +115,7 @@ class AdaServeWorker(BaseSpecWorker):
             tap=tap,
             learner=self.learner,
             recorder=Recorder(Path(records)) if records else None,
+            lengths=self.ledger.lengths,
             observed=self._observed,
             deepest=config.deepest,
             overlaps=not get_schedule().disable_overlap_schedule,

@@ -13,6 +13,7 @@ import numpy as np
 from adaserve.slo.classes import SLO
 from adaserve.slo.delivered import DeliveredTPOT
 from adaserve.slo.events import STAGES, FinishedRequest, IterationSample
+from adaserve.slo.lengths import OutputLengths
 from adaserve.slo.request_log import RequestLog
 from adaserve.slo.resolve import RequestSLO
 from adaserve.slo.stats import SLOStats
@@ -48,6 +49,7 @@ class SLOLedger:
         self._company: WeakKeyDictionary[Any, _Company] = WeakKeyDictionary()
         self._by_rid: WeakValueDictionary[str, _Company] = WeakValueDictionary()
         self.delivered = DeliveredTPOT()
+        self.lengths = OutputLengths()
         # TPOT: what it was told at its arrival, and what the load alone said.
         self._predicted_s: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
         self._queue = 0
@@ -136,6 +138,9 @@ class SLOLedger:
         if served and (failed or not aborted):
             self.stats.finish(request)
             self._learn_tpot(request, by_load_s, _last_s(req))
+            if not failed and request.output_tokens:
+                cut = type(req.finished_reason).__name__ == "FINISH_LENGTH"
+                self.lengths.add(request.slo.slo_class, request.output_tokens - 1, cut)
             asked = RequestSLO.from_params(req.sampling_params.custom_params)
             self.stats.came(asked.routed, asked.stated)
             if self._log is not None:

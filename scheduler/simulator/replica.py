@@ -23,6 +23,7 @@ from adaserve.scheduler.prefill import (
 from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.waiting import WaitingPrompts, waiting_batch
 from adaserve.scheduler.simulator.workload import SimRequest
+from adaserve.slo.lengths import OutputLengths
 
 PrefillMode = Literal["mixed", "exclusive"]
 Chunk = list[tuple[SimRequest, int]]
@@ -54,7 +55,8 @@ class Replica(ABC):
         self.config = config
         self.now_s = 0.0
         self.waiting = WaitingPrompts(config.prefill)
-        self.rows = Rows()
+        self._lengths = OutputLengths()
+        self.rows = Rows(self._lengths)
         self.done: list[SimRequest] = []
         self._rng, self._drafts = rng, drafts
         self._reserved = 0  # KV tokens promised to started and running requests
@@ -239,6 +241,8 @@ class Replica(ABC):
         request.last_token_s = self.now_s
         self._reserved -= request.prompt_tokens + request.cap_tokens
         self._output_left -= request.cap_tokens - 1 - request.produced  # it may have stopped early
+        cut = request.output_tokens >= request.cap_tokens
+        self._lengths.add(request.slo_class, request.output_tokens - 1, cut)
         self.done.append(request)
 
     def _noisy(self, seconds: float) -> float:

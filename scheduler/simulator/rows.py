@@ -6,6 +6,7 @@ import numpy as np
 
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray, RunningBatch
 from adaserve.scheduler.simulator.workload import SimRequest
+from adaserve.slo.lengths import OutputLengths
 
 NO_LIMIT = 1 << 20
 
@@ -13,7 +14,9 @@ NO_LIMIT = 1 << 20
 class Rows:
     """Parallel arrays over running requests; requests join and leave between iterations."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: OutputLengths) -> None:
+        """``lengths``: of the answers that have ended."""
+        self._lengths = lengths
         self.requests: list[SimRequest] = []
         self.decoded: IntArray = np.zeros(0, np.int64)
         self.iterations: IntArray = np.zeros(0, np.int64)
@@ -74,6 +77,10 @@ class Rows:
             classes = tuple(self.classes[i] for i in at)
             pick = at  # type: ignore[assignment]
         done = self.decoded[pick]
+        remaining, likely = np.maximum(1, self.limit[pick] - done), None
+        if self._lengths:
+            left = [self._lengths.left(name, d) for name, d in zip(classes, done.tolist(), strict=True)]
+            likely = np.minimum(remaining, np.array(left, np.int64))
         return RunningBatch(
             rids=rids,
             slo_class=classes,
@@ -81,8 +88,9 @@ class Rows:
             decode_start_s=self.start[pick],
             decoded_tokens=done,
             context_tokens=self.prompt[pick] + done,
-            remaining_tokens=np.maximum(1, self.limit[pick] - done),
+            remaining_tokens=remaining,
             max_depth=self.max_depth[pick],
             temperature=np.ones(len(rids)),
             prefill_tokens=prefill_tokens,
+            likely_tokens=likely,
         )

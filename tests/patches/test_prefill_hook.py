@@ -29,6 +29,7 @@ from adaserve.scheduler.interface import (
 )
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.slo.classes import ANONYMOUS, SLO
+from adaserve.slo.lengths import OutputLengths
 
 NOW = 1000.0
 LATENCY = LatencyModel(ForwardCost(0.0005), ForwardCost(0.010, per_token_s=0.001), 0.001)
@@ -71,7 +72,9 @@ def pacer(
     def slo(req: Any) -> SLO:
         return SLO("c", ttft_s=known.get(req.rid, math.inf), tenant=req.tenant)
 
-    ledger: Any = SimpleNamespace(slo=slo, arrival_s=lambda req: req.time_stats.created_time, held=[])
+    ledger: Any = SimpleNamespace(
+        slo=slo, arrival_s=lambda req: req.time_stats.created_time, held=[], lengths=OutputLengths()
+    )
     ledger.gate = lambda held: ledger.held.append(list(held))
     costs = LearnedCosts(LATENCY)
     return PrefillPacer(config or AdaServeConfig(), costs, ledger, {0: state}, tenant_share=share)
@@ -119,9 +122,22 @@ def test_tight_requests_defer_and_bound_the_chunk() -> None:
 @pytest.mark.parametrize(("osl", "likely"), [(60, 9), (51, 149), (9, 149), (1000, 149), (None, None)])
 def test_an_expected_length_counts_until_it_proves_wrong(osl: int | None, likely: int | None) -> None:
     state = RequestState("r0", "coding", 0.02, NOW, 50, generated=[1] * 51, osl=osl)
-    batch = running_batch([Request("r0")], [state], np.zeros(1, np.int64), 5)
+    batch = running_batch([Request("r0")], [state], np.zeros(1, np.int64), 5, OutputLengths())
     assert batch.remaining_tokens.tolist() == [149] and batch.max_depth.tolist() == [5]
     assert (batch.likely_tokens is None) if likely is None else batch.tokens_ahead.tolist() == [likely]
+
+
+@pytest.mark.parametrize(("osl", "likely"), [(None, 30), (60, 9), (51, 30)])
+def test_what_answers_of_the_class_brought_counts_where_the_client_said_nothing(
+    osl: int | None, likely: int
+) -> None:
+    lengths = OutputLengths()
+    for _ in range(16):
+        lengths.add("coding", 80, cut=False)
+    state = RequestState("r0", "coding", 0.02, NOW, 50, generated=[1] * 51, osl=osl)
+    other = replace(state, slo_class="chat", osl=None)
+    batch = running_batch([Request("r0"), Request("r1")], [state, other], np.zeros(2, np.int64), 5, lengths)
+    assert batch.tokens_ahead.tolist() == [likely, 149] and batch.remaining_tokens.tolist() == [149, 149]
 
 
 def test_the_interval_bounds_the_wait() -> None:

@@ -31,6 +31,10 @@ class FINISH_ABORT:  # noqa: N801 (the ledger knows SGLang's class by its name)
         self.status_code = status_code
 
 
+class FINISH_LENGTH:  # noqa: N801
+    pass
+
+
 class Req:
     """The part of SGLang's ``Req`` that the ledger reads; 11 tokens at 20 ms after a prefill at 1.0 s."""
 
@@ -137,6 +141,17 @@ def test_requests_for_no_tokens_are_not_traffic() -> None:
     for k in range(4):
         books.close(Req(f"r{k}", last_decode_finish_time=1.9))
     assert counted(books) == {"requests": 4, "failed": 0, "met": 0, "tokens": 44}
+
+
+def test_how_long_answers_are_is_known_by_those_that_were_served() -> None:
+    books = ledger()
+    for reason in (FINISH_ABORT(), FINISH_ABORT(500), FINISH_LENGTH()):
+        for _ in range(20):
+            books.close(Req(finished_reason=reason))
+    assert not books.lengths, "nobody knows where they would have ended"
+    for _ in range(20):
+        books.close(Req())
+    assert books.lengths.left("coding", 0) == len(Req().output_ids_through_stop) - 1
 
 
 def test_prefills_of_others_are_named() -> None:

@@ -30,6 +30,7 @@ from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import MODEL, SECOND_MODEL, IterationOutcome
 from adaserve.scheduler.latency import default_latency
 from adaserve.scheduler.policies import PolicyConfig, build_policy
+from adaserve.slo.lengths import OutputLengths
 from tests.engine.device.factories import Pool, Requests, TinyModel, graph_device, host_device
 
 LENGTHS = [5, 17, 1, 9]
@@ -107,6 +108,7 @@ class Run:
             tap=Tap(0.0),
             learner=None,
             recorder=None,
+            lengths=OutputLengths(),
             observed=self.outcomes.append,
             deepest=SUFFIX_DEPTH,
             overlaps=overlap,

@@ -1,0 +1,56 @@
+"""What is still to come of an answer, by those that have ended."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from adaserve.slo.lengths import LATEST, LEAST, RENEWED_EVERY, UNKNOWN, OutputLengths
+
+
+def known(tokens: list[int], cut: list[bool] | None = None) -> OutputLengths:
+    lengths = OutputLengths()
+    for t, c in zip(tokens, cut or [False] * len(tokens), strict=True):
+        lengths.add("chat", t, c)
+    return lengths
+
+
+def test_three_of_four_answers_brought_at_least_as_much() -> None:
+    tokens = np.random.default_rng(3).integers(1, 400, 200)
+    lengths = known(tokens.tolist())
+    for decoded in (0, 17, 100, 250, 370):
+        longer = np.sort(tokens[tokens > decoded])
+        left = lengths.left("chat", decoded)
+        assert np.mean(longer >= decoded + left) >= 0.75 >= np.mean(longer > decoded + left)
+
+
+def test_nothing_is_known_of_other_classes_or_of_longer_answers() -> None:
+    lengths = known([100] * 20)
+    assert lengths.left("chat", 60) == 40
+    assert lengths.left("coding", 60) == lengths.left("chat", 100) == lengths.left("chat", 5000) == UNKNOWN
+
+
+def test_few_answers_say_nothing() -> None:
+    lengths = known([100] * (LEAST - 1))
+    assert not lengths and lengths.left("chat", 0) == UNKNOWN
+    lengths.add("chat", 100, cut=False)
+    assert lengths and lengths.left("chat", 0) == 100
+
+
+def test_answers_that_were_cut_would_have_been_longer() -> None:
+    assert not known([100] * 50, [True] * 50)
+    ended, cut = list(range(10, 106)), [40] * 96
+    both = known(ended + cut, [False] * 96 + [True] * 96)
+    naive = known(ended + cut)
+    assert naive.left("chat", 39) == 1, "as if answers liked to end at 40"
+    assert both.left("chat", 39) == known(ended).left("chat", 39) == 17
+    assert both.left("chat", 49) == known(ended).left("chat", 49) == 14
+
+
+@pytest.mark.parametrize("more", [0, LATEST])
+def test_the_latest_answers_count(more: int) -> None:
+    lengths = known([30] * LATEST)
+    for _ in range(RENEWED_EVERY + more):
+        lengths.add("chat", 200, cut=False)
+    assert lengths.left("chat", 0) == (200 if more else 30)
+    assert lengths.left("chat", 30) == 170
