@@ -15,7 +15,7 @@ from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from adaserve.scheduler.replay import read_recording, replay
 from tests.engine.conftest import adaserve_server
-from tests.engine.harness import Zygote, run_jobs, workload
+from tests.engine.harness import Job, Zygote, run_jobs, workload
 
 LIMITS = {"budget": 40, "max_depth": 4, "max_width": 3}
 
@@ -45,6 +45,8 @@ def recorded(
             state = server.internal_state()["adaserve"]
             if state["latency_learned"] is not None:
                 break
+        stops = {"temperature": 1.0, "max_new_tokens": 40, "stop_token_ids": list(range(0, 512, 8))}
+        run_jobs(server, [Job((7, 9 + k), stops) for k in range(48)])
         latency = LatencyModel.from_json(state["latency"])
         assert LatencyModel.from_json(state["latency_learned"]).learned and not latency.learned
         server.assert_idle_and_clean()
@@ -69,6 +71,12 @@ def test_of_drafts_with_several_levels_it_is_known_when_the_first_was_there(reco
     several = [o for o in outcomes if "trees" in o and max(o["trees"]["depth"], default=0) > 1]
     assert len(several) > 20
     assert all(0 < o["outcome"]["first_level_s"] < o["outcome"]["draft_s"] for o in several)
+
+
+def test_answers_that_stopped_say_where_others_will(recorded: Recorded) -> None:
+    batches = [i.plan.running for i in read_recording(recorded.path)]
+    assert batches[0].likely_tokens is None
+    assert any((b.tokens_ahead < b.remaining_tokens).any() for b in batches)
 
 
 def test_another_setting_does_not_replay(recorded: Recorded) -> None:
