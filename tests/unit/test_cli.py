@@ -279,7 +279,7 @@ def test_sglangs_names_of_the_models(model: str, draft: str, started: list[list[
 class Dead(ServerProcess):
     """A server that starts and then answers nothing."""
 
-    def start(self, waiting: Any = None) -> None:
+    def start(self, waiting: Any = None, limit_s: float = 0.0) -> None:
         self.log.write_text("it burns")
 
 

@@ -118,7 +118,7 @@ class Sleeper(ReplicaSpec):
 
 def test_what_a_killed_server_left_behind_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = ServerProcess(Sleeper(free_port()), tmp_path / "server.log")
-    monkeypatch.setattr(server, "_await_health", lambda waiting: None)
+    monkeypatch.setattr(server, "_await_health", lambda waiting, limit_s: None)
     server.start()
     main = psutil.Process(server.pid)
     while not (children := main.children()):
