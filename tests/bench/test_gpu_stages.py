@@ -269,7 +269,9 @@ def test_code_that_was_mended_is_what_runs(host: Path) -> None:
 
 def test_compilers_have_a_home(host: Path) -> None:
     fake = fake_python(host, 'echo "home $HOME"')
-    assert f"home {host}/.local/home\n" in run(host, "profile", PYTHON=fake, HOME=str(host / "missing")).stdout
+    assert (
+        f"home {host}/.local/home\n" in run(host, "profile", PYTHON=fake, HOME=str(host / "missing")).stdout
+    )
     assert f"home {host}\n" in run(host, "profile", PYTHON=fake, HOME=str(host)).stdout
 
 
