@@ -62,7 +62,7 @@ class Group:
     def percentile_ms(self, key: str, percent: float, name: str | None = None) -> float | None:
         """Of the answered requests of all runs together, ``tpot`` or ``ttft``."""
         names = class_names([self]) if name is None else [name]
-        values = np.concatenate([self.pooled(n, key) for n in names])
+        values = np.concatenate([np.zeros(0), *(self.pooled(n, key) for n in names)])
         finite = values[np.isfinite(values)]
         return 1e3 * float(np.percentile(finite, percent)) if len(finite) else None
 

@@ -82,13 +82,11 @@ def remaining_tokens(req: Any, state: RequestState) -> int:
     return max(1, limit - len(state.generated)) if limit is not None else 1 << 20
 
 
-def likely_tokens(req: Any, state: RequestState, lengths: OutputLengths) -> int:
+def expected_tokens(state: RequestState, lengths: OutputLengths) -> int:
     """What the client expects still to come. Where it said nothing, or was wrong: what the answers of its
-    class brought. At most ``remaining_tokens``."""
+    class brought."""
     ahead = (state.osl or 0) - len(state.generated)
-    if ahead <= 0:
-        ahead = lengths.left(state.slo_class, len(state.generated) - 1)
-    return min(remaining_tokens(req, state), ahead)
+    return ahead if ahead > 0 else lengths.left(state.slo_class, len(state.generated) - 1)
 
 
 def running_batch(
@@ -99,10 +97,11 @@ def running_batch(
     lengths: OutputLengths,
 ) -> RunningBatch:
     """The policy's view of the batch. ``deepest``: levels that a request's KV window has room for."""
+    remaining = np.array([remaining_tokens(r, s) for r, s in zip(reqs, states, strict=True)], np.int64)
     likely = None
     if lengths or any(s.osl is not None for s in states):
-        pairs = zip(reqs, states, strict=True)
-        likely = np.array([likely_tokens(r, s, lengths) for r, s in pairs], np.int64)
+        expected = [expected_tokens(s, lengths) for s in states]
+        likely = np.minimum(remaining, np.array(expected, np.int64))
     return RunningBatch(
         rids=tuple(s.rid for s in states),
         slo_class=tuple(s.slo_class for s in states),
@@ -110,9 +109,7 @@ def running_batch(
         decode_start_s=np.array([s.decode_start_s for s in states]),
         decoded_tokens=np.array([s.decoded for s in states], np.int64),
         context_tokens=seq_lens,
-        remaining_tokens=np.array(
-            [remaining_tokens(r, s) for r, s in zip(reqs, states, strict=True)], np.int64
-        ),
+        remaining_tokens=remaining,
         max_depth=np.array(
             [min(deepest, max_tree_depth(r, s)) for r, s in zip(reqs, states, strict=True)], np.int64
         ),

@@ -20,7 +20,7 @@ from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import GATE as GATED
 from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
 from adaserve.bench.sweep.workload import MAX_OUTPUT_TOKENS
-from adaserve.config import AdaServeConfig
+from adaserve.config import MOST_RUNNING, AdaServeConfig
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import LatencyModel, StepCost, TableCost
@@ -36,8 +36,6 @@ LIMIT, LOOSE = "clairvoyant", "loose caps"
 """What is replayed besides: with every outcome known, and without knowing where answers end."""
 LOOSE_TOKENS = 2 * MAX_OUTPUT_TOKENS
 """``max_tokens`` of such requests. Those of a sweep say exactly how long the answer is."""
-MOST_RUNNING = 64
-"""Requests that an AdaServe server runs at once, unless told otherwise."""
 CHUNK_TOKENS = 256
 """SGLang's chunked prefill on a CPU, as ``ServerSpec`` starts it."""
 SIZES = np.array(
