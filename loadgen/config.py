@@ -98,6 +98,8 @@ class TraceSpec(Setting):
     slo_from: Annotated[Literal["classes", "trace"], must("be classes or trace")] = "classes"
     max_prompt_tokens: Count | None = None  # clip, for models with a short context
     max_output_tokens: Count | None = None
+    # max_tokens of every request; a server started with ADASERVE_REPLAY=1 ends answers where the trace does
+    stated_max_tokens: Count | None = None
 
 
 def _trace(value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.slo.metrics import PREDICTED
+from adaserve.slo.replay import ANSWER_TOKENS
 from adaserve.slo.resolve import HEADER_TRACE, TRACE_KEYS, TRACE_MEMBER
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
@@ -37,8 +38,13 @@ class StreamEvent:
 
 def body(server: Endpoint, request: PlannedRequest, history: str) -> dict[str, Any]:
     """The JSON body. ``history``: text of earlier turns, put before the prompt."""
-    priority = {} if request.priority is None else {"priority": request.priority}
-    return _body(server, request, history) | priority
+    data = _body(server, request, history)
+    if request.priority is not None:
+        data["priority"] = request.priority
+    if request.answer_tokens is not None:
+        holder = data["sampling_params"] if server.api == "generate" else data
+        holder["custom_params"] = {ANSWER_TOKENS: request.answer_tokens}
+    return data
 
 
 def _body(server: Endpoint, request: PlannedRequest, history: str) -> dict[str, Any]:

@@ -35,13 +35,14 @@ class PlannedRequest:
     ttft_ms: float | None
     prompt: str
     prompt_tokens: int  # as planned; the record has the server's count
-    max_tokens: int
+    max_tokens: int  # as the client states it
     temperature: float = 0.0
     priority: int | None = None
     session: str | None = None
     turn: int = 0
     think_s: float = 0.0  # wait after the previous turn's answer
     disconnect_after: int | None = None  # hang up after this many chunks
+    answer_tokens: int | None = None  # where the answer ends before max_tokens; a server of a replay is told
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,11 @@ def _plan(config: BenchConfig, trace: Trace, store: PromptStore) -> Schedule:
             turns[row.session_id] = turns.get(row.session_id, -1) + 1
             request = replace(request, turn=turns[row.session_id])
         if c is not None and hang_up[index, 0] < c.disconnect:
-            request = replace(request, disconnect_after=1 + int(hang_up[index, 1] * request.max_tokens / 2))
+            request = replace(
+                request,
+                disconnect_after=1
+                + int(hang_up[index, 1] * (request.answer_tokens or request.max_tokens) / 2),
+            )
         tpot_ms = slo.tpot_s * 1e3 if math.isfinite(slo.tpot_s) else None
         ttft_ms = slo.ttft_s * 1e3 if math.isfinite(slo.ttft_s) else None
         requests.append(replace(request, tpot_ms=tpot_ms, ttft_ms=ttft_ms))
@@ -163,6 +168,8 @@ def _request(
 ) -> PlannedRequest:
     spec = config.trace
     n_prompt = _clip(row.prompt_tokens, spec.max_prompt_tokens if spec else None)
+    n_answer = _clip(row.output_tokens, spec.max_output_tokens if spec else None)
+    stated = spec.stated_max_tokens if spec else None
     key = row.prompt_id or f"{config.seed}/{index}"
     category = (c.category if c else None) or row.slo_class or ""
     return PlannedRequest(
@@ -173,7 +180,8 @@ def _request(
         ttft_ms=None,
         prompt=row.text if row.text else store.get(category, n_prompt, f"{category}/{key}"),
         prompt_tokens=n_prompt,
-        max_tokens=_clip(row.output_tokens, spec.max_output_tokens if spec else None),
+        max_tokens=n_answer if stated is None else max(n_answer, stated),
+        answer_tokens=None if stated is None else n_answer,
         temperature=c.temperature if c else 0.0,
         priority=c.priority if c else None,
         session=row.session_id,

@@ -31,6 +31,7 @@ from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.slo.metrics import RequestRecord
+from adaserve.slo.replay import ENV as REPLAY_ENV
 
 
 class Target:
@@ -142,7 +143,7 @@ def send(
         session_id=request.session,
         turn=request.turn,
     )
-    reader = _Reader(target.server.api, record, now, request.disconnect_after)
+    reader = _Reader(target.server.api, record, now, request)
     data = target.encode(request, history)
     began_s = now()
     sock: _TimedSocket | None = None
@@ -258,10 +259,10 @@ class _Reader:
         api: str,
         record: RequestRecord,
         now: Callable[[], float],
-        disconnect_after: int | None,
+        request: PlannedRequest,
     ) -> None:
         self.api, self.record, self.now = api, record, now
-        self.disconnect_after = disconnect_after
+        self.disconnect_after, self.answer_tokens = request.disconnect_after, request.answer_tokens
         self.text: list[str] = []
         self._gaps_ms: list[float] = []
         self._seen = 0
@@ -336,6 +337,11 @@ class _Reader:
         record.first_chunk_tokens = min(record.first_chunk_tokens, max(1, record.output_tokens))
         if record.ok and not self.text and record.output_tokens == 0:
             record.error = "the answer holds no token"
+        if record.ok and self.answer_tokens is not None and record.output_tokens > self.answer_tokens:
+            record.error = (
+                f"the answer did not end after the {self.answer_tokens} tokens of its trace: "
+                f"start the server with {REPLAY_ENV}=1 in its environment"
+            )
         record.judge()
 
 

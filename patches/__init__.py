@@ -71,6 +71,7 @@ MODULES = (
     "logit_processors",
     "prefill_logprobs",
     "request_ends",
+    "replayed_answers",
     "response_store",
     "internal_state",
     "server_info",

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from adaserve.server import ServerError
+from adaserve.slo.replay import ANSWER_TOKENS
 
 TIMEOUT_S = 1800.0
 
@@ -26,6 +27,7 @@ class Ask:
     slo_class: str | None = None
     slo_tpot_ms: float | None = None
     json_schema: str | None = None
+    stated_max_tokens: int | None = None  # more than ``tokens``, which only a server of a replay is told
 
     def plain(self) -> Ask:
         """The same without an SLO, for servers without AdaServe."""
@@ -35,13 +37,14 @@ class Ask:
         """The JSON body; ``more``: further keys of it."""
         params: dict[str, Any] = {
             "temperature": self.temperature,
-            "max_new_tokens": self.tokens,
+            "max_new_tokens": max(self.tokens, self.stated_max_tokens or 0),
             "ignore_eos": self.json_schema is None,
         }
         if self.json_schema is not None:
             params["json_schema"] = self.json_schema
-        slo = {"slo_class": self.slo_class, "slo_tpot_ms": self.slo_tpot_ms}
-        if given := {k: v for k, v in slo.items() if v is not None}:
+        ends = None if self.stated_max_tokens is None else self.tokens
+        custom = {"slo_class": self.slo_class, "slo_tpot_ms": self.slo_tpot_ms, ANSWER_TOKENS: ends}
+        if given := {k: v for k, v in custom.items() if v is not None}:
             params["custom_params"] = given
         prompt = {"text": self.prompt} if isinstance(self.prompt, str) else {"input_ids": list(self.prompt)}
         return {**prompt, "sampling_params": params, **more}

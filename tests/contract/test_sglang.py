@@ -90,6 +90,7 @@ TARGETS = {
     f"{MANAGERS}.scheduler.Scheduler.handle_generate_request": ["self", "recv_req", "mm_input_error"],
     f"{MANAGERS}.scheduler.Scheduler.abort_request": ["self", "recv_req"],
     f"{MANAGERS}.schedule_batch.Req._check_str_based_finish": ["self", "new_accepted_len"],
+    f"{MANAGERS}.schedule_batch.Req.update_finish_state": ["self", "new_accepted_len"],
     "sglang.srt.sampling.sampling_params.get_max_seq_length": ["regex_str"],
     f"{MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     "._accept_grammar_tokens": ["self", "req", "tokens"],

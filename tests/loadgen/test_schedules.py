@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 
 from adaserve.loadgen.arrivals import Arrivals, arrival_times
-from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec, from_mapping, load_config
+from adaserve.loadgen.config import (
+    BenchConfig,
+    ClassLoad,
+    Endpoint,
+    Length,
+    TraceSpec,
+    from_mapping,
+    load_config,
+)
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import load_prompts
+from adaserve.loadgen.protocol import body
 from adaserve.loadgen.schedule import build_schedule
 from adaserve.slo.trace import TraceRow, write_jsonl
 
@@ -88,6 +97,20 @@ def test_trace_replay_keeps_times_lengths_and_prompts(tmp_path: Path) -> None:
     for k, r in enumerate(got):
         prompts.setdefault((k + 10) % 3, set()).add(r.prompt[:20])
     assert all(len(texts) == 1 for texts in prompts.values())
+
+
+def test_a_bound_is_stated_in_place_of_the_length(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_jsonl([TraceRow(0.0, 5, 7, "chat"), TraceRow(1.0, 5, 90, "chat")], path)
+    spec = TraceSpec(path=str(path), stated_max_tokens=64)
+    got = build_schedule(BenchConfig(trace=spec, baseline_ms=30)).requests
+    assert [(r.max_tokens, r.answer_tokens) for r in got] == [(64, 7), (90, 90)]
+    native, chat = (body(Endpoint(api=api), got[0], "") for api in ("generate", "chat"))
+    assert native["sampling_params"]["max_new_tokens"] == chat["max_tokens"] == 64
+    assert native["sampling_params"]["custom_params"] == chat["custom_params"] == {"answer_tokens": 7}
+    exact = build_schedule(BenchConfig(trace=TraceSpec(path=str(path)), baseline_ms=30)).requests
+    assert [(r.max_tokens, r.answer_tokens) for r in exact] == [(7, None), (90, None)]
+    assert "custom_params" not in body(Endpoint(), exact[0], "")
 
 
 def test_slo_from_classes_or_from_the_trace(tmp_path: Path) -> None:

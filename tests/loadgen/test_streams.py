@@ -34,7 +34,9 @@ def usage(tokens: int) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
-def answered(parts: list[bytes], api: str = "completions") -> tuple[RequestRecord, str]:
+def answered(
+    parts: list[bytes], api: str = "completions", answer_tokens: int | None = None
+) -> tuple[RequestRecord, str]:
     """What the load generator makes of an answer that comes in these pieces, each in a packet of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         target = stream.Target(Endpoint(url=f"http://127.0.0.1:{listener.getsockname()[1]}", api=api))
@@ -50,7 +52,7 @@ def answered(parts: list[bytes], api: str = "completions") -> tuple[RequestRecor
 
         server = threading.Thread(target=serve)
         server.start()
-        request = PlannedRequest(0, 0.0, "chat", 1000.0, 1000.0, "Hello", 4, 3)
+        request = PlannedRequest(0, 0.0, "chat", 1000.0, 1000.0, "Hello", 4, 3, answer_tokens=answer_tokens)
         answer = stream.send(target, request, "", 0.0, stream.run_clock(0.0), lambda _: True)
         server.join()
     assert answer is not None
@@ -128,6 +130,13 @@ def test_every_form_of_a_stream_is_read(case: str, chunked: bool) -> None:
     found = (text, record.output_tokens, record.n_chunks, record.error, record.token_source)
     assert found == (wanted.text, wanted.tokens, wanted.chunks, wanted.error, wanted.source)
     assert record.attained == (wanted.error is None)
+
+
+def test_a_server_that_does_not_end_answers_where_their_trace_does_is_found_out() -> None:
+    parts = [HEAD + b"\r\n", *ABC, usage(3), DONE]
+    assert answered(parts, answer_tokens=3)[0].attained
+    record, _ = answered(parts, answer_tokens=2)
+    assert "ADASERVE_REPLAY=1" in (record.error or "") and not record.attained
 
 
 def test_a_server_that_is_full_says_so() -> None:

@@ -96,6 +96,15 @@ def bench_sweep(
     temperature: Annotated[
         float | None, _traffic("Sampling temperature of every class; 0 is greedy.", min=0, show_default="0.8")
     ] = None,
+    max_tokens: Annotated[
+        int | None,
+        _traffic(
+            "What requests state as max_tokens. Answers end before, where nobody knows. "
+            "0: exactly the length of each answer.",
+            min=0,
+            show_default="512",
+        ),
+    ] = None,
     model: Annotated[Text, _server("Target model.", show_default="the embedded model")] = None,
     draft: Annotated[Text, _server("Draft model.", show_default="the embedded model")] = None,
     size: Annotated[
@@ -173,6 +182,7 @@ def bench_sweep(
                 "prompt_scale": prompt_scale,
                 "output_scale": output_scale,
                 "temperature": temperature,
+                "max_tokens": max_tokens,
             },
             quick=quick,
             server={"model": model, "draft": draft, "size": size},

@@ -18,6 +18,7 @@ from adaserve.bench.servers import running
 from adaserve.bench.sweep.systems import PLAIN, STOCK, System, system
 from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.server import ServerError, ServerProcess, ServerSpec
+from adaserve.slo.replay import ENV as REPLAY_ENV
 
 BASELINE_REQUESTS, BASELINE_TOKENS = 7, 48
 PACE_REQUESTS, PACE_TOKENS = 3, 20
@@ -101,7 +102,7 @@ class Host:
             spec = replace(spec, extra=(*spec.extra, "--enable-priority-scheduling"))
         self.starts += 1
         log = self._work / f"server-{self.starts}-{wanted.server}.log"
-        process = self._open.enter_context(running(spec, log, self._console))
+        process = self._open.enter_context(running(spec, log, self._console, {REPLAY_ENV: "1"}))
         started = self._servers[wanted.server] = _Running(process)
         return started
 

@@ -52,6 +52,7 @@ class Traffic:
     temperatures: Mapping[str, float]
     seconds: float
     priorities: Mapping[str, int] | None = None  # of SGLang's scheduling; None = requests carry none
+    stated_max_tokens: int | None = None  # None = exactly where the answers end
 
     @property
     def limit_s(self) -> float:
@@ -73,7 +74,12 @@ class Traffic:
                 url=url, api="generate", ignore_eos=True, timeout_s=SILENCE_S, continuous_usage=False
             ),
             classes=classes,
-            trace=TraceSpec(path=str(self.path), format="jsonl", slo_from="trace"),
+            trace=TraceSpec(
+                path=str(self.path),
+                format="jsonl",
+                slo_from="trace",
+                stated_max_tokens=self.stated_max_tokens,
+            ),
             duration_s=self.seconds + 1.0,
             seed=seed,
         )

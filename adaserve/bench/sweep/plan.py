@@ -29,6 +29,10 @@ the decoding requests for as many iterations as in the paper.
 """
 
 
+MAX_TOKENS = 512
+"""What requests state as ``max_tokens``: a loose bound, as clients give it. Answers end by themselves."""
+
+
 class SweepError(UserError, ValueError):
     """A sweep cannot run as requested; the message says what to change."""
 
@@ -101,6 +105,7 @@ class SweepPlan:
     prompt_scale: float = PROMPT_SCALE
     output_scale: float = 0.5
     temperature: float = 0.8  # of every class; 0 is greedy
+    max_tokens: int = MAX_TOKENS  # as requests state it; 0: exactly where their answers end
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.axes) - set(AXES)):
@@ -120,6 +125,8 @@ class SweepPlan:
                 raise SweepError(f"--{name.replace('_', '-')} must lie in (0, {most}]")
         if not 1 <= self.seconds < math.inf:
             raise SweepError("--seconds must be at least 1")
+        if self.max_tokens < 0:
+            raise SweepError("--max-tokens must be at least 1, or 0 for exactly the length of each answer")
         if self.blocks < 1 or min(self.lengths) < 1:
             raise SweepError("--blocks and --lengths must be at least 1")
 
@@ -129,6 +136,11 @@ class SweepPlan:
         names = [*KINDS, *map(trace_name, self.traces)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise SweepError(f"two kinds of traffic are called {twice[0]!r}: rename the trace's file")
+
+    @property
+    def stated_max_tokens(self) -> int | None:
+        """``max_tokens`` of all requests; None where each has its own, exact one."""
+        return self.max_tokens or None
 
     @property
     def own_scale(self) -> float | None:
@@ -223,6 +235,7 @@ class SweepPlan:
     def from_json(cls, data: dict[str, Any]) -> SweepPlan:
         known = {f.name for f in fields(cls)}
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        values.setdefault("max_tokens", 0)  # the only way before there was a choice
         return cls(**{k: v for k, v in values.items() if k in known})
 
 

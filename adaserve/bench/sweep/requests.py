@@ -58,6 +58,7 @@ class Requests:
                 self.workload.temperature,
                 r.slo_class,
                 slos[r.slo_class or ""],
+                stated_max_tokens=self.plan.stated_max_tokens,
             )
             for r in rows
         ]
@@ -106,6 +107,7 @@ class Requests:
             temperatures=dict.fromkeys(self.workload.names, self.workload.temperature),
             seconds=self.plan.seconds,
             priorities=by_urgency(slo_ms) if case.policy == STOCK_PRIORITY else None,
+            stated_max_tokens=self.plan.stated_max_tokens,
         )
 
 

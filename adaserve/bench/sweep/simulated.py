@@ -19,7 +19,6 @@ from adaserve.bench.sweep.aggregate import Block, Outcome, Results
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import GATE as GATED
 from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
-from adaserve.bench.sweep.workload import MAX_OUTPUT_TOKENS
 from adaserve.config import MOST_RUNNING, AdaServeConfig
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context
@@ -32,10 +31,8 @@ from adaserve.scheduler.simulator.trees import SyntheticChildren, acceptance_of_
 from adaserve.scheduler.simulator.workload import SimRequest, TextModel, drawn_difficulty
 from adaserve.slo.metrics import RequestRecord
 
-LIMIT, LOOSE = "clairvoyant", "loose caps"
-"""What is replayed besides: with every outcome known, and without knowing where answers end."""
-LOOSE_TOKENS = 2 * MAX_OUTPUT_TOKENS
-"""``max_tokens`` of such requests. Those of a sweep say exactly how long the answer is."""
+LIMIT, TOLD = "clairvoyant", "told lengths"
+"""What is replayed besides: with every outcome known, and with ``max_tokens`` exactly where answers end."""
 CHUNK_TOKENS = 256
 """SGLang's chunked prefill on a CPU, as ``ServerSpec`` starts it."""
 SIZES = np.array(
@@ -57,7 +54,7 @@ class Agreement:
     @property
     def is_served(self) -> bool:
         """Whether a server can do that."""
-        return self.policy not in (LIMIT, LOOSE)
+        return self.policy not in (LIMIT, TOLD)
 
     @property
     def points(self) -> float:
@@ -80,7 +77,7 @@ class Simulator:
         self._latency = replace(self._latency, overhead_s=fixed_s)
 
     def agreements(self, show: Callable[[str], None] = lambda _: None) -> list[Agreement]:
-        """Every outcome that the simulator knows, and LIMIT and LOOSE at each point.
+        """Every outcome that the simulator knows, and LIMIT and TOLD at each point.
 
         ``show`` gets what is replayed next."""
         found = []
@@ -94,16 +91,17 @@ class Simulator:
             if mine := here.get(self._results.default):
                 engine = _sum(mine.blocks.values())
                 found.append(Agreement(point, LIMIT, engine, self._replay(mine, LIMIT)))
-                found.append(Agreement(point, LOOSE, engine, self._replay(mine, cap_tokens=LOOSE_TOKENS)))
+                found.append(Agreement(point, TOLD, engine, self._replay(mine, told=True)))
         return found
 
-    def _replay(self, outcome: Outcome, policy: str | None = None, cap_tokens: int = 0) -> Block:
+    def _replay(self, outcome: Outcome, policy: str | None = None, told: bool = False) -> Block:
+        stated = 0 if told else self._results.plan.max_tokens
         blocks = []
         for case in outcome.cases:
             setting = system(case["setting"])
             records = self._results.store.records(case["id"])
             sent = sim_requests(records, self._text, case["seed"])
-            requests = [replace(r, cap_tokens=max(cap_tokens, r.cap_tokens)) for r in sent]
+            requests = [replace(r, cap_tokens=max(stated, r.cap_tokens)) for r in sent]
             config = SimulationConfig(
                 self._replica(setting), policy or setting.policy or "none", self._policy(), seed=case["seed"]
             )
@@ -308,7 +306,7 @@ def _verdict(here: Sequence[Agreement]) -> str:
     if others:
         text += (
             f" Told every outcome, a policy attains {others[LIMIT]:.1%} in the simulator; ours attains "
-            f"{others[LOOSE]:.1%} where it does not know the end of answers (max_tokens of {LOOSE_TOKENS})."
+            f"{others[TOLD]:.1%} where max_tokens tells it the end of every answer."
         )
     return text
 

@@ -190,6 +190,7 @@ def test_traces_keep_names_of_their_own() -> None:
         ("blocks", 0),
         ("lengths", ()),
         ("kinds", ("dreams",)),
+        ("max_tokens", -1),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(field: str, value: object) -> None:
@@ -200,6 +201,8 @@ def test_a_plan_that_makes_no_sense_is_refused(field: str, value: object) -> Non
 def test_a_plan_comes_back_from_its_file() -> None:
     plan = SweepPlan(axes=("load", "peaks"), seeds=(3, 4), trace="a.jsonl", temperature=0.0)
     assert SweepPlan.from_json(plan.to_json()) == plan
+    older = {k: v for k, v in plan.to_json().items() if k != "max_tokens"}
+    assert SweepPlan.from_json(older).stated_max_tokens is None, "they stated how long each answer is"
 
 
 def test_a_sweep_may_grow_but_its_traffic_may_not_change() -> None:

@@ -12,7 +12,7 @@ from adaserve.bench.sweep.aggregate import Block, Results
 from adaserve.bench.sweep.plan import Point, SweepPlan
 from adaserve.bench.sweep.simulated import (
     LIMIT,
-    LOOSE,
+    TOLD,
     Agreement,
     Simulator,
     as_served,
@@ -135,14 +135,14 @@ def test_every_system_is_replayed_and_the_limit_with_them(tmp_path: Path) -> Non
     store = served(tmp_path)
     found = Simulator(Results(store)).agreements()
     assert {(a.point.load, a.policy) for a in found} == {
-        (load, name) for load in (0.3, 0.6) for name in ("chain-2", "priced", LIMIT, LOOSE)
+        (load, name) for load in (0.3, 0.6) for name in ("chain-2", "priced", LIMIT, TOLD)
     }
     assert all(a.simulated.requests == a.engine.requests == 24 for a in found)
     limit = {a.point: a.simulated.attained for a in found if a.policy == LIMIT}
     assert all(a.simulated.attained <= limit[a.point] + 1 for a in found if a.policy == "priced")
     text = markdown(found)
-    assert "Told every outcome" in text and "does not know the end of answers (max_tokens of 512)" in text
-    assert text.count("| priced |") == 2 and LOOSE not in text and len(to_json(found)) == len(found)
+    assert "Told every outcome" in text and "tells it the end of every answer" in text
+    assert text.count("| priced |") == 2 and TOLD not in text and len(to_json(found)) == len(found)
 
 
 def test_what_agrees_and_what_is_in_the_same_order_is_counted() -> None:

@@ -1,0 +1,30 @@
+"""Answers of a replay end where their trace says, though ``max_tokens`` says more.
+
+Why: see adaserve/slo/replay.py. SGLang ends an answer by its tokens, its text or ``max_tokens``, and a
+replay knows only the length. Every server of a comparison needs it, those without ADASERVE too.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from adaserve.patches import hook
+from adaserve.slo.replay import ANSWER_TOKENS, ENV
+
+
+def register() -> None:
+    if os.environ.get(ENV) == "1":
+        hook("sglang.srt.managers.schedule_batch.Req.update_finish_state", _ended, HookType.AFTER)
+
+
+def _ended(_: None, self: Any, *__: Any, **___: Any) -> None:
+    from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
+
+    tokens = (self.sampling_params.custom_params or {}).get(ANSWER_TOKENS)
+    if tokens is not None and not self.finished() and len(self.output_ids) >= tokens:
+        self.finished_reason = FINISH_MATCHED_TOKEN(matched=self.output_ids[tokens - 1])
+        # A verification can accept tokens after the end, as after a stop token.
+        self.finished_len = tokens
