@@ -53,7 +53,7 @@ def options(pair: Path, out: Path, **given: Any) -> Options:
         "seconds": 3.0,
     }
     return Options(
-        given={**plan, "prompt_scale": 0.06, "output_scale": 0.06, **given},
+        given={**plan, "prompt_scale": 0.06, "output_scale": 0.06, "max_tokens": 64, **given},
         server={
             "model": str(pair / "target"),
             "draft": str(pair / "noisy"),
