@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.stats import CensoredData, ecdf
 
 from adaserve.slo.lengths import LATEST, LEAST, RENEWED_EVERY, UNKNOWN, OutputLengths
 
@@ -45,6 +46,19 @@ def test_answers_that_were_cut_would_have_been_longer() -> None:
     assert naive.left("chat", 39) == 1, "as if answers liked to end at 40"
     assert both.left("chat", 39) == known(ended).left("chat", 39) == 17
     assert both.left("chat", 49) == known(ended).left("chat", 49) == 14
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_a_kaplan_meier_estimate(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    tokens, cut = random.integers(1, 60, 50), random.random(50) < random.random()
+    lengths, last = known(tokens.tolist(), cut.tolist()), int(tokens.max())
+    longer = ecdf(CensoredData(uncensored=tokens[~cut], right=tokens[cut])).sf.evaluate
+    for decoded in range(last + 1):
+        later = np.arange(decoded + 1, last + 1)
+        few = later[longer(later) <= 0.75 * longer(decoded) + 1e-9] - decoded
+        is_known = bool(lengths) and len(few) > 0
+        assert lengths.left("chat", decoded) == (few[0] if is_known else UNKNOWN), decoded
 
 
 @pytest.mark.parametrize("more", [0, LATEST])
