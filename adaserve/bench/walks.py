@@ -23,7 +23,6 @@ from adaserve.engine.parts import Search
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape, tree_shape
 from adaserve.medusa import MedusaHeads
-from adaserve.pair.acceptance import DraftSharpening, load_sharpening
 from adaserve.pair.candidates import ModelDrafter
 from adaserve.pair.eagle import EagleHead
 from adaserve.pair.evaluate import load_drafter
@@ -33,6 +32,7 @@ from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import Block, TinyLlama, rope
 from adaserve.pair.observed import observe
 from adaserve.pair.shape import NORM_EPS
+from adaserve.sharpening import DraftSharpening, load_sharpening
 
 
 @dataclass(frozen=True)

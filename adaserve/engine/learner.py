@@ -19,7 +19,7 @@ from adaserve.engine.trainer_link import TrainerLink, bytes_of
 from adaserve.learning.draft import checked
 from adaserve.learning.messages import Answer, Candidate, Hello, Message, Progress
 from adaserve.learning.versions import DamagedError, Versions
-from adaserve.pair.acceptance import DraftSharpening
+from adaserve.sharpening import DraftSharpening
 from adaserve.slo.events import DraftLearning, DraftScores, Judged
 from adaserve.slo.stats import SLOStats, epoch_s
 

@@ -1,6 +1,6 @@
 """How the logits of a draft in training are read, and how well they are read so.
 
-A server reads a draft by what was measured for it (adaserve/pair/acceptance.py). Learning makes a draft more
+A server reads a draft by what was measured for it (adaserve/sharpening.py). Learning makes a draft more
 certain and more like its target, so it wants another weight of the shared noise and another tau: both are
 fitted anew to what was served.
 """
@@ -17,7 +17,7 @@ from torch.nn import functional as fn
 from adaserve.learning import losses
 from adaserve.learning.records import Record
 from adaserve.noise import gumbel
-from adaserve.pair.acceptance import Correction, DraftSharpening
+from adaserve.sharpening import Correction, DraftSharpening
 
 _NOISE_FACTORS = np.geomspace(0.75, 1.4, 9)
 _TAU_FACTORS = np.geomspace(0.6, 1.8, 15)

@@ -12,7 +12,7 @@ import socket
 
 import msgspec
 
-from adaserve.pair.acceptance import Correction
+from adaserve.sharpening import Correction
 
 
 class ClassScore(msgspec.Struct):

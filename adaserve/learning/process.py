@@ -35,7 +35,7 @@ from adaserve.learning.shared import Ring, memory
 from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
 from adaserve.learning.versions import Version, Versions
 from adaserve.lifetime import die_with_parent
-from adaserve.pair.acceptance import load_sharpening
+from adaserve.sharpening import load_sharpening
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from adaserve.learning.draft import DraftCopy
 from adaserve.learning.head import HeadCopy
 from adaserve.learning.messages import ClassScore
 from adaserve.learning.records import Record
-from adaserve.pair.acceptance import Correction, DraftSharpening
+from adaserve.sharpening import Correction, DraftSharpening
 
 JUDGED = 32
 """Requests that a candidate is judged on. They are trained on afterwards."""

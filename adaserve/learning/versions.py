@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from adaserve.errors import UserError
-from adaserve.pair.acceptance import Correction, load_sharpening
 from adaserve.pair.folders import PLAIN_NAME, copy_companions
+from adaserve.sharpening import Correction, load_sharpening
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from torch.nn import functional as fn
 from adaserve.draft_kind import draft_kind, medusa_folder
 from adaserve.medusa import load_medusa
 from adaserve.noise import request_key
-from adaserve.pair.acceptance import FILE_NAME, DraftSharpening, sharpening_of
 from adaserve.pair.candidates import Drafter, ModelDrafter, Trees, draft_trees
 from adaserve.pair.data import load_tokenizer, open_stream
 from adaserve.pair.eagle import load_head
@@ -29,6 +28,7 @@ from adaserve.pair.medusa import MedusaBlocks, MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.prompts import CATEGORIES, load_prompts
 from adaserve.pair.vocabulary import BOS_ID, MAX_CONTEXT_TOKENS
+from adaserve.sharpening import FILE_NAME, DraftSharpening, sharpening_of
 
 TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 REPORTED = (0.0, 0.7, 1.0)

@@ -13,12 +13,12 @@ from torch import Tensor
 from adaserve.bench.heads import in_turns, summarize
 from adaserve.bench.walks import EagleWalk, HeadPlan, MedusaWalk, ModelWalk, Text, Tree, Walk
 from adaserve.engine.host.linear import Storage
-from adaserve.pair.acceptance import load_sharpening
 from adaserve.pair.candidates import Drafter, ModelDrafter, draft_trees
 from adaserve.pair.generate import generate
 from adaserve.pair.head_drafts import HeadDrafter
 from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import TinyLlama
+from adaserve.sharpening import load_sharpening
 from tests.pair.test_heads import random_head
 from tests.pair.test_medusa import random_blocks
 from tests.pair.test_training import TINY, random_model

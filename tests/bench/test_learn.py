@@ -24,10 +24,10 @@ from adaserve.bench.learn.texts import HOME, PATTERNS, Texts
 from adaserve.learning import draft_reading
 from adaserve.learning.draft import DraftCopy
 from adaserve.learning.trainer import Recipe, Trainer
-from adaserve.pair.acceptance import load_sharpening
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.model import load_hf
 from adaserve.pair.widen import shipped_draft
+from adaserve.sharpening import load_sharpening
 from tests.learning.factories import record
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from adaserve.engine.learner import Learner, _Offer
 from adaserve.learning.messages import Answer, Candidate
-from adaserve.pair.acceptance import Correction, DraftSharpening
+from adaserve.sharpening import Correction, DraftSharpening
 from adaserve.slo.events import DraftLearning
 
 

@@ -22,7 +22,7 @@ from adaserve.engine import trainer_link
 from adaserve.engine.trainer_link import MOST_STARTS, SILENT_S, TrainerLink, bytes_of, stand_back, starves
 from adaserve.learning.draft import to_bytes
 from adaserve.learning.messages import Candidate, Hello, Progress, line, send
-from adaserve.pair.acceptance import Correction
+from adaserve.sharpening import Correction
 
 
 @pytest.fixture

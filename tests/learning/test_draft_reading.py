@@ -14,7 +14,7 @@ from torch.nn import functional as fn
 from adaserve.learning import draft_reading, losses
 from adaserve.learning.records import Record, kept
 from adaserve.noise import gumbel
-from adaserve.pair.acceptance import Correction, DraftSharpening, load_sharpening
+from adaserve.sharpening import Correction, DraftSharpening, load_sharpening
 
 VOCAB, POSITIONS, TEMPERATURE = 300, 200, 0.8
 EXACT = DraftSharpening((0.0,), (1.0,), shared=((0.0, 1.0), (1.0, 1.0), (0.0, 1.0)))

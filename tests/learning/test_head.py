@@ -17,7 +17,7 @@ from adaserve.learning.draft import checked, to_bytes
 from adaserve.learning.head import STEPS, HeadCopy
 from adaserve.learning.records import Record
 from adaserve.learning.trainer import Recipe, Trainer
-from adaserve.pair.acceptance import DraftSharpening
+from adaserve.sharpening import DraftSharpening
 from tests.engine.heads import Head, following_head, frequent_tokens, head_target, save_head
 from tests.learning.factories import served
 

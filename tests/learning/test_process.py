@@ -32,7 +32,7 @@ from adaserve.learning.process import MOST_REST_S, Process, rest_s
 from adaserve.learning.shared import Ring, allocate, memory
 from adaserve.learning.trainer import JUDGED
 from adaserve.learning.versions import Version, Versions
-from adaserve.pair.acceptance import Correction
+from adaserve.sharpening import Correction
 from tests.learning.factories import save_drafts, served
 
 WEIGHTS_BYTES = 1 << 24

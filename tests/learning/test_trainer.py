@@ -12,7 +12,7 @@ import torch
 from adaserve.learning.draft import DraftCopy, checked, to_bytes
 from adaserve.learning.losses import LOSSES
 from adaserve.learning.trainer import JUDGE_EVERY, Judgement, Recipe, Replay, Trainer, verdict
-from adaserve.pair.acceptance import load_sharpening
+from adaserve.sharpening import load_sharpening
 from tests.learning.factories import record, save_drafts, served
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaserve.pair.acceptance import load_sharpening
 from adaserve.pair.candidates import ModelDrafter
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.eagle import HeadShape
@@ -20,6 +19,7 @@ from adaserve.pair.medusa import MedusaDrafter
 from adaserve.pair.model import TinyLlama, load_hf
 from adaserve.pair.shape import DRAFT, MEDUSA_DEPTH, MEDUSA_LAYERS, TARGET
 from adaserve.pair.train import next_token_loss
+from adaserve.sharpening import load_sharpening
 
 WEIGHTS = Path(str(files("adaserve.pair").joinpath("weights")))
 

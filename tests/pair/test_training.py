@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from adaserve.pair import export
-from adaserve.pair.acceptance import DraftSharpening, load_sharpening
 from adaserve.pair.candidates import ModelDrafter, draft_trees
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.distill import divergence, sliced
@@ -24,6 +23,7 @@ from adaserve.pair.packed import average
 from adaserve.pair.schedule import Phase, Stage, learning_rate
 from adaserve.pair.shape import Shape
 from adaserve.pair.train import Run, Trainer, next_token_loss
+from adaserve.sharpening import DraftSharpening, load_sharpening
 
 TINY = Shape(vocab=50, hidden=32, layers=2, mlp=48, heads=4, kv_heads=2)
 

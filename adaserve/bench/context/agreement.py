@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from adaserve.bench.context.report import Mode
-from adaserve.pair.acceptance import load_sharpening
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.evaluate import noise_of, write
 from adaserve.pair.long import CATEGORIES, long_prompts, ranks, sparse_logits, tree_tokens
 from adaserve.pair.model import load_hf
+from adaserve.sharpening import load_sharpening
 
 
 @dataclass(frozen=True)

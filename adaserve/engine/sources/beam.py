@@ -22,8 +22,8 @@ from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, tree_shape
 from adaserve.engine.trees.verify import VerifyBatch
-from adaserve.pair.acceptance import DraftSharpening
 from adaserve.scheduler.interface import MODEL, CandidateTrees, IterationPlan
+from adaserve.sharpening import DraftSharpening
 
 MOST_PENDING = 8
 """Tokens that the first step takes in besides the root: the draft has not seen accepted tokens of other

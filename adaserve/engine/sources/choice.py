@@ -20,7 +20,7 @@ from adaserve.engine.sources.own import SelfSource
 from adaserve.engine.sources.source import TreeSource
 from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.sources.suffix import SuffixSource
-from adaserve.pair.acceptance import load_sharpening
+from adaserve.sharpening import load_sharpening
 
 
 def sources_of(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from adaserve.engine.parts import Device
 from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees.shape import ANY_DEPTH
-from adaserve.pair.acceptance import DraftSharpening
+from adaserve.sharpening import DraftSharpening
 
 _ALMOST_ZERO, _HOT = 0.02, 2.0
 _TEMPERATURES = (0.0, _ALMOST_ZERO, _HOT)

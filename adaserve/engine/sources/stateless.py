@@ -14,8 +14,8 @@ from adaserve.engine.sources.beam import (
 from adaserve.engine.sources.source import Drafting, KeepDrafting, TreeSource
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.pair.acceptance import DraftSharpening
 from adaserve.scheduler.interface import IterationPlan
+from adaserve.sharpening import DraftSharpening
 
 
 class StatelessSource(TreeSource):

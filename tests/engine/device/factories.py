@@ -28,8 +28,8 @@ from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.noise import request_key
-from adaserve.pair.acceptance import DraftSharpening
 from adaserve.scheduler.interface import IterationPlan, RunningBatch
+from adaserve.sharpening import DraftSharpening
 from tests.engine.host.factories import hf_model, read_hf
 
 CONTEXT = 96

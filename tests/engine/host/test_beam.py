@@ -25,8 +25,8 @@ from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.pair.acceptance import DraftSharpening
 from adaserve.scheduler.interface import IterationPlan
+from adaserve.sharpening import DraftSharpening
 from tests.engine.host.factories import Chunk, Pool, hf_model, read_hf, run
 from tests.engine.trees.factories import iteration_plan, paths, running, selection_of
 

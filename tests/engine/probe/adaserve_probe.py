@@ -186,7 +186,7 @@ def probed(base: type) -> type:
 
             from adaserve.learning.draft import to_bytes
             from adaserve.learning.messages import Candidate
-            from adaserve.pair.acceptance import Correction
+            from adaserve.sharpening import Correction
 
             self.stats["poisoned"] = True
             learner = self.learner

@@ -20,8 +20,8 @@ from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.source import KeepDrafting
 from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.pair.acceptance import DraftSharpening
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch, Selection
+from adaserve.sharpening import DraftSharpening
 
 VOCABULARY = 23
 CONTEXT = 64
