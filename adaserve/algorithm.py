@@ -64,7 +64,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
 
 
 def leave_graphs_to_us(args: Any, ours: AdaServeConfig) -> None:
-    """SGLang cannot capture a plugin algorithm's decode graphs; ours are captured by ``GraphDevice``. Its
+    """SGLang cannot capture a plugin algorithm's decode graphs; ours are captured by ``GpuDevice``. Its
     prefill graphs are captured before a head has said what it reads, and would never hand that out."""
     config = args.cuda_graph_config
     if config is None:
@@ -157,7 +157,7 @@ def register() -> None:
 
     @register_attention_backend(ATTENTION_BACKEND)
     def _cpu_backend(runner: Any) -> Any:
-        from adaserve.engine.host.attention_backend import CpuAttentionBackend
+        from adaserve.engine.cpu.attention_backend import CpuAttentionBackend
 
         return CpuAttentionBackend(runner)
 

@@ -65,7 +65,7 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
     def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
         if kind != "mha":
             return None
-        from adaserve.engine.host.kv_pool import CpuMHATokenToKVPool
+        from adaserve.engine.cpu.kv_pool import CpuMHATokenToKVPool
 
         return CpuMHATokenToKVPool
 
@@ -73,7 +73,7 @@ class AdaServeCpuPlatform(SRTPlatform, CpuDeviceMixin):
         """Puts our forward under the model, speculative or not, so that all policies gain alike."""
         from adaserve.config import AdaServeConfig
         from adaserve.draft_kind import HEADS
-        from adaserve.engine.host.install import install
+        from adaserve.engine.cpu.install import install
 
         weights = AdaServeConfig.load().cpu_weights
         # Heads are packed once they know the target.

@@ -118,7 +118,7 @@ def bench_heads(
     """Compare accepted tokens and drafting time of the embedded draft and the embedded heads."""
     from adaserve.bench.heads import run_heads
     from adaserve.bench.walks import HeadPlan
-    from adaserve.engine.host.linear import STORAGES
+    from adaserve.engine.cpu.linear import STORAGES
 
     known("--draft-weights", draft_weights, STORAGES)
     plan = HeadPlan(
@@ -155,8 +155,8 @@ def bench_kernels(
 ) -> None:
     """Time forwards by tokens and by context, in milliseconds, with the C kernels of this host."""
     from adaserve.bench.kernels import KernelPlan, run_kernels
-    from adaserve.engine.host.build import WITHOUT_AVX512
-    from adaserve.engine.host.linear import STORAGES
+    from adaserve.engine.cpu.build import WITHOUT_AVX512
+    from adaserve.engine.cpu.linear import STORAGES
 
     known("--storages", storages, STORAGES)
     flags = WITHOUT_AVX512 if avx2 else ()

@@ -23,8 +23,8 @@ from rich.console import Console
 
 from adaserve.bench.terminal import progress, table
 from adaserve.bench.walks import HeadPlan, Text, Tree, Walk, kernel_model, over_pool, walks
-from adaserve.engine.host.forwards import HostForward
-from adaserve.engine.host.linear import Storage
+from adaserve.engine.cpu.forwards import CpuForward
+from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.loadgen.results import new_results_dir, provenance
 from adaserve.pair.evaluate import prompt_batch, write
@@ -57,7 +57,7 @@ class Verification:
     def __init__(self, network: TinyLlama, rows: int, storage: Storage) -> None:
         table = torch.arange(rows, dtype=torch.int32)[:, None]
         forward = over_pool(kernel_model(network, 1, storage), network.shape.layers, rows)
-        self._forward = HostForward(forward, table)
+        self._forward = CpuForward(forward, table)
         zeros, ones = np.zeros(rows, np.int64), np.ones(rows, np.int64)
         self._batch = TreeBatch.causal(zeros, np.arange(rows), zeros, ones)
 

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from adaserve.bench.markdown import table
 from adaserve.bench.terminal import progress
-from adaserve.engine.host import build
-from adaserve.engine.host.linear import Storage
-from adaserve.engine.host.native import NativeBackend
-from adaserve.engine.host.params import Inputs, LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.cpu import build
+from adaserve.engine.cpu.linear import Storage
+from adaserve.engine.cpu.native import NativeBackend
+from adaserve.engine.cpu.params import Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.loadgen.results import provenance
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.host.forwards import HostForward, LeanForward
-from adaserve.engine.host.heads import HeadForward, HiddenStates, project
-from adaserve.engine.host.lean import LeanModel, draft_storage
-from adaserve.engine.host.linear import Storage
-from adaserve.engine.host.medusa import MedusaForward
-from adaserve.engine.host.params import LayerWeights, ModelConfig, ModelWeights
-from adaserve.engine.parts import Search
+from adaserve.engine.cpu.forwards import CpuForward, LeanForward
+from adaserve.engine.cpu.heads import HeadForward, HiddenStates, project
+from adaserve.engine.cpu.lean import LeanModel, draft_storage
+from adaserve.engine.cpu.linear import Storage
+from adaserve.engine.cpu.medusa import MedusaForward
+from adaserve.engine.cpu.params import LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.device import Search
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape, tree_shape
 from adaserve.medusa import MedusaHeads
@@ -209,9 +209,9 @@ class ModelWalk(Walk):
         self.model, self.weights = model, weights
         super().__init__(texts, rows, plan, load_sharpening(folder))
 
-    def make(self, slots: int) -> HostForward:
+    def make(self, slots: int) -> CpuForward:
         lean = kernel_model(self.model, self.room, self.weights)
-        return HostForward(over_pool(lean, self.model.shape.layers, slots), self.table)
+        return CpuForward(over_pool(lean, self.model.shape.layers, slots), self.table)
 
     def kept(self, accepted: np.ndarray) -> np.ndarray:
         return np.minimum(accepted, self.plan.depth - 1)
@@ -236,7 +236,7 @@ class EagleWalk(Walk):
         self.read_with = [project(loaded, states) for states in seen]
         super().__init__(texts, rows, plan, load_sharpening(folder))
 
-    def make(self, slots: int) -> HostForward:
+    def make(self, slots: int) -> CpuForward:
         lean = kernel_model(self.head, self.room, self.weights)
         self.states = HiddenStates(slots, self.head.layer.shape.hidden, torch.float32)
         return HeadForward(over_pool(lean, 1, slots), self.table, self.states)

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from adaserve.engine.parts import Mark
+from adaserve.engine.device import Mark
 
 
 class HostMark:

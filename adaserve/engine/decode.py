@@ -14,10 +14,10 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from adaserve.engine import logprobs, sampling
 from adaserve.engine.agree import Agreement
+from adaserve.engine.device import Device, Run
 from adaserve.engine.grammar import Allowed, Grammars
 from adaserve.engine.iteration import Iteration, Marks
 from adaserve.engine.learner import Learner
-from adaserve.engine.parts import Device, Run
 from adaserve.engine.penalties import Penalties
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests

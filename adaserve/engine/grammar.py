@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.device.transfer import put
+from adaserve.engine.gpu.transfer import put
 from adaserve.engine.matchers import is_live, walk
 from adaserve.engine.portions import portions
 from adaserve.engine.search import Forbid

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve.engine.parts import HostCopy, Mark, Run
+from adaserve.engine.device import HostCopy, Mark, Run
 from adaserve.engine.sources.forced import FORCED
 from adaserve.engine.sources.suffix import SUFFIX
 from adaserve.engine.state import DecodeRows

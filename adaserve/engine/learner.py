@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine.host.swap import Weights, exchange, prepared, served
+from adaserve.engine.cpu.swap import Weights, exchange, prepared, served
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.state import RequestState
 from adaserve.engine.tap import Tap

@@ -23,8 +23,8 @@ import torch
 
 from adaserve.cache import cache_folder
 from adaserve.config import AdaServeConfig
+from adaserve.engine.device import Device, Drafter, ModelForward
 from adaserve.engine.host_load import OtherProcesses
-from adaserve.engine.parts import Device, Drafter, ModelForward
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.host import cpu_name
 from adaserve.scheduler.fit import fit_latency, fit_table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adaserve.config import AUTO_WINDOWS, AdaServeConfig
-from adaserve.engine.parts import Device
+from adaserve.engine.device import Device
 from adaserve.scheduler.config import KNEE
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import Policy

@@ -19,9 +19,9 @@ from sglang.srt.layers.sampler import (
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
+from adaserve.engine.device import Device
 from adaserve.engine.grammar import Allowed
 from adaserve.engine.logit_reading import Reading
-from adaserve.engine.parts import Device
 from adaserve.engine.penalties import Penalties, has_penalty
 from adaserve.engine.portions import portions
 from adaserve.engine.state import RequestState

@@ -66,7 +66,7 @@ class Levels:
         kernel on a GPU, unless the shape branches."""
         before, now, children = self.level(step - 1), self.level(step), self.children(step)
         if self.found.is_cuda and not self.shape.is_branching:
-            from adaserve.engine.device.grow_kernel import grow_fused
+            from adaserve.engine.gpu.grow_kernel import grow_fused
 
             return grow_fused(self.found, self.visible, logprob, token, before, now, children)
         beams = now.stop - now.start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from adaserve.engine.parts import Run
+from adaserve.engine.device import Run
 from adaserve.scheduler.interface import IterationOutcome
 
 

@@ -19,11 +19,11 @@ from adaserve.config import AdaServeConfig, ConfigError, slo_classes
 from adaserve.engine import measure
 from adaserve.engine.agree import Agreement
 from adaserve.engine.decode import DecodeLoop, Publish, pool_rows
+from adaserve.engine.device import Device
 from adaserve.engine.forecast import Forecaster
 from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
 from adaserve.engine.iteration import counts_by_source, sample_of
 from adaserve.engine.learner import Learner
-from adaserve.engine.parts import Device
 from adaserve.engine.penalties import restore_penalties
 from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.prefill import PrefillPacer
@@ -259,9 +259,9 @@ class AdaServeWorker(BaseSpecWorker):
 def open_device(target: Any, drafts: Sequence[Any], config: AdaServeConfig) -> Device:
     """The parts for the device that holds the models (``ModelRunner``s)."""
     if on_device(target.device):
-        from adaserve.engine.device.parts import GraphDevice
+        from adaserve.engine.gpu.device import GpuDevice
 
-        return GraphDevice.of(target, drafts, config)
-    from adaserve.engine.host.parts import HostDevice
+        return GpuDevice.of(target, drafts, config)
+    from adaserve.engine.cpu.device import CpuDevice
 
-    return HostDevice.of(target, drafts, config)
+    return CpuDevice.of(target, drafts, config)

@@ -17,7 +17,7 @@ from adaserve.bench.context.report import Cell, Mode, rising_from, table, winner
 from adaserve.bench.context.run import VERIFIED, ContextPlan, best_cells, layout, run_context
 from adaserve.bench.context.simulated import simulate_context
 from adaserve.cli import app
-from adaserve.engine.host import build
+from adaserve.engine.cpu import build
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.generate import Written

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adaserve.bench.heads import in_turns, summarize
 from adaserve.bench.walks import EagleWalk, HeadPlan, MedusaWalk, ModelWalk, Text, Tree, Walk
-from adaserve.engine.host.linear import Storage
+from adaserve.engine.cpu.linear import Storage
 from adaserve.pair.candidates import Drafter, ModelDrafter, draft_trees
 from adaserve.pair.generate import generate
 from adaserve.pair.head_drafts import HeadDrafter

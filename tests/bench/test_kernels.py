@@ -10,7 +10,7 @@ from rich.console import Console
 
 from adaserve.bench import kernels
 from adaserve.bench.kernels import Case, KernelPlan, Shape, in_turns, run_kernels
-from adaserve.engine.host import build
+from adaserve.engine.cpu import build
 
 pytestmark = pytest.mark.skipif(build.load_kernels() is None, reason="no C compiler here")
 

@@ -33,7 +33,7 @@ SERVING_PATH = (
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner",
     "sglang.srt.speculative.standalone_worker_v2",
     "adaserve.engine.worker",
-    "adaserve.engine.device.parts",
+    "adaserve.engine.gpu.device",
     "adaserve.bench.gpu_check.check",
 )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as fn
 
-from adaserve.engine.host.gumbel import read
+from adaserve.engine.cpu.gumbel import read
 from adaserve.engine.logit_reading import Reading
 from adaserve.medusa import MedusaHeads
 from tests.engine.pairs import VOCAB

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adaserve.engine import portions, sampling
-from adaserve.engine.host.parts import HostDevice
+from adaserve.engine.cpu.device import CpuDevice
 from adaserve.engine.penalties import Penalties
 from adaserve.engine.state import RequestState
 from adaserve.engine.trees import verify
@@ -89,7 +89,7 @@ def make_step(
     info: Any = SimpleNamespace(**values | over)
     forward: Any = None  # draws need no model
     tensors = tensors_of(batch.arrays())
-    device = HostDevice(forward, forward)
+    device = CpuDevice(forward, forward)
     return sampling.Step(device, reqs, states, info, batch, tensors, penalties or Penalties())
 
 
@@ -330,13 +330,13 @@ def test_penalties_follow_requests_that_come_and_go(monkeypatch: pytest.MonkeyPa
     for state, before in zip(rows.states, BEFORE_THE_ROOT, strict=True):
         state.generated[:0] = 50 * before
     uploaded: list[int] = []
-    inner = HostDevice.put
+    inner = CpuDevice.put
 
-    def put(self: HostDevice, arrays: Any) -> Any:
+    def put(self: CpuDevice, arrays: Any) -> Any:
         uploaded.append(sum(a.nbytes for a in arrays.values()))
         return inner(self, arrays)
 
-    monkeypatch.setattr(HostDevice, "put", put)
+    monkeypatch.setattr(CpuDevice, "put", put)
     for served in ([0, 2], [0, 2, 3, 4], [3, 0], [5, 4, 3, 0], [2, 0]):
         states, reqs = [rows.states[r] for r in served], [PENALIZED[r] for r in served]
         for state in states:

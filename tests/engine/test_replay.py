@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine.host.parts import LEAST_GAIN
+from adaserve.engine.cpu.device import LEAST_GAIN
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import PolicyConfig, build_policy
 from adaserve.scheduler.replay import read_recording, replay

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.host import Inputs
-from adaserve.engine.host.forwards import HostForward
-from adaserve.engine.host.parts import HostDevice
-from adaserve.engine.host.torch_forward import TorchBackend
+from adaserve.engine.cpu import Inputs
+from adaserve.engine.cpu.device import CpuDevice
+from adaserve.engine.cpu.forwards import CpuForward
+from adaserve.engine.cpu.torch_forward import TorchBackend
 from adaserve.engine.sources.beam import MOST_PENDING, BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.trees import verify
@@ -24,7 +24,7 @@ from adaserve.engine.trees.attention import token_slots
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.interface import CandidateTrees
-from tests.engine.host.factories import Pool, hf_model, read_hf
+from tests.engine.cpu.factories import Pool, hf_model, read_hf
 from tests.engine.trees import factories
 from tests.engine.trees.factories import (
     PLAIN,
@@ -69,9 +69,9 @@ class Case:
         self.models = [DenseModel(target), DenseModel(draft)]
         n = len(PROMPTS)
         self.table = slot_table(n)
-        self.target, self.draft = (HostForward(model, self.table) for model in self.models)
+        self.target, self.draft = (CpuForward(model, self.table) for model in self.models)
         self.cache = DraftCache(self.draft, self.table, self.models[0].pool.slots, stride=5)
-        self.device = HostDevice(self.target, self.draft)
+        self.device = CpuDevice(self.target, self.draft)
         self.source = BeamSource(self.device, self.cache, PLAIN, MAX_NODES)
         self.rows = factories.decode_rows([len(p) for p in PROMPTS])
         self.may_go(max_depth)
@@ -211,7 +211,7 @@ def _check_caches(case: Case) -> None:
     for r, pool_row in enumerate(case.rows.pool_rows.tolist()):
         text, slots = case.text(r)[:-1], case.table[pool_row]
         one = (np.array([pool_row]), np.array([0]), np.array([len(text)]))
-        HostForward(fresh, case.table).run(TreeBatch.causal(np.array(text), *one))
+        CpuForward(fresh, case.table).run(TreeBatch.causal(np.array(text), *one))
         for model, length in zip(case.models, (len(text), case.held(r)[0]), strict=True):
             at = slots[:length].long()
             for name in ("k", "v"):
@@ -259,7 +259,7 @@ def test_an_end_that_the_draft_has_not_heard_of() -> None:
     case.cache.fill_holes([pool_row], [len(text)], [text])
     fresh = DenseModel(hf_model())
     one = (np.array([pool_row]), np.array([0]), np.array([len(text)]))
-    HostForward(fresh, case.table).run(TreeBatch.causal(np.array(text), *one))
+    CpuForward(fresh, case.table).run(TreeBatch.causal(np.array(text), *one))
     torch.testing.assert_close(case.models[1].pool.k[0][slots.long()], fresh.pool.k[0][slots.long()])
 
 

@@ -21,10 +21,10 @@ from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreem
 from adaserve.bench.context.report import Cell, Mode, figure, table
 from adaserve.bench.kernels import SETS, Shape, random_model
 from adaserve.bench.terminal import progress
-from adaserve.engine.host import build
-from adaserve.engine.host.linear import Storage
-from adaserve.engine.host.native import NativeBackend
-from adaserve.engine.host.params import Inputs
+from adaserve.engine.cpu import build
+from adaserve.engine.cpu.linear import Storage
+from adaserve.engine.cpu.native import NativeBackend
+from adaserve.engine.cpu.params import Inputs
 from adaserve.engine.trees.plan import TreeAttentionPlan
 from adaserve.loadgen.figures import save
 from adaserve.loadgen.results import provenance

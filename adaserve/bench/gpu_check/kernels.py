@@ -26,8 +26,9 @@ from torch import Tensor
 from adaserve.bench.gpu_check import sglang_kernels
 from adaserve.bench.gpu_check.flashinfer_kernels import compile_all, specs
 from adaserve.bench.gpu_check.search import check_search
-from adaserve.engine.device import noise
-from adaserve.engine.device.attention import (
+from adaserve.engine.filters import Filter, by_sort, differences, examples
+from adaserve.engine.gpu import noise
+from adaserve.engine.gpu.attention import (
     INT_WORKSPACE_BYTES,
     AttentionBuffers,
     FlashInferKernel,
@@ -35,10 +36,9 @@ from adaserve.engine.device.attention import (
     TreeKernel,
     TritonKernel,
 )
-from adaserve.engine.device.head_shape import HeadShape
-from adaserve.engine.device.layout import Extent, window_bits
-from adaserve.engine.device.tiles import WORKSPACE_BYTES
-from adaserve.engine.filters import Filter, by_sort, differences, examples
+from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.layout import Extent, window_bits
+from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
 from adaserve.engine.search import Levels
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import SCRATCH_SLOT
@@ -161,7 +161,7 @@ two such numbers, each of which both sides have rounded a few times."""
 def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) -> dict[str, Any]:
     """The largest difference from torch's operators on the CPU, of all tokens and of the best ones'
     log-probabilities; every third row is greedy."""
-    from adaserve.engine.device.noise_kernel import best_fused, read_fused
+    from adaserve.engine.gpu.noise_kernel import best_fused, read_fused
 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, vocabulary, generator=generator).to(TYPES[dtype][0])
@@ -182,7 +182,7 @@ def check_noise(rows: int, vocabulary: int, dtype: str, device: torch.device) ->
 def check_moves(paths: int, deepest: int, sizes: tuple[int, ...], device: torch.device) -> dict[str, Any]:
     """Paths of a window of three nodes per level, in buffers of 16-bit entries of ``sizes``, ten times over:
     what one thread overwrites before another has read it need not show the first time."""
-    from adaserve.engine.device.move_kernel import PathMover
+    from adaserve.engine.gpu.move_kernel import PathMover
 
     generator = torch.Generator().manual_seed(0)
     window = 1 + 3 * deepest
@@ -208,7 +208,7 @@ def check_moves(paths: int, deepest: int, sizes: tuple[int, ...], device: torch.
 
 def check_beams(rows: int, depth: int, width: int, device: torch.device) -> dict[str, Any]:
     """Numbers of a search's levels that differ from what torch's operators give on the CPU; all are exact."""
-    from adaserve.engine.device.grow_kernel import grow_fused
+    from adaserve.engine.gpu.grow_kernel import grow_fused
 
     generator = torch.Generator().manual_seed(0)
     shape = tree_shape(depth, width, None)
@@ -233,7 +233,7 @@ def check_beams(rows: int, depth: int, width: int, device: torch.device) -> dict
 
 def check_filters(rows: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
     """Tokens that differ from what sorting keeps, and (on a GPU) microseconds of both, with one copy."""
-    from adaserve.engine.device.filter_kernel import filter_fused
+    from adaserve.engine.gpu.filter_kernel import filter_fused
 
     logits, settings = examples(rows, vocabulary, device)
     wrong = int(differences(filter_fused, logits, settings).sum())

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.device.attention import AttentionBuffers, SdpaKernel, TreeKernel
-from adaserve.engine.device.forward import DeviceForward
-from adaserve.engine.device.graphs import Graph, GraphTable
-from adaserve.engine.device.model import Inputs, Output, Parts
-from adaserve.engine.device.sizes import SearchKey, Sizes, Tiers
-from adaserve.engine.parts import Beams, Search
+from adaserve.engine.device import Beams, Search
+from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TreeKernel
+from adaserve.engine.gpu.forward import GpuForward
+from adaserve.engine.gpu.graphs import Graph, GraphTable
+from adaserve.engine.gpu.model import Inputs, Output, Parts
+from adaserve.engine.gpu.sizes import SearchKey, Sizes, Tiers
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import tree_shape
 
@@ -79,4 +79,4 @@ def _found(rows: int, depth: int, width: int, device: torch.device) -> Beams:
     first = TreeBatch.roots(every, every, CACHED + every, shape.width)
     ones = np.ones(rows, np.float32)
     search = Search(shape, CACHED + every, every, ones, ones / 2, every.astype(np.uint64))
-    return DeviceForward(parts).search(first, search, None)()
+    return GpuForward(parts).search(first, search, None)()

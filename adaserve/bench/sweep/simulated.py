@@ -117,7 +117,7 @@ class Simulator:
         )  # fmt: skip
 
     def _policy(self) -> PolicyConfig:
-        from adaserve.engine.host.parts import LEAST_GAIN
+        from adaserve.engine.cpu.device import LEAST_GAIN
 
         server = self._results.head["server"]
         config = AdaServeConfig(**{name: server[name] for name in ("budget", "max_depth", "max_width")})

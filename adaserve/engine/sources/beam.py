@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from adaserve.engine.clock import HostMark
-from adaserve.engine.parts import Beams, Device, Mark, ModelForward, Ready, Run, Search
+from adaserve.engine.device import Beams, Device, Mark, ModelForward, Ready, Run, Search
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.source import Drafting, KeepDrafting, TreeSource

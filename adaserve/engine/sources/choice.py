@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine.parts import Device
+from adaserve.engine.device import Device
 from adaserve.engine.requests import asked_of
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.parts import ModelForward
+from adaserve.engine.device import ModelForward
 from adaserve.engine.trees.batch import Gap, TreeBatch
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.engine.parts import Beams
+from adaserve.engine.device import Beams
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.proposal import Proposal

@@ -8,7 +8,7 @@ what plain decoding leaves.
 
 from __future__ import annotations
 
-from adaserve.engine.parts import Device
+from adaserve.engine.device import Device
 from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees.shape import ANY_DEPTH
 from adaserve.sharpening import DraftSharpening

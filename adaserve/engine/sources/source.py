@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.engine.parts import Mark, Run
+from adaserve.engine.device import Mark, Run
 from adaserve.engine.state import DecodeRows
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.engine.trees.verify import VerifyBatch

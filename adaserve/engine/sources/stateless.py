@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adaserve.engine.parts import Drafter
+from adaserve.engine.device import Drafter
 from adaserve.engine.sources.beam import (
     asking_for,
     drafted_rows,

@@ -170,7 +170,7 @@ def probed(base: type) -> type:
         def _swap(self, every: int, *folders: str) -> None:
             from safetensors.torch import load_file
 
-            from adaserve.engine.host.swap import exchange, prepared
+            from adaserve.engine.cpu.swap import exchange, prepared
 
             self.stats["looks"] = looks = self.stats.get("looks", 0) + 1
             if self.learner.tensors and not self.stats.get("poisoned"):
@@ -326,8 +326,8 @@ def kv_errors(worker: Any, tokens: list[int], slots: Any, layers: int | None = N
     first ``layers`` (None = all)."""
     import torch
 
-    from adaserve.engine.host import Inputs
-    from adaserve.engine.host.install import LEAN_ATTRIBUTE
+    from adaserve.engine.cpu import Inputs
+    from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
     from adaserve.engine.trees.attention import causal_plan
 
     lean = getattr(worker.model_runner.model, LEAN_ATTRIBUTE)
@@ -367,8 +367,8 @@ def hidden_of(target_worker: Any, tokens: Any) -> Any:
     """fp32 [T, layers, H] and [T, H]: what heads may read of a text, in a fresh prefill."""
     import torch
 
-    from adaserve.engine.host import Inputs
-    from adaserve.engine.host.install import LEAN_ATTRIBUTE
+    from adaserve.engine.cpu import Inputs
+    from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
     from adaserve.engine.trees.attention import causal_plan
 
     runner = target_worker.model_runner
@@ -395,7 +395,7 @@ def head_errors(head: Any, states: Any, tokens: list[int], slots: Any) -> Any:
     target's ``states``. The first token has none."""
     import torch
 
-    from adaserve.engine.host.params import Before, Inputs
+    from adaserve.engine.cpu.params import Before, Inputs
     from adaserve.engine.trees.attention import causal_plan
 
     pool, n = head.model.pool, len(tokens) - 1
@@ -423,7 +423,7 @@ def both_heads(worker: Any, width: int = 3, length: int = 40) -> dict[str, Any]:
 
 
 def our_levels(worker: Any, tokens: Any, width: int) -> list[Any]:
-    from adaserve.engine.parts import Search
+    from adaserve.engine.device import Search
     from adaserve.engine.trees.batch import TreeBatch
     from adaserve.engine.trees.shape import tree_shape
 
@@ -449,8 +449,8 @@ def sglang_levels(worker: Any, tokens: Any, slots: Any, width: int) -> list[Any]
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.speculative.spec_utils import select_top_k_tokens
 
-    from adaserve.engine.host import Inputs
-    from adaserve.engine.host.sglang_forward import SGLangForward
+    from adaserve.engine.cpu import Inputs
+    from adaserve.engine.cpu.sglang_forward import SGLangForward
     from adaserve.engine.trees.attention import causal_plan
     from adaserve.engine.trees.plan import TreeAttentionPlan
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.host.forwards import HostForward
-from adaserve.engine.host.parts import HostDevice
+from adaserve.engine.cpu.device import CpuDevice
+from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.head import HeadSource
 from adaserve.engine.sources.source import TreeSource
@@ -20,11 +20,11 @@ from adaserve.engine.sources.stateless import StatelessSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
-from tests.engine.device.heads import TinyCall, headed_device
-from tests.engine.device.test_no_waiting import Watch
+from tests.engine.cpu.test_heads import Setting, check_levels
+from tests.engine.cpu.test_medusa import Setting as MedusaSetting
+from tests.engine.gpu.heads import TinyCall, headed_device
+from tests.engine.gpu.test_no_waiting import Watch
 from tests.engine.heads import Head, following_head, frequent_tokens, head_target
-from tests.engine.host.test_heads import Setting, check_levels
-from tests.engine.host.test_medusa import Setting as MedusaSetting
 from tests.engine.medusa import best_paths, random_heads
 from tests.engine.mtp import Mtp, following_layer, mtp_target
 from tests.engine.trees import factories
@@ -149,7 +149,7 @@ def head_case(kind: str, parts: str) -> Case:
     head = a_head(kind)
     made = Setting(head, "native")
     table = made.drafts._req_to_token
-    device: Any = HostDevice(HostForward(made.reads, table), made.drafts)
+    device: Any = CpuDevice(CpuForward(made.reads, table), made.drafts)
     if parts == "graphs":
         device = headed_device(made, head, DEPTH)
     cache = DraftCache(device.drafts[0], table, made.states.by_slot.shape[0], stride=DEPTH + 1)
@@ -171,7 +171,7 @@ def test_a_head(seed: int, kind: str, parts: str) -> None:
 def test_medusa_heads(seed: int) -> None:
     target = head_target()
     made = MedusaSetting(target, random_heads(target, layers=2))
-    device = HostDevice(HostForward(made.reads, made.table), medusa=made.drafts)
+    device = CpuDevice(CpuForward(made.reads, made.table), medusa=made.drafts)
 
     def check(text: list[int], tokens: np.ndarray, scores: np.ndarray) -> None:
         for level, paths in enumerate(best_paths(made.heads, target, text, DEPTH, WIDTH, 1, 0.0)):

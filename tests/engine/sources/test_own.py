@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.host.forwards import HostForward
+from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.sources.own import SHARPENING, SelfSource
 from adaserve.engine.trees import verify
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.scheduler.interface import IterationPlan
-from tests.engine.host.factories import hf_model
+from tests.engine.cpu.factories import hf_model
 from tests.engine.test_trees import MAX_NODES, PROMPTS, Case, DenseModel, alike, path_logprobs
 from tests.engine.trees.factories import iteration_plan, random_selection
 
@@ -74,7 +74,7 @@ def _check_cache(case: Case, r: int, text: list[int]) -> None:
     assert len(text) == case.rows.seq_lens[r]
     pool_row, fresh = int(case.rows.pool_rows[r]), DenseModel(hf_model())
     one = (np.array([pool_row]), np.array([0]), np.array([len(text)]))
-    HostForward(fresh, case.table).run(TreeBatch.causal(np.array(text), *one))
+    CpuForward(fresh, case.table).run(TreeBatch.causal(np.array(text), *one))
     slots = case.table[pool_row, : len(text)].long()
     for mine, plain in zip(
         (*case.models[0].pool.k, *case.models[0].pool.v), (*fresh.pool.k, *fresh.pool.v), strict=True

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from adaserve.engine.host import Inputs
-from adaserve.engine.host.forwards import HostForward
-from adaserve.engine.host.gumbel import read
-from adaserve.engine.host.parts import HostDevice
+from adaserve.engine.cpu import Inputs
+from adaserve.engine.cpu.device import CpuDevice
+from adaserve.engine.cpu.forwards import CpuForward
+from adaserve.engine.cpu.gumbel import read
 from adaserve.engine.logit_reading import Reading
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
@@ -105,8 +105,8 @@ class Drafted:
 
     def __post_init__(self) -> None:
         self.table = slot_table(len(self.rows))
-        self.forward = HostForward(self.model, self.table)
-        self.device = HostDevice(self.forward, self.forward)
+        self.forward = CpuForward(self.model, self.table)
+        self.device = CpuDevice(self.forward, self.forward)
         self.cache = DraftCache(self.forward, self.table, int(self.table.max()) + 1, stride=9)
         self.source = BeamSource(self.device, self.cache, PLAIN, self.max_nodes)
         for length, row in zip(self.rows.seq_lens.tolist(), self.rows.pool_rows.tolist(), strict=True):

@@ -1,0 +1,7 @@
+"""Fast CPU forwards of Llama-family models: used on hosts without a GPU."""
+
+from adaserve.engine.cpu.lean import LeanModel
+from adaserve.engine.cpu.params import Inputs, LayerWeights, ModelConfig, ModelWeights
+from adaserve.engine.trees.plan import TreeAttentionPlan
+
+__all__ = ["Inputs", "LayerWeights", "LeanModel", "ModelConfig", "ModelWeights", "TreeAttentionPlan"]

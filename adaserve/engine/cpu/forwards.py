@@ -1,0 +1,231 @@
+"""A model's forwards on a CPU host: our own kernels, or SGLang's for models that they do not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaserve.engine.clock import HostMark
+from adaserve.engine.cpu.beam import MAX_WIDTH, BeamArrays
+from adaserve.engine.cpu.gumbel import read
+from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
+from adaserve.engine.cpu.lean import LeanModel
+from adaserve.engine.cpu.params import Before, Inputs
+from adaserve.engine.cpu.sglang_forward import SGLangForward
+from adaserve.engine.device import Beams, KeepGoing, Ready, Run, Search
+from adaserve.engine.logit_reading import Reading
+from adaserve.engine.search import Levels
+from adaserve.engine.trees.attention import attention_plan, gather_slots, indptr, token_slots
+from adaserve.engine.trees.batch import TreeBatch, without_gap
+from adaserve.engine.trees.plan import TreeAttentionPlan
+
+
+class CpuModel(Protocol):
+    """A model over its KV pool, told slots and attention layout."""
+
+    def hidden(self, inputs: Inputs) -> Tensor:
+        """Opaque states [T, ...] of the tokens, whose KV is written."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [rows, vocab] of some rows of ``hidden``."""
+        ...
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Greedy token of each row, int64 [rows]."""
+        ...
+
+    def topk_logprobs(self, hidden: Tensor, reading: Reading, width: int) -> tuple[Tensor, Tensor]:
+        """Best ``width`` tokens of softmax(logits as ``reading`` says): fp32 log-probabilities, int64 ids."""
+        ...
+
+
+class LeanForward:
+    """Our own forward straight on the KV pool, without SGLang's bookkeeping."""
+
+    def __init__(self, model: LeanModel, pool: Any) -> None:
+        self.model, self.pool = model, pool
+        self.logits, self.argmax, self.topk_logprobs = model.logits, model.argmax, model.topk_logprobs
+
+    def hidden(self, inputs: Inputs) -> Tensor:
+        return self.model.forward(inputs, self.pool.k_buffer, self.pool.v_buffer)
+
+
+class CpuForward:
+    """``ModelForward`` on a CPU: a call returns only when its work is done."""
+
+    most_tokens = 2048
+    first_tokens = None
+
+    def __init__(self, model: CpuModel, req_to_token: Tensor) -> None:
+        self.model = model
+        self._req_to_token = req_to_token
+        self._runs: list[Run] = []
+
+    @property
+    def storage(self) -> str:
+        """How the weights are stored; "sglang" where SGLang's own forward runs."""
+        return self.model.model.storage if isinstance(self.model, LeanForward) else "sglang"
+
+    def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
+        return {}
+
+    def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+        plan = attention_plan(self._req_to_token, batch)
+        return self._hidden(self._inputs(batch, plan, self._before(batch)))
+
+    def _before(self, batch: TreeBatch) -> Before | None:
+        """What the tokens of a text are read with besides: nothing, but for heads."""
+        return None
+
+    def _before_level(self, states: Tensor, levels: Levels, step: int) -> Before | None:
+        """The same for the beams of depth ``step`` - 1, ``states`` being those of the beams before them."""
+        return None
+
+    def _inputs(self, batch: TreeBatch, plan: TreeAttentionPlan, before: Before | None) -> Inputs:
+        slots = token_slots(self._req_to_token, batch)
+        return Inputs(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), slots, plan, before)
+
+    def _hidden(self, inputs: Inputs) -> Tensor:
+        start = HostMark()
+        hidden = self.model.hidden(inputs)
+        self._runs.append((start, HostMark()))
+        return hidden
+
+    def logits(self, states: Tensor) -> Tensor:
+        start = HostMark()
+        logits = self.model.logits(states)
+        self._runs.append((start, HostMark()))
+        return logits
+
+    def argmax(self, states: Tensor) -> Tensor:
+        start = HostMark()
+        best = self.model.argmax(states)
+        self._runs.append((start, HostMark()))
+        return best
+
+    def rehearse(self, batch: TreeBatch, width: int) -> int:
+        self._best(self.run(batch), Reading.plain(np.ones(len(batch))), width)
+        return 1
+
+    def _best(
+        self, states: Tensor, reading: Reading, width: int, forbid: Callable[[Tensor], None] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        start = HostMark()
+        if forbid is None:
+            best = self.model.topk_logprobs(states, reading, width)
+        else:
+            best = best_of(self.model.logits(states), reading, width, forbid)
+        self._runs.append((start, HostMark()))
+        return best
+
+    def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
+        """All levels in one call of our kernels where they can, else level by level."""
+        shape, model = search.shape, self.model
+        fits = not shape.is_branching and shape.beams[0] <= MAX_WIDTH and search.forbid is None
+        if fits and isinstance(model, LeanForward) and model.model.searches_beams:
+            beams = self._native(model, first, search, keep)
+        else:
+            beams = self._walk(first, search, keep)
+        return lambda: beams
+
+    def _native(
+        self, forward: LeanForward, first: TreeBatch, search: Search, keep: KeepGoing | None
+    ) -> Beams:
+        width = search.shape.beams[0]
+        kv_lens = without_gap(search.base + search.shape.width, first.gap)
+        kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens, first.gap)
+        # One list of slots serves the first forward too, where its keys are the same.
+        shared = kv_slots if first.seen is not None else None
+        plan = attention_plan(self._req_to_token, first, shared)
+        arrays = BeamArrays.of(search, indptr(kv_lens), kv_slots)
+
+        def go_on(step: int) -> bool:
+            assert keep is not None
+            return keep(step, arrays.logprobs[:, (step - 1) * width : step * width])
+
+        inputs, pool = self._inputs(first, plan, self._before(first)), forward.pool
+        asked = None if keep is None else go_on
+        start = HostMark()
+        steps = forward.model.beam_search(inputs, pool.k_buffer, pool.v_buffer, arrays, asked)
+        self._runs.append((start, HostMark()))
+        return Beams(arrays.tokens, arrays.parents, arrays.logprobs, steps)
+
+    def _walk(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Beams:
+        shape, a = search.shape, len(search.base)
+        levels = Levels(shape, a, torch.from_numpy(shape.columns))
+        roots = torch.from_numpy(np.cumsum(first.q_lens) - 1)
+        forbid = forbidding(search, levels, 1)
+        states = self.run(first)[roots]
+        logprob, token = self._best(states, search.reading(1, 1), shape.beams[0], forbid)
+        levels.start(logprob.double(), token)
+        kv_lens = without_gap(search.base + shape.width, first.gap)
+        kv_slots = gather_slots(self._req_to_token, search.pool_rows, kv_lens, first.gap)
+        for step in range(2, len(shape.beams) + 1):
+            if keep is not None and not keep(step - 1, levels.frontier(step - 1)):
+                return self._found(levels, step - 1)
+            batch = level_batch(levels, search, step, kv_lens)
+            plan = attention_plan(self._req_to_token, batch, kv_slots)
+            states = self._hidden(self._inputs(batch, plan, self._before_level(states, levels, step)))
+            m = len(batch) // a
+            forbid = forbidding(search, levels, step)
+            best = self._best(states, search.reading(m, step), levels.children(step), forbid)
+            logprob, token = (v.view(a, m, -1) for v in best)
+            levels.grow(step, logprob.double(), token)
+        return self._found(levels, len(shape.beams))
+
+    @staticmethod
+    def _found(levels: Levels, steps: int) -> Beams:
+        return Beams(levels.tokens.numpy(), levels.parents.numpy(), levels.logprobs.numpy(), steps)
+
+    def take_runs(self) -> list[Run]:
+        runs, self._runs = self._runs, []
+        return runs
+
+
+def best_of(
+    logits: Tensor, reading: Reading, width: int, forbid: Callable[[Tensor], None] | None = None
+) -> tuple[Tensor, Tensor]:
+    """``topk_logprobs`` of ``logits`` [rows, vocab], some of which ``forbid`` sets to -inf."""
+    if forbid is not None:
+        forbid(logits)
+    # A head may know none of the tokens that a grammar allows: then there is no distribution.
+    logprobs = torch.log_softmax(read(logits, reading), -1).nan_to_num_(nan=-torch.inf)
+    best, tokens = logprobs.topk(width)
+    return best, tokens
+
+
+def forbidding(search: Search, levels: Levels, step: int) -> Callable[[Tensor], None] | None:
+    """What sets logits of ``step`` to -inf, where there are grammars."""
+    if (asked := search.forbid) is None:
+        return None
+    before = levels.level(step - 1) if step > 1 else slice(-1, 0)  # the root
+    nodes = slice(0, before.stop)
+    tokens, parents = levels.tokens[:, nodes].numpy(), levels.parents[:, nodes].numpy()
+    return lambda logits: asked(logits, tokens, parents, before.stop - before.start)
+
+
+def level_batch(levels: Levels, search: Search, step: int, kv_lens: np.ndarray) -> TreeBatch:
+    """The beams of depth ``step`` - 1, whose children are wanted."""
+    before = levels.level(step - 1)
+    a, m = len(search.base), before.stop - before.start
+    return TreeBatch(
+        tokens=levels.tokens[:, before].flatten().numpy(),
+        positions=np.repeat(search.base + step - 1, m),
+        places=(search.base[:, None] + levels.shape.columns[before]).ravel(),
+        pool_rows=search.pool_rows,
+        q_lens=np.full(a, m),
+        kv_lens=kv_lens,
+        seen=levels.visible[:, before].flatten(0, 1).numpy(),
+    )
+
+
+def cpu_forward(runner: Any) -> CpuForward:
+    """The forward of the model that a ``ModelRunner`` holds."""
+    lean = getattr(runner.model, LEAN_ATTRIBUTE, None)
+    model = SGLangForward(runner) if lean is None else LeanForward(lean, runner.token_to_kv_pool)
+    return CpuForward(model, runner.req_to_token_pool.req_to_token)

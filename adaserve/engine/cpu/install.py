@@ -1,0 +1,78 @@
+"""Puts the lean forward under a model that SGLang has loaded, so that every path uses it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from adaserve.cores import usable_cores
+from adaserve.engine.cpu.extract import read_weights, supports
+from adaserve.engine.cpu.lean import LeanModel
+from adaserve.engine.cpu.linear import Storage
+from adaserve.engine.cpu.params import Inputs
+
+logger = logging.getLogger(__name__)
+
+LEAN_ATTRIBUTE = "adaserve_lean"
+
+
+def install(model: Any, storage: Storage) -> bool:
+    """Replaces the decoder stack's forward and the product that makes logits; False, with a logged reason,
+    where the model isn't covered."""
+    reason = supports(model)
+    if reason is not None:
+        logger.warning("AdaServe: SGLang's own CPU forward is used, which is slower: %s", reason)
+        return False
+    if "OMP_NUM_THREADS" not in os.environ:  # started without our command line, which sets it
+        torch.set_num_threads(usable_cores())
+    grow_rotary_table(model)
+    lean = LeanModel(*read_weights(model), storage)
+    object.__setattr__(model, LEAN_ATTRIBUTE, lean)
+
+    def forward(
+        input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+
+        pool = get_token_to_kv_pool()
+        inputs = Inputs(input_ids, positions, forward_batch.out_cache_loc, get_attn_backend().plan)
+        return lean.forward(inputs, pool.k_buffer, pool.v_buffer)
+
+    def logits(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Bit by bit those of verifications, and without torch's threads, which wait for each other."""
+        return lean.logits(hidden_states)
+
+    model.model.forward = forward
+    model.logits_processor._compute_lm_head = logits
+    return True
+
+
+def store_again(model: Any, storage: Storage) -> None:
+    """Stores the weights of a model that has the lean forward in another way: when a model is loaded, nobody
+    knows yet that it is a draft."""
+    lean: LeanModel | None = getattr(model, LEAN_ATTRIBUTE, None)
+    if lean is not None and lean.storage != storage:
+        lean.store(read_weights(model)[0], storage)
+
+
+_TREE_HEADROOM = 64
+"""Positions beyond the context that a tree of a request near its end may touch; they are never kept."""
+
+
+def grow_rotary_table(model: Any) -> None:
+    """Makes cos/sin reach every position that a forward may see: the kernels do not check bounds.
+
+    SGLang grows the table as well, but after this hook, when its address is already in our hands. A draft
+    with a shorter context of its own is asked for the target's positions too.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+    from sglang.srt.runtime_context import get_server_args
+
+    needed = ModelConfig.from_server_args(get_server_args()).context_len + _TREE_HEADROOM
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module._ensure_cos_sin_cache_length(needed)

@@ -1,0 +1,123 @@
+"""A lean forward of Llama-family models on the CPU, over SGLang's paged KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from adaserve.engine.cpu import build
+from adaserve.engine.cpu.beam import BeamArrays, KeepGoing
+from adaserve.engine.cpu.linear import Storage
+from adaserve.engine.cpu.native import NativeBackend
+from adaserve.engine.cpu.params import Capture, Inputs, ModelConfig, ModelWeights
+from adaserve.engine.cpu.torch_forward import TorchBackend
+from adaserve.engine.logit_reading import Reading
+
+Backend = NativeBackend | TorchBackend
+"""Packed weights and the forward over them; `name` is "native" with the C kernels, "torch" without."""
+
+
+class Sink(Protocol):
+    """Keeps hidden states."""
+
+    @property
+    def layers(self) -> torch.Tensor:
+        """int32 [k]: numbers of the layers of which it wants the inputs, below that of all layers."""
+        ...
+
+    def write(self, slots: torch.Tensor, states: torch.Tensor, last: torch.Tensor) -> None:
+        """Of the tokens whose KV stands at ``slots``, int64 [T]: what goes into its layers, fp32 [T, k, H],
+        and what comes out of the final norm, fp32 [T, H]."""
+        ...
+
+
+def draft_storage(asked: Storage, of_target: Storage) -> Storage:
+    """How a draft's weights are stored. A draft may be wrong, so ``auto`` rounds them to 8 bits where the
+    processor multiplies such numbers fast. Elsewhere it is as for the target."""
+    if asked != "auto":
+        return asked
+    kernels = build.load_kernels()
+    return "int8" if kernels is not None and kernels.ada_fast_int8() else of_target
+
+
+class LeanModel:
+    """Target or draft: prefill, decode, beam steps and tree verification are the same call.
+
+    Activations and sums are fp32 whatever the weights are stored in. Not safe for concurrent calls.
+    """
+
+    def __init__(self, weights: ModelWeights, config: ModelConfig, linear: Storage = "auto") -> None:
+        self.config = config
+        self.store(weights, linear)
+        self.sink: Sink | None = None
+        """Who is given hidden states of every forward, for heads that read them."""
+
+    @property
+    def backend(self) -> str:
+        """ "native" with the C kernels, "torch" without."""
+        return self.held.name
+
+    def store(self, weights: ModelWeights, storage: Storage) -> None:
+        """From now on these weights, stored like this."""
+        self.storage = storage
+        self.held = self.packed(weights)
+
+    def packed(self, weights: ModelWeights) -> Backend:
+        """Other weights of the same shape, to be `held` between two forwards."""
+        kernels = build.load_kernels()
+        if kernels is None:
+            return TorchBackend(weights, self.config, self.storage)
+        return NativeBackend(kernels, weights, self.config, self.storage)
+
+    def forward(
+        self, inputs: Inputs, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Hidden states of T tokens after the final norm, fp32 [T, H]; with `raw_states`, before it.
+
+        `k_buffers`, `v_buffers`: the KV pool, per layer [slots, kv_heads, head_dim].
+        """
+        sink = self.sink
+        if sink is None:
+            return self.held.forward(inputs, k_buffers, v_buffers)
+        shape = (inputs.tokens.numel(), sink.layers.numel(), self.config.hidden_size)
+        capture = Capture(sink.layers, torch.empty(shape))
+        hidden = self.held.forward(inputs, k_buffers, v_buffers, capture)
+        sink.write(inputs.slots, capture.states, hidden)
+        return hidden
+
+    @property
+    def searches_beams(self) -> bool:
+        """Whether `beam_search` is there: with the C kernels only."""
+        return isinstance(self.held, NativeBackend)
+
+    def beam_search(
+        self,
+        inputs: Inputs,
+        k_buffers: Sequence[torch.Tensor],
+        v_buffers: Sequence[torch.Tensor],
+        beams: BeamArrays,
+        keep: KeepGoing | None,
+    ) -> int:
+        """`forward` of tokens that end in the rows' roots, then up to `beams.depth` levels of candidates
+        below them, all in one call. Fills in the arrays of `beams`; returns the levels that were made."""
+        assert isinstance(self.held, NativeBackend)
+        return self.held.beam_search(inputs, k_buffers, v_buffers, beams, keep)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [T, H] -> fp32 [T, vocab]."""
+        return self.held.logits(hidden)
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The greedy token of each row, int64 [T]."""
+        return self.held.argmax(hidden)
+
+    def topk_logprobs(
+        self, hidden: torch.Tensor, reading: Reading, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per row the `width` likeliest tokens of softmax(logits as `reading` says), best first.
+
+        Returns log-probabilities fp32 [T, width] and tokens int64 [T, width].
+        """
+        return self.held.topk_logprobs(hidden, reading, width)

@@ -1,0 +1,352 @@
+"""Attention of tree forwards on a GPU: FlashInfer's kernels, SGLang's in Triton, or SDPA, all reading the
+very same arrays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
+from adaserve.engine.cpu.torch_forward import attend
+from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.layout import Extent, gather_slots, unpack
+from adaserve.engine.gpu.tiles import planned_rows, workspace_bytes
+from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.verify import SCRATCH_SLOT
+
+logger = logging.getLogger(__name__)
+
+Attention = Literal["auto", "flashinfer", "triton"]
+"""A setting: auto is FlashInfer, or Triton where FlashInfer cannot be compiled or run."""
+Kernel = Literal["sdpa", "flashinfer", "triton"]
+
+INT_WORKSPACE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class AttentionBuffers:
+    """Static inputs that all forwards of one model share; each forward reads the front of them."""
+
+    kv_indices: Tensor  # int32 [capacity]
+    mask: Tensor  # uint8 [capacity]: packed bits, ``layout``
+    mask_bytes: Tensor | None = None  # uint8 [capacity, 8]: not 0 where the bit is set, for the Triton kernel
+
+    @staticmethod
+    def allocate(
+        kv_entries: int, mask_bytes: int, device: torch.device, unpacked: bool = False
+    ) -> AttentionBuffers:
+        mask = torch.zeros(mask_bytes, dtype=torch.uint8, device=device)
+        return AttentionBuffers(
+            torch.zeros(kv_entries, dtype=torch.int32, device=device),
+            mask,
+            mask[:, None].repeat(1, 8) if unpacked else None,
+        )
+
+    def set_slots(self, req_to_token: Tensor, lists: Mapping[str, Tensor], total: int, padding: int) -> None:
+        """The ``total`` KV slots of all requests, by ``slot_lists``, then one scratch entry for each of
+        ``padding`` requests."""
+        if total + padding > self.kv_indices.shape[0]:
+            raise RuntimeError(
+                f"{total + padding} KV entries are more than the {self.kv_indices.shape[0]} that are "
+                "reserved: lower --max-running-requests or --context-length"
+            )
+        gather_slots(req_to_token, lists, self.kv_indices[:total])
+        if padding:
+            self.kv_indices[total : total + padding].fill_(SCRATCH_SLOT)
+
+    def see_all(self, used: int) -> None:
+        """Sets the first ``used`` bytes of the mask."""
+        if used > self.mask.shape[0]:
+            raise RuntimeError(
+                f"a tree mask of {used} bytes exceeds the {self.mask.shape[0]} reserved: "
+                "lower --max-running-requests or --context-length"
+            )
+        self.mask[:used].fill_(255)
+        if self.mask_bytes is not None:
+            self.mask_bytes[:used].fill_(1)
+
+    def hide(self, byte: Tensor, clear: Tensor) -> None:
+        """Clears bits of windows that are set (``window_bits``)."""
+        at = byte.flatten()
+        self.mask.index_add_(0, at, clear.flatten())
+        if self.mask_bytes is not None:
+            weight = 1 << torch.arange(8, dtype=torch.uint8, device=at.device)
+            self.mask_bytes[at] = self.mask[at, None] & weight
+
+    def show(self, byte: Tensor) -> None:
+        """Sets all bits of windows again."""
+        self.mask.index_fill_(0, byte.flatten(), 255)
+        if self.mask_bytes is not None:
+            self.mask_bytes.index_fill_(0, byte.flatten(), 1)
+
+
+class TreeKernel(Protocol):
+    """Masked attention over the slots in ``AttentionBuffers``; one per padded size."""
+
+    def plan(self, extent: Extent) -> None:
+        """Prepares the next run; only host values, so it waits for nothing."""
+        ...
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """q [T, heads, D] over the pool's keys and values -> [T, heads * D]."""
+        ...
+
+
+class SdpaKernel:
+    """The reference, on any device: unpacks the mask and attends request by request."""
+
+    def __init__(self, buffers: AttentionBuffers) -> None:
+        self._buffers = buffers
+        self._extent: Extent | None = None
+
+    def plan(self, extent: Extent) -> None:
+        self._extent = extent
+
+    @property
+    def tree_plan(self) -> TreeAttentionPlan:
+        """What the buffers say now, in the CPU forward's terms."""
+        e = self._extent
+        assert e is not None
+        mask = [
+            unpack(self._buffers.mask, int(b), int(q), int(k)).flatten()
+            for b, q, k in zip(e.byte_starts[:-1], e.q_lens, e.kv_lens, strict=True)
+        ]
+        return TreeAttentionPlan(
+            torch.from_numpy(e.qo_starts.astype(np.int32)),
+            torch.from_numpy(e.kv_starts.astype(np.int32)),
+            self._buffers.kv_indices[: int(e.kv_starts[-1])],
+            torch.cat(mask),
+        )
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        scaled = q * (scaling * q.shape[-1] ** 0.5)
+        return attend(scaled.float(), keys, values, self.tree_plan).to(q.dtype)
+
+
+class FlashInferKernel:
+    """FlashInfer's batch prefill over pages of one slot, with a custom mask, in CUDA graph mode.
+
+    Its planner is given host arrays only. Slots and mask are written into its buffers by us, and in one
+    upload where each request's queries, slots and mask start: the mask's at bytes (the planner would count
+    bits when it is given a packed mask). The first plan has as many tokens as all later ones, and its longest
+    request decides for which tiles (``tiles``).
+    """
+
+    def __init__(
+        self, buffers: AttentionBuffers, rows: int, heads: HeadShape, workspace: Tensor, integers: Tensor
+    ) -> None:
+        self._buffers, self._rows, self._heads = buffers, rows, heads
+        self._workspaces = workspace, integers
+        self._no_slots = buffers.kv_indices[:0]
+        self._wrapper: Any = None
+
+    def _open(self, first: Extent) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        buffers, (workspace, integers) = self._buffers, self._workspaces
+        tokens, longest = int(first.qo_starts[-1]), int(first.q_lens.max())
+        rows = planned_rows(self._heads, self._rows, tokens, longest, workspace.numel())
+        device = buffers.kv_indices.device
+        self._starts = torch.zeros(3, rows + 1, dtype=torch.int32, device=device)
+        self._queries, self._slots, self._bytes = self._starts
+        self._page_lens = torch.ones(rows, dtype=torch.int32, device=device)
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=self._queries,
+            paged_kv_indptr_buf=self._slots,
+            paged_kv_indices_buf=buffers.kv_indices,
+            paged_kv_last_page_len_buf=self._page_lens,
+            custom_mask_buf=buffers.mask,
+            mask_indptr_buf=self._bytes,
+            backend="fa2",  # the only backend with custom masks
+        )
+        # Forwards run one after the other on one stream, so that all can work in the same memory, except for
+        # the plans in ``integers`` of those that are planned before any of them runs.
+        self._wrapper.reset_workspace_buffer(workspace, integers)
+
+    def plan(self, extent: Extent) -> None:
+        is_first = self._wrapper is None
+        if is_first:
+            self._open(extent)
+        h, every = self._heads, self._starts.shape[1]
+        starts = extent.qo_starts, extent.kv_starts, extent.byte_starts
+        host = torch.from_numpy(np.stack([_of_length(s, every) for s in starts]))
+        self._starts.copy_(host.pin_memory() if torch.cuda.is_available() else host, non_blocking=True)
+        queries, slots, _ = host
+        # Of heads, and a page size of 1.
+        shape = h.q_heads, h.kv_heads, h.head_dim, 1
+        types = {"q_data_type": h.q_dtype, "kv_data_type": h.kv_dtype, "o_data_type": h.q_dtype}
+        if is_first:
+            lens = torch.ones(every - 1, dtype=torch.int32)
+            self._wrapper.plan(
+                queries, slots, self._no_slots, lens, *shape, sm_scale=h.scaling, non_blocking=True, **types
+            )
+        else:
+            self._plan_again(queries, slots, shape, types)
+
+    def _plan_again(self, queries: Tensor, slots: Tensor, shape: tuple[int, ...], types: Any) -> None:
+        """SGLang's way to the same planner, which takes a fraction of the time: the wrapper would upload five
+        arrays. What is there already is given as itself, which copies nothing."""
+        from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
+
+        lens = slots.diff()
+        fast_prefill_plan(
+            self._wrapper, self._queries, self._slots, self._no_slots, self._page_lens, *shape, **types,
+            qo_indptr_host=queries, kv_indptr_host=slots, kv_lens_host=lens,
+            max_q_len=int(queries.diff().max()), max_kv_len=int(lens.max()),
+        )  # fmt: skip
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        # A pool is [slots, heads, D]; a page of one slot is [slots, 1, heads, D]. The kernel reads queries by
+        # their strides and writes every row, so they are not copied, and the output is not cleared before.
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return self._wrapper.run(q, (keys.unsqueeze(1), values.unsqueeze(1)), out=out).flatten(1)
+
+
+def _of_length(starts: np.ndarray, length: int) -> np.ndarray:
+    """int32 [length]: behind ``starts`` the last one again and again. ``np.pad`` takes many times as long."""
+    out = np.full(length, starts[-1], np.int32)
+    out[: len(starts)] = starts
+    return out
+
+
+class TritonKernel:
+    """SGLang's attention over one list of KV slots per request, with a mask of bytes.
+
+    Compiled by Triton, so it needs no nvcc; reads device tensors only, so it can stand inside a CUDA graph.
+    It splits no KV and packs no heads, so it is slower than FlashInfer at long contexts.
+    """
+
+    def __init__(self, buffers: AttentionBuffers, rows: int, place: int = 0) -> None:
+        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
+
+        assert buffers.mask_bytes is not None
+        self._attend, self._buffers = extend_attention_fwd_unified, buffers
+        self._mask = buffers.mask_bytes.view(-1)
+        device = buffers.kv_indices.device
+        self._starts = torch.zeros(3, rows + 1, dtype=torch.int64, device=device)
+        """Of each request's queries, keys and mask bytes."""
+        self._no_prefix = torch.zeros(rows, dtype=torch.int64, device=device)  # the mask says what is seen
+
+    def plan(self, extent: Extent) -> None:
+        starts = np.stack([extent.qo_starts, extent.kv_starts, 8 * extent.byte_starts])
+        host = torch.from_numpy(starts)
+        self._starts.copy_(host.pin_memory() if torch.cuda.is_available() else host, non_blocking=True)
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        queries, slots, mask = self._starts
+        out = torch.empty_like(q)
+        self._attend(
+            q, out, keys, values, 1.0, 1.0, queries, slots, self._buffers.kv_indices, self._no_prefix,
+            max_len_extend=q.shape[0],  # at most: one request may have all tokens
+            custom_mask=self._mask, mask_indptr=mask, sm_scale=scaling, is_causal=False,
+        )  # fmt: skip
+        return out.flatten(1)
+
+
+MakeKernel = Callable[[AttentionBuffers, int, int], TreeKernel]
+"""A kernel for so many requests, padding included. Kernels that are planned before any of them runs, as those
+of one draft are, need different places for their plans: the last argument, from 0 on."""
+
+
+def kernel_maker(
+    setting: Attention | Kernel, runner: Any, device: torch.device, rows: int, tokens: int
+) -> tuple[Kernel, MakeKernel]:
+    """The kernel that serves, by name: what ``setting`` says on CUDA, SDPA elsewhere. Its forwards have at
+    most ``rows`` requests, padding included, with ``tokens`` in all."""
+    heads = HeadShape.of(runner)
+    if device.type != "cuda":
+        return "sdpa", lambda buffers, rows, place: SdpaKernel(buffers)
+    if setting == "triton":
+        return "triton", TritonKernel
+    workspace = torch.empty(workspace_bytes(heads, rows, tokens), dtype=torch.uint8, device=device)
+    plans: dict[int, Tensor] = {}
+
+    def flashinfer(buffers: AttentionBuffers, rows: int, place: int) -> TreeKernel:
+        if place not in plans:
+            plans[place] = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return FlashInferKernel(buffers, rows, heads, workspace, plans[place])
+
+    if setting == "flashinfer":
+        return "flashinfer", flashinfer
+    return usable("flashinfer", flashinfer, heads, device)
+
+
+def usable(
+    name: Kernel, make: MakeKernel, heads: HeadShape, device: torch.device
+) -> tuple[Kernel, MakeKernel]:
+    """``make`` if its kernel can be planned, which compiles it, and run; else Triton's, with a sentence."""
+    try:
+        kernel = make(AttentionBuffers.allocate(8, 8, device), 1, 0)
+        kernel.plan(Extent(np.array([1]), np.array([1])))
+        q = torch.zeros(1, heads.q_heads, heads.head_dim, dtype=heads.q_dtype, device=device)
+        pool = torch.zeros(1, heads.kv_heads, heads.head_dim, dtype=heads.kv_dtype, device=device)
+        kernel.run(q, pool, pool, heads.scaling)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # or what it failed with shows later
+    except Exception as error:  # nvcc, ninja, a header, a library: it can be anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
+        logger.warning(
+            "AdaServe: %s cannot be compiled or run on this host, so trees are verified with SGLang's Triton "
+            "kernel (slower at long contexts; --adaserve-attention flashinfer shows the whole error): %s",
+            name, reason,
+        )  # fmt: skip
+        return "triton", TritonKernel
+    return name, make
+
+
+class TreeAttentionBackend(AttentionBackend):
+    """What the model's attention layers call while one of our forwards runs."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.kv_index_translator = getattr(runner, "kv_index_translator", None)
+        self.kernel: TreeKernel | None = None
+
+    @property
+    def plan(self) -> TreeAttentionPlan:
+        """For the lean CPU forward, which computes attention itself."""
+        assert isinstance(self.kernel, SdpaKernel)
+        return self.kernel.tree_plan
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Planned before, by ``TreeKernel.plan``."""
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **_: Any,
+    ) -> Tensor:
+        assert self.kernel is not None
+        pool = self.token_to_kv_pool
+        if save_kv_cache:
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        return self.kernel.run(heads, keys, values, layer.scaling)
+
+    forward_decode = forward_extend
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def support_triton(self) -> bool:
+        return False

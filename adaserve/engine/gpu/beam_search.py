@@ -1,0 +1,310 @@
+"""A whole beam search as one CUDA graph: all draft steps, and the bookkeeping between them.
+
+The first step has room for the same number of tokens of every request: what the draft has not seen of it,
+and its root at the end. Room that is left over is padding. For few requests it is made as wide as the steps
+that follow, so that one plan of the attention serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaserve.engine.device import Beams, Mark, Ready, Run, Search
+from adaserve.engine.gpu import noise
+from adaserve.engine.gpu.attention import TreeKernel
+from adaserve.engine.gpu.layout import Extent, slot_lists, window_bits
+from adaserve.engine.gpu.model import Inputs, Parts
+from adaserve.engine.gpu.sizes import SearchKey
+from adaserve.engine.gpu.transfer import QueuedCopy, StaticArrays
+from adaserve.engine.search import Levels
+from adaserve.engine.trees.batch import Gap, TreeBatch, without_gap
+from adaserve.engine.trees.shape import TreeShape, tree_shape
+
+Arrays = dict[str, np.ndarray]
+
+FEW_TOKENS = 64
+"""A forward of so many takes the time of one, for which a draft's weights are read."""
+
+
+@dataclass
+class _Prepared:
+    """What a search's graph reads, at addresses that stay."""
+
+    shape: TreeShape
+    first: int  # tokens per request that the first step has room for
+    columns: Tensor  # int64 [nodes]
+    inner: Tensor  # int64 [3, R * n]: row, column and depth of the nodes that are expanded, level by level
+    kernels: dict[int, TreeKernel]  # by tokens per request of a step
+    static: StaticArrays = field(default_factory=StaticArrays)
+
+
+class BeamSearches:
+    """Beam searches on one model, by padded size: R rows, of which the last ones may be padding."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._prepared: dict[SearchKey, _Prepared] = {}
+        self._kernels: dict[tuple[int, int, int], TreeKernel] = {}  # by rows, tokens per request, place
+        self._eager: tuple[_Prepared, Mark] | None = None  # the last search without a graph, and its end
+        self._nothing = torch.zeros((), dtype=torch.uint8, device=parts.device)  # a number would be a kernel
+
+    def queue(self, first: TreeBatch, search: Search) -> tuple[Ready, Run]:
+        """Queues a whole search; ``first``: its first step, whose gap all steps have."""
+        shape, a = search.shape, len(search.base)
+        key = self._parts.sizes.search(shape, a)
+        prepared = self._prepare(key, shape)
+        kv_lens = without_gap(search.base + shape.width, first.gap)
+        arrays = {
+            **at_the_end(first, prepared.first), "base": search.base, "pool_rows": search.pool_rows,
+            "scale": search.scale, "spread": search.spread, "keys": search.keys,
+        }  # fmt: skip
+        found, run = self._run(key, prepared, arrays, kv_lens, first.gap)
+        return queued_beams(found, a, len(shape.beams)), run
+
+    def rehearse(self, batch: TreeBatch, width: int) -> Run:
+        """The deepest search that has a graph, over the batch's requests and as wide as it."""
+        sizes, a = self._parts.sizes, len(batch.q_lens)
+        beams = min(int(batch.q_lens[0]), width, sizes.width)
+        shape = tree_shape(sizes.depth, beams, None)
+        key = sizes.search(shape, a)
+        prepared = self._prepare(key, shape)
+        base = np.minimum(batch.kv_lens - batch.q_lens, self._parts.req_to_token.shape[1] - shape.width)
+        places = base[:, None] + np.arange(1 - prepared.first, 1)
+        arrays = {**_padding(a, prepared.first), "positions": places, "places": places, "base": base,
+                  "pool_rows": batch.pool_rows}  # fmt: skip
+        return self._run(key, prepared, arrays, base + shape.width)[1]
+
+    def capture(self, key: SearchKey) -> None:
+        """Makes the graph of ``key``, which must not branch, on nothing but padding."""
+        prepared = self._prepare(key, tree_shape(len(key.beams), key.beams[0], None))
+        self._run(key, prepared, _padding(0, prepared.first), np.zeros(0, np.int64))
+
+    def _prepare(self, key: SearchKey, shape: TreeShape) -> _Prepared:
+        if (prepared := self._prepared.get(key)) is not None:
+            return prepared
+        parts = self._parts
+        if key not in parts.sizes.captured and self._eager is not None:
+            # Its kernels go with the next search, and the copies of their plans must be over by then:
+            # FlashInfer queues them from memory that no allocator watches.
+            self._eager[1].wait()
+        columns, inner = (
+            torch.from_numpy(x).to(parts.device, non_blocking=True)
+            for x in (shape.columns, expanded(shape, key.rows))
+        )
+        first, later = parts.first, shape.beams[:-1]
+        if later and later[0] * key.rows <= FEW_TOKENS:
+            first = max(first, later[0])
+        queries = dict.fromkeys((first, *later))  # tokens per request of the steps
+        kernels = {q: self._kernel(key, q, place) for place, q in enumerate(queries)}
+        prepared = _Prepared(shape, first, columns, inner, kernels)
+        if key in parts.sizes.captured:  # others are not kept: there are too many of them
+            self._prepared[key] = prepared
+        return prepared
+
+    def _kernel(self, key: SearchKey, q: int, place: int) -> TreeKernel:
+        """Searches of different depth and width share what they can: FlashInfer pins memory for each."""
+        parts, size = self._parts, (key.rows, q, place)
+        kernel = self._kernels.get(size)
+        if kernel is None:
+            kernel = parts.make_kernel(parts.buffers, key.rows, place)
+            if key in parts.sizes.captured:
+                self._kernels[size] = kernel
+        return kernel
+
+    # -- before the graph ---------------------------------------------------------------------
+
+    def _run(
+        self, key: SearchKey, prepared: _Prepared, arrays: Arrays, kv_lens: np.ndarray, gap: Gap | None = None
+    ) -> tuple[Tensor, Run]:
+        """int64 [3, R, nodes], ``Levels.found``. ``arrays``, ``kv_lens`` and ``gap`` are those of a rows."""
+        parts, a, spare = self._parts, len(kv_lens), key.rows - len(kv_lens)
+        lists = slot_lists(parts.req_to_token.shape[1], arrays["pool_rows"], kv_lens, gap)
+        padded = np.concatenate([kv_lens, np.ones(spare, np.int64)])
+        extents = {q: Extent(np.full(key.rows, q), padded) for q in prepared.kernels}
+        bits = _first_window(extents[prepared.first], arrays["places"], prepared.shape.width)
+        for q in set(prepared.shape.beams[:-1]):
+            bits |= _window(q, extents[q], prepared.shape.width, a)
+        no_gap = dict.fromkeys(("gap_at", "gap_length"), np.zeros(a, np.int64))  # gaps come and go
+        given = {
+            name: padded_rows(values, key.rows) for name, values in {**no_gap, **arrays, **lists}.items()
+        }
+        there = prepared.static.put({**given, **bits}, parts.device)
+        parts.buffers.set_slots(
+            parts.req_to_token, {name: there[name][:a] for name in lists}, int(kv_lens.sum()), spare
+        )
+        parts.buffers.see_all(max(int(extent.byte_starts[-1]) for extent in extents.values()))
+        for q, kernel in prepared.kernels.items():
+            kernel.plan(extents[q])
+        found, run = parts.run(key, partial(self._search, key, prepared, there))
+        if key not in parts.sizes.captured:
+            self._eager = prepared, run[1]
+        return found, run
+
+    # -- inside of it -------------------------------------------------------------------------
+
+    def _search(self, key: SearchKey, prepared: _Prepared, there: Mapping[str, Tensor]) -> Tensor:
+        parts, shape, base = self._parts, prepared.shape, there["base"][:, None]
+        levels = Levels(shape, key.rows, prepared.columns)
+        turned = partial(torch.clamp, min=0, max=parts.last_position)  # to positions with a rotary angle
+        q, rows, is_padding = prepared.first, there["pool_rows"][:, None], base == 0
+        places = torch.where(is_padding, -1, there["places"])
+        slots = parts.slots(rows, places)
+        positions = turned(there["positions"])
+        step = _Step(there["tokens"], positions, slots, there["byte-first"], there["clear-first"])
+        before = self._before(there, places)
+        logits, states = self._step(prepared, step, before, slice(q - 1, None, q))  # of the roots
+        logprob, token = best_children(parts, logits, reading(there, 1), base)
+        levels.start(logprob[:, 0], token[:, 0])
+        # Where nodes stand is worked out for all that are expanded; what they are, level by level.
+        positions, slots = self._standing(prepared, there)
+        angles, readings = turned(positions), {q: reading(there, q) for q in set(shape.beams[:-1])}
+        for depth in range(2, len(shape.beams) + 1):
+            nodes = levels.level(depth - 1)
+            tokens, seen = levels.tokens[:, nodes], levels.visible[:, nodes]
+            q = tokens.shape[1]
+            clear = torch.where(seen, self._nothing, there[f"clear-{q}"].view_as(seen))
+            at, angle, slot = (
+                every[key.rows * nodes.start : key.rows * nodes.stop].view(-1, q)
+                for every in (positions, angles, slots)
+            )
+            step = _Step(tokens, angle, slot, there[f"byte-{q}"], clear)
+            before = self._before_level(states, levels, depth)
+            logits, states = self._step(prepared, step, before, slice(None))
+            levels.grow(depth, *best_children(parts, logits, readings[q], at))
+        return levels.found
+
+    def _standing(self, prepared: _Prepared, there: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """int64 [R * n]: positions of the nodes that are expanded, and where their KV goes."""
+        row, column, depth = prepared.inner
+        base = there["base"][row]
+        places = torch.where(base == 0, -1, base + column)
+        return base + depth, self._parts.slots(there["pool_rows"][row], places)
+
+    def _step(
+        self, prepared: _Prepared, step: _Step, before: Tensor | None, wanted: slice
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, w, vocab] and a head's states [R, w, H] of the ``wanted`` ones of a step's tokens.
+        ``before`` [R, q, H]: what a head is given."""
+        parts, (rows, q) = self._parts, step.tokens.shape
+        inputs = Inputs(
+            step.tokens.clamp(max=parts.last_token).flatten(),
+            step.positions.flatten(),
+            step.slots.flatten(),
+            wanted,
+            None if before is None else before.flatten(0, 1),
+        )
+        parts.buffers.hide(step.byte, step.clear)
+        found = parts.call(inputs, rows, prepared.kernels[q])
+        parts.buffers.show(step.byte)
+        logits, states = found.logits.unflatten(0, (rows, -1)), found.states
+        return logits, None if states is None else states.unflatten(0, (rows, -1))
+
+    def _before(self, there: Mapping[str, Tensor], places: Tensor) -> Tensor | None:
+        """What the first step's tokens [R, q] are read with besides: nothing, but for heads."""
+        return None
+
+    def _before_level(self, states: Tensor | None, levels: Levels, step: int) -> Tensor | None:
+        """The same for the beams of depth ``step`` - 1, ``states`` being those of the beams before them."""
+        return None
+
+
+def reading(there: Mapping[str, Tensor], q: int) -> tuple[Tensor, ...]:
+    """Scale, spread and keys of every token [R * q], where each request has q of them."""
+    return tuple(there[name][:, None].expand(-1, q).flatten() for name in ("scale", "spread", "keys"))
+
+
+def best_children(
+    parts: Parts, logits: Tensor, read: tuple[Tensor, ...], positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (fp32) and ids of the best tokens [R, q, K]; ``positions`` [R, q]."""
+    rows, q, _ = logits.shape
+    flat, words, (scale, spread, keys) = logits.flatten(0, 1), parts.words, read
+    logprob, found = noise.best(flat, scale, spread, keys, positions.flatten(), words, parts.candidates)
+    tokens = found if words is None else words[found]
+    return logprob.view(rows, q, -1), tokens.view(rows, q, -1)
+
+
+def queued_beams(found: Tensor, a: int, steps: int) -> Ready:
+    """The first ``a`` rows of ``Levels.found``, on their way to the host."""
+    copy = QueuedCopy({"found": found})
+
+    def read() -> Beams:
+        tokens, parents, logprobs = copy.read()["found"][:, :a]
+        return Beams(tokens, parents, logprobs.view(np.float64), steps)
+
+    return read
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Tokens [R, q] of one forward, and what their windows hide."""
+
+    tokens: Tensor
+    positions: Tensor  # for the rotary embedding
+    slots: Tensor  # where their KV goes
+    byte: Tensor  # int64 [R * q, columns], ``window_bits``
+    clear: Tensor  # uint8, as many
+
+
+def expanded(shape: TreeShape, rows: int) -> np.ndarray:
+    """int64 [3, rows * n]: row, column and depth of the n nodes before the last level, level after level, so
+    that those of a step lie side by side."""
+    levels = [np.arange(*ends) for ends in pairwise(shape.start[:-1])]
+    node = np.concatenate([np.empty(0, np.int64), *(np.tile(level, rows) for level in levels)])
+    row = np.concatenate([np.empty(0, np.int64), *(np.arange(rows).repeat(len(level)) for level in levels)])
+    return np.stack([row, shape.columns[node], shape.depth[node]])
+
+
+def at_the_end(batch: TreeBatch, room: int) -> Arrays:
+    """Tokens, positions and places, int64 [n, room], a request's at the end of its row; place -1: none."""
+    assert batch.q_lens.max() <= room, "what has no room must be read before"
+    row, ends = batch.row, np.cumsum(batch.q_lens)
+    found = np.zeros((3, len(batch.q_lens), room), np.int64)
+    found[2] = -1
+    found[:, row, room - ends[row] + np.arange(len(batch))] = batch.tokens, batch.positions, batch.places
+    return dict(zip(("tokens", "positions", "places"), found, strict=True))
+
+
+def _padding(rows: int, first: int) -> Arrays:
+    """Requests without text."""
+    none, ones = np.zeros(rows, np.int64), np.ones(rows, np.float32)
+    places = np.zeros((rows, first), np.int64)
+    return {"tokens": places, "positions": places, "places": places, "base": none, "pool_rows": none,
+            "scale": ones, "spread": 0 * ones, "keys": none.astype(np.uint64)}  # fmt: skip
+
+
+def _first_window(extent: Extent, places: np.ndarray, width: int) -> Arrays:
+    """``_window`` of the first step, of tokens at ``places`` [a, q]: text up to the root, where a token sees
+    those up to itself. Padding sees all of them, or before a short text it would see nothing, and attention
+    to nothing is NaN."""
+    a, q = places.shape
+    seen = np.arange(q - 2 + width) < np.arange(q)[:, None]
+    seen = np.tile(seen, (len(extent.q_lens), 1))
+    seen[: a * q] |= places.reshape(-1, 1) < 0
+    byte, clear = window_bits(extent, q - 2 + width, _and_padding(seen, a * q))
+    return {"byte-first": byte, "clear-first": clear}
+
+
+def _window(q: int, extent: Extent, width: int, a: int) -> Arrays:
+    """Bytes of the mask that tell of a step's windows, and what clears their bits. Padding behind the first
+    ``a`` rows sees its one key."""
+    seen = _and_padding(np.zeros((len(extent.q_lens) * q, width), np.bool_), a * q)
+    byte, clear = window_bits(extent, width, seen)
+    return {f"byte-{q}": byte, f"clear-{q}": clear}
+
+
+def _and_padding(seen: np.ndarray, tokens: int) -> np.ndarray:
+    seen[tokens:] = True
+    return seen
+
+
+def padded_rows(values: np.ndarray, rows: int) -> np.ndarray:
+    """With zeros, to so many rows."""
+    return np.concatenate([values, np.zeros((rows - len(values), *values.shape[1:]), values.dtype)])

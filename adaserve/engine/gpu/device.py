@@ -1,0 +1,243 @@
+"""The parts of an iteration on a GPU: padded forwards in CUDA graphs, and asynchronous copies.
+
+On a CPU they run the same code on SDPA and without graphs, for tests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
+from torch import Tensor
+
+from adaserve.config import AdaServeConfig
+from adaserve.draft_kind import HEADS
+from adaserve.engine.clock import mark
+from adaserve.engine.cpu.heads import HiddenStates
+from adaserve.engine.device import Drafter, Mark
+from adaserve.engine.filters import Filter, by_sort, checked
+from adaserve.engine.gpu import noise
+from adaserve.engine.gpu.attention import AttentionBuffers, MakeKernel, kernel_maker
+from adaserve.engine.gpu.forward import GpuForward
+from adaserve.engine.gpu.graphs import GraphTable, capture_all, least_free_bytes, least_of
+from adaserve.engine.gpu.heads import GpuHead, gpu_head
+from adaserve.engine.gpu.medusa import GpuMedusa, gpu_medusa
+from adaserve.engine.gpu.model import Parts, SGLangCall
+from adaserve.engine.gpu.sizes import FIRST, Key, SearchKey, Sizes, Tiers
+from adaserve.engine.gpu.transfer import QueuedCopy, put
+from adaserve.engine.logit_reading import Reading
+from adaserve.engine.portions import portions
+from adaserve.engine.trees import verify
+
+if TYPE_CHECKING:
+    from adaserve.engine.gpu.move_kernel import PathMover  # needs Triton
+
+logger = logging.getLogger(__name__)
+
+MOST_CAPTURED_ROWS = 64
+MOST_CAPTURED_TOKENS = 512
+"""Largest padded sizes with a graph; larger batches run eagerly, where launches no longer matter."""
+
+MEASURED_KEYS = 1 << 20
+"""Cached tokens of the largest forward that is measured at start (128 requests of 4 tokens at 4096)."""
+
+LEAST_TOKENS = 512
+"""Tokens that forwards have room for, at least."""
+
+READ_AT_ONCE = 256
+"""Tokens of texts in one forward of a draft that catches up, or of a head that reads a prompt: the mask of a
+causal forward is worked out on the host, which takes time and an upload by the square of this (4 ms and
+0.6 MB; 50 ms and 9 MB for 1024)."""
+
+
+class GpuDevice:
+    """``Device`` on a GPU."""
+
+    stops_early = False
+    least_gain = 0.0
+
+    def __init__(
+        self,
+        target: GpuForward,
+        *drafts: GpuForward,
+        medusa: GpuMedusa | None = None,
+        attention: str = "sdpa",
+        target_states: HiddenStates | None = None,
+    ) -> None:
+        self.target, self.drafts, self.medusa, self.target_states = target, drafts, medusa, target_states
+        for draft in drafts:
+            draft.most_tokens = min(draft.most_tokens, READ_AT_ONCE)
+        self.device = target.device
+        self._attention = attention  # its kernel's name
+        self._movers: dict[Any, PathMover] = {}
+        self.filter: Filter = by_sort
+
+    @classmethod
+    def of(cls, target: Any, drafts: Sequence[Any], config: AdaServeConfig) -> GpuDevice:
+        """For ``ModelRunner``s: static buffers of the sizes that will be served, and their graphs."""
+        device = torch.device(target.device)
+        table = target.req_to_token_pool.req_to_token
+        most_rows, widest = int(target.max_running_requests), 1 + config.max_candidates
+        needed = most_rows * max(widest, FIRST * config.max_width)
+        most_tokens = max(LEAST_TOKENS, needed)
+        context = int(table.shape[1])
+        sizes = Sizes(
+            rows=Tiers.up_to(min(most_rows, MOST_CAPTURED_ROWS)),
+            tokens=Tiers.up_to(min(needed, MOST_CAPTURED_TOKENS)),
+            most_rows=most_rows,
+            most_tokens=most_tokens,
+            depth=config.max_depth,
+            width=config.max_width,
+        )
+        kv_entries = max((most_rows + 1) * (context + widest), MEASURED_KEYS)
+        # All tokens of the largest forward against the longest list there can be, every request on a byte.
+        mask_bytes = most_tokens * (context + widest) // 8 + most_rows + 1
+        # Searches pad rows to a tier, and what is measured at the start has all requests that have a row.
+        largest = max(sizes.rows.fit(most_rows), int(table.shape[0])) + 1, sizes.tokens.fit(most_tokens)
+        attention, make = kernel_maker(config.attention, target, device, *largest)
+        buffers = AttentionBuffers.allocate(kv_entries, mask_bytes, device, unpacked=attention == "triton")
+        capture = device.type == "cuda" and not bool(target.server_args.disable_cuda_graph)
+
+        def parts_of(runner: Any, make: MakeKernel, keys: Sequence[Key | SearchKey]) -> Parts:
+            return Parts(
+                SGLangCall(runner),
+                make,
+                GraphTable(capture),
+                buffers,
+                replace(sizes, captured=frozenset(keys)),
+                table,
+                candidates=max(config.max_width, 3),
+                last_position=int(target.model_config.context_len) - 1,
+                last_token=int(runner.model_config.vocab_size) - 1,
+            )
+
+        searches, verifications = list(sizes.searches()), list(sizes.verifications())
+        forwards = []
+        for draft in drafts:
+            # One kernel for all.
+            own = parts_of(draft, kernel_maker(attention, draft, device, *largest)[1], searches)
+            is_head = type(draft.model).__name__ in HEADS
+            forwards.append(gpu_head(own, target, draft, config) if is_head else GpuForward(own))
+        medusa = None
+        if config.medusa is not None:
+            medusa = gpu_medusa(parts_of(target, make, searches), target, Path(config.medusa))
+        readers = [f for f in (*forwards, medusa) if isinstance(f, GpuHead | GpuMedusa)]
+        parts = cls(
+            GpuForward(parts_of(target, make, verifications)),
+            *forwards,
+            medusa=medusa,
+            attention=attention,
+            target_states=readers[0].hidden if readers else None,
+        )
+        pools = [runner.token_to_kv_pool for runner in (target, *drafts)]
+        parts.warm_moves([*pools, parts.target_states] if readers else pools)
+        parts.warm_draws(int(target.model_config.vocab_size))
+        if capture:
+            # Before the first request; those first that take the most memory and are missed the most.
+            free = partial(least_free_bytes, get_tp_group())
+            capture_all("verification", verifications, parts.target.capture, parts.target.table, free)
+            for drafter in parts.drafters:
+                capture_all("draft", searches, drafter.capture, drafter.table, free)
+        logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
+        return parts
+
+    @property
+    def drafters(self) -> Sequence[GpuForward | GpuMedusa]:
+        return self.drafts if self.medusa is None else (*self.drafts, self.medusa)
+
+    def mark(self) -> Mark:
+        return mark(self.device)
+
+    def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        return put(arrays, self.device)
+
+    def get(self, **tensors: Tensor) -> QueuedCopy:
+        return QueuedCopy(tensors)
+
+    def draw(self, logits: Tensor, reading: Reading) -> Tensor:
+        names = ("scale", "spread", "keys", "positions")
+        columns = self.put({name: getattr(reading, name) for name in names}).values()
+        drawn = [
+            noise.read(logits[part], *(column[part] for column in columns)).argmax(dim=-1)
+            for part in portions(*logits.shape)
+        ]
+        return torch.cat(drawn)
+
+    def accept(
+        self, tensors: Mapping[str, Tensor], draws: Tensor, n: int, deepest: int, stride: int
+    ) -> verify.Acceptance:
+        return verify.accept(tensors, draws, n, deepest, stride)
+
+    def in_place(self, verified: verify.VerifyBatch, acceptance: verify.Acceptance) -> bool:
+        """What was accepted is not known yet."""
+        return verified.in_place
+
+    def move(self, pool: Any, target: Tensor, source: Tensor) -> None:
+        """One kernel on a GPU."""
+        if self.device.type != "cuda":
+            return pool.move_kv_cache(target.flatten(), source.flatten())
+        if pool not in self._movers:
+            from adaserve.engine.gpu.move_kernel import PathMover
+
+            is_states = isinstance(pool, HiddenStates)
+            self._movers[pool] = PathMover([pool.by_slot] if is_states else [*pool.k_buffer, *pool.v_buffer])
+        return self._movers[pool].move(target, source)
+
+    def warm_moves(self, pools: Sequence[Any]) -> None:
+        """Compiles the kernel that moves KV, before the first request, which would wait for it."""
+        if self.device.type == "cuda":
+            scratch = torch.full((1, 1), verify.SCRATCH_SLOT, dtype=torch.int64, device=self.device)
+            for pool in pools:
+                self.move(pool, scratch, scratch)
+
+    def warm_draws(self, vocabulary: int) -> None:
+        """Compiles the kernels of noise and filters for fp32 logits, which only requests that sample need."""
+        if self.device.type == "cuda":
+            from adaserve.engine.gpu.filter_kernel import filter_fused
+
+            self.draw(torch.zeros(1, vocabulary, device=self.device), Reading.plain(np.ones(1)))
+            usable = checked(filter_fused, vocabulary, self.device)
+            # Where one rank sorts all do: the two may differ where rounding decides.
+            if least_of(get_tp_group(), int(usable is filter_fused)):
+                self.filter = usable
+
+    def time(self, models: Sequence[Drafter], step: Callable[[], Any]) -> float:
+        """The forwards of ``step`` alone, between events around their graphs: what the host prepares for each
+        is not what a search or a verification costs."""
+        for model in models:
+            model.take_runs()
+        step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return sum(start.seconds_until(end) for model in models for start, end in model.take_runs())
+
+    def report(self) -> dict[str, Any]:
+        """Also what the graphs cost."""
+        sizes = self.target.sizes
+        return {
+            "device": str(self.device),
+            "attention": self._attention,
+            "filters": "sort" if self.filter is by_sort else "triton",
+            "captured": self.target.table.capture,
+            "row_tiers": list(sizes.rows.sizes),
+            "token_tiers": list(sizes.tokens.sizes),
+            "draft_graphs": [drafter.table.report.to_json() for drafter in self.drafters],
+            "verification_graphs": self.target.table.report.to_json(),
+        }
+
+    def summary(self) -> str:
+        """One line for the log."""
+        if not self.target.table.capture:
+            return "without CUDA graphs"
+        total = [f.table.report for f in (*self.drafters, self.target)]
+        return (
+            f"{sum(r.graphs for r in total)} CUDA graphs in {sum(r.seconds for r in total):.1f} s, "
+            f"{sum(r.bytes for r in total) / 1e6:.0f} MB"
+        )

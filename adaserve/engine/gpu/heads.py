@@ -1,0 +1,157 @@
+"""Heads on a GPU: SGLang's own class, its steps and the hidden states that they read in one graph.
+
+Books, hidden states by KV slot and the layout of the KV are those of CPU hosts (``engine.cpu.heads``). The
+target writes hidden states in the forward that writes its KV, so they come out of a verification's graph
+without being asked for. The first step of a search reads all tokens that were accepted since the last one,
+whose states are known by now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
+from sglang.srt.layers.logits_processor import LogitsMetadata
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import Tensor
+
+from adaserve.config import AdaServeConfig
+from adaserve.draft_kind import MTP
+from adaserve.engine.cpu.heads import HiddenStates, hidden_states, without_first
+from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
+from adaserve.engine.device import KeepGoing, Ready, Search
+from adaserve.engine.gpu.attention import TreeKernel
+from adaserve.engine.gpu.beam_search import BeamSearches
+from adaserve.engine.gpu.forward import GpuForward
+from adaserve.engine.gpu.model import Inputs, Output, Parts, SGLangCall
+from adaserve.engine.gpu.sizes import Key
+from adaserve.engine.gpu.transfer import put
+from adaserve.engine.search import Levels
+from adaserve.engine.trees.batch import TreeBatch
+
+
+@dataclass(frozen=True)
+class _SpecInfo:
+    """Where SGLang's heads look for hidden states."""
+
+    hidden_states: Tensor
+
+
+class SGLangHead(SGLangCall):
+    """Calls the head that a ``ModelRunner`` holds; computes logits of the wanted tokens alone."""
+
+    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
+        runner, model, wanted = self._runner, self._runner.model, inputs.wanted
+        assert inputs.before is not None
+        spec_info = _SpecInfo(inputs.before.to(runner.dtype))
+        with self._around(inputs, rows, kernel, spec_info) as batch:
+            hidden, states = self._states(model, inputs, batch)
+            metadata = LogitsMetadata(ForwardMode.TARGET_VERIFY)  # all that are given
+            output = model.logits_processor(inputs.tokens, hidden[wanted], model.lm_head, metadata)
+        return Output(output.next_token_logits, states[wanted])
+
+    def _states(self, model: Any, inputs: Inputs, batch: Any) -> tuple[Tensor, Tensor]:
+        """[T, H] each: what the LM head reads, and what the next step takes in."""
+        hidden, (states,) = model.model(inputs.tokens, inputs.positions, batch)
+        return hidden, states
+
+
+class SGLangMTP(SGLangHead):
+    """The same of an MTP layer, which reads the token at SGLang's position 0, the second one of a text,
+    without its embedding. SGLang's positions of a head are one less than ours; padding stands at 0."""
+
+    def _states(self, model: Any, inputs: Inputs, batch: Any) -> tuple[Tensor, Tensor]:
+        hidden = model.model(inputs.tokens, (inputs.positions - 1).clamp(min=0), batch)
+        return hidden, hidden
+
+
+class HeadSearches(BeamSearches):
+    """Beam searches whose beams carry the head's own hidden states."""
+
+    def __init__(self, parts: Parts, hidden: HiddenStates) -> None:
+        super().__init__(parts)
+        self._hidden = hidden
+
+    def _before(self, there: Mapping[str, Tensor], places: Tensor) -> Tensor:
+        """The target's, of the tokens before those of the first step."""
+        return self._hidden.read(self._parts.slots(there["pool_rows"][:, None], places - 1))
+
+    def _before_level(self, states: Tensor | None, levels: Levels, step: int) -> Tensor:
+        """Its own, of the parents of the beams."""
+        assert states is not None
+        parents = levels.parents_of(step)
+        return states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1]))
+
+
+class GpuHead(GpuForward):
+    """``ModelForward`` of a head. Reading a text, it only writes KV: nobody asks for logits behind it."""
+
+    def __init__(self, parts: Parts, hidden: HiddenStates) -> None:
+        super().__init__(parts)
+        self.hidden, self._searches = hidden, HeadSearches(parts, hidden)
+
+    def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> None:  # type: ignore[override]
+        batch = without_first(batch)
+        if len(batch):
+            self._queue(batch, put(self.arrays(batch), self.device))
+
+    def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
+        return super().search(without_first(first), search, keep)
+
+    def _forward(self, key: Key, kernel: TreeKernel) -> None:
+        tokens, positions, pool_rows, places = self._inputs[: 4 * key.tokens].view(4, -1)
+        before = self.hidden.read(self.parts.slots(pool_rows, places - 1))
+        slots = self.parts.slots(pool_rows, places)
+        self.parts.call(Inputs(tokens, positions, slots, slice(0), before), key.rows, kernel)
+
+
+def hidden_states_of(target: Any, head: Any) -> HiddenStates:
+    """What the head of the ``ModelRunner`` ``head`` reads of ``target``, which from now on writes it. Raises
+    ValueError with the reason where there can be none."""
+    model = head.model
+    if type(model).__name__ != MTP:
+        _refuse_unsupported(model)
+    hidden = hidden_states(target, model)
+    keep_states(target, hidden)
+    return hidden
+
+
+def keep_states(target: Any, hidden: HiddenStates) -> None:
+    """From now on the ``ModelRunner`` ``target`` writes its states to ``hidden``."""
+    inner, lean = target.model.model, getattr(target.model, LEAN_ATTRIBUTE, None)
+    if lean is not None:  # a GPU's parts on a CPU
+        lean.sink = hidden
+        return
+    forward = inner.forward
+
+    def writing(input_ids: Tensor, positions: Tensor, forward_batch: Any, *more: Any, **named: Any) -> Tensor:
+        made = forward(input_ids, positions, forward_batch, *more, **named)
+        # Alone where no layer's input was asked for.
+        states, captured = (made, None) if isinstance(made, Tensor) else made
+        packed = states if captured is None else pack_aux_hidden_states(captured)
+        hidden.write(forward_batch.out_cache_loc, packed, states)
+        return states
+
+    inner.forward = writing
+
+
+def _refuse_unsupported(model: Any) -> None:
+    """Raises ValueError for an EAGLE-3 head that is not covered."""
+    if model.model.is_mrope_enabled:
+        raise ValueError("this EAGLE-3 head is not supported: multimodal rotary embedding")
+    if model.model.hidden_size_in != model.config.hidden_size:
+        raise ValueError("this EAGLE-3 head is not supported on a GPU: its hidden size is not the target's")
+
+
+def gpu_head(parts: Parts, target: Any, head: Any, config: AdaServeConfig) -> GpuHead:
+    """The forward of the head that the ``ModelRunner`` ``head`` holds; ``parts``: as a draft model's.
+
+    The first step has room for all that its own tree can have had accepted. Raises ValueError."""
+    ids = getattr(head.model, "hot_token_id", None)  # an MTP layer knows all tokens
+    words = None if ids is None else ids.to(device=parts.device, dtype=torch.int64)
+    call = SGLangMTP(head) if type(head.model).__name__ == MTP else SGLangHead(head)
+    own = replace(parts, call=call, first=1 + config.max_depth, words=words)
+    return GpuHead(own, hidden_states_of(target, head))

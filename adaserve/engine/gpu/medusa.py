@@ -1,0 +1,137 @@
+"""Medusa heads on a GPU: all levels of a tree in one graph, from one hidden state of each request.
+
+What they read and what they say is as on CPU hosts (``engine.cpu.medusa``), but grammars are not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from adaserve.engine.cpu.heads import HiddenStates, final_states
+from adaserve.engine.device import KeepGoing, Ready, Run, Search
+from adaserve.engine.gpu.beam_search import best_children, padded_rows, queued_beams, reading
+from adaserve.engine.gpu.heads import keep_states
+from adaserve.engine.gpu.model import Parts
+from adaserve.engine.gpu.sizes import SearchKey
+from adaserve.engine.gpu.transfer import StaticArrays
+from adaserve.engine.search import Levels
+from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.trees.shape import TreeShape, tree_shape
+from adaserve.medusa import MedusaHeads, load_medusa, require_target
+
+
+@dataclass
+class _Prepared:
+    """What a graph reads, at addresses that stay."""
+
+    columns: Tensor  # int64 [nodes]
+    static: StaticArrays = field(default_factory=StaticArrays)
+
+
+class GpuMedusa:
+    """``ParallelHeads`` on the hidden states of the target, which ``hidden`` keeps.
+
+    ``parts``: the target's, with graphs and sizes for searches. ``lm_head`` [V, H]: of heads without one.
+    """
+
+    def __init__(self, heads: MedusaHeads, parts: Parts, hidden: HiddenStates, lm_head: Tensor) -> None:
+        there = partial(torch.Tensor.to, device=parts.device, dtype=lm_head.dtype)
+        self.hidden, self.table, self._parts = hidden, parts.table, parts
+        self._weight, self._bias = there(heads.weight).transpose(-1, -2), there(heads.bias)[:, :, None]
+        own = [there(matrix) for matrix in heads.lm_heads or ()]
+        self._lm_heads = own or [lm_head] * len(heads)
+        self._prepared: dict[SearchKey, _Prepared] = {}
+        self._runs: list[Run] = []
+
+    @property
+    def most_steps(self) -> int:
+        return len(self._lm_heads)
+
+    def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
+        """Queues all levels at once; nothing waits until the candidates are read."""
+        arrays = {name: getattr(search, name) for name in ("base", "pool_rows", "scale", "spread", "keys")}
+        found, run = self._run(self._parts.sizes.search(search.shape, len(search.base)), search.shape, arrays)
+        self._runs.append(run)
+        return queued_beams(found, len(search.base), len(search.shape.beams))
+
+    def rehearse(self, batch: TreeBatch, width: int) -> int:
+        """The deepest search that has a graph, over the batch's requests."""
+        sizes, a = self._parts.sizes, len(batch.q_lens)
+        shape = tree_shape(min(sizes.depth, self.most_steps), min(width, sizes.width), None)
+        arrays = {**_nothing(a), "base": batch.kv_lens - batch.q_lens, "pool_rows": batch.pool_rows}
+        self._runs.append(self._run(sizes.search(shape, a), shape, arrays)[1])
+        return len(shape.beams)
+
+    def capture(self, key: SearchKey) -> None:
+        """Makes the graph of ``key``, which must not branch, on nothing but padding."""
+        if len(key.beams) <= self.most_steps:
+            self._run(key, tree_shape(len(key.beams), key.beams[0], None), _nothing(0))
+
+    def take_runs(self) -> list[Run]:
+        runs, self._runs = self._runs, []
+        return runs
+
+    def _run(self, key: SearchKey, shape: TreeShape, arrays: dict[str, np.ndarray]) -> tuple[Tensor, Run]:
+        """int64 [3, R, nodes], ``Levels.found``."""
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = _Prepared(torch.from_numpy(shape.columns).to(self._parts.device))
+            if key in self._parts.sizes.captured:
+                self._prepared[key] = prepared
+        given = {name: padded_rows(values, key.rows) for name, values in arrays.items()}
+        there = prepared.static.put(given, self._parts.device)
+        return self._parts.run(key, partial(self._search, key.rows, shape, prepared.columns, there))
+
+    @torch.no_grad()
+    def _search(self, rows: int, shape: TreeShape, columns: Tensor, there: Mapping[str, Tensor]) -> Tensor:
+        base, levels = there["base"][:, None], Levels(shape, rows, columns)
+        depth = len(shape.beams)
+        # Padding has no cached tokens, and reads the scratch slot.
+        slots = self._parts.slots(there["pool_rows"], there["base"] - 1)
+        states = self._states(self.hidden.read(slots), depth)
+        for step in range(1, depth + 1):
+            logits = functional.linear(states[step - 1], self._lm_heads[step - 1])
+            best = best_children(self._parts, logits[:, None], reading(there, 1), base + (step - 1))
+            if step == 1:
+                levels.start(*(values[:, 0] for values in best))
+            else:  # all nodes of a level have the same children
+                levels.grow(step, *(values.expand(-1, shape.beams[step - 2], -1) for values in best))
+        return levels.found
+
+    def _states(self, hidden: Tensor, heads: int) -> Tensor:
+        """[heads, R, H]: what the first heads make of ``hidden`` [R, H]."""
+        x = hidden.to(self._weight.dtype).expand(heads, -1, -1)
+        for layer in range(self._weight.shape[1]):
+            x = x + functional.silu(torch.baddbmm(self._bias[:heads, layer], x, self._weight[:heads, layer]))
+        return x
+
+
+def _nothing(rows: int) -> dict[str, np.ndarray]:
+    """Greedy searches of requests without text."""
+    none, ones = np.zeros(rows, np.int64), np.ones(rows, np.float32)
+    return {
+        "base": none,
+        "pool_rows": none,
+        "scale": ones,
+        "spread": 0 * ones,
+        "keys": none.astype(np.uint64),
+    }
+
+
+def gpu_medusa(parts: Parts, target: Any, folder: Path) -> GpuMedusa:
+    """Of the heads in ``folder``, which from now on are told the hidden states of the ``ModelRunner``
+    ``target``. Raises ValueError where they were made for another target."""
+    heads, config = load_medusa(folder), target.model_config
+    require_target(heads, folder, config.hidden_size, config.vocab_size)
+    hidden = final_states(target, config.hidden_size)
+    keep_states(target, hidden)
+    return GpuMedusa(heads, parts, hidden, target.model.lm_head.weight[: config.vocab_size])

@@ -1,0 +1,139 @@
+"""A model on a GPU, as the forwards that share it see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.runtime_context import get_model
+from torch import Tensor
+
+from adaserve.engine.clock import mark
+from adaserve.engine.device import Run
+from adaserve.engine.gpu.attention import (
+    AttentionBuffers,
+    MakeKernel,
+    TreeAttentionBackend,
+    TreeKernel,
+)
+from adaserve.engine.gpu.graphs import GraphTable
+from adaserve.engine.gpu.sizes import FIRST, Key, SearchKey, Sizes
+from adaserve.engine.trees.verify import SCRATCH_SLOT
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens of one forward."""
+
+    tokens: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T]: where their KV goes
+    wanted: slice = field(default_factory=partial(slice, None))  # tokens whose logits are needed
+    before: Tensor | None = None  # [T, H]: what a head is given besides, hidden states of the tokens before
+
+
+@dataclass(frozen=True)
+class Output:
+    """Of the w tokens that are wanted."""
+
+    logits: Tensor  # [w, vocab]
+    states: Tensor | None = None  # [w, H]: what a head's next step takes in
+
+
+class ModelCall(Protocol):
+    """Runs a model on static inputs: SGLang's models, its heads, and tiny ones in tests."""
+
+    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
+        """The KV of ``inputs`` goes to ``inputs.slots``."""
+        ...
+
+
+class SGLangCall:
+    """Calls the model that a ``ModelRunner`` holds, without its per-forward bookkeeping."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._backend = TreeAttentionBackend(runner)
+        # SGLang wants a row of the request pool and a length of each request. Neither is read, so both are
+        # views of one number, which no kernel has to fill.
+        self._unread = torch.ones(1, dtype=torch.int64, device=runner.device)
+
+    def __call__(self, inputs: Inputs, rows: int, kernel: TreeKernel) -> Output:
+        with self._around(inputs, rows, kernel) as batch:
+            output = self._runner.model.forward(inputs.tokens, inputs.positions, batch)
+        return Output(output.next_token_logits[inputs.wanted])
+
+    @contextmanager
+    def _around(
+        self, inputs: Inputs, rows: int, kernel: TreeKernel, spec_info: Any = None
+    ) -> Iterator[ForwardBatch]:
+        """What SGLang's models are called with, and what they find around them."""
+        runner, unread = self._runner, self._unread.expand(rows)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,  # the mode that gives logits of every token
+            batch_size=rows,
+            input_ids=inputs.tokens,
+            req_pool_indices=unread,
+            seq_lens=unread,
+            seq_lens_cpu=torch.ones(rows, dtype=torch.int64),
+            seq_lens_sum=rows,
+            out_cache_loc=inputs.slots,
+            positions=inputs.positions,
+            spec_info=spec_info,
+            spec_algorithm=runner.spec_algorithm,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+        )
+        self._backend.kernel = kernel
+        context = ForwardContext(attn_backend=self._backend)
+        with (
+            torch.no_grad(),
+            get_model().override(shared_experts=runner.model.shared_experts_config),
+            forward_context(context, forward_batch=batch),
+        ):
+            yield batch
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all forwards of one model work with.
+
+    ``candidates``: how many best tokens a draft step needs. ``last_position``: highest position with a
+    rotary angle; tokens beyond it are never kept, so they may compute anything. ``last_token``: the last row
+    of the embedding; a target with more of them only pads further, but its padding must not be looked up.
+    ``first``: tokens per request that the first step of a search has room for. ``words``: int64 [V], the
+    tokens that a head's logits stand for; None = all, in their order.
+    """
+
+    call: ModelCall
+    make_kernel: MakeKernel
+    table: GraphTable
+    buffers: AttentionBuffers
+    sizes: Sizes
+    req_to_token: Tensor
+    candidates: int
+    last_position: int
+    last_token: int
+    first: int = FIRST
+    words: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffers.mask.device
+
+    def slots(self, pool_rows: Tensor, places: Tensor) -> Tensor:
+        """int64: where the KV of tokens goes; places below 0 are padding's."""
+        return torch.where(places < 0, SCRATCH_SLOT, self.req_to_token[pool_rows, places]).long()
+
+    def run(self, key: Key | SearchKey, function: Callable[[], Any]) -> tuple[Any, Run]:
+        """``function``, or its graph where ``key`` has one; its output is valid until the key's next run."""
+        run = self.table.get(key, function).replay if key in self.sizes.captured else function
+        start = mark(self.device)
+        output = run()
+        return output, (start, mark(self.device))

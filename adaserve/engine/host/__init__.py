@@ -1,7 +1,0 @@
-"""Fast CPU forwards of Llama-family models: used on hosts without a GPU."""
-
-from adaserve.engine.host.lean import LeanModel
-from adaserve.engine.host.params import Inputs, LayerWeights, ModelConfig, ModelWeights
-from adaserve.engine.trees.plan import TreeAttentionPlan
-
-__all__ = ["Inputs", "LayerWeights", "LeanModel", "ModelConfig", "ModelWeights", "TreeAttentionPlan"]

@@ -1,0 +1,99 @@
+"""Ranks that measure different times follow the first one: real gloo groups of two processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from adaserve.config import AdaServeConfig
+from adaserve.engine.agree import Agreement
+from adaserve.engine.gpu.graphs import LEAST_FREE_BYTES, GraphTable, capture_all, least_free_bytes
+from adaserve.engine.prefill import PrefillPacer
+from adaserve.scheduler.costs import LearnedCosts
+from adaserve.scheduler.latency import default_latency
+from adaserve.scheduler.policies import PolicyConfig, build_policy
+from tests.engine.trees.factories import decode_rows, drafted, running
+
+
+class GlooGroup:
+    """The one call of SGLang's ``GroupCoordinator``, over gloo."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank_in_group, self.world_size = rank, size
+        self.cpu_group: Any = None  # all ranks
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        box = [obj]
+        dist.broadcast_object_list(box, src=src)
+        return box[0]
+
+
+def rank(number: int, rendezvous: str, out: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=number, world_size=2)
+    agreement = Agreement(GlooGroup(number, 2))
+    # Another clock and another speed on each rank: alone they would plan and select differently.
+    policy = build_policy("adaserve", PolicyConfig(latency=default_latency(), budget=12 + 30 * number))
+    batch = dataclasses.replace(
+        running(4), decode_start_s=np.full(4, -10.0 * number), tpot_slo_s=np.full(4, 0.05)
+    )
+    trees = drafted(decode_rows([5, 9, 3, 7]), 3, 3).trees
+    plan = agreement.plan(lambda: policy.plan(batch, 5.0 + number), batch)
+    assert plan.running is batch
+    own = policy.plan(batch, 5.0 + number)
+    selection = agreement.selection(lambda: policy.select(plan, trees))
+    lone = policy.select(own, trees)
+    # Memory for one graph on the first rank, and for two on the second one.
+    free = iter(LEAST_FREE_BYTES + delta for delta in ([5, -1, -2], [6, 5, -2])[number])
+    captured: list[int] = []
+    capture_all(
+        "draft", [3, 2, 1], captured.append, GraphTable(capture=True),
+        partial(least_free_bytes, GlooGroup(number, 2), lambda: next(free)),
+    )  # fmt: skip
+    torch.save(
+        {
+            "plan": [plan.depth, plan.width, plan.budget, plan.need.tolist(), plan.now_s],
+            "own": [own.depth, own.width, own.budget, own.need.tolist(), own.now_s],
+            "selection": dataclasses.astuple(selection), "own_keep": lone.keep, "captured": captured,
+        },
+        f"{out}/{number}",
+    )  # fmt: skip
+    dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    mp.spawn(rank, (str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
+    one, two = (torch.load(tmp_path / str(n), weights_only=False) for n in range(2))
+    assert one["own"] != two["own"] and one["plan"] == two["plan"] == one["own"]
+    assert not np.array_equal(one["own_keep"], two["own_keep"])
+    assert np.array_equal(one["selection"][0], one["own_keep"])
+    for a, b in zip(one["selection"], two["selection"], strict=True):
+        assert np.array_equal(a, b)
+    assert one["captured"] == two["captured"] == [3], "a forward that one rank runs alone waits for ever"
+
+
+def test_alone_nothing_is_sent() -> None:
+    agreement = Agreement(GlooGroup(0, 1))
+    assert agreement.alone and agreement.selection(lambda: 3) == 3  # type: ignore[arg-type, return-value]
+
+
+def test_ranks_never_prefill_by_their_clocks() -> None:
+    """Neither at start nor when somebody asks for it while the server runs."""
+    nothing: Any = SimpleNamespace()
+    pacer = PrefillPacer(
+        AdaServeConfig(prefill="slack"), LearnedCosts(default_latency()), nothing, {}, alone=False
+    )
+    assert not pacer.paces("priced")
+    for mode in ("slack", None):
+        with pytest.raises(ValueError, match="exclusive"):
+            pacer.set_mode(mode)
+    pacer.set_mode("exclusive")
+    assert not pacer.paces("priced")

@@ -1,0 +1,231 @@
+"""The kernels behind tree attention: which one is chosen, and Triton's against SDPA."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adaserve.engine.gpu import attention, tiles
+from adaserve.engine.gpu.attention import (
+    AttentionBuffers,
+    FlashInferKernel,
+    SdpaKernel,
+    TritonKernel,
+    usable,
+)
+from adaserve.engine.gpu.head_shape import HeadShape
+from adaserve.engine.gpu.layout import Extent
+from tests.engine.gpu.factories import CPU
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_reads_our_arrays_as_sdpa_does() -> None:
+    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.engine.gpu.triton_check", *map(str, range(8))]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    worst = [float(x) for x in ran.stdout.split()]
+    assert len(worst) == 8 and max(worst) < 1e-5
+
+
+HEADS = HeadShape(4, 2, 8, 0.5, torch.float32, torch.float32)
+
+
+def kernel_that(refuses: str) -> Any:
+    """Makes kernels of which one method fails: when FlashInfer compiles, or when a graphics card runs it."""
+
+    def refused(*_: Any) -> Any:
+        raise RuntimeError(f"Ninja build failed.\nfatal error: no {refuses}")
+
+    def make(buffers: AttentionBuffers, rows: int, place: int) -> SdpaKernel:
+        kernel = SdpaKernel(buffers)
+        setattr(kernel, refuses, refused)
+        return kernel
+
+    return make
+
+
+@pytest.mark.parametrize("refuses", ["plan", "run"])
+def test_a_kernel_that_does_not_work_is_replaced(refuses: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        name, make = usable("flashinfer", kernel_that(refuses), HEADS, CPU)
+    assert (name, make) == ("triton", TritonKernel)
+    assert f"no {refuses}" in caplog.text and "--adaserve-attention" in caplog.text
+
+
+def test_a_kernel_that_works_serves() -> None:
+    make = kernel_that("nothing")
+    assert usable("flashinfer", make, HEADS, CPU) == ("flashinfer", make)
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "name"),
+    [("auto", "cpu", "sdpa"), ("triton", "cpu", "sdpa"), ("triton", "cuda", "triton")],
+)
+def test_the_setting_chooses(setting: Any, device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadShape, "of", lambda runner: SimpleNamespace())
+    assert attention.kernel_maker(setting, None, torch.device(device), 8, 64)[0] == name
+
+
+def planned_bytes(q_heads: int, kv_heads: int, dim: int, rows: int, tokens: int, tile: int) -> int:
+    """What FlashInfer 0.7.2 allocates in its plan on a GPU of 132 SMs, written down from scheduler.cuh."""
+    group = q_heads // kv_heads
+    tiles = max(2 * 132 // kv_heads, -(-tokens * group // tile) + rows - 1)
+    partial = -(-tiles * tile // group)
+    return 4 * q_heads * partial * dim + 4 * q_heads * partial + 32
+
+
+@pytest.mark.parametrize("tile", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim"), [(32, 8, 128), (32, 32, 128), (40, 40, 128), (14, 2, 64)]
+)
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 1), (65, 1024), (129, 2048), (257, 4096)])
+def test_flashinfer_has_room_for_its_plans(
+    q_heads: int, kv_heads: int, dim: int, rows: int, tokens: int, tile: int
+) -> None:
+    heads = HeadShape(q_heads, kv_heads, dim, 1.0, torch.float16, torch.float16)
+    room = tiles.workspace_bytes(heads, rows, tokens)
+    assert planned_bytes(q_heads, kv_heads, dim, rows, tokens, tile) <= room
+    if (kv_heads, rows) == (8, 65):
+        assert room == tiles.WORKSPACE_BYTES, "nothing more for the models that are served most"
+    # With more requests for the sake of smaller tiles, too.
+    group = q_heads // kv_heads
+    for longest in (1, 3, 16, 100):
+        planned = tiles.planned_rows(heads, rows, tokens, longest, room)
+        chosen = planned_tile(planned, tokens, group)
+        assert planned >= rows and planned_bytes(q_heads, kv_heads, dim, planned, tokens, chosen) <= room
+
+
+def planned_tile(rows: int, tokens: int, group: int) -> int:
+    """What FlashInfer 0.7.2 chooses where CUDA graphs are on, from scheduler.cuh and utils.cuh."""
+    longest = (tokens - rows + 1) * group
+    return 128 if longest > 64 else 64 if longest > 16 else 16
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "longest", "tile"),
+    [(64, 192, 3, 16), (8, 24, 3, 16), (64, 128, 2, 16), (64, 384, 6, 64), (65, 512, 8, 64), (2, 1, 1, 16),
+     (65, 64, 1, 16), (2, 256, 200, 128)],
+)  # fmt: skip
+def test_tiles_are_as_large_as_the_requests_ask_for(rows: int, tokens: int, longest: int, tile: int) -> None:
+    """Drafts and verifications of a model whose key heads serve four heads each."""
+    heads = HeadShape(32, 8, 128, 1.0, torch.float16, torch.float16)
+    planned = tiles.planned_rows(heads, rows, tokens, longest, tiles.WORKSPACE_BYTES)
+    assert planned_tile(planned, tokens, 4) == tile
+    assert tiles.planned_rows(heads, rows, tokens, longest, 0) == rows, "there is no room for more"
+
+
+def test_flashinfer_copies_and_clears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a kernel more in every layer of every forward. Queries come as a part of wider rows."""
+    ran: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Wrapper:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def reset_workspace_buffer(self, *_: Any) -> None: ...
+
+        def plan(self, *_: Any, **__: Any) -> None: ...
+
+        def run(self, q: torch.Tensor, pool: tuple[torch.Tensor, ...], *, out: torch.Tensor) -> torch.Tensor:
+            assert all(part.shape == (7, 1, 2, 4) for part in pool), "pages of one slot"
+            ran.append((q, out))
+            return out.copy_(q)
+
+    monkeypatch.setitem(
+        sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
+    )
+    room, pool = torch.empty(1 << 20, dtype=torch.uint8), torch.zeros(7, 2, 4)
+    heads = HeadShape(4, 2, 4, 0.5, torch.float32, torch.float32)
+    kernel = FlashInferKernel(AttentionBuffers.allocate(99, 99, CPU), 1, heads, room, room)
+    kernel.plan(Extent(np.array([3]), np.array([5])))
+    q = torch.arange(3 * 8 * 4.0).view(3, 8, 4)[:, :4]
+    result = kernel.run(q, pool, pool, 0.5)
+    ((given, out),) = ran
+    assert given.data_ptr() == q.data_ptr() and given.stride() == q.stride()
+    assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
+    assert torch.equal(result, q.flatten(1))
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """What FlashInfer's own wrapper, on a CPU, gives to its compiled planner."""
+    import flashinfer.prefill
+
+    plans: list[list[Any]] = []
+
+    def plan(*args: Any) -> list[int]:
+        plans.append([a.tolist() if isinstance(a, torch.Tensor) and len(a) < 99 else a for a in args])
+        return [len(plans)]
+
+    module, empty = SimpleNamespace(plan=plan, paged_run=lambda *_: None), torch.empty
+
+    def pageable(*args: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        return empty(*args, **named)
+
+    monkeypatch.setattr(flashinfer.prefill, "get_batch_prefill_module", lambda *_: module)
+    monkeypatch.setattr(torch, "empty", pageable)
+    return plans
+
+
+LLAMA = HeadShape(32, 8, 128, 1.0, torch.float16, torch.float16)
+QUERIES, SLOTS = 3, 4
+"""Places of both starts among the planner's arguments."""
+
+
+def test_requests_of_no_tokens_are_planned(planner: list[list[Any]]) -> None:
+    """As many in every plan of a kernel, since its graph depends on it; with no keys and no mask."""
+    room = torch.empty(1 << 20, dtype=torch.uint8)
+    kernel, masks = FlashInferKernel(AttentionBuffers.allocate(99, 99, CPU), 3, LLAMA, room, room), []
+    for q_lens, kv_lens in (((3, 3, 3), (9, 5, 7)), ((3, 1, 5), (4, 4, 4))):
+        kernel.plan(Extent(np.array(q_lens), np.array(kv_lens)))
+        masks.append(kernel._bytes.tolist())
+        assert kernel._queries.tolist() == planner[-1][QUERIES]
+        assert kernel._slots.tolist() == planner[-1][SLOTS]
+    assert planner[0][QUERIES : SLOTS + 1] == [[0, 3, 6, 9, 9, 9, 9], [0, 9, 14, 21, 21, 21, 21]], (
+        "for tiles of 16"
+    )
+    assert masks == [[0, 4, 6, 9, 9, 9, 9], [0, 2, 3, 6, 6, 6, 6]]
+
+
+def test_later_plans_are_those_of_flashinfers_wrapper(planner: list[list[Any]]) -> None:
+    """But for what it uploads: only where queries, slots and masks start, in one copy."""
+    first, later = Extent(np.array([2, 2]), np.array([9, 5])), Extent(np.array([1, 3]), np.array([700, 41]))
+    room, buffers = torch.empty(1 << 20, dtype=torch.uint8), AttentionBuffers.allocate(999, 999, CPU)
+    kernel = FlashInferKernel(buffers, 2, LLAMA, room, room)
+    kernel.plan(first)
+    with Copies() as copies:
+        kernel.plan(later)
+    assert copies.made == 1
+    fresh = FlashInferKernel(buffers, 2, LLAMA, room, room)
+    fresh.plan(later)
+    kernels = [[x for x in args if not isinstance(x, torch.Tensor)] for args in planner[1:]]
+    assert kernels[0] == kernels[1] and torch.equal(kernel._starts, fresh._starts)
+    # What the next run asks for is there: types, scale and the newest plan.
+    q, pool = torch.zeros(4, 32, 128).half(), torch.zeros(3, 8, 128).half()
+    assert kernel.run(q, pool, pool, 1.0).shape == (4, 32 * 128)
+    assert kernel._wrapper._plan_info == [2] and kernel._wrapper._sm_scale == LLAMA.scaling
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies that copy something."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0] is not args[1] and args[0].numel():
+            self.made += 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,64 @@
+"""The kernel that chooses a level's beams: in Triton's interpreter against torch, and what is compiled."""
+
+from __future__ import annotations
+
+import json
+
+from tests.engine.gpu.test_moves import python
+
+CHECK = """
+import torch
+from adaserve.bench.gpu_check.kernels import check_beams
+from adaserve.engine.gpu.grow_kernel import grow_fused
+from adaserve.engine.search import Levels
+from adaserve.engine.trees.shape import tree_shape
+
+for depth, width in ((1, 3), (5, 1), (4, 2), (5, 3), (8, 8)):
+    found = check_beams(3, depth, width, torch.device("cpu"))
+    assert found["right"], found
+
+# Of equal paths the first ones are taken; what is not a number comes last, and no token twice.
+nan, shape = float("nan"), tree_shape(2, 2, None)
+for offer, tokens, parents in (
+    ([[0.0, 0.0], [0.0, 0.0]], [10, 11], [0, 0]),
+    ([[-1.0, nan], [nan, -2.0]], [10, 13], [0, 1]),
+    ([[nan, nan], [nan, nan]], [10, 11], [0, 0]),
+):
+    levels = Levels(shape, 1, torch.from_numpy(shape.columns))
+    levels.start(torch.zeros(1, 2), torch.tensor([[7, 8]]))
+    token = torch.tensor([[[10, 11], [12, 13]]])
+    logprob = torch.tensor([offer])
+    grow_fused(levels.found, levels.visible, logprob, token, levels.level(1), levels.level(2), 2)
+    assert levels.tokens.tolist() == [[7, 8, *tokens]] and levels.parents.tolist() == [[-1, -1, *parents]]
+"""
+
+
+COMPILED = """
+import inspect, json, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile, make_backend
+from triton.runtime.jit import create_function_from_signature
+from adaserve.engine.gpu.grow_kernel import _block, _grow
+
+hopper, kinds = GPUTarget("cuda", 90, 32), []
+bind = create_function_from_signature(inspect.signature(_grow.fn), _grow.params, make_backend(hopper))
+found, visible = torch.zeros(3, 4, 15, dtype=torch.int64), torch.zeros(4, 15, 16, dtype=torch.uint8)
+for width, start in ((1, 1), (3, 0), (16, 1)):
+    logprob, token = torch.zeros(99)[start:], torch.zeros(99, dtype=torch.int64)[start:]
+    numbers = (9, 3, 1, 9, 3, 1, 60, 15, 16, 0, width, width, width, width)
+    kinds.append(bind(found, found.double(), visible, logprob, token, *numbers, _block(9), _block(16))[1])
+fixed = {name: value for name, (kind, value) in zip(_grow.arg_names, kinds[0]) if kind == "constexpr"}
+signature = {name: kind for name, (kind, _) in zip(_grow.arg_names, kinds[0])}
+assert compile(ASTSource(_grow, signature, fixed), hopper).asm["cubin"]
+print(json.dumps(kinds))
+"""
+
+
+def test_the_same_beams() -> None:
+    python(CHECK, interpret=True)
+
+
+def test_the_kernel_compiles_once_for_all_levels() -> None:
+    """And for compute capability 9.0."""
+    first, *others = json.loads(python(COMPILED, interpret=False))
+    assert others == [first, first]

@@ -1,0 +1,72 @@
+"""Hidden states of a target that SGLang runs: written where its KV is, as a head reads them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adaserve.engine.gpu.heads import hidden_states_of
+
+SIZE, LAYERS, SLOTS = 8, [1, 2, 4], 30
+
+
+class Target:
+    """What is asked of SGLang's models: a stack that hands out what goes into some layers."""
+
+    config = SimpleNamespace(num_hidden_layers=5)
+    capture_aux_hidden_states = False
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(forward=self._forward, layers_to_capture=[])
+
+    def set_eagle3_layers_to_capture(self, ids: Any) -> None:
+        self.model.layers_to_capture, self.capture_aux_hidden_states = LAYERS, True
+
+    def _forward(self, input_ids: Tensor, positions: Tensor, batch: Any, extra: Any = None) -> Any:
+        into = [(10 * input_ids[:, None] + layer).expand(-1, SIZE).float() for layer in LAYERS]
+        return positions, into
+
+
+def head(**changes: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    fc = nn.Linear(len(LAYERS) * SIZE, SIZE, bias=False)
+    fc.weight = nn.Parameter(torch.randn(SIZE, len(LAYERS) * SIZE, generator=generator))
+    model = {"fc": fc, "input_norm": None, "fc_norm": None, "num_aux_hidden_states": 3,
+             "is_mrope_enabled": False, "hidden_size_in": SIZE}  # fmt: skip
+    return SimpleNamespace(
+        model=SimpleNamespace(
+            model=SimpleNamespace(**{**model, **changes}), config=SimpleNamespace(hidden_size=SIZE)
+        )
+    )
+
+
+def runner(target: Target) -> Any:
+    pool = SimpleNamespace(k_buffer=[torch.zeros(SLOTS, 2, 4)])
+    return SimpleNamespace(model=target, token_to_kv_pool=pool)
+
+
+def test_every_forward_of_the_target_writes_them() -> None:
+    target, draft = Target(), head()
+    hidden = hidden_states_of(runner(target), draft)
+    assert target.capture_aux_hidden_states is False, "the layers above know nothing of it"
+    slots, tokens = torch.tensor([3, 29, 7]), torch.tensor([5, 6, 9])
+    out = target.model.forward(tokens, torch.arange(3), SimpleNamespace(out_cache_loc=slots), extra=1)
+    assert out.tolist() == [0, 1, 2], "what the model goes on with stays as it was"
+    joined = torch.cat([10.0 * tokens[:, None] + layer + torch.zeros(3, SIZE) for layer in LAYERS], 1)
+    torch.testing.assert_close(hidden.read(slots), joined @ draft.model.model.fc.weight.T)
+    hidden.move_kv_cache(torch.tensor([0]), torch.tensor([29]))
+    assert torch.equal(hidden.read(torch.tensor([0])), hidden.read(slots[1:2]))
+    assert int((hidden.read(torch.arange(SLOTS)).abs().sum(1) > 0).sum()) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"is_mrope_enabled": True}, "multimodal"), ({"hidden_size_in": 16}, "hidden size")],
+)
+def test_heads_that_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        hidden_states_of(runner(Target()), head(**changes))

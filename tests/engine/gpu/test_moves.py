@@ -1,0 +1,67 @@
+"""The kernel that moves accepted paths: in Triton's interpreter, and what it is compiled for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+CHECK = """
+import torch
+from adaserve.bench.gpu_check.kernels import check_moves
+from adaserve.engine.gpu.move_kernel import BLOCK, PathMover
+
+for paths, deepest, sizes in (
+    (3, 4, (32, 16)),  # keys and values of different size
+    (4, 1, (4 * BLOCK + 4,)),  # more words than one program moves
+    (5, 7, (12, 4, 12)),
+):
+    found = check_moves(paths, deepest, sizes, torch.device("cpu"))
+    assert found["moved"] and found["right"], found
+try:
+    PathMover([torch.zeros(4, 3).half()])
+except ValueError as error:
+    assert "[6] bytes" in str(error)
+else:
+    raise AssertionError("entries of 6 bytes were taken")
+"""
+
+
+SPECIALIZED = """
+import inspect, json, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from adaserve.engine.gpu.move_kernel import BLOCK, _move
+
+bind = create_function_from_signature(
+    inspect.signature(_move.fn), _move.params, make_backend(GPUTarget("cuda", 90, 32)))
+numbers, kinds = torch.zeros(64, dtype=torch.int64), []
+for start, path, step, deepest in ((0, 16, 1, 16), (1, 3, 2, 1)):
+    slots = numbers[start:]
+    kinds.append(bind(numbers, numbers, slots, slots, path, step, path, step, deepest, BLOCK)[1])
+print(json.dumps(kinds))
+"""
+
+
+def python(script: str, interpret: bool) -> str:
+    """What it prints, with Triton's interpreter or with its compiler."""
+    env = {**os.environ, "TRITON_INTERPRET": str(int(interpret)), "OMP_NUM_THREADS": "1",
+           "PYTHONPATH": str(ROOT)}  # fmt: skip
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+def test_paths_are_moved() -> None:
+    python(CHECK, interpret=True)
+
+
+def test_the_kernel_compiles_once_whatever_the_trees() -> None:
+    """Slots start anywhere in an upload, at any distance; a request would wait for a compiler otherwise."""
+    one, other = json.loads(python(SPECIALIZED, interpret=False))
+    assert one == other

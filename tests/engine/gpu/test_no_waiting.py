@@ -1,0 +1,215 @@
+"""What an iteration waits for, launches and uploads, counted operator by operator on a CPU.
+
+On a CPU nothing has to wait, so what would wait on a GPU is told by the operators: reading a value
+(``item``), finding true entries, taking a mask as an index, putting a number at indices. What may be waited
+for are the copies to the host: of the last outcome, and of the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adaserve.engine.gpu import model, noise, parts, transfer
+from adaserve.engine.gpu.device import GpuDevice
+from adaserve.engine.gpu.graphs import EagerGraph
+from adaserve.engine.gpu.sizes import SearchKey
+from adaserve.engine.gpu.transfer import QueuedCopy
+from adaserve.engine.search import Levels
+from adaserve.engine.sources.draft_cache import DraftCache
+from tests.engine.gpu.factories import Requests, TinyModel, device_forward
+from tests.engine.gpu.test_decode import Run
+
+WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::unique2",
+         "aten::equal", "aten::is_nonzero", "aten::repeat_interleave.Tensor")  # fmt: skip
+VIEWS = ("view", "slice", "select", "expand", "unsqueeze", "squeeze", "t.default", "transpose", "alias",
+         "as_strided", "detach", "empty", "split", "_unsafe_view", "permute", "lift_fresh",
+         "reshape")  # fmt: skip
+"""Operators that launch nothing."""
+
+
+class Watch(TorchDispatchMode):
+    """Counts what would be launched; remembers what the host, or an output's shape, would wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.launches = self.graphs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        indices = args[1] if name.startswith(("aten::index.", "aten::index_put")) else ()
+        by_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+        is_number = name.startswith("aten::index_put") and not args[2].dim()  # torch sends it, and waits
+        if name in WAITS or by_mask or is_number:
+            self.waits.append(name)
+        self.launches += not name.removeprefix("aten::").startswith(VIEWS)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_on_a_gpu(watch: Watch, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is in a graph is launched by one call, but may not wait either; one kernel moves a pool's KV. The
+    models and their reference kernel may do as they like."""
+    model, replay, move = TinyModel.__call__, EagerGraph.replay, GpuDevice.move
+
+    def call(self: TinyModel, *args: Any) -> Any:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return model(self, *args)
+
+    def replayed(self: EagerGraph) -> Any:
+        before = watch.launches
+        output = replay(self)
+        watch.launches, watch.graphs = before + 1, watch.graphs + 1
+        return output
+
+    def moved(self: GpuDevice, pool: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        watch.launches += 1
+        with torch.utils._python_dispatch._disable_current_modes():
+            move(self, pool, target, source)
+
+    patch.setattr(TinyModel, "__call__", call)
+    patch.setattr(GpuDevice, "move", moved)
+    patch.setattr(EagerGraph, "replay", replayed)
+    with watch:
+        yield
+
+
+def test_the_watch_sees_what_waits() -> None:
+    with Watch() as watch:
+        x = torch.arange(3)
+        int(x[1])
+        x[x > 1]
+        x[x > 1] = 0
+        x[torch.arange(2)] = 0
+        torch.nonzero(x)
+    assert len(watch.waits) >= 5 and watch.launches >= 5
+
+
+MOST_LAUNCHES = {"none": 22, "adaserve": 67, "chain-3": 54, "priced": 67}
+"""Of one iteration at depth 4 at most, graphs among them. Lower them when you can."""
+MOST_WAITS = 3
+"""SGLang's sequence lengths, the last outcome, the candidates."""
+
+
+@pytest.mark.parametrize("policy", MOST_LAUNCHES)
+def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, read, uploads, watch = Run(policy, overlap=True), [], [], Watch()
+    run.step()
+    inner, pack = QueuedCopy.read, transfer._pack
+
+    def counted(self: QueuedCopy) -> Any:
+        if self._values is None:
+            read.append(self)
+        return inner(self)
+
+    def packed(arrays: Any, device: Any) -> Any:
+        uploads.append(sorted(arrays))
+        return pack(arrays, device)
+
+    monkeypatch.setattr(QueuedCopy, "read", counted)
+    monkeypatch.setattr(transfer, "_pack", packed)
+    with as_on_a_gpu(watch, monkeypatch):
+        run.loop.decode(run.batch(), None)
+    assert watch.waits == []
+    drafted = run.loop._arriving is not None and run.loop._arriving.proposal.trees.n_nodes > 0
+    assert drafted or policy in ("none", "priced")
+    assert len(read) == 1 + drafted, "the last outcome, and the candidates"
+    assert 1 + len(read) <= MOST_WAITS
+    assert watch.graphs == 1 + drafted, "a draft with all its steps, and a verification"
+    assert watch.launches <= MOST_LAUNCHES[policy]
+    assert len(uploads) == 1 + drafted, uploads
+
+
+@pytest.mark.parametrize("unheard", [False, True])
+def test_a_request_ends(unheard: bool) -> None:
+    """SGLang's scheduler tells of it while the next iteration runs, for which it would wait."""
+    requests = Requests([5, 17])
+    cache = DraftCache(device_forward(requests, TinyModel(requests.slots), []), requests.req_to_token,
+                       requests.slots, stride=4)  # fmt: skip
+    row, text = int(requests.pool_rows[0]), requests.text(0)
+    with Watch() as watch:
+        cache.started(row, text, requests.req_to_token[row, : len(text)], read=True)
+        cache.advanced(row, [3, 4], known=1)
+        cache.finished(row, unheard)
+    assert watch.waits == []
+
+
+MOST_LAUNCHES_OF_A_STEP = 7
+"""Of a draft with three beams, besides its model's. Each takes 1 to 2 us, in a step of a millisecond."""
+
+
+def test_a_draft_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one level more launches, which a graph hides from the count of an iteration."""
+    requests = Requests([5, 17])
+
+    def of_kernels(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def launched(*args: Any) -> Any:
+            watch.launches += count
+            with torch.utils._python_dispatch._disable_current_modes():
+                return function(*args)
+
+        return launched
+
+    monkeypatch.setattr(noise, "best", of_kernels(2, noise.best))
+    monkeypatch.setattr(Levels, "grow", of_kernels(1, Levels.grow))
+    launched = []
+    for depth in (4, 5):
+        forward = device_forward(requests, TinyModel(requests.slots), [])
+        with as_on_a_gpu(watch := Watch(), monkeypatch):
+            forward.capture(SearchKey(2, (3,) * depth))
+        launched.append(watch.launches)
+    assert launched[1] - launched[0] <= MOST_LAUNCHES_OF_A_STEP
+
+
+class LateMark:
+    """An event: how long it is to another one is known only when the device has come to both."""
+
+    queued = reached = 0
+
+    def __init__(self) -> None:
+        LateMark.queued += 1
+        self.number = LateMark.queued
+
+    def seconds_until(self, later: Any) -> float:
+        assert max(self.number, later.number) <= LateMark.reached, "the device is not there yet"
+        return (later.number - self.number) * 1e-3
+
+    def wait(self) -> None:
+        LateMark.reached = max(LateMark.reached, self.number)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafts", ["model", "model,second", "model,suffix"])
+def test_nothing_is_timed_before_it_has_run(
+    drafts: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events must be complete when they are asked: the draft that is on its way is none of the last one's."""
+    run = Run("adaserve", overlap, drafts=drafts)
+    create, read = QueuedCopy.__init__, QueuedCopy.read
+
+    def created(self: QueuedCopy, tensors: Any) -> None:
+        create(self, tensors)
+        self.behind = LateMark.queued  # type: ignore[attr-defined]
+
+    def waited(self: QueuedCopy) -> Any:
+        LateMark.reached = max(LateMark.reached, self.behind)  # type: ignore[attr-defined]
+        return read(self)
+
+    monkeypatch.setattr(LateMark, "queued", 0)
+    monkeypatch.setattr(LateMark, "reached", 0)
+    monkeypatch.setattr(QueuedCopy, "__init__", created)
+    monkeypatch.setattr(QueuedCopy, "read", waited)
+    for module in (model, parts):
+        monkeypatch.setattr(module, "mark", lambda device: LateMark())
+    for _ in range(4):
+        run.step()
+    run.loop.settle()
+    assert len(run.outcomes) == 4
+    times = run.loop.times.report()
+    assert 0 < times["target_s"] < times["decode_s"] and 0 < times["draft_s"] < times["decode_s"]
