@@ -23,7 +23,7 @@ from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Inputs, LayerWeights, ModelConfig, ModelWeights
-from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.loadgen.results import provenance
 
 SETS = {4: "baseline", 8: "avx2", 16: "avx512"}

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.cpu.forwards import CpuForward, LeanForward
-from adaserve.engine.cpu.heads import HeadForward, HiddenStates, project
+from adaserve.engine.cpu.heads import HeadForward
 from adaserve.engine.cpu.lean import LeanModel, draft_storage
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.medusa import MedusaForward
 from adaserve.engine.cpu.params import LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.device import Search
+from adaserve.engine.hidden_states import HiddenStates, project
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape, tree_shape
 from adaserve.medusa import MedusaHeads

@@ -13,8 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from adaserve.engine.filters import Filter
+from adaserve.engine.grammar import Forbid
 from adaserve.engine.logit_reading import Reading
-from adaserve.engine.search import Forbid
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape
 from adaserve.engine.trees.verify import Acceptance, VerifyBatch

@@ -7,7 +7,7 @@ a search, its beams choose among allowed tokens only: a token that the grammar f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adaserve.engine.gpu.transfer import put
 from adaserve.engine.matchers import is_live, walk
 from adaserve.engine.portions import portions
-from adaserve.engine.search import Forbid
+from adaserve.engine.transfer import put
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.patches.grammar_time import limited_time
+
+Forbid = Callable[[Tensor, np.ndarray, np.ndarray, int], None]
+"""(logits [a * beams, vocab], tokens [a, k], parents [a, k], beams): sets to -inf what grammars forbid after
+the last ``beams`` of each row's k nodes, or after its root where there is none yet."""
 
 
 @dataclass(frozen=True, slots=True)

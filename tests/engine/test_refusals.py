@@ -13,7 +13,7 @@ import transformers
 
 from adaserve.algorithm import refuse_unsupported
 from adaserve.config import AdaServeConfig, ConfigError
-from adaserve.engine.cpu.heads import layers_to_capture, require_same_sizes
+from adaserve.engine.hidden_states import layers_to_capture, require_same_sizes
 from adaserve.engine.sources.draft_model import require_common_vocabulary, require_servable
 from tests.engine.conftest import adaserve_server
 

@@ -25,7 +25,7 @@ from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Inputs
-from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.loadgen.figures import save
 from adaserve.loadgen.results import provenance
 from adaserve.pair import shape as pair_shape

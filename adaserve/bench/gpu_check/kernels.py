@@ -39,7 +39,7 @@ from adaserve.engine.gpu.attention import (
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent, window_bits
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
-from adaserve.engine.search import Levels
+from adaserve.engine.levels import Levels
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 from adaserve.processes import end_children

@@ -14,9 +14,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from adaserve.engine.cpu.torch_forward import attend
-from adaserve.engine.trees.attention import causal_plan, gather_slots
-from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.attention import TreeAttentionPlan, attend, causal_plan, gather_slots
 
 
 class CpuAttentionBackend(AttentionBackend):

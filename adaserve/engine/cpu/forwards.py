@@ -17,11 +17,16 @@ from adaserve.engine.cpu.lean import LeanModel
 from adaserve.engine.cpu.params import Before, Inputs
 from adaserve.engine.cpu.sglang_forward import SGLangForward
 from adaserve.engine.device import Beams, KeepGoing, Ready, Run, Search
+from adaserve.engine.levels import Levels
 from adaserve.engine.logit_reading import Reading
-from adaserve.engine.search import Levels
-from adaserve.engine.trees.attention import attention_plan, gather_slots, indptr, token_slots
+from adaserve.engine.trees.attention import (
+    TreeAttentionPlan,
+    attention_plan,
+    gather_slots,
+    indptr,
+    token_slots,
+)
 from adaserve.engine.trees.batch import TreeBatch, without_gap
-from adaserve.engine.trees.plan import TreeAttentionPlan
 
 
 class CpuModel(Protocol):

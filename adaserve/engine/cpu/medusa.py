@@ -18,12 +18,13 @@ from torch.nn import functional
 
 from adaserve.engine.clock import HostMark
 from adaserve.engine.cpu.forwards import best_of, forbidding
-from adaserve.engine.cpu.heads import HiddenStates, final_states, lean_target
+from adaserve.engine.cpu.heads import lean_target
 from adaserve.engine.cpu.lean import LeanModel
 from adaserve.engine.cpu.linear import Storage, torch_linear
 from adaserve.engine.device import Beams, KeepGoing, Ready, Run, Search
+from adaserve.engine.hidden_states import HiddenStates, final_states
+from adaserve.engine.levels import Levels
 from adaserve.engine.logit_reading import Reading
-from adaserve.engine.search import Levels
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.medusa import MedusaHeads, load_medusa, require_target
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.attention import TreeAttentionPlan
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from adaserve.engine.cpu.gumbel import read
 from adaserve.engine.cpu.params import Inputs
 from adaserve.engine.logit_reading import Reading
-from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.attention import TreeAttentionPlan
 
 
 class TreeVerifyInput(SpecInput):

@@ -12,7 +12,7 @@ from adaserve.engine.cpu.gumbel import read
 from adaserve.engine.cpu.linear import Linear, Storage, torch_linear
 from adaserve.engine.cpu.params import Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.logit_reading import Reading
-from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.attention import attend
 
 
 @dataclass(frozen=True)
@@ -147,26 +147,3 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
-
-
-def attend(
-    q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, plan: TreeAttentionPlan
-) -> torch.Tensor:
-    """q [T, heads, D] against each request's slots -> [T, heads * D]; a query that sees nothing gives 0."""
-    out = torch.zeros_like(q)
-    for (q0, q1, k0, k1), mask in zip(plan.spans, plan.masks, strict=True):
-        if q0 == q1 or k0 == k1:
-            continue
-        slots = plan.kv_indices[k0:k1]
-        keys = k_buffer[slots].float().transpose(0, 1).unsqueeze(0)
-        values = v_buffer[slots].float().transpose(0, 1).unsqueeze(0)
-        queries = q[q0:q1].transpose(0, 1).unsqueeze(0)
-        # One decoding query of a causal plan sees everything: a mask would only cost time.
-        seen = None if plan.custom_mask is None and q1 - q0 == 1 else mask
-        heads = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=seen, enable_gqa=True
-        )
-        out[q0:q1] = heads[0].transpose(0, 1)
-        if plan.custom_mask is not None:
-            out[q0:q1].masked_fill_(~mask.any(dim=-1)[:, None, None], 0.0)
-    return out.flatten(1)

@@ -14,11 +14,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from adaserve.engine.cpu.torch_forward import attend
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent, gather_slots, unpack
 from adaserve.engine.gpu.tiles import planned_rows, workspace_bytes
-from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.attention import TreeAttentionPlan, attend
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from adaserve.engine.gpu.attention import TreeKernel
 from adaserve.engine.gpu.layout import Extent, slot_lists, window_bits
 from adaserve.engine.gpu.model import Inputs, Parts
 from adaserve.engine.gpu.sizes import SearchKey
-from adaserve.engine.gpu.transfer import QueuedCopy, StaticArrays
-from adaserve.engine.search import Levels
+from adaserve.engine.levels import Levels
+from adaserve.engine.transfer import QueuedCopy, StaticArrays
 from adaserve.engine.trees.batch import Gap, TreeBatch, without_gap
 from adaserve.engine.trees.shape import TreeShape, tree_shape
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import HEADS
 from adaserve.engine.clock import mark
-from adaserve.engine.cpu.heads import HiddenStates
 from adaserve.engine.device import Drafter, Mark
 from adaserve.engine.filters import Filter, by_sort, checked
 from adaserve.engine.gpu import noise
@@ -31,9 +30,10 @@ from adaserve.engine.gpu.heads import GpuHead, gpu_head
 from adaserve.engine.gpu.medusa import GpuMedusa, gpu_medusa
 from adaserve.engine.gpu.model import Parts, SGLangCall
 from adaserve.engine.gpu.sizes import FIRST, Key, SearchKey, Sizes, Tiers
-from adaserve.engine.gpu.transfer import QueuedCopy, put
+from adaserve.engine.hidden_states import HiddenStates
 from adaserve.engine.logit_reading import Reading
 from adaserve.engine.portions import portions
+from adaserve.engine.transfer import QueuedCopy, put
 from adaserve.engine.trees import verify
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from adaserve.engine.gpu.beam_search import BeamSearches
 from adaserve.engine.gpu.layout import Extent, seen_by, slot_lists, window_bits
 from adaserve.engine.gpu.model import Inputs, Parts
 from adaserve.engine.gpu.sizes import Key, SearchKey
-from adaserve.engine.gpu.transfer import put
+from adaserve.engine.transfer import put
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 

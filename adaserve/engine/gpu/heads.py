@@ -1,6 +1,6 @@
 """Heads on a GPU: SGLang's own class, its steps and the hidden states that they read in one graph.
 
-Books, hidden states by KV slot and the layout of the KV are those of CPU hosts (``engine.cpu.heads``). The
+Books and the layout of the KV are those of CPU hosts (``engine.cpu.heads``). The
 target writes hidden states in the forward that writes its KV, so they come out of a verification's graph
 without being asked for. The first step of a search reads all tokens that were accepted since the last one,
 whose states are known by now.
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import MTP
-from adaserve.engine.cpu.heads import HiddenStates, hidden_states, without_first
 from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
 from adaserve.engine.device import KeepGoing, Ready, Search
 from adaserve.engine.gpu.attention import TreeKernel
@@ -28,9 +27,10 @@ from adaserve.engine.gpu.beam_search import BeamSearches
 from adaserve.engine.gpu.forward import GpuForward
 from adaserve.engine.gpu.model import Inputs, Output, Parts, SGLangCall
 from adaserve.engine.gpu.sizes import Key
-from adaserve.engine.gpu.transfer import put
-from adaserve.engine.search import Levels
-from adaserve.engine.trees.batch import TreeBatch
+from adaserve.engine.hidden_states import HiddenStates, hidden_states
+from adaserve.engine.levels import Levels
+from adaserve.engine.transfer import put
+from adaserve.engine.trees.batch import TreeBatch, without_first
 
 
 @dataclass(frozen=True)

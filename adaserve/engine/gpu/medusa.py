@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from adaserve.engine.cpu.heads import HiddenStates, final_states
 from adaserve.engine.device import KeepGoing, Ready, Run, Search
 from adaserve.engine.gpu.beam_search import best_children, padded_rows, queued_beams, reading
 from adaserve.engine.gpu.heads import keep_states
 from adaserve.engine.gpu.model import Parts
 from adaserve.engine.gpu.sizes import SearchKey
-from adaserve.engine.gpu.transfer import StaticArrays
-from adaserve.engine.search import Levels
+from adaserve.engine.hidden_states import HiddenStates, final_states
+from adaserve.engine.levels import Levels
+from adaserve.engine.transfer import StaticArrays
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import TreeShape, tree_shape
 from adaserve.medusa import MedusaHeads, load_medusa, require_target

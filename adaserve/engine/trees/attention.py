@@ -1,12 +1,66 @@
-"""A tree batch in the flat attention layout of FlashInfer, on a host: slots, and what each token sees."""
+"""Attention of a tree batch in FlashInfer's flat layout: slots, what each token sees, a reference."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
 import torch
+from torch.nn import functional
 
 from adaserve.engine.trees.batch import Gap, TreeBatch
-from adaserve.engine.trees.plan import TreeAttentionPlan
+
+
+@dataclass(frozen=True)
+class TreeAttentionPlan:
+    """Ragged attention of one forward; built once, used by every layer.
+
+    The tokens of the forward are the queries, request after request. A request's keys are pool slots in an
+    order of the caller's choice: usually the prefix, then the tokens of this forward (whose K/V is written
+    before anyone attends).
+    """
+
+    qo_indptr: torch.Tensor  # int32 [n + 1], queries of request i are [qo_indptr[i], qo_indptr[i + 1])
+    kv_indptr: torch.Tensor  # int32 [n + 1], its keys are kv_indices[kv_indptr[i] : kv_indptr[i + 1]]
+    kv_indices: torch.Tensor  # int32 [sum kv], pool slots
+    # bool or uint8, per request row-major [q_i x kv_i], concatenated; None: causal, where the q_i queries
+    # are the last q_i keys.
+    custom_mask: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.qo_indptr.numel() != self.kv_indptr.numel():
+            raise ValueError("qo_indptr and kv_indptr must describe the same requests")
+        for name in ("qo_indptr", "kv_indptr", "kv_indices"):
+            tensor = getattr(self, name)
+            if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+                object.__setattr__(self, name, tensor.to(torch.int32).contiguous())
+        mask = self.custom_mask
+        if mask is not None and (mask.dtype not in (torch.bool, torch.uint8) or not mask.is_contiguous()):
+            object.__setattr__(self, "custom_mask", mask.to(torch.bool).contiguous())
+
+    @property
+    def num_requests(self) -> int:
+        return self.qo_indptr.numel() - 1
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """Per request: first query, end of queries, first key, end of keys."""
+        qo, kv = self.qo_indptr.tolist(), self.kv_indptr.tolist()
+        return list(zip(qo[:-1], qo[1:], kv[:-1], kv[1:], strict=True))
+
+    @cached_property
+    def masks(self) -> list[torch.Tensor]:
+        """Per request the boolean mask [q_i, kv_i]."""
+        result, start = [], 0
+        for q0, q1, k0, k1 in self.spans:
+            q, kv = q1 - q0, k1 - k0
+            if self.custom_mask is None:
+                result.append(torch.ones(q, kv, dtype=torch.bool).tril_(kv - q))
+            else:
+                result.append(self.custom_mask[start : start + q * kv].view(q, kv).bool())
+                start += q * kv
+        return result
 
 
 def indptr(lengths: np.ndarray) -> np.ndarray:
@@ -68,3 +122,26 @@ def causal_plan(kv_slots: torch.Tensor, q_lens: np.ndarray, kv_lens: np.ndarray)
         kv_indptr=torch.from_numpy(indptr(kv_lens).astype(np.int32)),
         kv_indices=kv_slots.to(torch.int32),
     )
+
+
+def attend(
+    q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, plan: TreeAttentionPlan
+) -> torch.Tensor:
+    """q [T, heads, D] against each request's slots -> [T, heads * D]; a query that sees nothing gives 0."""
+    out = torch.zeros_like(q)
+    for (q0, q1, k0, k1), mask in zip(plan.spans, plan.masks, strict=True):
+        if q0 == q1 or k0 == k1:
+            continue
+        slots = plan.kv_indices[k0:k1]
+        keys = k_buffer[slots].float().transpose(0, 1).unsqueeze(0)
+        values = v_buffer[slots].float().transpose(0, 1).unsqueeze(0)
+        queries = q[q0:q1].transpose(0, 1).unsqueeze(0)
+        # One decoding query of a causal plan sees everything: a mask would only cost time.
+        seen = None if plan.custom_mask is None and q1 - q0 == 1 else mask
+        heads = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen, enable_gqa=True
+        )
+        out[q0:q1] = heads[0].transpose(0, 1)
+        if plan.custom_mask is not None:
+            out[q0:q1].masked_fill_(~mask.any(dim=-1)[:, None, None], 0.0)
+    return out.flatten(1)

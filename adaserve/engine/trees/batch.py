@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -75,3 +75,23 @@ class TreeBatch:
 def without_gap(places: np.ndarray, gap: Gap | None) -> np.ndarray:
     """int64 [n]: how many of the first ``places`` [n] of each request are read."""
     return places if gap is None else places - gap.length
+
+
+def without_first(batch: TreeBatch) -> TreeBatch:
+    """The batch without the first token of every text, which no key shows either. A head's gap begins with
+    it."""
+    if batch.gap is not None and batch.gap.start:
+        raise ValueError(f"a head's gap begins at 0, not at {batch.gap.start}")
+    left_out = np.zeros_like(batch.kv_lens) if batch.gap is None else batch.gap.length
+    some = batch.places > 0
+    first = np.where(left_out > 0, 0, np.minimum(batch.kv_lens, 1))
+    return replace(
+        batch,
+        tokens=batch.tokens[some],
+        positions=batch.positions[some],
+        places=batch.places[some],
+        q_lens=np.bincount(batch.row[some], minlength=len(batch.q_lens)),
+        kv_lens=batch.kv_lens - first,
+        seen=None if batch.seen is None else batch.seen[some],
+        gap=Gap(0, left_out + first),
+    )

@@ -13,9 +13,10 @@ import torch
 from adaserve.engine.cpu import LeanModel, build
 from adaserve.engine.cpu.forwards import CpuForward, LeanForward
 from adaserve.engine.cpu.gumbel import read
-from adaserve.engine.cpu.heads import HeadForward, HiddenStates, project
+from adaserve.engine.cpu.heads import HeadForward
 from adaserve.engine.cpu.params import Before, Inputs, InputStage, LayerWeights, ModelWeights
 from adaserve.engine.device import Beams, KeepGoing, Search
+from adaserve.engine.hidden_states import HiddenStates, project
 from adaserve.engine.logit_reading import Reading
 from adaserve.engine.trees.attention import attention_plan, token_slots
 from adaserve.engine.trees.batch import Gap, TreeBatch

@@ -12,7 +12,6 @@ import torch
 
 from adaserve.engine.cpu import LeanModel, build
 from adaserve.engine.cpu.forwards import CpuForward, LeanForward
-from adaserve.engine.cpu.heads import HiddenStates
 from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
 from adaserve.engine.cpu.medusa import MedusaForward, medusa_forward
 from adaserve.engine.device import Search
@@ -21,6 +20,7 @@ from adaserve.engine.gpu.graphs import GraphTable
 from adaserve.engine.gpu.medusa import GpuMedusa
 from adaserve.engine.gpu.model import Parts
 from adaserve.engine.gpu.sizes import SearchKey, Sizes, Tiers
+from adaserve.engine.hidden_states import HiddenStates
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.medusa import MedusaHeads, load_medusa, save_medusa

@@ -26,7 +26,7 @@ from adaserve.engine.logit_reading import Reading
 from adaserve.engine.sources.beam import BeamSource
 from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.state import DecodeRows, RequestState
-from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.noise import request_key
 from adaserve.scheduler.interface import IterationPlan, RunningBatch
 from adaserve.sharpening import DraftSharpening

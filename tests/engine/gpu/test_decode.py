@@ -25,7 +25,7 @@ from adaserve.engine.sources.own import SelfSource
 from adaserve.engine.sources.suffix import SUFFIX, SuffixSource
 from adaserve.engine.state import RequestState
 from adaserve.engine.tap import Tap
-from adaserve.engine.trees.plan import TreeAttentionPlan
+from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import MODEL, SECOND_MODEL, IterationOutcome
 from adaserve.scheduler.latency import default_latency

@@ -26,7 +26,7 @@ from adaserve.engine.gpu.graphs import (
 )
 from adaserve.engine.gpu.layout import Extent, unpack
 from adaserve.engine.gpu.sizes import Key, SearchKey, Sizes, Tiers
-from adaserve.engine.gpu.transfer import QueuedCopy, StaticArrays, put
+from adaserve.engine.transfer import QueuedCopy, StaticArrays, put
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import tree_shape
 from tests.engine.gpu.factories import CPU, Requests, TinyModel, device_forward, iteration_plan

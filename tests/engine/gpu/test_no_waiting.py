@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaserve.engine.gpu import model, noise, parts, transfer
+from adaserve.engine import transfer
+from adaserve.engine.gpu import device, model, noise
 from adaserve.engine.gpu.device import GpuDevice
 from adaserve.engine.gpu.graphs import EagerGraph
 from adaserve.engine.gpu.sizes import SearchKey
-from adaserve.engine.gpu.transfer import QueuedCopy
-from adaserve.engine.search import Levels
+from adaserve.engine.levels import Levels
 from adaserve.engine.sources.draft_cache import DraftCache
+from adaserve.engine.transfer import QueuedCopy
 from tests.engine.gpu.factories import Requests, TinyModel, device_forward
 from tests.engine.gpu.test_decode import Run
 
@@ -205,7 +206,7 @@ def test_nothing_is_timed_before_it_has_run(
     monkeypatch.setattr(LateMark, "reached", 0)
     monkeypatch.setattr(QueuedCopy, "__init__", created)
     monkeypatch.setattr(QueuedCopy, "read", waited)
-    for module in (model, parts):
+    for module in (model, device):
         monkeypatch.setattr(module, "mark", lambda device: LateMark())
     for _ in range(4):
         run.step()

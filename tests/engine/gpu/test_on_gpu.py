@@ -16,7 +16,7 @@ from adaserve.engine.gpu.attention import (
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent, window_bits
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
-from adaserve.engine.gpu.transfer import put
+from adaserve.engine.transfer import put
 from tests.engine.gpu.test_layout import random_case
 from tests.engine.gpu.triton_check import compare
 

@@ -451,8 +451,7 @@ def sglang_levels(worker: Any, tokens: Any, slots: Any, width: int) -> list[Any]
 
     from adaserve.engine.cpu import Inputs
     from adaserve.engine.cpu.sglang_forward import SGLangForward
-    from adaserve.engine.trees.attention import causal_plan
-    from adaserve.engine.trees.plan import TreeAttentionPlan
+    from adaserve.engine.trees.attention import TreeAttentionPlan, causal_plan
 
     runner, n = worker._draft_worker.models[0].runner, len(tokens) - 1
     ids = getattr(runner.model, "hot_token_id", None)

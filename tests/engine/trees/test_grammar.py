@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from adaserve.engine.gpu import transfer
+from adaserve.engine import transfer
 from adaserve.engine.grammar import Grammars, _apply
 from adaserve.engine.matchers import can_walk, forced, is_live
 from adaserve.engine.sources.forced import spelling_of

@@ -6,17 +6,11 @@ number of children where a shape says so (SpecInfer's fixed branching).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from adaserve.engine.trees.shape import TreeShape
-
-Forbid = Callable[[Tensor, np.ndarray, np.ndarray, int], None]
-"""(logits [a * beams, vocab], tokens [a, k], parents [a, k], beams): sets to -inf what grammars forbid after
-the last ``beams`` of each row's k nodes, or after its root where there is none yet."""
 
 
 class Levels:
