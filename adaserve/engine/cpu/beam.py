@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +10,6 @@ from adaserve.engine.device import Search
 
 MAX_WIDTH = 16
 """Beams that the kernel's stack buffers hold."""
-
-KeepGoing = Callable[[int], bool]
-"""(steps so far) -> whether another one is worth its time."""
 
 
 @dataclass(frozen=True, slots=True)

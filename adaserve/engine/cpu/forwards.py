@@ -14,6 +14,7 @@ from adaserve.engine.cpu.beam import MAX_WIDTH, BeamArrays
 from adaserve.engine.cpu.gumbel import read
 from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
 from adaserve.engine.cpu.lean import LeanModel
+from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Before, Inputs
 from adaserve.engine.cpu.sglang_forward import SGLangForward
 from adaserve.engine.device import Beams, KeepGoing, Ready, Run, Search
@@ -132,14 +133,14 @@ class CpuForward:
         """All levels in one call of our kernels where they can, else level by level."""
         shape, model = search.shape, self.model
         fits = not shape.is_branching and shape.beams[0] <= MAX_WIDTH and search.forbid is None
-        if fits and isinstance(model, LeanForward) and model.model.searches_beams:
-            beams = self._native(model, first, search, keep)
+        if fits and isinstance(model, LeanForward) and (native := model.model.native) is not None:
+            beams = self._native(native, model.pool, first, search, keep)
         else:
             beams = self._walk(first, search, keep)
         return lambda: beams
 
     def _native(
-        self, forward: LeanForward, first: TreeBatch, search: Search, keep: KeepGoing | None
+        self, native: NativeBackend, pool: Any, first: TreeBatch, search: Search, keep: KeepGoing | None
     ) -> Beams:
         width = search.shape.beams[0]
         kv_lens = without_gap(search.base + search.shape.width, first.gap)
@@ -153,10 +154,10 @@ class CpuForward:
             assert keep is not None
             return keep(step, arrays.logprobs[:, (step - 1) * width : step * width])
 
-        inputs, pool = self._inputs(first, plan, self._before(first)), forward.pool
+        inputs = self._inputs(first, plan, self._before(first))
         asked = None if keep is None else go_on
         start = HostMark()
-        steps = forward.model.beam_search(inputs, pool.k_buffer, pool.v_buffer, arrays, asked)
+        steps = native.beam_search(inputs, pool.k_buffer, pool.v_buffer, arrays, asked)
         self._runs.append((start, HostMark()))
         return Beams(arrays.tokens, arrays.parents, arrays.logprobs, steps)
 

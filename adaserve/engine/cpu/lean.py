@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 
 from adaserve.engine.cpu import build
-from adaserve.engine.cpu.beam import BeamArrays, KeepGoing
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Capture, Inputs, ModelConfig, ModelWeights
@@ -88,22 +87,9 @@ class LeanModel:
         return hidden
 
     @property
-    def searches_beams(self) -> bool:
-        """Whether `beam_search` is there: with the C kernels only."""
-        return isinstance(self.held, NativeBackend)
-
-    def beam_search(
-        self,
-        inputs: Inputs,
-        k_buffers: Sequence[torch.Tensor],
-        v_buffers: Sequence[torch.Tensor],
-        beams: BeamArrays,
-        keep: KeepGoing | None,
-    ) -> int:
-        """`forward` of tokens that end in the rows' roots, then up to `beams.depth` levels of candidates
-        below them, all in one call. Fills in the arrays of `beams`; returns the levels that were made."""
-        assert isinstance(self.held, NativeBackend)
-        return self.held.beam_search(inputs, k_buffers, v_buffers, beams, keep)
+    def native(self) -> NativeBackend | None:
+        """The C kernels, which alone search beams; None without them."""
+        return self.held if isinstance(self.held, NativeBackend) else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [T, H] -> fp32 [T, vocab]."""

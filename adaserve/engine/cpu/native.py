@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from adaserve.engine.cpu.beam import BeamArrays, KeepGoing
+from adaserve.engine.cpu.beam import BeamArrays
 from adaserve.engine.cpu.gumbel import NativeReading
 from adaserve.engine.cpu.linear import STORAGE_DTYPES, Storage, exact_storage
 from adaserve.engine.cpu.params import Before, Capture, Inputs, LayerWeights, ModelConfig, ModelWeights
@@ -144,9 +144,11 @@ class NativeBackend:
         k_buffers: Sequence[torch.Tensor],
         v_buffers: Sequence[torch.Tensor],
         beams: BeamArrays,
-        keep: KeepGoing | None,
+        keep: Callable[[int], bool] | None,
     ) -> int:
-        """As `LeanModel.beam_search` says."""
+        """`forward` of tokens that end in the rows' roots, then up to `beams.depth` levels of candidates
+        below them, all in one call. Fills in the arrays of `beams`; returns the levels that were made.
+        `keep`: (levels so far) -> whether another one is worth its time."""
         self._describe(inputs, k_buffers, v_buffers)
         failures: list[BaseException] = []
 

@@ -186,13 +186,15 @@ def test_the_best_of_all_extensions(
 def test_what_beams_saw_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The windows' columns that C let every beam see are those of its ancestors and its own."""
     case, searched = Setting(NativeForward), list[BeamArrays]()
-    search = case.lean.beam_search
+    native = case.lean.native
+    assert native is not None
+    search = native.beam_search
 
     def spy(*args: Any) -> int:
         searched.append(args[-2])
         return search(*args)
 
-    monkeypatch.setattr(case.lean, "beam_search", spy)
+    monkeypatch.setattr(native, "beam_search", spy)
     proposal = case.propose(4, 3)
     seen = case.seen(proposal).reshape(len(LENGTHS), 1 + 12, proposal.width)
     assert np.array_equal(searched[0].visible, seen[:, 1:])

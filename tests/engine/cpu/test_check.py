@@ -139,7 +139,8 @@ def beams(*texts: list[int], width: int = 2, depth: int = 2) -> BeamArrays:
 
 def search(lean: LeanModel, arrays: BeamArrays, call: Call | None = None) -> int:
     pool = Pool(lean.config, 2, SLOTS)
-    return lean.beam_search((call or Call.good()).inputs(), pool.k, pool.v, arrays, None)
+    assert lean.native is not None
+    return lean.native.beam_search((call or Call.good()).inputs(), pool.k, pool.v, arrays, None)
 
 
 def test_a_beam_search_runs(lean: LeanModel) -> None:

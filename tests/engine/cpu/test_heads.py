@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from adaserve.engine.cpu import LeanModel, build
 from adaserve.engine.cpu.forwards import CpuForward, LeanForward
 from adaserve.engine.cpu.gumbel import read
 from adaserve.engine.cpu.heads import HeadForward
+from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Before, Inputs, InputStage, LayerWeights, ModelWeights
 from adaserve.engine.device import Beams, KeepGoing, Search
 from adaserve.engine.hidden_states import HiddenStates, project
@@ -60,7 +62,7 @@ class Walking(HeadForward):
     """Level by level, though the kernels could do it in one call."""
 
     def _native(
-        self, forward: LeanForward, first: TreeBatch, search: Search, keep: KeepGoing | None
+        self, native: NativeBackend, pool: Any, first: TreeBatch, search: Search, keep: KeepGoing | None
     ) -> Beams:
         return self._walk(first, search, keep)
 
