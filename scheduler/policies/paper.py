@@ -25,7 +25,7 @@ def v1_shape(n: int, B: int, d_max: int, w_max: int) -> tuple[int, int]:
 
 
 class AdaServePolicy(BasePolicy):
-    """The EuroSys rules: Algorithm 2 with the corrections listed in ``scheduler/reference.py``.
+    """The EuroSys rules: Algorithm 2 with the corrections listed in ``tests/scheduler/paper_algorithms.py``.
 
     The ablations below are those of v1, section 6.4. The EuroSys version calls EqualGreedy Equal Scheduling
     (section 6.3).

@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import numpy as np
+import paper_algorithms as reference
 import pytest
 from sched_factories import beam_trees, kept_sets, running
 
-from adaserve.scheduler import example, reference
+from adaserve.scheduler import example
 from adaserve.scheduler.need import need_tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "policy.md"

@@ -7,12 +7,12 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import paper_algorithms as reference
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sched_factories import beam_trees, kept_sets, outcome, running, tree_rows, trees_from
 
-from adaserve.scheduler import reference
 from adaserve.scheduler.calibration import CEILING, N_BINS
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan, RunningBatch

@@ -6,12 +6,12 @@ import itertools
 import math
 
 import numpy as np
+import paper_algorithms as reference
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sched_factories import PROBABILITY, beam_trees, kept_sets, tree_rows, trees_from
 
-from adaserve.scheduler import reference
 from adaserve.scheduler.selection import (
     equal_share,
     parent_kept,
