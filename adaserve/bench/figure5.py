@@ -1,4 +1,4 @@
-"""Draws Figure 5 of the AdaServe paper: ``python -m adaserve.bench.example docs/figure5.png``."""
+"""Draws Figure 5 of the AdaServe paper: ``python -m adaserve.bench.figure5 docs/figure5.png``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from adaserve.loadgen.figures import panels, save
-from adaserve.scheduler import example
+from adaserve.scheduler import figure5
 from adaserve.scheduler.interface import Selection
 
 
@@ -17,14 +17,14 @@ def draw(path: Path) -> None:
     """Both selections side by side: blue for the SLO phase, orange for throughput, grey left out."""
     figure, axes = panels(2, width=4.5, height=3.8)
     for ax, slo_phase in zip(axes, (True, False), strict=True):
-        _draw_one(ax, example.select(slo_phase))
+        _draw_one(ax, figure5.select(slo_phase))
         ax.set_title("SLO phase, then throughput" if slo_phase else "throughput only: r1 misses its 0.8")
     save(figure, path)
 
 
 def _draw_one(ax: Any, chosen: Selection) -> None:
-    t = example.trees()
-    for r, (parents, path) in enumerate(zip(example.PARENT, example.PATH, strict=True)):
+    t = figure5.trees()
+    for r, (parents, path) in enumerate(zip(figure5.PARENT, figure5.PATH, strict=True)):
         first = int(t.row_start[r])
         ranks = {int(i): k for k, i in enumerate(np.argsort(-np.array(path), kind="stable"))}
         spots: dict[int, tuple[float, float]] = {-1: (3.0 * r, 0.0)}

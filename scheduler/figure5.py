@@ -1,6 +1,6 @@
 """Figure 5 of the AdaServe paper as data: two requests, budget 8.
 
-``python -m adaserve.bench.example docs/figure5.png`` draws it. The paper's numbers are the budget
+``python -m adaserve.bench.figure5 docs/figure5.png`` draws it. The paper's numbers are the budget
 (8 = 2 roots + 3 nodes for the SLOs + 3 for throughput), the targets (0.6 and 0.8 beyond the token that
 every iteration yields) and what reaches them (0.7, and 0.5 + 0.4). The remaining candidates are ours,
 chosen so that plain greed would fail the second request.

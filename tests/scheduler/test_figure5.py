@@ -10,28 +10,28 @@ import paper_algorithms as reference
 import pytest
 from sched_factories import beam_trees, kept_sets, running
 
-from adaserve.scheduler import example
+from adaserve.scheduler import figure5
 from adaserve.scheduler.need import need_tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "policy.md"
 
 
 def test_figure_5():
-    chosen = example.select()
-    assert chosen.verify_tokens == example.BUDGET == 2 + 3 + 3
+    chosen = figure5.select()
+    assert chosen.verify_tokens == figure5.BUDGET == 2 + 3 + 3
     assert chosen.slo_counts.tolist() == [1, 2]
-    assert kept_sets(example.trees(), chosen) == [{0, 1, 2, 3}, {0, 1}]
-    literal = reference.algorithm_2(reference.rows_of(example.trees()), [1.6, 1.8], 8, 5)
-    assert [set(k) for k in literal.kept] == kept_sets(example.trees(), chosen)
+    assert kept_sets(figure5.trees(), chosen) == [{0, 1, 2, 3}, {0, 1}]
+    literal = reference.algorithm_2(reference.rows_of(figure5.trees()), [1.6, 1.8], 8, 5)
+    assert [set(k) for k in literal.kept] == kept_sets(figure5.trees(), chosen)
 
 
 def test_figure_5_needs_follow_from_time():
-    need = need_tokens(example.batch(100.0), 100.0, example.T_SPEC_S)
+    need = need_tokens(figure5.batch(100.0), 100.0, figure5.T_SPEC_S)
     assert need == pytest.approx([1.6, 1.8])
 
 
 def test_greed_alone_would_fail_the_second_request():
-    greedy = example.select(slo_phase=False)
+    greedy = figure5.select(slo_phase=False)
     assert greedy.expected_tokens[1] == pytest.approx(1.5) and greedy.verify_tokens == 8
 
 
