@@ -270,7 +270,7 @@ def test_draft(
     seed: Seed = 0,
 ) -> None:
     """Make a draft for tests: the target plus noise (or, with agreement 1, its copy)."""
-    from adaserve.pair.noise import copy_model, noisy_copy
+    from adaserve.pair.perturbed import copy_model, noisy_copy
 
     if agreement >= 1.0:
         copy_model(target, out)
