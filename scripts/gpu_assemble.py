@@ -89,7 +89,9 @@ def fits(target: dict) -> list[str]:
         here["torch"] = version("torch")
     except Exception:
         here["torch"] = "none"
-    return [f"{k}: {here[k]} here, made for {target[k]}" for k in here if here[k] != target.get(k)]
+    # A package may leave out of its version what it was built for.
+    same = {k: (v, v.partition("+")[0]) for k, v in target.items()}
+    return [f"{k}: {here[k]} here, made for {target[k]}" for k in here if here[k] not in same[k]]
 
 
 def main() -> int:

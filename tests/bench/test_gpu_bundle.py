@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import random
@@ -132,6 +133,18 @@ def test_manifest(wheels: list[Path], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "bundle" / "manifest.json").read_text()) == manifest
     assert manifest["target"]["torch"] == "2.11.0+cu130"
     assert sum(p["bytes"] for p in manifest["parts"]) == sum(w.stat().st_size for w in wheels)
+
+
+@pytest.mark.parametrize(
+    ("found", "fits"), [("2.11.0+cu130", True), ("2.11.0", True), ("2.11.0+cpu", False), ("2.12.0", False)]
+)
+def test_another_torch_is_named(monkeypatch: pytest.MonkeyPatch, found: str, fits: bool) -> None:
+    """PyPI's wheel of the very same build has no ``+cu130`` in its metadata."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: found)
+    said = load("gpu_assemble").fits(bundle.TARGET)
+    assert [line for line in said if line.startswith("torch")] == (
+        [] if fits else [f"torch: {found} here, made for 2.11.0+cu130"]
+    )
 
 
 def test_a_part_fits_a_transfer_with_the_repository() -> None:
