@@ -176,6 +176,7 @@ def test_kernels_that_servers_compile(monkeypatch: pytest.MonkeyPatch) -> None:
         f"batch_decode_with_{ATTENTION_64}",
         "cascade",
         "norm",
+        "quantization",  # masks of SGLang's own speculation
     } <= set(names)
     assert not any(spec.name.endswith("sm90") for spec in specs(hopper=False))
 

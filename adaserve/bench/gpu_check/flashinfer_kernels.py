@@ -33,12 +33,14 @@ def specs(hopper: bool, every: bool = True) -> list[Any]:
     )
     from flashinfer.jit.cascade import gen_cascade_module
     from flashinfer.jit.norm import gen_norm_module
+    from flashinfer.jit.quantization import gen_quantization_module
 
     def attention(make: Any, dtype: torch.dtype, dim: int, *first: Any, last: int = 0) -> Any:
         # No rotary angles, no sliding window, no soft cap.
         return make(*first, dtype, dtype, dtype, torch.int32, dim, dim, 0, False, False, *[False] * last)
 
-    found = [gen_norm_module(), gen_cascade_module()]
+    # SGLang's own speculation packs its masks with the last one.
+    found = [gen_norm_module(), gen_cascade_module(), gen_quantization_module()]
     for dtype in (torch.float16, torch.bfloat16) if every else (torch.float16,):
         for dim in COMPARED_DIMS if every else SERVED_DIMS:
             found.append(attention(_gen_batch_prefill_primary_module, dtype, dim, "fa2", last=1))
