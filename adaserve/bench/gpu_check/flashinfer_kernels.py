@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from adaserve.bench.gpu_check.toolkit import toolkit
+from adaserve.cache import cache_folder
 
 SERVED_DIMS, COMPARED_DIMS = (64,), (64, 128)
 """Head sizes of the embedded pair, small and large; and of Llama 3.1 8B, whose attention is compared."""
@@ -65,7 +66,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for NAME/NAME.so")
     out = parser.parse_args().out
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-    made = toolkit(out / "cuda")
+    made = toolkit(cache_folder() / "cuda")  # a path that stays, or ninja would compile it all again
     if made.missing:
         parser.error(f"cannot compile: no {', '.join(made.missing)} on this host")
     os.environ["CUDA_HOME"] = str(made.home)
