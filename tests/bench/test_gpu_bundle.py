@@ -181,10 +181,27 @@ def test_kernels_that_servers_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(spec.name.endswith("sm90") for spec in specs(hopper=False))
 
 
+def test_what_kernels_are_compiled_from_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    import flashinfer
+
+    from adaserve.bench.gpu_check.flashinfer_kernels import specs
+
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    packages = Path(flashinfer.__file__).resolve().parents[1]
+    sources = [source for spec in specs(hopper=True) for source in spec.sources]
+    files = [str(s.relative_to(packages)) for s in sources if s.is_relative_to(packages)]
+    assert "flashinfer/data/csrc/norm.cu" in files
+    patterns = bundle.SLIM["flashinfer_python"]
+    assert bundle.unmatched(patterns, files) == list(patterns)
+
+
 CODE = b"code" * 1000
 
 
 def test_compiled_kernels_lie_where_flashinfer_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import flashinfer
+    from flashinfer.jit import env as jit_env
+
     def compiled(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         out = Path(command[-1])
         (out / "norm").mkdir()
@@ -197,7 +214,8 @@ def test_compiled_kernels_lie_where_flashinfer_looks(tmp_path: Path, monkeypatch
     assert (tmp_path / bundle.KERNELS_WHEEL).stat().st_size < len(CODE) / 2, "parts are small"
     bundle.split([tmp_path / bundle.KERNELS_WHEEL], tmp_path / "bundle")
     assert assemble(tmp_path / "bundle", tmp_path / "site").returncode == 0
-    assert (tmp_path / "site" / "flashinfer" / "data" / "aot" / "norm" / "norm.so").read_bytes() == CODE
+    looked_for = jit_env.get_aot_path("norm").relative_to(Path(flashinfer.__file__).resolve().parents[1])
+    assert (tmp_path / "site" / looked_for).read_bytes() == CODE
 
 
 ALREADY_THERE = {"certifi", "charset-normalizer", "click", "idna", "jinja2", "markupsafe", "psutil",
