@@ -60,7 +60,7 @@ results: env ## Draw the tables and figures under results/ again from their reco
 gpu-check: env ## On a GPU host: exactness, TPOT and mixed SLOs against SGLang; JSON under results/
 	@$(BIN)/adaserve gpu-check $(ARGS)
 
-gpu-bundle: env ## Wheels for a GPU host without network, in parts of at most 32 MiB
+gpu-bundle: env ## Wheels for a GPU host without network, in parts of at most 31 MiB
 	@$(BIN)/python scripts/gpu_bundle.py build $(ARGS)
 
 pins: env ## Rewrite constraints.txt from what is installed

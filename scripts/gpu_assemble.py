@@ -89,7 +89,9 @@ def fits(target: dict) -> list[str]:
         here["torch"] = version("torch")
     except Exception:
         here["torch"] = "none"
-    return [f"{k}: {here[k]} here, made for {target[k]}" for k in here if here[k] != target.get(k)]
+    # A package may leave out of its version what it was built for.
+    same = {k: (v, v.partition("+")[0]) for k, v in target.items()}
+    return [f"{k}: {here[k]} here, made for {target[k]}" for k in here if here[k] not in same[k]]
 
 
 def main() -> int:
@@ -112,7 +114,7 @@ def main() -> int:
     # SGLang asks for a newer sglang-kernel, which needs torch 2.14. Its compiled radix tree does, too, and
     # misreads the tensors of 2.11 without saying so.
     print("  export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1 SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python")
-    print("  python -m adaserve.cli doctor")
+    print("  python3 -m adaserve.cli doctor")
     return 0
 
 

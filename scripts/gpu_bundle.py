@@ -3,8 +3,8 @@
 
     python scripts/gpu_bundle.py list                    # what would be fetched and left out; no network
     python scripts/gpu_bundle.py build                   # here, with network: gpu-bundle/
-    python gpu-bundle/assemble.py --to site              # there, after all parts have arrived
-    PYTHONSAFEPATH=1 PYTHONPATH=site python -m adaserve.cli serve ...
+    python3 gpu-bundle/assemble.py --to site             # there, after all parts have arrived
+    PYTHONSAFEPATH=1 PYTHONPATH=site python3 -m adaserve.cli serve ...
 
 Wheels are fetched through pip as it is configured, for the platform in ``TARGET``. Three large ones are
 slimmed of what a server never reads. A manifest names every wheel and part with its SHA-256.
@@ -26,8 +26,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PART_BYTES = 32 << 20
-"""With the repository itself, 27 MiB, a part fits a transfer of 64 MiB; a test adds them up. Each lies in a
+PART_BYTES = 31 << 20
+"""With the repository itself a part fits a transfer of 64 MiB; a test adds them up. Each lies in a
 folder of its own, which git ignores, so that parts can be carried one by one."""
 
 TARGET = {"python": "3.12", "torch": "2.11.0+cu130", "cuda": "13", "machine": "x86_64"}
@@ -35,8 +35,12 @@ PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17,
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
 SLIM = {
-    "sglang": ("sglang/test/*", "sglang/benchmark/*", "sglang/bench_*", "sglang/srt/rust_extensions/*.so"),
-    "flashinfer_python": ("flashinfer/data/csrc/nv_internal/*", "flashinfer/data/csrc/fused_moe/*"),
+    "sglang": ("sglang/test/*", "sglang/benchmark/*", "sglang/bench_*", "sglang/srt/rust_extensions/*.so",
+               "sglang/multimodal_gen/*"),
+    # The kernels of a Llama are compiled from csrc/ itself.
+    "flashinfer_python": ("flashinfer/data/csrc/*/*", "flashinfer/data/cutlass/examples/*",
+                          "flashinfer/data/cutlass/python/*", "flashinfer/data/cutlass/test/*",
+                          "flashinfer/fused_moe/backends/cudnn_frost/artifacts/*"),
     "sglang_kernel": ("sgl_kernel/flash_ops*", "sgl_kernel/sm100/*", "sgl_kernel/spatial_ops*",
                       "sgl_kernel/*flashmla*", "sgl_kernel/infllm_ops*"),
 }  # fmt: skip
@@ -218,7 +222,7 @@ def build(out: Path, only: str | None, kernels: bool) -> None:
         download(wanted, folder)
         own_wheel(folder)
         if kernels:
-            print("compiling kernels (perhaps a quarter of an hour on two cores)", flush=True)
+            print("compiling kernels (twelve minutes on two cores)", flush=True)
             kernels_wheel(folder)
         for wheel in sorted(folder.glob("*.whl")):
             if patterns := SLIM.get(wheel.name.partition("-")[0].lower()):
@@ -229,7 +233,7 @@ def build(out: Path, only: str | None, kernels: bool) -> None:
     assert isinstance(parts, list)
     print(
         f"{len(wanted) + 1 + kernels} wheels in {len(parts)} parts below {out}\n"
-        f"on the GPU host: python {out.name}/assemble.py --to site, or scripts/gpu_stages.sh"
+        f"on the GPU host: python3 {out.name}/assemble.py --to site, or scripts/gpu_stages.sh"
     )
 
 

@@ -76,6 +76,8 @@ with_torch() { # the interpreter that has PyTorch: on some hosts python is anoth
 }
 PYTHON=${PYTHON:-$(with_torch)}
 
+# Without bytecode on the disk every process of every server compiles SGLang once more.
+unset PYTHONDONTWRITEBYTECODE
 # Without PYTHONSAFEPATH the folder adaserve/ here would be found before the installed package.
 export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 COLUMNS=${COLUMNS:-120}
 if [ "$device" = cuda ]; then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import random
@@ -134,6 +135,18 @@ def test_manifest(wheels: list[Path], tmp_path: Path) -> None:
     assert sum(p["bytes"] for p in manifest["parts"]) == sum(w.stat().st_size for w in wheels)
 
 
+@pytest.mark.parametrize(
+    ("found", "fits"), [("2.11.0+cu130", True), ("2.11.0", True), ("2.11.0+cpu", False), ("2.12.0", False)]
+)
+def test_another_torch_is_named(monkeypatch: pytest.MonkeyPatch, found: str, fits: bool) -> None:
+    """PyPI's wheel of the very same build has no ``+cu130`` in its metadata."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: found)
+    said = load("gpu_assemble").fits(bundle.TARGET)
+    assert [line for line in said if line.startswith("torch")] == (
+        [] if fits else [f"torch: {found} here, made for 2.11.0+cu130"]
+    )
+
+
 def test_a_part_fits_a_transfer_with_the_repository() -> None:
     """64 MiB, of which 2 are left for the manifest and for what is new in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=SCRIPTS.parent, capture_output=True, check=False)
@@ -163,14 +176,32 @@ def test_kernels_that_servers_compile(monkeypatch: pytest.MonkeyPatch) -> None:
         f"batch_decode_with_{ATTENTION_64}",
         "cascade",
         "norm",
+        "quantization",  # masks of SGLang's own speculation
     } <= set(names)
     assert not any(spec.name.endswith("sm90") for spec in specs(hopper=False))
+
+
+def test_what_kernels_are_compiled_from_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    import flashinfer
+
+    from adaserve.bench.gpu_check.flashinfer_kernels import specs
+
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    packages = Path(flashinfer.__file__).resolve().parents[1]
+    sources = [source for spec in specs(hopper=True) for source in spec.sources]
+    files = [str(s.relative_to(packages)) for s in sources if s.is_relative_to(packages)]
+    assert "flashinfer/data/csrc/norm.cu" in files
+    patterns = bundle.SLIM["flashinfer_python"]
+    assert bundle.unmatched(patterns, files) == list(patterns)
 
 
 CODE = b"code" * 1000
 
 
 def test_compiled_kernels_lie_where_flashinfer_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import flashinfer
+    from flashinfer.jit import env as jit_env
+
     def compiled(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         out = Path(command[-1])
         (out / "norm").mkdir()
@@ -183,7 +214,8 @@ def test_compiled_kernels_lie_where_flashinfer_looks(tmp_path: Path, monkeypatch
     assert (tmp_path / bundle.KERNELS_WHEEL).stat().st_size < len(CODE) / 2, "parts are small"
     bundle.split([tmp_path / bundle.KERNELS_WHEEL], tmp_path / "bundle")
     assert assemble(tmp_path / "bundle", tmp_path / "site").returncode == 0
-    assert (tmp_path / "site" / "flashinfer" / "data" / "aot" / "norm" / "norm.so").read_bytes() == CODE
+    looked_for = jit_env.get_aot_path("norm").relative_to(Path(flashinfer.__file__).resolve().parents[1])
+    assert (tmp_path / "site" / looked_for).read_bytes() == CODE
 
 
 ALREADY_THERE = {"certifi", "charset-normalizer", "click", "idna", "jinja2", "markupsafe", "psutil",

@@ -238,6 +238,12 @@ def test_the_interpreter_is_the_one_that_has_pytorch(host: Path) -> None:
     assert f"{folder}/python3 -m adaserve.cli gpu-check" in told.stdout
 
 
+def test_bytecode_is_kept(host: Path) -> None:
+    """Some hosts turn it off, and each process of each server would compile what it imports."""
+    fake = fake_python(host, 'echo "keeps: ${PYTHONDONTWRITEBYTECODE-yes}"')
+    assert "keeps: yes" in run(host, "profile", PYTHON=fake, PYTHONDONTWRITEBYTECODE="1").stdout
+
+
 def test_kernels_are_those_of_the_embedded_pairs(host: Path) -> None:
     """Others are compiled only where they are asked for: compiling takes most of the stage's time."""
     said = [run(host, "kernels", PYTHON=fake_python(host, 'echo "$*"'), PAIR="small", EVERY=every).stdout

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from adaserve.bench.gpu_check.toolkit import toolkit
+from adaserve.cache import cache_folder
 
 SERVED_DIMS, COMPARED_DIMS = (64,), (64, 128)
 """Head sizes of the embedded pair, small and large; and of Llama 3.1 8B, whose attention is compared."""
@@ -33,12 +34,14 @@ def specs(hopper: bool, every: bool = True) -> list[Any]:
     )
     from flashinfer.jit.cascade import gen_cascade_module
     from flashinfer.jit.norm import gen_norm_module
+    from flashinfer.jit.quantization import gen_quantization_module
 
     def attention(make: Any, dtype: torch.dtype, dim: int, *first: Any, last: int = 0) -> Any:
         # No rotary angles, no sliding window, no soft cap.
         return make(*first, dtype, dtype, dtype, torch.int32, dim, dim, 0, False, False, *[False] * last)
 
-    found = [gen_norm_module(), gen_cascade_module()]
+    # SGLang's own speculation packs its masks with the last one.
+    found = [gen_norm_module(), gen_cascade_module(), gen_quantization_module()]
     for dtype in (torch.float16, torch.bfloat16) if every else (torch.float16,):
         for dim in COMPARED_DIMS if every else SERVED_DIMS:
             found.append(attention(_gen_batch_prefill_primary_module, dtype, dim, "fa2", last=1))
@@ -63,7 +66,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for NAME/NAME.so")
     out = parser.parse_args().out
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-    made = toolkit(out / "cuda")
+    made = toolkit(cache_folder() / "cuda")  # a path that stays, or ninja would compile it all again
     if made.missing:
         parser.error(f"cannot compile: no {', '.join(made.missing)} on this host")
     os.environ["CUDA_HOME"] = str(made.home)
