@@ -62,6 +62,7 @@ MODULES = (
     "metrics_cost",
     "tokenizing",
     "unread_streams",
+    "gone_clients",
     "parsers",
     "scheduler_guard",
     "stop_strings",

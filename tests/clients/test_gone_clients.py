@@ -1,0 +1,89 @@
+"""A request whose client hangs up gives its place back at once, and the others go on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from adaserve.server import ServerProcess, ServerSpec, free_port
+from tests.clients.conftest import MODEL
+
+PROMPT, LONG = "import os\n", 6000
+GENERATE = {"text": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
+ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": ("/generate", GENERATE),
+    "batch": ("/generate", {**GENERATE, "text": [PROMPT, "import re\n"]}),
+    "samples": ("/v1/completions", {"prompt": PROMPT, "max_tokens": LONG, "ignore_eos": True, "n": 2}),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": LONG, "ignore_eos": True},
+    ),
+}
+AT_ONCE_S = 2.0
+"""Half of what SGLang takes to look for a client."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Two requests at a time."""
+    spec = ServerSpec(size="12M", port=free_port(), extra=("--max-running-requests", "2"))
+    with ServerProcess(spec, log=tmp_path_factory.mktemp("small") / "server.log") as running:
+        yield running
+
+
+def ask(server: ServerProcess, route: str, stream: bool) -> http.client.HTTPConnection:
+    """Sends a request and reads nothing."""
+    path, body = ROUTES[route]
+    connection = http.client.HTTPConnection("127.0.0.1", server.spec.port, timeout=60)
+    headers = {"content-type": "application/json", "x-adaserve-speculation": "off"}
+    connection.request("POST", path, json.dumps({"model": MODEL, "stream": stream, **body}), headers)
+    return connection
+
+
+def until(server: ServerProcess, running: int, waiting: int, patience_s: float = 60.0) -> None:
+    end = time.monotonic() + patience_s
+    while True:
+        (load,) = httpx.get(f"{server.url}/v1/loads?include=core", timeout=30).json()["loads"]
+        if (load["num_running_reqs"], load["num_waiting_reqs"]) == (running, waiting):
+            return
+        assert time.monotonic() < end, load
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("route", "running"), [("generate", 1), ("batch", 2), ("samples", 2), ("chat", 1)])
+def test_an_answer_that_is_sent_whole(small: ServerProcess, route: str, running: int) -> None:
+    connection = ask(small, route, stream=False)
+    until(small, running, 0)
+    connection.close()
+    until(small, 0, 0, AT_ONCE_S)
+
+
+def text(server: ServerProcess, prompt: str) -> str:
+    params = {"max_new_tokens": 600, "ignore_eos": True, "temperature": 0}
+    body = {"text": prompt, "sampling_params": params}
+    headers = {"x-adaserve-speculation": "off"}
+    answer = httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=120)
+    said: str = answer.json()["text"]
+    return said
+
+
+def test_requests_that_wait(small: ServerProcess) -> None:
+    """The two that run meanwhile say what they say alone."""
+    prompts = (PROMPT, "def main(")
+    alone = [text(small, prompt) for prompt in prompts]
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(text, small, prompt) for prompt in prompts]
+        until(small, 2, 0)
+        waiting = [ask(small, *one) for one in (("generate", False), ("generate", True), ("chat", True))]
+        until(small, 2, 3)
+        for connection in waiting:
+            connection.close()
+        until(small, 2, 0, AT_ONCE_S)
+        assert [one.result() for one in both] == alone

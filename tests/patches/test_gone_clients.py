@@ -1,0 +1,56 @@
+"""Which requests are aborted once a client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from starlette.requests import Request
+
+from adaserve.patches.gone_clients import _watch
+
+
+def aborted(*, ended: str = "", background: bool = False, algorithm: str = "ADASERVE") -> list[str]:
+    """Of samples a and b, whose client leaves. One that has ``ended`` by then has left its id to another."""
+    seen: list[str] = []
+    gone = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def serve() -> None:
+        manager = SimpleNamespace(
+            rid_to_state={"a": object(), "b": object()},
+            abort_request=seen.append,
+            server_args=SimpleNamespace(speculative_algorithm=algorithm),
+        )
+        request = Request({"type": "http"}, receive)
+        for rid in ("a", "b"):
+            _watch(None, manager, SimpleNamespace(rid=rid, background=background), request)
+        await asyncio.sleep(0)
+        assert not seen
+        if ended:
+            manager.rid_to_state[ended] = object()
+        gone.set()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(serve())
+    return seen
+
+
+def test_every_sample_ends() -> None:
+    assert aborted() == ["a", "b"]
+
+
+def test_what_has_ended_is_not_aborted() -> None:
+    assert aborted(ended="a") == ["b"]
+
+
+def test_what_runs_in_the_background_goes_on() -> None:
+    assert aborted(background=True) == []
+
+
+def test_other_servers_are_left_alone() -> None:
+    assert aborted(algorithm="EAGLE3") == []
