@@ -24,7 +24,7 @@ def _ended(_: None, self: Any, *__: Any, **___: Any) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
     tokens = (self.sampling_params.custom_params or {}).get(ANSWER_TOKENS)
-    if tokens is not None and not self.finished() and len(self.output_ids) >= tokens:
+    if type(tokens) is int and 0 < tokens <= len(self.output_ids) and not self.finished():
         self.finished_reason = FINISH_MATCHED_TOKEN(matched=self.output_ids[tokens - 1])
         # A verification can accept tokens after the end, as after a stop token.
         self.finished_len = tokens

@@ -12,7 +12,7 @@ from adaserve.patches.replayed_answers import _ended
 from adaserve.slo.replay import ANSWER_TOKENS
 
 
-def ended(sizes: list[int], answer_tokens: int | None, max_tokens: int = 512) -> tuple[Any, int]:
+def ended(sizes: list[int], answer_tokens: Any, max_tokens: int = 512) -> tuple[Any, int]:
     """How a request ends whose tokens 1, 2, 3, ... come in portions, and after how many of them."""
     custom = None if answer_tokens is None else {ANSWER_TOKENS: answer_tokens}
     sampling = SamplingParams(max_new_tokens=max_tokens, ignore_eos=True, custom_params=custom)
@@ -37,5 +37,6 @@ def test_the_bound_ends_it_before() -> None:
     assert ended([1, 3, 3], 6, max_tokens=4) == ({"type": "length", "length": 4}, 4)
 
 
-def test_other_requests_go_on() -> None:
-    assert ended([1, 3, 3], None) == (None, 7)
+@pytest.mark.parametrize("answer_tokens", [None, 0, -3, "3", 3.5, True, [3]])
+def test_other_requests_go_on(answer_tokens: Any) -> None:
+    assert ended([1, 3, 3], answer_tokens) == (None, 7)
