@@ -35,6 +35,7 @@ class Killer(threading.Thread):
                 for process in (*child.children(recursive=True), child):
                     process.kill()
                 self.killed += 1
+                return  # the others of the list are gone with it
 
 
 @pytest.fixture(scope="module")
