@@ -222,7 +222,7 @@ def build(out: Path, only: str | None, kernels: bool) -> None:
         download(wanted, folder)
         own_wheel(folder)
         if kernels:
-            print("compiling kernels (twelve minutes on two cores)", flush=True)
+            print("compiling kernels (about eight minutes on two cores)", flush=True)
             kernels_wheel(folder)
         for wheel in sorted(folder.glob("*.whl")):
             if patterns := SLIM.get(wheel.name.partition("-")[0].lower()):
