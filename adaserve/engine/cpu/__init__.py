@@ -2,6 +2,5 @@
 
 from adaserve.engine.cpu.lean import LeanModel
 from adaserve.engine.cpu.params import Inputs, LayerWeights, ModelConfig, ModelWeights
-from adaserve.engine.trees.attention import TreeAttentionPlan
 
-__all__ = ["Inputs", "LayerWeights", "LeanModel", "ModelConfig", "ModelWeights", "TreeAttentionPlan"]
+__all__ = ["Inputs", "LayerWeights", "LeanModel", "ModelConfig", "ModelWeights"]

@@ -14,8 +14,8 @@ from adaserve.engine.cpu import (
     LeanModel,
     ModelConfig,
     ModelWeights,
-    TreeAttentionPlan,
 )
+from adaserve.engine.trees.attention import TreeAttentionPlan
 
 MAX_POSITIONS = 512
 

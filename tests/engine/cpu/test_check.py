@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from adaserve.engine.cpu import Inputs, LeanModel, TreeAttentionPlan
+from adaserve.engine.cpu import Inputs, LeanModel
 from adaserve.engine.cpu.beam import BeamArrays
+from adaserve.engine.trees.attention import TreeAttentionPlan
 from tests.engine.cpu.factories import MAX_POSITIONS, Pool, hf_model, read_hf
 
 TOKENS = 4

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from adaserve.engine.cpu import LeanModel, TreeAttentionPlan
+from adaserve.engine.cpu import LeanModel
 from adaserve.engine.logit_reading import Reading
+from adaserve.engine.trees.attention import TreeAttentionPlan
 from tests.engine.cpu.factories import Chunk, Pool, hf_model, path_to, read_hf, run, tree_mask
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
