@@ -8,6 +8,7 @@ how iterations grow, with the shape of the trees that are usual at the nearest o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from adaserve.scheduler.averages import blend
@@ -129,7 +130,9 @@ def predicted_wait_s(
     if last not in plan.order:
         claim_s = (work_s + float(waiting.prompt_left[last]) * token_s) / GATE_CLAIM
         latest_s = float(aims[last]) - now_s - config.most_decodes * pressure.period_s - claim_s
-        wait_s = max(wait_s, min(latest_s, float(finish_s[0]) if n else 0.0))
+        if config.lost_every_s is not None and math.isinf(waiting.ttft_slo_s[last]):
+            latest_s = math.inf
+        wait_s = max(wait_s, min(latest_s, float(finish_s[min(int(ahead.sum()), n - 1)]) if n else 0.0))
     missing = n + int((ahead | waiting.started).sum()) + 1 - slots
     if missing > 0 and n:
         wait_s = max(wait_s, float(finish_s[min(missing, n) - 1]))

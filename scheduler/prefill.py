@@ -15,9 +15,9 @@ Order = Literal["fcfs", "slack", "short", "deadline"]
 Pacing = Literal["fixed", "slack"]
 
 LEAST_HEADROOM = 0.6
-HEADROOM_PER_LOST = 0.05
+HEADROOM_PER_LATE = 0.05
 """A prompt whose TTFT SLO comes near is given up if the tightest running TPOT SLO would keep less headroom
-than the first, more by the second for every lost prompt that waits, and at most 1. With nobody lost it may
+than the first, more by the second for every late prompt that waits, and at most 1. With nobody late it may
 be a short burst, which costs the running requests little. With many, the load is too high to serve
 everybody in time, and every further request makes others miss theirs. Tuned on the sweep's traffic, in the
 simulator."""
@@ -41,8 +41,9 @@ HORIZON_TOKENS = 32
 MOST_WAITING = 64
 """A decision looks at this many prompts of the queue, those that are due first of all that can be in time."""
 
-MOST_LOST = 16
-"""And at this many that can't, those that have waited longest: more of them change nothing."""
+MOST_LATE = 16
+"""And at this many that can't, with a TTFT SLO and without, those that have waited longest: more of them
+change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,31 +289,39 @@ def reserved_tokens(waiting: WaitingBatch, order: IntArray, tokens: int) -> int:
     return int(taken[taken < tokens].max(initial=0))
 
 
-def lost_prompts(waiting: WaitingBatch, now_s: float, pressure: Pressure | None) -> BoolArray:
-    """Which prompts that have not started can't meet their TTFT SLO any more, [n].
+def late_prompts(
+    config: PrefillConfig, waiting: WaitingBatch, now_s: float, pressure: Pressure | None
+) -> BoolArray:
+    """Which prompts that have not started can't have their first token out when it is due (``aims_s``), [n].
 
     Their prefill would come too late even as the next one; an iteration's time is left for the first
-    token's way to the client. Without ``pressure``: only those whose SLO has passed."""
+    token's way to the client. Without ``pressure``: only those that are overdue."""
     needs_s = np.zeros(len(waiting.started))
     if pressure is not None:
         needs_s = pressure.period_s + prefill_s(waiting.prompt_left, pressure)
-    lost: BoolArray = ~waiting.started & (waiting.arrival_s + waiting.ttft_slo_s < now_s + needs_s)
+    late: BoolArray = ~waiting.started & (aims_s(config, waiting) < now_s + needs_s)
+    return late
+
+
+def lost_prompts(
+    config: PrefillConfig, waiting: WaitingBatch, now_s: float, pressure: Pressure | None
+) -> BoolArray:
+    """Which of the late ones state a TTFT SLO, which they can't meet any more, [n]."""
+    lost: BoolArray = late_prompts(config, waiting, now_s, pressure) & np.isfinite(waiting.ttft_slo_s)
     return lost
 
 
 def most_overdue(
     config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
 ) -> int | None:
-    """The lost prompt of ``order`` whose TTFT SLO passed first, if it is time for one to start: for that long
-    it has been lost, and none was started for this reason."""
+    """The prompt of ``order`` that is overdue longest, if none was started for this reason for
+    ``lost_every_s``. A lost one must have been due for as long, one without a TTFT SLO has been patient."""
     if config.lost_every_s is None or pressure.lost_wait_s < config.lost_every_s:
         return None
-    late = order[lost_prompts(waiting, now_s, pressure)[order]]
-    if not len(late):
-        return None
-    due_s = waiting.arrival_s[late] + waiting.ttft_slo_s[late]
-    first = int(np.argmin(due_s))
-    return int(late[first]) if now_s - due_s[first] >= config.lost_every_s else None
+    grace_s = np.where(np.isfinite(waiting.ttft_slo_s), config.lost_every_s, 0.0)
+    overdue_s = np.where(waiting.started, -np.inf, now_s - aims_s(config, waiting) - grace_s)[order]
+    first = int(np.argmax(overdue_s)) if len(order) else None
+    return int(order[first]) if first is not None and overdue_s[first] >= 0 else None
 
 
 def held_back(
@@ -333,7 +342,7 @@ def held_back(
 
     Where ``lost_every_s`` is set, a prompt must not make others miss their SLO for the sake of its own: it
     starts only with the headroom of ``LEAST_HEADROOM``, else it waits on, and once it is lost it waits for
-    ``gate`` again.
+    ``gate`` again. One without a TTFT SLO loses nothing by waiting, so it always waits for ``gate``.
     """
     held = np.zeros(len(order), np.bool_)
     room = pressure.room
@@ -345,10 +354,9 @@ def held_back(
     can_wait = work_s < GATE_CLAIM * left_s
     least = np.zeros(len(order))
     if config.lost_every_s is not None:
-        lost = lost_prompts(waiting, now_s, pressure)
-        risk = min(1.0, LEAST_HEADROOM + HEADROOM_PER_LOST * int(np.count_nonzero(lost)))
-        least = np.where(np.isfinite(waiting.ttft_slo_s[order]), risk, 0.0)
-        can_wait |= lost[order]
+        late = late_prompts(config, waiting, now_s, pressure)
+        least[:] = min(1.0, LEAST_HEADROOM + HEADROOM_PER_LATE * int(np.count_nonzero(late)))
+        can_wait |= (late | ~np.isfinite(waiting.ttft_slo_s))[order]
     least = np.where(waiting.started[order], 0.0, np.where(can_wait, config.gate, least))
     joining = int(np.count_nonzero(least == 0.0))
     for i in np.flatnonzero(least).tolist():
@@ -375,7 +383,8 @@ def in_order(
     passes = np.zeros(len(rank), np.bool_)
     if config.order == "deadline":
         if config.lost_every_s is not None:  # who can still be in time comes first
-            rank = np.where(lost_prompts(waiting, now_s, pressure), rank + LATER_S, rank)
+            lost = lost_prompts(config, waiting, now_s, pressure)
+            rank = np.where(lost, rank + LATER_S, rank)
         passes = overtaking(config, waiting, rank)
     return np.lexsort((rank, ~waiting.started, ~passes))
 

@@ -23,7 +23,7 @@ from adaserve.scheduler.forecast import Outlook
 from adaserve.scheduler.interface import IterationOutcome, RunningBatch
 from adaserve.scheduler.policies import is_slo_aware
 from adaserve.scheduler.prefill import (
-    MOST_LOST,
+    MOST_LATE,
     MOST_WAITING,
     PrefillConfig,
     PrefillPlan,
@@ -183,14 +183,16 @@ class PrefillPacer:
         return {t for t in map(self._tenant, tight) if waiting - ({t} - {ANONYMOUS})}
 
     def looked_at(self, waiting: Sequence[Any], now_s: float) -> list[int]:
-        """Places in the queue of the prompts that are due first among those that can still be in time, and of
-        those lost longest."""
+        """Places in the queue of the prompts that are due first among those that can still be in time, among
+        those that are late without a TTFT SLO, and among the lost ones."""
         due_s = [self._due_s(r) for r in waiting]
-        first = sorted(range(len(waiting)), key=due_s.__getitem__)
-        lost = [i for i in first if self._is_lost(waiting[i], now_s)]
-        gone = set(lost)
-        in_time = [i for i in first if i not in gone]
-        return sorted(in_time[:MOST_WAITING]) + lost[:MOST_LOST]
+        in_time, late, lost = list[int](), list[int](), list[int]()
+        for i in sorted(range(len(waiting)), key=due_s.__getitem__):
+            if self._lost_every_s is None or not -np.inf < due_s[i] < now_s:
+                in_time.append(i)
+            else:
+                (lost if math.isfinite(self._aim(waiting[i])[1]) else late).append(i)
+        return sorted(in_time[:MOST_WAITING]) + late[:MOST_LATE] + lost[:MOST_LATE]
 
     def _due_s(self, req: Any) -> float:
         """When the first token should be out; of a request that was retracted it has been out for long."""
@@ -198,10 +200,6 @@ class PrefillPacer:
             return -np.inf
         arrival_s, ttft_s = self._aim(req)
         return arrival_s + (ttft_s if math.isfinite(ttft_s) else self._patience_s)
-
-    def _is_lost(self, req: Any, now_s: float) -> bool:
-        """Whether its TTFT SLO has passed, where that counts: a request without one is never lost."""
-        return self._lost_every_s is not None and not req.output_ids and sum(self._aim(req)) < now_s
 
     def situation(
         self,

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import chain, islice
 
 import numpy as np
 from sortedcontainers import SortedKeyList
 
-from adaserve.scheduler.prefill import MOST_LOST, MOST_WAITING, PrefillConfig, WaitingBatch, rank_of
+from adaserve.scheduler.prefill import (
+    MOST_LATE,
+    MOST_WAITING,
+    PrefillConfig,
+    WaitingBatch,
+    first_token_due_s,
+    rank_of,
+)
 from adaserve.scheduler.simulator.workload import SimRequest
 
 
@@ -19,13 +27,14 @@ class WaitingPrompts:
         self._config = config
         self._started: list[SimRequest] = []  # part of the prompt is in the cache
         self._in_time: SortedKeyList = SortedKeyList(key=self._rank)
+        self._late: SortedKeyList = SortedKeyList(key=self._rank)  # they should run by now, but state no SLO
         self._lost: SortedKeyList = SortedKeyList(key=self._rank)  # their TTFT SLO has passed
 
     def __len__(self) -> int:
-        return len(self._started) + len(self._in_time) + len(self._lost)
+        return sum(map(len, (self._started, self._in_time, self._late, self._lost)))
 
     def __iter__(self) -> Iterator[SimRequest]:
-        return chain(self._started, self._in_time, self._lost)
+        return chain(self._started, self._in_time, self._late, self._lost)
 
     @property
     def started(self) -> int:
@@ -49,18 +58,22 @@ class WaitingPrompts:
             self._take(request)
 
     def looked_at(self, now_s: float) -> list[SimRequest]:
-        """The started ones, those that come first of all that can be in time, and those lost longest."""
+        """The started ones, those that come first of all that can be in time, and those late longest."""
         waiting = list(islice(self._in_time, MOST_WAITING))
         if self._config.lost_every_s is not None:
-            while gone := [r for r in waiting if r.arrival_s + r.ttft_slo_s < now_s]:
+            while gone := [r for r in waiting if self._due_s(r) < now_s]:
                 for request in gone:
                     self._in_time.remove(request)
-                    self._lost.add(request)
+                    (self._lost if math.isfinite(request.ttft_slo_s) else self._late).add(request)
                 waiting = list(islice(self._in_time, MOST_WAITING))
-        return [*self._started, *waiting, *islice(self._lost, MOST_LOST)]
+        late = (r for queue in (self._late, self._lost) for r in islice(queue, MOST_LATE))
+        return [*self._started, *waiting, *late]
 
     def _take(self, request: SimRequest) -> None:
-        (self._in_time if request in self._in_time else self._lost).remove(request)
+        next(q for q in (self._in_time, self._late, self._lost) if request in q).remove(request)
+
+    def _due_s(self, request: SimRequest) -> float:
+        return float(first_token_due_s(request.arrival_s, request.ttft_slo_s, self._config.patience_s))
 
     def _rank(self, request: SimRequest) -> float:
         prompt = float(request.prompt_tokens)

@@ -264,9 +264,11 @@ def test_who_waits_behind_a_started_prompt_keeps_nobody_from_passing_it() -> Non
 TWO = SimpleNamespace(**{**vars(RUNNING), "reqs": [Request("r0"), Request("r1", slot=1)]})
 
 
-def full(slo_s: float, share: float = 1.0, **config: Any) -> PrefillPacer:
+def full(
+    slo_s: float, share: float = 1.0, ttft: dict[str, float] | None = None, **config: Any
+) -> PrefillPacer:
     """Two requests that could stand still for long, in iterations of 40 ms that yield one token each."""
-    paced = pacer(slo_s, AdaServeConfig(**config), share=share)
+    paced = pacer(slo_s, AdaServeConfig(**config), ttft=ttft, share=share)
     paced._states[1] = RequestState("r1", "coding", slo_s, NOW - 0.1, 50, generated=[1] * 51)  # type: ignore[index]
     paced._states[0].decode_start_s = NOW - 0.1
     paced._period_s = paced._cycle_s = MovingAverage(1.0, start=0.040)
@@ -274,12 +276,14 @@ def full(slo_s: float, share: float = 1.0, **config: Any) -> PrefillPacer:
 
 
 def test_prompts_wait_while_one_more_would_be_too_many() -> None:
-    queue = [Request("old", age_s=2.9), Request("new", prompt=50), Request("newer", prompt=50)]
+    queue = [Request("old", age_s=3.1), Request("new", prompt=50), Request("newer", prompt=50)]
     sched = scheduler(full(0.042), list(queue))
     offered: list[list[str]] = []
     _paced(lambda s, _: offered.append([r.rid for r in s.waiting_queue]), sched, TWO)
-    assert offered == [["old"]], "its TTFT aim comes near"
+    assert offered == [["old"]], "its patience has ended"
     assert sched.waiting_queue == queue, "nobody was lost"
+    _paced(lambda s, _: offered.append([r.rid for r in s.waiting_queue]), sched, TWO)
+    assert offered == [["old"]], "for that reason one starts every four seconds"
     held = scheduler(full(0.042), [Request("new")])
     assert step(held, TWO) is None and len(held.waiting_queue) == 1
     assert step(scheduler(full(0.100), [Request("new")]), TWO) is not None, "there is room"
@@ -323,6 +327,18 @@ def test_who_is_due_first_is_seen_behind_a_long_queue(config: dict[str, Any]) ->
     assert seen[:2] == ["urgent", "patient0"]
 
 
+@pytest.mark.parametrize(
+    ("slo_s", "first"), [(0.100, ["late0", "late1", "late2"]), (0.042, ["late0", "urgent"])]
+)
+def test_late_prompts_without_a_ttft_slo_hide_nobody(slo_s: float, first: list[str]) -> None:
+    """More of them than a decision looks at: with room they come first, without it only the first one."""
+    late = [Request(f"late{i}", prompt=20, age_s=30 - 0.1 * i) for i in range(200)]
+    paced = full(slo_s, ttft={"urgent": 1.0})
+    sched, seen = scheduler(paced, [*late, Request("urgent", prompt=20, age_s=0.7)]), list[str]()
+    _paced(lambda s, _: seen.extend(r.rid for r in s.waiting_queue), sched, TWO)
+    assert seen[:3] == first
+
+
 def test_a_retracted_request_is_not_given_up() -> None:
     """Its first token was in time, and its TPOT runs."""
     back = Request("back", prompt=20, age_s=30)
@@ -335,7 +351,7 @@ def test_a_retracted_request_is_not_given_up() -> None:
 
 def test_the_books_know_who_waits_at_the_gate_and_for_how_long() -> None:
     paced = full(0.042)
-    queue = [Request("old", age_s=2.9), Request("new", prompt=50), Request("newer", prompt=50, age_s=0.5)]
+    queue = [Request("old", age_s=3.1), Request("new", prompt=50), Request("newer", prompt=50, age_s=0.5)]
     step(scheduler(paced, queue), TWO)
     (held,) = paced._ledger.held  # type: ignore[attr-defined]
     assert [(name, pytest.approx(waited_s)) for name, waited_s in held] == [("c", 0.0), ("c", 0.5)]
@@ -345,7 +361,7 @@ def test_the_books_know_who_waits_at_the_gate_and_for_how_long() -> None:
 
 
 def test_a_held_queue_survives_an_error() -> None:
-    queue = [Request("old", age_s=2.9), Request("new")]
+    queue = [Request("old", age_s=3.1), Request("new")]
     sched = scheduler(full(0.042), list(queue))
 
     def fails(*_: Any) -> None:

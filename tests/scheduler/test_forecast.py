@@ -149,6 +149,13 @@ def test_the_gate_holds_a_prompt_until_its_aim_or_until_one_ends():
     assert wait(finish=[9.0], room=1.0) == 0.0, "a second request may always join"
 
 
+def test_who_states_no_ttft_slo_waits_for_room_where_others_are_given_up():
+    losing = replace(CONFIG, lost_every_s=4.0)
+    assert wait(finish=[9.0, 9.5], room=1.0, config=losing) == 9.0
+    assert wait(left=[10, 100], finish=[9.0, 9.5], room=1.0, config=losing) == 9.5, "the other one is first"
+    assert wait(finish=[9.0, 9.5], ttft=3.0, room=1.0, config=losing) == pytest.approx(3.0 - 0.04 - 0.4)
+
+
 def test_without_a_free_slot_it_waits_for_one():
     assert wait(finish=[2.0, 5.0], slots=2) == 2.0
     assert wait(left=[10, 10], finish=[2.0, 5.0], slots=2) == 5.0

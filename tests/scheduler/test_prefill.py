@@ -340,7 +340,6 @@ def test_a_ttft_slo_is_no_licence_to_spoil_others():
     assert gated([0.61], near, now_s=0.3, config=LOSING) == [0]
     assert gated([0.59], near, now_s=0.3, config=LOSING) == []
     assert gated([1.19], near, now_s=0.15, config=LOSING) == [], "it can still wait"
-    assert gated([0.1], waiting((40,)), now_s=2.9, config=LOSING) == [0], "it has no TTFT SLO to lose"
     assert gated([0.1], waiting((40,), ttft=0.5, started=(0,)), now_s=9.0, config=LOSING) == [0]
 
 
@@ -387,7 +386,31 @@ def test_lost_prompts_start_one_by_one_whatever_it_costs():
     assert alone.order.tolist() == [1, 2], "beside one request another may run whatever it costs"
 
 
-def test_giving_up_serves_more_under_overload_and_ends_nobody():
+def test_without_a_ttft_slo_a_prompt_waits_for_room_until_its_patience_ends():
+    """Two seconds; from then on the one that is due first starts if no other did for ``lost_every_s``."""
+    queue = replace(waiting((40, 40)), arrival_s=np.array([0.1, 0.0]))
+
+    def plan(now_s, room, lost_wait_s=math.inf):
+        state = replace(pressure(9.0), room=np.array([room] * 4), lost_wait_s=lost_wait_s)
+        return plan_prefill(LOSING, queue, 3, now_s, state).order.tolist()
+
+    assert plan(1.9, 1.0) == [] and plan(9.0, 1.0, lost_wait_s=1.9) == []
+    assert plan(2.1, 0.1) == [1] and plan(9.0, 0.1, lost_wait_s=2.0) == [1]
+    assert plan(0.2, 1.2) == plan(9.0, 1.2, lost_wait_s=0.0) == [1, 0], "with room they start in turn"
+
+
+def test_late_prompts_without_a_ttft_slo_are_overload_as_well():
+    """Those that state one risk less for their own sake, and do not wait behind prompts for which there is no
+    room."""
+    for late, room, starts in ((0, 0.61, True), (2, 0.69, False), (2, 0.71, True)):
+        queue = waiting((40,) * (late + 1), ttft=np.array([math.inf] * late + [0.5]))
+        queue = replace(queue, arrival_s=np.array([-2.1] * late + [0.0]))
+        state = replace(pressure(9.0), room=np.array([room] * 30), lost_wait_s=0.0)
+        assert plan_prefill(LOSING, queue, 3, 0.3, state).order.tolist() == [late] * starts, (late, room)
+
+
+@pytest.mark.parametrize("ttft_s", [1.0, math.inf])
+def test_giving_up_serves_more_under_overload_and_ends_nobody(ttft_s):
     """Far more than can be served in time: without it nearly all miss their SLOs."""
     latency = hardware_latency("llama-3.1-70b", "a100", 4)
     mix = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
@@ -395,7 +418,7 @@ def test_giving_up_serves_more_under_overload_and_ends_nobody():
     def run(lost_every_s, seed):
         requests = make_requests(synthetic_trace(240, 9.0, seed, mix), SLOConfig(), 0.03, TextModel(), seed)
         for request in requests:
-            request.ttft_slo_s = 1.0
+            request.ttft_slo_s = ttft_s
         config = PrefillConfig(512, "deadline", gate=1.1, pacing="slack", lost_every_s=lost_every_s)
         replica = ReplicaConfig(latency, prefill_mode="exclusive", prefill=config, exclusive_tokens=512)
         result = simulate(requests, SimulationConfig(replica, "priced", PolicyConfig(latency=latency)))
