@@ -20,7 +20,7 @@ from adaserve.boundary.bodies import drop_nulls, require_few_values
 from adaserve.boundary.unserved import require_served
 from adaserve.patches import hook, is_active
 
-NULL_IS_UNSET = {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
+NULL_IS_UNSET = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"}
 
 
 def register() -> None:
