@@ -220,6 +220,8 @@ def texts() -> Iterator[Attack]:
     call = {"type": "function", "function": {"name": "f"}}
     parse = {"text": "<tool_call>" * 40_000, "tools": [call], "tool_call_parser": "glm47"}
     yield Attack("a text full of calls", "/parse_function_call", parse, "given up")
+    parse = {"text": '{"a": ' * 100_000, "tools": [call], "tool_call_parser": "llama3"}
+    yield Attack("a text of deep calls", "/parse_function_call", parse, "nested too deeply")
 
 
 def _nested(depth: int) -> dict[str, Any]:
