@@ -57,6 +57,8 @@ TARGETS = {
     f"{MANAGERS}.scheduler.Scheduler._abort_on_queued_limit": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler._poll_timeout_aborts": ["self"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._validate_one_request": ["self", "obj", "input_ids"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager.open_session": ["self", "obj", "request"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager.close_session": ["self", "obj", "request"],
     **{
         f"sglang.srt.entrypoints.ollama.serving.OllamaServing.{answer}": [
             "self", "gen_request", "raw_request", "model_name",
