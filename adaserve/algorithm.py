@@ -127,6 +127,15 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             "the Rust HTTP server bypasses the checks of requests and their SLOs: unset SGLANG_RUST_SERVER",
         ),
         (
+            bool(args.grpc_port or args.smg_grpc_mode or args.grpc_mode or envs.SGLANG_GRPC_PORT.get()),
+            "requests over gRPC would be unchecked and without SLOs: remove --grpc-port and --smg-grpc-mode, "
+            "and unset SGLANG_GRPC_PORT",
+        ),
+        (
+            envs.SGLANG_ENABLE_REQUEST_DECOMPRESSION.get(),
+            "nothing limits what a compressed body may hold: unset SGLANG_ENABLE_REQUEST_DECOMPRESSION",
+        ),
+        (
             args.enable_return_hidden_states,
             "hidden states are not returned: remove --enable-return-hidden-states",
         ),
