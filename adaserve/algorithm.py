@@ -11,6 +11,7 @@ from adaserve.config import MOST_RUNNING, AdaServeConfig
 from adaserve.draft_kind import kind_at
 from adaserve.host import ATTENTION_BACKEND, on_device
 from adaserve.identity import NAME, ensure_registered
+from adaserve.patches import require_applied
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
@@ -52,6 +53,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
     def handle_server_args(self, server_args: ServerArgs) -> None:
         """Refuses what cannot be served and sizes SGLang's speculative reserve. Raises ValueError."""
         ensure_registered()
+        require_applied()
         config = AdaServeConfig.load()
         refuse_unsupported(server_args, config)
         server_args.speculative_num_steps = config.deepest
