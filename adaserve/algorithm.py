@@ -11,6 +11,7 @@ from adaserve.config import MOST_RUNNING, AdaServeConfig
 from adaserve.draft_kind import kind_at
 from adaserve.host import ATTENTION_BACKEND, on_device
 from adaserve.identity import NAME, ensure_registered
+from adaserve.patches import require_applied
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
@@ -52,6 +53,7 @@ class AdaServeAlgorithm(CustomSpecAlgo):
     def handle_server_args(self, server_args: ServerArgs) -> None:
         """Refuses what cannot be served and sizes SGLang's speculative reserve. Raises ValueError."""
         ensure_registered()
+        require_applied()
         config = AdaServeConfig.load()
         refuse_unsupported(server_args, config)
         server_args.speculative_num_steps = config.deepest
@@ -125,6 +127,15 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
         (
             envs.SGLANG_RUST_SERVER.get(),
             "the Rust HTTP server bypasses the checks of requests and their SLOs: unset SGLANG_RUST_SERVER",
+        ),
+        (
+            bool(args.grpc_port or args.smg_grpc_mode or args.grpc_mode or envs.SGLANG_GRPC_PORT.get()),
+            "requests over gRPC would be unchecked and without SLOs: remove --grpc-port and --smg-grpc-mode, "
+            "and unset SGLANG_GRPC_PORT",
+        ),
+        (
+            envs.SGLANG_ENABLE_REQUEST_DECOMPRESSION.get(),
+            "nothing limits what a compressed body may hold: unset SGLANG_ENABLE_REQUEST_DECOMPRESSION",
         ),
         (
             args.enable_return_hidden_states,

@@ -1,14 +1,17 @@
 """Every hook into SGLang 0.5.23, one module per concern, each with the reason why it is needed.
 
-SGLang's hook registry only logs a target that it cannot patch and serves on without it. So every target is
-checked here first (``hook``): where SGLang has moved one, the start fails and names it.
+SGLang's hook registry only logs a target that it cannot patch and serves on without it. Here the start fails:
+with another SGLang (``apply_all``), where a target is missing (``hook``) or a route (``wrap_routes``), and
+where the registry gave up (``require_applied``).
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
+from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -20,7 +23,12 @@ targets: list[str] = []
 
 
 class PatchError(RuntimeError):
-    """A place in SGLang that AdaServe hooks is not there: wrong SGLang version."""
+    """SGLang is not as AdaServe's hooks expect it: wrong version."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}. AdaServe was made for sglang {SGLANG_VERSION}: pip install sglang=={SGLANG_VERSION}"
+        )
 
 
 def hook(target: str, function: Callable[..., Any], kind: HookType) -> None:
@@ -28,12 +36,18 @@ def hook(target: str, function: Callable[..., Any], kind: HookType) -> None:
     try:
         pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
-        raise PatchError(
-            f"SGLang has no {target}, which AdaServe hooks. It was made for sglang {SGLANG_VERSION}: "
-            f"pip install sglang=={SGLANG_VERSION}"
-        ) from error
+        raise PatchError(f"SGLang has no {target}, which AdaServe hooks") from error
     HookRegistry.register(target, function, kind)
     targets.append(target)
+
+
+def wrap_routes(app: Any, paths: Collection[str], wrap: Callable[[Any], Any]) -> None:
+    """Puts an ASGI app around that of each of these routes. Raises PatchError when one does not exist."""
+    found = [route for route in app.router.routes if getattr(route, "path", None) in paths]
+    if missing := set(paths) - {route.path for route in found}:
+        raise PatchError(f"SGLang has no route {', '.join(sorted(missing))}, which AdaServe guards")
+    for route in found:
+        route.app = wrap(route.app)
 
 
 def is_active() -> bool:
@@ -43,51 +57,64 @@ def is_active() -> bool:
     return is_ours(get_spec().speculative_algorithm)
 
 
-MODULES = (
-    "flags",
-    "kv_reserve",
-    "kv_sizing",
-    "cpu_kernels",
-    "dual_gemm",
-    "flash_mla",
-    "fork_children",
-    "gloo_threads",
-    "prefill_slack",
-    "slo_requests",
-    "slo_responses",
-    "boundary",  # after the SLO hooks: what wraps last is asked first
-    "openai_errors",  # around both
-    "bodies",
-    "metric_labels",
-    "metrics_cost",
-    "tokenizing",
-    "unread_streams",
-    "gone_clients",
-    "parsers",
-    "scheduler_guard",
-    "stop_strings",
-    "grammar_memory",
-    "grammar_time",
-    "dead_ends",
-    "logit_processors",
-    "prefill_logprobs",
-    "request_ends",
-    "replayed_answers",
-    "response_store",
-    "internal_state",
-    "server_info",
-    "keys",
-    "load_reports",
-    "shedding",
-    "routes",
-    "worker_supervisor",
-    "load_headers",
-    "http_parts",
-)
-"""Those that hook something, in the order in which they do."""
+MODULES = {
+    "while a server starts": (
+        "flags",
+        "kv_reserve",
+        "kv_sizing",
+        "cpu_kernels",
+        "dual_gemm",
+        "flash_mla",
+        "fork_children",
+        "gloo_threads",
+        "worker_supervisor",
+        "http_parts",
+    ),
+    "in the HTTP process": (
+        "slo_requests",
+        "slo_responses",
+        "boundary",  # after the SLO hooks: what wraps last is asked first
+        "openai_errors",  # around both
+        "bodies",
+        "tokenizing",
+        "keys",
+        "routes",
+        "load_headers",
+        "costly_answers",
+        "metric_labels",
+        "parsers",
+        "response_store",
+        "unread_streams",
+        "gone_clients",
+    ),
+    "in the scheduler": (
+        "prefill_slack",
+        "scheduler_guard",
+        "stop_strings",
+        "grammar_memory",
+        "grammar_time",
+        "dead_ends",
+        "logit_processors",
+        "prefill_logprobs",
+        "request_ends",
+        "replayed_answers",
+        "internal_state",
+        "load_reports",
+        "shedding",
+    ),
+}
+"""Those that hook something, by where most of it acts, in the order in which they do."""
 
 
 def apply_all() -> None:
-    """Registers all hooks; SGLang applies them right after its plugins were loaded."""
-    for name in MODULES:
+    """Registers all hooks; SGLang applies them right after its plugins were loaded. Raises PatchError."""
+    if (found := version("sglang")) != SGLANG_VERSION:
+        raise PatchError(f"This is sglang {found}")
+    for name in chain.from_iterable(MODULES.values()):
         import_module(f"adaserve.patches.{name}").register()
+
+
+def require_applied() -> None:
+    """Raises PatchError where SGLang's registry could not apply a hook: it only logs that."""
+    if lost := set(targets) - HookRegistry._patched:
+        raise PatchError(f"SGLang did not apply the hooks of {', '.join(sorted(lost))}")

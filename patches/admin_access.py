@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve.asgi import route_path
+from adaserve.patches import wrap_routes
 
 CONTROL_PATH = "/set_internal_state"
 ABORT_PATH = "/abort_request"
@@ -27,11 +28,9 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """Headers by which a proxy on this machine shows that a request came from elsewhere."""
 
 
-def guard(app: Any) -> None:
+def mount(app: Any) -> None:
     """Puts the rule in front of SGLang's routes, before the app serves."""
-    for route in app.router.routes:
-        if getattr(route, "path", None) in (CONTROL_PATH, ABORT_PATH):
-            route.app = _guarded(route.app)
+    wrap_routes(app, (CONTROL_PATH, ABORT_PATH), _guarded)
 
 
 def _guarded(app: ASGIApp) -> ASGIApp:

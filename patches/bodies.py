@@ -20,7 +20,7 @@ from adaserve.boundary.bodies import drop_nulls, require_few_values
 from adaserve.boundary.unserved import require_served
 from adaserve.patches import hook, is_active
 
-NULL_IS_UNSET = {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
+NULL_IS_UNSET = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"}
 
 
 def register() -> None:
@@ -33,7 +33,7 @@ async def _parsed(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
     if not parsed_before and isinstance(body, dict | list) and is_active():
         path = route_path(request.scope)
         try:
-            require_few_values(body, path)
+            require_few_values(body, path, _context())
             if isinstance(body, dict):
                 require_served(body, path)
         except RequestError as error:
@@ -41,3 +41,13 @@ async def _parsed(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
         if isinstance(body, dict) and path in NULL_IS_UNSET:
             drop_nulls(body)
     return body
+
+
+def _context() -> int | None:
+    """The most tokens of a prompt; None where it is cut to what fits."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    state = get_global_state()
+    if state is None or state.tokenizer_manager.allow_auto_truncate:
+        return None
+    return int(state.tokenizer_manager.model_config.context_len)

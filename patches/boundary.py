@@ -33,6 +33,7 @@ from adaserve.boundary import (
     check_request,
 )
 from adaserve.boundary.prompts import require_few
+from adaserve.boundary.request import session_id
 from adaserve.boundary.values import integer, token_ids
 from adaserve.identity import is_ours
 from adaserve.patches import hook
@@ -61,6 +62,8 @@ def register() -> None:
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     hook(f"{manager}.generate_request", _every_request, HookType.AROUND)
     hook(f"{manager}._validate_one_request", _check_tokens, HookType.BEFORE)
+    for call in ("open_session", "close_session"):
+        hook(f"{manager}.{call}", _check_session_id, HookType.BEFORE)
     ollama = "sglang.srt.entrypoints.ollama.serving.OllamaServing"
     for answer in ("_generate_chat_response", "_generate_generate_response"):
         hook(f"{ollama}.{answer}", _ollama, HookType.AROUND)
@@ -163,6 +166,12 @@ def _looks_like_health(rid: Any) -> bool:
     return isinstance(rid, str) and rid.startswith(HEALTH_CHECK_RID_PREFIX)
 
 
+def _check_session_id(self: Any, obj: Any, request: Any = None) -> None:
+    """SGLang logs it, and keeps it as long as the session is open."""
+    if obj.session_id is not None and applies(self.server_args):
+        session_id("session_id", obj.session_id, _limits(self))
+
+
 def _check_tokens(self: Any, obj: Any, input_ids: Any) -> None:
     """Each prompt of a request, tokenized; runs before anything of it was sent."""
     if input_ids is not None and applies(self.server_args):
@@ -226,12 +235,16 @@ def _raise_refusal(output: Any) -> None:
 async def native_response(original: Callable[..., Awaitable[Any]], obj: Any, request: Any) -> Any:
     """``/generate``: a stream's response once its first output is there."""
     from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.entrypoints.request_headers import apply_header_overrides
+    from sglang.srt.environ import envs
 
     if not obj.stream:
         return await original(obj, request)
     manager = get_global_state().tokenizer_manager
     if not applies(manager.server_args):
         return await original(obj, request)
+    if envs.SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES.get():
+        apply_header_overrides(obj, request.headers)  # SGLang does so later, when the stream has begun
     _repeats.set(not manager.incremental_streaming_output)
     try:
         await start(manager, obj, request)

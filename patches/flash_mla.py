@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from adaserve.identity import SGLANG_VERSION
 from adaserve.patches import PatchError
 
 BACKEND = "sglang.srt.layers.attention.flashmla_backend"
@@ -36,7 +35,7 @@ def register() -> None:
     if find_spec("flash_mla") is not None or BACKEND in sys.modules:
         return
     if find_spec(BACKEND) is None:
-        raise PatchError(f"SGLang has no {BACKEND}: AdaServe was made for sglang {SGLANG_VERSION}")
+        raise PatchError(f"SGLang has no {BACKEND}")
     stub: Any = ModuleType(BACKEND, __doc__)
     stub.FlashMLABackend = FlashMLABackend
     sys.modules[BACKEND] = stub

@@ -12,10 +12,21 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from adaserve.patches import hook, live_page, load_headers, routes, server_info
+from adaserve.patches import (
+    admin_access,
+    costly_answers,
+    hook,
+    live_page,
+    load_headers,
+    openai_errors,
+    routes,
+)
 from adaserve.patches.boundary import applies
 
 APP, APP_PATH = "adaserve.http_app:app", "SGLANG_HTTP_SERVER_APP_PATH"
+
+PARTS = (live_page, admin_access, openai_errors, routes, costly_answers, load_headers)
+"""The last one is around all others."""
 
 
 def register() -> None:
@@ -35,5 +46,5 @@ def complete(app: Any) -> None:
     if getattr(app.state, "adaserve", False):
         return
     app.state.adaserve = True
-    for module in (live_page, routes, server_info, load_headers):  # the last one around all others
+    for module in PARTS:
         module.mount(app)

@@ -3,7 +3,8 @@
 Why: SGLang's parsers search with regular expressions that take time with the square of the text, in the HTTP
 event loop: 44 KB of ``<tool_call>`` take half a second, a body of 32 MB days, and nobody else is answered.
 ``/parse_function_call`` and ``/separate_reasoning`` take any text; with --tool-call-parser what a model was
-made to write is searched as well. The matcher looks for signals, so a timer can end it.
+made to write is searched as well. The matcher looks for signals, so a timer can end it. JSON in such a text
+may be nested more deeply than Python reads it.
 
 ``/parse_function_call`` hands over tools of a type that lacks what one of the parsers reads (500).
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -58,8 +59,13 @@ def _complete_tools(original: Callable[..., None], self: Any, tools: Any, *args:
 
 
 def _limited(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with limited_time() if is_active() else nullcontext():
+    if not is_active():
         return parse(*args, **kwargs)
+    try:
+        with limited_time():
+            return parse(*args, **kwargs)
+    except RecursionError as error:
+        raise RequestError("the text was given up: what it holds is nested too deeply") from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from adaserve.asgi import route_path
 from adaserve.boundary import RequestError
 from adaserve.host import PROFILE_ROUTES_ENV, is_measured
-from adaserve.patches import hook, openai_errors
+from adaserve.patches import hook
 from adaserve.patches.boundary import applies, refusal
 
 MAX_BODY_BYTES = 32 << 20
@@ -142,7 +142,6 @@ def refuse_rpc(engine: Any, method: str, **_: Any) -> None:
 def mount(app: Any) -> None:
     """Puts the refusals around SGLang's app."""
     app.max_body_size = MAX_BODY_BYTES
-    openai_errors.mount(app)
     for kind in (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError):
         app.add_exception_handler(kind, _unreadable)
     build = app.build_middleware_stack

@@ -13,11 +13,12 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.boundary.limits import MAX_BATCH
 from adaserve.config import slo_classes
 from adaserve.patches import hook, is_active
 from adaserve.patches.boundary import asks_for_health, native_response, refusal
 from adaserve.slo.classes import SLOError
-from adaserve.slo.resolve import RequestSLO, resolve
+from adaserve.slo.resolve import FromHeaders, read_headers
 
 
 def register() -> None:
@@ -34,7 +35,7 @@ async def _openai_request(
     if "custom_params" in type(request).model_fields and is_active():
         try:
             nvext = (await raw_request.json()).get("nvext")
-            slo = _resolved(request.custom_params, raw_request, nvext)
+            slo = _headers(raw_request).resolve(request.custom_params, slo_classes(), nvext)
             request.custom_params = slo.in_params(request.custom_params)
             _prioritize(request, {slo.priority})
         except SLOError as error:
@@ -65,8 +66,10 @@ def _any_request(self: Any, obj: Any, request: Any = None) -> None:
 
 def _attach(obj: Any, request: Any, nvext: Any = None) -> None:
     """``obj``: a GenerateReqInput, with the sampling parameters of one request or of a batch."""
-
-    priorities = set()
+    given = obj.sampling_params
+    if isinstance(given, list) and len(given) > MAX_BATCH:
+        return  # the boundary refuses it
+    headers, priorities = _headers(request), set[int | None]()
 
     def resolved(params: Any) -> Any:
         if params is not None and not isinstance(params, dict):
@@ -75,20 +78,19 @@ def _attach(obj: Any, request: Any, nvext: Any = None) -> None:
         custom = params.get("custom_params")
         if custom is not None and not isinstance(custom, dict):
             return params  # the boundary says what is wrong with it
-        slo = _resolved(custom, request, nvext)
+        slo = headers.resolve(custom, slo_classes(), nvext)
         priorities.add(slo.priority)
         return {**params, "custom_params": slo.in_params(custom)}
 
-    given = obj.sampling_params
     obj.sampling_params = [resolved(p) for p in given] if isinstance(given, list) else resolved(given)
     _prioritize(obj, priorities)
 
 
-def _resolved(custom_params: Any, request: Any, nvext: Any = None) -> RequestSLO:
-    """What a request asks for. Raises SLOError."""
+def _headers(request: Any) -> FromHeaders:
+    """Read once, however many prompts a request has. Raises SLOError."""
     raw = [] if request is None else request.headers.raw
-    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]
-    return resolve(headers, custom_params, slo_classes(), nvext)
+    pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]
+    return read_headers(pairs, slo_classes())
 
 
 def _prioritize(obj: Any, hinted: set[int | None]) -> None:

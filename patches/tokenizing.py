@@ -36,6 +36,9 @@ OF_THE_RENDERER = frozenset(
 )
 """Arguments of ``apply_chat_template`` that no template reads, and SGLang never gives."""
 
+_CHECK = "_adaserve_check"
+"""A method of a guarded tokenizer: raises RequestError for a text that is too long."""
+
 
 def register() -> None:
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -78,7 +81,7 @@ def guard(tokenizer: Any, context: int | None) -> None:
         check(self, rendered)
         return rendered
 
-    methods = {"_encode_plus": encode_plus, "apply_chat_template": apply_chat_template}
+    methods = {"_encode_plus": encode_plus, "apply_chat_template": apply_chat_template, _CHECK: check}
     tokenizer.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
 
 
@@ -102,9 +105,15 @@ def _refuse_arguments(given: dict[str, Any]) -> None:
         raise RequestError("chat_template is refused: this server renders chats by its own template")
 
 
-async def _between_others(original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **more: Any) -> Any:
+async def _between_others(
+    original: Callable[..., Awaitable[Any]], self: Any, texts: Any, *args: Any, **more: Any
+) -> Any:
+    """With --enable-dynamic-batch-tokenizer a text may be tokenized together with those of other requests,
+    and they would all be refused if it is too long."""
     await asyncio.sleep(0)
-    return await original(self, *args, **more)
+    if self.async_dynamic_batch_tokenizer is not None:
+        getattr(self.tokenizer, _CHECK, lambda _: None)(texts)
+    return await original(self, texts, *args, **more)
 
 
 def _few_items(self: Any, query: Any = None, items: Any = None, *_: Any, **__: Any) -> None:

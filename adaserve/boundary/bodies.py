@@ -16,18 +16,26 @@ MAX_VALUES = 1 << 16
 MAX_ERRORS = 8
 """Of a body that are told."""
 
-_BIASES = "logit_bias"
+_BIASES, _NO_PROMPT = "logit_bias", "tokens"
 
 
-def require_few_values(body: Any, path: str) -> None:
+def require_few_values(body: Any, path: str, context: int | None = None) -> None:
     """Raises RequestError for parsed JSON of too many values. Not counted are token ids, where the route of
-    this ``path`` takes any, and biases of tokens."""
+    this ``path`` takes any, and biases of tokens. ``context``: the most ids of a prompt, if anything limits
+    them: Pydantic takes a second for millions."""
     ids, left, waiting = _token_fields(path), MAX_VALUES, [(body, "")]
     while waiting:
         part, name = waiting.pop()
         values = part.values() if isinstance(part, dict) else part
         types = set(map(type, values))
-        if (name in ids and types == {int}) or (name == _BIASES and types <= {int, float}):
+        if name in ids and types == {int}:
+            if context is not None and name != _NO_PROMPT and len(values) > context:
+                raise RequestError(
+                    f"{name}: the prompt of {len(values)} tokens is longer than the model's context length "
+                    f"({context} tokens)"
+                )
+            continue
+        if name == _BIASES and types <= {int, float}:
             continue
         left -= len(values)
         if left < 0:
@@ -46,7 +54,7 @@ def drop_nulls(body: dict[str, Any]) -> None:
 
 def _token_fields(path: str) -> set[str]:
     if path.endswith("/detokenize"):
-        return {"tokens"}
+        return {_NO_PROMPT}
     return {"input_ids", "prompt"} if path == "/v1/completions" else {"input_ids"}
 
 

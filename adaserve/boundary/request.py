@@ -37,6 +37,7 @@ _signed = integer(-INT32_MAX - 1, INT32_MAX)
 _lora = absent("LoRA adapters are not served by ADASERVE")
 _internal = absent("it is SGLang's own and not for clients")
 _positions = absent("ADASERVE reads logits at generated positions only")
+session_id = text(MAX_ID_CHARACTERS, least=1)
 
 
 def media(name: str, value: Any, limits: Limits) -> None:
@@ -92,7 +93,7 @@ def embeds(name: str, value: Any, _: Limits) -> None:
 
 
 _SESSION: dict[str, Check] = {
-    "id": text(MAX_ID_CHARACTERS, least=1),
+    "id": session_id,
     "rid": label,
     "offset": integer(0),
     "replace": flag,
@@ -131,7 +132,7 @@ WHOLE: dict[str, Check] = {
     "input_embeds": embeds,
     **dict.fromkeys(_MEDIA, media),
     "session_params": session_params,
-    "session_id": text(MAX_ID_CHARACTERS, least=1),
+    "session_id": session_id,
     "stream": flag,
     "log_metrics": flag,
     "no_logs": flag,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from adaserve.boundary import grammar
@@ -52,13 +53,25 @@ def stop_token_ids(name: str, value: Any, limits: Limits) -> None:
 def logit_bias(name: str, value: Any, limits: Limits) -> None:
     """An object from token ids, written as text, to what is added to their logits."""
     mapping(name, value, limits)
+    if _are_ids(value, limits.vocab_size) and _are_biases(value.values()):
+        return  # mostly in C: the prompts of a batch may have millions
     for key, bias in value.items():
-        # int() would also take " 1", "1_0" and digits of other scripts.
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < limits.vocab_size):
+        if not _are_ids([key], limits.vocab_size):
             raise RequestError(
                 f"{name} needs keys from 0 to {limits.vocab_size - 1}, written as text, got {shown(key)}"
             )
         _bias(f"{name}[{key}]", bias, limits)
+
+
+def _are_ids(keys: Collection[str], vocab_size: int) -> bool:
+    """int() would also take " 1", "1_0" and digits of other scripts."""
+    written = all(map(str.isascii, keys)) and all(map(str.isdecimal, keys))
+    return written and max(map(len, keys), default=0) <= 10 and max(map(int, keys), default=0) < vocab_size
+
+
+def _are_biases(values: Collection[Any]) -> bool:
+    known = set(map(type, values)) <= {int, float}
+    return known and all(-MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS for value in values)
 
 
 def min_p(name: str, value: Any, limits: Limits) -> None:

@@ -42,8 +42,10 @@ def _fields(use: str, *known: str) -> dict[str, str]:
 
 
 _OPENAI = ("response_format", "regex", "ebnf")
+_CHAT = _fields("use response_format, regex or ebnf", *_OPENAI)
 _ROUTES = {
-    "/v1/chat/completions": _fields("use response_format, regex or ebnf", *_OPENAI),
+    "/v1/chat/completions": _CHAT,
+    "/invocations": _CHAT,  # as SageMaker calls it
     "/v1/completions": _fields("use response_format, json_schema, regex or ebnf", *_OPENAI, "json_schema"),
     "/v1/responses": _fields("use text.format")
     | dict.fromkeys(("conversation", "prompt"), "send all of the input"),

@@ -19,7 +19,7 @@ A request may limit its speculation: custom_params {adaserve_speculation} or hea
 custom_params {adaserve_learn: false} or header x-adaserve-learn: off.
 
 The server answers a bad value with 400 and the text of the SLOError, so each message names the value
-and the remedy. The HTTP process calls :func:`resolve`, once; what it found travels to the scheduler
+and the remedy. The HTTP process resolves it, once; what it found travels to the scheduler
 (:meth:`RequestSLO.in_params`), which alone knows the baseline that classes multiply.
 """
 
@@ -126,44 +126,76 @@ def resolve(
     config: SLOConfig,
     nvext: Mapping[str, Any] | None = None,
 ) -> RequestSLO:
-    """Finds the objectives of a request.
+    """Finds the objectives of a request. Raises SLOError for every value that is not understood: nothing is
+    ignored silently. Who has many requests with the same headers calls ``read_headers`` once."""
+    return read_headers(headers, config).resolve(custom_params, config, nvext)
 
-    ``headers``: a mapping or pairs (pairs show a header that was sent twice), names in any case. An API
-    key among them tells the tenant.
-    ``custom_params``: SGLang's body field; keys that do not start with ``slo_`` are left alone.
-    ``nvext``: Dynamo's body field, taken from ``custom_params["nvext"]`` when not given. What only its router
-    acts upon is left alone.
-    Raises SLOError for every value that is not understood: nothing is ignored silently.
-    """
+
+@dataclass(frozen=True, slots=True)
+class FromHeaders:
+    """What headers say, for all requests that came with them."""
+
+    wish: _Wish
+    speculation: int | None
+    priority: int | None
+    learn: bool
+    tenant: str
+    routed: bool
+
+    def resolve(
+        self, custom_params: Mapping[str, Any] | None, config: SLOConfig, nvext: Mapping[str, Any] | None
+    ) -> RequestSLO:
+        """The objectives of one of the requests.
+
+        ``custom_params``: SGLang's body field; keys that do not start with ``slo_`` are left alone.
+        ``nvext``: Dynamo's body field, taken from ``custom_params["nvext"]`` when not given. What only its
+        router acts upon is left alone.
+        Raises SLOError.
+        """
+        if custom_params is not None and not isinstance(custom_params, Mapping):
+            raise SLOError(f"custom_params must be an object, not {shown(custom_params)}")
+        params = custom_params or {}
+        nvext = params.get("nvext") if nvext is None else nvext
+        body, header = _in_body(params, nvext, config.limits), self.wish
+        hints = _part(nvext, "agent_hints", "{'osl': 256}")
+        name = _first(body.slo_class, header.slo_class)
+        tpot_ms, ttft_ms = _first(body.tpot_ms, header.tpot_ms), _first(body.ttft_ms, header.ttft_ms)
+        cls = config.get(DEFAULT_CLASS if name is None else name)
+        own_ms = tpot_ms is not None or ttft_ms is not None
+        if own_ms and not config.limits.own_ms:
+            names = ", ".join(config.classes)
+            raise SLOError(f"this server does not take SLOs in milliseconds: name a class, {names}")
+        priority = _integer("nvext.agent_hints.priority", hints.get("priority"), PRIORITY_RANGE)
+        speculation = _speculation([(f"custom_params.{SPECULATION_KEY}", params.get(SPECULATION_KEY))])
+        return RequestSLO(
+            slo_class=CUSTOM_CLASS if own_ms else cls.name,
+            tpot_s=seconds(_first(tpot_ms, cls.tpot_ms)),
+            ttft_s=seconds(_first(ttft_ms, cls.ttft_ms)),
+            x_baseline=cls.x_baseline if tpot_ms is None else None,
+            tenant=self.tenant,
+            speculation=_first(speculation, self.speculation),
+            osl=_integer("nvext.agent_hints.osl", hints.get("osl"), (1, MOST_OSL)),
+            priority=_first(priority, self.priority),
+            learn=self.learn and _may_learn(params) and self.tenant not in config.limits.never_learn,
+            stated=own_ms or name is not None,
+            routed=self.routed,
+        )
+
+
+def read_headers(headers: Headers, config: SLOConfig) -> FromHeaders:
+    """``headers``: a mapping or pairs (pairs show a header that was sent twice), names in any case. An API
+    key among them tells the tenant. Raises SLOError."""
     sent = _by_name(headers)
     _refuse_misspelt(sent)
     for meant, text in _traced(sent):
         sent.setdefault(meant, []).append(text)
-    if custom_params is not None and not isinstance(custom_params, Mapping):
-        raise SLOError(f"custom_params must be an object, not {shown(custom_params)}")
-    params = custom_params or {}
-    nvext = params.get("nvext") if nvext is None else nvext
-    body, header = _in_body(params, nvext, config.limits), _in_headers(sent, config.limits)
-    hints = _part(nvext, "agent_hints", "{'osl': 256}")
-    name = _first(body.slo_class, header.slo_class)
-    tpot_ms, ttft_ms = _first(body.tpot_ms, header.tpot_ms), _first(body.ttft_ms, header.ttft_ms)
-    cls = config.get(DEFAULT_CLASS if name is None else name)
-    own_ms = tpot_ms is not None or ttft_ms is not None
-    tenant = _tenant(sent)
-    if own_ms and not config.limits.own_ms:
-        names = ", ".join(config.classes)
-        raise SLOError(f"this server does not take SLOs in milliseconds: name a class, {names}")
-    return RequestSLO(
-        slo_class=CUSTOM_CLASS if own_ms else cls.name,
-        tpot_s=seconds(_first(tpot_ms, cls.tpot_ms)),
-        ttft_s=seconds(_first(ttft_ms, cls.ttft_ms)),
-        x_baseline=cls.x_baseline if tpot_ms is None else None,
-        tenant=tenant,
-        speculation=_speculation(sent, params),
-        osl=_integer("nvext.agent_hints.osl", hints.get("osl"), (1, MOST_OSL)),
-        priority=_priority(sent, hints),
-        learn=_learn(sent, params) and tenant not in config.limits.never_learn,
-        stated=own_ms or name is not None,
+    limits = [(f"header {HEADER_SPECULATION}", text) for text in sent.get(HEADER_SPECULATION, [])]
+    return FromHeaders(
+        wish=_in_headers(sent, config.limits),
+        speculation=_speculation(limits),
+        priority=_priority(sent),
+        learn=_lets_learn(sent),
+        tenant=_tenant(sent),
         routed=_came_through_a_router(sent),
     )
 
@@ -198,14 +230,12 @@ def _traced(sent: Mapping[str, list[str]]) -> list[tuple[str, str]]:
     return found
 
 
-def _priority(sent: Mapping[str, list[str]], hints: Mapping[str, Any]) -> int | None:
-    """The body's, else the header's."""
-    body = _integer("nvext.agent_hints.priority", hints.get("priority"), PRIORITY_RANGE)
+def _priority(sent: Mapping[str, list[str]]) -> int | None:
     texts = [int(t) if _INTEGER.fullmatch(t) else t for t in sent.get(HEADER_PRIORITY, [])]
-    header = {_integer(f"header {HEADER_PRIORITY}", t, PRIORITY_RANGE) for t in texts}
-    if len(header) > 1:
+    asked = {_integer(f"header {HEADER_PRIORITY}", t, PRIORITY_RANGE) for t in texts}
+    if len(asked) > 1:
         raise SLOError(f"header {HEADER_PRIORITY} was sent twice with different values: send one of them")
-    return _first(body, header.pop() if header else None)
+    return asked.pop() if asked else None
 
 
 def _integer(where: str, value: Any, accepted: tuple[int, int]) -> int | None:
@@ -218,26 +248,29 @@ def _integer(where: str, value: Any, accepted: tuple[int, int]) -> int | None:
     return value
 
 
-def _learn(sent: Mapping[str, list[str]], params: Mapping[str, Any]) -> bool:
-    """False when any place forbids it: what is private in one place is private."""
+def _lets_learn(sent: Mapping[str, list[str]]) -> bool:
+    """False when any of them forbids it: what is private in one place is private."""
     allowed = []
     for text in sent.get(HEADER_LEARN, []):
         if text.lower() not in ("on", "off"):
             raise SLOError(f'header {HEADER_LEARN} is {shown(text)}: expected "on" or "off"')
         allowed.append(text.lower() == "on")
+    return all(allowed)
+
+
+def _may_learn(params: Mapping[str, Any]) -> bool:
     value = params.get(LEARN_KEY)
     if value is not None and not isinstance(value, bool):
         raise SLOError(f"custom_params.{LEARN_KEY} is {shown(value)}: expected true or false")
-    return all(allowed) and value is not False
+    return value is not False
 
 
-def _speculation(sent: Mapping[str, list[str]], params: Mapping[str, Any]) -> int | None:
-    """The body's limit, else the header's."""
-    places: Values = [(f"header {HEADER_SPECULATION}", text) for text in sent.get(HEADER_SPECULATION, [])]
-    if params.get(SPECULATION_KEY) is not None:
-        places = [(f"custom_params.{SPECULATION_KEY}", params[SPECULATION_KEY])]
+def _speculation(places: Values) -> int | None:
+    """The limit that all of these places give. None where none gives one."""
     limits = set()
     for where, value in places:
+        if value is None:
+            continue
         text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
         number = 0 if text == "off" else int(text) if _COUNT.fullmatch(text) else -1
         if not 0 <= number <= MOST_SPECULATION:
@@ -276,7 +309,7 @@ def _tenant(sent: Mapping[str, list[str]]) -> str:
 def _in_body(params: Mapping[str, Any], nvext: Any, limits: SLOLimits) -> _Wish:
     for key in map(str, params):
         if key == WIRE_KEY or (key.startswith("slo_") and key not in BODY_KEYS):
-            raise SLOError(f"custom_params has no {key!r}: SLO keys are {', '.join(BODY_KEYS)}")
+            raise SLOError(f"custom_params has no {shown(key)}: SLO keys are {', '.join(BODY_KEYS)}")
     router = _part(nvext, "router", "{'itl_target': 50}")
     name = params.get("slo_class")
     if name is not None and not isinstance(name, str):

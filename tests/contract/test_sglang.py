@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import entry_points, requires, version
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,8 @@ TARGETS = {
     f"{MANAGERS}.scheduler.Scheduler._abort_on_queued_limit": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler._poll_timeout_aborts": ["self"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._validate_one_request": ["self", "obj", "input_ids"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager.open_session": ["self", "obj", "request"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager.close_session": ["self", "obj", "request"],
     **{
         f"sglang.srt.entrypoints.ollama.serving.OllamaServing.{answer}": [
             "self", "gen_request", "raw_request", "model_name",
@@ -300,7 +303,7 @@ def test_version() -> None:
 def test_every_module_that_hooks_is_applied() -> None:
     found = [import_module(f"adaserve.patches.{m.name}") for m in pkgutil.iter_modules(patches.__path__)]
     hooking = {m.__name__.rpartition(".")[2] for m in found if hasattr(m, "register")}
-    assert hooking == set(patches.MODULES)
+    assert sorted(hooking) == sorted(chain.from_iterable(patches.MODULES.values()))
 
 
 def test_every_hook_has_its_contract(targets: list[str]) -> None:
@@ -477,6 +480,32 @@ def test_a_moved_target_is_refused_by_name() -> None:
 
     with pytest.raises(patches.PatchError, match=r"ServerArgs\.gone.*pip install sglang"):
         patches.hook("sglang.srt.server_args.ServerArgs.gone", lambda: None, HookType.AFTER)
+
+
+def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it has moved: a hook may fit and mean something else."""
+    monkeypatch.setattr(patches, "version", lambda _: "0.5.24")
+    with pytest.raises(patches.PatchError, match=r"sglang 0\.5\.24.*pip install sglang==0\.5\.23"):
+        patches.apply_all()
+
+
+def test_a_hook_that_was_not_applied_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang logs it and goes on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    monkeypatch.setattr(HookRegistry, "_patched", {"sglang.done"})
+    monkeypatch.setattr(patches, "targets", ["sglang.done"])
+    patches.require_applied()
+    monkeypatch.setattr(patches, "targets", ["sglang.done", "sglang.lost"])
+    with pytest.raises(patches.PatchError, match=r"did not apply the hooks of sglang\.lost\."):
+        patches.require_applied()
+
+
+def test_a_route_that_is_gone_is_named() -> None:
+    from fastapi import FastAPI
+
+    with pytest.raises(patches.PatchError, match="no route /abort_request"):
+        patches.wrap_routes(FastAPI(), ("/abort_request",), lambda app: app)
 
 
 def test_name_is_free() -> None:

@@ -220,6 +220,8 @@ def texts() -> Iterator[Attack]:
     call = {"type": "function", "function": {"name": "f"}}
     parse = {"text": "<tool_call>" * 40_000, "tools": [call], "tool_call_parser": "glm47"}
     yield Attack("a text full of calls", "/parse_function_call", parse, "given up")
+    parse = {"text": '{"a": ' * 100_000, "tools": [call], "tool_call_parser": "llama3"}
+    yield Attack("a text of deep calls", "/parse_function_call", parse, "nested too deeply")
 
 
 def _nested(depth: int) -> dict[str, Any]:
@@ -256,6 +258,11 @@ def other_routes() -> Iterator[Attack]:
         "score", "/v1/score", {"model": "m", "query": "a", "items": ["b"], "label_token_ids": [VOCAB]}, ""
     )
     yield Attack("responses", "/v1/responses", {"model": "m", "input": "hello", "top_k": 2**31}, "")
+    long = {"session_id": "x" * 300}
+    yield Attack(
+        "a long session id", "/open_session", {"capacity_of_str_len": 9, **long}, "session_id must be"
+    )
+    yield Attack("a session nobody can have", "/close_session", long, "session_id must be")
     message = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     yield Attack("messages", "/v1/messages", {**message, "top_k": 2**31}, "")
     yield Attack("slow_down", "/slow_down", {"forward_sleep_time": -1}, "refused")

@@ -23,7 +23,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
         speculative_draft_model_path="draft", page_size=1, enable_lora=None, lora_paths=None, tp_size=1,
         pp_size=1, enable_dp_attention=False, disaggregation_mode="null", enable_return_hidden_states=False,
         enable_hierarchical_cache=False, enable_streaming_session=False, speculative_adaptive=False,
-        device="cpu", tokenizer_worker_num=1, api_key=None, admin_api_key=None,
+        device="cpu", tokenizer_worker_num=1, api_key=None, admin_api_key=None, grpc_port=None,
+        smg_grpc_mode=False, grpc_mode=False,
     )  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -125,12 +126,29 @@ def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: 
         ({"tokenizer_worker_num": 2, "api_key": "k"}, "--tokenizer-worker-num"),
         ({"tokenizer_worker_num": 2, "admin_api_key": "k"}, "--tokenizer-worker-num"),
         ({"api_key": "clé"}, "ASCII"),
+        ({"grpc_port": 40000}, "remove --grpc-port"),
+        ({"smg_grpc_mode": True}, "--smg-grpc-mode"),
+        ({"grpc_mode": True}, "--smg-grpc-mode"),
     ],
 )
 def test_refusals_name_the_remedy(changes: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=r"ADASERVE: ") as refused:
         refuse_unsupported(arguments(**changes), AdaServeConfig())
     assert remedy in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SGLANG_RUST_SERVER", "1"),
+        ("SGLANG_GRPC_PORT", "40000"),
+        ("SGLANG_ENABLE_REQUEST_DECOMPRESSION", "1"),
+    ],
+)
+def test_so_do_those_of_variables(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"unset {name}"):
+        refuse_unsupported(arguments(), AdaServeConfig())
 
 
 def worker(folder: Path, size: int = 512, device: str = "cpu") -> Any:

@@ -13,11 +13,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 
-from adaserve.patches import bodies, http_parts
+from adaserve.patches import admin_access, bodies, costly_answers, http_parts
 
 
 def before_run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
     app = FastAPI()
+    for path in (admin_access.CONTROL_PATH, admin_access.ABORT_PATH, *costly_answers.SERVER_INFO):
+        app.add_api_route(path, lambda: None)
     app.add_exception_handler(HTTPException, lambda *_: None)
     app.add_exception_handler(RequestValidationError, lambda *_: None)
     monkeypatch.setattr(http_server, "app", app)

@@ -13,7 +13,7 @@ from fastapi import Body, FastAPI
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, auth_level
 
-from adaserve.patches import live_page
+from adaserve.patches import admin_access, live_page
 
 CONTEXT = "sglang.srt.runtime_context"
 LOCAL, FAR = ("127.0.0.1", 4000), ("10.0.0.7", 4000)
@@ -48,6 +48,7 @@ class Site:
         patch.setattr(live_page, "_make", make)
         patch.setattr(live_page, "_latest", live_page._Latest())
         live_page.mount(self.app)
+        admin_access.mount(self.app)
         if api_key or admin_key:
             add_api_key_middleware(self.app, api_key=api_key, admin_api_key=admin_key)
 
@@ -188,7 +189,5 @@ def test_a_scheduler_that_hangs_is_asked_once_and_the_page_is_told(
 def test_the_guarded_route_is_sglangs() -> None:
     from sglang.srt.entrypoints.http_server import app
 
-    from adaserve.patches.admin_access import CONTROL_PATH
-
-    routes = [r for r in app.router.routes if getattr(r, "path", None) == CONTROL_PATH]
-    assert len(routes) == 1, f"{CONTROL_PATH} moved: anybody could change the policy"
+    routes = [r for r in app.router.routes if getattr(r, "path", None) == admin_access.CONTROL_PATH]
+    assert len(routes) == 1, f"{admin_access.CONTROL_PATH} moved: anybody could change the policy"

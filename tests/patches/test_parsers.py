@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from types import SimpleNamespace
@@ -33,6 +34,11 @@ def endless(text: str) -> object:
 def test_a_search_that_takes_long_is_given_up() -> None:
     with pytest.raises(RequestError, match="given up"):
         _limited(endless, "a" * 60)
+
+
+def test_a_text_that_is_nested_too_deeply_is_given_up() -> None:
+    with pytest.raises(RequestError, match="nested too deeply"):
+        _limited(json.loads, "[" * 100_000)
 
 
 def test_what_is_short_or_only_waits_is_not() -> None:

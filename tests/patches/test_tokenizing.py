@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from adaserve.boundary import RequestError
 from adaserve.pair.folders import weights_folder
-from adaserve.patches.tokenizing import _few_items, _few_questions, guard
+from adaserve.patches.tokenizing import _between_others, _few_items, _few_questions, guard
 
 CONTEXT = 100
 CHAT = [{"role": "user", "content": "def main():"}]
@@ -98,3 +98,24 @@ def test_questions_about_a_long_input_are_few() -> None:
     assert len(ask(100, 8000)) == 100
     with pytest.raises(RequestError, match="questions"):
         ask(600, 8000)
+
+
+@pytest.mark.parametrize("limit", [CONTEXT, None])
+def test_a_long_text_takes_no_others_with_it(limit: int | None) -> None:
+    """SGLang can tokenize the texts of several requests together; one that fails fails all."""
+    made = tokenizer()
+    guard(made, limit)
+    together: list[str] = []
+
+    async def tokenize(manager: Any, text: str) -> None:
+        together.append(text)
+
+    async def ask() -> list[Any]:
+        manager = SimpleNamespace(tokenizer=made, async_dynamic_batch_tokenizer=object())
+        texts = ("a", "def main(argv):\n" * 10_000, "b")
+        asked = (_between_others(tokenize, manager, text) for text in texts)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    refused = [isinstance(answer, RequestError) for answer in asyncio.run(ask())]
+    assert refused == [False, limit is not None, False]
+    assert len(together) == 3 - sum(refused)

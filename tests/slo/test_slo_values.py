@@ -111,7 +111,7 @@ def test_what_is_not_a_limit_is_refused(value: Any) -> None:
         resolve({}, {"adaserve_speculation": value}, CONFIG)
     if isinstance(value, str):
         with pytest.raises(SLOError, match=f"header {SPECULATION} is "):
-            resolve({SPECULATION: value}, None, CONFIG)
+            resolve({SPECULATION: value}, {"adaserve_speculation": 2}, CONFIG)
 
 
 def test_two_limits_are_refused() -> None:

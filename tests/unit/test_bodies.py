@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -64,3 +65,21 @@ def test_errors_are_few_and_short() -> None:
     errors = [{"loc": ("body",), "msg": "wrong", "input": "x" * 10_000_000}] * 1000
     assert len(str(told(errors))) < 2000
     assert told([{"msg": "wrong"}]) == [{"msg": "wrong"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "refused"),
+    [
+        ({"input_ids": [5] * 101}, "/generate", True),
+        ({"input_ids": [[5], [5] * 101]}, "/generate", True),
+        ({"prompt": [5] * 101}, "/v1/completions", True),
+        ({"input_ids": [[5] * 100] * 9}, "/generate", False),
+        ({"tokens": [5] * 101}, "/v1/detokenize", False),
+    ],
+)
+def test_ids_that_are_too_many_for_a_prompt_are_refused(body: Any, path: str, refused: bool) -> None:
+    require_few_values(body, path)
+    with (
+        pytest.raises(RequestError, match="101 tokens is longer than the model") if refused else nullcontext()
+    ):
+        require_few_values(body, path, context=100)

@@ -629,3 +629,10 @@ def test_min_p_is_refused_where_sglang_draws_by_seeds() -> None:
     with pytest.raises(RequestError, match=r"min_p must be 0 on this server, got 0\.1"):
         check_request(request, seeded)
     check_request({"input_ids": [1, 2], "sampling_params": {"min_p": 0}}, seeded)
+
+
+def test_biases_are_judged_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, the millions that a batch may have held up everybody for three seconds."""
+    monkeypatch.setattr("adaserve.boundary.sampling._bias", None)
+    biases = {str(i): (-1e6, 5, 0.25)[i % 3] for i in range(V)}
+    check_request({"text": "a", "sampling_params": {"logit_bias": biases}}, LIMITS)

@@ -23,6 +23,7 @@ SCHEMA = {"type": "object"}
     ("path", "field", "use"),
     [
         (CHAT, {"guided_json": SCHEMA}, "guided_json is not served: use response_format, regex or ebnf"),
+        ("/invocations", {"guided_json": SCHEMA}, "guided_json is not served: use response_format, regex"),
         (CHAT, {"guided_choice": ["yes", "no"]}, "guided_choice is not served: use response_format, regex"),
         (CHAT, {"structured_outputs": {"regex": "a"}}, "structured_outputs is not served: use resp"),
         (CHAT, {"json_schema": "{}"}, "json_schema is not served: use response_format"),

@@ -1,0 +1,41 @@
+"""A stream of ``/generate`` starts before its response is made, with all that its headers say."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import Request
+from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.request_headers import apply_header_overrides
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from adaserve.patches.boundary import native_response
+
+
+def test_headers_that_override_fields_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router names the request so, to abort it by that name."""
+    started: list[tuple[Any, Any]] = []
+
+    async def generate(obj: Any, _: Any) -> Any:
+        started.append((obj.rid, obj.priority))
+        yield {"text": "a", "meta_info": {"finish_reason": None}}
+
+    async def original(obj: Any, request: Any) -> str:
+        apply_header_overrides(obj, request.headers)
+        return "streamed"
+
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
+        incremental_streaming_output=False,
+        generate_request=generate,
+    )
+    monkeypatch.setattr(http_server, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
+    monkeypatch.setenv("SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES", "1")
+    headers = [(b"x-override-rid", b"routed"), (b"x-override-priority", b"7")]
+    request = Request({"type": "http", "path": "/generate", "headers": headers, "state": {}})
+    obj = GenerateReqInput(text="a", rid="own", stream=True)
+    assert asyncio.run(native_response(original, obj, request)) == "streamed"
+    assert started == [("routed", 7)]
