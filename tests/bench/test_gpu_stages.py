@@ -77,7 +77,7 @@ def test_the_first_stages_on_a_cpu(host: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert re.findall(r"[Nn]ext: (\w+)", done.stdout) == list(following)
     facts, kernels = map(json.loads, saved(host, "facts.json", "kernels.json"))
-    assert facts["packages"]["sglang"] and facts["disk_write_mb_per_s"] > 0
+    assert facts["packages"]["sglang"] and facts["disk_free_gb"] > 0
     assert all(
         kernels[name]["right"] and kernels[name]["cases"]
         for name in ("triton", "noise", "moves", "beams", "filters")
@@ -282,7 +282,7 @@ def test_compilers_have_a_home(host: Path) -> None:
 
 
 def test_without_compilers_sglang_has_torch_s_operators(host: Path) -> None:
-    for note, backend in (("nvcc missing: SGLang and", "torch"), ("less than 40 GB free", "")):
+    for note, backend in (("nvcc missing: SGLang and", "torch"), ("less than 22 GB free", "")):
         fake = fake_python(host, f'echo "note: {note}" >&2; echo "backend <$SGLANG_FORCE_FUSED_OP_BACKEND>"')
         assert run(host, "facts", PYTHON=fake).returncode == 0
         assert f"backend <{backend}>" in run(host, "profile", PYTHON=fake).stdout
