@@ -24,8 +24,8 @@ def forget(found: Findings, stage: str, plan: CheckPlan) -> set[str]:
         case ("exactness", *_):
             _drop(found.exact, names)
         case ("speed", *_):
-            _drop(found.tpot_ms, names)
-            _drop(found.details, names)
+            for table in (found.tpot_ms, found.accept_length, found.details):
+                _drop(table, names)
             if server == PLAIN:
                 found.mixed = {}
                 gone |= {other for other in found.done if other.partition(":")[2].startswith("mixed")}

@@ -17,9 +17,8 @@ from rich.console import Console
 
 from adaserve.bench.gpu_check import answers
 from adaserve.bench.gpu_check.again import forget
-from adaserve.bench.gpu_check.answers import Answer
+from adaserve.bench.gpu_check.answers import Answer, Pace
 from adaserve.bench.gpu_check.facts import gpu, packages
-from adaserve.bench.gpu_check.figures import draw
 from adaserve.bench.gpu_check.findings import (
     SCHEMA_VERSION,
     STATE_FILE,
@@ -52,6 +51,8 @@ NOT_SHOWN_ON_CPU = (
 
 MIXED_POLICIES = ("priced", "adaserve", "chain-4", NONE)
 STAGE_LIMIT_S = 900.0
+MOST_SAID = 600
+"""Characters of a reason: what says most stands last in a log."""
 
 
 class StageError(UserError):
@@ -119,9 +120,7 @@ class Check:
             }
             while left and self._on(kind, left):
                 pass
-        report = self._save()
-        draw(report, self.out)
-        return report
+        return self._save()
 
     @property
     def undone(self) -> list[str]:
@@ -190,7 +189,7 @@ class Check:
             codes.append(self._code)
 
     def _look_at(self, server: ServerProcess) -> None:
-        """What an AdaServe server says of itself; the first one's baseline is that of all mixed loads.
+        """What the first AdaServe server says of itself.
 
         Raises ServerError where another kernel serves than before: FlashInfer may compile in one run alone.
         """
@@ -202,9 +201,8 @@ class Check:
                 *(f"{k} is {device.get(k)} now, and was {before.get(k)} before: give another --out"
                   for k in differs),
             ]))  # fmt: skip
-        if self.found.baseline_ms is None:
+        if not before:
             self.found.latency_model, self.found.device = state["latency"], device
-            self.found.baseline_ms = state["baseline_ms"]
 
     # -- the servers ----------------------------------------------------------------------------
 
@@ -257,16 +255,18 @@ class Check:
 
     def _compare(self, given: Sequence[Answer]) -> dict[str, Any]:
         """Outputs against the reference; a difference counts as a tie where the reference was undecided."""
-        same, ties, different = 0, 0, []
+        same, ties, different = 0, [], []
         for i, (answer, right) in enumerate(zip(given, self.found.reference, strict=False)):
             at = answers.first_difference(answer.output_ids, right.output_ids)
             if at is None:
                 same += 1
             elif right.margins[at] < self.plan.tie_margin:
-                ties += 1
+                ties.append(right.margins[at])
             else:
                 different.append({"prompt": i, "token": at, "margin": round(right.margins[at], 4)})
-        return {"requests": len(given), "identical": same, "ties": ties, "different": different}
+        widest = round(max(ties), 4) if ties else None
+        return {"requests": len(given), "identical": same, "ties": len(ties), "widest_tie": widest,
+                "different": different}  # fmt: skip
 
     def _speed(self, server: ServerProcess, names: Sequence[str], switch: bool = False) -> None:
         """TPOT by batch; ``switch``: the names are policies, which take turns."""
@@ -275,7 +275,7 @@ class Check:
         with progress(self.console) as bar:
             task = bar.add_task("TPOT", total=sum(map(p.turns, left)) * len(names))
             for batch in left:
-                samples: dict[str, list[float]] = {name: [] for name in names}
+                samples: dict[str, list[Pace]] = {name: [] for name in names}
                 spent: dict[str, dict[str, float]] = {name: {} for name in names}
                 for turn in range(p.turns(batch)):
                     prompts = [self._prompts[(turn * 37 + i) % n] for i in range(batch)]
@@ -283,14 +283,18 @@ class Check:
                         if switch:
                             server.set_policy(name)
                         before, start_s = _times(server, name), time.perf_counter()
-                        samples[name].append(answers.tpot_ms(server.url, prompts, p.tokens))
+                        samples[name].append(answers.pace(server.url, prompts, p.tokens))
                         if before is not None:
                             now = _spent(before, server.report()["times"])
                             now["wall_s"] = time.perf_counter() - start_s
                             spent[name] = {k: v + spent[name].get(k, 0.0) for k, v in now.items()}
                         bar.update(task, advance=1, description=f"{name}: batch {batch}")
                 for name in names:
-                    self.found.tpot_ms.setdefault(name, {})[batch] = statistics.median(samples[name])
+                    self.found.tpot_ms.setdefault(name, {})[batch] = statistics.median(
+                        s.ms for s in samples[name]
+                    )
+                    if lengths := [s.accept_length for s in samples[name] if s.accept_length is not None]:
+                        self.found.accept_length.setdefault(name, {})[batch] = statistics.median(lengths)
                     if spent[name]:
                         self.found.details.setdefault(name, {})[batch] = spent[name]
                 self._save()
@@ -322,11 +326,11 @@ class Check:
     def _mixed(self, server: ServerProcess, name: str, policy: str | None = None) -> None:
         if policy is not None:
             server.set_policy(policy)
-        if self.found.baseline_ms is None or f"{PLAIN}:speed" not in self.found.done:
-            raise StageError(f"the load follows from all of {PLAIN}:speed and the baseline of {ADASERVE}: "
-                             "run them first")  # fmt: skip
-        busiest = max(self.found.tpot_ms[PLAIN])
-        capacity_tps = busiest / self.found.tpot_ms[PLAIN][busiest] * 1e3
+        if f"{PLAIN}:speed" not in self.found.done:
+            raise StageError(f"loads and SLOs follow from all of {PLAIN}:speed: run it first")
+        plain = self.found.tpot_ms[PLAIN]
+        idlest, busiest = min(plain), max(plain)
+        capacity_tps = busiest / plain[busiest] * 1e3
         for load in sorted(self.plan.loads, reverse=True):  # the one that is judged first
             if name in self.found.mixed.get(f"{load:g}", {}):
                 continue
@@ -334,7 +338,7 @@ class Check:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
             summary = run_mixed(
                 server, folder, capacity_tps * load, self.plan.mixed_s,
-                self.found.baseline_ms, self.plan.seed, self.console,
+                plain[idlest], self.plan.seed, self.console,
             )  # fmt: skip
             self.found.mixed.setdefault(f"{load:g}", {})[name] = summary
             self._save()
@@ -373,10 +377,11 @@ class Check:
 
 
 def _reason(error: Exception) -> str:
-    """The line of a server's error that says why it ended; of another one, what it is."""
+    """What a server's error says of why it ended; of another one, what it is."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, ServerError):
-        return lines[1] if len(lines) > 1 else str(error)
+        said = [line for line in lines if not line.startswith("(full log")]
+        return "; ".join(said[1:] or said)[-MOST_SAID:]
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
 
 
