@@ -73,17 +73,56 @@ def test_client(url: str) -> None:
 
 
 def test_outputs_are_compared_with_mercy_for_ties(tmp_path: Path) -> None:
-    check = Check(Pair("t", "d", "cpu"), CheckPlan(tie_margin=0.1), tmp_path, Console(quiet=True))
+    check = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+    check.found.margin_noise = 0.03
     sure = (1.0, 1.0, 1.0)
     check.found.reference = [Answer((1, 2, 3), 1.0, sure)] * 2 + [
         Answer((1, 2, 3), 1.0, (1.0, 0.05, 1.0))
     ] * 2
     found = check._compare([Answer(ids, 1.0) for ids in [(1, 2, 3), (1, 2, 9), (1, 7, 7), (9, 2, 3)]])
     assert (found["requests"], found["identical"], found["ties"]) == (4, 1, 1)
-    assert found["widest_tie"] == 0.05
+    assert found["widest_tie"] == 0.05 and found["tie_margin"] == 0.09
+    check.found.margin_noise = 0.01
+    assert check._compare([Answer((1, 7, 7), 1.0)] * 3)["ties"] == 0, "decided, where rounding does so little"
     assert found["different"] == [
         {"prompt": 1, "token": 2, "margin": 1.0}, {"prompt": 3, "token": 0, "margin": 1.0},
     ]  # fmt: skip
+
+
+def test_margins_say_what_rounding_does() -> None:
+    """SGLang against itself: after equal tokens margins differ by rounding, and where tokens change places by
+    both of theirs."""
+    right = [Answer((1, 2, 3), 1.0, (1.0, 0.5, 0.4)), Answer((1, 2), 1.0, (0.9, 2.0))]
+    assert answers.margin_noise(right, right) == 0.0
+    same = Answer((1, 2, 3), 1.0, (1.01, 0.48, 0.4))
+    assert answers.margin_noise([same], right) == pytest.approx(0.02)
+    other = Answer((1, 7, 3), 1.0, (1.01, 0.1, 9.0))
+    assert answers.margin_noise([other, right[1]], right) == pytest.approx(0.6)
+
+
+def test_tpot_is_measured_on_text_that_loops_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same prompts for all servers, with or without outputs to choose by."""
+    asked: list[list[list[int]]] = []
+
+    def pace(_: str, prompts: list[list[int]], __: int) -> Pace:
+        asked.append(prompts)
+        return Pace(1.0)
+
+    monkeypatch.setattr(answers, "pace", pace)
+    loops, text = Answer((1, 2) * 32, 1.0), Answer(tuple(range(64)), 1.0)
+    made = Check(Pair("t", "d", "cpu"), CheckPlan(batches=(8,), rounds=4), tmp_path, Console(quiet=True))
+    made._prompts = [[i] for i in range(64)]
+    made.found.reference = [loops, text] * 32
+    made._speed(FakeServer(), [PLAIN])  # type: ignore[arg-type]
+    assert [i for prompts in asked for (i,) in prompts] == list(range(1, 64, 2))
+    assert made.found.distinct_8grams == 1.0
+    made.found.reference = []
+    made._speed(FakeServer(), [OWN[0]])  # type: ignore[arg-type]
+    assert asked[4:] == asked[:4]
+    without = Check(Pair("t", "d", "cpu"), CheckPlan(batches=(8,), rounds=1), tmp_path, Console(quiet=True))
+    without._prompts = made._prompts
+    without._speed(FakeServer(), [PLAIN])  # type: ignore[arg-type]
+    assert asked[-1] == [[i] for i in range(8)] and without.found.distinct_8grams is None
 
 
 def findings() -> Findings:
@@ -492,7 +531,7 @@ def test_stages_that_other_code_has_measured_are_named(
 def test_a_reference_that_others_were_compared_with_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = iter([[Answer((1,), 1.0, (1.0,))], ServerError("gone"), [Answer((2,), 1.0)]])
+    given = iter([[Answer((1,), 1.0, (1.0,))], ServerError("gone"), [Answer((2,), 1.0, (0.5,))]])
 
     def generate(*_: Any, **__: Any) -> list[Answer]:
         if isinstance(made := next(given), ServerError):
@@ -505,7 +544,7 @@ def test_a_reference_that_others_were_compared_with_stays(
     with pytest.raises(ServerError):
         alone._reference_outputs(server)  # type: ignore[arg-type]
     alone._reference_outputs(server)  # type: ignore[arg-type]
-    assert alone.found.reference == [Answer((1,), 1.0, (1.0,))]
+    assert alone.found.reference == [Answer((1,), 1.0, (1.0,))] and alone.found.margin_noise == 1.5
 
 
 def test_all_mixed_loads_follow_from_all_of_plain_decoding(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ def forget(found: Findings, stage: str, plan: CheckPlan) -> set[str]:
     gone, names = {stage}, {*plan.policies, *exact_policies(plan), NONE} if server == ADASERVE else {server}
     match name.partition("-"):
         case ("exactness", *_) if server == PLAIN:
-            found.reference = []
-            found.exact = {}
+            found.reference, found.margin_noise, found.exact = [], None, {}
             gone |= {other for other in found.done if other.endswith(":exactness")}
         case ("exactness", *_):
             _drop(found.exact, names)

@@ -53,6 +53,18 @@ def pace(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> Pace:
     return Pace(ms, len(whole) * (tokens - 1) / verifications if verifications else None)
 
 
+def margin_noise(ones: Sequence[Answer], others: Sequence[Answer]) -> float:
+    """By how much margins differ that would be the same if nothing was rounded, at most: those of equal
+    tokens after equal ones, and at the first unequal ones the way from one margin through 0 to the other."""
+    worst = 0.0
+    for a, b in zip(ones, others, strict=False):
+        at = first_difference(a.output_ids, b.output_ids)
+        worst = max([worst, *(abs(x - y) for x, y in zip(a.margins[:at], b.margins[:at], strict=False))])
+        if at is not None:
+            worst = max(worst, a.margins[at] + b.margins[at])
+    return worst
+
+
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Place of the first unequal token; None when the shorter one is a prefix of the other."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)

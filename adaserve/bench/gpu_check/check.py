@@ -33,7 +33,7 @@ from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Pair, s
 from adaserve.bench.gpu_check.targets import exact_policies, targets
 from adaserve.bench.gpu_check.traces import profile
 from adaserve.bench.gpu_check.verification import target_ms
-from adaserve.bench.prompts import held_out
+from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.terminal import progress
 from adaserve.errors import UserError
 from adaserve.loadgen.results import provenance
@@ -51,6 +51,10 @@ NOT_SHOWN_ON_CPU = (
 
 MIXED_POLICIES = ("priced", "adaserve", "chain-4", NONE)
 STAGE_LIMIT_S = 900.0
+TIE_NOISE, LEAST_TIE = 3.0, 1e-3
+"""A margin below so many times the noise may be a tie, and one below the other bound is."""
+ALONE = 8
+"""Prompts that are also asked one by one."""
 MOST_SAID = 600
 """Characters of a reason: what says most stands last in a log."""
 
@@ -233,8 +237,9 @@ class Check:
         prompts = self._prompts[: p.exact_prompts]
         if not self.found.reference:  # others may have been compared with it
             self.found.reference = answers.generate(server.url, prompts, p.tokens, margins=True)
-        # Alone instead of in a batch: how often SGLang's own output differs with other shapes.
-        alone = [answers.generate(server.url, [q], p.tokens)[0] for q in prompts[: min(8, len(prompts))]]
+        # Alone instead of in a batch: how much SGLang's own output differs with other shapes.
+        alone = [answers.generate(server.url, [q], p.tokens, margins=True)[0] for q in prompts[:ALONE]]
+        self.found.margin_noise = answers.margin_noise(alone, self.found.reference)
         self.found.exact[f"{PLAIN}, one by one"] = self._compare(alone)
 
     def _policies_outputs(self, server: ServerProcess) -> None:
@@ -256,21 +261,22 @@ class Check:
     def _compare(self, given: Sequence[Answer]) -> dict[str, Any]:
         """Outputs against the reference; a difference counts as a tie where the reference was undecided."""
         same, ties, different = 0, [], []
+        most = max(LEAST_TIE, TIE_NOISE * (self.found.margin_noise or 0.0))
         for i, (answer, right) in enumerate(zip(given, self.found.reference, strict=False)):
             at = answers.first_difference(answer.output_ids, right.output_ids)
             if at is None:
                 same += 1
-            elif right.margins[at] < self.plan.tie_margin:
+            elif right.margins[at] < most:
                 ties.append(right.margins[at])
             else:
                 different.append({"prompt": i, "token": at, "margin": round(right.margins[at], 4)})
         widest = round(max(ties), 4) if ties else None
         return {"requests": len(given), "identical": same, "ties": len(ties), "widest_tie": widest,
-                "different": different}  # fmt: skip
+                "tie_margin": round(most, 4), "different": different}  # fmt: skip
 
     def _speed(self, server: ServerProcess, names: Sequence[str], switch: bool = False) -> None:
         """TPOT by batch; ``switch``: the names are policies, which take turns."""
-        p, n = self.plan, len(self._prompts)
+        p, chosen = self.plan, self._that_loop_least()
         left = [b for b in p.batches if any(b not in self.found.tpot_ms.get(name, {}) for name in names)]
         with progress(self.console) as bar:
             task = bar.add_task("TPOT", total=sum(map(p.turns, left)) * len(names))
@@ -278,7 +284,7 @@ class Check:
                 samples: dict[str, list[Pace]] = {name: [] for name in names}
                 spent: dict[str, dict[str, float]] = {name: {} for name in names}
                 for turn in range(p.turns(batch)):
-                    prompts = [self._prompts[(turn * 37 + i) % n] for i in range(batch)]
+                    prompts = [chosen[(turn * batch + i) % len(chosen)] for i in range(batch)]
                     for name in names:
                         if switch:
                             server.set_policy(name)
@@ -298,6 +304,17 @@ class Check:
                     if spent[name]:
                         self.found.details.setdefault(name, {})[batch] = spent[name]
                 self._save()
+
+    def _that_loop_least(self) -> list[list[int]]:
+        """Prompts after which SGLang repeats itself least, the same for all servers. A small model loops in
+        greedy text, and a draft guesses loops far better than anything else."""
+        outputs = [answer.output_ids for answer in self.found.reference]
+        if not self.found.places:
+            self.found.places = that_loop_least(outputs) if outputs else list(range(len(self._prompts)))
+        if outputs:
+            shares = [distinct_share(outputs[k]) for k in self.found.places if k < len(outputs)]
+            self.found.distinct_8grams = statistics.mean(shares)
+        return [self._prompts[k] for k in self.found.places]
 
     def _verification_cost(self, server: ServerProcess) -> None:
         """Device time of verifying 64 tokens (16 requests, chains of 3) and of 64 plainly decoded ones."""

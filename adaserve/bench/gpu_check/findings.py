@@ -22,13 +22,11 @@ class CheckPlan:
 
     batches: tuple[int, ...] = (1, 8, 32, 64)
     policies: tuple[str, ...] = ("priced", "adaserve")
-    tokens: int = 128
+    tokens: int = 64
     rounds: int = 3
     exact_prompts: int = 64
     mixed_s: float = 60.0
     loads: tuple[float, ...] = (0.5, 0.9, 1.3)  # requests offered, as shares of plain decoding's capacity
-    tie_margin: float = 0.15
-    """Two best log-probabilities closer than that may swap with the shapes of kernels (bf16, fp16)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,6 +55,9 @@ class Findings:
     latency_model: dict[str, Any] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     reference: list[Answer] = field(default_factory=list)
+    margin_noise: float | None = None  # of the reference's log-probabilities, by the shapes of kernels
+    places: list[int] = field(default_factory=list)  # of the prompts that TPOT is measured with
+    distinct_8grams: float | None = None  # share of what SGLang wrote after them; low = it loops
     done: list[str] = field(default_factory=list)  # stages, "server:stage"
     code: dict[str, list[str]] = field(default_factory=dict)  # by stage, that measured it: ``code_digest``
 
