@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 from adaserve.bench.options import counts, floats, listed, results_folder
-from adaserve.bench.prompts import DISTINCT
 from adaserve.bench.terminal import table
 from adaserve.commands import fail
 from adaserve.commands import flags as split
@@ -148,6 +147,8 @@ def _plan(dry: bool, **given: Any) -> CheckPlan:
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
+    from adaserve.bench.prompts import DISTINCT
+
     who = "server or policy"
     sizes = sorted({int(b) for row in report["tpot_ms"].values() for b in row})
     title = "ms per output token, and tokens per verification (greedy)"
