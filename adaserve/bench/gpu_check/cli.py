@@ -158,7 +158,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
         for b, v in report["accept_length"].get(name, {}).items():
             cells[int(b)] += f" ({v:.2f})"
         speed.add_row(name, *(cells.get(b, "-") for b in sizes))
-    heads = (who, "requests", "identical", "ties", "widest tie", "ties below", "different")
+    heads = (who, "requests", "identical", "ties", "widest", "below", "different")
     exact = table("outputs against SGLang without speculation", heads, left=(who,))
     for name, row in report["exact"].items():
         values = (*(row[k] for k in ("requests", "identical", "ties", "widest_tie", "tie_margin")),)
