@@ -15,9 +15,12 @@
 #
 # Minutes are guesses until a GPU has run it, one to three of them for every server that has to start. Of the
 # stages from plain to mixed, those that are named together share their servers: "adaserve profile" starts one.
+# Where AdaServe does not start, or its text is not SGLang's, parts of it are turned off with the small pair
+# until it is right, which says where to look. If only FlashInfer was wrong, Triton serves from there on.
+#
 # The stages end after DEADLINE seconds (560) in all; what was measured by then is saved, and the same command
-# goes on from there. One that fails does not keep the next ones from running, but for assemble and smoke. Stages
-# can be run again: what is done is not repeated, unless AGAIN=1 asks for it.
+# goes on from there. One that fails does not keep the next ones from running, but for assemble and smoke.
+# Stages can be run again: what is done is not repeated, unless AGAIN=1 asks for it.
 #
 # Everything is saved below .local/gpu-stages/. Where $OUT is set, it always holds what there is so far, in at
 # most eight files: gpu-stages.tar.gz with everything but traces, the latest gpu-check.json, and the traces.
@@ -141,7 +144,7 @@ within() { # within SECONDS COMMAND...: and not beyond the deadline; 124 or 137 
   timeout --signal=INT --kill-after=10 "$((left < most ? left : most))" "$@"
 }
 
-gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...
+gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...; more_flags: further ones for every server
   local folder=$1-$ATTENTION size=$2 words=(${AGAIN:+--again})
   shift 2
   for only in "$@"; do words+=(--only "$only"); done
@@ -153,7 +156,8 @@ gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...
     flags+=" --disable-prefill-cuda-graph --max-total-tokens 300000 --adaserve-attention $ATTENTION"
   fi
   # shellcheck disable=SC2086
-  within "$DEADLINE" "$PYTHON" -m adaserve.cli gpu-check --device "$device" --size "$size" --flags "$flags" \
+  within "$DEADLINE" "$PYTHON" -m adaserve.cli gpu-check --device "$device" --size "$size" \
+    --flags "$flags${more_flags:+ $more_flags}" \
     --out "$work/$folder" --stage-limit "$LIMIT" "${words[@]}" $sizes
 }
 
@@ -245,17 +249,41 @@ kernels() {
   esac
 }
 
+narrow() { # 0: AdaServe is right with Triton, which all stages use from now on
+  [ "$device" = cuda ] || return 1
+  local way more_flags before=$ATTENTION ways=(triton no-graphs nothing)
+  [ "$before" = triton ] && ways=(no-graphs nothing)
+  say "AdaServe did not start, or its text is not SGLang's: the small pair with parts of it turned off"
+  for way in "${ways[@]}"; do
+    ATTENTION=$before more_flags=
+    [ $way = no-graphs ] || ATTENTION=triton
+    [ $way = triton ] || more_flags=--disable-cuda-graph
+    [ $way = nothing ] && more_flags+=" --disable-overlap-schedule"
+    gpu_check "narrow-$way" small sglang:exactness adaserve:exactness
+    case $? in
+      0) say "right with --adaserve-attention $ATTENTION $more_flags" ;;
+      124 | 137) say "the time was up"; way=; break ;;
+      *) say "not right, or not started, with --adaserve-attention $ATTENTION $more_flags"; continue ;;
+    esac
+    break
+  done
+  ATTENTION=$before
+  [ "$way" = triton ] || return 1
+  remember ATTENTION triton
+  [ "$ATTENTION" = triton ] # or the environment says otherwise
+}
+
 smoke() {
   gpu_check smoke small sglang:exactness adaserve:exactness
   local found=$?
-  done_or_stop $found smoke || return 2
   if [ $found = 0 ]; then
     say "the small pair is exact. Next: plain"
-  else
-    say "the small pair is not exact: spend the time here, not on speed." \
-        "Try ATTENTION=triton scripts/gpu_stages.sh smoke, then --disable-cuda-graph"
-    return 2
+    return
   fi
+  done_or_stop $found smoke
+  narrow && return
+  say "the small pair is not exact: spend the time here, not on speed"
+  return 2
 }
 
 of_the_check() { # what a stage on the pair runs; 1 for the other stages
@@ -272,22 +300,42 @@ of_the_check() { # what a stage on the pair runs; 1 for the other stages
 advise() {
   case $1 in
     plain) say "next: adaserve. If this server ran out of memory: PAIR=small from here on" ;;
-    adaserve) say "outputs that differ (not ties): back to kernels. Outside of the models above 8%: profile first." \
-                  "Otherwise: standalone" ;;
+    adaserve) say "outside of the models above 8%: profile first. Otherwise: standalone" ;;
     standalone) say "slower than STANDALONE at some batch: profile at that batch. Next: profile" ;;
     profile) say "busy_share below 0.9: the device waits for the host; the trace shows where. Next: mixed" ;;
     mixed) say "all stages have run; the report is $work/check-$PAIR-$ATTENTION/gpu-check.json" ;;
   esac
 }
 
-together() { # together STAGE...: stages on the pair in one check, so that each server starts once
-  local words=()
-  for stage in "$@"; do
-    # shellcheck disable=SC2207
-    words+=($(of_the_check "$stage"))
-  done
-  gpu_check "check-$PAIR" "$PAIR" "${words[@]}"
-  done_or_stop $? "$@" || return 2
+is_exact() { # whether all of AdaServe's outputs were compared, and are SGLang's
+  "$PYTHON" -c 'import json, sys; sys.exit(json.load(open(sys.argv[1]))["targets"][0]["met"] is not True)' \
+    "$work/check-$PAIR-$ATTENTION/gpu-check.json" >/dev/null 2>&1
+}
+
+together() { # together STAGE...: stages on the pair, each server once
+  local stage word words=() ours=() theirs=() status=0
+  # shellcheck disable=SC2207
+  for stage in "$@"; do words+=($(of_the_check "$stage")); done
+  if [[ " ${words[*]} " = *" adaserve:exactness "* ]] && ! is_exact; then
+    for word in "${words[@]}"; do
+      case $word in sglang-own*) theirs+=("$word") ;; *) ours+=("$word") ;; esac
+    done
+    gpu_check "check-$PAIR" "$PAIR" "${ours[@]}"
+    done_or_stop $? "$@" || status=2
+    if ! is_exact; then
+      if narrow; then
+        together "$@"
+        return
+      fi
+      status=2
+    fi
+    words=("${theirs[@]}")
+  fi
+  if [ ${#words[@]} -gt 0 ]; then
+    gpu_check "check-$PAIR" "$PAIR" "${words[@]}"
+    done_or_stop $? "$@" || status=2
+  fi
+  [ $status = 0 ] || return 2
   for stage in "$@"; do advise "$stage"; done
 }
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from adaserve.bench import client
 from adaserve.bench.client import Ask
-from adaserve.bench.prompts import DISTINCT, distinct_share, held_out
+from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
@@ -37,8 +37,6 @@ MARGIN = 16
 """Places that a context keeps free after a request's last token, for candidates."""
 SCREENED = 128
 """Prompts tried per temperature."""
-LEAST = 16
-"""Prompts per temperature that are used even if their outputs loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +167,14 @@ def _long(count: int, tokens: int) -> list[Ask]:
 
 def _that_do_not_loop(server: ServerProcess, plan: LatencyPlan, temperature: float) -> list[Ask]:
     """Held-out code and prose after which plain decoding does not repeat itself: loops inflate acceptance.
-    Where it nearly always does, those LEAST prompts after which it does so least; the table says how much."""
+    Where it nearly always does, those after which it does so least; the table says how much."""
     candidates = [Ask(text, plan.tokens, temperature) for text in held_out(plan.seed)[:SCREENED]]
     server.set_policy(BASE)
-    shares: list[float] = []
+    outputs: list[list[int]] = []
     for start in range(0, len(candidates), 32):
         answers = client.batch(server.url, candidates[start : start + 32])
-        shares += [distinct_share(a["output_ids"]) for a in answers]
-    usable = max(LEAST, sum(share >= DISTINCT for share in shares))
-    best = sorted(range(len(candidates)), key=lambda k: -shares[k])[:usable]
-    return [candidates[k] for k in sorted(best)]
+        outputs += [a["output_ids"] for a in answers]
+    return [candidates[k] for k in that_loop_least(outputs)]
 
 
 def _prefill(server: ServerProcess, plan: LatencyPlan, asks: Sequence[Ask], fresh: bool) -> None:

@@ -18,14 +18,13 @@ def forget(found: Findings, stage: str, plan: CheckPlan) -> set[str]:
     gone, names = {stage}, {*plan.policies, *exact_policies(plan), NONE} if server == ADASERVE else {server}
     match name.partition("-"):
         case ("exactness", *_) if server == PLAIN:
-            found.reference = []
-            found.exact = {}
+            found.reference, found.margin_noise, found.exact = [], None, {}
             gone |= {other for other in found.done if other.endswith(":exactness")}
         case ("exactness", *_):
             _drop(found.exact, names)
         case ("speed", *_):
-            _drop(found.tpot_ms, names)
-            _drop(found.details, names)
+            for table in (found.tpot_ms, found.accept_length, found.details):
+                _drop(table, names)
             if server == PLAIN:
                 found.mixed = {}
                 gone |= {other for other in found.done if other.partition(":")[2].startswith("mixed")}

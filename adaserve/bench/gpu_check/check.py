@@ -17,9 +17,8 @@ from rich.console import Console
 
 from adaserve.bench.gpu_check import answers
 from adaserve.bench.gpu_check.again import forget
-from adaserve.bench.gpu_check.answers import Answer
+from adaserve.bench.gpu_check.answers import Answer, Pace
 from adaserve.bench.gpu_check.facts import gpu, packages
-from adaserve.bench.gpu_check.figures import draw
 from adaserve.bench.gpu_check.findings import (
     SCHEMA_VERSION,
     STATE_FILE,
@@ -34,7 +33,7 @@ from adaserve.bench.gpu_check.servers import ADASERVE, NONE, OWN, PLAIN, Pair, s
 from adaserve.bench.gpu_check.targets import exact_policies, targets
 from adaserve.bench.gpu_check.traces import profile
 from adaserve.bench.gpu_check.verification import target_ms
-from adaserve.bench.prompts import held_out
+from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.terminal import progress
 from adaserve.errors import UserError
 from adaserve.loadgen.results import provenance
@@ -52,6 +51,12 @@ NOT_SHOWN_ON_CPU = (
 
 MIXED_POLICIES = ("priced", "adaserve", "chain-4", NONE)
 STAGE_LIMIT_S = 900.0
+TIE_NOISE, LEAST_TIE = 3.0, 1e-3
+"""A margin below so many times the noise may be a tie, and one below the other bound is."""
+ALONE = 8
+"""Prompts that are also asked one by one."""
+MOST_SAID = 600
+"""Characters of a reason: what says most stands last in a log."""
 
 
 class StageError(UserError):
@@ -119,9 +124,7 @@ class Check:
             }
             while left and self._on(kind, left):
                 pass
-        report = self._save()
-        draw(report, self.out)
-        return report
+        return self._save()
 
     @property
     def undone(self) -> list[str]:
@@ -190,7 +193,7 @@ class Check:
             codes.append(self._code)
 
     def _look_at(self, server: ServerProcess) -> None:
-        """What an AdaServe server says of itself; the first one's baseline is that of all mixed loads.
+        """What the first AdaServe server says of itself.
 
         Raises ServerError where another kernel serves than before: FlashInfer may compile in one run alone.
         """
@@ -202,9 +205,8 @@ class Check:
                 *(f"{k} is {device.get(k)} now, and was {before.get(k)} before: give another --out"
                   for k in differs),
             ]))  # fmt: skip
-        if self.found.baseline_ms is None:
+        if not before:
             self.found.latency_model, self.found.device = state["latency"], device
-            self.found.baseline_ms = state["baseline_ms"]
 
     # -- the servers ----------------------------------------------------------------------------
 
@@ -235,8 +237,9 @@ class Check:
         prompts = self._prompts[: p.exact_prompts]
         if not self.found.reference:  # others may have been compared with it
             self.found.reference = answers.generate(server.url, prompts, p.tokens, margins=True)
-        # Alone instead of in a batch: how often SGLang's own output differs with other shapes.
-        alone = [answers.generate(server.url, [q], p.tokens)[0] for q in prompts[: min(8, len(prompts))]]
+        # Alone instead of in a batch: how much SGLang's own output differs with other shapes.
+        alone = [answers.generate(server.url, [q], p.tokens, margins=True)[0] for q in prompts[:ALONE]]
+        self.found.margin_noise = answers.margin_noise(alone, self.found.reference)
         self.found.exact[f"{PLAIN}, one by one"] = self._compare(alone)
 
     def _policies_outputs(self, server: ServerProcess) -> None:
@@ -257,43 +260,61 @@ class Check:
 
     def _compare(self, given: Sequence[Answer]) -> dict[str, Any]:
         """Outputs against the reference; a difference counts as a tie where the reference was undecided."""
-        same, ties, different = 0, 0, []
+        same, ties, different = 0, [], []
+        most = max(LEAST_TIE, TIE_NOISE * (self.found.margin_noise or 0.0))
         for i, (answer, right) in enumerate(zip(given, self.found.reference, strict=False)):
             at = answers.first_difference(answer.output_ids, right.output_ids)
             if at is None:
                 same += 1
-            elif right.margins[at] < self.plan.tie_margin:
-                ties += 1
+            elif right.margins[at] < most:
+                ties.append(right.margins[at])
             else:
                 different.append({"prompt": i, "token": at, "margin": round(right.margins[at], 4)})
-        return {"requests": len(given), "identical": same, "ties": ties, "different": different}
+        widest = round(max(ties), 4) if ties else None
+        return {"requests": len(given), "identical": same, "ties": len(ties), "widest_tie": widest,
+                "tie_margin": round(most, 4), "different": different}  # fmt: skip
 
     def _speed(self, server: ServerProcess, names: Sequence[str], switch: bool = False) -> None:
         """TPOT by batch; ``switch``: the names are policies, which take turns."""
-        p, n = self.plan, len(self._prompts)
+        p, chosen = self.plan, self._that_loop_least()
         left = [b for b in p.batches if any(b not in self.found.tpot_ms.get(name, {}) for name in names)]
         with progress(self.console) as bar:
             task = bar.add_task("TPOT", total=sum(map(p.turns, left)) * len(names))
             for batch in left:
-                samples: dict[str, list[float]] = {name: [] for name in names}
+                samples: dict[str, list[Pace]] = {name: [] for name in names}
                 spent: dict[str, dict[str, float]] = {name: {} for name in names}
                 for turn in range(p.turns(batch)):
-                    prompts = [self._prompts[(turn * 37 + i) % n] for i in range(batch)]
+                    prompts = [chosen[(turn * batch + i) % len(chosen)] for i in range(batch)]
                     for name in names:
                         if switch:
                             server.set_policy(name)
                         before, start_s = _times(server, name), time.perf_counter()
-                        samples[name].append(answers.tpot_ms(server.url, prompts, p.tokens))
+                        samples[name].append(answers.pace(server.url, prompts, p.tokens))
                         if before is not None:
                             now = _spent(before, server.report()["times"])
                             now["wall_s"] = time.perf_counter() - start_s
                             spent[name] = {k: v + spent[name].get(k, 0.0) for k, v in now.items()}
                         bar.update(task, advance=1, description=f"{name}: batch {batch}")
                 for name in names:
-                    self.found.tpot_ms.setdefault(name, {})[batch] = statistics.median(samples[name])
+                    self.found.tpot_ms.setdefault(name, {})[batch] = statistics.median(
+                        s.ms for s in samples[name]
+                    )
+                    if lengths := [s.accept_length for s in samples[name] if s.accept_length is not None]:
+                        self.found.accept_length.setdefault(name, {})[batch] = statistics.median(lengths)
                     if spent[name]:
                         self.found.details.setdefault(name, {})[batch] = spent[name]
                 self._save()
+
+    def _that_loop_least(self) -> list[list[int]]:
+        """Prompts after which SGLang repeats itself least, the same for all servers. A small model loops in
+        greedy text, and a draft guesses loops far better than anything else."""
+        outputs = [answer.output_ids for answer in self.found.reference]
+        if not self.found.places:
+            self.found.places = that_loop_least(outputs) if outputs else list(range(len(self._prompts)))
+        if outputs:
+            shares = [distinct_share(outputs[k]) for k in self.found.places if k < len(outputs)]
+            self.found.distinct_8grams = statistics.mean(shares)
+        return [self._prompts[k] for k in self.found.places]
 
     def _verification_cost(self, server: ServerProcess) -> None:
         """Device time of verifying 64 tokens (16 requests, chains of 3) and of 64 plainly decoded ones."""
@@ -322,11 +343,11 @@ class Check:
     def _mixed(self, server: ServerProcess, name: str, policy: str | None = None) -> None:
         if policy is not None:
             server.set_policy(policy)
-        if self.found.baseline_ms is None or f"{PLAIN}:speed" not in self.found.done:
-            raise StageError(f"the load follows from all of {PLAIN}:speed and the baseline of {ADASERVE}: "
-                             "run them first")  # fmt: skip
-        busiest = max(self.found.tpot_ms[PLAIN])
-        capacity_tps = busiest / self.found.tpot_ms[PLAIN][busiest] * 1e3
+        if f"{PLAIN}:speed" not in self.found.done:
+            raise StageError(f"loads and SLOs follow from all of {PLAIN}:speed: run it first")
+        plain = self.found.tpot_ms[PLAIN]
+        idlest, busiest = min(plain), max(plain)
+        capacity_tps = busiest / plain[busiest] * 1e3
         for load in sorted(self.plan.loads, reverse=True):  # the one that is judged first
             if name in self.found.mixed.get(f"{load:g}", {}):
                 continue
@@ -334,7 +355,7 @@ class Check:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
             summary = run_mixed(
                 server, folder, capacity_tps * load, self.plan.mixed_s,
-                self.found.baseline_ms, self.plan.seed, self.console,
+                plain[idlest], self.plan.seed, self.console,
             )  # fmt: skip
             self.found.mixed.setdefault(f"{load:g}", {})[name] = summary
             self._save()
@@ -373,10 +394,11 @@ class Check:
 
 
 def _reason(error: Exception) -> str:
-    """The line of a server's error that says why it ended; of another one, what it is."""
+    """What a server's error says of why it ended; of another one, what it is."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, ServerError):
-        return lines[1] if len(lines) > 1 else str(error)
+        said = [line for line in lines if not line.startswith("(full log")]
+        return "; ".join(said[1:] or said)[-MOST_SAID:]
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
 
 

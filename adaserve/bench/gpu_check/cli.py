@@ -43,7 +43,7 @@ def gpu_check(
         Any, listed(counts, "Numbers of concurrent requests.", show_default="1,8,32,64")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Output tokens per request.", show_default="128")
+        int | None, typer.Option(min=2, help="Output tokens per request.", show_default="64")
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Repetitions.", show_default="3")] = None,
     loads: Annotated[
@@ -97,9 +97,9 @@ def gpu_check(
             raise ServerError("give both --model-path and --draft-model-path, or neither")
         if model is not None:
             require_models(ServerSpec(model, draft))
+        plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, loads=loads, mixed_s=mixed_seconds)
         if model is None or draft is None:
             model, draft = map(str, widened_pair(*_costs(dry, size)))
-        plan = _plan(dry, batches=batches, tokens=tokens, rounds=rounds, loads=loads, mixed_s=mixed_seconds)
         common = ("--max-running-requests", str(max(64, *plan.batches)), *split(flags, "--flags"))
         if "--context-length" not in common:
             common += ("--context-length", "4096")
@@ -122,10 +122,16 @@ def gpu_check(
 
 
 def _costs(dry: bool, size: str | None) -> tuple[Cost, Cost | None]:
-    """Of the target and of the draft (None = as shipped); a dry run has the shipped target."""
-    from adaserve.bench.gpu_check.shapes import LARGE_DRAFT, LARGE_TARGET, Cost
+    """Of the target and of the draft (None = as shipped); a dry run has the shipped target. Raises
+    ServerError."""
+    from adaserve.bench.gpu_check.facts import gpu
+    from adaserve.bench.gpu_check.shapes import LARGE_DRAFT, LARGE_GIB, LARGE_TARGET, Cost
+    from adaserve.server import ServerError
 
     if (size or ("small" if dry else "large")) == "large":
+        if (found := gpu()) is not None and found["memory_gib"] < LARGE_GIB:
+            has = f"this GPU has {found['memory_gib']:g} GiB"
+            raise ServerError(f"{has}, and servers of the large pair need {LARGE_GIB}: give --size small")
         return LARGE_TARGET, LARGE_DRAFT
     return Cost("8M" if dry else "100M", 0), None
 
@@ -136,23 +142,27 @@ def _plan(dry: bool, **given: Any) -> CheckPlan:
 
     plan = CheckPlan()
     if dry:
-        plan = CheckPlan(
-            batches=(1, 4), tokens=24, rounds=1, exact_prompts=6, mixed_s=6.0, loads=(0.4,), tie_margin=1e-3
-        )
+        plan = CheckPlan(batches=(1, 4), tokens=24, rounds=1, exact_prompts=6, mixed_s=6.0, loads=(0.4,))
     return replace(plan, **{name: value for name, value in given.items() if value is not None})
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
+    from adaserve.bench.prompts import DISTINCT
+
     who = "server or policy"
     sizes = sorted({int(b) for row in report["tpot_ms"].values() for b in row})
-    speed = table("ms per output token (greedy)", (who, *(f"batch {b}" for b in sizes)), left=(who,))
+    title = "ms per output token, and tokens per verification (greedy)"
+    speed = table(title, (who, *(f"batch {b}" for b in sizes)), left=(who,))
     for name, row in report["tpot_ms"].items():
         cells = {int(b): f"{v:.2f}" for b, v in row.items()}
+        for b, v in report["accept_length"].get(name, {}).items():
+            cells[int(b)] += f" ({v:.2f})"
         speed.add_row(name, *(cells.get(b, "-") for b in sizes))
-    heads = (who, "requests", "identical", "ties", "different")
+    heads = (who, "requests", "identical", "ties", "widest", "below", "different")
     exact = table("outputs against SGLang without speculation", heads, left=(who,))
     for name, row in report["exact"].items():
-        exact.add_row(name, *(str(row[k]) for k in heads[1:4]), str(len(row["different"])))
+        values = (*(row[k] for k in ("requests", "identical", "ties", "widest_tie", "tie_margin")),)
+        exact.add_row(name, *("-" if n is None else f"{n:g}" for n in (*values, len(row["different"]))))
     met = table("targets", ("target", "value", "met"), left=("target", "met"))
     for row in report["targets"]:
         unjudged = "not measured" if row["missing"] else "no claim"
@@ -163,6 +173,9 @@ def _show(report: dict[str, Any], console: Console) -> None:
     missing = sorted({what for row in report["targets"] for what in row["missing"]})
     if missing:
         console.print(f"not measured: {', '.join(missing)}", highlight=False, soft_wrap=True)
+    if (share := report["distinct_8grams"]) is not None and share < DISTINCT:
+        said = f"TPOT was measured on text that loops ({share:.0%} of its 8-grams are distinct)"
+        console.print(f"{said}, which drafts guess better than other text", highlight=False, soft_wrap=True)
     if report["other_code"]:
         said = f"measured, or in part, with other code than this: {', '.join(report['other_code'])}"
         console.print(said, highlight=False, soft_wrap=True)

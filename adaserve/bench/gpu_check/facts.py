@@ -13,8 +13,6 @@ import platform
 import shutil
 import sys
 import sysconfig
-import tempfile
-import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,12 @@ from adaserve.host import describe_host
 TOOLS = ("nvcc", "ninja", "c++", "nvidia-smi")
 COMPILERS = TOOLS[:3]
 PACKAGES = ("torch", "triton", "transformers", "sglang", "sglang-kernel", "flashinfer-python")
-DISK_BYTES = 256 << 20
+PAIR_GB = 22
+"""Of the disk, for the large pair."""
 
 
 def facts(folder: Path, links: Path) -> dict[str, Any]:
-    """JSON values; ``folder``: where the disk is tried; ``links``: for a toolkit, where the host's lacks
+    """JSON values; ``folder``: on the disk in question; ``links``: for a toolkit, where the host's lacks
     something."""
     found = {
         "host": describe_host(),
@@ -39,7 +38,6 @@ def facts(folder: Path, links: Path) -> dict[str, Any]:
         "packages": packages(),
         "cutlass": importlib.util.find_spec("cutlass") is not None,
         "cuda_home": toolkit(links).to_json(),
-        "disk_write_mb_per_s": round(_disk(folder), 1),
         "disk_free_gb": round(shutil.disk_usage(folder).free / 1e9, 1),
     }
     return {**found, "cuda": _cuda()}
@@ -58,10 +56,8 @@ def remedies(found: dict[str, Any]) -> list[str]:
         said.append("Triton compiles with gcc, clang or CC, and with Python.h: no server runs without")
     if found["cuda"] is None:
         said.append("PyTorch sees no GPU: only --device cpu will run")
-    if found["disk_free_gb"] < 40:
-        said.append("less than 40 GB free: use the small pair (PAIR=small)")
-    elif found["disk_write_mb_per_s"] < 150:
-        said.append("the disk writes 18 GB in more than two minutes: start with PAIR=small meanwhile")
+    if found["disk_free_gb"] < PAIR_GB:
+        said.append(f"less than {PAIR_GB} GB free: without a large pair that is made already, PAIR=small")
     return said
 
 
@@ -85,17 +81,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _disk(folder: Path) -> float:
-    block = os.urandom(1 << 20)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        start_s = time.perf_counter()
-        for _ in range(DISK_BYTES >> 20):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        return DISK_BYTES / 1e6 / (time.perf_counter() - start_s)
 
 
 def gpu() -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from adaserve.bench.gpu_check.answers import Answer
 from adaserve.server import ServerError
 
 STATE_FILE = "gpu-check.state.json"
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,11 @@ class CheckPlan:
 
     batches: tuple[int, ...] = (1, 8, 32, 64)
     policies: tuple[str, ...] = ("priced", "adaserve")
-    tokens: int = 128
+    tokens: int = 64
     rounds: int = 3
     exact_prompts: int = 64
     mixed_s: float = 60.0
     loads: tuple[float, ...] = (0.5, 0.9, 1.3)  # requests offered, as shares of plain decoding's capacity
-    tie_margin: float = 0.15
-    """Two best log-probabilities closer than that may swap with the shapes of kernels (bf16, fp16)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -48,6 +46,7 @@ class Findings:
 
     exact: dict[str, Any] = field(default_factory=dict)  # by server or policy
     tpot_ms: dict[str, dict[int, float]] = field(default_factory=dict)  # by server or policy, by batch
+    accept_length: dict[str, dict[int, float]] = field(default_factory=dict)  # the same
     details: dict[str, Any] = field(default_factory=dict)  # iterations of the AdaServe server
     mixed: dict[str, Any] = field(default_factory=dict)  # by load, by server or policy
     profiles: dict[str, Any] = field(default_factory=dict)  # by batch
@@ -55,8 +54,10 @@ class Findings:
     failed: dict[str, str] = field(default_factory=dict)
     latency_model: dict[str, Any] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
-    baseline_ms: float | None = None
     reference: list[Answer] = field(default_factory=list)
+    margin_noise: float | None = None  # of the reference's log-probabilities, by the shapes of kernels
+    places: list[int] = field(default_factory=list)  # of the prompts that TPOT is measured with
+    distinct_8grams: float | None = None  # share of what SGLang wrote after them; low = it loops
     done: list[str] = field(default_factory=list)  # stages, "server:stage"
     code: dict[str, list[str]] = field(default_factory=dict)  # by stage, that measured it: ``code_digest``
 
@@ -74,7 +75,7 @@ def resume(out: Path, identity: dict[str, Any]) -> Findings:
     found.reference = [
         Answer(tuple(a["output_ids"]), a["seconds"], tuple(a["margins"])) for a in kept["found"]["reference"]
     ]
-    for table in (found.tpot_ms, found.details):
+    for table in (found.tpot_ms, found.accept_length, found.details):
         for name, values in table.items():
             if name != "verification":  # JSON has no numbers for keys
                 table[name] = {int(batch): value for batch, value in values.items()}

@@ -25,10 +25,10 @@ def run_mixed(
     seed: int,
     console: Console,
 ) -> dict[str, Any]:
-    """Offers ``tokens_per_s`` output tokens for ``seconds``; the figures of its summary that are compared."""
+    """Offers ``tokens_per_s`` output tokens for ``seconds``; the figures of its summary that are compared.
+    ``baseline_ms``: what SLOs are multiples of, the same for all servers."""
     output = Length(median=64)
-    # Milliseconds, too: classes are multiples of a baseline, and this server may have measured another one
-    # than ``baseline_ms``, by which all servers are judged.
+    # Milliseconds, too: classes are multiples of a baseline, and an AdaServe server measures its own.
     config = BenchConfig(
         server=Endpoint(url=server.url, api="generate", ignore_eos=True, slo_headers="both"),
         classes={n: c.changed(output_tokens=output) for n, c in default_classes().items()},

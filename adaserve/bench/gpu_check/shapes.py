@@ -31,6 +31,8 @@ LARGE_TARGET = Cost("8B", 32, 4096, 128_256)
 LARGE_DRAFT = Cost("1.5B", 16, 2048, 128_256)
 """What a forward of Llama 3.1 8B and of Llama 3.2 1B costs, KV per token included. The draft has more
 parameters than the latter since its embedding, which is only looked up, is apart from its output layer."""
+LARGE_GIB = 30
+"""Of memory: 17.7 of weights, what SGLang keeps for prefills and graphs (7 on such a GPU), ours, and KV."""
 
 
 def widened_pair(target: Cost, draft: Cost | None) -> tuple[Path, Path]:
