@@ -188,6 +188,23 @@ def check_compiler() -> list[Finding]:
     return [Finding("Compiler", "note", "none", f"{cost}: install gcc or clang")]
 
 
+def check_cuda_toolkit(on_gpu: bool | None = None) -> list[Finding]:
+    """Where FlashInfer looks for nvcc: CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda. A CPU host needs none."""
+    import torch
+
+    if not (torch.cuda.is_available() if on_gpu is None else on_gpu):
+        return []
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None:
+        home = str(Path(found).parent.parent) if (found := shutil.which("nvcc")) else "/usr/local/cuda"
+    nvcc = Path(home) / "bin" / "nvcc"
+    if nvcc.exists():
+        return [Finding("CUDA toolkit", "ok", str(nvcc))]
+    cost = "SGLang's and FlashInfer's kernels are compiled at the first start"
+    remedy = f"{cost}: install the CUDA toolkit {torch.version.cuda or ''}, and set CUDA_HOME to its folder"
+    return [Finding("CUDA toolkit", "note", f"no {nvcc}", remedy)]
+
+
 def check_pair() -> list[Finding]:
     from adaserve.pair import folders
 
@@ -254,6 +271,7 @@ CHECKS: tuple[Callable[[], list[Finding]], ...] = (
     check_entry_points,
     check_hooks,
     check_compiler,
+    check_cuda_toolkit,
     check_pair,
     check_profile,
     check_port,

@@ -42,6 +42,16 @@ def test_port_in_use() -> None:
         assert doctor.check_port(taken.getsockname()[1])[0].state == "note"
 
 
+def test_a_gpu_host_is_asked_for_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert doctor.check_cuda_toolkit(on_gpu=False) == []
+    (finding,) = doctor.check_cuda_toolkit(on_gpu=True)
+    assert finding.state == "note" and "CUDA_HOME" in finding.remedy
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert doctor.check_cuda_toolkit(on_gpu=True)[0].state == "ok"
+
+
 def test_hidden_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.healthy(doctor.check_entry_points())
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
