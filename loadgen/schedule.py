@@ -72,7 +72,7 @@ class Schedule:
         )
 
 
-def build_schedule(config: BenchConfig, prompts: PromptStore | None = None) -> Schedule:
+def build_schedule(config: BenchConfig) -> Schedule:
     """Plans the run. Raises LoadgenError for anything that cannot be sent as asked."""
     try:
         trace = _from_trace(config, config.trace) if config.trace is not None else _synthetic(config)
@@ -80,7 +80,7 @@ def build_schedule(config: BenchConfig, prompts: PromptStore | None = None) -> S
             trace = replace(trace, rows=trace.rows[: config.max_requests])
         if not trace.rows:
             raise LoadgenError("the schedule is empty: raise the rate or the duration, or check the window")
-        store = prompts or load_prompts(config.prompts, config.chars_per_token, _tokenizer(config.tokenizer))
+        store = load_prompts(config.prompts, config.chars_per_token, _tokenizer(config.tokenizer))
         return _plan(config, trace, store)
     except (TraceError, SLOError) as e:
         raise LoadgenError(str(e)) from e
