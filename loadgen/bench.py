@@ -25,7 +25,7 @@ from rich.table import Table
 
 from adaserve.loadgen.config import BenchConfig, secret_headers
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.loadgen.preflight import preflight, probe_classes_of
+from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.results import (
     COMMAND_VARIABLE,
     HEADERS_VARIABLE,
@@ -57,13 +57,9 @@ def run_bench(
     console = console or Console(stderr=True)
     check_results_dir(out)
     if not checked:
-        # Bad input is reported before the server is asked anything; the baseline does not matter for that.
-        build_schedule(config.changed(baseline_ms=config.baseline_ms or 30.0))
         with console.status("asking the server for its model and speed"):
             config = preflight(config)
     schedule = build_schedule(config)
-    if not checked:
-        probe_classes_of(schedule, config)
     if processes > (cores := os.cpu_count() or 1):
         console.print(f"[yellow]{processes} processes share {cores} cores: requests may leave late[/yellow]")
     make_results_dir(out)

@@ -22,7 +22,7 @@ from locust.runners import MasterRunner, WorkerRunner
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.dispatch import Dispatcher, read_too_late, start_time
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.loadgen.preflight import preflight, probe_classes_of
+from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.recorder import LogHistogram, Recorder
 from adaserve.loadgen.results import (
     check_results_dir,
@@ -104,11 +104,8 @@ class LocalRun:
     def _prepare(self) -> Schedule:
         if not self._checked:
             check_results_dir(self.out)
-            build_schedule(self.config.changed(baseline_ms=self.config.baseline_ms or 30.0))
             self.config = preflight(self.config)
         schedule = self._schedule = build_schedule(self.config)
-        if not self._checked:
-            probe_classes_of(schedule, self.config)
         make_results_dir(self.out)
         self.recorder = Recorder(self.out, len(schedule))
         _without_paths(self.config).save(self.out / "config.yaml")

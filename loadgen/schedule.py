@@ -7,6 +7,7 @@ slow the arrivals down.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -84,6 +85,11 @@ def build_schedule(config: BenchConfig) -> Schedule:
         return _plan(config, trace, store)
     except (TraceError, SLOError) as e:
         raise LoadgenError(str(e)) from e
+
+
+def schedule_before_baseline(config: BenchConfig) -> Schedule:
+    """The plan while the baseline may not be known: of all its figures only SLOs depend on it."""
+    return build_schedule(config.changed(baseline_ms=config.baseline_ms or 30.0))
 
 
 def _from_trace(config: BenchConfig, spec: TraceSpec) -> Trace:
@@ -209,7 +215,4 @@ def _tokenizer(name: str | None):  # type: ignore[no-untyped-def]
 
 def class_counts(requests: Sequence[PlannedRequest]) -> Mapping[str, int]:
     """How many requests each class has, by name."""
-    counts: dict[str, int] = {}
-    for r in requests:
-        counts[r.slo_class] = counts.get(r.slo_class, 0) + 1
-    return dict(sorted(counts.items()))
+    return dict(sorted(Counter(r.slo_class for r in requests).items()))
