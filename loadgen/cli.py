@@ -1,5 +1,4 @@
-"""Commands ``bench serve`` and ``report``: mounted into ``adaserve``, or run as
-``python -m adaserve.loadgen``."""
+"""The commands ``adaserve bench serve`` and ``adaserve report``."""
 
 from __future__ import annotations
 
@@ -19,16 +18,12 @@ if TYPE_CHECKING:
     from adaserve.loadgen.config import BenchConfig
     from adaserve.loadgen.run_folder import Run
 
-bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running server.")
-
-
 _server, _load, _requests, _output = map(panel, ("Server", "Load", "Requests", "Output"))
 Text: TypeAlias = str | None
 Number: TypeAlias = float | None
 Count: TypeAlias = int | None
 
 
-@bench_app.command("serve")
 def bench_serve(
     *,
     config: Annotated[

@@ -19,7 +19,7 @@ import pytest
 from fake_server import running_fake
 from typer.testing import CliRunner
 
-from adaserve.loadgen.__main__ import app
+from adaserve.cli import app
 from adaserve.loadgen.results import iter_records
 from adaserve.slo.metrics import RequestRecord
 

@@ -20,7 +20,7 @@ import pytest
 from fake_server import Fake, running_fake
 from typer.main import get_command
 
-from adaserve.loadgen.__main__ import app
+from adaserve.cli import app
 from adaserve.loadgen.agreement import agreement_rows
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.protocol import parse_event, slo_headers
@@ -35,7 +35,7 @@ from adaserve.slo.resolve import resolve
 
 
 def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "adaserve.loadgen", *args]
+    return [sys.executable, "-m", "adaserve", *args]
 
 
 def run(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -212,7 +212,7 @@ def test_results_hold_no_path_and_no_machine(tmp_path: Path) -> None:
         done = run("bench", "serve", "--url", fake.url, "--out", str(tmp_path / "r"), *more)
     assert done.returncode in (0, 1), done.stderr
     summary = json.loads((tmp_path / "r/summary.json").read_text())
-    assert summary["command"].startswith("python -m adaserve.loadgen bench serve --url http://")
+    assert summary["command"].startswith("adaserve bench serve --url http://")
     assert "--trace mine.jsonl" in summary["command"] and summary["prompts"].endswith("prompts.jsonl.gz")
     home, here = str(Path.home()), str(Path(__file__).parents[2])
     for path in (tmp_path / "r").iterdir():
