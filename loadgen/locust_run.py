@@ -32,7 +32,7 @@ from adaserve.loadgen.results import (
     write_json,
     write_summary,
 )
-from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts
+from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts, plan_figures
 from adaserve.loadgen.server_metrics import Samples, learning, scrape, server_side
 from adaserve.loadgen.stream import Target
 from adaserve.slo.metrics import INTERRUPTED, RequestRecord
@@ -160,14 +160,9 @@ class LocalRun:
         return {
             "git_sha": env["git_sha"],
             "command": env["command"],
-            "seed": self.config.seed,
-            "trace_sha256": schedule.trace_sha256,
+            **plan_figures(self.config, schedule),
             "prompts": shown_path(schedule.prompts_source),
-            "planned_requests": len(schedule),
-            "model": server.model,
             "api": server.api,
-            "baseline_ms": self.config.baseline_ms,
-            "class_targets": {n: c.target for n, c in self.config.classes.items()},
             "read_lag_ms": {"median": self._read_lag.percentile(50), "p99": self._read_lag.percentile(99)},
             "server": server_side(self._before, after),
             "learning": learning(after),

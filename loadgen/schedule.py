@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,11 @@ class PlannedRequest:
     disconnect_after: int | None = None  # hang up after this many chunks
     answer_tokens: int | None = None  # where the answer ends before max_tokens; a server of a replay is told
 
+    @property
+    def conversation(self) -> str:
+        """Equal for the turns of a session; a request without one stands alone."""
+        return f"s{self.session}" if self.session is not None else f"#{self.index}"
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -65,12 +71,8 @@ class Schedule:
         """The part of worker ``index`` of ``count``. Turns of a session stay together."""
         order: dict[str, int] = {}
         for r in self.requests:
-            order.setdefault(r.session if r.session is not None else f"#{r.index}", len(order))
-        return tuple(
-            r
-            for r in self.requests
-            if order[r.session if r.session is not None else f"#{r.index}"] % count == index
-        )
+            order.setdefault(r.conversation, len(order))
+        return tuple(r for r in self.requests if order[r.conversation] % count == index)
 
 
 def build_schedule(config: BenchConfig) -> Schedule:
@@ -211,6 +213,18 @@ def _tokenizer(name: str | None):  # type: ignore[no-untyped-def]
         raise LoadgenError(
             f"cannot load the tokenizer {name!r} (give a model's folder or name): {str(e).splitlines()[0]}"
         ) from e
+
+
+def plan_figures(config: BenchConfig, schedule: Schedule) -> dict[str, Any]:
+    """What ``summary.json`` says of the plan, however the run ended."""
+    return {
+        "seed": config.seed,
+        "trace_sha256": schedule.trace_sha256,
+        "planned_requests": len(schedule),
+        "model": config.server.model,
+        "baseline_ms": config.baseline_ms,
+        "class_targets": {n: c.target for n, c in config.classes.items()},
+    }
 
 
 def class_counts(requests: Sequence[PlannedRequest]) -> Mapping[str, int]:
