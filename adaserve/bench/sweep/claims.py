@@ -149,9 +149,7 @@ def _no_simulation(_: Runs) -> str:
 
 
 def _loads(results: Results) -> list[Point]:
-    if "load" not in results.plan.axes:
-        return []
-    return sorted((p for _, p in results.plan.points("load") if results.at(p)), key=lambda p: p.load)
+    return [p for _, p in results.on("load")]
 
 
 def _pair(value: Comparison | None, show: Callable[[Comparison], str]) -> str:

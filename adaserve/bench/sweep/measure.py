@@ -109,11 +109,7 @@ def run_case(
     answers = settled(list(iter_records(work)), traffic.rows)
     shutil.rmtree(work, ignore_errors=True)
     line = {
-        "id": case.id,
-        "point": case.point.id,
-        "policy": case.policy,
-        "seed": case.seed,
-        "block": case.block,
+        **case.names,
         "status": "timeout" if rang else "ok",
         "error": f"ended after {traffic.limit_s:.0f} s" if rang else None,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,6 @@ _MOST_SHOWN = 1000.0
 _TIMES = (
     "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms",
 )  # fmt: skip
-
-_TITLES = {
-    "attainment-load.png": "Attainment of both SLOs, goodput and TTFT against request rate",
-    "attainment-gate.png": "The same, with the same gate and prefills for all",
-    "objectives.png": "Each SLO alone",
-    "attainment-kinds.png": "Other kinds of traffic",
-    "attainment-share.png": "Against the share of urgent requests",
-    "attainment-scale.png": "Against the SLO of urgent requests",
-    "violations-load.png": "Violations per class",
-    "accepted-tokens.png": "Accepted tokens per verification",
-    "peaks.png": "Classes that peak in turn",
-    "time-breakdown.png": "Where the time goes",
-    "ablation.png": "All policies at the highest load",
-}
 
 
 def write_all(store: Store, readme: Path | None, console: Console) -> list[str]:
@@ -152,7 +138,7 @@ def _times(v: Interval) -> str:
     return f"{v.value:.2f}x{_brackets(v, '.2f')}"
 
 
-def _page(results: Results, figures: Sequence[str]) -> str:
+def _page(results: Results, figures: Mapping[str, str]) -> str:
     """``README.md`` of the folder: what was run, the verdicts, the numbers, the figures."""
     head = results.head
     every = {c.id for c in (*results.plan.cases(), *results.plan.check_cases())}
@@ -181,7 +167,7 @@ def _page(results: Results, figures: Sequence[str]) -> str:
         *_published(results),
         *_stock(results),
         "## Figures",
-        *(f"### {_TITLES[name]}\n\n![{_TITLES[name]}]({name})" for name in figures),
+        *(f"### {title}\n\n![{title}]({name})" for name, title in figures.items()),
         "## Numbers",
         *(
             f"### {_point_title(results, p)}\n\n{_numbers(results, p)}\n\n{_times_table(results, p)}"

@@ -249,11 +249,7 @@ class Sweep:
             self.last_error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self.store.add(
                 {
-                    "id": case.id,
-                    "point": case.point.id,
-                    "policy": case.policy,
-                    "seed": case.seed,
-                    "block": case.block,
+                    **case.names,
                     "status": "failed",
                     "error": self.last_error,
                     "started": datetime.now(UTC).isoformat(timespec="seconds"),

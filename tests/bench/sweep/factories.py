@@ -57,11 +57,7 @@ def request(
 
 def case_line(case: Case, records: list[RequestRecord], status: str = "ok") -> dict[str, Any]:
     return {
-        "id": case.id,
-        "point": case.point.id,
-        "policy": case.policy,
-        "seed": case.seed,
-        "block": case.block,
+        **case.names,
         "setting": case.policy if family(case.policy) is None else with_length(case.policy, 4),
         "attempts": 1,
         "others": 0.01,
