@@ -161,6 +161,12 @@ class Outcome:
                 total[name] = total.get(name, 0.0) + value
         return total
 
+    def selection_share(self) -> float | None:
+        """Of the worker's time in decode iterations; None without a server's report."""
+        spent = self.seconds()
+        busy = sum(v for k, v in spent.items() if k != "prefill")
+        return spent.get("select", 0.0) / busy if busy else None
+
 
 def together(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """The systems of a point, which learn from each other how far blocks differ."""

@@ -325,7 +325,7 @@ def _numbers(results: Results, point: Point) -> str:
                 *(f"{100 * by_class.get(n, math.nan):.0f}" for n in names),
                 f"{g.value:.0f}",
                 *(_number(o.served(k), 2) for k in ("tokens_per_verification", "tree_nodes", "depth")),
-                _select_share(o.seconds()),
+                "-" if (share := o.selection_share()) is None else f"{share:.2%}",
             )
         )
     return markdown.table(
@@ -350,11 +350,6 @@ def _times_table(results: Results, point: Point) -> str:
         rows.append(cells)
     late = [f"p99 {n}" for n in names]
     return markdown.table(("system", "TPOT ms", *late, "TTFT ms", *late), rows)
-
-
-def _select_share(seconds: dict[str, float]) -> str:
-    busy = sum(v for k, v in seconds.items() if k != "prefill")
-    return f"{seconds.get('select', 0.0) / busy:.2%}" if busy else "-"
 
 
 def _number(value: float | None, digits: int) -> str:
