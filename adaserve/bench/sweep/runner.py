@@ -210,7 +210,7 @@ class Sweep:
             if not self._in_time(case):
                 self._say(f"time is up: {len(missing) - k} blocks are left for another call")
                 return
-            self._plan_ahead(case, missing[k + 1 :])
+            self._plan_ahead(case, len(missing) - k - 1)
             if self._one(case):
                 in_a_row = 0
             elif (in_a_row := in_a_row + 1) == _FAILURES_IN_A_ROW:
@@ -225,18 +225,19 @@ class Sweep:
     def _in_time(self, case: Case) -> bool:
         if self.deadline_s is None:
             return True
-        later_s = 0.0 if case.policy == STOCK else self._check_s(case)
-        return time.monotonic() + self.clock.expected_s(self.plan, case) + later_s < self.deadline_s
+        return time.monotonic() + self.clock.expected_s(self.plan) + self._check_s(case) < self.deadline_s
 
     def _check_s(self, case: Case) -> float:
-        """How long the rest of the comparison with SGLang will take."""
-        return _IDLE_S + 2 * self.clock.expected_s(self.plan, case) if self._check_missing() else 0.0
+        """How long the comparison with SGLang will take after a case; 0 where that is part of it, or done."""
+        if case.policy == STOCK or not self._check_missing():
+            return 0.0
+        return _IDLE_S + 2 * self.clock.expected_s(self.plan)
 
-    def _plan_ahead(self, case: Case, later: Sequence[Case]) -> None:
-        self.clock.case_end_s = time.monotonic() + self.clock.expected_s(self.plan, case)
-        self.clock.later_s = sum(self.clock.expected_s(self.plan, c) for c in later)
-        if case.policy != STOCK:
-            self.clock.later_s += self._check_s(case)
+    def _plan_ahead(self, case: Case, later: int) -> None:
+        """``later``: cases after this one."""
+        expected_s = self.clock.expected_s(self.plan)
+        self.clock.case_end_s = time.monotonic() + expected_s
+        self.clock.later_s = later * expected_s + self._check_s(case)
 
     def _one(self, case: Case) -> bool:
         """Measures a block; a failure is recorded and the servers are started anew for the next one."""
