@@ -90,27 +90,11 @@ def test_labels() -> None:
     assert default_label(Path("chain-2-s3")) == "chain-2"
 
 
-BAD_INPUT = {
-    "missing trace": (["--trace", "/nowhere.jsonl"], "cannot read the trace"),
-    "no server": (["--url", "http://127.0.0.1:1"], "no OpenAI-compatible server answers"),
-    "url": (["--url", "127.0.0.1:30000"], "must start with http://"),
-    "class": (["--mix", "codng=1"], "unknown class 'codng'"),
-    "slo": (["--slo", "coding=fast"], "is not a number"),
-    "rate": (["--rps", "-2"], "rps must be a rate"),
-    "duration": (["--duration", "0"], "duration_s must be a number above 0"),
-    "nothing to send": (["--rps", "0"], "the schedule is empty"),
-    "prompts": (["--prompts", "/nowhere"], "cannot read the prompts"),
-    "both": (["--rps", "2", "--trace", "x"], "use --target-rps"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_one_sentence_and_code_2(case: str, tmp_path: Path) -> None:
-    args, says = BAD_INPUT[case]
-    done = run("bench", "serve", "--out", str(tmp_path / "r"), *args)
+def test_bad_input_is_one_sentence_and_code_2(tmp_path: Path) -> None:
+    done = run("bench", "serve", "--out", str(tmp_path / "r"), "--url", "http://127.0.0.1:1")
     assert done.returncode == 2
-    assert says in done.stderr and "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    (line,) = done.stderr.splitlines()
+    assert "no OpenAI-compatible server answers" in line
 
 
 def test_wrong_model_class_and_key(tmp_path: Path) -> None:
@@ -132,14 +116,6 @@ def test_the_key_works_and_is_written_nowhere(tmp_path: Path) -> None:
     assert asked and all(e["headers"]["authorization"] == "Bearer hush-hush" for e in asked)
     for path in (tmp_path / "r").iterdir():
         assert b"hush-hush" not in path.read_bytes(), path
-
-
-def test_unsorted_trace(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    row = '{{"timestamp": {}, "input_length": 5, "output_length": 5}}\n'
-    path.write_text(row.format(10) + row.format(5))
-    done = run("bench", "serve", "--trace", str(path))
-    assert done.returncode == 2 and "timestamps go back" in done.stderr
 
 
 def test_baseline_is_measured_when_nobody_knows_it(tmp_path: Path) -> None:
