@@ -70,7 +70,7 @@ class Host:
         self._set(server, wanted)
         if wanted.name not in server.warm:
             asks = [a if wanted.policy else a.plain() for a in warm_up]
-            burst(server.process, asks, WARM_RUNNING)
+            send(server.process.url, asks, WARM_RUNNING)
             server.warm.add(wanted.name)
             self._drain(server)
         return server.process
@@ -129,13 +129,6 @@ def report_of(server: ServerProcess) -> dict[str, Any] | None:
         return None
 
 
-def burst(server: ServerProcess, asks: Sequence[Ask], at_once: int) -> float:
-    """Sends all requests, ``at_once`` of them at any time; returns the seconds that it took."""
-    start_s = time.perf_counter()
-    send(server.url, asks, at_once)
-    return time.perf_counter() - start_s
-
-
 def unloaded(
     server: ServerProcess,
     texts: Sequence[str],
@@ -149,7 +142,9 @@ def unloaded(
 
 def saturated_rps(server: ServerProcess, asks: Sequence[Ask]) -> float:
     """Requests/s that are served when enough of them wait at any time."""
-    return len(asks) / burst(server, asks, CAPACITY_RUNNING)
+    start_s = time.perf_counter()
+    send(server.url, asks, CAPACITY_RUNNING)
+    return len(asks) / (time.perf_counter() - start_s)
 
 
 def prefill_time(server: ServerProcess, texts: Sequence[tuple[str, int]]) -> PrefillTime:
