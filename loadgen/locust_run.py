@@ -221,13 +221,11 @@ class MasterRun(LocalRun):
             self.finish()
 
     def _send_shard(self, client: str, index: int, shard: tuple[PlannedRequest, ...]) -> None:
-        self.runner.send_message(
-            "adaserve_begin", {"server": self.config.server.model_dump(), "index": index}, client
-        )
+        begin = {"server": self.config.server.model_dump(), "index": index, "expected": len(shard)}
+        self.runner.send_message("adaserve_begin", begin, client)
         for k in range(0, len(shard), _BATCH):
             rows = [asdict(r) for r in shard[k : k + _BATCH]]
             self.runner.send_message("adaserve_rows", {"rows": rows}, client)
-        self.runner.send_message("adaserve_prepare", {"expected": len(shard)}, client)
 
     def _wait_for_workers(self) -> None:
         while not self._all_done.wait(1.0):
@@ -260,22 +258,21 @@ class MasterRun(LocalRun):
 class WorkerRun:
     """Sends one part of the schedule for a master."""
 
-    def __init__(self, environment: Environment, server: Endpoint, index: int) -> None:
+    def __init__(self, environment: Environment, server: Endpoint, index: int, expected: int) -> None:
+        """``expected``: requests of that part."""
         runner = environment.runner
         assert isinstance(runner, WorkerRunner)
         self.environment, self.runner, self.index = environment, runner, index
-        self.server = server
+        self.server, self._expected = server, expected
         self._requests: list[PlannedRequest] = []
         self._lines: list[str] = []
         self._dispatcher: Dispatcher | None = None
         self._done = Event()
 
     def add(self, rows: list[dict[str, Any]]) -> None:
+        """Takes requests, and tells the master when these are all."""
         self._requests += [PlannedRequest(**r) for r in rows]
-
-    def prepare(self, expected: int) -> None:
-        if len(self._requests) != expected:
-            logger.error("got %d of %d planned requests", len(self._requests), expected)
+        if len(self._requests) < self._expected:
             return
         self._dispatcher = Dispatcher(Target(self.server), self._requests, self._record, self.index)
         self.runner.send_message("adaserve_ready", {})
