@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.console import Console
 
 from adaserve.bench.client import Ask, send, stream
 from adaserve.bench.servers import running
@@ -44,8 +43,8 @@ class Host:
     """Starts the servers that blocks need, and leaves them up: one that sleeps costs nothing, and turns of
     seconds leave no time for starting. A context manager: what runs at the end is stopped."""
 
-    def __init__(self, spec: ServerSpec, work: Path, console: Console) -> None:
-        self._spec, self._work, self._console = spec, work, console
+    def __init__(self, spec: ServerSpec, work: Path) -> None:
+        self._spec, self._work = spec, work
         self._open = ExitStack()  # what runs
         self._servers: dict[str, _Running] = {}  # by System.server
         self.starts = 0
@@ -102,7 +101,7 @@ class Host:
             spec = replace(spec, extra=(*spec.extra, "--enable-priority-scheduling"))
         self.starts += 1
         log = self._work / f"server-{self.starts}-{wanted.server}.log"
-        process = self._open.enter_context(running(spec, log, self._console, {REPLAY_ENV: "1"}))
+        process = self._open.enter_context(running(spec, log, env={REPLAY_ENV: "1"}))
         started = self._servers[wanted.server] = _Running(process)
         return started
 

@@ -78,7 +78,7 @@ class Sweep:
         )
         with (
             Progress(*columns, console=self.console, refresh_per_second=1, transient=True) as bar,
-            Host(self.spec, self.store.work, Console(quiet=True)) as host,
+            Host(self.spec, self.store.work) as host,
         ):
             self.bar, self.host = bar, host
             self.task = bar.add_task("starting", total=len(self.plan.blocks_in_order()))
