@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from adaserve.bench.jsonl import append_line, read_lines
+from adaserve.bench.jsonl import append_line, read_lines, write_records
 from adaserve.bench.markdown import table
 from adaserve.loadgen.figures import bars, legend, panels, save
 from adaserve.scheduler.simulator.played import iteration_log
@@ -113,18 +112,13 @@ def run_grid(
                 append_line(path, row)
                 if keep_records:
                     name = f"requests-{case.workload}-{case.load:.2f}-{case.policy}-{case.seed}.jsonl.gz"
-                    _write_records(out / name, records)
+                    write_records(out / name, records)
         rows.append(done[key])
     return rows
 
 
 def _key(row: Row) -> tuple[Any, ...]:
     return row["workload"], row["load_rps"], row["policy"], row["seed"], row.get("settings")
-
-
-def _write_records(path: Path, records: Iterable[RequestRecord]) -> None:
-    with gzip.open(path, "wt", encoding="utf-8") as f:
-        f.writelines(r.to_json() + "\n" for r in records)
 
 
 def aggregate(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import io
 import os
 import shutil
 import signal
@@ -192,16 +190,6 @@ def case_figures(answers: Sequence[RequestRecord]) -> dict[str, Any]:
 
 def _kept(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {k: summary[k] for k in _KEPT}
-
-
-def write_records(path: Path, answers: Sequence[RequestRecord]) -> None:
-    """Gzipped JSONL without gaps between chunks; equal records give equal bytes."""
-    lines = "".join(replace(r, itl_ms=[]).to_json() + "\n" for r in answers)
-    packed = io.BytesIO()
-    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as f:
-        f.write(lines.encode())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(packed.getvalue())
 
 
 Report = Mapping[str, Any]

@@ -15,10 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from adaserve.bench.busy import BUSY, SLOW
 from adaserve.bench.client import Ask, batch
+from adaserve.bench.jsonl import write_records
 from adaserve.bench.sweep import host as hosts
 from adaserve.bench.sweep.clock import Clock, LeftColumn
 from adaserve.bench.sweep.host import Host
-from adaserve.bench.sweep.measure import host_load, run_case, write_records
+from adaserve.bench.sweep.measure import host_load, run_case
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
 from adaserve.bench.sweep.requests import Requests, load_workload

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from adaserve.bench.sweep.measure import case_figures, write_records
+from adaserve.bench.jsonl import write_records
+from adaserve.bench.sweep.measure import case_figures
 from adaserve.bench.sweep.plan import Case, SweepPlan
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import family, with_length

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from adaserve.bench.jsonl import write_records
 from adaserve.bench.sweep import claims
 from adaserve.bench.sweep.aggregate import Block, Comparison, Interval, Outcome, Results, compare, together
 from adaserve.bench.sweep.claims import BEGIN, END, fill_readme, simulated
-from adaserve.bench.sweep.measure import server_figures, settled, write_records
+from adaserve.bench.sweep.measure import server_figures, settled
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.report import summary, write_all
 from adaserve.slo.metrics import RequestRecord
