@@ -18,7 +18,13 @@ from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.plain_http import ERRORS, open_url
 from adaserve.loadgen.prompts import load_prompts
-from adaserve.loadgen.schedule import PlannedRequest, build_schedule, class_counts, schedule_before_baseline
+from adaserve.loadgen.schedule import (
+    PlannedRequest,
+    build_schedule,
+    class_counts,
+    finite_ms,
+    schedule_before_baseline,
+)
 
 _PROBE_TOKENS = 24
 _TIMEOUT_S = 60.0
@@ -125,8 +131,8 @@ def _probe_classes(config: BenchConfig) -> dict[str, float]:
         planned = replace(
             _planned(text, 1),
             slo_class=c.name,
-            tpot_ms=_finite_ms(slo.tpot_s),
-            ttft_ms=_finite_ms(slo.ttft_s),
+            tpot_ms=finite_ms(slo.tpot_s),
+            ttft_ms=finite_ms(slo.ttft_s),
         )
         data = _post(config.server, planned, protocol.slo_headers(config.server, planned))
         tokens = _usage(data, "prompt_tokens")
@@ -142,10 +148,6 @@ def _probe_classes_of_the_trace(config: BenchConfig) -> None:
     for name, r in first.items():
         planned = replace(_planned("Hello", 1), slo_class=name, tpot_ms=r.tpot_ms, ttft_ms=r.ttft_ms)
         _post(config.server, planned, protocol.slo_headers(config.server, planned))
-
-
-def _finite_ms(value_s: float) -> float | None:
-    return None if value_s == float("inf") else value_s * 1e3
 
 
 def _continuous_usage(config: BenchConfig) -> bool:

@@ -18,7 +18,7 @@ from adaserve.loadgen.arrivals import arrival_times
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import PromptStore, load_prompts
-from adaserve.slo.classes import SLOError
+from adaserve.slo.classes import SLO, SLOConfig, SLOError
 from adaserve.slo.trace import Trace, TraceError, TraceRow, assign_classes
 from adaserve.slo.trace_formats import read_trace
 
@@ -139,40 +139,40 @@ def _draw(length: Length, rng: np.random.Generator) -> int:
 
 
 def _plan(config: BenchConfig, trace: Trace, store: PromptStore) -> Schedule:
-    slo_config = config.slo_config()
-    turns: dict[str, int] = {}
+    slo_config, turns = config.slo_config(), Counter[str]()
     hang_up = np.random.default_rng([config.seed, _DISCONNECT]).uniform(size=(len(trace.rows), 2))
     requests = []
     for index, row in enumerate(trace.rows):
         c = config.classes.get(row.slo_class or "")
-        keep_own = config.trace is not None and (config.trace.slo_from == "trace" or c is None)
-        judged = row if keep_own else replace(row, slo_tpot_ms=None, slo_x_baseline=None, slo_ttft_ms=None)
-        # A class that only the trace knows is judged by the row's own SLO.
-        known = c is not None or row.slo_class in slo_config.labels
-        if not known and row.slo_tpot_ms is None and row.slo_x_baseline is None and row.slo_ttft_ms is None:
-            raise LoadgenError(
-                f"{trace.source}: unknown class {row.slo_class!r} (known are {', '.join(config.classes)}): "
-                "name it under classes: in the configuration, or give its rows slo_tpot_ms or slo_ttft_ms"
-            )
-        slo = (judged if known else replace(judged, slo_class=None)).slo(slo_config, config.baseline_s)
-        request = _request(index, row, c, store, config)
+        slo = _slo(config, slo_config, trace, row)
+        request = _request(index, row, c, slo, store, config)
         if row.session_id is not None:
-            turns[row.session_id] = turns.get(row.session_id, -1) + 1
             request = replace(request, turn=turns[row.session_id])
+            turns[row.session_id] += 1
         if c is not None and hang_up[index, 0] < c.disconnect:
-            request = replace(
-                request,
-                disconnect_after=1
-                + int(hang_up[index, 1] * (request.answer_tokens or request.max_tokens) / 2),
-            )
-        tpot_ms = slo.tpot_s * 1e3 if math.isfinite(slo.tpot_s) else None
-        ttft_ms = slo.ttft_s * 1e3 if math.isfinite(slo.ttft_s) else None
-        requests.append(replace(request, tpot_ms=tpot_ms, ttft_ms=ttft_ms))
+            length = request.answer_tokens or request.max_tokens
+            request = replace(request, disconnect_after=1 + int(hang_up[index, 1] * length / 2))
+        requests.append(request)
     return Schedule(tuple(requests), trace.sha256, store.source)
 
 
+def _slo(config: BenchConfig, slo_config: SLOConfig, trace: Trace, row: TraceRow) -> SLO:
+    """That of the row's class, or its own where the configuration says so or does not have the class. Raises
+    LoadgenError where there is none."""
+    has_class = row.slo_class in config.classes
+    keep_own = config.trace is not None and (config.trace.slo_from == "trace" or not has_class)
+    judged = row if keep_own else replace(row, slo_tpot_ms=None, slo_x_baseline=None, slo_ttft_ms=None)
+    known = has_class or row.slo_class in slo_config.labels
+    if not known and row.slo_tpot_ms is None and row.slo_x_baseline is None and row.slo_ttft_ms is None:
+        raise LoadgenError(
+            f"{trace.source}: unknown class {row.slo_class!r} (known are {', '.join(config.classes)}): "
+            "name it under classes: in the configuration, or give its rows slo_tpot_ms or slo_ttft_ms"
+        )
+    return (judged if known else replace(judged, slo_class=None)).slo(slo_config, config.baseline_s)
+
+
 def _request(
-    index: int, row: TraceRow, c: ClassLoad | None, store: PromptStore, config: BenchConfig
+    index: int, row: TraceRow, c: ClassLoad | None, slo: SLO, store: PromptStore, config: BenchConfig
 ) -> PlannedRequest:
     spec = config.trace
     n_prompt = _clip(row.prompt_tokens, spec.max_prompt_tokens if spec else None)
@@ -184,8 +184,8 @@ def _request(
         index=index,
         at_s=row.arrival_s,
         slo_class=row.slo_class or "default",
-        tpot_ms=None,
-        ttft_ms=None,
+        tpot_ms=finite_ms(slo.tpot_s),
+        ttft_ms=finite_ms(slo.ttft_s),
         prompt=row.text if row.text else store.get(category, n_prompt, f"{category}/{key}"),
         prompt_tokens=n_prompt,
         max_tokens=n_answer if stated is None else max(n_answer, stated),
@@ -195,6 +195,11 @@ def _request(
         session=row.session_id,
         think_s=c.think_s if c and spec is None else 0.0,
     )
+
+
+def finite_ms(value_s: float) -> float | None:
+    """An SLO as requests state it; None = no objective."""
+    return value_s * 1e3 if math.isfinite(value_s) else None
 
 
 def _clip(value: int, limit: int | None) -> int:
