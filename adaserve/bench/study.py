@@ -85,8 +85,10 @@ def run_case(case: Case, setting: Setting) -> tuple[Row, list[RequestRecord], Si
 def _iteration_means(result: SimulationResult) -> Row:
     logs = [iteration_log(r) for r in result.replicas]
     joined = {k: np.concatenate([log[k] for log in logs]) for k in logs[0]}
+    if not len(joined["rows"]):
+        return {"iterations": 0}
     means = {f"mean_{k}": float(joined[k].mean()) for k in ("rows", "depth", "verify", "seconds")}
-    return {"iterations": len(joined["rows"]), **means} if len(joined["rows"]) else {"iterations": 0}
+    return {"iterations": len(joined["rows"]), **means}
 
 
 def run_grid(
