@@ -310,6 +310,9 @@ def test_the_report_lists_them(tmp_path: Path) -> None:
     rows = {r["name"]: r for r in agreement_rows(read_run(tmp_path))}
     told_of = {n: (r["points"], r["flips"], r["told"]) for n, r in rows.items()}
     assert told_of == {"chat": (-50.0, 1, 2), "coding": (0.0, 0, 2), "all": (-25.0, 1, 4)}
+    (group,) = group_runs([read_run(tmp_path)])
+    assert (group.mean("requests"), group.mean("requests", "chat")) == (4, 2)
+    assert (group.met("tpot"), group.met("tpot", "chat")) == (0.75, 0.5)
     page = write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
     assert "judged differently" in page and "<td>late7</td>" in page
     assert "10 tokens were made in 298.0 ms and arrived in 303.0 ms" in page

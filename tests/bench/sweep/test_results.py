@@ -52,6 +52,14 @@ def test_attainment_and_goodput_are_those_of_the_records(store) -> None:  # type
     assert outcome.goodput().value == pytest.approx(sum(r.output_tokens for r in met) / duration_s)
 
 
+def test_an_axis_is_what_was_measured_of_it_in_ascending_order(tmp_path: Path) -> None:
+    """An axis that is not in the plan has nothing, though others may share a point with it."""
+    plan = replace(PLAN, axes=("load",), loads=(0.6, 0.3), seeds=(0,), blocks=1)
+    results = Results(finished_sweep(tmp_path / "s", plan, tpot_ms))
+    assert [x for x, _ in results.on("load")] == [0.3, 0.6]
+    assert results.on("share") == [] == results.policies("share")
+
+
 def test_percentiles_are_of_all_requests_of_a_class_and_counters_of_all_iterations(tmp_path: Path) -> None:
     """And not means of what blocks say: one slow block of four holds all of the slowest requests."""
     slow = Case(Point(0.6), "priced", 1, 1)
