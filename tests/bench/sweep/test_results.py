@@ -54,9 +54,9 @@ def test_attainment_and_goodput_are_those_of_the_records(store) -> None:  # type
 
 def test_an_axis_is_what_was_measured_of_it_in_ascending_order(tmp_path: Path) -> None:
     """An axis that is not in the plan has nothing, though others may share a point with it."""
-    plan = replace(PLAN, axes=("load",), loads=(0.6, 0.3), seeds=(0,), blocks=1)
+    plan = replace(PLAN, axes=("load",), loads=(0.6, 0.3, 1.0), seeds=(0,), blocks=1)
     results = Results(finished_sweep(tmp_path / "s", plan, tpot_ms))
-    assert [x for x, _ in results.on("load")] == [0.3, 0.6]
+    assert [x for x, _ in results.on("load")] == [0.3, 0.6, 1.0]
     assert results.on("share") == [] == results.policies("share")
 
 
