@@ -53,7 +53,7 @@ soak: env ## Random mixes of everything against one server, with invariants chec
 
 results: env ## Draw the tables and figures under results/ again from their records
 	@for dir in results/*/; do \
-	  if [ -f "$$dir/requests.jsonl" ]; then $(BIN)/python -m adaserve.loadgen report "$$dir" || exit 1; fi; \
+	  if [ -f "$$dir/requests.jsonl" ]; then $(BIN)/adaserve report "$$dir" || exit 1; fi; \
 	  if grep -qs "schema_version\": 2" "$$dir/sweep.json"; then $(BIN)/adaserve bench sweep --plot-only "$$dir" || exit 1; fi; \
 	done
 

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from adaserve.loadgen.config import BenchConfig, secret_headers
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.loadgen.preflight import preflight, probe_classes_of
+from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.results import (
     COMMAND_VARIABLE,
     HEADERS_VARIABLE,
@@ -35,7 +35,7 @@ from adaserve.loadgen.results import (
     make_results_dir,
     write_summary,
 )
-from adaserve.loadgen.schedule import Schedule, build_schedule
+from adaserve.loadgen.schedule import Schedule, build_schedule, plan_figures
 from adaserve.slo.metrics import INTERRUPTED
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
@@ -57,19 +57,15 @@ def run_bench(
     console = console or Console(stderr=True)
     check_results_dir(out)
     if not checked:
-        # Bad input is reported before the server is asked anything; the baseline does not matter for that.
-        build_schedule(config.changed(baseline_ms=config.baseline_ms or 30.0))
         with console.status("asking the server for its model and speed"):
             config = preflight(config)
     schedule = build_schedule(config)
-    if not checked:
-        probe_classes_of(schedule, config)
     if processes > (cores := os.cpu_count() or 1):
         console.print(f"[yellow]{processes} processes share {cores} cores: requests may leave late[/yellow]")
     make_results_dir(out)
     config.save(out / "config.yaml")
     code = _run_locust(out, schedule, processes, console, secret_headers(config.server))
-    summary = _summary(out, config, len(schedule), KILLED if code is not None else INTERRUPTED)
+    summary = _summary(out, config, schedule, KILLED if code is not None else INTERRUPTED)
     if summary is None:
         if code is None:
             raise KeyboardInterrupt
@@ -182,7 +178,7 @@ def _note(data: Mapping[str, Any]) -> str:
     return "  ".join(f"{r['name']} {100 * r['attainment']:.0f}%" for r in rows)
 
 
-def _summary(out: Path, config: BenchConfig, planned: int, why_not: str) -> dict[str, Any] | None:
+def _summary(out: Path, config: BenchConfig, schedule: Schedule, why_not: str) -> dict[str, Any] | None:
     """The summary that Locust wrote, or one made from the records, of a run that is not valid. None where
     there are none."""
     path = out / "summary.json"
@@ -191,8 +187,7 @@ def _summary(out: Path, config: BenchConfig, planned: int, why_not: str) -> dict
         return data
     if not (out / "requests.jsonl").exists():
         return None
-    meta = {"seed": config.seed, "planned_requests": planned, "baseline_ms": config.baseline_ms}
-    return write_summary(out, config.warmup_s, meta, [why_not])
+    return write_summary(out, config.warmup_s, plan_figures(config, schedule), [why_not])
 
 
 def _log_tail(out: Path) -> str:

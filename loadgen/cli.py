@@ -1,5 +1,4 @@
-"""Commands ``bench serve`` and ``report``: mounted into ``adaserve``, or run as
-``python -m adaserve.loadgen``."""
+"""The commands ``adaserve bench serve`` and ``adaserve report``."""
 
 from __future__ import annotations
 
@@ -19,16 +18,12 @@ if TYPE_CHECKING:
     from adaserve.loadgen.config import BenchConfig
     from adaserve.loadgen.run_folder import Run
 
-bench_app = typer.Typer(no_args_is_help=True, help="Load tests against a running server.")
-
-
 _server, _load, _requests, _output = map(panel, ("Server", "Load", "Requests", "Output"))
 Text: TypeAlias = str | None
 Number: TypeAlias = float | None
 Count: TypeAlias = int | None
 
 
-@bench_app.command("serve")
 def bench_serve(
     *,
     config: Annotated[
@@ -193,10 +188,9 @@ def check_attainment(summary: Mapping[str, Any], limit: float | None) -> None:
 
 
 def _show_plan(config: BenchConfig) -> None:
-    from adaserve.loadgen.schedule import build_schedule, class_counts
+    from adaserve.loadgen.schedule import class_counts, schedule_before_baseline
 
-    # The plan's times and lengths do not depend on the baseline: any value will do.
-    schedule = build_schedule(config.changed(baseline_ms=config.baseline_ms or 30.0))
+    schedule = schedule_before_baseline(config)
     counts = ", ".join(f"{n} {c}" for n, c in class_counts(schedule.requests).items())
     typer.echo(f"{len(schedule)} requests in {schedule.duration_s:.1f} s: {counts}")
     typer.echo(f"prompts: {schedule.prompts_source}; trace sha256 {schedule.trace_sha256[:16]}")

@@ -128,7 +128,7 @@ def _by_session(requests: Sequence[PlannedRequest]) -> list[list[PlannedRequest]
     """Groups turns, in the order of the first turn's time; requests without session stand alone."""
     sessions: dict[str, list[PlannedRequest]] = {}
     for r in requests:
-        sessions.setdefault(f"s{r.session}" if r.session is not None else f"#{r.index}", []).append(r)
+        sessions.setdefault(r.conversation, []).append(r)
     return sorted(sessions.values(), key=lambda turns: turns[0].at_s)
 
 

@@ -150,21 +150,19 @@ class _Worker:
         assert isinstance(runner, WorkerRunner)
         runner.register_message("adaserve_begin", self._on_begin)
         runner.register_message("adaserve_rows", self._on_rows)
-        runner.register_message("adaserve_prepare", self._on_prepare)
         runner.register_message("adaserve_go", self._on_go)
         runner.register_message("adaserve_stop", self._on_stop)
         self.environment.events.test_stopping.add_listener(self._on_stop)
 
     def _on_begin(self, msg: Any, **_kwargs: Any) -> None:
-        self.run = WorkerRun(self.environment, Endpoint(**msg.data["server"]), msg.data["index"])
+        told = msg.data
+        server = Endpoint(**told["server"])
+        self.run = WorkerRun(self.environment, server, told["index"], told["expected"])
+        self.run.add([])  # its part may be empty
 
     def _on_rows(self, msg: Any, **_kwargs: Any) -> None:
         assert self.run is not None
         self.run.add(msg.data["rows"])
-
-    def _on_prepare(self, msg: Any, **_kwargs: Any) -> None:
-        assert self.run is not None
-        self.run.prepare(msg.data["expected"])
 
     def _on_go(self, msg: Any, **_kwargs: Any) -> None:
         assert self.run is not None

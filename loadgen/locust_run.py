@@ -22,7 +22,7 @@ from locust.runners import MasterRunner, WorkerRunner
 from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.dispatch import Dispatcher, read_too_late, start_time
 from adaserve.loadgen.errors import LoadgenError
-from adaserve.loadgen.preflight import preflight, probe_classes_of
+from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.recorder import LogHistogram, Recorder
 from adaserve.loadgen.results import (
     check_results_dir,
@@ -32,7 +32,7 @@ from adaserve.loadgen.results import (
     write_json,
     write_summary,
 )
-from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts
+from adaserve.loadgen.schedule import PlannedRequest, Schedule, build_schedule, class_counts, plan_figures
 from adaserve.loadgen.server_metrics import Samples, learning, scrape, server_side
 from adaserve.loadgen.stream import Target
 from adaserve.slo.metrics import INTERRUPTED, RequestRecord
@@ -104,11 +104,8 @@ class LocalRun:
     def _prepare(self) -> Schedule:
         if not self._checked:
             check_results_dir(self.out)
-            build_schedule(self.config.changed(baseline_ms=self.config.baseline_ms or 30.0))
             self.config = preflight(self.config)
         schedule = self._schedule = build_schedule(self.config)
-        if not self._checked:
-            probe_classes_of(schedule, self.config)
         make_results_dir(self.out)
         self.recorder = Recorder(self.out, len(schedule))
         _without_paths(self.config).save(self.out / "config.yaml")
@@ -163,14 +160,9 @@ class LocalRun:
         return {
             "git_sha": env["git_sha"],
             "command": env["command"],
-            "seed": self.config.seed,
-            "trace_sha256": schedule.trace_sha256,
+            **plan_figures(self.config, schedule),
             "prompts": shown_path(schedule.prompts_source),
-            "planned_requests": len(schedule),
-            "model": server.model,
             "api": server.api,
-            "baseline_ms": self.config.baseline_ms,
-            "class_targets": {n: c.target for n, c in self.config.classes.items()},
             "read_lag_ms": {"median": self._read_lag.percentile(50), "p99": self._read_lag.percentile(99)},
             "server": server_side(self._before, after),
             "learning": learning(after),
@@ -229,13 +221,11 @@ class MasterRun(LocalRun):
             self.finish()
 
     def _send_shard(self, client: str, index: int, shard: tuple[PlannedRequest, ...]) -> None:
-        self.runner.send_message(
-            "adaserve_begin", {"server": self.config.server.model_dump(), "index": index}, client
-        )
+        begin = {"server": self.config.server.model_dump(), "index": index, "expected": len(shard)}
+        self.runner.send_message("adaserve_begin", begin, client)
         for k in range(0, len(shard), _BATCH):
             rows = [asdict(r) for r in shard[k : k + _BATCH]]
             self.runner.send_message("adaserve_rows", {"rows": rows}, client)
-        self.runner.send_message("adaserve_prepare", {"expected": len(shard)}, client)
 
     def _wait_for_workers(self) -> None:
         while not self._all_done.wait(1.0):
@@ -268,22 +258,21 @@ class MasterRun(LocalRun):
 class WorkerRun:
     """Sends one part of the schedule for a master."""
 
-    def __init__(self, environment: Environment, server: Endpoint, index: int) -> None:
+    def __init__(self, environment: Environment, server: Endpoint, index: int, expected: int) -> None:
+        """``expected``: requests of that part."""
         runner = environment.runner
         assert isinstance(runner, WorkerRunner)
         self.environment, self.runner, self.index = environment, runner, index
-        self.server = server
+        self.server, self._expected = server, expected
         self._requests: list[PlannedRequest] = []
         self._lines: list[str] = []
         self._dispatcher: Dispatcher | None = None
         self._done = Event()
 
     def add(self, rows: list[dict[str, Any]]) -> None:
+        """Takes requests, and tells the master when these are all."""
         self._requests += [PlannedRequest(**r) for r in rows]
-
-    def prepare(self, expected: int) -> None:
-        if len(self._requests) != expected:
-            logger.error("got %d of %d planned requests", len(self._requests), expected)
+        if len(self._requests) < self._expected:
             return
         self._dispatcher = Dispatcher(Target(self.server), self._requests, self._record, self.index)
         self.runner.send_message("adaserve_ready", {})

@@ -18,24 +18,34 @@ from adaserve.loadgen.config import BenchConfig, Endpoint
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.plain_http import ERRORS, open_url
 from adaserve.loadgen.prompts import load_prompts
-from adaserve.loadgen.schedule import PlannedRequest, Schedule, class_counts
+from adaserve.loadgen.schedule import (
+    PlannedRequest,
+    build_schedule,
+    class_counts,
+    finite_ms,
+    schedule_before_baseline,
+)
 
 _PROBE_TOKENS = 24
 _TIMEOUT_S = 60.0
 
 
 def preflight(config: BenchConfig) -> BenchConfig:
-    """Checks the server and fills in what the configuration leaves open: the model's name, the
+    """Checks configuration and server, and fills in what the configuration leaves open: the model's name, the
     baseline latency (from the server, else measured), characters per token, usage in every chunk.
 
     Raises LoadgenError with one sentence when the run cannot work."""
+    planned = schedule_before_baseline(config)  # bad input is reported before the server is asked anything
     server = config.server.changed(model=_model(config.server))
     config = config.changed(server=server)
     if config.baseline_ms is None and config.slo_config().needs_baseline:
         config = config.changed(baseline_ms=server_baseline_ms(server) or measured_baseline_ms(config))
     if config.server.continuous_usage is None:
         config = config.changed(server=server.changed(continuous_usage=_continuous_usage(config)))
-    return config.changed(chars_per_token={**_probe_classes(config), **config.chars_per_token})
+    config = config.changed(chars_per_token={**_probe_classes(config), **config.chars_per_token})
+    if not class_counts(planned.requests).keys() <= config.classes.keys():
+        _probe_classes_of_the_trace(config)
+    return config
 
 
 def get_json(server: Endpoint, path: str) -> Any:
@@ -121,8 +131,8 @@ def _probe_classes(config: BenchConfig) -> dict[str, float]:
         planned = replace(
             _planned(text, 1),
             slo_class=c.name,
-            tpot_ms=_finite_ms(slo.tpot_s),
-            ttft_ms=_finite_ms(slo.ttft_s),
+            tpot_ms=finite_ms(slo.tpot_s),
+            ttft_ms=finite_ms(slo.ttft_s),
         )
         data = _post(config.server, planned, protocol.slo_headers(config.server, planned))
         tokens = _usage(data, "prompt_tokens")
@@ -131,21 +141,13 @@ def _probe_classes(config: BenchConfig) -> dict[str, float]:
     return ratios
 
 
-def probe_classes_of(schedule: Schedule, config: BenchConfig) -> None:
-    """One short request for each class that only the trace names. Raises LoadgenError when the server refuses
-    it, as it would refuse all of them.
-    """
-    for name in class_counts(schedule.requests):
-        if name not in config.classes:
-            first = next(r for r in schedule.requests if r.slo_class == name)
-            planned = replace(
-                _planned("Hello", 1), slo_class=name, tpot_ms=first.tpot_ms, ttft_ms=first.ttft_ms
-            )
-            _post(config.server, planned, protocol.slo_headers(config.server, planned))
-
-
-def _finite_ms(value_s: float) -> float | None:
-    return None if value_s == float("inf") else value_s * 1e3
+def _probe_classes_of_the_trace(config: BenchConfig) -> None:
+    """One short request for each class that only the trace names: refused now, not one after the other."""
+    requests = build_schedule(config).requests
+    first = {r.slo_class: r for r in reversed(requests) if r.slo_class not in config.classes}
+    for name, r in first.items():
+        planned = replace(_planned("Hello", 1), slo_class=name, tpot_ms=r.tpot_ms, ttft_ms=r.ttft_ms)
+        _post(config.server, planned, protocol.slo_headers(config.server, planned))
 
 
 def _continuous_usage(config: BenchConfig) -> bool:

@@ -76,22 +76,15 @@ def _cut(text: str, n_chars: int) -> str:
     return text[: end if end > 0.9 * n_chars else n_chars]
 
 
-def default_prompts() -> Path | None:
-    """The held-out prompts that ship with the embedded pair, when they are there."""
-    # Found as a file: importing adaserve.pair would load torch.
-    path = resources.files("adaserve") / "pair" / "prompts.jsonl.gz"
-    return Path(str(path)) if path.is_file() else None
-
-
 def load_prompts(
     path: str | Path | None = None,
     chars_per_token: Mapping[str, float] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> PromptStore:
-    """Reads a prompt file; None = the shipped prompts, or a few built-in sentences without them."""
-    found = Path(path) if path is not None else default_prompts()
-    if found is None:
-        return PromptStore(_BUILT_IN, "built-in", chars_per_token or {}, tokenizer)
+    """Reads a prompt file; None = the held-out prompts that ship with the embedded pair."""
+    # A file of the package: importing adaserve.pair would load torch.
+    shipped = resources.files("adaserve") / "pair" / "prompts.jsonl.gz"
+    found = Path(str(shipped if path is None else path))
     try:
         raw = found.read_bytes()
         text = (gzip.decompress(raw) if found.suffix == ".gz" else raw).decode()
@@ -115,29 +108,3 @@ def _parse(line: str, where: str) -> tuple[str, str]:
     if not isinstance(data, dict) or not isinstance(data.get("text"), str) or not data["text"].strip():
         raise LoadgenError(f'{where}: expected {{"category": "coding", "text": "..."}} with some text')
     return str(data.get("category", "")), data["text"]
-
-
-_BUILT_IN: Mapping[str, Sequence[str]] = {
-    "coding": [
-        "def moving_average(values, window):\n"
-        '    """Return the mean of each full window over values."""\n'
-        "    if window < 1:\n        raise ValueError('window must be at least 1')\n    result = []\n",
-        "class Stack:\n    '''A last-in, first-out container.'''\n\n    def __init__(self):\n"
-        "        self._items = []\n\n    def push(self, item):\n",
-        "import csv\n\ndef read_rows(path):\n    '''Yield each row of a CSV file as a dict.'''\n"
-        "    with open(path, newline='') as handle:\n        reader = csv.DictReader(handle)\n",
-    ],
-    "chat": [
-        "What should I pack for three days of hiking in the mountains when the weather may change?",
-        "Explain to a ten-year-old why the sky is blue during the day and red in the evening.",
-        "My bread does not rise. Name the most likely reasons and how to find out which it is.",
-    ],
-    "summarization": [
-        "The town council met on Tuesday to decide about the old mill. For ten years the building had "
-        "stood empty, and two plans were on the table: to turn it into a library, or to sell the land. "
-        "After three hours of debate, in which shop owners, teachers and neighbours spoke, the members "
-        "voted seven to four for the library. Work is to begin in spring and to take two years. The "
-        "costs are to be shared between the town and a foundation, which asked in return that the "
-        "reading room stay open in the evening.",
-    ],
-}

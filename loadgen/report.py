@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,22 +25,22 @@ class Group:
     label: str
     runs: Sequence[Run]
 
+    def parts(self, name: str | None = None) -> list[Mapping[str, Any]]:
+        """The summary of every run, or its part of one class; empty where a run does not have it."""
+        return [r.summary if name is None else r.summary["by_class"].get(name, {}) for r in self.runs]
+
     def mean(self, key: str, name: str | None = None) -> float | None:
         """Mean over runs of a summary figure, of a class when ``name`` is given."""
-        values = [v for r in self.runs if (v := self._figure(r, key, name)) is not None]
-        return statistics.fmean(values) if values else None
+        return _mean(part.get(key) for part in self.parts(name))
 
     def met(self, objective: str, name: str | None = None) -> float | None:
         """Mean over runs of the share that met one objective, ``tpot`` or ``ttft``."""
-        found = [r.summary["by_class"].get(name, {}) if name else r.summary for r in self.runs]
-        shares = (f.get("slo_attainment_by_metric", {}).get(objective) for f in found)
-        values = [v for v in shares if isinstance(v, int | float)]
-        return statistics.fmean(values) if values else None
+        return _mean(part.get("slo_attainment_by_metric", {}).get(objective) for part in self.parts(name))
 
     def error(self, key: str, name: str | None = None) -> float | None:
         """Standard error: over seeds where there are several. That of a share is at least the one that it has
         if requests are independent: two seeds may agree by chance."""
-        found = [p for r in self.runs if isinstance((p := self._part(r, name)).get(key), int | float)]
+        found = [p for p in self.parts(name) if isinstance(p.get(key), int | float)]
         errors = []
         if len(found) > 1:
             errors.append(statistics.stdev(float(p[key]) for p in found) / math.sqrt(len(found)))
@@ -48,16 +48,6 @@ class Group:
             met, n = (sum(p[what] for p in found) for what in ("attained", "requests"))
             errors.append(attainment_stderr(met, n) or 0.0)
         return max(errors, default=None)
-
-    @staticmethod
-    def _part(run: Run, name: str | None) -> Mapping[str, Any]:
-        part: Mapping[str, Any] = run.summary["by_class"].get(name, {}) if name is not None else run.summary
-        return part
-
-    @classmethod
-    def _figure(cls, run: Run, key: str, name: str | None) -> float | None:
-        value = cls._part(run, name).get(key)
-        return float(value) if isinstance(value, int | float) else None
 
     def percentile_ms(self, key: str, percent: float, name: str | None = None) -> float | None:
         """Of the answered requests of all runs together, ``tpot`` or ``ttft``."""
@@ -68,6 +58,12 @@ class Group:
 
     def pooled(self, name: str, key: str) -> FloatArray:
         return np.concatenate([r.arrays[name][key] for r in self.runs if name in r.arrays] or [np.zeros(0)])
+
+
+def _mean(values: Iterable[Any]) -> float | None:
+    """Of those that are numbers; None without any."""
+    known = [float(v) for v in values if isinstance(v, int | float)]
+    return statistics.fmean(known) if known else None
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:

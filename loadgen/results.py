@@ -75,12 +75,7 @@ def command_line() -> str:
 
 def _program(path: Path) -> str:
     """What a person types to start this program."""
-    if path.name == "__main__.py":
-        module = path.parent.name
-        if module in ("locust", "adaserve"):
-            return module
-        return f"python -m adaserve.{module}"
-    return path.name
+    return path.parent.name if path.name == "__main__.py" else path.name
 
 
 def _shown_word(word: str) -> str:

@@ -7,8 +7,10 @@ slow the arrivals down.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from adaserve.loadgen.arrivals import arrival_times
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Length, TraceSpec
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import PromptStore, load_prompts
-from adaserve.slo.classes import SLOError
+from adaserve.slo.classes import SLO, SLOConfig, SLOError
 from adaserve.slo.trace import Trace, TraceError, TraceRow, assign_classes
 from adaserve.slo.trace_formats import read_trace
 
@@ -44,6 +46,11 @@ class PlannedRequest:
     disconnect_after: int | None = None  # hang up after this many chunks
     answer_tokens: int | None = None  # where the answer ends before max_tokens; a server of a replay is told
 
+    @property
+    def conversation(self) -> str:
+        """Equal for the turns of a session; a request without one stands alone."""
+        return f"s{self.session}" if self.session is not None else f"#{self.index}"
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -64,15 +71,11 @@ class Schedule:
         """The part of worker ``index`` of ``count``. Turns of a session stay together."""
         order: dict[str, int] = {}
         for r in self.requests:
-            order.setdefault(r.session if r.session is not None else f"#{r.index}", len(order))
-        return tuple(
-            r
-            for r in self.requests
-            if order[r.session if r.session is not None else f"#{r.index}"] % count == index
-        )
+            order.setdefault(r.conversation, len(order))
+        return tuple(r for r in self.requests if order[r.conversation] % count == index)
 
 
-def build_schedule(config: BenchConfig, prompts: PromptStore | None = None) -> Schedule:
+def build_schedule(config: BenchConfig) -> Schedule:
     """Plans the run. Raises LoadgenError for anything that cannot be sent as asked."""
     try:
         trace = _from_trace(config, config.trace) if config.trace is not None else _synthetic(config)
@@ -80,10 +83,15 @@ def build_schedule(config: BenchConfig, prompts: PromptStore | None = None) -> S
             trace = replace(trace, rows=trace.rows[: config.max_requests])
         if not trace.rows:
             raise LoadgenError("the schedule is empty: raise the rate or the duration, or check the window")
-        store = prompts or load_prompts(config.prompts, config.chars_per_token, _tokenizer(config.tokenizer))
+        store = load_prompts(config.prompts, config.chars_per_token, _tokenizer(config.tokenizer))
         return _plan(config, trace, store)
     except (TraceError, SLOError) as e:
         raise LoadgenError(str(e)) from e
+
+
+def schedule_before_baseline(config: BenchConfig) -> Schedule:
+    """The plan while the baseline may not be known: of all its figures only SLOs depend on it."""
+    return build_schedule(config.changed(baseline_ms=config.baseline_ms or 30.0))
 
 
 def _from_trace(config: BenchConfig, spec: TraceSpec) -> Trace:
@@ -131,40 +139,40 @@ def _draw(length: Length, rng: np.random.Generator) -> int:
 
 
 def _plan(config: BenchConfig, trace: Trace, store: PromptStore) -> Schedule:
-    slo_config = config.slo_config()
-    turns: dict[str, int] = {}
+    slo_config, turns = config.slo_config(), Counter[str]()
     hang_up = np.random.default_rng([config.seed, _DISCONNECT]).uniform(size=(len(trace.rows), 2))
     requests = []
     for index, row in enumerate(trace.rows):
         c = config.classes.get(row.slo_class or "")
-        keep_own = config.trace is not None and (config.trace.slo_from == "trace" or c is None)
-        judged = row if keep_own else replace(row, slo_tpot_ms=None, slo_x_baseline=None, slo_ttft_ms=None)
-        # A class that only the trace knows is judged by the row's own SLO.
-        known = c is not None or row.slo_class in slo_config.labels
-        if not known and row.slo_tpot_ms is None and row.slo_x_baseline is None and row.slo_ttft_ms is None:
-            raise LoadgenError(
-                f"{trace.source}: unknown class {row.slo_class!r} (known are {', '.join(config.classes)}): "
-                "name it under classes: in the configuration, or give its rows slo_tpot_ms or slo_ttft_ms"
-            )
-        slo = (judged if known else replace(judged, slo_class=None)).slo(slo_config, config.baseline_s)
-        request = _request(index, row, c, store, config)
+        slo = _slo(config, slo_config, trace, row)
+        request = _request(index, row, c, slo, store, config)
         if row.session_id is not None:
-            turns[row.session_id] = turns.get(row.session_id, -1) + 1
             request = replace(request, turn=turns[row.session_id])
+            turns[row.session_id] += 1
         if c is not None and hang_up[index, 0] < c.disconnect:
-            request = replace(
-                request,
-                disconnect_after=1
-                + int(hang_up[index, 1] * (request.answer_tokens or request.max_tokens) / 2),
-            )
-        tpot_ms = slo.tpot_s * 1e3 if math.isfinite(slo.tpot_s) else None
-        ttft_ms = slo.ttft_s * 1e3 if math.isfinite(slo.ttft_s) else None
-        requests.append(replace(request, tpot_ms=tpot_ms, ttft_ms=ttft_ms))
+            length = request.answer_tokens or request.max_tokens
+            request = replace(request, disconnect_after=1 + int(hang_up[index, 1] * length / 2))
+        requests.append(request)
     return Schedule(tuple(requests), trace.sha256, store.source)
 
 
+def _slo(config: BenchConfig, slo_config: SLOConfig, trace: Trace, row: TraceRow) -> SLO:
+    """That of the row's class, or its own where the configuration says so or does not have the class. Raises
+    LoadgenError where there is none."""
+    has_class = row.slo_class in config.classes
+    keep_own = config.trace is not None and (config.trace.slo_from == "trace" or not has_class)
+    judged = row if keep_own else replace(row, slo_tpot_ms=None, slo_x_baseline=None, slo_ttft_ms=None)
+    known = has_class or row.slo_class in slo_config.labels
+    if not known and row.slo_tpot_ms is None and row.slo_x_baseline is None and row.slo_ttft_ms is None:
+        raise LoadgenError(
+            f"{trace.source}: unknown class {row.slo_class!r} (known are {', '.join(config.classes)}): "
+            "name it under classes: in the configuration, or give its rows slo_tpot_ms or slo_ttft_ms"
+        )
+    return (judged if known else replace(judged, slo_class=None)).slo(slo_config, config.baseline_s)
+
+
 def _request(
-    index: int, row: TraceRow, c: ClassLoad | None, store: PromptStore, config: BenchConfig
+    index: int, row: TraceRow, c: ClassLoad | None, slo: SLO, store: PromptStore, config: BenchConfig
 ) -> PlannedRequest:
     spec = config.trace
     n_prompt = _clip(row.prompt_tokens, spec.max_prompt_tokens if spec else None)
@@ -176,8 +184,8 @@ def _request(
         index=index,
         at_s=row.arrival_s,
         slo_class=row.slo_class or "default",
-        tpot_ms=None,
-        ttft_ms=None,
+        tpot_ms=finite_ms(slo.tpot_s),
+        ttft_ms=finite_ms(slo.ttft_s),
         prompt=row.text if row.text else store.get(category, n_prompt, f"{category}/{key}"),
         prompt_tokens=n_prompt,
         max_tokens=n_answer if stated is None else max(n_answer, stated),
@@ -187,6 +195,11 @@ def _request(
         session=row.session_id,
         think_s=c.think_s if c and spec is None else 0.0,
     )
+
+
+def finite_ms(value_s: float) -> float | None:
+    """An SLO as requests state it; None = no objective."""
+    return value_s * 1e3 if math.isfinite(value_s) else None
 
 
 def _clip(value: int, limit: int | None) -> int:
@@ -207,9 +220,18 @@ def _tokenizer(name: str | None):  # type: ignore[no-untyped-def]
         ) from e
 
 
+def plan_figures(config: BenchConfig, schedule: Schedule) -> dict[str, Any]:
+    """What ``summary.json`` says of the plan, however the run ended."""
+    return {
+        "seed": config.seed,
+        "trace_sha256": schedule.trace_sha256,
+        "planned_requests": len(schedule),
+        "model": config.server.model,
+        "baseline_ms": config.baseline_ms,
+        "class_targets": {n: c.target for n, c in config.classes.items()},
+    }
+
+
 def class_counts(requests: Sequence[PlannedRequest]) -> Mapping[str, int]:
     """How many requests each class has, by name."""
-    counts: dict[str, int] = {}
-    for r in requests:
-        counts[r.slo_class] = counts.get(r.slo_class, 0) + 1
-    return dict(sorted(counts.items()))
+    return dict(sorted(Counter(r.slo_class for r in requests).items()))

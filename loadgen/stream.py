@@ -29,6 +29,7 @@ from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError, HTTP
 from adaserve.loadgen import protocol
 from adaserve.loadgen.config import Endpoint
 from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.plain_http import tls_context
 from adaserve.loadgen.schedule import PlannedRequest
 from adaserve.slo.metrics import RequestRecord
 from adaserve.slo.replay import ENV as REPLAY_ENV
@@ -40,9 +41,8 @@ class Target:
     def __init__(self, server: Endpoint) -> None:
         parts = urlsplit(server.url)
         self.server = server
-        self.tls = parts.scheme == "https"
         self.host = parts.hostname or ""
-        self.port = parts.port or (443 if self.tls else 80)
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.path = parts.path.rstrip("/").removesuffix("/v1") + protocol.PATHS[server.api]
         self.host_header = parts.netloc.rpartition("@")[2]
         try:
@@ -50,10 +50,7 @@ class Target:
         except OSError as e:
             raise LoadgenError(f"cannot find the host of {server.url}: {e}") from e
         self._addresses = [(family, address) for family, _, _, _, address in found]
-        self._context = ssl.create_default_context() if self.tls else None
-        if self._context is not None and server.insecure:
-            self._context.check_hostname = False
-            self._context.verify_mode = ssl.CERT_NONE
+        self._context = tls_context(server)
 
     def connect(self) -> socket.socket:
         """A connection to the first address that takes one. Raises OSError."""

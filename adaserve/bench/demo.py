@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from adaserve.bench.busy import BUSY
-from adaserve.bench.repetition import repetitive
+from adaserve.bench.repetition import OF_CLASS, repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import table
 from adaserve.bench.turns import TURN_S, Turns
@@ -33,8 +33,6 @@ TEMPERATURE = 0.8
 """Of all classes, as in sweeps: what a small model writes greedily repeats itself, and drafts guess that."""
 UTILIZATION = 0.55
 """Share of the time that plain decoding, four requests at once, would be busy with the traffic."""
-REPETITIVE = {"coding": "edits", "chat": "turns", "summarization": "templates"}
-"""Class -> the kind of repetitive prompts (:mod:`adaserve.bench.repetition`) that it asks with."""
 
 
 def run_demo(
@@ -110,7 +108,7 @@ def _repetitive(config: BenchConfig, path: Path) -> BenchConfig:
     """The same arrivals and lengths of answers, greedy, with repetitive prompts; writes them to ``path``."""
     greedy = {name: load.changed(temperature=0.0) for name, load in config.classes.items()}
     planned = build_schedule(config).requests
-    prompts = {name: iter(repetitive((kind,), len(planned))) for name, kind in REPETITIVE.items()}
+    prompts = {name: iter(repetitive((kind,), len(planned))) for name, kind in OF_CLASS.items()}
     rows = [
         TraceRow(
             r.at_s, r.prompt_tokens, r.max_tokens, r.slo_class, text=str(next(prompts[r.slo_class]).prompt)

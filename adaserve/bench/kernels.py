@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -29,6 +30,7 @@ from adaserve.loadgen.results import provenance
 SETS = {4: "baseline", 8: "avx2", 16: "avx512"}
 """Lanes of the kernels' vectors -> the instruction set on x86."""
 NEW, OLD = "new", "old"
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ def random_model(shape: Shape, seed: int = 0) -> tuple[ModelWeights, ModelConfig
     return ModelWeights(embed, (layer,) * shape.layers, norm, embed, cos_sin), config
 
 
-def forward_call(shape: Shape, case: Case) -> Callable[[NativeBackend], torch.Tensor]:
-    """A forward of that case over a pool of its own, whose slots follow each other as in a fresh server."""
+def forward_calls(kernels: Kernels, shape: Shape, case: Case) -> dict[str, Callable[[], object]]:
+    """A forward of that case by each set of kernels, over a pool whose slots follow each other as in a fresh
+    server."""
     kv = case.context + case.tokens
     generator = torch.Generator().manual_seed(1)
     size = (kv, shape.kv_heads, shape.head_dim)
@@ -96,19 +99,20 @@ def forward_call(shape: Shape, case: Case) -> Callable[[NativeBackend], torch.Te
     plan = TreeAttentionPlan(queries, torch.tensor([0, kv], dtype=torch.int32), slots)
     ids, positions = torch.arange(case.tokens) % shape.vocab, torch.arange(case.context, kv)
     inputs = Inputs(ids, positions, positions, plan)
-    return lambda backend: backend.forward(inputs, k, v)
+    return {name: partial(backend.forward, inputs, k, v) for name, backend in kernels.items()}
 
 
-def in_turns(kernels: Kernels, call: Callable[[NativeBackend], object], rounds: int) -> Times:
-    """One round that does not count, then each round starts with the kernels that the last one ended with."""
-    taken: Times = {name: [] for name in kernels}
-    order = list(kernels)
-    for backend in kernels.values():
-        call(backend)
-    for _ in range(rounds):
-        order.reverse()
+def in_turns(calls: Mapping[Key, Callable[[], object]], rounds: int) -> dict[Key, list[float]]:
+    """Seconds of every call, round by round. The first round does not count; each begins where the last one
+    ended."""
+    taken: dict[Key, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for number in range(rounds + 1):
         for name in order:
-            taken[name].append(_seconds(partial(call, kernels[name])))
+            seconds = _seconds(calls[name])
+            if number:
+                taken[name].append(seconds)
+        order.reverse()
     return taken
 
 
@@ -170,7 +174,7 @@ def _measure(
     kernels = _compiled(plan, shape, storage)
     with progress(console) as bar:
         return [
-            _row(case, in_turns(kernels, forward_call(shape, case), plan.rounds))
+            _row(case, in_turns(forward_calls(kernels, shape, case), plan.rounds))
             for case in bar.track(cases, description=storage)
         ]
 

@@ -82,6 +82,8 @@ KINDS: dict[str, Callable[[Prompt, Prompt, random.Random], str]] = {
     "templates": _template,
     "json": _json,
 }
+OF_CLASS = {"coding": "edits", "chat": "turns", "summarization": "templates"}
+"""Class -> the kind that its requests are of, where all of a load test repeats itself."""
 
 
 def repetitive(kinds: Sequence[str] = tuple(KINDS), count: int = 128, seed: int = 0) -> list[Ask]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from adaserve.bench.jsonl import append_line, read_lines
+from adaserve.bench.jsonl import append_line, read_lines, write_records
 from adaserve.bench.markdown import table
 from adaserve.loadgen.figures import bars, legend, panels, save
 from adaserve.scheduler.simulator.played import iteration_log
@@ -86,8 +85,10 @@ def run_case(case: Case, setting: Setting) -> tuple[Row, list[RequestRecord], Si
 def _iteration_means(result: SimulationResult) -> Row:
     logs = [iteration_log(r) for r in result.replicas]
     joined = {k: np.concatenate([log[k] for log in logs]) for k in logs[0]}
+    if not len(joined["rows"]):
+        return {"iterations": 0}
     means = {f"mean_{k}": float(joined[k].mean()) for k in ("rows", "depth", "verify", "seconds")}
-    return {"iterations": len(joined["rows"]), **means} if len(joined["rows"]) else {"iterations": 0}
+    return {"iterations": len(joined["rows"]), **means}
 
 
 def run_grid(
@@ -113,18 +114,13 @@ def run_grid(
                 append_line(path, row)
                 if keep_records:
                     name = f"requests-{case.workload}-{case.load:.2f}-{case.policy}-{case.seed}.jsonl.gz"
-                    _write_records(out / name, records)
+                    write_records(out / name, records)
         rows.append(done[key])
     return rows
 
 
 def _key(row: Row) -> tuple[Any, ...]:
     return row["workload"], row["load_rps"], row["policy"], row["seed"], row.get("settings")
-
-
-def _write_records(path: Path, records: Iterable[RequestRecord]) -> None:
-    with gzip.open(path, "wt", encoding="utf-8") as f:
-        f.writelines(r.to_json() + "\n" for r in records)
 
 
 def aggregate(

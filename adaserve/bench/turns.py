@@ -22,7 +22,7 @@ from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, TraceSpec
 from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.results import iter_records, provenance, write_json, write_summary
-from adaserve.loadgen.schedule import Schedule, build_schedule
+from adaserve.loadgen.schedule import build_schedule, plan_figures
 from adaserve.server import ServerProcess
 from adaserve.slo.metrics import RequestRecord
 from adaserve.slo.trace import TraceRow, write_jsonl
@@ -115,7 +115,7 @@ class Turns:
         write_json(out / "env.json", made)
         meta = {
             **{k: made[k] for k in ("command", "git_sha")},
-            **_plan(self.config, self.schedule),
+            **plan_figures(self.config, self.schedule),
             "turns": len(self.slices),
             "other_programs": round(self.others[name].share, 3),
         }
@@ -126,17 +126,6 @@ def moved(record: RequestRecord, piece: Slice) -> RequestRecord:
     """A slice's record with its number and times in the whole schedule."""
     times: dict[str, Any] = {k: v if (v := getattr(record, k)) is None else v + piece.start_s for k in _TIMES}
     return replace(record, id=str(int(record.id) + piece.first), **times)
-
-
-def _plan(config: BenchConfig, schedule: Schedule) -> dict[str, Any]:
-    return {
-        "seed": config.seed,
-        "trace_sha256": schedule.trace_sha256,
-        "planned_requests": len(schedule),
-        "model": config.server.model,
-        "baseline_ms": config.baseline_ms,
-        "class_targets": {n: c.target for n, c in config.classes.items()},
-    }
 
 
 def _attained(records: Sequence[RequestRecord]) -> float:

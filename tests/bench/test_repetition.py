@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adaserve.bench.demo import REPETITIVE, _repetitive
-from adaserve.bench.repetition import KINDS, SCHEMA, repetitive
+from adaserve.bench.demo import _repetitive
+from adaserve.bench.repetition import KINDS, OF_CLASS, SCHEMA, repetitive
 from adaserve.loadgen.config import BenchConfig, Endpoint, default_classes
 from adaserve.loadgen.schedule import build_schedule
 
@@ -46,5 +46,5 @@ def test_the_demo_keeps_arrivals_and_lengths_and_changes_what_is_asked(tmp_path:
         assert (a.slo_class, a.max_tokens) == (b.slo_class, b.max_tokens)
         assert a.at_s == pytest.approx(b.at_s, abs=1e-5)
         assert a.prompt != b.prompt and a.temperature == 0
-        kind = REPETITIVE[a.slo_class]
+        kind = OF_CLASS[a.slo_class]
         assert a.prompt in {ask.prompt for ask in repetitive((kind,), len(plain))}

@@ -26,7 +26,7 @@ classes:
 
 def test_client_and_server_agree(server: ServerProcess, tmp_path: Path) -> None:
     (tmp_path / "mix.yaml").write_text(MIX)
-    command = [sys.executable, "-m", "adaserve.loadgen", "bench", "serve", "--config", "mix.yaml"]
+    command = [sys.executable, "-m", "adaserve", "bench", "serve", "--config", "mix.yaml"]
     command += ["--url", server.url, "--out", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode in (0, 1), done.stderr  # 1: a busy machine sent some requests late

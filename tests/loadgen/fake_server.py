@@ -7,14 +7,12 @@ what was intended on a busy machine. ``GET /log`` returns these times.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import fcntl
 import gc
 import json
 import os
-import random
 import signal
 import socket
 import ssl
@@ -37,7 +35,6 @@ class Behaviour:
     token_ms: float = 20.0  # per token after the first chunk
     per_chunk: int = 1  # tokens in each chunk
     first_chunk: int = 1  # tokens in the first chunk
-    jitter: float = 0.0  # each answer's token_ms is multiplied by 1 +- jitter (for pictures)
     error_after: int = 0  # tokens after which the stream breaks with an error event; 0 = never
     drop_after: int = 0  # tokens after which the connection is cut; 0 = never
     no_usage: bool = False
@@ -170,7 +167,6 @@ class FakeServer:
         }
         self.log.append(entry)
         options = data.get("stream_options") or {}
-        token_s = b.token_ms / 1e3 * (1 + b.jitter * random.uniform(-1, 1))
         due, sent, size = received + b.first_ms / 1e3, 0, b.first_chunk
         while sent < n:
             size = min(size, n - sent)
@@ -192,7 +188,7 @@ class FakeServer:
             entry["chunks"].append((at, sent))
             if writer.transport.is_closing():
                 raise ConnectionError
-            due += min(b.per_chunk, n - sent) * token_s
+            due += min(b.per_chunk, n - sent) * b.token_ms / 1e3
             size = b.per_chunk
         if options.get("include_usage") and not b.no_usage:
             told = {**usage, "completion_tokens": round(n * b.usage_factor)}
@@ -296,6 +292,4 @@ def certificate(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("behaviour", nargs="?", default="{}")
-    asyncio.run(serve(Behaviour(**json.loads(parser.parse_args().behaviour))))
+    asyncio.run(serve(Behaviour(**json.loads(sys.argv[1]))))

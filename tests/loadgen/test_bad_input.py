@@ -19,7 +19,7 @@ import pytest
 from fake_server import running_fake
 from typer.testing import CliRunner
 
-from adaserve.loadgen.__main__ import app
+from adaserve.cli import app
 from adaserve.loadgen.results import iter_records
 from adaserve.slo.metrics import RequestRecord
 
@@ -44,12 +44,8 @@ def jsonl(timestamp: object, prompt: object = 5, output: object = 5, **more: obj
 
 TRACES = {
     "empty": ("", "this is not a known trace format"),
-    "nan": (jsonl(float("nan")), "expected a finite number"),
     "infinite": (jsonl(float("inf")), "expected a finite number"),
-    "negative": (jsonl(-5), "a trace starts at 0"),
     "unsorted": (jsonl(10) + jsonl(5), "timestamps go back"),
-    "no tokens": (jsonl(0, 0), "expected a whole number of tokens from 1 on"),
-    "text for a number": (jsonl(0, "x"), "expected a finite number"),
     "list": ("[1, 2]\n", "expected a JSON object"),
     "odd class": (jsonl(0, slo_class=5), "slo_class must be text"),
     "unknown class": (
@@ -57,7 +53,6 @@ TRACES = {
         "unknown class 'vip' (known are coding, chat, summarization)",
     ),
     "odd hashes": (jsonl(0, hash_ids=5), "hash_ids must be a list of whole numbers"),
-    "cut off": (jsonl(0) + jsonl(1)[:20], "not a JSON object"),
     "brackets": ("[" * 100_000 + "\n", "recursion"),
     "digits": ('{"timestamp": 0, "input_length": 1' + "0" * 5000 + ', "output_length": 5}\n', "digits"),
     "other key": ('{"ts": 0, "input_length": 5, "output_length": 5}\n', "(found: 'ts', 'input_length'"),
@@ -79,8 +74,6 @@ AZURE, BURSTGPT = (
 TABLES = {
     "azure, wrong column": ("TIMESTAMP,ContextTokens,Out\n2023-11-16 18:15:46.68,9,5\n", "'out'"),
     "azure, no header": ("2023-11-16 18:15:46.68,9,5\n", "this is not a known trace format"),
-    "azure, empty": (AZURE, "holds no requests"),
-    "azure, no time": (AZURE + "today,9,5\n", "'today' is not a time such as"),
     "azure, unsorted": (
         AZURE + "2023-11-16 18:15:46.68,9,5\n2023-11-16 18:15:40.68,9,5\n",
         "timestamps go back by 6 s: sort the file, or ask for sorting (sort: true under trace:",
@@ -96,7 +89,6 @@ TABLES = {
         'arrival_s,prompt_tokens,output_tokens\n0,"' + "5\n" * 99_999,
         "not a table",
     ),
-    "csv, short line": ("arrival_s,prompt_tokens,output_tokens\n0,5\n", "2 columns where the header has 3"),
 }
 
 
@@ -123,10 +115,20 @@ CONFIGS = {
     "syntax": ("a: [1\nb: 2", "is not valid YAML"),
     "list": ("- 1\n", "expected keys such as server"),
     "rate": ("arrivals: {rps: fast}\n", "rps must be a rate of 0 or more"),
+    "no rate": ("arrivals: {rps: .nan}\n", "rps must be a rate"),
+    "arrivals": (
+        "arrivals: {kind: poison}\n",
+        "arrivals: kind must be poisson, gamma, constant, ramp or peak, not 'poison'",
+    ),
+    "typo of a class": ("classes: {chat: {shares: 1}}\n", "unknown key 'shares'"),
+    "tokens": ("classes: {chat: {output_tokens: many}}\n", "expected a number of tokens"),
+    "api": ("server: {api: grpc}\n", "server: api must be completions, chat or generate, not 'grpc'"),
+    "source": ("trace: {path: x, slo_from: moon}\n", "trace: slo_from must be classes or trace, not 'moon'"),
     "duration": ("duration_s: long\n", "duration_s must be a number above 0, not 'long'"),
     "no classes": ("classes: {}\n", "at least one class is needed"),
     "share": ("classes: {a: {share: x, tpot_ms: 3}}\n", "share must be a number of 0 or more"),
     "slo": ("classes: {a: {tpot_ms: fast}}\n", "tpot_ms is 'fast': it should be a valid number"),
+    "negative slo": ("classes: {chat: {tpot_ms: -5}}\n", "tpot_ms is -5"),
     "seed": ("seed: abc\n", "seed must be a whole number of 0 or more"),
     "server": ("server: http://x\n", "expected keys and values"),
     "headers": ("server: {headers: {a: 1}}\n", "header 'a' must be one line of text in ASCII"),
@@ -162,6 +164,12 @@ def test_configurations(case: str, tmp_path: Path) -> None:
 
 
 OPTIONS = {
+    "--url=127.0.0.1:30000": "must start with http://",
+    "--mix=codng=1": "unknown class 'codng'",
+    "--slo=coding=fast": "is not a number",
+    "--rps=-2": "rps must be a rate",
+    "--rps=0": "the schedule is empty",
+    "--duration=0": "duration_s must be a number above 0",
     "--seed=-1": "seed must be a whole number",
     "--max-requests=0": "max_requests must be a whole number of 1 or more",
     "--warmup=60": "nothing is left to measure",
@@ -193,6 +201,10 @@ OPTIONS = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(option: str) -> None:
     assert OPTIONS[option] in refused("bench", "serve", "--plan-only", option)
+
+
+def test_a_trace_brings_its_own_rate() -> None:
+    assert "use --target-rps" in refused("bench", "serve", "--plan-only", "--rps", "2", "--trace", "x")
 
 
 def test_results_folder_is_a_file(tmp_path: Path) -> None:

@@ -194,6 +194,8 @@ def test_distributed_runs_send_the_same_schedule(tmp_path: Path) -> None:
         fake.set(token_ms=5)
         shared = load(fake, tmp_path / "two", 20, 3, 20, processes=2)
         shared_bodies = [e["body"] for e in sorted(fake.log(), key=lambda e: int(e["id"][6:]))]
+        fake.set(token_ms=5)
+        assert len(load(fake, tmp_path / "few", 1, 1, 5, processes=2)) == 1, "one worker has nothing to send"
     assert {r.id for r in alone} == {r.id for r in shared}
     assert {r.worker for r in shared} == {0, 1}
     assert bodies == shared_bodies

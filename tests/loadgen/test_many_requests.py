@@ -17,7 +17,7 @@ from adaserve.loadgen.results import iter_records
 
 
 def start(fake: Fake, out: Path, *args: str) -> subprocess.Popen[bytes]:
-    line = [sys.executable, "-m", "adaserve.loadgen", "bench", "serve", "--url", fake.url, "--out", str(out)]
+    line = [sys.executable, "-m", "adaserve", "bench", "serve", "--url", fake.url, "--out", str(out)]
     return subprocess.Popen([*line, "--baseline-ms", "20", *args], stderr=subprocess.DEVNULL)
 
 

@@ -20,7 +20,6 @@ from adaserve.loadgen.config import (
     from_mapping,
     load_config,
 )
-from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.prompts import load_prompts
 from adaserve.loadgen.protocol import body
 from adaserve.loadgen.schedule import build_schedule
@@ -176,31 +175,3 @@ def test_configuration_survives_saving(tmp_path: Path) -> None:
     config.save(tmp_path / "c.yaml")
     assert load_config(tmp_path / "c.yaml") == config
     assert config.classes["coding"].x_baseline is None
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        ({"clases": {}}, "unknown key 'clases'"),
-        (
-            {"arrivals": {"kind": "poison"}},
-            "arrivals: kind must be poisson, gamma, constant, ramp or peak, not 'poison'",
-        ),
-        ({"arrivals": {"rps": -1}}, "rps must be a rate"),
-        ({"arrivals": {"rps": float("nan")}}, "rps must be a rate"),
-        ({"classes": {"chat": {"shares": 1}}}, "unknown key 'shares'"),
-        ({"classes": {"chat": {"tpot_ms": -5}}}, "tpot_ms is -5"),
-        ({"classes": {"chat": {"output_tokens": "many"}}}, "expected a number of tokens"),
-        ({"classes": {}}, "at least one class"),
-        ({"server": {"url": "localhost:80"}}, "must start with http://"),
-        ({"server": {"api": "grpc"}}, "server: api must be completions, chat or generate, not 'grpc'"),
-        (
-            {"trace": {"path": "x", "slo_from": "moon"}},
-            "trace: slo_from must be classes or trace, not 'moon'",
-        ),
-        ([], "expected keys"),
-    ],
-)
-def test_bad_configuration(data: object, says: str) -> None:
-    with pytest.raises(LoadgenError, match=says):
-        from_mapping(data)

@@ -73,6 +73,29 @@ def test_two_draft_models(started: list[list[str]], tmp_path: Path) -> None:
     assert (config["second_draft"], config["drafts"]) == (str(tmp_path), "model")
 
 
+def test_what_the_draft_reads_is_a_flag(started: list[list[str]]) -> None:
+    serve = ["serve", "--model-path", "m", "--draft-model-path", "d", "--draft-window"]
+    refused = CliRunner().invoke(app, [*serve, "7"])
+    assert refused.exit_code == 2 and "draft_window is '7': it should be auto, 0" in refused.output
+    assert not started
+    assert CliRunner().invoke(app, [*serve, "auto", "--draft-sinks", "6"]).exit_code == 0
+    config = AdaServeConfig(**json.loads(os.environ[ENV]))
+    assert (config.draft_window, config.draft_sinks, len(started)) == ("auto", 6, 1)
+
+
+def test_an_mtp_layer_comes_from_the_targets_checkpoint(started: list[list[str]]) -> None:
+    """Unless a draft is named; the embedded target has none."""
+    refused = CliRunner().invoke(app, ["serve", "--draft-kind", "mtp"])
+    assert refused.exit_code == 2 and not started
+    assert "the embedded target has no MTP layer: give a --model-path that has one" in refused.output
+    serve = ["serve", "--draft-kind", "mtp", "--model-path", "m"]
+    for given in ([], ["--draft-model-path", "d"]):
+        assert CliRunner().invoke(app, [*serve, *given]).exit_code == 0
+    drafts = [command[command.index("--speculative-draft-model-path") + 1] for command in started]
+    assert drafts == ["m", "d"]
+    assert AdaServeConfig(**json.loads(os.environ[ENV])).draft_kind == "mtp"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

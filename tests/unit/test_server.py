@@ -12,10 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 from adaserve import server
-from adaserve.cli import app
 from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port
 
@@ -130,37 +128,6 @@ def test_models_that_do_not_fit_the_drafts(
 ) -> None:
     with pytest.raises(ServerError, match=says):
         ServerSpec(model, draft, config=AdaServeConfig(drafts=drafts))
-
-
-def test_what_the_draft_reads_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
-    monkeypatch.setattr("os.environ", os.environ.copy())
-    monkeypatch.setattr(server, "require_models", lambda spec: None)
-    serve = ["serve", "--model-path", "m", "--draft-model-path", "d", "--draft-window"]
-    refused = CliRunner().invoke(app, [*serve, "7"])
-    assert refused.exit_code == 2 and "draft_window is '7': it should be auto, 0" in refused.output
-    assert not started
-    assert CliRunner().invoke(app, [*serve, "auto", "--draft-sinks", "6"]).exit_code == 0
-    config = AdaServeConfig(**json.loads(os.environ["ADASERVE_CONFIG"]))
-    assert (config.draft_window, config.draft_sinks, len(started)) == ("auto", 6, 1)
-
-
-def test_an_mtp_layer_comes_from_the_targets_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a draft is named; the embedded target has none."""
-    started: list[list[str]] = []
-    monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
-    monkeypatch.setattr("os.environ", os.environ.copy())
-    monkeypatch.setattr(server, "require_models", lambda spec: None)
-    refused = CliRunner().invoke(app, ["serve", "--draft-kind", "mtp"])
-    assert refused.exit_code == 2 and not started
-    assert "the embedded target has no MTP layer: give a --model-path that has one" in refused.output
-    serve = ["serve", "--draft-kind", "mtp", "--model-path", "m"]
-    for given in ([], ["--draft-model-path", "d"]):
-        assert CliRunner().invoke(app, [*serve, *given]).exit_code == 0
-    drafts = [command[command.index("--speculative-draft-model-path") + 1] for command in started]
-    assert drafts == ["m", "d"]
-    assert AdaServeConfig(**json.loads(os.environ["ADASERVE_CONFIG"])).draft_kind == "mtp"
 
 
 def test_a_model_alone_is_served_without_a_draft() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from adaserve.bench.context.agreement import Agreement, TextPlan, measure_agreement
 from adaserve.bench.context.report import Cell, Mode, figure, table
-from adaserve.bench.kernels import SETS, Shape, random_model
+from adaserve.bench.kernels import SETS, Shape, in_turns, random_model
 from adaserve.bench.terminal import progress
 from adaserve.engine.cpu import build
 from adaserve.engine.cpu.linear import Storage
@@ -114,20 +113,6 @@ def steps(
     return calls
 
 
-def in_turns(calls: dict[Step, Callable[[], torch.Tensor]], rounds: int) -> dict[Step, float]:
-    """Median seconds of each call. The first round does not count; each begins where the last one ended."""
-    taken: dict[Step, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for number in range(rounds + 1):
-        for name in order:
-            start = time.perf_counter()
-            calls[name]()
-            if number:
-                taken[name].append(time.perf_counter() - start)
-        order.reverse()
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
-
-
 def best_cells(
     taken: dict[Step, float],
     modes: Sequence[Mode],
@@ -166,7 +151,8 @@ def run_context(plan: ContextPlan, console: Console) -> list[Cell]:
     points: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}  # of the target, of the draft
     with progress(console) as bar:
         for n, context in bar.track(cases, description="requests x context"):
-            taken = in_turns(steps(target, draft, modes, n, context), plan.rounds)
+            every = in_turns(steps(target, draft, modes, n, context), plan.rounds)
+            taken = {step: statistics.median(seconds) for step, seconds in every.items()}
             cells += best_cells(taken, modes, agreed, n, context)
             for (what, tokens), seconds in taken.items():
                 mode = next((m for m in modes if m.name == what), Mode(is_self=True, window=0))

@@ -14,6 +14,7 @@ import psutil
 from rich.console import Console
 
 from adaserve.bench.prompts import held_out
+from adaserve.bench.servers import running
 from adaserve.bench.soak.clients import Role
 from adaserve.bench.soak.fleet import Fleet, Victim
 from adaserve.bench.soak.invariants import (
@@ -28,7 +29,7 @@ from adaserve.bench.soak.invariants import (
 )
 from adaserve.bench.soak.mix import CLIENTS, greedy_cases
 from adaserve.bench.soak.report import Record, write
-from adaserve.bench.soak.served import Control, references, soak_server
+from adaserve.bench.soak.served import ENVIRONMENT, Control, references, soak_spec
 from adaserve.bench.soak.tally import Tally
 from adaserve.bench.soak.watch import Prober, memory
 from adaserve.bench.terminal import progress
@@ -205,10 +206,8 @@ def run_soak(plan: SoakPlan, out: Path, console: Console) -> Record:
     Raises ServerError when the server can't be started."""
     texts = tuple(held_out(plan.seed)[:TEXTS])
     cases = greedy_cases(texts, plan.seed, plan.cases)
-    server = soak_server(out, plan.workers, plan.learn, plan.seed)
-    with console.status("starting the server"):
-        server.start()
-    try:
+    spec = soak_spec(out, plan.workers, plan.learn, plan.seed)
+    with running(spec, out / "server.log", console, ENVIRONMENT) as server:
         rng = random.Random(plan.seed)
         control = Control(server.url, plan.deadline_s, rng)
         control.set("policy=none")
@@ -232,8 +231,6 @@ def run_soak(plan: SoakPlan, out: Path, console: Console) -> Record:
             record = _record(soak, _drive(soak, out, console))
             write(record, out)
             return record
-    finally:
-        server.stop()
 
 
 def _drive(soak: Soak, out: Path, console: Console) -> bool:

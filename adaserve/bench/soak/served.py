@@ -15,7 +15,7 @@ from adaserve.bench.soak.calls import CLASSES, Call
 from adaserve.bench.soak.checks import answer_faults
 from adaserve.config import AdaServeConfig
 from adaserve.loadgen.server_metrics import parse_metrics
-from adaserve.server import ServerError, ServerProcess, ServerSpec, free_port
+from adaserve.server import ServerError, ServerProcess, ServerSpec
 
 POOL_TOKENS, CONTEXT_TOKENS, RUNNING = 1536, 256, 24
 POLICIES = (
@@ -23,7 +23,7 @@ POLICIES = (
     "turbospec", "chain-3",
 )  # fmt: skip
 PREFILLS = ("slack", "exclusive", "default")
-_ENVIRONMENT = {
+ENVIRONMENT = {
     # SGLang counts its KV slots after every iteration, and stops the scheduler when one is missing.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -41,8 +41,8 @@ _ENVIRONMENT = {
 }
 
 
-def soak_server(folder: Path, workers: int, learn: bool, seed: int) -> ServerProcess:
-    """Not started yet. Raises ServerError."""
+def soak_spec(folder: Path, workers: int, learn: bool, seed: int) -> ServerSpec:
+    """Of the server; writes its classes into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     classes = folder / "classes.yaml"
     classes.write_text(yaml.safe_dump({"classes": CLASSES}, sort_keys=False))
@@ -53,9 +53,8 @@ def soak_server(folder: Path, workers: int, learn: bool, seed: int) -> ServerPro
         "--log-level-http": "warning",
     }  # fmt: skip
     extra = [str(word) for flag in flags.items() for word in flag]
-    spec = ServerSpec(
+    return ServerSpec(
         size="1M",  # less than the embedded target has: it is served as it is
-        port=free_port(),
         # Small trees: here every token costs the same, so large ones would only make it slow. The trainer's
         # memory is full before the soak begins to judge it.
         config=AdaServeConfig(
@@ -71,7 +70,6 @@ def soak_server(folder: Path, workers: int, learn: bool, seed: int) -> ServerPro
         # A model that knows no JSON would fill it with blanks for ever.
         extra=(*extra, "--constrained-json-disable-any-whitespace"),
     )
-    return ServerProcess(spec, folder / "server.log", _ENVIRONMENT)
 
 
 def references(server: ServerProcess, cases: list[Call]) -> dict[int, tuple[Call, Answer]]:

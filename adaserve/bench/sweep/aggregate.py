@@ -161,6 +161,12 @@ class Outcome:
                 total[name] = total.get(name, 0.0) + value
         return total
 
+    def selection_share(self) -> float | None:
+        """Of the worker's time in decode iterations; None without a server's report."""
+        spent = self.seconds()
+        busy = sum(v for k, v in spent.items() if k != "prefill")
+        return spent.get("select", 0.0) / busy if busy else None
+
 
 def together(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """The systems of a point, which learn from each other how far blocks differ."""
@@ -280,9 +286,14 @@ class Results:
                 return name
         return next((p for p in sorted(measured) if p not in (PLAIN, STOCK)), PLAIN)
 
+    def on(self, axis: str) -> list[tuple[float, Point]]:
+        """(x, point) of an axis, by x, where there are results; none of an axis that is not in the plan."""
+        planned = self.plan.points(axis) if axis in self.plan.axes else []
+        return sorted((pair for pair in planned if self.at(pair[1])), key=lambda pair: pair[0])
+
     def policies(self, axis: str) -> list[str]:
         """Policies of an axis that have a result somewhere on it, in the plan's order."""
-        points = [p for _, p in self.plan.points(axis)]
+        points = [p for _, p in self.on(axis)]
         return [n for n in self.plan.policies_of(axis) if any((p, n) in self.outcomes for p in points)]
 
     def get(self, point: Point, policy: str) -> Outcome | None:
@@ -306,10 +317,8 @@ class Results:
 
     def judged(self, gated: bool = False) -> Point | None:
         """The highest load at which the best rival still attains a third; None where no load is such."""
-        if "load" not in self.plan.axes:
-            return None
         best: dict[Point, float] = {}
-        for _, point in self.plan.points("load"):
+        for _, point in self.on("load"):
             found = [o.attainment().value for n, o in self.at(point).items() if is_rival(n, gated)]
             if found:
                 best[point] = max(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from adaserve.bench import markdown
-from adaserve.bench.sweep.aggregate import Comparison, Interval, Outcome, Results
+from adaserve.bench.jsonl import read_lines
+from adaserve.bench.sweep.aggregate import Interval, Results
 from adaserve.bench.sweep.plan import Point, SweepError
 from adaserve.bench.sweep.systems import PLAIN, is_baseline
 
@@ -23,9 +23,9 @@ class Claim:
     """One row of the table. The functions return a cell, empty where there is nothing to say."""
 
     what: str
-    paper: str
-    simulator: Callable[[Runs], str]
-    host: Callable[[Results], str]
+    host: Callable[[Results], str] = lambda _: ""
+    simulator: Callable[[Runs], str] = lambda _: ""
+    paper: str = "-"
 
 
 def fill_readme(path: Path, results: Results) -> None:
@@ -63,14 +63,10 @@ def simulated(folder: Path) -> Runs:
     found = sorted(folder.glob("*-simulation/paper/runs.jsonl"))
     if not found:
         return []
-    runs = _read(found[-1])
+    runs = read_lines(found[-1])
     known = {r["policy"] for r in runs}
-    limit = found[-1].parents[1] / "limit" / "runs.jsonl"
-    return runs + [r for r in (_read(limit) if limit.is_file() else []) if r["policy"] not in known]
-
-
-def _read(path: Path) -> Runs:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    limit = read_lines(found[-1].parents[1] / "limit" / "runs.jsonl")
+    return runs + [r for r in limit if r["policy"] not in known]
 
 
 # -- the simulator's cells -------------------------------------------------------------------------
@@ -141,21 +137,11 @@ def _simulated_plain(runs: Runs) -> str:
     return f"{min(shares):.0%} to {max(shares):.0%}" if shares else ""
 
 
-def _no_simulation(_: Runs) -> str:
-    return ""
-
-
 # -- this host's cells -----------------------------------------------------------------------------
 
 
 def _loads(results: Results) -> list[Point]:
-    if "load" not in results.plan.axes:
-        return []
-    return sorted((p for _, p in results.plan.points("load") if results.at(p)), key=lambda p: p.load)
-
-
-def _pair(value: Comparison | None, show: Callable[[Comparison], str]) -> str:
-    return "" if value is None else show(value)
+    return [p for _, p in results.on("load")]
 
 
 def _times(value: float) -> str:
@@ -200,7 +186,8 @@ def _best_ratio(key: str) -> Callable[[Results], str]:
                 value = c.violations if key == "violations" else c.goodput
                 if math.isfinite(value.value):
                     found.append((value.value, point.id, _between(value)))
-        return f"{max(found)[2]} ({max(found)[1]})" if found else ""
+        _, where, ratio = max(found, default=(0.0, "", ""))
+        return f"{ratio} ({where})" if ratio else ""
 
     return cell
 
@@ -210,11 +197,13 @@ def _light_load(results: Results) -> str:
     if not points:
         return ""
 
-    def one(c: Comparison) -> str:
-        return f"`{c.policy}` {c.points.value:+.1f} points against {c.rival}: {c.verdict}"
-
     cells = [results.against_best(points[0], p) for p in dict.fromkeys((results.default, "adaserve"))]
-    return ", ".join(_pair(c, one) for c in cells if c is not None) + f" at load {points[0].load:g}"
+    told = (
+        f"`{c.policy}` {c.points.value:+.1f} points against {c.rival}: {c.verdict}"
+        for c in cells
+        if c is not None
+    )
+    return ", ".join(told) + f" at load {points[0].load:g}"
 
 
 def _most_accepted(results: Results) -> str:
@@ -254,12 +243,9 @@ def _baseline(results: Results) -> str:
 
 def _selection(results: Results) -> str:
     points = _loads(results)
-    o: Outcome | None = results.get(points[-1], results.default) if points else None
-    if o is None:
-        return ""
-    seconds = o.seconds()
-    busy = sum(v for k, v in seconds.items() if k != "prefill")
-    return f"{seconds.get('select', 0.0) / busy:.2%} of a decode iteration" if busy else ""
+    o = results.get(points[-1], results.default) if points else None
+    share = None if o is None else o.selection_share()
+    return "" if share is None else f"{share:.2%} of a decode iteration"
 
 
 def _idle_plugin(results: Results) -> str:
@@ -273,54 +259,41 @@ def _idle_plugin(results: Results) -> str:
 CLAIMS = (
     Claim(
         "Fewer SLO violations than the best baseline, largest ratio",
-        "up to 4.3x (EuroSys version, abstract)",
-        _simulated_ratio("priced", "violations"),
         _best_ratio("violations"),
+        _simulated_ratio("priced", "violations"),
+        "up to 4.3x (EuroSys version, abstract)",
     ),
     Claim(
-        "The same at the highest load",
-        "-",
-        _simulated_ratio("adaserve", "violations"),
-        _at_highest("violations"),
+        "The same at the highest load", _at_highest("violations"), _simulated_ratio("adaserve", "violations")
     ),
     Claim(
         "Goodput over the best baseline, largest ratio",
-        "up to 1.9x (EuroSys version, abstract)",
-        _simulated_ratio("priced", "token_goodput"),
         _best_ratio("goodput"),
+        _simulated_ratio("priced", "token_goodput"),
+        "up to 1.9x (EuroSys version, abstract)",
     ),
     Claim(
-        "The same at the highest load",
-        "-",
-        _simulated_ratio("adaserve", "token_goodput"),
-        _at_highest("goodput"),
+        "The same at the highest load", _at_highest("goodput"), _simulated_ratio("adaserve", "token_goodput")
     ),
-    Claim(
-        "Light load",
-        "loses to plain speculation",
-        _no_simulation,
-        _light_load,
-    ),
+    Claim("Light load", _light_load, paper="loses to plain speculation"),
     Claim(
         "Accepting more tokens is not attaining more",
-        "Spec(8) accepts most and attains least (Fig. 12)",
-        _no_simulation,
         _most_accepted,
+        paper="Spec(8) accepts most and attains least (Fig. 12)",
     ),
-    Claim("Violations of plain decoding, over the loads", "-", _simulated_plain, _plain_violations),
+    Claim("Violations of plain decoding, over the loads", _plain_violations, _simulated_plain),
     Claim(
         "Our policy against the published rules: fewer violations",
-        "-",
-        _simulated_between("priced", "adaserve"),
         _published,
+        _simulated_between("priced", "adaserve"),
     ),
-    Claim("Violations at the limit", "-", _simulated_limit, lambda _: ""),
+    Claim("Violations at the limit", simulator=_simulated_limit),
     Claim(
         "Unloaded latency per token",
-        "30 ms (Llama-3.1-70B), 28 ms (Qwen2.5-32B)",
-        lambda _: "30 ms",
         _baseline,
+        lambda _: "30 ms",
+        "30 ms (Llama-3.1-70B), 28 ms (Qwen2.5-32B)",
     ),
-    Claim("Selection", "-", _no_simulation, _selection),
-    Claim("`none` against SGLang without speculation", "-", _no_simulation, _idle_plugin),
+    Claim("Selection", _selection),
+    Claim("`none` against SGLang without speculation", _idle_plugin),
 )

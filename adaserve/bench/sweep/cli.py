@@ -161,43 +161,21 @@ def bench_sweep(
         if simulate is not None:
             replay(simulate, console)
             return
+        of_traces = None if traces is None else trace_files(traces)
         options = Options(
-            given={
-                "axes": axes,
-                "policies": policies,
-                "side_policies": side_policies,
-                "loads": loads,
-                "at": at,
-                "shares": shares,
-                "scales": scales,
-                "kinds": kinds,
-                "traces": None if traces is None else trace_files(traces),
-                "lengths": lengths,
-                "seeds": seeds,
-                "blocks": blocks,
-                "seconds": seconds,
-                "check_plain": check_plain,
-                "trace": trace,
-                "slo_config": slo_config,
-                "prompt_scale": prompt_scale,
-                "output_scale": output_scale,
-                "temperature": temperature,
-                "max_tokens": max_tokens,
-            },
+            given=dict(
+                axes=axes, policies=policies, side_policies=side_policies, loads=loads, at=at, shares=shares,
+                scales=scales, kinds=kinds, traces=of_traces, lengths=lengths, seeds=seeds, blocks=blocks,
+                seconds=seconds, check_plain=check_plain, trace=trace, slo_config=slo_config,
+                prompt_scale=prompt_scale, output_scale=output_scale, temperature=temperature,
+                max_tokens=max_tokens,
+            ),
             quick=quick,
-            server={"model": model, "draft": draft, "size": size},
-            config={
-                "cpu_weights": cpu_weights,
-                "max_depth": max_depth,
-                "budget": budget,
-            },
-            baseline_ms=baseline_ms,
-            capacity_rps=capacity,
-            minutes=minutes if hours is None else 60 * hours,
-            attempts=attempts,
-            out=out,
-            readme=readme,
-        )
+            server=dict(model=model, draft=draft, size=size),
+            config=dict(cpu_weights=cpu_weights, max_depth=max_depth, budget=budget),
+            baseline_ms=baseline_ms, capacity_rps=capacity,
+            minutes=minutes if hours is None else 60 * hours, attempts=attempts, out=out, readme=readme,
+        )  # fmt: skip
         if plan_only:
             show_plan(options, console)
             return

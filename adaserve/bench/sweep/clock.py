@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
-from adaserve.bench.sweep.plan import Case, SweepPlan
+from adaserve.bench.sweep.plan import SweepPlan
 
 _OVERHEAD_S = 12.0  # first guess: of a case, beyond its arrivals
 
@@ -21,13 +21,13 @@ class Clock:
     seen: int = 0
     case_end_s: float | None = None  # of the running case, as planned
     later_s: float = 0.0  # of what comes after it
-    note: str = ""
 
     def learn(self, planned_s: float, took_s: float) -> None:
         self.seen += 1
         self.overhead_s += (max(0.0, took_s - planned_s) - self.overhead_s) / self.seen
 
-    def expected_s(self, plan: SweepPlan, case: Case) -> float:
+    def expected_s(self, plan: SweepPlan) -> float:
+        """Of any case."""
         return plan.seconds + self.overhead_s
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +30,35 @@ AXIS_LABELS = {
 }
 
 
-def draw_all(results: Results, folder: Path) -> list[str]:
-    """Writes every figure that has results; returns their names."""
-    makers: list[tuple[str, Callable[[Results], Any]]] = [
-        ("attainment-load", lambda r: _against_x(r, "load")),
-        ("attainment-gate", lambda r: _against_x(r, "load", gated=True)),
-        ("objectives", _objectives),
-        ("attainment-kinds", _kinds),
-        ("attainment-share", lambda r: _against_x(r, "share")),
-        ("attainment-scale", lambda r: _against_x(r, "scale")),
-        ("violations-load", _violations),
-        ("accepted-tokens", _accepted),
-        ("peaks", _peaks),
-        ("time-breakdown", _breakdown),
-        ("ablation", _ablation),
+def draw_all(results: Results, folder: Path) -> dict[str, str]:
+    """Writes every figure that has results; returns their titles, by file name."""
+    makers: list[tuple[str, str, Callable[[Results], Any]]] = [
+        (
+            "attainment-load",
+            "Attainment of both SLOs, goodput and TTFT against request rate",
+            partial(_against_x, axis="load"),
+        ),
+        (
+            "attainment-gate",
+            "The same, with the same gate and prefills for all",
+            partial(_against_x, axis="load", gated=True),
+        ),
+        ("objectives", "Each SLO alone", _objectives),
+        ("attainment-kinds", "Other kinds of traffic", _kinds),
+        ("attainment-share", "Against the share of urgent requests", partial(_against_x, axis="share")),
+        ("attainment-scale", "Against the SLO of urgent requests", partial(_against_x, axis="scale")),
+        ("violations-load", "Violations per class", _violations),
+        ("accepted-tokens", "Accepted tokens per verification", _accepted),
+        ("peaks", "Classes that peak in turn", _peaks),
+        ("time-breakdown", "Where the time goes", _breakdown),
+        ("ablation", "All policies at the highest load", _ablation),
     ]
-    written = []
-    for name, make in makers:
+    titles = {}
+    for name, title, make in makers:
         figure = make(results)
         if figure is not None:
-            written.append(save(figure, folder / f"{name}.png").name)
-    return written
+            titles[save(figure, folder / f"{name}.png").name] = title
+    return titles
 
 
 def color_of(policy: str, number: int = 0) -> str:
@@ -72,7 +81,7 @@ def _curve(
     results: Results, axis: str, policy: str, of: Callable[[Outcome], Interval]
 ) -> tuple[list[float], list[Interval]]:
     x, y = [], []
-    for value, point in sorted(results.plan.points(axis), key=lambda pair: pair[0]):
+    for value, point in results.on(axis):
         outcome = results.get(point, policy)
         if outcome is not None:
             x.append(_x(axis, value, outcome))
@@ -86,7 +95,7 @@ def _x(axis: str, value: float, outcome: Outcome) -> float:
 
 def _against_x(results: Results, axis: str, gated: bool = False) -> Any:
     """Attainment of both SLOs, goodput, and what they cost in TTFT; systems as they are, or with our gate."""
-    policies = [p for p in results.policies(axis) if _shown(p, gated)] if axis in results.plan.axes else []
+    policies = [p for p in results.policies(axis) if _shown(p, gated)]
     if not policies or (gated and not any(p.endswith(GATE) for p in policies)):
         return None
     figure, (left, middle, right) = panels(3, width=4.6)
@@ -118,19 +127,14 @@ def _mean_ttft(outcome: Outcome) -> Interval:
 
 def _objectives(results: Results) -> Any:
     """Each SLO alone and both, against load, for systems as they are."""
-    policies = (
-        [p for p in results.policies("load") if _shown(p, False)] if "load" in results.plan.axes else []
-    )
+    policies = [p for p in results.policies("load") if _shown(p, False)]
     if not policies:
         return None
     titles = {"attained": "both", "met_tpot": "TPOT alone", "met_ttft": "TTFT alone"}
     figure, axes = panels(3, width=4.6)
     for ax, (objective, title) in zip(axes, titles.items(), strict=True):
+        share = partial(Outcome.attainment, objective=objective)
         for k, policy in enumerate(policies):
-
-            def share(outcome: Outcome, objective: str = objective) -> Interval:
-                return outcome.attainment(objective)
-
             _line(ax, policy, k, *_curve(results, "load", policy, share))
         ax.set(title=title, xlabel=AXIS_LABELS["load"], ylim=(0, 1.02))
         percent(ax.yaxis)
@@ -141,8 +145,7 @@ def _objectives(results: Results) -> Any:
 
 def _kinds(results: Results) -> Any:
     """Attainment by kind of traffic and by trace."""
-    points = [p for axis in ("kinds", "traces") if axis in results.plan.axes
-              for _, p in results.plan.points(axis) if results.at(p)]  # fmt: skip
+    points = [p for axis in ("kinds", "traces") for _, p in results.on(axis)]
     if not points:
         return None
     policies = list(dict.fromkeys(n for p in points for n in results.at(p)))
@@ -161,19 +164,14 @@ def _kinds(results: Results) -> Any:
 
 def _violations(results: Results) -> Any:
     """Violations per class against load."""
-    policies = results.policies("load") if "load" in results.plan.axes else []
+    policies = results.policies("load")
     names = sorted({n for o in results.outcomes.values() for n in o.class_attainment()})
     if not policies or not names:
         return None
     figure, axes = panels(len(names), width=4.2)
     for ax, name in zip(axes, names, strict=True):
         for k, policy in enumerate(policies):
-
-            def missed(outcome: Outcome, name: str = name) -> Interval:
-                value = 1.0 - outcome.class_attainment().get(name, math.nan)
-                return Interval(value)
-
-            _line(ax, policy, k, *_curve(results, "load", policy, missed))
+            _line(ax, policy, k, *_curve(results, "load", policy, partial(_missed, name=name)))
         ax.set(title=name, xlabel=AXIS_LABELS["load"], ylim=(-0.02, 1.02))
         percent(ax.yaxis)
     axes[0].set_ylabel("SLO violations")
@@ -181,11 +179,15 @@ def _violations(results: Results) -> Any:
     return figure
 
 
+def _missed(outcome: Outcome, name: str) -> Interval:
+    return Interval(1.0 - outcome.class_attainment().get(name, math.nan))
+
+
 def _accepted(results: Results) -> Any:
     """Tokens per request and verification, and nodes of the verified trees, against load."""
-    policies = [p for p in results.policies("load") if p != PLAIN] if "load" in results.plan.axes else []
-    if not any(results.get(p, n) and _server(results.get(p, n), "tokens_per_verification") is not None
-               for _, p in results.plan.points("load") for n in policies):  # fmt: skip
+    policies = [p for p in results.policies("load") if p != PLAIN]
+    drafted = [o for _, p in results.on("load") for n, o in results.at(p).items() if n in policies]
+    if all(o.served("tokens_per_verification") is None for o in drafted):
         return None
     figure, axes = panels(2)
     for ax, key, label in zip(
@@ -195,28 +197,22 @@ def _accepted(results: Results) -> Any:
         strict=True,
     ):
         for k, policy in enumerate(policies):
-
-            def mean(outcome: Outcome, key: str = key) -> Interval:
-                return Interval(_server(outcome, key) or math.nan)
-
-            _line(ax, policy, k, *_curve(results, "load", policy, mean))
+            _line(ax, policy, k, *_curve(results, "load", policy, partial(_served, key=key)))
         ax.set(xlabel=AXIS_LABELS["load"], ylabel=label)
     legend(figure, axes[0])
     return figure
 
 
-def _server(outcome: Outcome | None, key: str) -> float | None:
-    return None if outcome is None else outcome.served(key)
+def _served(outcome: Outcome, key: str) -> Interval:
+    return Interval(outcome.served(key) or math.nan)
 
 
 def _peaks(results: Results) -> Any:
     """Arrivals and attainment over time while the classes peak in turn: `none`, the best baseline, ours."""
-    if "peaks" not in results.plan.axes:
+    if not (found := results.on("peaks")):
         return None
-    point = results.plan.points("peaks")[0][1]
+    point = found[0][1]
     here = results.at(point)
-    if not here:
-        return None
     rival = results.against_best(point, results.default)
     names = (PLAIN, rival.rival if rival else PLAIN, results.default)
     shown = [n for n in dict.fromkeys(names) if n in here]
@@ -257,10 +253,8 @@ def _timeline(results: Results, point: Point, policy: str, ax: Any, arrivals: bo
 
 def _busiest(results: Results) -> Point | None:
     """The point of the highest load on the load axis that has results."""
-    found = (
-        [p for _, p in results.plan.points("load") if results.at(p)] if "load" in results.plan.axes else []
-    )
-    return max(found, key=lambda p: p.load, default=None)
+    found = results.on("load")
+    return found[-1][1] if found else None
 
 
 def _breakdown(results: Results) -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.console import Console
 
 from adaserve.bench.client import Ask, send, stream
 from adaserve.bench.servers import running
@@ -44,8 +43,8 @@ class Host:
     """Starts the servers that blocks need, and leaves them up: one that sleeps costs nothing, and turns of
     seconds leave no time for starting. A context manager: what runs at the end is stopped."""
 
-    def __init__(self, spec: ServerSpec, work: Path, console: Console) -> None:
-        self._spec, self._work, self._console = spec, work, console
+    def __init__(self, spec: ServerSpec, work: Path) -> None:
+        self._spec, self._work = spec, work
         self._open = ExitStack()  # what runs
         self._servers: dict[str, _Running] = {}  # by System.server
         self.starts = 0
@@ -70,7 +69,7 @@ class Host:
         self._set(server, wanted)
         if wanted.name not in server.warm:
             asks = [a if wanted.policy else a.plain() for a in warm_up]
-            burst(server.process, asks, WARM_RUNNING)
+            send(server.process.url, asks, WARM_RUNNING)
             server.warm.add(wanted.name)
             self._drain(server)
         return server.process
@@ -102,7 +101,7 @@ class Host:
             spec = replace(spec, extra=(*spec.extra, "--enable-priority-scheduling"))
         self.starts += 1
         log = self._work / f"server-{self.starts}-{wanted.server}.log"
-        process = self._open.enter_context(running(spec, log, self._console, {REPLAY_ENV: "1"}))
+        process = self._open.enter_context(running(spec, log, env={REPLAY_ENV: "1"}))
         started = self._servers[wanted.server] = _Running(process)
         return started
 
@@ -129,13 +128,6 @@ def report_of(server: ServerProcess) -> dict[str, Any] | None:
         return None
 
 
-def burst(server: ServerProcess, asks: Sequence[Ask], at_once: int) -> float:
-    """Sends all requests, ``at_once`` of them at any time; returns the seconds that it took."""
-    start_s = time.perf_counter()
-    send(server.url, asks, at_once)
-    return time.perf_counter() - start_s
-
-
 def unloaded(
     server: ServerProcess,
     texts: Sequence[str],
@@ -149,7 +141,9 @@ def unloaded(
 
 def saturated_rps(server: ServerProcess, asks: Sequence[Ask]) -> float:
     """Requests/s that are served when enough of them wait at any time."""
-    return len(asks) / burst(server, asks, CAPACITY_RUNNING)
+    start_s = time.perf_counter()
+    send(server.url, asks, CAPACITY_RUNNING)
+    return len(asks) / (time.perf_counter() - start_s)
 
 
 def prefill_time(server: ServerProcess, texts: Sequence[tuple[str, int]]) -> PrefillTime:

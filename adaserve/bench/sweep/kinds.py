@@ -11,7 +11,7 @@ from itertools import cycle
 
 import numpy as np
 
-from adaserve.bench.repetition import repetitive
+from adaserve.bench.repetition import OF_CLASS, repetitive
 from adaserve.slo.trace import TraceRow
 
 TURNS = 3
@@ -20,7 +20,6 @@ LONG_TOKENS = (512, 1280)
 """Prompt tokens of a long request are drawn evenly from this range, in logarithms."""
 MOST_CONTEXT = 1792
 """Tokens that a conversation may grow to: the embedded pair holds 2,048."""
-_REPEATS: Mapping[str, str] = {"coding": "edits", "chat": "turns", "summarization": "templates"}
 
 Rows = Sequence[TraceRow]
 
@@ -45,10 +44,10 @@ def repetition(rows: Rows, rng: np.random.Generator) -> list[TraceRow]:
     """Prompts whose answers repeat them: edits of a file, quoting turns, filled templates."""
     per_token = sum(len(r.text or "") for r in rows) / max(1, sum(r.prompt_tokens for r in rows))
     seed = int(rng.integers(1 << 31))
-    texts = {kind: cycle(repetitive((kind,), len(rows), seed)) for kind in _REPEATS.values()}
+    texts = {kind: cycle(repetitive((kind,), len(rows), seed)) for kind in OF_CLASS.values()}
     done = []
     for row in rows:
-        text = str(next(texts[_REPEATS.get(row.slo_class or "", "edits")]).prompt)
+        text = str(next(texts[OF_CLASS.get(row.slo_class or "", "edits")]).prompt)
         done.append(replace(row, text=text, prompt_tokens=max(1, round(len(text) / per_token))))
     return done
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import io
 import os
 import shutil
 import signal
@@ -109,11 +107,7 @@ def run_case(
     answers = settled(list(iter_records(work)), traffic.rows)
     shutil.rmtree(work, ignore_errors=True)
     line = {
-        "id": case.id,
-        "point": case.point.id,
-        "policy": case.policy,
-        "seed": case.seed,
-        "block": case.block,
+        **case.names,
         "status": "timeout" if rang else "ok",
         "error": f"ended after {traffic.limit_s:.0f} s" if rang else None,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -196,16 +190,6 @@ def case_figures(answers: Sequence[RequestRecord]) -> dict[str, Any]:
 
 def _kept(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {k: summary[k] for k in _KEPT}
-
-
-def write_records(path: Path, answers: Sequence[RequestRecord]) -> None:
-    """Gzipped JSONL without gaps between chunks; equal records give equal bytes."""
-    lines = "".join(replace(r, itl_ms=[]).to_json() + "\n" for r in answers)
-    packed = io.BytesIO()
-    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as f:
-        f.write(lines.encode())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(packed.getvalue())
 
 
 Report = Mapping[str, Any]

@@ -81,6 +81,12 @@ class Case:
     def id(self) -> str:
         return f"{self.point.id}.{self.policy}.s{self.seed}.b{self.block}"
 
+    @property
+    def names(self) -> dict[str, Any]:
+        """What its line of ``cases.jsonl`` begins with."""
+        ids = {"id": self.id, "point": self.point.id}
+        return ids | {"policy": self.policy, "seed": self.seed, "block": self.block}
+
 
 @dataclass(frozen=True)
 class SweepPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,6 @@ _MOST_SHOWN = 1000.0
 _TIMES = (
     "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms",
 )  # fmt: skip
-
-_TITLES = {
-    "attainment-load.png": "Attainment of both SLOs, goodput and TTFT against request rate",
-    "attainment-gate.png": "The same, with the same gate and prefills for all",
-    "objectives.png": "Each SLO alone",
-    "attainment-kinds.png": "Other kinds of traffic",
-    "attainment-share.png": "Against the share of urgent requests",
-    "attainment-scale.png": "Against the SLO of urgent requests",
-    "violations-load.png": "Violations per class",
-    "accepted-tokens.png": "Accepted tokens per verification",
-    "peaks.png": "Classes that peak in turn",
-    "time-breakdown.png": "Where the time goes",
-    "ablation.png": "All policies at the highest load",
-}
 
 
 def write_all(store: Store, readme: Path | None, console: Console) -> list[str]:
@@ -152,7 +138,7 @@ def _times(v: Interval) -> str:
     return f"{v.value:.2f}x{_brackets(v, '.2f')}"
 
 
-def _page(results: Results, figures: Sequence[str]) -> str:
+def _page(results: Results, figures: Mapping[str, str]) -> str:
     """``README.md`` of the folder: what was run, the verdicts, the numbers, the figures."""
     head = results.head
     every = {c.id for c in (*results.plan.cases(), *results.plan.check_cases())}
@@ -181,7 +167,7 @@ def _page(results: Results, figures: Sequence[str]) -> str:
         *_published(results),
         *_stock(results),
         "## Figures",
-        *(f"### {_TITLES[name]}\n\n![{_TITLES[name]}]({name})" for name in figures),
+        *(f"### {title}\n\n![{title}]({name})" for name, title in figures.items()),
         "## Numbers",
         *(
             f"### {_point_title(results, p)}\n\n{_numbers(results, p)}\n\n{_times_table(results, p)}"
@@ -339,7 +325,7 @@ def _numbers(results: Results, point: Point) -> str:
                 *(f"{100 * by_class.get(n, math.nan):.0f}" for n in names),
                 f"{g.value:.0f}",
                 *(_number(o.served(k), 2) for k in ("tokens_per_verification", "tree_nodes", "depth")),
-                _select_share(o.seconds()),
+                "-" if (share := o.selection_share()) is None else f"{share:.2%}",
             )
         )
     return markdown.table(
@@ -364,11 +350,6 @@ def _times_table(results: Results, point: Point) -> str:
         rows.append(cells)
     late = [f"p99 {n}" for n in names]
     return markdown.table(("system", "TPOT ms", *late, "TTFT ms", *late), rows)
-
-
-def _select_share(seconds: dict[str, float]) -> str:
-    busy = sum(v for k, v in seconds.items() if k != "prefill")
-    return f"{seconds.get('select', 0.0) / busy:.2%}" if busy else "-"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -15,10 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from adaserve.bench.busy import BUSY, SLOW
 from adaserve.bench.client import Ask, batch
+from adaserve.bench.jsonl import write_records
 from adaserve.bench.sweep import host as hosts
 from adaserve.bench.sweep.clock import Clock, LeftColumn
 from adaserve.bench.sweep.host import Host
-from adaserve.bench.sweep.measure import host_load, run_case, write_records
+from adaserve.bench.sweep.measure import host_load, run_case
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
 from adaserve.bench.sweep.requests import Requests, load_workload
@@ -78,7 +79,7 @@ class Sweep:
         )
         with (
             Progress(*columns, console=self.console, refresh_per_second=1, transient=True) as bar,
-            Host(self.spec, self.store.work, Console(quiet=True)) as host,
+            Host(self.spec, self.store.work) as host,
         ):
             self.bar, self.host = bar, host
             self.task = bar.add_task("starting", total=len(self.plan.blocks_in_order()))
@@ -210,7 +211,7 @@ class Sweep:
             if not self._in_time(case):
                 self._say(f"time is up: {len(missing) - k} blocks are left for another call")
                 return
-            self._plan_ahead(case, missing[k + 1 :])
+            self._plan_ahead(case, len(missing) - k - 1)
             if self._one(case):
                 in_a_row = 0
             elif (in_a_row := in_a_row + 1) == _FAILURES_IN_A_ROW:
@@ -225,18 +226,19 @@ class Sweep:
     def _in_time(self, case: Case) -> bool:
         if self.deadline_s is None:
             return True
-        later_s = 0.0 if case.policy == STOCK else self._check_s(case)
-        return time.monotonic() + self.clock.expected_s(self.plan, case) + later_s < self.deadline_s
+        return time.monotonic() + self.clock.expected_s(self.plan) + self._check_s(case) < self.deadline_s
 
     def _check_s(self, case: Case) -> float:
-        """How long the rest of the comparison with SGLang will take."""
-        return _IDLE_S + 2 * self.clock.expected_s(self.plan, case) if self._check_missing() else 0.0
+        """How long the comparison with SGLang will take after a case; 0 where that is part of it, or done."""
+        if case.policy == STOCK or not self._check_missing():
+            return 0.0
+        return _IDLE_S + 2 * self.clock.expected_s(self.plan)
 
-    def _plan_ahead(self, case: Case, later: Sequence[Case]) -> None:
-        self.clock.case_end_s = time.monotonic() + self.clock.expected_s(self.plan, case)
-        self.clock.later_s = sum(self.clock.expected_s(self.plan, c) for c in later)
-        if case.policy != STOCK:
-            self.clock.later_s += self._check_s(case)
+    def _plan_ahead(self, case: Case, later: int) -> None:
+        """``later``: cases after this one."""
+        expected_s = self.clock.expected_s(self.plan)
+        self.clock.case_end_s = time.monotonic() + expected_s
+        self.clock.later_s = later * expected_s + self._check_s(case)
 
     def _one(self, case: Case) -> bool:
         """Measures a block; a failure is recorded and the servers are started anew for the next one."""
@@ -249,11 +251,7 @@ class Sweep:
             self.last_error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self.store.add(
                 {
-                    "id": case.id,
-                    "point": case.point.id,
-                    "policy": case.policy,
-                    "seed": case.seed,
-                    "block": case.block,
+                    **case.names,
                     "status": "failed",
                     "error": self.last_error,
                     "started": datetime.now(UTC).isoformat(timespec="seconds"),

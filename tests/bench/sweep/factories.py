@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from adaserve.bench.sweep.measure import case_figures, write_records
+from adaserve.bench.jsonl import write_records
+from adaserve.bench.sweep.measure import case_figures
 from adaserve.bench.sweep.plan import Case, SweepPlan
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import family, with_length
@@ -57,11 +58,7 @@ def request(
 
 def case_line(case: Case, records: list[RequestRecord], status: str = "ok") -> dict[str, Any]:
     return {
-        "id": case.id,
-        "point": case.point.id,
-        "policy": case.policy,
-        "seed": case.seed,
-        "block": case.block,
+        **case.names,
         "setting": case.policy if family(case.policy) is None else with_length(case.policy, 4),
         "attempts": 1,
         "others": 0.01,

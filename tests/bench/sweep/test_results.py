@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from adaserve.bench.jsonl import write_records
 from adaserve.bench.sweep import claims
 from adaserve.bench.sweep.aggregate import Block, Comparison, Interval, Outcome, Results, compare, together
 from adaserve.bench.sweep.claims import BEGIN, END, fill_readme, simulated
-from adaserve.bench.sweep.measure import server_figures, settled, write_records
+from adaserve.bench.sweep.measure import server_figures, settled
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.report import summary, write_all
 from adaserve.slo.metrics import RequestRecord
@@ -49,6 +50,14 @@ def test_attainment_and_goodput_are_those_of_the_records(store) -> None:  # type
     assert outcome.attainment().value == pytest.approx(len(met) / len(records))
     duration_s = sum(c["duration_s"] for c in outcome.cases)
     assert outcome.goodput().value == pytest.approx(sum(r.output_tokens for r in met) / duration_s)
+
+
+def test_an_axis_is_what_was_measured_of_it_in_ascending_order(tmp_path: Path) -> None:
+    """An axis that is not in the plan has nothing, though others may share a point with it."""
+    plan = replace(PLAN, axes=("load",), loads=(0.6, 0.3, 1.0), seeds=(0,), blocks=1)
+    results = Results(finished_sweep(tmp_path / "s", plan, tpot_ms))
+    assert [x for x, _ in results.on("load")] == [0.3, 0.6, 1.0]
+    assert results.on("share") == [] == results.policies("share")
 
 
 def test_percentiles_are_of_all_requests_of_a_class_and_counters_of_all_iterations(tmp_path: Path) -> None:
