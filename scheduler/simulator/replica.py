@@ -11,7 +11,7 @@ import numpy as np
 
 from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.interface import FloatArray, IntArray
-from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.latency import LatencyModel, StepCost
 from adaserve.scheduler.prefill import (
     PrefillConfig,
     PrefillPlan,
@@ -40,6 +40,7 @@ class ReplicaConfig:
     prefill_mode: PrefillMode = "mixed"
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     exclusive_tokens: int = 4096  # largest separate prefill forward
+    prefill_cost: StepCost | None = None  # of separate prefill forwards of both models; None = as others
     noise: float = 0.03  # standard deviation of log seconds
     row_overhead_s: float = 0.0  # per iteration and running request, whose tokens are streamed
     lag: bool = False  # overlap schedule: an outcome is observed after the next plan
@@ -124,7 +125,12 @@ class Replica(ABC):
 
     def _prefill(self, tokens: int) -> None:
         """A forward of its own."""
-        seconds = self._noisy(self.config.latency.verify_s(tokens) + self._draft_prefill_s())
+        cost = self.config.prefill_cost
+        if cost is None:
+            alone_s = self.config.latency.verify_s(tokens) + self._draft_prefill_s()
+        else:
+            alone_s = float(cost.alone(np.array([float(tokens)]))[0])
+        seconds = self._noisy(alone_s)
         self.now_s += seconds
         self._decodes, self._spent_s = 0, self._spent_s + seconds
 
@@ -258,6 +264,8 @@ def chunk_costs(config: ReplicaConfig, drafts: bool, beside: int) -> tuple[IntAr
     both rising."""
     latency = config.latency
     sizes = np.unique(np.linspace(1, config.prefill.chunk_tokens, 64).astype(np.int64))
+    if config.prefill_cost is not None and not beside:
+        return sizes, np.maximum.accumulate(config.prefill_cost.alone(sizes.astype(np.float64)))
     seconds = latency.verify_s(beside + sizes.astype(np.float64))
     if beside:
         seconds -= latency.verify_s(float(beside))
