@@ -46,8 +46,7 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
         return original(self, running_batch)
     running = _decoding(self, running_batch)
     spare = _spare_slots(self, running_batch)
-    in_the_way = running or self.chunked_req is not None
-    if not in_the_way or not _something_waits(self, running_batch) or spare <= 0:
+    if not _something_waits(self, running_batch) or spare <= 0:
         return original(self, running_batch)
     most_tokens = self.chunked_prefill_size or self.max_prefill_tokens
     plan = worker.prefill.plan(

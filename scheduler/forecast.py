@@ -16,6 +16,7 @@ from adaserve.scheduler.interface import Context, FloatArray, IterationOutcome
 from adaserve.scheduler.latency import Latency
 from adaserve.scheduler.prefill import (
     GATE_CLAIM,
+    STARTING_ITERATIONS,
     PrefillConfig,
     Pressure,
     WaitingBatch,
@@ -129,7 +130,7 @@ def predicted_wait_s(
     plan = plan_prefill(config, waiting, n, now_s, pressure)
     if last not in plan.order:
         claim_s = (work_s + float(waiting.prompt_left[last]) * token_s) / GATE_CLAIM
-        latest_s = float(aims[last]) - now_s - config.most_decodes * pressure.period_s - claim_s
+        latest_s = float(aims[last]) - now_s - STARTING_ITERATIONS * pressure.period_s - claim_s
         if config.lost_every_s is not None and math.isinf(waiting.ttft_slo_s[last]):
             latest_s = math.inf
         wait_s = max(wait_s, min(latest_s, float(finish_s[min(int(ahead.sum()), n - 1)]) if n else 0.0))

@@ -29,11 +29,11 @@ LOST_EVERY_S = 4.0
 LATER_S = 1e6
 """More than any wait, so that it comes after all others."""
 
-GATE_FREE = 2
-"""The gate lets this many requests run, whatever it costs them."""
-
-GATE_CLAIM = 0.25
+GATE_CLAIM = 0.6
 """A prompt starts anyway when its prefill needs this share of the time that is left."""
+
+STARTING_ITERATIONS = 12
+"""Iterations that pass between the decision that a prompt starts and its first token, beyond its prefill."""
 
 HORIZON_TOKENS = 32
 """How far ahead a request's pace is trusted."""
@@ -98,6 +98,22 @@ class WaitingBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Stakes:
+    """What running requests would lose if others joined; arrays of shape [m], for those m whose TPOT SLO can
+    still be met."""
+
+    left_s: FloatArray  # until the last token is due
+    iterations: FloatArray  # until it comes
+    cycle_s: FloatArray  # [k + 1], of an iteration with 0, 1, ..., k more requests
+
+    def headroom(self, joining: int, reading_s: float) -> float:
+        """The time left until the last token is due over the time that it needs, least over the requests, if
+        ``joining`` more of them run and their prompts take ``reading_s``; inf if nothing is at stake."""
+        cycle_s = float(self.cycle_s[min(joining, len(self.cycle_s) - 1)])
+        return float(np.min(self.left_s / (self.iterations * cycle_s + reading_s), initial=np.inf))
+
+
+@dataclass(frozen=True, slots=True)
 class Pressure:
     """What prefills would cost the decoding requests; input of ``pacing="slack"`` and of the gate."""
 
@@ -107,7 +123,7 @@ class Pressure:
     seconds: FloatArray  # [k] predicted seconds of a prefill of that many tokens, rising
     decodes: int = 0  # decode iterations since the last chunk
     spent_s: float = 0.0  # seconds of prefill since the last decode iteration
-    room: FloatArray | None = None  # as ``room_to_join`` gives it; None = not known, the gate is open
+    stakes: Stakes | None = None  # None = not known, the gate is open
     lost_wait_s: float = np.inf  # seconds since a lost prompt was started for having waited longest
 
 
@@ -126,37 +142,27 @@ class PrefillPlan:
     reserved: int = 0
 
 
-def room_to_join(
-    tpot_slo_s: FloatArray, pace: FloatArray, period_s: float, growth_s: FloatArray, alone_s: float
-) -> FloatArray:
-    """Headroom G of the tightest SLO if 1, 2, ..., k more requests joined, [k]; inf if nothing is at stake.
-
-    G = SLO x tokens per iteration / time per iteration, least over running requests (``tpot_slo_s``, ``pace``
-    [n]). ``growth_s`` [k]: seconds by which an iteration gets longer. An SLO that a request could not meet
-    even alone (``alone_s``: seconds of such an iteration) holds nobody back.
-    """
-    need_s = tpot_slo_s * pace
-    need_s = need_s[need_s > alone_s]
-    least_s = float(np.min(need_s, initial=np.inf))
-    room: FloatArray = least_s / np.maximum(period_s + growth_s, 1e-9)
-    return room
-
-
-def predicted_room(
+def stakes_of(
     latency: Latency,
-    tpot_slo_s: FloatArray,
-    pace: FloatArray,
-    period_s: float,
+    running: RunningBatch,
+    now_s: float,
+    pace: float,
+    cycle_s: float,
     verified: float,
     joining: int,
-) -> FloatArray:
-    """``room_to_join`` for 1 to ``joining`` requests, each with as many verify tokens as the others have.
+) -> Stakes:
+    """What is at stake if up to ``joining`` requests join, each with as many verify tokens as others have.
 
-    ``verified``: tokens of a verification now; 0 = not known, roots alone."""
-    n = len(tpot_slo_s)
-    load = (verified or float(n)) * (1.0 + np.arange(joining + 1) / n)
-    seconds = latency.verify_s(load)
-    return room_to_join(tpot_slo_s, pace, period_s, seconds[1:] - seconds[0], latency.iteration_s(1, 0, 1, 1))
+    ``pace``: tokens per request and iteration. ``cycle_s``: seconds of an iteration now, prefills in between
+    included. ``verified``: tokens of a verification; 0 = not known, roots alone. An SLO that a request could
+    not meet even alone from now on holds nobody back."""
+    n = len(running)
+    seconds = latency.verify_s((verified or float(n)) * (1.0 + np.arange(joining + 1) / n))
+    ahead = running.tokens_ahead.astype(np.float64)
+    due_s = running.decode_start_s + running.tpot_slo_s * (running.decoded_tokens + ahead)
+    left_s, iterations = due_s - now_s, ahead / pace
+    at_stake = np.isfinite(left_s) & (left_s > iterations * latency.iteration_s(1, 0, 1, 1))
+    return Stakes(left_s[at_stake], iterations[at_stake], cycle_s + seconds - seconds[0])
 
 
 def stall_slack(
@@ -328,28 +334,25 @@ def held_back(
     config: PrefillConfig,
     waiting: WaitingBatch,
     order: IntArray,
-    n_running: int,
     pressure: Pressure,
     now_s: float,
 ) -> BoolArray:
     """Prompts that must not start yet, or a running one would miss its SLO, [len(order)].
 
-    Iterations get longer with every request that joins, so with too many of them nobody meets a tight SLO.
-    Serving fewer at a time does the same work and costs only TTFT. So a prompt waits while the tightest
-    running SLO has less than ``gate`` headroom, until its prefill and those before it would need
-    ``GATE_CLAIM`` of the time that is left until its aim (its TTFT SLO, or ``patience_s``). While fewer than
-    ``GATE_FREE`` requests would run without it, it need not wait.
+    Running requests stand still while a prompt is read, and iterations get longer with every request that
+    joins, so with too many of them nobody meets a tight SLO. Serving fewer at a time does the same work and
+    costs only TTFT. So a prompt waits while the tightest running SLO would have less than ``gate`` headroom,
+    until its prefill and those before it would need ``GATE_CLAIM`` of the time that is left until its aim
+    (its TTFT SLO, or ``patience_s``).
 
     Where ``lost_every_s`` is set, a prompt must not make others miss their SLO for the sake of its own: it
     starts only with the headroom of ``LEAST_HEADROOM``, else it waits on, and once it is lost it waits for
     ``gate`` again. One without a TTFT SLO loses nothing by waiting, so it always waits for ``gate``.
     """
     held = np.zeros(len(order), np.bool_)
-    room = pressure.room
-    if config.gate is None or room is None:
+    if config.gate is None or pressure.stakes is None:
         return held
-    # A few iterations pass between a decision and the first token.
-    left_s = aims_s(config, waiting)[order] - now_s - config.most_decodes * pressure.period_s
+    left_s = aims_s(config, waiting)[order] - now_s - STARTING_ITERATIONS * pressure.period_s
     work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
     can_wait = work_s < GATE_CLAIM * left_s
     least = np.zeros(len(order))
@@ -358,11 +361,13 @@ def held_back(
         least[:] = min(1.0, LEAST_HEADROOM + HEADROOM_PER_LATE * int(np.count_nonzero(late)))
         can_wait |= (late | ~np.isfinite(waiting.ttft_slo_s))[order]
     least = np.where(waiting.started[order], 0.0, np.where(can_wait, config.gate, least))
-    joining = int(np.count_nonzero(least == 0.0))
+    alone_s = prefill_s(waiting.prompt_left[order], pressure)
+    joining, reading_s = int(np.count_nonzero(least == 0.0)), float(alone_s[least == 0.0].sum())
     for i in np.flatnonzero(least).tolist():
-        is_free = n_running + joining < GATE_FREE
-        held[i] = not is_free and room[min(joining, len(room) - 1)] < least[i]
-        joining += not held[i]
+        with_it_s = reading_s + float(alone_s[i])
+        held[i] = pressure.stakes.headroom(joining + 1, with_it_s) < least[i]
+        if not held[i]:
+            joining, reading_s = joining + 1, with_it_s
     return held
 
 
@@ -409,7 +414,7 @@ def plan_prefill(
     overdue = None
     if pressure is not None and n_running:
         overdue = most_overdue(config, waiting, order, pressure, now_s)
-        held = held_back(config, waiting, order, n_running, pressure, now_s)
+        held = held_back(config, waiting, order, pressure, now_s)
         order = order[~held | (order == overdue)]
         if overdue is not None:
             order = order[np.argsort((order != overdue) & ~waiting.started[order], kind="stable")]

@@ -16,7 +16,7 @@ from adaserve.patches.served_worker import Load
 from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.forecast import predicted_wait_s
 from adaserve.scheduler.interface import FloatArray
-from adaserve.scheduler.prefill import WaitingBatch
+from adaserve.scheduler.prefill import WaitingBatch, prefill_s
 from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS, SLO, SLOConfig
 from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.ledger import SLOLedger
@@ -52,10 +52,12 @@ class Forecaster:
         """Makes a forecast and publishes it."""
         self._made_s, self._idle = now_s, not (load.running or load.joining)
         situation, finish_s = self._situation(load, now_s)
-        room = situation.pressure.room
+        stakes, rows = situation.pressure.stakes, situation.queue.prompt_left
         open_to = 1.0
-        if load.paced and situation.rule.gate is not None and room is not None:
-            open_to = min(1.0, float(room[-1]) / situation.rule.gate)
+        if load.paced and situation.rule.gate is not None and stakes is not None:
+            left = np.append(rows, round(self._prompt_tokens.value))
+            reading_s = float(prefill_s(left, situation.pressure).sum())
+            open_to = min(1.0, stakes.headroom(len(left), reading_s) / situation.rule.gate)
         told = {}
         for name in self._classes.labels:
             slo = self._slo(name)

@@ -30,7 +30,7 @@ from adaserve.scheduler.prefill import (
     Pressure,
     WaitingBatch,
     plan_prefill,
-    predicted_room,
+    stakes_of,
     stall_slack,
 )
 from adaserve.slo.classes import ANONYMOUS
@@ -252,13 +252,12 @@ class PrefillPacer:
         pace = np.array([self._pace.get(rid, self._mean_pace.value) for rid in batch.rids])
         period_s = self._period_s.value or self._costs.iteration_s(n, 0, 1, n)
         slack = stall_slack(batch, now_s, pace, period_s)
-        room = None
+        stakes = None
         if self._gate is not None and len(batch):
-            usual, cycle_s = np.full(len(batch), self._mean_pace.value), self._cycle_s.value or period_s
-            slos, verified = batch.tpot_slo_s, self._verified.value
-            room = predicted_room(self._costs, slos, usual, cycle_s, verified, joining)
+            usual, cycle_s = self._mean_pace.value, self._cycle_s.value or period_s
+            stakes = stakes_of(self._costs, batch, now_s, usual, cycle_s, self._verified.value, joining)
         lost_wait_s = now_s - self._lost_at_s
-        return Pressure(slack, period_s, *chunks, self._decodes, self._spent_s, room, lost_wait_s)
+        return Pressure(slack, period_s, *chunks, self._decodes, self._spent_s, stakes, lost_wait_s)
 
     def _waiting(self, reqs: Sequence[Any], started: Any | None) -> WaitingBatch:
         aims = [self._aim(r) for r in reqs]

@@ -11,13 +11,13 @@ import numpy as np
 
 from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.interface import FloatArray, IntArray
-from adaserve.scheduler.latency import LatencyModel
+from adaserve.scheduler.latency import LatencyModel, StepCost
 from adaserve.scheduler.prefill import (
     PrefillConfig,
     PrefillPlan,
     Pressure,
     plan_prefill,
-    predicted_room,
+    stakes_of,
     stall_slack,
 )
 from adaserve.scheduler.simulator.rows import Rows
@@ -40,6 +40,7 @@ class ReplicaConfig:
     prefill_mode: PrefillMode = "mixed"
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     exclusive_tokens: int = 4096  # largest separate prefill forward
+    prefill_cost: StepCost | None = None  # of separate prefill forwards of both models; None = as others
     noise: float = 0.03  # standard deviation of log seconds
     row_overhead_s: float = 0.0  # per iteration and running request, whose tokens are streamed
     lag: bool = False  # overlap schedule: an outcome is observed after the next plan
@@ -124,7 +125,12 @@ class Replica(ABC):
 
     def _prefill(self, tokens: int) -> None:
         """A forward of its own."""
-        seconds = self._noisy(self.config.latency.verify_s(tokens) + self._draft_prefill_s())
+        cost = self.config.prefill_cost
+        if cost is None:
+            alone_s = self.config.latency.verify_s(tokens) + self._draft_prefill_s()
+        else:
+            alone_s = float(cost.alone(np.array([float(tokens)]))[0])
+        seconds = self._noisy(alone_s)
         self.now_s += seconds
         self._decodes, self._spent_s = 0, self._spent_s + seconds
 
@@ -173,26 +179,26 @@ class Replica(ABC):
         self.done.append(request)
 
     def _plan_prefill(self, looked: list[SimRequest]) -> PrefillPlan:
-        pace = np.full(len(self.rows), max(1.0, self._pace.value))
+        pace = max(1.0, self._pace.value)
         config = self.config.prefill
         wanted = config.pacing == "slack" or config.gate is not None
         pressure = self._pressure(pace, len(looked)) if wanted and len(self.rows) else None
         return plan_prefill(config, waiting_batch(looked), len(self.rows), self.now_s, pressure)
 
-    def _pressure(self, pace: FloatArray, joining: int) -> Pressure:
+    def _pressure(self, pace: float, joining: int) -> Pressure:
         """What chunks would cost the running requests: alone, or riding in their verification (mixed)."""
         config, latency, n = self.config.prefill, self.config.latency, len(self.rows)
         beside = n if self.config.prefill_mode == "mixed" else 0
         sizes, seconds = chunk_costs(self.config, self._drafts, beside)
         period_s = self._iteration_s.value or latency.iteration_s(n, 0, 1, n)
         running = self.rows.batch(None, 0)
-        slack = stall_slack(running, self.now_s, pace, period_s)
-        room = None
+        slack = stall_slack(running, self.now_s, np.full(n, pace), period_s)
+        stakes = None
         if config.gate is not None:
             cycle_s, verified = self._period_s.value or period_s, self._verified.value
-            room = predicted_room(latency, self.rows.slo, pace, cycle_s, verified, joining)
+            stakes = stakes_of(latency, running, self.now_s, pace, cycle_s, verified, joining)
         lost_wait_s = self.now_s - self._lost_at_s
-        return Pressure(slack, period_s, sizes, seconds, self._decodes, self._spent_s, room, lost_wait_s)
+        return Pressure(slack, period_s, sizes, seconds, self._decodes, self._spent_s, stakes, lost_wait_s)
 
     def _finish_prefill(self, chunk: Chunk) -> None:
         ready = [r for r, _ in chunk if r.prefilled >= r.prompt_tokens]
@@ -258,6 +264,8 @@ def chunk_costs(config: ReplicaConfig, drafts: bool, beside: int) -> tuple[IntAr
     both rising."""
     latency = config.latency
     sizes = np.unique(np.linspace(1, config.prefill.chunk_tokens, 64).astype(np.int64))
+    if config.prefill_cost is not None and not beside:
+        return sizes, np.maximum.accumulate(config.prefill_cost.alone(sizes.astype(np.float64)))
     seconds = latency.verify_s(beside + sizes.astype(np.float64))
     if beside:
         seconds -= latency.verify_s(float(beside))

@@ -102,6 +102,8 @@ RUNNING = SimpleNamespace(
     new_tokens_required_next_decode=lambda: 20,
 )
 
+NOBODY = SimpleNamespace(**{**vars(RUNNING), "reqs": [], "new_tokens_required_next_decode": None})
+
 
 def step(sched: Any, running: Any = RUNNING) -> int | None:
     """The chunk size that SGLang's own function sees; None when it is not called."""
@@ -155,20 +157,18 @@ def test_the_interval_bounds_the_wait() -> None:
         {"policy_name": "none"},
         {"mode": "exclusive"},
         {"waiting": []},
-        {"empty": True},
         {"started": 990},  # of 1000 free slots, which decoding would take 20 of
     ],
 )
 def test_left_to_sglang(over: dict[str, Any]) -> None:
-    """Other algorithms, plain decoding, the switch, an empty queue, nobody decoding, too little memory."""
+    """Other algorithms, plain decoding, the switch, an empty queue, too little memory."""
     paced = pacer(0.018, AdaServeConfig(prefill=over.get("mode")))
     sched = scheduler(paced, over.get("waiting", [Request("w")]), over.get("policy_name", "adaserve"))
     if "spec_algorithm" in over:
         sched.spec_algorithm = over["spec_algorithm"]
     if "started" in over:
         sched.chunked_req = Request("c", over["started"])
-    running = SimpleNamespace(**{**vars(RUNNING), "reqs": []}) if over.get("empty") else RUNNING
-    assert step(sched, running) == 256
+    assert step(sched) == 256
 
 
 def test_a_started_prompt_with_memory_to_spare_is_paced() -> None:
@@ -203,6 +203,13 @@ def test_stated_ttft_first_otherwise_in_order() -> None:
     assert sched.waiting_queue == queue
 
 
+def test_who_is_due_first_starts_first_where_nobody_decodes() -> None:
+    queue = [Request("old", age_s=0.4), Request("urgent")]
+    sched, seen = scheduler(pacer(1.0, ttft={"urgent": 0.3}), queue), list[str]()
+    _paced(lambda s, _: seen.extend(r.rid for r in s.waiting_queue), sched, NOBODY)
+    assert seen == ["urgent", "old"] and step(sched, NOBODY) == 256
+
+
 def share_of_the_started(sched: Any, running: Any = RUNNING) -> tuple[int, int | None]:
     """The chunk, and what of it the started prompt may have at most (None = all)."""
     seen: list[tuple[int, int | None]] = []
@@ -215,9 +222,6 @@ def share_of_the_started(sched: Any, running: Any = RUNNING) -> tuple[int, int |
     _paced(prefill, sched, running)
     assert not hasattr(sched.policy, "shortest_prefill_chunk_limit"), "SGLang's own rule is back"
     return seen[0]
-
-
-NOBODY = SimpleNamespace(**{**vars(RUNNING), "reqs": [], "new_tokens_required_next_decode": None})
 
 
 @pytest.mark.parametrize("running", [RUNNING, NOBODY])
@@ -267,10 +271,11 @@ TWO = SimpleNamespace(**{**vars(RUNNING), "reqs": [Request("r0"), Request("r1", 
 def full(
     slo_s: float, share: float = 1.0, ttft: dict[str, float] | None = None, **config: Any
 ) -> PrefillPacer:
-    """Two requests that could stand still for long, in iterations of 40 ms that yield one token each."""
+    """Two requests that are 100 ms ahead of their SLO, in iterations of 40 ms that yield one token each."""
     paced = pacer(slo_s, AdaServeConfig(**config), ttft=ttft, share=share)
-    paced._states[1] = RequestState("r1", "coding", slo_s, NOW - 0.1, 50, generated=[1] * 51)  # type: ignore[index]
-    paced._states[0].decode_start_s = NOW - 0.1
+    start_s = NOW - 50 * slo_s + 0.1
+    paced._states[1] = RequestState("r1", "coding", slo_s, start_s, 50, generated=[1] * 51)  # type: ignore[index]
+    paced._states[0].decode_start_s = start_s
     paced._period_s = paced._cycle_s = MovingAverage(1.0, start=0.040)
     return paced
 

@@ -11,7 +11,7 @@ from sched_factories import outcome, running, trees_from
 from adaserve.scheduler.forecast import Outlook, predicted_wait_s
 from adaserve.scheduler.interface import IterationPlan, Selection
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
-from adaserve.scheduler.prefill import PrefillConfig, Pressure, WaitingBatch
+from adaserve.scheduler.prefill import PrefillConfig, Pressure, Stakes, WaitingBatch
 from adaserve.scheduler.simulator.forecasts import close_share, predict_requests
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.replica import ReplicaConfig
@@ -122,9 +122,9 @@ def wait(left=(100,), ttft=np.inf, finish=(), room=None, slots=64, config=CONFIG
     n = len(left)
     ttft = np.broadcast_to(np.asarray(ttft, np.float64), (n,))
     queue = WaitingBatch(np.full(n, arrival), ttft, np.asarray(left), np.zeros(n, np.bool_))
-    room = None if room is None else np.full(n, room)
+    stakes = None if room is None else Stakes(np.array([1e6]), np.array([1e6]), np.array([1 / room]))
     sizes, idle = np.array([1, 100]), np.full(len(finish), np.inf)
-    pressure = Pressure(idle, 0.01, sizes, sizes * 1e-3, room=room)
+    pressure = Pressure(idle, 0.01, sizes, sizes * 1e-3, stakes=stakes)
     return predicted_wait_s(config, queue, np.asarray(finish, np.float64), slots, 0.0, pressure)
 
 
@@ -142,18 +142,17 @@ def test_prompts_that_are_due_before_come_first():
 
 
 def test_the_gate_holds_a_prompt_until_its_aim_or_until_one_ends():
-    # 3 s of patience, less 4 iterations of 10 ms, less 0.1 s of prefill / 0.25.
-    assert wait(finish=[9.0, 9.0], room=1.0) == pytest.approx(3.0 - 0.04 - 0.4)
+    # 3 s of patience, less 12 iterations of 10 ms, less 0.1 s of prefill / 0.6.
+    assert wait(finish=[9.0, 9.0], room=1.0) == pytest.approx(3.0 - 0.12 - 0.1 / 0.6)
     assert wait(finish=[0.5, 9.0], room=1.0) == pytest.approx(0.5)
     assert wait(finish=[9.0, 9.0], room=1.2) == 0.0
-    assert wait(finish=[9.0], room=1.0) == 0.0, "a second request may always join"
 
 
 def test_who_states_no_ttft_slo_waits_for_room_where_others_are_given_up():
     losing = replace(CONFIG, lost_every_s=4.0)
     assert wait(finish=[9.0, 9.5], room=1.0, config=losing) == 9.0
     assert wait(left=[10, 100], finish=[9.0, 9.5], room=1.0, config=losing) == 9.5, "the other one is first"
-    assert wait(finish=[9.0, 9.5], ttft=3.0, room=1.0, config=losing) == pytest.approx(3.0 - 0.04 - 0.4)
+    assert wait(finish=[9.0, 9.5], ttft=3.0, room=1.0, config=losing) == pytest.approx(3.0 - 0.12 - 0.1 / 0.6)
 
 
 def test_without_a_free_slot_it_waits_for_one():

@@ -16,6 +16,7 @@ from scipy.stats import siegelslopes
 
 from adaserve.bench.markdown import table
 from adaserve.bench.sweep.aggregate import Block, Outcome, Results
+from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import GATE as GATED
 from adaserve.bench.sweep.systems import STOCK_PRIORITY, System, system
@@ -72,7 +73,9 @@ class Simulator:
     def __init__(self, results: Results) -> None:
         self._results = results
         self._latency = as_served(LatencyModel.from_json(results.head["latency_model"]), results)
-        self._text = TextModel(mean=fitted_means(results))
+        kinds = {None, *(point.kind for point in results.points())}
+        self._text = {kind: TextModel(mean=fitted_means(results, kind)) for kind in kinds}
+        self._prefill = prefills_as_served(self._latency, results)
         fixed_s, self._row_s = fitted_overhead(results)
         self._latency = replace(self._latency, overhead_s=fixed_s)
 
@@ -100,7 +103,7 @@ class Simulator:
         for case in outcome.cases:
             setting = system(case["setting"])
             records = self._results.store.records(case["id"])
-            sent = sim_requests(records, self._text, case["seed"])
+            sent = sim_requests(records, self._text[outcome.point.kind], case["seed"])
             requests = [replace(r, cap_tokens=max(stated, r.cap_tokens)) for r in sent]
             config = SimulationConfig(
                 self._replica(setting), policy or setting.policy or "none", self._policy(), seed=case["seed"]
@@ -113,7 +116,8 @@ class Simulator:
         prefill = served_prefill(CHUNK_TOKENS) if paced else PrefillConfig(CHUNK_TOKENS)
         return ReplicaConfig(
             self._latency, kv_tokens=65_536, max_running=MOST_RUNNING, prefill_mode="exclusive",
-            prefill=prefill, exclusive_tokens=CHUNK_TOKENS, row_overhead_s=self._row_s,
+            prefill=prefill, exclusive_tokens=CHUNK_TOKENS, prefill_cost=self._prefill,
+            row_overhead_s=self._row_s,
         )  # fmt: skip
 
     def _policy(self) -> PolicyConfig:
@@ -125,11 +129,11 @@ class Simulator:
 
 
 def sim_requests(records: Sequence[RequestRecord], text: TextModel, seed: int) -> list[SimRequest]:
-    """The records' requests as they were sent, with difficulties drawn for their classes. Those that failed
-    say nothing of their lengths, and get what their class has on average."""
-    ordered = sorted(records, key=lambda r: (r.scheduled_s, int(r.id)))
+    """The records' requests as they were sent, with difficulties drawn for their classes. Prompts are what
+    has to be read of them: later turns of a conversation find the earlier ones in the cache."""
+    ordered = in_order(records)
     classes = [r.slo_class for r in ordered]
-    lengths = [_lengths(r, records) for r in ordered]
+    lengths = lengths_of(ordered)
     difficulty, bias = drawn_difficulty(text, classes, np.random.default_rng([seed, 0xADA]))
     return [
         SimRequest(
@@ -148,8 +152,26 @@ def sim_requests(records: Sequence[RequestRecord], text: TextModel, seed: int) -
     ]
 
 
+def in_order(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """By arrival."""
+    return sorted(records, key=lambda r: (r.scheduled_s, int(r.id)))
+
+
+def lengths_of(ordered: Sequence[RequestRecord]) -> list[tuple[int, int]]:
+    """Tokens of each prompt that are not cached, and of each answer."""
+    cached: dict[str, int] = {}
+    found = []
+    for r in ordered:
+        prompt, output = _lengths(r, ordered)
+        found.append((max(1, prompt - cached.get(r.session_id or "", 0)), output))
+        if r.session_id is not None:
+            cached[r.session_id] = prompt + output
+    return found
+
+
 def _lengths(record: RequestRecord, every: Sequence[RequestRecord]) -> tuple[int, int]:
-    """Tokens of prompt and output."""
+    """Tokens of prompt and answer. Requests that failed say nothing of them, and get what their class has on
+    average."""
     of = [record] if record.ok else [r for r in every if r.ok and r.slo_class == record.slo_class]
     prompt, output = (
         round(float(np.mean([getattr(r, f"{kind}_tokens") for r in of] or [1])))
@@ -158,17 +180,21 @@ def _lengths(record: RequestRecord, every: Sequence[RequestRecord]) -> tuple[int
     return max(1, prompt), max(1, output)
 
 
-def fitted_means(results: Results) -> dict[str, float]:
+def fitted_means(results: Results, kind: str | None = None) -> dict[str, float]:
     """How predictable each class is: the mean at which simulated chains accept what the engine's did.
 
-    Every block that a chain played counts, those that lengths were chosen on too."""
+    Every block of this kind of traffic that a chain played counts, those that lengths were chosen on too; all
+    that chains played where there is none."""
+    chains = [
+        (Point.parse(line["point"]).kind, length, line["id"])
+        for line in results.store.finished().values()
+        if (setting := str(line["setting"])).startswith("chain-")
+        and (length := chain_length(setting.removesuffix(GATED))) is not None
+    ]
+    mine = [chain for chain in chains if chain[0] == kind] or chains
     accepted: dict[tuple[str, int], list[float]] = {}
-    for line in results.store.finished().values():
-        setting = str(line["setting"]).partition("+")[0]
-        length = chain_length(setting) if setting.startswith("chain-") else None
-        if length is None:
-            continue
-        for r in results.store.records(line["id"]):
+    for _, length, name in mine:
+        for r in results.store.records(name):
             if r.accept_length is not None:
                 accepted.setdefault((r.slo_class, length), []).append(r.accept_length)
     by_class: dict[str, list[tuple[int, float]]] = {}
@@ -228,6 +254,26 @@ def as_served(profile: LatencyModel, results: Results) -> LatencyModel:
     times = np.maximum.accumulate(profile.verify_s(sizes) * np.interp(np.log2(sizes), known, ratio))
     table = TableCost(tuple(sizes.tolist()), tuple(times.tolist()), *profile.verify.reading)
     return replace(profile, verify=table)
+
+
+def prefills_as_served(profile: LatencyModel, results: Results) -> StepCost | None:
+    """What forwards that read prompts take, target and draft: a line through what the servers counted, and no
+    less than one token takes; None where none did. They are far larger than what `as_served` knows.
+
+    Traces are left out: their prompts are drawn so often that many are cached, which nobody counts."""
+    parts, served_s = [], []
+    for line in results.store.finished().values():
+        server, kind = line.get("server"), Point.parse(line["point"]).kind
+        if not server or not server.get("prefills") or not (kind is None or kind in KINDS):
+            continue
+        read = sum(n for n, _ in lengths_of(in_order(results.store.records(line["id"]))))
+        parts.append((server["prefills"], read))
+        served_s.append(server["seconds"]["prefill"])
+    if not parts:
+        return None
+    each_s, token_s = nnls(np.array(parts, np.float64), np.array(served_s))[0]
+    least = profile.verify.alone(SIZES[:1]) + profile.draft.alone(SIZES[:1])
+    return TableCost(tuple(SIZES.tolist()), tuple(np.maximum(least, each_s + token_s * SIZES).tolist()))
 
 
 def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from adaserve.bench.sweep.aggregate import Block, Results
+from adaserve.bench.sweep.measure import write_records
 from adaserve.bench.sweep.plan import Point, SweepPlan
 from adaserve.bench.sweep.simulated import (
     LIMIT,
@@ -19,6 +21,7 @@ from adaserve.bench.sweep.simulated import (
     fitted_means,
     fitted_overhead,
     markdown,
+    prefills_as_served,
     sim_requests,
     to_json,
 )
@@ -87,6 +90,23 @@ def test_forwards_take_what_they_took_under_load(tmp_path: Path) -> None:
     assert PROFILE.verify_s(8.0) < model.verify_s(8.0) < 1.5 * PROFILE.verify_s(8.0)
 
 
+def test_prefills_take_what_servers_counted(tmp_path: Path) -> None:
+    """24 prompts of 20 tokens in 60 forwards or in 3: 5 ms for each forward, and 1 ms per token."""
+
+    def forwards(k: int) -> int:
+        return 60 if k % 2 else 3
+
+    store = served(
+        tmp_path, prefills=forwards, iterations=100,
+        seconds=lambda k: {"draft": 0.0, "verify": 1.0, "prefill": 0.005 * forwards(k) + 0.001 * 480},
+    )  # fmt: skip
+    cost = prefills_as_served(PROFILE, Results(store))
+    assert cost is not None
+    assert cost.alone(np.array([8.0, 128.0])).tolist() == pytest.approx([0.013, 0.133])
+    assert float(cost.alone(np.array([1.0]))[0]) == pytest.approx(PROFILE.verify_s(1.0) + 0.0003)
+    assert prefills_as_served(PROFILE, Results(served(tmp_path / "none", iterations=100))) is None
+
+
 def test_drafts_take_what_they_took_under_load(tmp_path: Path) -> None:
     """The first step takes four times and every other one twice as long as profiled."""
     plan = replace(PLAN, policies=("chain-2", "chain-4"))
@@ -114,6 +134,18 @@ def test_acceptance_is_that_of_the_chains(tmp_path: Path) -> None:
     assert made == pytest.approx(1.8, abs=0.02)
 
 
+def test_acceptance_is_that_of_the_same_kind_of_traffic(tmp_path: Path) -> None:
+    """Two of the three chain blocks are of plain traffic, and one is of text that repeats itself."""
+    plan = replace(PLAN, axes=("load", "kinds"), side_policies=("chain-2",), kinds=("repetition",))
+    store = served(tmp_path, plan)
+    name = "load0.60=repetition.chain-2.s0.b0"
+    write_records(store.records_path(name), [replace(r, accept_length=1.2) for r in store.records(name)])
+    results = Results(store)
+    plain, repeating = (fitted_means(results, kind)["chat"] for kind in (None, "repetition"))
+    assert repeating < plain - 0.2
+    assert fitted_means(results, "long")["chat"] == pytest.approx((2 * plain + repeating) / 3, abs=0.05)
+
+
 def test_the_simulator_has_the_requests_of_the_records(tmp_path: Path) -> None:
     store = served(tmp_path)
     records = store.records("load0.60.priced.s0.b0")
@@ -122,6 +154,16 @@ def test_the_simulator_has_the_requests_of_the_records(tmp_path: Path) -> None:
     for r in requests:
         assert (r.prompt_tokens, r.output_tokens) == (20, 41)
         assert r.tpot_slo_s == SLO_MS[r.slo_class] / 1e3 and r.ttft_slo_s == TTFT_SLO_MS / 1e3
+
+
+def test_later_turns_of_a_conversation_find_the_earlier_ones_in_the_cache(tmp_path: Path) -> None:
+    """20 tokens, an answer of 41, and 61 + 12 tokens in the second turn; others share nothing."""
+    records = served(tmp_path).records("load0.60.priced.s0.b0")[:3]
+    turns = [
+        replace(r, scheduled_s=float(k), session_id=name, prompt_tokens=tokens)
+        for k, (r, name, tokens) in enumerate(zip(records, "aba", (20, 20, 73), strict=True))
+    ]
+    assert [r.prompt_tokens for r in sim_requests(turns, TextModel(), 0)] == [20, 20, 12]
 
 
 def test_a_request_that_failed_is_as_long_as_others_of_its_class(tmp_path: Path) -> None:
