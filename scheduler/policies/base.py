@@ -51,6 +51,7 @@ class Shape:
     n_max: int | None = None
     branching: tuple[int, ...] | None = None
     drafting: BoolArray | None = None
+    weight: FloatArray | None = None  # value of an accepted token per row, [n]; None = all equal
     window: IntArray | None = None  # that draft steps read of each row; None = the configured one
     deepest: int | None = None  # node that is verified; None = no limit but the row's
 
@@ -88,10 +89,6 @@ class BasePolicy:
         """d, w and B of the iteration; ``cap`` [n] is the deepest useful node per row."""
         raise NotImplementedError
 
-    def weights(self, running: RunningBatch, now_s: float, t_spec_s: float) -> FloatArray | None:
-        """Value of an accepted token per row, [n]; None = all equal."""
-        return None
-
     def plan(self, running: RunningBatch, now_s: float) -> IterationPlan:
         """One plan. Raises ValueError on duplicate rids or NaN times."""
         check_batch(running)
@@ -117,7 +114,7 @@ class BasePolicy:
             budget=budget,
             branching=branching,
             n_max=shape.n_max,
-            weight=self.weights(running, now_s, t_spec) if depth or offered else None,
+            weight=shape.weight,
             t_spec_s=t_spec,
             cap=_limit(cap, depth, shape.deepest),
             drafting=shape.drafting if depth else None,

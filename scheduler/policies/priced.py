@@ -105,7 +105,7 @@ class PricedPolicy(BasePolicy):
         if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
             depth = min(deepest, depth + 2)
         budget = NO_BUDGET if self.config.budget is None else self.config.budget
-        return Shape(depth, width, budget, drafting=drafting, window=window)
+        return Shape(depth, width, budget, drafting=drafting, weight=self._weight, window=window)
 
     def _best_window(self, running: RunningBatch) -> IntArray | None:
         """What draft steps read of each row, given what reading so much takes and has brought, [n]."""
@@ -145,10 +145,6 @@ class PricedPolicy(BasePolicy):
         levels = 0.7 ** np.arange(1, self.config.d_max + 1)[:, None]
         prior: FloatArray = levels * 0.3 ** np.arange(self.config.w_max)[None, :]
         return _Regime(prior)
-
-    def weights(self, running: RunningBatch, now_s: float, t_spec_s: float) -> FloatArray | None:
-        """Weights of this plan, computed by ``shape``."""
-        return self._weight
 
     def _weigh(self, running: RunningBatch, context: Context, now_s: float) -> FloatArray:
         n = len(running)
@@ -266,7 +262,8 @@ class PricedPolicy(BasePolicy):
         """
         running, n = plan.running, len(plan.running)
         rate = self._regime(running).rate.value
-        if not self.config.early_stop or rate <= 0 or plan.weight is None:
+        assert plan.weight is not None
+        if not self.config.early_stop or rate <= 0:
             return True
         context, drafted = self.context(running), plan.drafting_rows
         tokens = n + drafted * step
@@ -286,8 +283,8 @@ class PricedPolicy(BasePolicy):
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """What ``scheduler/pricing.py`` buys of the calibrated candidates."""
-        n = len(plan.running)
-        weight = np.ones(n) if plan.weight is None else plan.weight
+        n, weight = len(plan.running), plan.weight
+        assert weight is not None
         seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
         f = self.values(plan, trees)
         priced = price_nodes(trees, f, weight, seconds)
