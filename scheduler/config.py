@@ -39,8 +39,6 @@ class PolicyConfig:
     learn_costs: bool = True  # learn from served iterations; False: take ``latency`` as it is
     early_stop: bool = False  # priced: ask the frontier after every draft step (drivers that can stop)
 
-    price_prefill: bool = False  # priced: count a riding prefill chunk in the iteration's price (ablation)
-    queue_price: float = 1.0  # priced: verify tokens cost this much more while prompts queue
     least_gain: float = 0.0  # priced: drafting has to promise this much more than the roots alone
     surplus_rate: float = 0.08  # priced: step of the moving average of what levels and beams are worth
     depth_probe_every: int = 16  # priced: iterations between drafts of one level more than pays

@@ -77,7 +77,6 @@ class PricedPolicy(BasePolicy):
         super().__init__(name, config)
         self._period_s = MovingAverage(0.1)  # time between verifications, prefill included
         self._pace = MovingAverage(0.05, start=2.0)  # tokens per request and iteration
-        self._chunk_share = MovingAverage(0.2, start=0.0)  # of iterations that had a prefill chunk with them
         self._level_acceptance = MovingAverage(0.1, start=0.7)
         self._regimes: dict[tuple[int, int], _Regime] = {}  # by the bits of the batch size and the stretch
         self._latest: tuple[RunningBatch, _Regime] | None = None
@@ -89,7 +88,6 @@ class PricedPolicy(BasePolicy):
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The depth with the best expected value per second, given learned acceptance."""
         context = self.context(running)
-        self._chunk_share.add(float(running.prefill_tokens > 0))
         if len(running) >= SMALL or self._iterations % RELAXED == 0 or running.rids != self._weighed:
             self._weight, self._weighed = self._weigh(running, context, now_s), running.rids
         deepest = min(self.config.d_max, int(cap.max()))
@@ -307,24 +305,17 @@ class PricedPolicy(BasePolicy):
         """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1].
 
         A prefill chunk in the same forward has to be paid for whatever is drafted, so its time must not make
-        more speculation look worthwhile (unless ``price_prefill``); but it may have used up the free compute,
-        so the slope is taken behind it.
+        more speculation look worthwhile; but it may have used up the free compute, so the slope is taken
+        behind it.
         """
-        running, n = plan.running, len(plan.running)
-        context = self.context(running)
-        read = plan.draft_context
-        draft_s = self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, read)
-        constant = draft_s + self.costs.other_s()
-        chunk = running.prefill_tokens
-        verify = self.costs.verify_curve(n + chunk, most + 1, context)
-        if chunk and not self.config.price_prefill:
-            constant -= self.costs.verify_s(n + chunk, context) - self.costs.verify_s(n, context)
-            # Chunk after chunk means that prompts are queueing, and they wait for every second spent here.
-            queue = self.config.queue_price * max(0.0, 2.0 * self._chunk_share.value - 1.0)
-            if queue > 0:
-                verify += queue * (verify - verify[0])
-        verify += constant
-        return verify
+        n, chunk = len(plan.running), plan.running.prefill_tokens
+        context, read = self.context(plan.running), plan.draft_context
+        seconds = self.costs.verify_curve(n + chunk, most + 1, context)
+        if chunk:
+            seconds -= self.costs.verify_s(n + chunk, context) - self.costs.verify_s(n, context)
+        seconds += self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, read)
+        seconds += self.costs.other_s()
+        return seconds
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Also learns how iterations usually go: period, tokens per request, kept nodes per level."""
