@@ -41,8 +41,7 @@ class PolicyConfig:
 
     least_gain: float = 0.0  # priced: drafting has to promise this much more than the roots alone
     surplus_rate: float = 0.08  # priced: step of the moving average of what levels and beams are worth
-    depth_probe_every: int = 16  # priced: iterations between drafts of one level more than pays
-    width_probe_every: int = 16
+    probe_every: int = 16  # priced: iterations between drafts of one level and one beam more than pay
     horizon_tokens: int = 96  # priced: tokens looked ahead at most when weighing a request
     attain_weight: float = 3.0  # priced: weight = 1 + attain_weight * g
 
@@ -61,8 +60,7 @@ class PolicyConfig:
             raise ValueError(f"w_max must be >= 1, got {self.w_max}")
         for name in (
             "knee",
-            "depth_probe_every",
-            "width_probe_every",
+            "probe_every",
             "turbo_probe_every",
             "turbo_reset_steps",
         ):

@@ -31,14 +31,14 @@ from adaserve.scheduler.worth import attainment_weight
 
 SMALL, RELAXED = 16, 4
 """An iteration of a small batch is short, so what changes slowly is worked out every RELAXED iterations only.
-Iterations that probe must be among these (``depth_probe_every`` must be a multiple).
+Iterations that probe must be among these (``probe_every`` must be a multiple).
 """
 
 LARGE = 32
 """What pays is the same for all batches of at least this size."""
 
 RAREST_PROBE = 3
-"""While drafting does not pay it is tried every ``depth_probe_every`` << RAREST_PROBE iterations at least."""
+"""While drafting does not pay it is tried every ``probe_every`` << RAREST_PROBE iterations at least."""
 
 PROBED_ROWS = 8
 """Requests that such a trial drafts for. The draft must first take in what each of them wrote since it last
@@ -180,7 +180,9 @@ class PricedPolicy(BasePolicy):
         width, levels = 1, surplus[:deepest]
         while width < c.w_max and sum(map(mul, open_rows, (lv[width] for lv in levels))) > beam_price:
             width += 1
-        if self._iterations % c.width_probe_every == c.width_probe_every - 1:
+        turn, since = divmod(self._iterations, c.probe_every)
+        probing = since == c.probe_every - 1
+        if probing:
             width = min(c.w_max, width + 1)
         step_price = rate * (first_s + row_s * (width - 1))
         depth, gain = 0, -rate * self.costs.draft_start_s(n, read)
@@ -193,9 +195,8 @@ class PricedPolicy(BasePolicy):
             depth = 0
         if depth:
             regime.in_vain = 0
-        turn, since = divmod(self._iterations, c.depth_probe_every)
         # While drafting does not pay, probes get rarer.
-        if since == c.depth_probe_every - 1 and (depth or turn % (1 << regime.in_vain) == 0):
+        if probing and (depth or turn % (1 << regime.in_vain) == 0):
             regime.in_vain = min(RAREST_PROBE, regime.in_vain + (depth == 0))
             depth = min(deepest, depth + 1)
         regime.depth, regime.width = depth, width

@@ -112,8 +112,8 @@ def test_bad_batches_are_refused_with_the_reason():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"budget": 0}, {"w_max": 0}, {"knee": 0.5}, {"knee": math.nan}, {"depth_probe_every": 0},
-     {"width_probe_every": 0}, {"turbo_probe_every": 0}, {"turbo_reset_steps": 0}, {"turbo_k_max": -1},
+    [{"budget": 0}, {"w_max": 0}, {"knee": 0.5}, {"knee": math.nan}, {"probe_every": 0},
+     {"turbo_probe_every": 0}, {"turbo_reset_steps": 0}, {"turbo_k_max": -1},
      {"c1": -4}],
 )  # fmt: skip
 def test_bad_settings_are_refused(wrong):
