@@ -269,7 +269,7 @@ class PricedPolicy(BasePolicy):
         slope = self.costs.verify_s(tokens + drafted, context) - self.costs.verify_s(tokens, context)
         token_price = rate * slope / drafted
         step_price = rate * self.costs.draft_step_s(drafted * frontier_logprob.shape[1], plan.draft_context)
-        gain = plan.weight[:, None] * np.exp(frontier_logprob) * self._level_acceptance.value - token_price
+        gain = plan.weight[:, None] * np.exp(frontier_logprob) * self.rates.overall - token_price
         return bool(np.fmax(gain, 0.0).sum() > step_price)  # a beam that is NaN is worth nothing
 
     def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
@@ -328,7 +328,6 @@ class PricedPolicy(BasePolicy):
         if outcome.cycle_s > 0:
             self._period_s.add(outcome.cycle_s)
         self._pace.add(float(outcome.new_tokens.mean()))
-        self._level_acceptance.add(self.rates.overall)
 
     def enough_to_learn(self, iterations: int, n: int) -> bool:
         """Small batches collect more, but a single request may be finished after thirty iterations."""
