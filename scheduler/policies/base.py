@@ -10,7 +10,7 @@ from statistics import median_low
 
 import numpy as np
 
-from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested_in
+from adaserve.scheduler.acceptance import AcceptanceRate, Verified, find_tested_in
 from adaserve.scheduler.calibration import Calibrator, claimed_probability, group_of
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs import LearnedCosts
@@ -65,7 +65,7 @@ class BasePolicy:
         self.name = name
         self.config = config
         self.costs = config.costs or LearnedCosts(config.latency, config.learn_costs)
-        self.rates = AcceptanceRates()
+        self.level_rate = AcceptanceRate()
         self.calibrator = Calibrator()
         several = len(config.draft_windows) > 1
         self.windows = DraftWindows(config.draft_windows, config.draft_sinks) if several else None
@@ -184,10 +184,9 @@ class BasePolicy:
         if not outcomes:
             return
         running = outcomes[0].plan.running
-        rids, classes, n = running.rids, running.slo_class, len(running)
         seen = Verified.of(outcomes)
         tests = find_tested_in(seen)
-        self.rates.observe(rids, classes, _per_request(tests.tried, n), _per_request(tests.passed, n))
+        self.level_rate.observe(tests.tried, tests.passed)
         if self.windows is not None:
             self.windows.observe(outcomes, tests)
         told = [o for o in outcomes if o.plan.iteration % self.calibrate_every == 0]
@@ -198,21 +197,15 @@ class BasePolicy:
             tests = find_tested_in(seen)
         claimed, group = claimed_probability(seen.trees)[tests.node], group_of(seen.trees)
         groups = None if group is None else group[tests.node]
-        self.calibrator.observe(claimed, tests.row % n, tests.accepted, rids, classes, groups)
+        row = tests.row % len(running)
+        self.calibrator.observe(claimed, row, tests.accepted, running.rids, running.slo_class, groups)
 
     def forget(self, rid: str) -> None:
         """Drops the request's acceptance and calibration state."""
         self.learn()  # what was collected earlier must not bring it back
-        self.rates.forget(rid)
         if self.windows is not None:
             self.windows.forget(rid)
         self.calibrator.forget(rid)
-
-
-def _per_request(levels: IntArray, n: int) -> IntArray:
-    """Sums [n] over stacked iterations, [iterations * n]."""
-    summed: IntArray = levels if len(levels) == n else np.add.reduce(levels.reshape(-1, n))
-    return summed
 
 
 def _limit(cap: IntArray, depth: int, deepest: int | None) -> IntArray | None:

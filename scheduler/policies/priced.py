@@ -150,10 +150,7 @@ class PricedPolicy(BasePolicy):
             return np.ones(n)
         period = self._period_s.value or self.costs.iteration_s(n, 2, 1, 3 * n, context)
         pace = self._potential.of(running.rids)[:, 0]
-        if not pace.all():
-            acc = self.rates.of_rows(running.rids, running.slo_class)
-            usual = 1.0 + (self._pace.value - 1.0) * acc / max(float(acc.mean()), 0.05)
-            pace = np.where(pace > 0, pace, usual)
+        pace = np.where(pace > 0, pace, self._pace.value)
         return attainment_weight(running, now_s, period, pace, self.config)
 
     def _best_shape(
@@ -269,7 +266,7 @@ class PricedPolicy(BasePolicy):
         slope = self.costs.verify_s(tokens + drafted, context) - self.costs.verify_s(tokens, context)
         token_price = rate * slope / drafted
         step_price = rate * self.costs.draft_step_s(drafted * frontier_logprob.shape[1], plan.draft_context)
-        gain = plan.weight[:, None] * np.exp(frontier_logprob) * self.rates.overall - token_price
+        gain = plan.weight[:, None] * np.exp(frontier_logprob) * self.level_rate.value - token_price
         return bool(np.fmax(gain, 0.0).sum() > step_price)  # a beam that is NaN is worth nothing
 
     def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sched_factories import outcome, running, trees_from
 
-from adaserve.scheduler.acceptance import AcceptanceRates, expected_accept_length
+from adaserve.scheduler.acceptance import AcceptanceRate, expected_accept_length
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
@@ -158,7 +158,7 @@ class TestTurboSpec:
         )
         policy = build_policy("turbospec", PolicyConfig(latency=latency, turbo_k_max=3, learn_costs=False))
         assert isinstance(policy, TurboSpecPolicy)
-        monkeypatch.setattr(AcceptanceRates, "overall", 0.6)
+        monkeypatch.setattr(AcceptanceRate, "value", 0.6)
         got = policy.goodput(running(3), np.array([8, 1, 8]))
         want = []
         for k in range(4):
