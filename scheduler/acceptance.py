@@ -98,17 +98,36 @@ def find_tested_in(seen: Verified) -> Tested:
     return Tested(node, row, accepted, tried, passed)
 
 
+class AcceptanceRate:
+    """How often the tokens of a level are accepted whose parents were, over all requests; recent iterations
+    count."""
+
+    DECAY = 0.98  # per observed iteration
+
+    def __init__(self, start: float = 0.7) -> None:
+        self._passed, self._tried = 4.0 * start, 4.0
+
+    def observe(self, tried: IntArray, passed: IntArray) -> None:
+        """Adds the levels of one iteration, [n] or more."""
+        if levels := int(np.add.reduce(tried)):
+            self._passed = self.DECAY * self._passed + int(np.add.reduce(passed))
+            self._tried = self.DECAY * self._tried + levels
+
+    @property
+    def value(self) -> float:
+        return self._passed / self._tried
+
+
 class AcceptanceRates:
     """Level acceptance per request, per class and global, each shrunk towards the next wider one."""
 
-    CLASS_PRIOR = 12.0
-    DECAY = 0.98  # per observed iteration, class and global
-    REQUEST_DECAY = 0.96
+    CLASS_PRIOR, CLASS_DECAY = 12.0, 0.98
+    REQUEST_PRIOR, REQUEST_DECAY = 24.0, 0.96
+    """Levels' worth of trust in the wider rate: ways to draft differ by little, and a request's own rate is
+    noisy. Decays are per observed iteration."""
 
-    def __init__(self, start: float = 0.7, request_prior: float = 6.0) -> None:
-        """``request_prior``: levels' worth of trust in the class rate."""
-        self._request_prior = request_prior
-        self._passed, self._tried = 4.0 * start, 4.0
+    def __init__(self) -> None:
+        self._all = AcceptanceRate()
         self._numbers = ClassNumbers()
         self._classes: FloatArray = np.zeros((0, 2))  # passed, tried
         self._requests = RequestTable(2)
@@ -118,8 +137,7 @@ class AcceptanceRates:
         trying = np.count_nonzero(tried)
         if not trying:
             return
-        self._passed = self.DECAY * self._passed + int(np.add.reduce(passed))
-        self._tried = self.DECAY * self._tried + int(np.add.reduce(tried))
+        self._all.observe(tried, passed)
         rows, number = self._requests.rows(rids), self._numbers.of(classes)
         if trying < len(tried):
             some = np.flatnonzero(tried)
@@ -136,28 +154,23 @@ class AcceptanceRates:
         if len(self._classes) < count:
             self._classes = np.concatenate([self._classes, np.zeros((count - len(self._classes), 2))])
         seen = np.bincount(number, tried, count)
-        self._classes[seen > 0] *= self.DECAY
+        self._classes[seen > 0] *= self.CLASS_DECAY
         self._classes[:, 0] += np.bincount(number, passed, count)
         self._classes[:, 1] += seen
-
-    @property
-    def overall(self) -> float:
-        """Global level acceptance."""
-        return self._passed / self._tried
 
     def of_class(self, slo_class: str) -> float:
         """Class rate, shrunk towards the global one."""
         number = self._numbers.number.get(slo_class, len(self._classes))
         passed, tried = self._classes[number] if number < len(self._classes) else (0.0, 0.0)
-        return float((passed + self.CLASS_PRIOR * self.overall) / (tried + self.CLASS_PRIOR))
+        return float((passed + self.CLASS_PRIOR * self._all.value) / (tried + self.CLASS_PRIOR))
 
     def of_rows(self, rids: Iterable[str], classes: Iterable[str]) -> FloatArray:
         """Rates per row, [n], within [0.01, 0.99]."""
         number = self._numbers.of(classes)
         rate = np.array([self.of_class(name) for name in self._numbers.number])
         mine = self._requests.of(rids)
-        out = mine[:, 0] + self._request_prior * rate[number]
-        out /= mine[:, 1] + self._request_prior
+        out = mine[:, 0] + self.REQUEST_PRIOR * rate[number]
+        out /= mine[:, 1] + self.REQUEST_PRIOR
         return np.minimum(np.maximum(out, 0.01), 0.99)
 
     def forget(self, rid: str) -> None:

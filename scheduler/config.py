@@ -39,12 +39,9 @@ class PolicyConfig:
     learn_costs: bool = True  # learn from served iterations; False: take ``latency`` as it is
     early_stop: bool = False  # priced: ask the frontier after every draft step (drivers that can stop)
 
-    price_prefill: bool = False  # priced: count a riding prefill chunk in the iteration's price (ablation)
-    queue_price: float = 1.0  # priced: verify tokens cost this much more while prompts queue
     least_gain: float = 0.0  # priced: drafting has to promise this much more than the roots alone
     surplus_rate: float = 0.08  # priced: step of the moving average of what levels and beams are worth
-    depth_probe_every: int = 16  # priced: iterations between drafts of one level more than pays
-    width_probe_every: int = 16
+    probe_every: int = 16  # priced: iterations between drafts of one level and one beam more than pay
     horizon_tokens: int = 96  # priced: tokens looked ahead at most when weighing a request
     attain_weight: float = 3.0  # priced: weight = 1 + attain_weight * g
 
@@ -63,8 +60,7 @@ class PolicyConfig:
             raise ValueError(f"w_max must be >= 1, got {self.w_max}")
         for name in (
             "knee",
-            "depth_probe_every",
-            "width_probe_every",
+            "probe_every",
             "turbo_probe_every",
             "turbo_reset_steps",
         ):

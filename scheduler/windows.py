@@ -24,17 +24,13 @@ from adaserve.scheduler.interface import (
 PROBE_EVERY = 32
 """Drafts after which a window that was not used meanwhile is tried again; more where it costs more."""
 
-PRIOR = 24.0
-"""Levels' worth of trust in what all requests say of a window: windows differ by little, and a request's own
-rate is noisy."""
-
 
 class DraftWindows:
     """Chooses among ``windows`` (0 = the whole context) and learns what each brings."""
 
     def __init__(self, windows: Sequence[int], sinks: int) -> None:
         self._windows, self._sinks = np.array(windows, np.int64), sinks
-        self._rates = [AcceptanceRates(request_prior=PRIOR) for _ in windows]
+        self._rates = [AcceptanceRates() for _ in windows]
         self._unused: IntArray = np.zeros(len(windows), np.int64)  # drafts since a window was used
 
     def _reads(self, context: IntArray) -> IntArray:

@@ -10,7 +10,7 @@ from statistics import median_low
 
 import numpy as np
 
-from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested_in
+from adaserve.scheduler.acceptance import AcceptanceRate, Verified, find_tested_in
 from adaserve.scheduler.calibration import Calibrator, claimed_probability, group_of
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.costs import LearnedCosts
@@ -51,6 +51,7 @@ class Shape:
     n_max: int | None = None
     branching: tuple[int, ...] | None = None
     drafting: BoolArray | None = None
+    weight: FloatArray | None = None  # value of an accepted token per row, [n]; None = all equal
     window: IntArray | None = None  # that draft steps read of each row; None = the configured one
     deepest: int | None = None  # node that is verified; None = no limit but the row's
 
@@ -64,7 +65,7 @@ class BasePolicy:
         self.name = name
         self.config = config
         self.costs = config.costs or LearnedCosts(config.latency, config.learn_costs)
-        self.rates = AcceptanceRates()
+        self.level_rate = AcceptanceRate()
         self.calibrator = Calibrator()
         several = len(config.draft_windows) > 1
         self.windows = DraftWindows(config.draft_windows, config.draft_sinks) if several else None
@@ -87,10 +88,6 @@ class BasePolicy:
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """d, w and B of the iteration; ``cap`` [n] is the deepest useful node per row."""
         raise NotImplementedError
-
-    def weights(self, running: RunningBatch, now_s: float, t_spec_s: float) -> FloatArray | None:
-        """Value of an accepted token per row, [n]; None = all equal."""
-        return None
 
     def plan(self, running: RunningBatch, now_s: float) -> IterationPlan:
         """One plan. Raises ValueError on duplicate rids or NaN times."""
@@ -117,7 +114,7 @@ class BasePolicy:
             budget=budget,
             branching=branching,
             n_max=shape.n_max,
-            weight=self.weights(running, now_s, t_spec) if depth or offered else None,
+            weight=shape.weight,
             t_spec_s=t_spec,
             cap=_limit(cap, depth, shape.deepest),
             drafting=shape.drafting if depth else None,
@@ -187,10 +184,9 @@ class BasePolicy:
         if not outcomes:
             return
         running = outcomes[0].plan.running
-        rids, classes, n = running.rids, running.slo_class, len(running)
         seen = Verified.of(outcomes)
         tests = find_tested_in(seen)
-        self.rates.observe(rids, classes, _per_request(tests.tried, n), _per_request(tests.passed, n))
+        self.level_rate.observe(tests.tried, tests.passed)
         if self.windows is not None:
             self.windows.observe(outcomes, tests)
         told = [o for o in outcomes if o.plan.iteration % self.calibrate_every == 0]
@@ -201,21 +197,15 @@ class BasePolicy:
             tests = find_tested_in(seen)
         claimed, group = claimed_probability(seen.trees)[tests.node], group_of(seen.trees)
         groups = None if group is None else group[tests.node]
-        self.calibrator.observe(claimed, tests.row % n, tests.accepted, rids, classes, groups)
+        row = tests.row % len(running)
+        self.calibrator.observe(claimed, row, tests.accepted, running.rids, running.slo_class, groups)
 
     def forget(self, rid: str) -> None:
         """Drops the request's acceptance and calibration state."""
         self.learn()  # what was collected earlier must not bring it back
-        self.rates.forget(rid)
         if self.windows is not None:
             self.windows.forget(rid)
         self.calibrator.forget(rid)
-
-
-def _per_request(levels: IntArray, n: int) -> IntArray:
-    """Sums [n] over stacked iterations, [iterations * n]."""
-    summed: IntArray = levels if len(levels) == n else np.add.reduce(levels.reshape(-1, n))
-    return summed
 
 
 def _limit(cap: IntArray, depth: int, deepest: int | None) -> IntArray | None:

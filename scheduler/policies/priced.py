@@ -31,14 +31,14 @@ from adaserve.scheduler.worth import attainment_weight
 
 SMALL, RELAXED = 16, 4
 """An iteration of a small batch is short, so what changes slowly is worked out every RELAXED iterations only.
-Iterations that probe must be among these (``depth_probe_every`` must be a multiple).
+Iterations that probe must be among these (``probe_every`` must be a multiple).
 """
 
 LARGE = 32
 """What pays is the same for all batches of at least this size."""
 
 RAREST_PROBE = 3
-"""While drafting does not pay it is tried every ``depth_probe_every`` << RAREST_PROBE iterations at least."""
+"""While drafting does not pay it is tried every ``probe_every`` << RAREST_PROBE iterations at least."""
 
 PROBED_ROWS = 8
 """Requests that such a trial drafts for. The draft must first take in what each of them wrote since it last
@@ -77,7 +77,6 @@ class PricedPolicy(BasePolicy):
         super().__init__(name, config)
         self._period_s = MovingAverage(0.1)  # time between verifications, prefill included
         self._pace = MovingAverage(0.05, start=2.0)  # tokens per request and iteration
-        self._chunk_share = MovingAverage(0.2, start=0.0)  # of iterations that had a prefill chunk with them
         self._level_acceptance = MovingAverage(0.1, start=0.7)
         self._regimes: dict[tuple[int, int], _Regime] = {}  # by the bits of the batch size and the stretch
         self._latest: tuple[RunningBatch, _Regime] | None = None
@@ -89,7 +88,6 @@ class PricedPolicy(BasePolicy):
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """The depth with the best expected value per second, given learned acceptance."""
         context = self.context(running)
-        self._chunk_share.add(float(running.prefill_tokens > 0))
         if len(running) >= SMALL or self._iterations % RELAXED == 0 or running.rids != self._weighed:
             self._weight, self._weighed = self._weigh(running, context, now_s), running.rids
         deepest = min(self.config.d_max, int(cap.max()))
@@ -105,7 +103,7 @@ class PricedPolicy(BasePolicy):
         if self.config.early_stop and depth > 0:  # the frontier itself will say when to stop
             depth = min(deepest, depth + 2)
         budget = NO_BUDGET if self.config.budget is None else self.config.budget
-        return Shape(depth, width, budget, drafting=drafting, window=window)
+        return Shape(depth, width, budget, drafting=drafting, weight=self._weight, window=window)
 
     def _best_window(self, running: RunningBatch) -> IntArray | None:
         """What draft steps read of each row, given what reading so much takes and has brought, [n]."""
@@ -146,20 +144,13 @@ class PricedPolicy(BasePolicy):
         prior: FloatArray = levels * 0.3 ** np.arange(self.config.w_max)[None, :]
         return _Regime(prior)
 
-    def weights(self, running: RunningBatch, now_s: float, t_spec_s: float) -> FloatArray | None:
-        """Weights of this plan, computed by ``shape``."""
-        return self._weight
-
     def _weigh(self, running: RunningBatch, context: Context, now_s: float) -> FloatArray:
         n = len(running)
         if n == 1:  # nobody to compare it with
             return np.ones(n)
         period = self._period_s.value or self.costs.iteration_s(n, 2, 1, 3 * n, context)
         pace = self._potential.of(running.rids)[:, 0]
-        if not pace.all():
-            acc = self.rates.of_rows(running.rids, running.slo_class)
-            usual = 1.0 + (self._pace.value - 1.0) * acc / max(float(acc.mean()), 0.05)
-            pace = np.where(pace > 0, pace, usual)
+        pace = np.where(pace > 0, pace, self._pace.value)
         return attainment_weight(running, now_s, period, pace, self.config)
 
     def _best_shape(
@@ -186,7 +177,9 @@ class PricedPolicy(BasePolicy):
         width, levels = 1, surplus[:deepest]
         while width < c.w_max and sum(map(mul, open_rows, (lv[width] for lv in levels))) > beam_price:
             width += 1
-        if self._iterations % c.width_probe_every == c.width_probe_every - 1:
+        turn, since = divmod(self._iterations, c.probe_every)
+        probing = since == c.probe_every - 1
+        if probing:
             width = min(c.w_max, width + 1)
         step_price = rate * (first_s + row_s * (width - 1))
         depth, gain = 0, -rate * self.costs.draft_start_s(n, read)
@@ -199,9 +192,8 @@ class PricedPolicy(BasePolicy):
             depth = 0
         if depth:
             regime.in_vain = 0
-        turn, since = divmod(self._iterations, c.depth_probe_every)
         # While drafting does not pay, probes get rarer.
-        if since == c.depth_probe_every - 1 and (depth or turn % (1 << regime.in_vain) == 0):
+        if probing and (depth or turn % (1 << regime.in_vain) == 0):
             regime.in_vain = min(RAREST_PROBE, regime.in_vain + (depth == 0))
             depth = min(deepest, depth + 1)
         regime.depth, regime.width = depth, width
@@ -266,14 +258,15 @@ class PricedPolicy(BasePolicy):
         """
         running, n = plan.running, len(plan.running)
         rate = self._regime(running).rate.value
-        if not self.config.early_stop or rate <= 0 or plan.weight is None:
+        assert plan.weight is not None
+        if not self.config.early_stop or rate <= 0:
             return True
         context, drafted = self.context(running), plan.drafting_rows
         tokens = n + drafted * step
         slope = self.costs.verify_s(tokens + drafted, context) - self.costs.verify_s(tokens, context)
         token_price = rate * slope / drafted
         step_price = rate * self.costs.draft_step_s(drafted * frontier_logprob.shape[1], plan.draft_context)
-        gain = plan.weight[:, None] * np.exp(frontier_logprob) * self._level_acceptance.value - token_price
+        gain = plan.weight[:, None] * np.exp(frontier_logprob) * self.level_rate.value - token_price
         return bool(np.fmax(gain, 0.0).sum() > step_price)  # a beam that is NaN is worth nothing
 
     def values(self, plan: IterationPlan, trees: CandidateTrees) -> FloatArray:
@@ -286,8 +279,8 @@ class PricedPolicy(BasePolicy):
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """What ``scheduler/pricing.py`` buys of the calibrated candidates."""
-        n = len(plan.running)
-        weight = np.ones(n) if plan.weight is None else plan.weight
+        n, weight = len(plan.running), plan.weight
+        assert weight is not None
         seconds = self.seconds(plan, trees, max(0, min(plan.budget - n, trees.n_nodes)))
         f = self.values(plan, trees)
         priced = price_nodes(trees, f, weight, seconds)
@@ -310,24 +303,17 @@ class PricedPolicy(BasePolicy):
         """Predicted seconds of the iteration when 0..most nodes are verified, [most + 1].
 
         A prefill chunk in the same forward has to be paid for whatever is drafted, so its time must not make
-        more speculation look worthwhile (unless ``price_prefill``); but it may have used up the free compute,
-        so the slope is taken behind it.
+        more speculation look worthwhile; but it may have used up the free compute, so the slope is taken
+        behind it.
         """
-        running, n = plan.running, len(plan.running)
-        context = self.context(running)
-        read = plan.draft_context
-        draft_s = self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, read)
-        constant = draft_s + self.costs.other_s()
-        chunk = running.prefill_tokens
-        verify = self.costs.verify_curve(n + chunk, most + 1, context)
-        if chunk and not self.config.price_prefill:
-            constant -= self.costs.verify_s(n + chunk, context) - self.costs.verify_s(n, context)
-            # Chunk after chunk means that prompts are queueing, and they wait for every second spent here.
-            queue = self.config.queue_price * max(0.0, 2.0 * self._chunk_share.value - 1.0)
-            if queue > 0:
-                verify += queue * (verify - verify[0])
-        verify += constant
-        return verify
+        n, chunk = len(plan.running), plan.running.prefill_tokens
+        context, read = self.context(plan.running), plan.draft_context
+        seconds = self.costs.verify_curve(n + chunk, most + 1, context)
+        if chunk:
+            seconds -= self.costs.verify_s(n + chunk, context) - self.costs.verify_s(n, context)
+        seconds += self.costs.draft_s(plan.drafting_rows, trees.draft_steps, plan.width, read)
+        seconds += self.costs.other_s()
+        return seconds
 
     def observe(self, outcome: IterationOutcome) -> None:
         """Also learns how iterations usually go: period, tokens per request, kept nodes per level."""
@@ -339,7 +325,6 @@ class PricedPolicy(BasePolicy):
         if outcome.cycle_s > 0:
             self._period_s.add(outcome.cycle_s)
         self._pace.add(float(outcome.new_tokens.mean()))
-        self._level_acceptance.add(self.rates.overall)
 
     def enough_to_learn(self, iterations: int, n: int) -> bool:
         """Small batches collect more, but a single request may be finished after thirty iterations."""

@@ -48,7 +48,7 @@ class TurboSpecPolicy(BasePolicy):
         longest = np.minimum(cap, np.maximum(_chains(running), deepest))
         ks = np.arange(min(self.config.turbo_k_max, int(longest.max())) + 1)
         lengths = np.minimum(longest[None, :], ks[:, None])
-        tokens = expected_accept_length(self.rates.overall, lengths).sum(axis=1)
+        tokens = expected_accept_length(self.level_rate.value, lengths).sum(axis=1)
         verify = self.costs.verify_s((n + lengths.sum(axis=1)).astype(np.float64), context)
         read = self._draft_context(running, self._fixed_window(n))
         draft = np.array([self.costs.draft_s(n, min(k, deepest), 1, read) for k in ks.tolist()])

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sched_factories import beam_trees, outcome, running, trees_from
 
-from adaserve.scheduler.acceptance import AcceptanceRates, Verified, find_tested, find_tested_in
+from adaserve.scheduler.acceptance import (
+    AcceptanceRate,
+    AcceptanceRates,
+    Verified,
+    find_tested,
+    find_tested_in,
+)
 from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.calibration import Calibrator, claimed_probability, path_product
 from adaserve.scheduler.fit import fit_latency, fit_roofline
@@ -162,14 +168,14 @@ class TestAcceptance:
             assert getattr(together, name).tolist() == [x for t in alone for x in getattr(t, name)]
 
     def test_rates_find_the_truth_where_accepted_over_proposed_is_biased(self):
-        rng, rates = np.random.default_rng(0), AcceptanceRates()
+        rng, rate = np.random.default_rng(0), AcceptanceRate()
         naive = [0, 0]
         for _ in range(3000):
             passed = int(np.cumprod(rng.random(4) < 0.6).sum())
             tests = find_tested(one_chain_outcome(passed))
-            rates.observe(["a"], ["chat"], tests.tried, tests.passed)
+            rate.observe(tests.tried, tests.passed)
             naive = [naive[0] + passed, naive[1] + 4]
-        assert rates.overall == pytest.approx(0.6, abs=0.08)
+        assert rate.value == pytest.approx(0.6, abs=0.08)
         assert naive[0] / naive[1] < 0.4
 
     def test_requests_are_shrunk_to_their_class_and_forgotten(self):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve.scheduler.acceptance import AcceptanceRates
+from adaserve.scheduler.acceptance import AcceptanceRate
 from adaserve.scheduler.calibration import GROUPS, Calibrator, group_of
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
@@ -204,7 +204,7 @@ def test_turbospec_verifies_as_much_of_a_fixed_proposal_as_pays(monkeypatch: pyt
     kept = []
     for latency, rate in ((CHEAP, 0.9), (steep, 0.5), (steep, 0.0)):
         policy = build_policy("turbospec", PolicyConfig(latency=latency, drafts=0))
-        monkeypatch.setattr(AcceptanceRates, "overall", rate)
+        monkeypatch.setattr(AcceptanceRate, "value", rate)
         plan = policy.plan(offered_to(2, trees), 1.0)
         assert plan.depth == 0
         kept.append(policy.select(plan, trees).counts.tolist())

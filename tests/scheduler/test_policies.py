@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sched_factories import outcome, running, trees_from
 
-from adaserve.scheduler.acceptance import AcceptanceRates, expected_accept_length
+from adaserve.scheduler.acceptance import AcceptanceRate, expected_accept_length
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import CandidateTrees, IterationPlan
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.paper import eurosys_shape, v1_shape
+from adaserve.scheduler.policies.priced import PricedPolicy
 from adaserve.scheduler.policies.turbospec import TurboSpecPolicy
 from adaserve.scheduler.pricing import price_nodes
 from adaserve.scheduler.selection import parent_kept
@@ -112,8 +113,8 @@ def test_bad_batches_are_refused_with_the_reason():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"budget": 0}, {"w_max": 0}, {"knee": 0.5}, {"knee": math.nan}, {"depth_probe_every": 0},
-     {"width_probe_every": 0}, {"turbo_probe_every": 0}, {"turbo_reset_steps": 0}, {"turbo_k_max": -1},
+    [{"budget": 0}, {"w_max": 0}, {"knee": 0.5}, {"knee": math.nan}, {"probe_every": 0},
+     {"turbo_probe_every": 0}, {"turbo_reset_steps": 0}, {"turbo_k_max": -1},
      {"c1": -4}],
 )  # fmt: skip
 def test_bad_settings_are_refused(wrong):
@@ -158,7 +159,7 @@ class TestTurboSpec:
         )
         policy = build_policy("turbospec", PolicyConfig(latency=latency, turbo_k_max=3, learn_costs=False))
         assert isinstance(policy, TurboSpecPolicy)
-        monkeypatch.setattr(AcceptanceRates, "overall", 0.6)
+        monkeypatch.setattr(AcceptanceRate, "value", 0.6)
         got = policy.goodput(running(3), np.array([8, 1, 8]))
         want = []
         for k in range(4):
@@ -290,6 +291,20 @@ class TestPriced:
             policy.observe(outcome(plan, trees, selection, selection.keep & (trees.depth == 1)))
             depths.append(plan.depth)
         assert (depths.count(0) == 0) if drafts else (0 < 64 - depths.count(0) <= 4)
+
+    def test_an_iteration_that_drafts_nothing_is_worth_the_weights_of_its_requests(self):
+        """In the unit of all others: else drafts look cheaper after it than they are."""
+        latency = LatencyModel(ForwardCost(5e-3), ForwardCost(0.03, per_token_s=2e-3))
+        config = PolicyConfig(latency=latency, least_gain=50.0, learn_costs=False)
+        policy = build_policy("priced", config)
+        assert isinstance(policy, PricedPolicy)
+        batch, nothing = running(32, tpot_slo_s=0.15), CandidateTrees.empty(32)
+        for _ in range(3):
+            plan = policy.plan(batch, 1.0)
+            assert plan.depth == 0 and plan.weight is not None and plan.weight.min() > 2
+            policy.select(plan, nothing)
+        (regime,) = policy._regimes.values()
+        assert regime.rate.value == pytest.approx(plan.weight.sum() / policy.seconds(plan, nothing, 0)[0])
 
     def test_a_probe_in_vain_drafts_for_a_few(self):
         """The draft would have to take in what all of them wrote since the last one."""

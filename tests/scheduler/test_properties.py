@@ -63,11 +63,8 @@ def planned(name: str, batch: RunningBatch, trees: CandidateTrees, budget: int |
     plan = policy.plan(batch, now_s)
     depth = int(trees.depth.max(initial=0))
     cap = np.minimum(batch.max_depth, batch.remaining_tokens - 1)
-    weight = policy.weights(batch, now_s, plan.t_spec_s)
     room = len(batch) + trees.n_nodes if budget is None else budget
-    return policy, replace(
-        plan, depth=depth, width=max(1, plan.width), budget=room, cap=cap, weight=weight, branching=None
-    )
+    return policy, replace(plan, depth=depth, width=max(1, plan.width), budget=room, cap=cap, branching=None)
 
 
 @settings(max_examples=150, deadline=None)
