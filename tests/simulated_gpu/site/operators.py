@@ -348,7 +348,10 @@ def _attend(
 
     assert not is_causal and not bool(alias(prefixes).any())
     simulate(
-        "attention", attend, (q, out, keys, values, queries, starts, slots, custom_mask, mask_indptr), {},
+        "attention",
+        attend,
+        (q, out, keys, values, queries, starts, slots, custom_mask, mask_indptr),
+        {},
         written=(1,),
     )
 
