@@ -98,13 +98,13 @@ class DecodeLoop:
         result = self._result(batch, acceptance, tensors, draws, logits)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        self._compact(verified, tensors, acceptance)
         caught_up = tuple(d.caught_up for d in drafts if d.caught_up is not None)
         first_level = drafts[0].first_level if len(drafts) == 1 else None
         marks = Marks(start, drafted, selected, self.device.mark(), caught_up, first_level)
         outcome = self.device.get(
             count=acceptance.count, emitted=acceptance.emitted, accepted=acceptance.accepted
         )
+        self._compact(verified, tensors, acceptance)  # which the host does not have to wait for
         self._arriving = self._unobserved = Iteration(
             rows, policy, plan, proposal, selection, verified, start_s, marks, self._take_runs(), outcome
         )

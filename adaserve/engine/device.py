@@ -180,7 +180,7 @@ class Device(Protocol):
         """The end of all that was queued so far."""
         ...
 
-    def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    def put(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, Tensor]:
         """Host arrays on the device, in one asynchronous upload."""
         ...
 

@@ -32,7 +32,7 @@ class Marks:
     start: Mark
     drafted: Mark
     selected: Mark
-    committed: Mark
+    accepted: Mark
     caught_up: tuple[Run, ...]  # when sources took in what they had missed, inside of drafting
     first_level: Mark | None = None  # of a draft with several, where a single source was asked
 
@@ -66,7 +66,7 @@ class Iteration:
         there was a prefill since then."""
         marks, trees, verified = self.marks, self.proposal.trees, self.verified
         catch_up_s = sum(start.seconds_until(end) for start, end in marks.caught_up)
-        total_s = marks.start.seconds_until(marks.committed)
+        total_s = marks.start.seconds_until(marks.accepted)
         end_s = self.start_s + total_s
         first = marks.first_level
         accepted = np.zeros(trees.n_nodes, np.bool_)
@@ -80,7 +80,7 @@ class Iteration:
             end_s=end_s,
             draft_s=marks.start.seconds_until(marks.drafted) - catch_up_s,
             select_s=marks.drafted.seconds_until(marks.selected),
-            verify_s=marks.selected.seconds_until(marks.committed),
+            verify_s=marks.selected.seconds_until(marks.accepted),
             total_s=total_s,
             since_last_s=end_s - last_end_s if last_end_s else 0.0,
             prefilled=prefilled,

@@ -118,6 +118,7 @@ class Room:
 
     def leave(self) -> None:
         self.req_to_token.zero_()
+        self.device.mark().wait()  # requests are served on other streams
 
 
 def measure(

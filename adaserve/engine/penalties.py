@@ -21,7 +21,7 @@ from adaserve.engine.state import RequestState
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.patches.dead_ends import TOO_EARLY
 
-Put = Callable[[Mapping[str, np.ndarray]], dict[str, Tensor]]
+Put = Callable[[Mapping[str, np.ndarray]], Mapping[str, Tensor]]
 """Host arrays on the device, in one upload."""
 
 RATES = ("frequency_penalty", "presence_penalty", "repetition_penalty")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ _TORCH = {
 }
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Where an array stands among packed bytes."""
 
     name: str
@@ -53,16 +52,35 @@ def _pack(arrays: Mapping[str, np.ndarray], device: torch.device) -> tuple[Tenso
     packed = torch.empty(max(end, _ALIGN), dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = packed.numpy()
     for piece, values in zip(pieces, arrays.values(), strict=True):
-        flat = np.ascontiguousarray(values).view(piece.kind).reshape(-1).view(np.uint8)
-        host[piece.start : piece.start + len(flat)] = flat
+        np.ndarray(values.shape, values.dtype, host, piece.start)[...] = values
     return packed, pieces
 
 
-def put(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+class Uploaded(Mapping[str, Tensor]):
+    """Arrays that were packed and copied. Views are made when they are asked for: what is needed while the
+    device is busy costs nothing before."""
+
+    def __init__(self, packed: Tensor, pieces: Sequence[_Piece]) -> None:
+        self._packed, self._pieces = packed, {piece.name: piece for piece in pieces}
+        self._views: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        view = self._views.get(name)
+        if view is None:
+            view = self._views[name] = self._pieces[name].of(self._packed)
+        return view
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
+def put(arrays: Mapping[str, np.ndarray], device: torch.device) -> Uploaded:
     """Host arrays on the device: packed, and copied once from pinned memory. uint64 arrives as int64."""
     packed, pieces = _pack(arrays, device)
-    there = packed.to(device, non_blocking=True)
-    return {piece.name: piece.of(there) for piece in pieces}
+    return Uploaded(packed.to(device, non_blocking=True), pieces)
 
 
 class StaticArrays:

@@ -183,10 +183,11 @@ class AdaServeWorker(BaseSpecWorker):
         return self.loop.decode(batch, on_publish, grammar_barrier)
 
     def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
-        self.loop.settle()
         start_s = time.perf_counter()
         restore_penalties(batch.sampling_info, batch.reqs)
         result = self.target_worker.forward_batch_generation(batch)
+        self.loop.settle()  # the last iteration was still running when this forward was queued
+        start_s = max(start_s, self.loop.times.last_end_s)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)

@@ -29,16 +29,68 @@ the last iteration, which is there by then."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_search_is_captured(tmp_path: Path) -> None:
-    """As the first stage of a GPU host does it, before any server."""
-    variables = environment(tmp_path, tmp_path / "report")
+def run_script(script: str, folder: Path) -> str:
+    """What it prints."""
+    variables = environment(folder, folder / "report")
     path = f"{ROOT}{os.pathsep}{variables['PYTHONPATH']}"
-    script = "from adaserve.bench.gpu_check import kernels; print(kernels.run_one('beams', 'cuda')['right'])"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, **variables, "PYTHONPATH": path},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert done.stdout.endswith("True\n"), done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_search_is_captured(tmp_path: Path) -> None:
+    """As the first stage of a GPU host does it, before any server."""
+    script = "from adaserve.bench.gpu_check import kernels; print(kernels.run_one('beams', 'cuda')['right'])"
+    assert run_script(script, tmp_path).endswith("True\n")
+
+
+TWO_STREAMS = """
+import operators, torch
+
+a, b = torch.cuda.Stream(), torch.cuda.Stream()
+torch.cuda.set_stream(a)
+
+def read(waits):
+    x = torch.zeros(1000, device="cuda")
+    if waits:
+        b.wait_stream(a)
+    with torch.cuda.stream(b):
+        x + 1
+
+def free(waits):
+    x = torch.zeros(1000, device="cuda")
+    b.wait_stream(a)
+    with torch.cuda.stream(b):
+        x + 1
+    if waits:
+        x.record_stream(b)
+    del x
+    torch.ones(1000, device="cuda")  # where x was
+
+def replay(waits):
+    x, graph = torch.zeros(1000, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+    x.add_(1)
+    if waits:
+        a.synchronize()
+    with torch.cuda.stream(b):
+        graph.replay()
+
+for case in (read, free, replay):
+    for waits in (False, True):
+        torch.cuda.synchronize()
+        before = operators.counted("race: ")
+        case(waits)
+        print(operators.counted("race: ") > before, end=" ")
+"""
+
+
+def test_two_streams_in_the_same_memory_are_seen(tmp_path: Path) -> None:
+    assert run_script(TWO_STREAMS, tmp_path).split() == ["True", "False"] * 3
 
 
 @dataclass(frozen=True)
@@ -105,7 +157,8 @@ def test_sampled_requests_are_served(gpu: Simulated) -> None:
 
 
 def test_what_an_iteration_waits_for(gpu: Simulated) -> None:
-    """Launched by graphs; and no pinned memory is written before it was copied, or read before it came."""
+    """Launched by graphs; no pinned memory is written before it was copied, or read before it came, and no
+    stream touches what another one has not finished with."""
     run_jobs(gpu.server, [Job(tuple(range(50, 70)), {"max_new_tokens": 2, "temperature": 0})])
     before = gpu.counted()
     job = Job(tuple(range(50, 70)), {"max_new_tokens": 32, "temperature": 0, "ignore_eos": True})

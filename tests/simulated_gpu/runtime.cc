@@ -6,6 +6,9 @@
 //
 // Copies between device and pinned memory keep their promises late: what comes to the host is there only when
 // the host has waited for it, and what goes to the device must not be changed before.
+//
+// What streams touch in device memory is remembered until the host has waited for it. Two streams that touch the
+// same bytes, one of them to write, and neither of which has waited for the other, are a race.
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -13,14 +16,17 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#include <algorithm>
 #include <climits>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -39,8 +45,20 @@ struct Range {
   Kind kind;
 };
 
+// What a stream does to some bytes.
+struct Access {
+  char *low, *high;
+  bool writes;
+  std::string what;
+  long time = 0;  // of its stream
+};
+
+// How far the operations of each stream have come, as somebody knows for certain.
+using Clock = std::map<cudaStream_t, long>;
+
 struct Graph {
   std::vector<std::function<void()>> nodes;
+  std::vector<Access> accesses;
 };
 
 struct Capture {
@@ -54,6 +72,7 @@ struct Event {
   double ms = -1;
   long copies = 0;  // that were queued before it
   Capture* capture = nullptr;
+  Clock clock;  // of all that was before it
 };
 
 struct Copy {
@@ -73,6 +92,9 @@ std::unordered_map<cudaStream_t, Capture*> captures;
 unsigned long long capture_ids = 0;
 std::vector<Copy> copies;
 long copies_queued = 0;
+std::map<cudaStream_t, Clock> clocks;  // what each stream has waited for, itself included
+Clock host;                            // what the host has waited for
+std::map<cudaStream_t, std::deque<Access>> touched;
 void (*python)(long) = nullptr;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 thread_local cudaError_t last_error = cudaSuccess;
@@ -115,6 +137,36 @@ Kind kind_of(const void* p) {
   if (found == ranges.begin()) return kUnknown;
   --found;
   return p < found->first + found->second.size ? found->second.kind : kUnknown;
+}
+
+void join(Clock& mine, const Clock& other) {
+  for (auto& [stream, time] : other) mine[stream] = std::max(mine[stream], time);
+}
+
+void join_all(Clock& mine) {
+  for (auto& [stream, clock] : clocks) join(mine, clock);
+}
+
+// A stream reads or writes device memory, or will when the graph that is captured runs.
+void touch(cudaStream_t stream, Access access) {
+  if (kind_of(access.low) != kDevice || access.low == access.high) return;
+  if (Capture* capture = capture_of(stream)) return capture->graph->accesses.push_back(access);
+  Clock& clock = clocks[stream];
+  join(clock, host);
+  access.time = ++clock[stream];
+  for (auto& [other, theirs] : touched) {
+    while (!theirs.empty() && theirs.front().time <= host[other]) theirs.pop_front();
+    if (other == stream) continue;
+    for (auto a = theirs.rbegin(); a != theirs.rend() && a->time > clock[other]; ++a)
+      if (a->low < access.high && access.low < a->high && (a->writes || access.writes))
+        counted["race: " + a->what + " and " + access.what + " on two streams"]++;
+  }
+  touched[stream].push_back(access);
+}
+
+void touch(cudaStream_t stream, const void* p, size_t bytes, bool writes, const std::string& what) {
+  auto* low = static_cast<char*>(const_cast<void*>(p));
+  touch(stream, {low, low + bytes, writes, what});
 }
 
 // Runs an operation of a stream; a capture also keeps it. What is captured is run as well, so that later
@@ -213,7 +265,15 @@ API void sim_count(const char* what) {
   Lock lock(mutex);
   counted[what]++;
 }
-API void sim_wait(const char* what) { wait(what); }
+API void sim_wait(void* stream, const char* what) {
+  Lock lock(mutex);
+  join(host, clocks[static_cast<cudaStream_t>(stream)]);
+  wait(what);
+}
+API void sim_touch(void* stream, const void* p, long bytes, int writes, const char* what) {
+  Lock lock(mutex);
+  touch(static_cast<cudaStream_t>(stream), p, bytes, writes, what);
+}
 // A copy that is over only when the host has waited: its number. The oldest of those that are not over.
 API long sim_promise(void* to, const void* from, long bytes) {
   Lock lock(mutex);
@@ -318,7 +378,9 @@ API cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, si
 API cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return fail(cudaErrorNotSupported); }
 API cudaError_t cudaDeviceSynchronize() {
   Lock lock(mutex);
-  return unsafe() ? fail(cudaErrorStreamCaptureUnsupported) : wait("for the device");
+  if (unsafe()) return fail(cudaErrorStreamCaptureUnsupported);
+  join_all(host);
+  return wait("for the device");
 }
 API cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 API cudaError_t cudaRuntimeGetVersion(int* v) { return *v = 13000, cudaSuccess; }
@@ -351,6 +413,7 @@ cudaError_t give(void** p, size_t bytes, Kind kind) {
 cudaError_t take_back(void* p) {
   Lock lock(mutex);
   if (p && unsafe()) return fail(cudaErrorStreamCaptureUnsupported);
+  join_all(host);  // it waits for the device
   release(p);
   return cudaSuccess;
 }
@@ -381,6 +444,8 @@ API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p
 API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   Lock lock(mutex);
   if (capture_of(stream) && !(kind_of(to) && kind_of(from))) return fail(cudaErrorStreamCaptureUnsupported);
+  touch(stream, from, bytes, false, "copy");
+  touch(stream, to, bytes, true, "copy");
   queue(stream, "copy", [=] {
     memmove(to, from, bytes);
     promise(to, from, bytes);
@@ -390,6 +455,7 @@ API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMe
 API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   Lock lock(mutex);
   if (unsafe()) return fail(cudaErrorStreamCaptureUnsupported);
+  join_all(host);
   wait("for a copy");
   memmove(to, from, bytes);
   return cudaSuccess;
@@ -397,6 +463,8 @@ API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyK
 API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t n, cudaStream_t s) { return cudaMemcpyAsync(to, from, n, cudaMemcpyDefault, s); }
 API cudaError_t cudaMemcpy2DAsync(void*, size_t, const void*, size_t, size_t, size_t, cudaMemcpyKind, cudaStream_t) { return fail(cudaErrorNotSupported); }
 API cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
+  Lock lock(mutex);
+  touch(stream, p, bytes, true, "fill");
   queue(stream, "fill", [=] { memset(p, value, bytes); });
   return cudaSuccess;
 }
@@ -423,11 +491,15 @@ API cudaError_t cudaStreamQuery(cudaStream_t stream) {
 }
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   Lock lock(mutex);
-  return capture_of(stream) ? fail(cudaErrorStreamCaptureUnsupported) : wait("for a stream");
+  if (capture_of(stream)) return fail(cudaErrorStreamCaptureUnsupported);
+  join(host, clocks[stream]);
+  return wait("for a stream");
 }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   Lock lock(mutex);
-  Capture* capture = reinterpret_cast<Event*>(event)->capture;
+  auto* e = reinterpret_cast<Event*>(event);
+  join(clocks[stream], e->clock);
+  Capture* capture = e->capture;
   if (capture && capture->graph) {  // the stream joins the capture
     captures[stream] = capture;
     capture->streams.insert(stream);
@@ -444,7 +516,9 @@ API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWith
 API cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete reinterpret_cast<Event*>(event), cudaSuccess; }
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   Lock lock(mutex);
-  *reinterpret_cast<Event*>(event) = {now_ms(), copies_queued, capture_of(stream)};
+  Clock clock = clocks[stream];
+  join(clock, host);
+  *reinterpret_cast<Event*>(event) = {now_ms(), copies_queued, capture_of(stream), clock};
   return cudaSuccess;
 }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
@@ -452,12 +526,16 @@ API cudaError_t cudaEventQuery(cudaEvent_t event) {
   Lock lock(mutex);
   auto* e = reinterpret_cast<Event*>(event);
   if (e->capture) return fail(cudaErrorCapturedEvent);
-  return copies.empty() || copies.front().number > e->copies ? cudaSuccess : cudaErrorNotReady;
+  if (!copies.empty() && copies.front().number <= e->copies) return cudaErrorNotReady;
+  join(host, e->clock);
+  return cudaSuccess;
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   Lock lock(mutex);
   auto* e = reinterpret_cast<Event*>(event);
-  return e->capture ? fail(cudaErrorCapturedEvent) : wait("for an event", e->copies);
+  if (e->capture) return fail(cudaErrorCapturedEvent);
+  join(host, e->clock);
+  return wait("for an event", e->copies);
 }
 API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
   if (cudaEventQuery(from) || cudaEventQuery(to)) return cudaErrorNotReady;
@@ -479,6 +557,11 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   Capture* capture = capture_of(stream);
   if (!capture || capture->origin != stream) return fail(cudaErrorStreamCaptureUnmatched);
   for (cudaStream_t joined : capture->streams) captures.erase(joined);
+  auto key = [](const Access& a) { return std::make_tuple(a.low, a.high, a.writes); };
+  auto& accesses = capture->graph->accesses;
+  std::sort(accesses.begin(), accesses.end(), [=](auto& a, auto& b) { return key(a) < key(b); });
+  auto twice = std::unique(accesses.begin(), accesses.end(), [=](auto& a, auto& b) { return key(a) == key(b); });
+  accesses.erase(twice, accesses.end());
   *graph = reinterpret_cast<cudaGraph_t>(capture->graph);
   capture->graph = nullptr;  // over, for the events that remember it
   return cudaSuccess;
@@ -504,9 +587,14 @@ API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* runnable, cudaGra
   return cudaSuccess;
 }
 API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* r, cudaGraph_t g, unsigned long long flags) { return cudaGraphInstantiateWithFlags(r, g, flags); }
-API cudaError_t cudaGraphLaunch(cudaGraphExec_t runnable, cudaStream_t) {
+API cudaError_t cudaGraphLaunch(cudaGraphExec_t runnable, cudaStream_t stream) {
   sim_count("launch graph");
-  for (auto& node : reinterpret_cast<Graph*>(runnable)->nodes) node();
+  auto* graph = reinterpret_cast<Graph*>(runnable);
+  {
+    Lock lock(mutex);
+    for (auto& access : graph->accesses) touch(stream, access);
+  }
+  for (auto& node : graph->nodes) node();
   return cudaSuccess;
 }
 API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* n) { return *n = reinterpret_cast<Graph*>(graph)->nodes.size(), cudaSuccess; }

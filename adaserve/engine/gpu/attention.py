@@ -190,18 +190,19 @@ class FlashInferKernel:
                 queries, slots, self._no_slots, lens, *shape, sm_scale=h.scaling, non_blocking=True, **types
             )
         else:
-            self._plan_again(queries, slots, shape, types)
+            self._plan_again(extent, queries, slots, shape, types)
 
-    def _plan_again(self, queries: Tensor, slots: Tensor, shape: tuple[int, ...], types: Any) -> None:
+    def _plan_again(
+        self, extent: Extent, queries: Tensor, slots: Tensor, shape: tuple[int, ...], types: Any
+    ) -> None:
         """SGLang's way to the same planner, which takes a fraction of the time: the wrapper would upload five
         arrays. What is there already is given as itself, which copies nothing."""
         from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
 
-        lens = slots.diff()
         fast_prefill_plan(
             self._wrapper, self._queries, self._slots, self._no_slots, self._page_lens, *shape, **types,
-            qo_indptr_host=queries, kv_indptr_host=slots, kv_lens_host=lens,
-            max_q_len=int(queries.diff().max()), max_kv_len=int(lens.max()),
+            qo_indptr_host=queries, kv_indptr_host=slots, kv_lens_host=slots.diff(),
+            max_q_len=int(extent.q_lens.max()), max_kv_len=int(extent.kv_lens.max()),
         )  # fmt: skip
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

@@ -155,7 +155,7 @@ class GpuDevice:
     def mark(self) -> Mark:
         return mark(self.device)
 
-    def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    def put(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, Tensor]:
         return put(arrays, self.device)
 
     def get(self, **tensors: Tensor) -> QueuedCopy:

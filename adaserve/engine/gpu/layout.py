@@ -43,21 +43,27 @@ class Extent:
         return indptr((self.q_lens * self.kv_lens + 7) // 8)
 
 
+_CLEAR = (256 - (1 << np.arange(8))).astype(np.uint8)
+"""By bit of a byte: what clears it when it is added."""
+
+
 def window_bits(extent: Extent, width: int, seen: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(byte int64, clear uint8) [T, width]: the mask's byte of each window bit, and what clears it.
 
     Adding 256 - 2^b to a byte in which bit b is set clears that bit. Columns that a request of fewer keys
     lacks get 0, which changes nothing, and so do those in ``seen`` (bool [T, width]).
     """
-    row = np.repeat(np.arange(len(extent.q_lens)), extent.q_lens)
-    query = np.arange(len(row)) - extent.qo_starts[row]
-    kv = extent.kv_lens[row]
-    key = (kv - width)[:, None] + np.arange(width)
-    bit = (8 * extent.byte_starts[row] + query * kv)[:, None] + key
-    clear = (256 - (1 << (bit % 8))).astype(np.uint8)
-    inside = key >= 0
-    hidden = inside if seen is None else inside & ~seen
-    return np.where(inside, bit // 8, 0), np.where(hidden, clear, 0).astype(np.uint8)
+    kv = np.repeat(extent.kv_lens, extent.q_lens)
+    query = np.arange(len(kv)) - np.repeat(extent.qo_starts[:-1], extent.q_lens)
+    first = np.repeat(8 * extent.byte_starts[:-1], extent.q_lens) + query * kv + kv - width
+    bit = first[:, None] + np.arange(width)
+    byte, clear = bit >> 3, _CLEAR[bit & 7]
+    if seen is not None:
+        clear[seen] = 0
+    if kv.min(initial=width) < width:
+        lacks = np.arange(width) < (width - kv)[:, None]
+        byte[lacks] = clear[lacks] = 0
+    return byte, clear
 
 
 def seen_by(batch: TreeBatch) -> np.ndarray:

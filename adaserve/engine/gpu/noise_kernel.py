@@ -47,7 +47,8 @@ def best_fused(
     count: int,
 ) -> tuple[Tensor, Tensor]:
     """The best ``count`` of what ``read_fused`` gives, best first and of equal ones the first column first:
-    log-probabilities fp32 and columns int64, [T, count] each."""
+    log-probabilities fp32 and columns int64, [T, count] each. A logit that is not a number, as where fp16
+    overflows, counts as minus infinity, and a probability that is none as 0."""
     rows, vocabulary = logits.shape
     blocks, device = triton.cdiv(vocabulary, BLOCK), logits.device
     values = torch.empty(rows, blocks, count, dtype=torch.float32, device=device)
@@ -88,7 +89,8 @@ def _best_of_block(  # type: ignore[no-untyped-def]
     column = part * block + place
     value = _value(logits + row * row_stride, scale, spread, keys, positions, words, row, column, stride,
                    vocabulary, is_mapped)  # fmt: skip
-    value = tl.where(column < vocabulary, value, float("-inf"))
+    is_number = value == value  # noqa: PLR0124
+    value = tl.where((column < vocabulary) & is_number, value, float("-inf"))
     to = row * tl.num_programs(1) + part
     tl.store(sums + to, _sum_beside_largest(value, 1.0))
     for rank in tl.static_range(count):
@@ -112,7 +114,9 @@ def _best_of_row(  # type: ignore[no-untyped-def]
     value = tl.load(values + place, mask=place < blocks * count, other=float("-inf"))
     for rank in tl.static_range(count):
         best = tl.argmax(value, axis=0)
-        tl.store(logprobs + row * count + rank, tl.max(value, axis=0) - total)
+        logprob = tl.max(value, axis=0) - total
+        is_number = logprob == logprob  # noqa: PLR0124
+        tl.store(logprobs + row * count + rank, tl.where(is_number, logprob, float("-inf")))
         tl.store(found + row * count + rank, tl.load(at + best).to(tl.int64))
         value = tl.where(place == best, float("-inf"), value)
 

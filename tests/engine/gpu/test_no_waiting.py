@@ -127,6 +127,25 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(uploads) == 1 + drafted, uploads
 
 
+def test_kv_moves_behind_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for the outcome, and for nothing else of an iteration's end."""
+    run, order = Run("adaserve", overlap=True), []
+
+    def noted(name: str) -> Callable[..., Any]:
+        inner = getattr(GpuDevice, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            order.append(name)
+            return inner(*args, **named)
+
+        return call
+
+    for name in ("get", "move"):
+        monkeypatch.setattr(GpuDevice, name, noted(name))
+    run.step()
+    assert order == ["get", "move", "move"]
+
+
 @pytest.mark.parametrize("unheard", [False, True])
 def test_a_request_ends(unheard: bool) -> None:
     """SGLang's scheduler tells of it while the next iteration runs, for which it would wait."""

@@ -112,6 +112,12 @@ columns = (c[:4] for c in (torch.ones(len(keys)), torch.zeros(len(keys)), keys, 
 logprob, at = best_fused(logits, *columns, None, 3)
 assert at.tolist() == [[5, 6, 7], [2 * BLOCK + 1, 2 * BLOCK + 2, 0], [7, BLOCK + 1, 0], [0, 1, 2]]
 worst.append(float((logprob - logits.log_softmax(-1).gather(1, at)).abs().max()))
+# What is not a number is worth nothing, and stands for no token beyond the vocabulary.
+logits = torch.full((3, 300), torch.nan)
+logits[1, 7], logits[2] = 1.0, torch.inf
+logprob, at = best_fused(logits, *(c[:3] for c in (torch.ones(9), torch.zeros(9), keys, positions)), None, 3)
+assert 0 <= at.min() and at.max() < 300 and at[1, 0] == 7
+assert logprob.exp().tolist() == [[0, 0, 0], [1, 0, 0], [0, 0, 0]]
 print(json.dumps(worst))
 """
 

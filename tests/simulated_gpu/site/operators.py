@@ -14,14 +14,16 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 runtime = ctypes.CDLL("libcudart.so.13")
 runtime.sim_is_capturing.argtypes = [ctypes.c_void_p]
 runtime.sim_keep.argtypes = [ctypes.c_void_p, ctypes.c_long]
-runtime.sim_count.argtypes = runtime.sim_wait.argtypes = [ctypes.c_char_p]
+runtime.sim_count.argtypes = [ctypes.c_char_p]
+runtime.sim_wait.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+runtime.sim_touch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_char_p]
 runtime.sim_promise.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
 runtime.sim_is_pinned.argtypes = [ctypes.c_void_p]
 runtime.sim_promise.restype = runtime.sim_oldest_promise.restype = ctypes.c_long
@@ -84,6 +86,13 @@ def _caller() -> str:
     return f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno}"
 
 
+def _touch(t: Any, writes: bool, name: str) -> None:
+    """Tells that the current stream reads or writes a CUDA tensor: all from its first to its last byte."""
+    if t.numel():
+        size = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+        runtime.sim_touch(_stream(), t.data_ptr(), size * t.element_size(), writes, name.encode())
+
+
 def _keep(call: Callable[[], None]) -> None:
     _calls.append(call)
     runtime.sim_keep(_stream(), len(_calls) - 1)
@@ -129,8 +138,16 @@ def _tensors(x: Any) -> Iterator[Any]:
             yield from _tensors(i)
 
 
-def simulate(name: str, function: Any, args: Any, kwargs: Any, outs: tuple[str, ...] = ()) -> Any:
-    """``function`` on aliases of its arguments. ``outs``: those that are written to and may have to grow."""
+def simulate(
+    name: str,
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    outs: tuple[str, ...] = (),
+    written: Collection[int | str] | None = None,
+) -> Any:
+    """``function`` on aliases of its arguments. ``outs``: those that are written to and may have to grow.
+    ``written``: places and names of all that are written to; None = any may be."""
     import torch
 
     pairs: list[tuple[Any, Any]] = []
@@ -144,7 +161,7 @@ def simulate(name: str, function: Any, args: Any, kwargs: Any, outs: tuple[str, 
     if name in WAITS or (name in INDEXING and _index_waits(args)):
         if captured:
             raise RuntimeError(f"{name} waits, and cannot be captured")
-        runtime.sim_wait(f"in {name}, {_caller()}".encode())
+        runtime.sim_wait(_stream(), f"in {name}, {_caller()}".encode())
     elif not captured:
         runtime.sim_count(f"launch {name}".encode())
     output = function(*lowered, **{**named, **grown})
@@ -153,13 +170,20 @@ def simulate(name: str, function: Any, args: Any, kwargs: Any, outs: tuple[str, 
         named[key] = alias(kwargs[key]).copy_(made)
         pairs += [(made, kwargs[key]), (named[key], kwargs[key])]
     there = _raised(output, pairs)
+    for place, argument in (*enumerate(args), *kwargs.items()):
+        for t in _tensors(argument):
+            if t.device.type == "cuda":
+                _touch(t, written is None or place in written, name)
+    for t in _tensors(there):
+        if not any(t is high for _, high in pairs):
+            _touch(t, True, name)
     if captured:
-        written = [low for low, _ in pairs]
+        lows = [low for low, _ in pairs]
         fresh = [alias(t) for t in _tensors(there) if not any(t is high for _, high in pairs)]
 
         def again() -> None:
             outputs = _tensors(function(*lowered, **named))
-            new = [t for t in outputs if not any(t is low for low in written)]
+            new = [t for t in outputs if not any(t is low for low in lows)]
             for home, value in zip(fresh, new, strict=True):
                 home.copy_(value)
 
@@ -178,20 +202,21 @@ def _index_waits(args: Any) -> bool:
 
 def _copy(to: Any, source: Any, non_blocking: bool = False) -> Any:
     if to.device == source.device:
-        return simulate("copy_", lambda a, b: a.copy_(b), (to, source), {})
+        return simulate("copy_", lambda a, b: a.copy_(b), (to, source), {}, written=(0,))
     is_upload = to.device.type == "cuda"
     host, way = (source, "to the device") if is_upload else (to, "to the host")
     low_to, low_source = (alias(to), source) if is_upload else (to, alias(source))
     is_pinned = host.numel() == 0 or bool(runtime.sim_is_pinned(host.data_ptr()))
     # What goes to the device from other memory is kept aside first, and needs no waiting either.
     is_queued = non_blocking and (is_pinned or is_upload)
+    _touch(to if is_upload else source, is_upload, f"copy {way}")
     if runtime.sim_is_capturing(_stream()):
         if not (is_queued and is_pinned):
             raise RuntimeError(f"a copy {way} that waits cannot be captured")
         low_to.copy_(low_source)
         _keep(lambda: low_to.copy_(low_source))
     elif not is_queued:
-        runtime.sim_wait(f"for a copy {way}, {_caller()}".encode())
+        runtime.sim_wait(_stream(), f"for a copy {way}, {_caller()}".encode())
         low_to.copy_(low_source)
     else:
         runtime.sim_count(f"launch copy {way}".encode())
@@ -209,13 +234,17 @@ def _kernel(op: Any, outs: tuple[str, ...] = ()) -> Callable[..., Any]:
     import torch
 
     name = op._schema.name.removeprefix("aten::")
-    places = [str(a.type) == "Tensor" for a in op._schema.arguments]
+    arguments = op._schema.arguments
+    places = [str(a.type) == "Tensor" for a in arguments]
+    writes = [bool(a.alias_info and a.alias_info.is_write) for a in arguments]
+    written = {*(i for i, w in enumerate(writes) if w),
+               *(a.name for a, w in zip(arguments, writes, strict=True) if w)}  # fmt: skip
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         # A number in a tensor's place comes unwrapped.
         args = tuple(torch.tensor(x) if place and isinstance(x, (bool, int, float)) else x
                      for x, place in zip(args, places, strict=False))  # fmt: skip
-        return simulate(name, op, args, kwargs, outs)
+        return simulate(name, op, args, kwargs, outs, written)
 
     return kernel
 
@@ -319,16 +348,30 @@ def _attend(
 
     assert not is_causal and not bool(alias(prefixes).any())
     simulate(
-        "attention", attend, (q, out, keys, values, queries, starts, slots, custom_mask, mask_indptr), {}
+        "attention",
+        attend,
+        (q, out, keys, values, queries, starts, slots, custom_mask, mask_indptr),
+        {},
+        written=(1,),
     )
 
 
-def _report() -> None:
+def _counts() -> bytes:
     text = ctypes.create_string_buffer(1 << 20)
     runtime.sim_report(text, len(text))
+    return text.value
+
+
+def counted(kind: str) -> int:
+    """How often something whose name begins with ``kind`` has happened in this process."""
+    lines = (line.split("\t") for line in _counts().decode().splitlines())
+    return sum(int(count) for count, what in lines if what.startswith(kind))
+
+
+def _report() -> None:
     path = Path(f"{os.environ[REPORT_ENV]}.{os.getpid()}")
     new = Path(f"{path}.new")
-    new.write_bytes(text.value)
+    new.write_bytes(_counts())
     new.replace(path)
 
 
