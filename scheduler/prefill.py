@@ -102,7 +102,7 @@ class Stakes:
     """What running requests would lose if others joined; arrays of shape [m], for those m whose TPOT SLO can
     still be met."""
 
-    left_s: FloatArray  # until the last token is due
+    left_s: FloatArray  # until the last token is due, if the request is not behind
     iterations: FloatArray  # until it comes
     cycle_s: FloatArray  # [k + 1], of an iteration with 0, 1, ..., k more requests
 
@@ -154,13 +154,15 @@ def stakes_of(
     """What is at stake if up to ``joining`` requests join, each with as many verify tokens as others have.
 
     ``pace``: tokens per request and iteration. ``cycle_s``: seconds of an iteration now, prefills in between
-    included. ``verified``: tokens of a verification; 0 = not known, roots alone. An SLO that a request could
-    not meet even alone from now on holds nobody back."""
+    included. ``verified``: tokens of a verification; 0 = not known, roots alone. A request that is ahead of
+    its SLO has that time to spare. One that is behind counts as if it were not: drafts bring it back, and if
+    all prompts waited for that, they would miss their own SLOs. An SLO that a request could not meet even
+    alone holds nobody back."""
     n = len(running)
     seconds = latency.verify_s((verified or float(n)) * (1.0 + np.arange(joining + 1) / n))
     ahead = running.tokens_ahead.astype(np.float64)
-    due_s = running.decode_start_s + running.tpot_slo_s * (running.decoded_tokens + ahead)
-    left_s, iterations = due_s - now_s, ahead / pace
+    spare_s = running.decode_start_s + running.tpot_slo_s * running.decoded_tokens - now_s
+    left_s, iterations = running.tpot_slo_s * ahead + np.maximum(spare_s, 0.0), ahead / pace
     at_stake = np.isfinite(left_s) & (left_s > iterations * latency.iteration_s(1, 0, 1, 1))
     return Stakes(left_s[at_stake], iterations[at_stake], cycle_s + seconds - seconds[0])
 

@@ -296,11 +296,11 @@ def test_headroom_by_hand():
     assert headroom(1.0, 1, 0.0) == pytest.approx(1.0 / 0.75)
     assert headroom(1.0, 1, 0.5) == pytest.approx(1.0 / 1.25)
     assert headroom(1.0, 9, 0.0) == headroom(1.0, 3, 0.0) == pytest.approx(1.0 / 1.25)
-    # It has lost time: 0.6 s are left.
-    assert headroom(1.4, 0, 0.0) == pytest.approx(0.6 / 0.5)
+    assert headroom(0.8, 0, 0.0) == pytest.approx(1.2 / 0.5), "it is ahead by 0.2 s"
+    assert headroom(1.4, 0, 0.0) == pytest.approx(1.0 / 0.5), "what it has lost holds nobody back"
     # Alone it needs 25 x 10 ms.
-    assert headroom(1.74, 0, 0.0) == pytest.approx(0.26 / 0.5)
-    assert headroom(1.76, 0, 0.0) == math.inf, "its SLO is lost"
+    assert headroom(1.0, 0, 0.0, slo_s=0.0051) == pytest.approx(0.255 / 0.5)
+    assert headroom(1.0, 0, 0.0, slo_s=0.0049) == math.inf, "it could not meet this even alone"
     assert headroom(1.0, 0, 0.0, slo_s=math.inf) == math.inf, "it has none"
 
 
