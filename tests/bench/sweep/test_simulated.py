@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adaserve.bench.jsonl import write_records
 from adaserve.bench.sweep.aggregate import Block, Results
-from adaserve.bench.sweep.measure import write_records
 from adaserve.bench.sweep.plan import Point, SweepPlan
 from adaserve.bench.sweep.simulated import (
     LIMIT,
