@@ -324,12 +324,12 @@ def most_overdue(
 ) -> int | None:
     """The prompt of ``order`` that is overdue longest, if none was started for this reason for
     ``lost_every_s``. A lost one must have been due for as long, one without a TTFT SLO has been patient."""
-    if config.lost_every_s is None or pressure.lost_wait_s < config.lost_every_s:
+    if not len(order) or config.lost_every_s is None or pressure.lost_wait_s < config.lost_every_s:
         return None
     grace_s = np.where(np.isfinite(waiting.ttft_slo_s), config.lost_every_s, 0.0)
     overdue_s = np.where(waiting.started, -np.inf, now_s - aims_s(config, waiting) - grace_s)[order]
-    first = int(np.argmax(overdue_s)) if len(order) else None
-    return int(order[first]) if first is not None and overdue_s[first] >= 0 else None
+    first = int(np.argmax(overdue_s))
+    return int(order[first]) if overdue_s[first] >= 0 else None
 
 
 def held_back(
