@@ -77,8 +77,9 @@ NULLS = (
     "frequency_penalty", "presence_penalty", "n", "logprobs", "top_logprobs", "stop", "seed", "stream", "stream_options",
     "temperature", "top_p", "user", "tools", "tool_choice", "parallel_tool_calls", "response_format", "logit_bias",
     "max_completion_tokens", "metadata", "store", "service_tier", "reasoning_effort", "modalities", "prediction", "audio",
-    "functions", "function_call", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "chat_template_kwargs",
+    "functions", "function_call", "top_k", "min_p", "repetition_penalty", "ignore_eos", "chat_template_kwargs",
 )  # fmt: skip
+"""Sent with `min_tokens`: a sample may end at its first token, and then nothing is written."""
 CODEX = {
     "instructions": "You are a coding agent.", "stream": True, "store": False, "parallel_tool_calls": False, "tool_choice": "auto",
     "include": ["reasoning.encrypted_content"], "prompt_cache_key": "0199", "reasoning": {"effort": "medium", "summary": "auto"},
@@ -92,8 +93,9 @@ CODEX = {
 }  # fmt: skip
 
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
-    "null for everything": (CHAT, dict.fromkeys(NULLS)),
-    "null in completions": (COMPLETIONS, dict.fromkeys(("best_of", "echo", "suffix", *NULLS))),
+    "null for everything": (CHAT, {"min_tokens": 4, **dict.fromkeys(NULLS)}),
+    "null in completions": (COMPLETIONS, {"min_tokens": 4, **dict.fromkeys(("best_of", "echo", "suffix", *NULLS))}),
+    "null for min_tokens": (CHAT, {"min_tokens": None}),
     "null in responses": (RESPONSES, dict.fromkeys(("service_tier", "tools", "tool_choice", "store", "metadata", "text", "stop", "top_p", "frequency_penalty"))),
     "LangChain": (CHAT, {"temperature": 0.7, "n": 1, "stream": False, "parallel_tool_calls": True, "tools": tools(3), "tool_choice": "auto"}),
     "LiteLLM": (CHAT, {"stream": True, "stream_options": {"include_usage": True}, "user": "u-1", "metadata": {"trace": "1"}, "top_k": 40, "min_p": 0}),
