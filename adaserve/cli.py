@@ -229,7 +229,7 @@ def demo(
         ),
     ] = False,
     size: Size = "100M",
-    out: Annotated[Path | None, results_folder("demo")] = None,
+    out: Annotated[Path, results_folder("demo")],
 ) -> None:
     """Show three classes of requests at three speeds, with AdaServe and without it.
 

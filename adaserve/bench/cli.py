@@ -57,7 +57,7 @@ def bench_latency(
     ] = "",
     cpu_weights: Weights = "auto",
     budget: Budget = None,
-    out: Annotated[Path | None, results_file("latency")] = None,
+    out: Annotated[Path, results_file("latency")],
 ) -> None:
     """Compare TPOT with plain decoding at several batch sizes, in turn, on one server per kind of draft."""
     from adaserve.bench.latency import BASE, SELF, SELF_WINDOW, LatencyPlan, run_latency
@@ -113,7 +113,7 @@ def bench_heads(
     draft_weights: Annotated[
         Any, listed(words, "How weights of draft and EAGLE-3 head are stored, as in `adaserve serve`.")
     ] = "auto",
-    out: Annotated[Path | None, results_file("heads")] = None,
+    out: Annotated[Path, results_file("heads")],
 ) -> None:
     """Compare accepted tokens and drafting time of the embedded draft and the embedded heads."""
     from adaserve.bench.heads import run_heads

@@ -19,7 +19,7 @@ from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import COLUMNS, class_cells
 from adaserve.loadgen.config import BenchConfig, Endpoint, TraceSpec, default_classes
 from adaserve.loadgen.report import write_report
-from adaserve.loadgen.results import check_results_dir, new_results_dir
+from adaserve.loadgen.results import check_results_dir
 from adaserve.loadgen.run_folder import read_run
 from adaserve.loadgen.schedule import build_schedule
 from adaserve.scheduler.interface import Context
@@ -40,18 +40,17 @@ def run_demo(
     policy: str,
     rps: float | None,
     size: str,
-    out: Path | None,
+    folder: Path,
     console: Console,
     *,
     repetition: bool = False,
 ) -> dict[str, Any]:
-    """Runs everything, prints the table, writes ``out``. Raises ServerError, LoadgenError.
+    """Runs everything, prints the table, writes ``folder``. Raises ServerError, LoadgenError.
 
     ``repetition``: prompts whose answers repeat what the text says, and drafts from that text as well.
     """
     if policy == PLAIN:
         raise ConfigError(f"{PLAIN} is what a policy is compared with: choose another --policy")
-    folder = out or new_results_dir(Path("results"), "demo")
     check_results_dir(folder)
     if rps is not None:
         build_schedule(_config("http://127.0.0.1", seconds, rps, baseline_ms=30.0))  # refused now

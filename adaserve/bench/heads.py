@@ -26,7 +26,7 @@ from adaserve.bench.walks import HeadPlan, Text, Tree, Walk, kernel_model, over_
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.loadgen.results import new_results_dir, provenance
+from adaserve.loadgen.results import provenance
 from adaserve.pair.evaluate import prompt_batch, write
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.model import TinyLlama, load_hf
@@ -133,7 +133,7 @@ def _standard_error(accepted: Sequence[tuple[int, int]]) -> float | None:
     return float(np.std(list(off.values()), ddof=1) * len(off) ** 0.5 / len(accepted))
 
 
-def run_heads(plan: HeadPlan, out: Path | None, console: Console) -> None:
+def run_heads(plan: HeadPlan, path: Path, console: Console) -> None:
     """Measures the shipped drafts, prints a table, writes JSON."""
     torch.set_num_threads(plan.threads)
     pair = weights_folder()
@@ -148,7 +148,6 @@ def run_heads(plan: HeadPlan, out: Path | None, console: Console) -> None:
             drafts = walks(pair, target, texts, batch, plan)
             verify = Verification(served, batch, plan.storage)
             rows += summarize(in_turns(drafts, plan.trees, verify, lambda: bar.advance(task)), batch)
-    path = out or new_results_dir(Path("results"), "heads") / "heads.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     body = {"schema_version": 1, "kind": "bench heads", "made": provenance(), "plan": asdict(plan)}
     path.write_text(json.dumps({**body, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

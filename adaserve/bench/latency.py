@@ -27,7 +27,7 @@ from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
-from adaserve.loadgen.results import new_results_dir, provenance
+from adaserve.loadgen.results import provenance
 from adaserve.server import ServerProcess, ServerSpec
 
 BASE = "none"
@@ -94,11 +94,8 @@ class Sample:
     same: float = 1.0  # share of the answers that are those of plain decoding
 
 
-def run_latency(
-    specs: Mapping[str, ServerSpec], plan: LatencyPlan, out: Path | None, console: Console
-) -> None:
+def run_latency(specs: Mapping[str, ServerSpec], plan: LatencyPlan, path: Path, console: Console) -> None:
     """Starts a server for each kind of draft, measures, prints a table, writes JSON. Raises ServerError."""
-    path = out or new_results_dir(Path("results"), "latency") / "latency.json"
     plan = replace(plan, drafts=len(specs))
     with ExitStack() as stack:
         servers = {

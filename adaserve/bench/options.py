@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -17,13 +18,29 @@ def listed(parser: Callable[[str], Any], text: str, *flags: str, **settings: Any
 
 
 def results_folder(tag: str) -> Any:
-    """An option for the folder of a command whose results are called ``tag``."""
-    return typer.Option(help="Results folder.", show_default=f"results/<UTC>-{tag}", callback=new_folder)
+    """An option for the folder of a command whose results are called ``tag``; by default a new one."""
+    return typer.Option(
+        help="Results folder.",
+        show_default=f"results/<UTC>-{tag}",
+        default_factory=lambda: _new_folder(tag),
+        callback=new_folder,
+    )
 
 
 def results_file(tag: str) -> Any:
     """The same for a command that writes one file."""
-    return typer.Option(help="JSON file to write.", show_default=f"in results/<UTC>-{tag}", callback=new_file)
+    return typer.Option(
+        help="JSON file to write.",
+        show_default=f"in results/<UTC>-{tag}",
+        default_factory=lambda: _new_folder(tag) / f"{tag}.json",
+        callback=new_file,
+    )
+
+
+def _new_folder(tag: str) -> Path:
+    from adaserve.loadgen.results import new_results_dir
+
+    return new_results_dir(Path("results"), tag)
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from adaserve.bench.learn import online
+from adaserve.bench.learn import offline, online
 from adaserve.bench.learn.offline import (
     VARIANTS,
     ErrorsOnly,
@@ -21,6 +24,7 @@ from adaserve.bench.learn.offline import (
 )
 from adaserve.bench.learn.online import LearnPlan
 from adaserve.bench.learn.texts import HOME, PATTERNS, Texts
+from adaserve.cli import app
 from adaserve.learning import draft_reading
 from adaserve.learning.draft import DraftCopy
 from adaserve.learning.trainer import Recipe, Trainer
@@ -59,6 +63,20 @@ def test_both_drafts_begin_equally_often(every: int, monkeypatch: pytest.MonkeyP
         online._played(server, [], plan, index)  # type: ignore[arg-type]
         begun += served[:1] if len(served) == 2 else []
     assert len(begun) == len(plan.blocks) // every and begun.count("first") == begun.count("present")
+
+
+@pytest.mark.parametrize("words", [[], ["--offline"]])
+def test_results_go_where_the_help_says(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(online, "run_learn", lambda *given: told.extend(given))
+    monkeypatch.setattr(offline, "run_offline", lambda *given: told.extend(given))
+    assert CliRunner().invoke(app, ["bench", "learn", *words]).exit_code == 0
+    (folder,) = (given for given in told if isinstance(given, Path))
+    assert folder.parent == Path("results") and folder.name.endswith("Z-learn")
+    assert not list(tmp_path.iterdir()), "it is made when there is something to write"
 
 
 def test_domains_of_a_part_take_turns() -> None:

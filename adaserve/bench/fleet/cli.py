@@ -13,7 +13,7 @@ from adaserve.bench.options import results_folder
 
 def bench_fleet(
     *,
-    out: Annotated[Path | None, results_folder("fleet")] = None,
+    out: Annotated[Path, results_folder("fleet")],
     replicas: Annotated[
         int, typer.Option(min=2, help="Servers to start; they share this machine's cores.")
     ] = 2,
@@ -27,13 +27,11 @@ def bench_fleet(
 ) -> None:
     """Check what replicas tell a router about themselves: headroom, predicted TPOT, capacity."""
     from adaserve.bench.fleet.run import FleetPlan, run_fleet_bench, summary_text
-    from adaserve.loadgen.results import new_results_dir
 
     console = Console(stderr=True)
-    folder = out or new_results_dir(Path("results"), "fleet")
-    plan = FleetPlan(folder, replicas, router, size, rps, duration, warmup, seed, policy)
+    plan = FleetPlan(out, replicas, router, size, rps, duration, warmup, seed, policy)
     result = run_fleet_bench(plan, console)
     print(summary_text(result, replicas))
-    console.print(f"results: {folder}", soft_wrap=True, highlight=False)
+    console.print(f"results: {out}", soft_wrap=True, highlight=False)
     if not result["valid"]:
         raise typer.Exit(1)

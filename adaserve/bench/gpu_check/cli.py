@@ -69,7 +69,7 @@ def gpu_check(
     stage_limit: Annotated[
         float, typer.Option(min=1, help="Seconds that one stage, or a server's start, may take.")
     ] = 900.0,
-    out: Annotated[Path | None, results_folder("gpu-check")] = None,
+    out: Annotated[Path, results_folder("gpu-check")],
 ) -> None:
     """Check a GPU host: exactness, TPOT and mixed SLOs against SGLang without and with its own speculation.
 
@@ -81,7 +81,6 @@ def gpu_check(
     from adaserve.bench.gpu_check.servers import Pair
     from adaserve.bench.gpu_check.shapes import widened_pair
     from adaserve.draft_kind import kind_at
-    from adaserve.loadgen.results import new_results_dir
     from adaserve.server import ServerError, ServerSpec, on_cpu, require_models
 
     console = Console(stderr=True)
@@ -103,18 +102,17 @@ def gpu_check(
         common = ("--max-running-requests", str(max(64, *plan.batches)), *split(flags, "--flags"))
         if "--context-length" not in common:
             common += ("--context-length", "4096")
-        folder = out or new_results_dir(Path("results"), "gpu-check")
         pair = Pair(model, draft, device, common, kind_at(draft))
-        check = Check(pair, plan, folder, console, only or (), stage_limit, again)
+        check = Check(pair, plan, out, console, only or (), stage_limit, again)
         report = check.run()
     except ValueError as error:
         fail(str(error))
     _show(report, Console())
     for sentence in report["does_not_show"]:
         console.print(f"not shown by a dry run: {sentence}", highlight=False, soft_wrap=True)
-    console.print(f"written to {folder}", soft_wrap=True)
+    console.print(f"written to {out}", soft_wrap=True)
     if check.undone:
-        said = f"not done: {', '.join(check.undone)} (the same command with --out {folder} runs them again)"
+        said = f"not done: {', '.join(check.undone)} (the same command with --out {out} runs them again)"
         console.print(f"[red]{said}[/]", highlight=False, soft_wrap=True)
         raise typer.Exit(2)
     if any(t["met"] is False for t in report["targets"]):

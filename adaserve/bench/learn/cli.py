@@ -63,7 +63,7 @@ def bench_learn(
         str, typer.Option(help="Parameters of the embedded target; not with --offline.")
     ] = "100M",
     seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
-    out: Annotated[Path | None, results_folder("learn")] = None,
+    out: Annotated[Path, results_folder("learn")],
 ) -> None:
     """Compare a draft that learns with one that does not, on the same texts, while the traffic shifts."""
     from adaserve.bench.learn.offline import VARIANTS, run_offline

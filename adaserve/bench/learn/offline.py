@@ -35,7 +35,7 @@ from adaserve.learning.home import home_records
 from adaserve.learning.losses import CHAIN
 from adaserve.learning.records import Record, kept
 from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
-from adaserve.loadgen.results import new_results_dir, provenance
+from adaserve.loadgen.results import provenance
 from adaserve.noise import request_key
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.folders import weights_folder
@@ -108,10 +108,9 @@ class Outcome:
     cpu_s: float
 
 
-def run_offline(plan: LearnPlan, variants: Sequence[str], out: Path | None, console: Console) -> None:
+def run_offline(plan: LearnPlan, variants: Sequence[str], folder: Path, console: Console) -> None:
     """Compares the variants; JSON and a table. Raises ServerError where there are no texts of a domain."""
     torch.set_num_threads(1)
-    folder = out or new_results_dir(Path("results"), "learn-offline")
     outcomes: list[Outcome] = []
     with progress(console) as bar:
         study = _Study(plan, bar)

@@ -22,7 +22,7 @@ from adaserve.bench.learn.texts import Texts
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
 from adaserve.loadgen.figures import color, legend, panels, save
-from adaserve.loadgen.results import new_results_dir, provenance
+from adaserve.loadgen.results import provenance
 from adaserve.server import ServerProcess, ServerSpec
 
 SETTINGS = {
@@ -80,11 +80,10 @@ class Block:
     same: float  # share of the texts that are the same as with the other draft
 
 
-def run_learn(spec: ServerSpec, plan: LearnPlan, out: Path | None, console: Console) -> None:
+def run_learn(spec: ServerSpec, plan: LearnPlan, folder: Path, console: Console) -> None:
     """Starts a server that learns and plays the stream; JSON after every block, a figure at the end.
 
     Raises ServerError."""
-    folder = out or new_results_dir(Path("results"), "learn")
     texts = {domain: Texts(domain, plan.seed) for _, domain in plan.blocks}
     with running(spec, folder / "server.log", console) as server, progress(console) as bar:
         task = bar.add_task("serving", total=len(plan.blocks))

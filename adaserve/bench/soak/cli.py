@@ -25,14 +25,13 @@ def bench_soak(
         bool, typer.Option("--learn", help="Let the draft learn from all requests and be swapped meanwhile.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the mix.")] = 0,
-    out: Annotated[Path | None, results_folder("soak")] = None,
+    out: Annotated[Path, results_folder("soak")],
 ) -> None:
     """Send random mixes of everything to a real server, and check invariants while it runs.
 
     The server has little memory and several HTTP processes. Clients stream, leave, abort, read slowly and
     get killed, while the policy changes. Ctrl-C stops it cleanly. Exit code 1: an invariant was violated."""
     from adaserve.bench.soak.run import SoakPlan, run_soak
-    from adaserve.loadgen.results import new_results_dir
 
     console = Console(stderr=True)
     if minutes is None and requests is None:
@@ -40,8 +39,7 @@ def bench_soak(
     plan = SoakPlan(
         minutes=minutes, requests=requests, workers=workers, clients=clients, learn=learn, seed=seed
     )
-    folder = out or new_results_dir(Path("results"), "soak")
-    record = run_soak(plan, folder, console)
+    record = run_soak(plan, out, console)
     verdict = "all invariants held" if record.held else "invariants were violated"
-    console.print(f"{verdict}: {folder}/README.md", highlight=False, soft_wrap=True)
+    console.print(f"{verdict}: {out}/README.md", highlight=False, soft_wrap=True)
     raise typer.Exit(0 if record.held else 1)
