@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from hashlib import sha256
@@ -166,7 +166,7 @@ class FromHeaders:
             names = ", ".join(config.classes)
             raise SLOError(f"this server does not take SLOs in milliseconds: name a class, {names}")
         priority = _integer("nvext.agent_hints.priority", hints.get("priority"), PRIORITY_RANGE)
-        speculation = _speculation([(f"custom_params.{SPECULATION_KEY}", params.get(SPECULATION_KEY))])
+        speculation = _speculation(f"custom_params.{SPECULATION_KEY}", params.get(SPECULATION_KEY))
         return RequestSLO(
             slo_class=CUSTOM_CLASS if own_ms else cls.name,
             tpot_s=seconds(_first(tpot_ms, cls.tpot_ms)),
@@ -189,11 +189,10 @@ def read_headers(headers: Headers, config: SLOConfig) -> FromHeaders:
     _refuse_misspelt(sent)
     for meant, text in _traced(sent):
         sent.setdefault(meant, []).append(text)
-    limits = [(f"header {HEADER_SPECULATION}", text) for text in sent.get(HEADER_SPECULATION, [])]
     return FromHeaders(
         wish=_in_headers(sent, config.limits),
-        speculation=_speculation(limits),
-        priority=_priority(sent),
+        speculation=_said_once(sent, HEADER_SPECULATION, _speculation),
+        priority=_said_once(sent, HEADER_PRIORITY, _priority),
         learn=_lets_learn(sent),
         tenant=_tenant(sent),
         routed=_came_through_a_router(sent),
@@ -230,12 +229,18 @@ def _traced(sent: Mapping[str, list[str]]) -> list[tuple[str, str]]:
     return found
 
 
-def _priority(sent: Mapping[str, list[str]]) -> int | None:
-    texts = [int(t) if _INTEGER.fullmatch(t) else t for t in sent.get(HEADER_PRIORITY, [])]
-    asked = {_integer(f"header {HEADER_PRIORITY}", t, PRIORITY_RANGE) for t in texts}
-    if len(asked) > 1:
-        raise SLOError(f"header {HEADER_PRIORITY} was sent twice with different values: send one of them")
-    return asked.pop() if asked else None
+def _said_once(sent: Mapping[str, list[str]], name: str, read: Callable[[str, str], T]) -> T | None:
+    """What a header says, by ``read`` of its name and a text; None without it. Raises SLOError if it was sent
+    twice and says two things."""
+    said = list(dict.fromkeys(read(f"header {name}", text) for text in sent.get(name, [])))
+    if len(said) > 1:
+        both = ", ".join(map(shown, said))
+        raise SLOError(f"header {name} was sent twice with different values ({both}): send one of them")
+    return said[0] if said else None
+
+
+def _priority(where: str, text: str) -> int | None:
+    return _integer(where, int(text) if _INTEGER.fullmatch(text) else text, PRIORITY_RANGE)
 
 
 def _integer(where: str, value: Any, accepted: tuple[int, int]) -> int | None:
@@ -265,22 +270,17 @@ def _may_learn(params: Mapping[str, Any]) -> bool:
     return value is not False
 
 
-def _speculation(places: Values) -> int | None:
-    """The limit that all of these places give. None where none gives one."""
-    limits = set()
-    for where, value in places:
-        if value is None:
-            continue
-        text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
-        number = 0 if text == "off" else int(text) if _COUNT.fullmatch(text) else -1
-        if not 0 <= number <= MOST_SPECULATION:
-            raise SLOError(
-                f'{where} is {shown(value)}: expected "off" or a number of tokens, 0 to {MOST_SPECULATION}'
-            )
-        limits.add(number)
-    if len(limits) > 1:
-        raise SLOError(f"header {HEADER_SPECULATION} was sent twice with different values: send one of them")
-    return limits.pop() if limits else None
+def _speculation(where: str, value: Any) -> int | None:
+    """Most tokens at once; None for None."""
+    if value is None:
+        return None
+    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    number = 0 if text == "off" else int(text) if _COUNT.fullmatch(text) else -1
+    if not 0 <= number <= MOST_SPECULATION:
+        raise SLOError(
+            f'{where} is {shown(value)}: expected "off" or a number of tokens, 0 to {MOST_SPECULATION}'
+        )
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,16 +336,13 @@ def _part(nvext: Any, name: str, example: str) -> Mapping[str, Any]:
 
 
 def _in_headers(sent: Mapping[str, list[str]], limits: SLOLimits) -> _Wish:
-    names = list(dict.fromkeys(sent.get(HEADER_CLASS, [])))
-    if len(names) > 1:
-        raise SLOError(f"header {HEADER_CLASS} was sent twice with different names: {', '.join(names)}")
-
     def values(spellings: tuple[str, ...]) -> Values:
         texts = [(f"header {name}", text) for name in spellings for text in sent.get(name, [])]
         return [(name, float(text) if _NUMBER.fullmatch(text) else text) for name, text in texts]
 
+    name = _said_once(sent, HEADER_CLASS, lambda _, text: text)
     tpot, tps, ttft = values(HEADER_TPOT), values((HEADER_TPS,)), values(HEADER_TTFT)
-    return _Wish(names[0] if names else None, _tpot_ms(tpot, limits, tps), _ttft_ms(ttft, limits))
+    return _Wish(name, _tpot_ms(tpot, limits, tps), _ttft_ms(ttft, limits))
 
 
 Values = list[tuple[str, Any]]
