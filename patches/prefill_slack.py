@@ -21,13 +21,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from adaserve.patches import hook
-from adaserve.patches.served_worker import worker_of
+from adaserve.patches.served_worker import load_of, worker_of
 
 
 def register() -> None:
@@ -44,14 +45,11 @@ def _paced(original: Callable[[Any, Any], Any], self: Any, running_batch: Any) -
     worker = worker_of(self)
     if worker is None or not worker.prefill.paces(worker.policies.current.name):
         return original(self, running_batch)
-    running = _decoding(self, running_batch)
     spare = _spare_slots(self, running_batch)
     if not _something_waits(self, running_batch) or spare <= 0:
         return original(self, running_batch)
-    most_tokens = self.chunked_prefill_size or self.max_prefill_tokens
-    plan = worker.prefill.plan(
-        running, self.chunked_req, self.waiting_queue, most_tokens, time.perf_counter()
-    )
+    load = replace(load_of(self, worker), running=_decoding(self, running_batch))
+    plan = worker.prefill.plan(load, time.perf_counter())
     if plan.tokens == 0:
         _queue_ready_grammars(self)
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)

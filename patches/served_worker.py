@@ -69,15 +69,8 @@ class Pacer(Protocol):
         """Whether prefills are paced under this policy."""
         ...
 
-    def plan(
-        self,
-        running: Sequence[Any],
-        started: Any | None,
-        waiting: Sequence[Any],
-        most_tokens: int,
-        now_s: float,
-    ) -> PrefillPlan:
-        """Prompt tokens to prefill before the next decode iteration; requests are SGLang's ``Req``."""
+    def plan(self, load: Load, now_s: float) -> PrefillPlan:
+        """Prompt tokens to prefill before the next decode iteration."""
         ...
 
 

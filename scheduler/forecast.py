@@ -18,12 +18,12 @@ from adaserve.scheduler.prefill import (
     GATE_CLAIM,
     STARTING_ITERATIONS,
     PrefillConfig,
-    Pressure,
     WaitingBatch,
     aims_s,
     overtaking,
     plan_prefill,
 )
+from adaserve.scheduler.pressure import Pressure
 
 NEWEST = 0.05
 """Weight of the newest iteration: the last two dozen count."""

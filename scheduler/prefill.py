@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 
 from adaserve.scheduler.averages import Numbers
-from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray, RunningBatch
-from adaserve.scheduler.latency import Latency
+from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray
+from adaserve.scheduler.pressure import Pressure
 
 Order = Literal["fcfs", "slack", "short", "deadline"]
 Pacing = Literal["fixed", "slack"]
@@ -34,9 +34,6 @@ GATE_CLAIM = 0.6
 
 STARTING_ITERATIONS = 12
 """Iterations that pass between the decision that a prompt starts and its first token, beyond its prefill."""
-
-HORIZON_TOKENS = 32
-"""How far ahead a request's pace is trusted."""
 
 MOST_WAITING = 64
 """A decision looks at this many prompts of the queue, those that are due first of all that can be in time."""
@@ -78,6 +75,8 @@ class PrefillConfig:
             raise ValueError(f"late_share must be in (0, 1), got {self.late_share}")
         if self.lost_every_s is not None and not self.lost_every_s > 0:
             raise ValueError(f"lost_every_s must be > 0, got {self.lost_every_s}")
+        if self.lost_every_s is not None and self.order != "deadline":
+            raise ValueError(f"lost_every_s goes with order deadline, got {self.order!r}")
         if not self.patience_s > 0:
             raise ValueError(f"patience_s must be > 0, got {self.patience_s}")
 
@@ -98,98 +97,16 @@ class WaitingBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Stakes:
-    """What running requests would lose if others joined; arrays of shape [m], for those m whose TPOT SLO can
-    still be met."""
-
-    left_s: FloatArray  # until the last token is due, if the request is not behind
-    iterations: FloatArray  # until it comes
-    cycle_s: FloatArray  # [k + 1], of an iteration with 0, 1, ..., k more requests
-
-    def headroom(self, joining: int, reading_s: float) -> float:
-        """The time left until the last token is due over the time that it needs, least over the requests, if
-        ``joining`` more of them run and their prompts take ``reading_s``; inf if nothing is at stake."""
-        cycle_s = float(self.cycle_s[min(joining, len(self.cycle_s) - 1)])
-        return float(np.min(self.left_s / (self.iterations * cycle_s + reading_s), initial=np.inf))
-
-
-@dataclass(frozen=True, slots=True)
-class Pressure:
-    """What prefills would cost the decoding requests; input of ``pacing="slack"`` and of the gate."""
-
-    slack_s: FloatArray  # [n] as ``stall_slack`` gives it
-    period_s: float  # seconds of a decode iteration, prefills not included
-    sizes: IntArray  # [k] chunk sizes on offer, rising
-    seconds: FloatArray  # [k] predicted seconds of a prefill of that many tokens, rising
-    decodes: int = 0  # decode iterations since the last chunk
-    spent_s: float = 0.0  # seconds of prefill since the last decode iteration
-    stakes: Stakes | None = None  # None = not known, the gate is open
-    lost_wait_s: float = np.inf  # seconds since a lost prompt was started for having waited longest
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """What to prefill now: rows in this order until ``tokens`` are spent; ``shed`` rows get 429.
-
-    0 tokens: decode first. ``lost``: a lost prompt comes first now, for having waited longest. ``reserved``:
-    those of the tokens that belong to prompts which overtake a started one.
-    """
+    """What to prefill now: the rows of ``order`` until ``tokens`` are spent (0 = decode first). Those of
+    ``shed`` get 429. ``lost``: a lost prompt comes first now, for having waited longest. ``reserved``: those
+    of the tokens that belong to prompts which overtake a started one."""
 
     tokens: int
     order: IntArray
-    shed: BoolArray
+    shed: IntArray
     lost: bool = False
     reserved: int = 0
-
-
-def stakes_of(
-    latency: Latency,
-    running: RunningBatch,
-    now_s: float,
-    pace: float,
-    cycle_s: float,
-    verified: float,
-    joining: int,
-) -> Stakes:
-    """What is at stake if up to ``joining`` requests join, each with as many verify tokens as others have.
-
-    ``pace``: tokens per request and iteration. ``cycle_s``: seconds of an iteration now, prefills in between
-    included. ``verified``: tokens of a verification; 0 = not known, roots alone. A request that is ahead of
-    its SLO has that time to spare. One that is behind counts as if it were not: drafts bring it back, and if
-    all prompts waited for that, they would miss their own SLOs. An SLO that a request could not meet even
-    alone holds nobody back."""
-    n = len(running)
-    seconds = latency.verify_s((verified or float(n)) * (1.0 + np.arange(joining + 1) / n))
-    ahead = running.tokens_ahead.astype(np.float64)
-    spare_s = running.decode_start_s + running.tpot_slo_s * running.decoded_tokens - now_s
-    left_s, iterations = running.tpot_slo_s * ahead + np.maximum(spare_s, 0.0), ahead / pace
-    at_stake = np.isfinite(left_s) & (left_s > iterations * latency.iteration_s(1, 0, 1, 1))
-    return Stakes(left_s[at_stake], iterations[at_stake], cycle_s + seconds - seconds[0])
-
-
-def stall_slack(
-    running: RunningBatch,
-    now_s: float,
-    pace: FloatArray,
-    period_s: float,
-    horizon_tokens: int = HORIZON_TOKENS,
-) -> FloatArray:
-    """How long each request could stand still and still meet its TPOT SLO, seconds, [n].
-
-    With o tokens decoded and L to come at ``pace`` [n] tokens per iteration of ``period_s``, the last one
-    comes at now + L period / pace and is due at decode start + SLO (o + L); slack is the difference, at most
-    ``horizon_tokens`` ahead. 0 for a request that is late but can still make it by its end, inf for one that
-    can no longer meet its SLO or has none: sparing it gains nothing.
-    """
-    token_s = period_s / np.maximum(pace, 1e-6)
-    slo = np.where(np.isfinite(running.tpot_slo_s), running.tpot_slo_s, 0.0)
-    ahead_s = running.decode_start_s + slo * running.decoded_tokens - now_s
-    left = running.tokens_ahead.astype(np.float64)
-    at_end = ahead_s + left * (slo - token_s)
-    near = ahead_s + np.minimum(left, float(horizon_tokens)) * (slo - token_s)
-    lost = (at_end < 0) & (near < 0)
-    slack: FloatArray = np.where(lost | ~np.isfinite(running.tpot_slo_s), np.inf, np.maximum(near, 0.0))
-    return slack
 
 
 def least_chunk(sizes: IntArray, seconds: FloatArray, waste: float = 1.15) -> int:
@@ -311,14 +228,6 @@ def late_prompts(
     return late
 
 
-def lost_prompts(
-    config: PrefillConfig, waiting: WaitingBatch, now_s: float, pressure: Pressure | None
-) -> BoolArray:
-    """Which of the late ones state a TTFT SLO, which they can't meet any more, [n]."""
-    lost: BoolArray = late_prompts(config, waiting, now_s, pressure) & np.isfinite(waiting.ttft_slo_s)
-    return lost
-
-
 def most_overdue(
     config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
 ) -> int | None:
@@ -390,7 +299,7 @@ def in_order(
     passes = np.zeros(len(rank), np.bool_)
     if config.order == "deadline":
         if config.lost_every_s is not None:  # who can still be in time comes first
-            lost = lost_prompts(config, waiting, now_s, pressure)
+            lost = late_prompts(config, waiting, now_s, pressure) & np.isfinite(waiting.ttft_slo_s)
             rank = np.where(lost, rank + LATER_S, rank)
         passes = overtaking(config, waiting, rank)
     return np.lexsort((rank, ~waiting.started, ~passes))
@@ -408,9 +317,7 @@ def plan_prefill(
     Started prompts go first (their KV is taken already), but for those that overtake them in the order
     ``deadline``. ``pressure`` is needed for ``pacing="slack"`` and for the gate while requests decode.
     """
-    shed = np.zeros(len(waiting.arrival_s), np.bool_)
-    if config.shed:
-        shed = (now_s - waiting.arrival_s > waiting.ttft_slo_s) & ~waiting.started
+    shed = config.shed & (now_s - waiting.arrival_s > waiting.ttft_slo_s) & ~waiting.started
     order = in_order(config, waiting, now_s, pressure)
     order = order[~shed[order]]
     overdue = None
@@ -425,4 +332,4 @@ def plan_prefill(
         tokens = slack_tokens(config, waiting, order, pressure, now_s)
     tokens = tokens if len(order) else 0
     reserved = reserved_tokens(waiting, order, tokens)
-    return PrefillPlan(tokens, order, shed, overdue is not None and tokens > 0, reserved)
+    return PrefillPlan(tokens, order, np.flatnonzero(shed), overdue is not None and tokens > 0, reserved)

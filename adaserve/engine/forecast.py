@@ -87,9 +87,7 @@ class Forecaster:
 
     def _situation(self, load: Load, now_s: float) -> tuple[Situation, FloatArray]:
         """The state of queue and batch, and the seconds until each running request ends, rising."""
-        looked = (load.waiting[i] for i in self._pacer.looked_at(load.waiting, now_s))
-        waiting = [*([] if load.started is None else [load.started]), *looked]
-        situation = self._pacer.situation(load.running, load.started, waiting, load.most_tokens, now_s)
+        situation = self._pacer.situation(load, now_s)
         if not load.paced:
             situation = situation._replace(rule=replace(situation.rule, gate=None, pacing="fixed"))
         batch, outlook = situation.batch, self._pacer.outlook

@@ -16,45 +16,45 @@ import numpy as np
 
 from adaserve.config import AdaServeConfig
 from adaserve.engine.state import RequestState, running_batch
-from adaserve.scheduler.averages import MovingAverage, blend
+from adaserve.patches.served_worker import Load
+from adaserve.scheduler.averages import blend
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.fairness import HoldBudget, binding_rows
 from adaserve.scheduler.forecast import Outlook
-from adaserve.scheduler.interface import IterationOutcome, RunningBatch
+from adaserve.scheduler.interface import IntArray, IterationOutcome, RunningBatch
 from adaserve.scheduler.policies import is_slo_aware
 from adaserve.scheduler.prefill import (
     MOST_LATE,
     MOST_WAITING,
     PrefillConfig,
     PrefillPlan,
-    Pressure,
     WaitingBatch,
+    first_token_due_s,
     plan_prefill,
-    stakes_of,
-    stall_slack,
 )
+from adaserve.scheduler.pressure import NEWEST, Pressure, RecentWork
 from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
-
-NEWEST = 0.1
-"""Weight of the newest iteration in the moving averages."""
-
-
-class Chunks(NamedTuple):
-    """Chunk sizes on offer, and the seconds that prefills of them take; int64 and float64 [k], rising."""
-
-    sizes: np.ndarray
-    seconds: np.ndarray
 
 
 class Situation(NamedTuple):
     """What a decision about prefills is based on."""
 
     rule: PrefillConfig
-    queue: WaitingBatch
-    reqs: list[Any]  # the rows of ``batch``
+    queue: WaitingBatch  # the started prompt, if there is one, and those of the queue that are looked at
+    waiting: list[Any]  # its rows
+    places: IntArray  # of these, in a list of the started prompt, if there is one, and the whole queue
+    running: list[Any]  # the rows of ``batch``
     batch: RunningBatch
     pressure: Pressure
+
+
+class Aim(NamedTuple):
+    """Of a prompt; seconds."""
+
+    arrival_s: float
+    ttft_slo_s: float
+    due_s: float  # when the first token should be out
 
 
 class PrefillPacer:
@@ -75,22 +75,22 @@ class PrefillPacer:
         self._alone = alone
         self.mode: str | None = None
         self.set_mode(config.prefill if alone else "exclusive")
-        self._interval, self._patience_s = config.prefill_interval, config.prefill_patience_ms / 1e3
-        self._gate = config.prefill_headroom or None
-        self._lost_every_s = config.prefill_lost_interval_ms / 1e3 or None
-        self._lost_at_s = -np.inf  # when a lost prompt was last started for having waited longest
+        self._rule = PrefillConfig(
+            order="deadline",
+            pacing="slack",
+            most_decodes=config.prefill_interval,
+            patience_s=config.prefill_patience_ms / 1e3,
+            gate=config.prefill_headroom or None,
+            lost_every_s=config.prefill_lost_interval_ms / 1e3 or None,
+        )
         self._costs, self._ledger, self._states = costs, ledger, states
         self._prefills = costs.prefills()
         self.outlook = Outlook(costs)
-        self._period_s = MovingAverage(NEWEST)  # of decode iterations
-        self._cycle_s = MovingAverage(NEWEST)  # from the end of one to that of the next
-        self._verified = MovingAverage(NEWEST)  # tokens per verification
-        self._mean_pace = MovingAverage(NEWEST, start=1.0)  # tokens per request and iteration
-        self._pace: dict[str, float] = {}  # the same per request, of those that ran in the last iteration
-        self._decodes, self._spent_s = 0, 0.0  # since the last chunk; since the last decode iteration
-        self._holds = HoldBudget(tenant_share, tenant_share * self._patience_s)
+        self._recent = RecentWork()
+        self._pace: dict[str, float] = {}  # tokens per iteration of those that ran in the last one
+        self._holds = HoldBudget(tenant_share, tenant_share * self._rule.patience_s)
         self._holders: set[str] = set()  # tenants for whose SLOs somebody waits in this iteration
-        self._aims: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
+        self._aims: WeakKeyDictionary[Any, Aim] = WeakKeyDictionary()
 
     def paces(self, policy: str) -> bool:
         """Whether prefills are paced. Slack comes from SLOs, so policies that ignore SLOs get SGLang's own
@@ -119,21 +119,18 @@ class PrefillPacer:
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """A prefill forward, target and draft."""
-        self._decodes, self._spent_s = 0, self._spent_s + seconds
+        self._recent.prefilled(seconds)
         if tokens > 0:
             self._prefills.observe(tokens, seconds, self._costs.slowdown)
 
     def observe(self, outcome: IterationOutcome) -> None:
         """A decode iteration."""
-        self._period_s.add(outcome.total_s)
-        self._cycle_s.add(outcome.cycle_s)
-        self._verified.add(float(outcome.selection.verify_tokens))
-        self._decodes, self._spent_s = self._decodes + 1, 0.0
+        verified, chunk = float(outcome.selection.verify_tokens), outcome.prefill_tokens
+        self._recent.decoded(outcome.new_tokens, verified, chunk, outcome.total_s, outcome.cycle_s)
         self._holds.charge(self._holders, outcome.total_s, outcome.end_s)
         self._holders = set()
         self.outlook.observe(outcome)
-        self._mean_pace.add(float(outcome.new_tokens.mean()))
-        known, usual = self._pace, self._mean_pace.value
+        known, usual = self._pace, self._recent.pace
         self._pace = {
             rid: blend(known.get(rid, usual), float(new), NEWEST)
             for rid, new in zip(outcome.plan.running.rids, outcome.new_tokens.tolist(), strict=True)
@@ -141,84 +138,64 @@ class PrefillPacer:
 
     # -- deciding -----------------------------------------------------------------------------
 
-    def plan(
-        self,
-        running: Sequence[Any],
-        started: Any | None,
-        waiting: Sequence[Any],
-        most_tokens: int,
-        now_s: float,
-    ) -> PrefillPlan:
+    def plan(self, load: Load, now_s: float) -> PrefillPlan:
         """How many prompt tokens to prefill before the next decode iteration (0 = none), and in which order.
 
-        ``running``: the requests that decode. ``started``: the request whose prompt is partly
-        in the cache, row 0 of the plan if there is one. ``waiting``: the queue, the further rows.
-        ``most_tokens``: SGLang's own chunk size. Rows that the plan's order leaves out have to wait; only
-        those of ``looked_at`` can be in it.
+        Row 0 is the started prompt, if there is one, and the further rows are the queue. Rows that the order
+        leaves out have to wait; only those of ``Situation.places`` can be in it.
         """
-        picked, before = self.looked_at(waiting, now_s), int(started is not None)
-        looked = [*([] if started is None else [started]), *(waiting[i] for i in picked)]
-        rule, queue, known, batch, pressure = self.situation(running, started, looked, most_tokens, now_s)
-        plan = plan_prefill(rule, queue, len(running), now_s, pressure)
+        known = self.situation(load, now_s)
+        plan = plan_prefill(known.rule, known.queue, len(load.running), now_s, known.pressure)
         if plan.lost:
-            self._lost_at_s = now_s
+            self._recent.lost_at_s = now_s
         admitted = set(plan.order.tolist())
         self._ledger.gate(
             (self._ledger.slo(r).slo_class, now_s - arrived_s)
-            for i, (r, arrived_s) in enumerate(zip(looked, queue.arrival_s.tolist(), strict=True))
+            for i, (r, arrived_s) in enumerate(
+                zip(known.waiting, known.queue.arrival_s.tolist(), strict=True)
+            )
             if i not in admitted
         )
         if self._holds.limits:
             starting = admitted if plan.tokens else set()
-            held = [r for i, r in enumerate(looked) if i not in starting]
-            tight = [known[i] for i in binding_rows(pressure.slack_s, batch.tpot_slo_s)]
+            held = [r for i, r in enumerate(known.waiting) if i not in starting]
+            tight = [known.running[i] for i in binding_rows(known.pressure.slack_s, known.batch.tpot_slo_s)]
             self._holders = self._holding_up(tight, held)
-        rows = np.array([*range(before), *(before + i for i in picked)], np.int64)
-        return replace(plan, order=rows[plan.order], shed=np.zeros(before + len(waiting), np.bool_))
+        return replace(plan, order=known.places[plan.order])
+
+    def situation(self, load: Load, now_s: float) -> Situation:
+        """The pressure foresees one request more than those that are looked at."""
+        started = [] if load.started is None else [load.started]
+        picked = self._looked_at(load.waiting, now_s)
+        waiting = [*started, *(load.waiting[i] for i in picked)]
+        places = np.array([*range(len(started)), *(len(started) + i for i in picked)], np.int64)
+        running, batch = self._decoding(load.running, now_s)
+        pace = np.array([self._pace.get(rid, self._recent.pace) for rid in batch.rids])
+        sizes = np.unique(np.linspace(1, load.most_tokens, 128).astype(np.int64))
+        seconds = self._prefills.quiet_curve(load.most_tokens)[sizes] * self._costs.slowdown
+        chunks = sizes, np.maximum.accumulate(seconds)
+        pressure = self._recent.pressure(self._costs, batch, pace, len(waiting) + 1, chunks, now_s)
+        rule, queue = replace(self._rule, chunk_tokens=load.most_tokens), self._waiting(waiting, load.started)
+        return Situation(rule, queue, waiting, places, running, batch, pressure)
+
+    def _looked_at(self, waiting: Sequence[Any], now_s: float) -> list[int]:
+        """Places in the queue of the prompts that are due first among those that can still be in time, among
+        those that are late without a TTFT SLO, and among the lost ones."""
+        # The first token of a request that was retracted has been out for long.
+        due_s = [-np.inf if r.output_ids else self._aim(r).due_s for r in waiting]
+        in_time, late, lost = list[int](), list[int](), list[int]()
+        for i in sorted(range(len(waiting)), key=due_s.__getitem__):
+            if self._rule.lost_every_s is None or not -np.inf < due_s[i] < now_s:
+                in_time.append(i)
+            else:
+                (lost if math.isfinite(self._aim(waiting[i]).ttft_slo_s) else late).append(i)
+        return sorted(in_time[:MOST_WAITING]) + late[:MOST_LATE] + lost[:MOST_LATE]
 
     def _holding_up(self, tight: Iterable[Any], held: Iterable[Any]) -> set[str]:
         """Tenants of the ``tight`` requests for whose SLOs a prompt of somebody else is ``held``. Requests
         without a key may be of different people."""
         waiting = set(map(self._tenant, held))
         return {t for t in map(self._tenant, tight) if waiting - ({t} - {ANONYMOUS})}
-
-    def looked_at(self, waiting: Sequence[Any], now_s: float) -> list[int]:
-        """Places in the queue of the prompts that are due first among those that can still be in time, among
-        those that are late without a TTFT SLO, and among the lost ones."""
-        due_s = [self._due_s(r) for r in waiting]
-        in_time, late, lost = list[int](), list[int](), list[int]()
-        for i in sorted(range(len(waiting)), key=due_s.__getitem__):
-            if self._lost_every_s is None or not -np.inf < due_s[i] < now_s:
-                in_time.append(i)
-            else:
-                (lost if math.isfinite(self._aim(waiting[i])[1]) else late).append(i)
-        return sorted(in_time[:MOST_WAITING]) + late[:MOST_LATE] + lost[:MOST_LATE]
-
-    def _due_s(self, req: Any) -> float:
-        """When the first token should be out; of a request that was retracted it has been out for long."""
-        if req.output_ids:
-            return -np.inf
-        arrival_s, ttft_s = self._aim(req)
-        return arrival_s + (ttft_s if math.isfinite(ttft_s) else self._patience_s)
-
-    def situation(
-        self,
-        running: Sequence[Any],
-        started: Any | None,
-        waiting: Sequence[Any],
-        most_tokens: int,
-        now_s: float,
-    ) -> Situation:
-        """As for ``plan``; ``waiting`` are the rows, ``started`` is one of them. The pressure foresees one
-        request more than those."""
-        sizes = np.unique(np.linspace(1, most_tokens, 128).astype(np.int64))
-        curve = self._prefills.quiet_curve(most_tokens)[sizes] * self._costs.slowdown
-        chunks = Chunks(sizes, np.maximum.accumulate(curve))
-        rule = self._rule(most_tokens)
-        queue = self._waiting(waiting, started)
-        known, batch = self._decoding(running, now_s)
-        pressure = self._pressure(rule, batch, len(queue.arrival_s) + 1, now_s, chunks)
-        return Situation(rule, queue, known, batch, pressure)
 
     def _tenant(self, req: Any) -> str:
         return self._ledger.slo(req).tenant
@@ -234,45 +211,21 @@ class PrefillPacer:
             batch = replace(batch, tpot_slo_s=np.where(counts, batch.tpot_slo_s, np.inf))
         return reqs, batch
 
-    def _rule(self, most_tokens: int) -> PrefillConfig:
-        return PrefillConfig(
-            chunk_tokens=most_tokens,
-            order="deadline",
-            pacing="slack",
-            most_decodes=self._interval,
-            patience_s=self._patience_s,
-            gate=self._gate,
-            lost_every_s=self._lost_every_s,
-        )
-
-    def _pressure(
-        self, rule: PrefillConfig, batch: RunningBatch, joining: int, now_s: float, chunks: Chunks
-    ) -> Pressure:
-        n = max(1, len(batch))
-        pace = np.array([self._pace.get(rid, self._mean_pace.value) for rid in batch.rids])
-        period_s = self._period_s.value or self._costs.iteration_s(n, 0, 1, n)
-        slack = stall_slack(batch, now_s, pace, period_s)
-        stakes = None
-        if self._gate is not None and len(batch):
-            usual, cycle_s = self._mean_pace.value, self._cycle_s.value or period_s
-            stakes = stakes_of(self._costs, batch, now_s, usual, cycle_s, self._verified.value, joining)
-        lost_wait_s = now_s - self._lost_at_s
-        return Pressure(slack, period_s, *chunks, self._decodes, self._spent_s, stakes, lost_wait_s)
-
     def _waiting(self, reqs: Sequence[Any], started: Any | None) -> WaitingBatch:
         aims = [self._aim(r) for r in reqs]
         left = [_prompt_left(r, r is started) for r in reqs]
         return WaitingBatch(
-            arrival_s=np.array([a for a, _ in aims]),
-            ttft_slo_s=np.array([t for _, t in aims]),
+            arrival_s=np.array([a.arrival_s for a in aims]),
+            ttft_slo_s=np.array([a.ttft_slo_s for a in aims]),
             prompt_left=np.array(left, np.int64),
             started=np.array([r is started or bool(r.output_ids) for r in reqs], np.bool_),
         )
 
-    def _aim(self, req: Any) -> tuple[float, float]:
-        """Arrival and TTFT SLO, seconds."""
+    def _aim(self, req: Any) -> Aim:
         if (found := self._aims.get(req)) is None:
-            found = self._aims[req] = (self._ledger.arrival_s(req), self._ledger.slo(req).ttft_s)
+            arrival_s, ttft_slo_s = self._ledger.arrival_s(req), self._ledger.slo(req).ttft_s
+            due_s = float(first_token_due_s(arrival_s, ttft_slo_s, self._rule.patience_s))
+            found = self._aims[req] = Aim(arrival_s, ttft_slo_s, due_s)
         return found
 
 

@@ -9,17 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import LatencyModel, StepCost
-from adaserve.scheduler.prefill import (
-    PrefillConfig,
-    PrefillPlan,
-    Pressure,
-    plan_prefill,
-    stakes_of,
-    stall_slack,
-)
+from adaserve.scheduler.prefill import PrefillConfig, PrefillPlan, plan_prefill
+from adaserve.scheduler.pressure import Pressure, RecentWork
 from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.waiting import WaitingPrompts, waiting_batch
 from adaserve.scheduler.simulator.workload import SimRequest
@@ -63,13 +56,8 @@ class Replica(ABC):
         self._reserved = 0  # KV tokens promised to started and running requests
         self._output_left, self._prompt_left = 0, 0  # tokens of all requests here, outputs by their caps
         self._last_end_s = 0.0
-        self._period_s = MovingAverage(0.1)  # of iterations with the prefills between them
-        self._pace = MovingAverage(0.1)  # tokens per request and iteration
-        self._iteration_s = MovingAverage(0.1)  # decode iterations alone
-        self._verified = MovingAverage(0.1)  # tokens per verification
-        self._lost_at_s = 0.0  # when a lost prompt was last started for having waited longest
+        self._recent = RecentWork()
         self._drafted_chunk = 0  # tokens of the present chunk that the draft model reads, too
-        self._decodes, self._spent_s = 0, 0.0  # since the last chunk; since the last decode iteration
 
     @abstractmethod
     def _decode(self, prefill_tokens: int) -> None:
@@ -92,7 +80,7 @@ class Replica(ABC):
     @property
     def seconds_per_token(self) -> float:
         """Recent seconds per output token of a running request; 0 while nothing ran."""
-        return self._period_s.value / self._pace.value if self._pace.value else 0.0
+        return self._recent.cycle_s.value / self._recent.pace
 
     def submit(self, request: SimRequest) -> None:
         """Queues a request that has just arrived. One that can never fit the cache is shed."""
@@ -132,7 +120,7 @@ class Replica(ABC):
             alone_s = float(cost.alone(np.array([float(tokens)]))[0])
         seconds = self._noisy(alone_s)
         self.now_s += seconds
-        self._decodes, self._spent_s = 0, self._spent_s + seconds
+        self._recent.prefilled(seconds)
 
     def _take_chunk(self) -> Chunk:
         if not len(self.waiting):
@@ -140,8 +128,8 @@ class Replica(ABC):
         looked = self.waiting.looked_at(self.now_s)
         plan = self._plan_prefill(looked)
         if plan.lost:
-            self._lost_at_s = self.now_s
-        for i in np.flatnonzero(plan.shed).tolist():
+            self._recent.lost_at_s = self.now_s
+        for i in plan.shed.tolist():
             self._shed(looked[i])
         exclusive = self.config.prefill_mode == "exclusive"
         paced = self.config.prefill.pacing == "slack" and len(self.rows)
@@ -179,26 +167,17 @@ class Replica(ABC):
         self.done.append(request)
 
     def _plan_prefill(self, looked: list[SimRequest]) -> PrefillPlan:
-        pace = max(1.0, self._pace.value)
         config = self.config.prefill
         wanted = config.pacing == "slack" or config.gate is not None
-        pressure = self._pressure(pace, len(looked)) if wanted and len(self.rows) else None
+        pressure = self._pressure(len(looked)) if wanted and len(self.rows) else None
         return plan_prefill(config, waiting_batch(looked), len(self.rows), self.now_s, pressure)
 
-    def _pressure(self, pace: float, joining: int) -> Pressure:
+    def _pressure(self, joining: int) -> Pressure:
         """What chunks would cost the running requests: alone, or riding in their verification (mixed)."""
-        config, latency, n = self.config.prefill, self.config.latency, len(self.rows)
-        beside = n if self.config.prefill_mode == "mixed" else 0
-        sizes, seconds = chunk_costs(self.config, self._drafts, beside)
-        period_s = self._iteration_s.value or latency.iteration_s(n, 0, 1, n)
-        running = self.rows.batch(None, 0)
-        slack = stall_slack(running, self.now_s, np.full(n, pace), period_s)
-        stakes = None
-        if config.gate is not None:
-            cycle_s, verified = self._period_s.value or period_s, self._verified.value
-            stakes = stakes_of(latency, running, self.now_s, pace, cycle_s, verified, joining)
-        lost_wait_s = self.now_s - self._lost_at_s
-        return Pressure(slack, period_s, sizes, seconds, self._decodes, self._spent_s, stakes, lost_wait_s)
+        n, recent = len(self.rows), self._recent
+        chunks = chunk_costs(self.config, self._drafts, n if self.config.prefill_mode == "mixed" else 0)
+        running, pace = self.rows.batch(None, 0), np.full(n, recent.pace)
+        return recent.pressure(self.config.latency, running, pace, joining, chunks, self.now_s)
 
     def _finish_prefill(self, chunk: Chunk) -> None:
         ready = [r for r, _ in chunk if r.prefilled >= r.prompt_tokens]
@@ -231,13 +210,7 @@ class Replica(ABC):
         """Accounts for an iteration that has just ended: ``new`` tokens [n] of the rows ``pick``. Times as in
         ``IterationOutcome``."""
         self._last_end_s = self.now_s
-        if not prefill_tokens:
-            self._iteration_s.add(total_s)
-        self._verified.add(verified)
-        self._period_s.add(cycle_s)
-        self._pace.add(float(new.mean()))
-        self._decodes = 0 if prefill_tokens else self._decodes + 1
-        self._spent_s = 0.0
+        self._recent.decoded(new, verified, prefill_tokens, total_s, cycle_s)
         self._output_left -= int(new.sum())
         for request, tokens, iterations in self.rows.advance(pick, new):
             request.produced, request.iterations = tokens, iterations

@@ -14,7 +14,6 @@ from adaserve.scheduler.prefill import (
     MOST_WAITING,
     PrefillConfig,
     WaitingBatch,
-    first_token_due_s,
     rank_of,
 )
 from adaserve.scheduler.simulator.workload import SimRequest
@@ -59,21 +58,16 @@ class WaitingPrompts:
 
     def looked_at(self, now_s: float) -> list[SimRequest]:
         """The started ones, those that come first of all that can be in time, and those late longest."""
-        waiting = list(islice(self._in_time, MOST_WAITING))
-        if self._config.lost_every_s is not None:
-            while gone := [r for r in waiting if self._due_s(r) < now_s]:
-                for request in gone:
-                    self._in_time.remove(request)
-                    (self._lost if math.isfinite(request.ttft_slo_s) else self._late).add(request)
-                waiting = list(islice(self._in_time, MOST_WAITING))
+        gives_up = self._config.lost_every_s is not None  # they are in order of when they are due
+        while gives_up and self._in_time and self._rank(self._in_time[0]) < now_s:
+            request = self._in_time.pop(0)
+            (self._lost if math.isfinite(request.ttft_slo_s) else self._late).add(request)
+        waiting = islice(self._in_time, MOST_WAITING)
         late = (r for queue in (self._late, self._lost) for r in islice(queue, MOST_LATE))
         return [*self._started, *waiting, *late]
 
     def _take(self, request: SimRequest) -> None:
         next(q for q in (self._in_time, self._late, self._lost) if request in q).remove(request)
-
-    def _due_s(self, request: SimRequest) -> float:
-        return float(first_token_due_s(request.arrival_s, request.ttft_slo_s, self._config.patience_s))
 
     def _rank(self, request: SimRequest) -> float:
         prompt = float(request.prompt_tokens)

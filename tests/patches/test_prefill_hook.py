@@ -18,7 +18,7 @@ from adaserve.engine.prefill import PrefillPacer
 from adaserve.engine.state import RequestState, running_batch
 from adaserve.identity import NAME
 from adaserve.patches.prefill_slack import _paced
-from adaserve.scheduler.averages import MovingAverage
+from adaserve.patches.served_worker import Load
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import (
     CandidateTrees,
@@ -85,8 +85,9 @@ def scheduler(paced: PrefillPacer, waiting: list[Request], policy: str = "adaser
     fields: dict[str, Any] = {
         "spec_algorithm": AdaServeAlgorithm(NAME, lambda _: object),
         "draft_worker": SimpleNamespace(prefill=paced, policies=policies),
-        "chunked_req": None, "waiting_queue": waiting, "chunked_prefill_size": 256,
-        "max_prefill_tokens": 4096, "truncation_align_size": None, "enable_priority_scheduling": False,
+        "chunked_req": None, "waiting_queue": waiting, "running_batch": NOBODY, "max_running_requests": 64,
+        "chunked_prefill_size": 256, "max_prefill_tokens": 4096, "truncation_align_size": None,
+        "enable_priority_scheduling": False,
         "policy": SimpleNamespace(policy=CacheAgnosticPolicy.FCFS), "_reqs_finishing_inflight": lambda _: [],
         "token_to_kv_pool_allocator": SimpleNamespace(available_size=lambda: 1000),
         "tree_cache": SimpleNamespace(evictable_size=lambda: 0),
@@ -146,7 +147,7 @@ def test_the_interval_bounds_the_wait() -> None:
     tight = pacer(0.018, AdaServeConfig(prefill_interval=2))
     sched = scheduler(tight, [Request("w")])
     assert step(sched) is None
-    tight._decodes = 2
+    tight._recent.decodes = 2
     assert step(sched) is not None
 
 
@@ -276,7 +277,7 @@ def full(
     start_s = NOW - 50 * slo_s + 0.1
     paced._states[1] = RequestState("r1", "coding", slo_s, start_s, 50, generated=[1] * 51)  # type: ignore[index]
     paced._states[0].decode_start_s = start_s
-    paced._period_s = paced._cycle_s = MovingAverage(1.0, start=0.040)
+    paced._recent.decoded(np.ones(2, np.int64), 2.0, 0, 0.040, 0.040)
     return paced
 
 
@@ -398,7 +399,7 @@ def iterations_held(share: float, holder: str, waiter: str, n: int = 200) -> lis
     running = [Request(f"r{k}", slot=k, tenant=holder) for k in (0, 1)]
     for _ in range(n):
         prompt = Request("new", prompt=50, age_s=NOW - now_s, tenant=waiter)
-        plan = paced.plan(running, None, [prompt], 256, now_s)
+        plan = paced.plan(Load(running, None, [prompt], slots=64, most_tokens=256, paced=True), now_s)
         held.append(plan.tokens == 0)
         now_s += 0.040
         paced.observe(decoded(now_s))
@@ -436,6 +437,6 @@ def test_what_prefills_really_cost_is_learned() -> None:
     before = step(scheduler(slow, [Request("w")]))
     for tokens in (16, 64, 128) * 8:
         slow.observe_prefill(tokens, 10 * (0.0105 + 0.001 * tokens))
-    slow._spent_s, slow._decodes = 0.0, slow._interval
+    slow._recent.spent_s, slow._recent.decodes = 0.0, slow._rule.most_decodes
     after = step(scheduler(slow, [Request("w")]))
     assert before is not None and after is not None and after < before

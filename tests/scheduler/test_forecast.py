@@ -11,7 +11,8 @@ from sched_factories import outcome, running, trees_from
 from adaserve.scheduler.forecast import Outlook, predicted_wait_s
 from adaserve.scheduler.interface import IterationPlan, Selection
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
-from adaserve.scheduler.prefill import PrefillConfig, Pressure, Stakes, WaitingBatch
+from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch
+from adaserve.scheduler.pressure import Pressure, Stakes
 from adaserve.scheduler.simulator.forecasts import close_share, predict_requests
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.replica import ReplicaConfig

@@ -239,15 +239,11 @@ class TestPrefill:
     )
     def test_orders_started_prompts_first(self, order, want):
         plan = plan_prefill(PrefillConfig(order=order), self.waiting(), 3, 2.5)
-        assert plan.order.tolist() == want and not plan.shed.any()
+        assert plan.order.tolist() == want and not len(plan.shed)
 
     def test_shedding_is_off_by_default_and_drops_the_lost(self):
-        assert not plan_prefill(PrefillConfig(), self.waiting(), 1, 99.0).shed.any()
-        assert plan_prefill(PrefillConfig(shed=True), self.waiting(), 1, 3.5).shed.tolist() == [
-            False,
-            True,
-            False,
-        ]
+        assert plan_prefill(PrefillConfig(), self.waiting(), 1, 99.0).shed.tolist() == []
+        assert plan_prefill(PrefillConfig(shed=True), self.waiting(), 1, 3.5).shed.tolist() == [1]
 
 
 def test_hardware_figures_match_the_published_table():

@@ -1,0 +1,149 @@
+"""What prefills cost the requests that decode, judged by how iterations went of late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaserve.scheduler.averages import MovingAverage
+from adaserve.scheduler.interface import FloatArray, IntArray, RunningBatch
+from adaserve.scheduler.latency import Latency
+
+NEWEST = 0.1
+"""Weight of the newest iteration in the moving averages."""
+
+HORIZON_TOKENS = 32
+"""How far ahead a request's pace is trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stakes:
+    """What running requests would lose if others joined; arrays of shape [m], for those m whose TPOT SLO can
+    still be met."""
+
+    left_s: FloatArray  # until the last token is due, if the request is not behind
+    iterations: FloatArray  # until it comes
+    cycle_s: FloatArray  # [k + 1], of an iteration with 0, 1, ..., k more requests
+
+    def headroom(self, joining: int, reading_s: float) -> float:
+        """The time left until the last token is due over the time that it needs, least over the requests, if
+        ``joining`` more of them run and their prompts take ``reading_s``; inf if nothing is at stake."""
+        cycle_s = float(self.cycle_s[min(joining, len(self.cycle_s) - 1)])
+        return float(np.min(self.left_s / (self.iterations * cycle_s + reading_s), initial=np.inf))
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """What prefills would cost the decoding requests; input of ``pacing="slack"`` and of the gate."""
+
+    slack_s: FloatArray  # [n] as ``stall_slack`` gives it
+    period_s: float  # seconds of a decode iteration, prefills not included
+    sizes: IntArray  # [k] chunk sizes on offer, rising
+    seconds: FloatArray  # [k] predicted seconds of a prefill of that many tokens, rising
+    decodes: int = 0  # decode iterations since the last chunk
+    spent_s: float = 0.0  # seconds of prefill since the last decode iteration
+    stakes: Stakes | None = None  # None = nobody decodes
+    lost_wait_s: float = np.inf  # seconds since a lost prompt was started for having waited longest
+
+
+class RecentWork:
+    """How prefills and decode iterations went of late: what a driver keeps for its next ``Pressure``."""
+
+    def __init__(self) -> None:
+        self.decodes, self.spent_s = 0, 0.0  # as in ``Pressure``
+        self.lost_at_s = 0.0  # when a lost prompt was last started for having waited longest
+        self.cycle_s = MovingAverage(NEWEST)  # from the end of an iteration to that of the next
+        self._iteration_s = MovingAverage(NEWEST)
+        self._verified = MovingAverage(NEWEST)  # tokens per verification
+        self._pace = MovingAverage(NEWEST)
+
+    @property
+    def pace(self) -> float:
+        """Tokens per request and iteration."""
+        return max(1.0, self._pace.value)
+
+    def prefilled(self, seconds: float) -> None:
+        """A forward of prompts alone."""
+        self.decodes, self.spent_s = 0, self.spent_s + seconds
+
+    def decoded(self, new: IntArray, verified: float, chunk: int, total_s: float, cycle_s: float) -> None:
+        """An iteration of n requests: ``new`` [n] and ``verified`` tokens, ``chunk`` prompt tokens in its
+        verification, and seconds as in ``IterationOutcome``."""
+        if not chunk:
+            self._iteration_s.add(total_s)
+        self.cycle_s.add(cycle_s)
+        self._verified.add(verified)
+        self._pace.add(float(new.mean()))
+        self.decodes, self.spent_s = 0 if chunk else self.decodes + 1, 0.0
+
+    def pressure(
+        self,
+        latency: Latency,
+        running: RunningBatch,
+        pace: FloatArray,
+        joining: int,
+        chunks: tuple[IntArray, FloatArray],
+        now_s: float,
+    ) -> Pressure:
+        """``pace``: tokens per iteration of each running request, [n]. ``joining``: the most requests whose
+        start can be asked about. ``chunks``: sizes and seconds as in ``Pressure``."""
+        n = max(1, len(running))
+        period_s = self._iteration_s.value or latency.iteration_s(n, 0, 1, n)
+        slack_s = stall_slack(running, now_s, pace, period_s)
+        stakes = None
+        if len(running):
+            cycle_s = self.cycle_s.value or period_s
+            stakes = stakes_of(latency, running, now_s, self.pace, cycle_s, self._verified.value, joining)
+        lost_wait_s = now_s - self.lost_at_s
+        return Pressure(slack_s, period_s, *chunks, self.decodes, self.spent_s, stakes, lost_wait_s)
+
+
+def stakes_of(
+    latency: Latency,
+    running: RunningBatch,
+    now_s: float,
+    pace: float,
+    cycle_s: float,
+    verified: float,
+    joining: int,
+) -> Stakes:
+    """What is at stake if up to ``joining`` requests join, each with as many verify tokens as others have.
+
+    ``pace``: tokens per request and iteration. ``cycle_s``: seconds of an iteration now, prefills in between
+    included. ``verified``: tokens of a verification; 0 = not known, roots alone. A request that is ahead of
+    its SLO has that time to spare. One that is behind counts as if it were not: drafts bring it back, and if
+    all prompts waited for that, they would miss their own SLOs. An SLO that a request could not meet even
+    alone holds nobody back."""
+    n = len(running)
+    seconds = latency.verify_s((verified or float(n)) * (1.0 + np.arange(joining + 1) / n))
+    ahead = running.tokens_ahead.astype(np.float64)
+    spare_s = running.decode_start_s + running.tpot_slo_s * running.decoded_tokens - now_s
+    left_s, iterations = running.tpot_slo_s * ahead + np.maximum(spare_s, 0.0), ahead / pace
+    at_stake = np.isfinite(left_s) & (left_s > iterations * latency.iteration_s(1, 0, 1, 1))
+    return Stakes(left_s[at_stake], iterations[at_stake], cycle_s + seconds - seconds[0])
+
+
+def stall_slack(
+    running: RunningBatch,
+    now_s: float,
+    pace: FloatArray,
+    period_s: float,
+    horizon_tokens: int = HORIZON_TOKENS,
+) -> FloatArray:
+    """How long each request could stand still and still meet its TPOT SLO, seconds, [n].
+
+    With o tokens decoded and L to come at ``pace`` [n] tokens per iteration of ``period_s``, the last one
+    comes at now + L period / pace and is due at decode start + SLO (o + L); slack is the difference, at most
+    ``horizon_tokens`` ahead. 0 for a request that is late but can still make it by its end, inf for one that
+    can no longer meet its SLO or has none: sparing it gains nothing.
+    """
+    token_s = period_s / np.maximum(pace, 1e-6)
+    slo = np.where(np.isfinite(running.tpot_slo_s), running.tpot_slo_s, 0.0)
+    ahead_s = running.decode_start_s + slo * running.decoded_tokens - now_s
+    left = running.tokens_ahead.astype(np.float64)
+    at_end = ahead_s + left * (slo - token_s)
+    near = ahead_s + np.minimum(left, float(horizon_tokens)) * (slo - token_s)
+    lost = (at_end < 0) & (near < 0)
+    slack: FloatArray = np.where(lost | ~np.isfinite(running.tpot_slo_s), np.inf, np.maximum(near, 0.0))
+    return slack
