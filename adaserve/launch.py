@@ -35,8 +35,10 @@ def stop_cleanly() -> None:
 
 if __name__ == "__main__":
     stop_cleanly()
+    from adaserve.lifetime import die_with_parent
     from adaserve.processes import remove_leftovers
 
+    die_with_parent()  # our plugin does it, too, but SGLang is imported first
     remove_leftovers()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

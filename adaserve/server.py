@@ -36,7 +36,8 @@ START_TIMEOUT_S = 600.0
 STOP_PATIENCE_S = 1.0
 """SGLang's schedulers end at once. Its first process would then sleep for five seconds, and end as well."""
 _DRAIN_S = 60.0
-_PORTS = range(20_000, 30_000)  # below those that Linux, macOS and Windows give to connections
+_PORTS = range(10_000, 22_000)
+"""Below those that SGLang takes for itself, and that Linux, macOS and Windows give to connections."""
 _BIND_ERROR = "error while attempting to bind on address"  # uvicorn's
 
 
@@ -200,8 +201,8 @@ def on_cpu() -> bool:
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody uses now. Raises ServerError.
 
-    Not one that the kernel hands out: a server binds its port half a minute after it was chosen, and opens
-    dozens of connections meanwhile, any of which may be given it."""
+    A server binds it half a minute after it was chosen. Meanwhile it opens dozens of connections, each at a
+    port that the kernel chooses, and SGLang takes ports for itself that are still free."""
     for _ in range(100):
         port = secrets.choice(_PORTS)
         with socket.socket() as s, suppress(OSError):

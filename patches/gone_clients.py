@@ -3,18 +3,26 @@
 Why: while an answer that is sent whole is made, and while a stream waits for its first output, SGLang looks
 for the client every four seconds. Clients give up where a server is at its limit, and there everybody else
 waits for the places and the KV memory that their requests go on to hold.
+
+Two seconds after a stream was over, SGLang aborts what has its id, in case that its client left early. The id
+may be another request's by then.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
+from starlette.background import BackgroundTasks
 from starlette.requests import Request
 
 from adaserve.patches import hook
 from adaserve.patches.boundary import applies
+
+LEFT_S = 2.0
+"""SGLang's own patience with a request whose stream is over."""
 
 _watches: set[asyncio.Task[None]] = set()
 """The event loop alone would not keep them."""
@@ -23,6 +31,7 @@ _watches: set[asyncio.Task[None]] = set()
 def register() -> None:
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     hook(f"{manager}._wait_one_response", _watch, HookType.AFTER)
+    hook(f"{manager}.create_abort_task", _behind_a_stream, HookType.AROUND)
 
 
 def _watch(_: Any, self: Any, obj: Any, request: Any = None) -> None:
@@ -39,3 +48,20 @@ async def _end_with_client(manager: Any, rid: str, state: Any, request: Request)
     # Or the response is complete: then the request has ended, and another one may have its id.
     if manager.rid_to_state.get(rid) is state:
         manager.abort_request(rid)
+
+
+def _behind_a_stream(original: Callable[..., BackgroundTasks], self: Any, obj: Any) -> BackgroundTasks:
+    if not applies(self.server_args):
+        return original(self, obj)
+    tasks = BackgroundTasks()
+    tasks.add_task(_end_what_is_left, self, obj)
+    return tasks
+
+
+async def _end_what_is_left(manager: Any, obj: Any) -> None:
+    rids = [obj.rid] if obj.is_single else obj.rid
+    left = {rid: state for rid in rids if (state := manager.rid_to_state.get(rid)) is not None}
+    await asyncio.sleep(LEFT_S)
+    for rid, state in left.items():
+        if manager.rid_to_state.get(rid) is state:
+            manager.abort_request(rid)

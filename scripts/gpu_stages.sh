@@ -108,6 +108,7 @@ keep() { # what the stages wrote, to where it is fetched from: few files, none o
 }
 keep_alone() {
   local report trace name without=('*/profiles')
+  touch "$work.kept" # first: what is written meanwhile may be missed, and is newer
   for more in '' './*/mixed-*' '*.log'; do # what is dropped where the rest is still too large
     [ -n "$more" ] && without+=("$more")
     tar -C "$work" "${without[@]/#/--exclude=}" -czf "$OUT/partial" . 2>/dev/null
@@ -129,7 +130,7 @@ keep_alone() {
 }
 keep_now_and_then() { # a command that is killed has no last word
   while sleep "${SAVE_EVERY:-10}" && kill -0 $$; do
-    if [ -n "$(find "$work" -newer "$OUT/gpu-stages.tar.gz" -print -quit 2>&1)" ]; then keep; fi
+    [ -e "$OUT/gpu-stages.tar.gz" ] && [ -z "$(find "$work" -newer "$work.kept" -print -quit)" ] || keep
   done
 }
 saver=

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -228,15 +229,24 @@ def test_what_is_fetched_is_little_and_flat(host: Path) -> None:
 def test_a_call_that_is_killed_has_saved(host: Path) -> None:
     """SIGKILL leaves no time for a last word."""
     found = host / ".local" / "gpu-stages" / "check-small-auto" / "gpu-check.json"
-    fake = fake_python(host, f"mkdir -p {found.parent}; echo {{}} >{found}; exec sleep 20")
+    fake = fake_python(host, f"mkdir -p {found.parent}; echo {{}} >{found}; exec sleep 60")
     env = {**os.environ, "PYTHON": fake, "OUT": str(host / "out"), "SAVE_EVERY": "0.2", "PAIR": "small"}
     command = ["bash", str(host / "scripts" / SCRIPT.name), "plain"]
+
+    def is_saved() -> bool:
+        with suppress(OSError, KeyError):
+            report = (host / "out" / "gpu-check.json").read_text()
+            return [report, *saved(host, "check-small-auto/gpu-check.json")] == ["{}\n"] * 2
+        return False
+
     stages = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
-    time.sleep(3)
+    end_s = time.monotonic() + 15
+    while not is_saved():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
     os.killpg(stages.pid, signal.SIGKILL)
     stages.wait()
-    assert (host / "out" / "gpu-check.json").read_text() == "{}\n"
-    assert saved(host, "check-small-auto/gpu-check.json") == ["{}\n"]
+    assert is_saved()
 
 
 @pytest.mark.parametrize("stage", ["smoke", "plain", "adaserve", "standalone", "profile", "mixed"])

@@ -46,11 +46,11 @@ def test_every_request_is_served_once_under_each_setting(tmp_path: Path) -> None
         server: Any = SimpleNamespace(url=fake.url, drain=lambda: None)
         config = BenchConfig(
             server=Endpoint(url=fake.url, api="generate"),
-            classes={"chat": ClassLoad(name="chat", tpot_ms=20.0, output_tokens=Length(median=8))},
+            classes={"chat": ClassLoad(name="chat", tpot_ms=50.0, output_tokens=Length(median=8))},
             arrivals=Arrivals(kind="constant", rps=3.0),
             duration_s=5.0,
         )
-        settings = {"fast": partial(switch, "fast", 5.0), "slow": partial(switch, "slow", 40.0)}
+        settings = {"fast": partial(switch, "fast", 2.0), "slow": partial(switch, "slow", 100.0)}
         summaries = Turns(server, settings, config, tmp_path).play(Console(quiet=True))
     assert played == ["fast", "slow", "fast", "slow", "slow", "fast"], (
         "both warm up, then turns in changing order"

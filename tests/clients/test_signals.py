@@ -80,7 +80,7 @@ class Background:
         self._pool = ThreadPoolExecutor(len(self._classes))
         slow = {"x_adaserve_speculation": "off"}
         for name in self._classes:
-            self._pool.submit(complete, self._url, 1900, x_slo_class=name, **slow)
+            self._pool.submit(complete, self._url, 6000, x_slo_class=name, **slow)
         self._until(lambda running: running == len(self._classes))
         time.sleep(1.2)  # a forecast is kept for a second
 

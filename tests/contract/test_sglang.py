@@ -50,6 +50,7 @@ TARGETS = {
     f"{MANAGERS}.tokenizer_manager.TokenizerManager.generate_request": ["self", "obj", "request"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_batch_output": ["self", "recv_obj"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._wait_one_response": ["self", "obj", "request"],
+    f"{MANAGERS}.tokenizer_manager.TokenizerManager.create_abort_task": ["self", "obj"],
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_abort_finish_reason": [
         "self", "out", "state", "is_stream",
     ],

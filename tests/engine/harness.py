@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
+from adaserve.lifetime import PARENT_ENV
 from adaserve.server import free_port
 
 CONTEXT = 256
@@ -63,7 +64,9 @@ class Fresh:
     """Starts servers as processes of their own, for what a fork would inherit."""
 
     def fork(self, arguments: list[str], environment: dict[str, str], log: Path) -> int:
-        command = [sys.executable, "-P", "-W", "ignore", "-m", "sglang.launch_server", *arguments]
+        module = ["-m", "adaserve.lifetime", "sglang.launch_server"]
+        command = [sys.executable, "-P", "-W", "ignore", *module, *arguments]
+        environment = {**environment, PARENT_ENV: str(os.getpid())}
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

@@ -15,6 +15,7 @@ from tests.engine.conftest import Served
 from tests.engine.harness import Job, run_jobs
 from tests.engine.heads import headed_jobs
 from tests.engine.test_greedy import TIE
+from tests.engine.test_sampling import SMALLEST_P, SUSPICIOUS_P
 
 PROMPT = [5, 17, 33, 99, 250]
 TEMPERATURE, SAMPLES, TOKENS, BINS = 0.7, 250, 6, 20
@@ -69,12 +70,10 @@ def test_greedy_is_the_target_alone(headed: Served, target: Any) -> None:
     headed.server.assert_idle_and_clean()
 
 
-@pytest.mark.parametrize("headed", ["eagle3", "mtp", "medusa"], indirect=True)
-def test_samples_have_the_targets_distribution(headed: Served, target: Any) -> None:
-    """The share of probability that lies above each drawn token is uniform if it was drawn from the target's
-    own distribution behind its text."""
+def shares_above(headed: Served, target: Any, samples: int) -> np.ndarray:
+    """The share of the target's probability that lies above each token that the worker drew."""
     params = {"temperature": TEMPERATURE, "max_new_tokens": TOKENS, "ignore_eos": True}
-    answers = headed.server.generate(input_ids=[PROMPT] * SAMPLES, sampling_params=params)
+    answers = headed.server.generate(input_ids=[PROMPT] * samples, sampling_params=params)
     texts = torch.tensor([[*PROMPT, *a["output_ids"]] for a in answers])
     with torch.no_grad():
         p = (target(texts).logits[:, len(PROMPT) - 1 : -1].double() / TEMPERATURE).softmax(-1)
@@ -82,9 +81,20 @@ def test_samples_have_the_targets_distribution(headed: Served, target: Any) -> N
     above = (p * (p > drawn)).sum(-1) + drawn[..., 0] * torch.rand(
         drawn.shape[:2], dtype=torch.double, generator=torch.Generator().manual_seed(1)
     )
-    decoded = above[:, 1:].flatten().numpy()  # the first token is SGLang's own draw
-    counts = np.histogram(decoded, BINS, (0, 1))[0].astype(float)
-    assert chi_square_p(counts, np.full(BINS, len(decoded) / BINS)) > 1e-4, counts
-    shifted = np.histogram(decoded**1.3, BINS, (0, 1))[0].astype(float)
-    assert chi_square_p(shifted, np.full(BINS, len(decoded) / BINS)) < 1e-4, "too few samples to see anything"
+    decoded: np.ndarray = above[:, 1:].flatten().numpy()  # the first token is SGLang's own draw
+    return decoded
+
+
+def uniform_p(shares: np.ndarray) -> float:
+    counts = np.histogram(shares, BINS, (0, 1))[0].astype(float)
+    return chi_square_p(counts, np.full(BINS, len(shares) / BINS))
+
+
+@pytest.mark.parametrize("headed", ["eagle3", "mtp", "medusa"], indirect=True)
+def test_samples_have_the_targets_distribution(headed: Served, target: Any) -> None:
+    """The shares are uniform if each token was drawn from the target's own distribution behind its text."""
+    shares = shares_above(headed, target, SAMPLES)
+    if uniform_p(shares) < SUSPICIOUS_P:
+        assert uniform_p(shares_above(headed, target, 2 * SAMPLES)) > SMALLEST_P
+    assert uniform_p(shares**1.4) < SMALLEST_P, "too few samples to see anything"
     assert headed.probe.read()["accepted"] > 0

@@ -18,7 +18,7 @@ import transformers
 from tests.engine.conftest import POLICIES, TIGHT, adaserve_server
 from tests.engine.harness import Fresh, Job, Probe, Server, run_jobs, workload
 from tests.engine.test_heads import assert_best
-from tests.simulated_gpu import counts, environment
+from tests.simulated_gpu import counts, environment, written_s
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
 CUDA = {"device": "cuda", "attention-backend": "torch_native", "sampling-backend": "pytorch",
@@ -102,7 +102,9 @@ class Simulated:
     accepted: int  # drafted tokens, at least
 
     def counted(self) -> Counter[str]:
-        time.sleep(0.5)  # reports come in turns
+        now_s = time.time()
+        while written_s(self.report) < now_s + 0.1:
+            time.sleep(0.1)  # reports come in turns
         return counts(self.report)
 
 

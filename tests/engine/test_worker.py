@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from adaserve.engine import worker as module
 from adaserve.engine.times import Times
 from adaserve.engine.worker import AdaServeWorker
 
 
-def test_a_prefill_is_queued_behind_an_iteration_that_runs() -> None:
+def test_a_prefill_is_queued_behind_an_iteration_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its outcome is read after that, and waiting for it is not the prefill's time."""
+    clock = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
     order: list[str] = []
     told: list[float] = []
 
@@ -23,8 +26,9 @@ def test_a_prefill_is_queued_behind_an_iteration_that_runs() -> None:
 
     def settle() -> None:
         order.append("settle")
-        time.sleep(0.05)
-        worker.loop.times.last_end_s = time.perf_counter()
+        clock.now_s += 5.0
+        worker.loop.times.last_end_s = clock.now_s
+        clock.now_s += 0.25
 
     worker: Any = SimpleNamespace(
         target_worker=SimpleNamespace(forward_batch_generation=forward),
@@ -36,4 +40,4 @@ def test_a_prefill_is_queued_behind_an_iteration_that_runs() -> None:
     batch = SimpleNamespace(reqs=[], sampling_info=None, seq_lens=torch.zeros(0), extend_num_tokens=0)
     AdaServeWorker._prefill(worker, batch, None)
     assert order == ["forward", "settle"]
-    assert max(told) < 0.05 and worker.loop.times.report()["prefill_s"] < 0.05
+    assert told == [0.25, 0.25] and worker.loop.times.report()["prefill_s"] == 0.25

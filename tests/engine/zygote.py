@@ -5,6 +5,7 @@ are forked from one process that has imported everything and started nothing. Wh
 arguments on is ``python -m sglang.launch_server``, unchanged.
 
 A line is JSON: arguments, environment, log. The answer is the server's process id; its exit is not reported.
+Servers end with this process, and this process with its input, also where the tests are killed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import signal
 import sys
 from typing import Any
 
+from adaserve.lifetime import PARENT_ENV, die_with_parent
+
 MODULES = (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
@@ -28,8 +31,8 @@ MODULES = (
 )
 
 
-def serve(request: dict[str, Any]) -> None:
-    """Becomes a server. Never returns."""
+def serve(request: dict[str, Any], zygote: int) -> None:
+    """Becomes a server, which ends with the process ``zygote``. Never returns."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -38,6 +41,10 @@ def serve(request: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.environ[PARENT_ENV] = str(zygote)
+    die_with_parent()
+    if os.getppid() != zygote:
+        os._exit(1)
     sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
     importlib.invalidate_caches()
     multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
@@ -63,11 +70,12 @@ def main() -> None:
     for name in MODULES:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps; nobody asks for exit codes
+    own = os.getpid()
     print("ready", flush=True)
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            serve(json.loads(line))
+            serve(json.loads(line), own)
         print(pid, flush=True)
     os._exit(0)  # nothing here needs an orderly end, and SGLang's modules take their time over it
 

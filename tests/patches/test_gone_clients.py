@@ -6,9 +6,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from starlette.background import BackgroundTasks
 from starlette.requests import Request
 
-from adaserve.patches.gone_clients import _watch
+from adaserve.patches import gone_clients
+from adaserve.patches.gone_clients import _behind_a_stream, _watch
 
 
 def aborted(*, ended: str = "", background: bool = False, algorithm: str = "ADASERVE") -> list[str]:
@@ -54,3 +57,30 @@ def test_what_runs_in_the_background_goes_on() -> None:
 
 def test_other_servers_are_left_alone() -> None:
     assert aborted(algorithm="EAGLE3") == []
+
+
+@pytest.mark.parametrize(
+    ("rid", "aborted"),
+    [("left", ["left"]), ("over", []), ("another's", []), (["left", "over", "another's"], ["left"])],
+)
+def test_behind_a_stream_nobody_is_aborted_who_has_its_id_by_then(
+    rid: str | list[str], aborted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gone_clients, "LEFT_S", 0.01)
+    seen: list[str] = []
+    manager = SimpleNamespace(
+        rid_to_state={"left": object(), "another's": object()},
+        abort_request=seen.append,
+        server_args=SimpleNamespace(speculative_algorithm="ADASERVE"),
+    )
+    obj = SimpleNamespace(rid=rid, is_single=isinstance(rid, str))
+
+    async def behind() -> None:
+        tasks = _behind_a_stream(lambda *_: BackgroundTasks(), manager, obj)
+        ended = asyncio.create_task(tasks())  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        manager.rid_to_state |= {"over": object(), "another's": object()}
+        await ended
+
+    asyncio.run(behind())
+    assert seen == aborted

@@ -180,6 +180,7 @@ def test_a_scheduler_that_hangs_is_asked_once_and_the_page_is_told(
         async with httpx.AsyncClient(transport=transport, base_url="http://h") as http:
             codes = [(await http.get("/slo/snapshot.json")).status_code for _ in range(2)]
             awake.set()
+            monkeypatch.setattr(live_page, "PATIENCE_S", 60.0)
             return [*codes, (await http.get("/slo/snapshot.json")).status_code]
 
     assert asyncio.run(ask()) == [503, 503, 200]

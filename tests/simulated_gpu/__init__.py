@@ -14,6 +14,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import torch
 
 from adaserve.bench.gpu_check.toolkit import nvidia_folders
@@ -47,6 +48,12 @@ def counts(report: Path) -> Counter[str]:
             count, _, what = line.partition("\t")
             found[what] += int(count)
     return found
+
+
+def written_s(report: Path) -> float:
+    """When the oldest report of a process that runs was written, as time.time() says it."""
+    paths = report.parent.glob(f"{report.name}.*[0-9]")
+    return min(path.stat().st_mtime for path in paths if psutil.pid_exists(int(path.suffix[1:])))
 
 
 def _build(folder: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from adaserve.lifetime import PARENT_ENV
+
 STARTING = """
 import multiprocessing, os, subprocess, sys, time
 multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
@@ -53,3 +55,25 @@ def test_the_command_is_quiet_before_its_modules_are_there() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+COMMAND = f"""
+import os, subprocess, sys
+environment = {{**os.environ, {PARENT_ENV!r}: str(os.getpid())}}
+subprocess.run([sys.executable, "-m", "adaserve.launch", "starting"], env=environment)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process of its parent's end")
+def test_a_server_that_starts_ends_with_its_command(tmp_path: Path) -> None:
+    """SGLang, which calls our plugin, is imported for half a minute first."""
+    (tmp_path / "starting.py").write_text(STARTING)
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    processes = psutil.Process(process.pid).children(recursive=True)
+    assert len(processes) == 3
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs(processes, timeout=10)[1]

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,15 @@ def test_a_log_holds_no_keys(tmp_path: Path) -> None:
     assert f"--port {spec.port} --api-key" in told and "mine" not in told and "root" not in told
 
 
-def test_free_ports_are_none_that_connections_get() -> None:
+def test_free_ports_are_none_that_connections_or_sglang_get() -> None:
+    from sglang.srt.utils.network import get_free_port_below_ephemeral
+
     ports = {free_port() for _ in range(50)}
     assert len(ports) > 40, "two servers that are started together would get the same"
     with socket.create_server(("127.0.0.1", 0)) as given:
         assert max(ports) < given.getsockname()[1]
+    lowest: int = signature(get_free_port_below_ephemeral).parameters["low"].default
+    assert max(ports) < lowest, "a server would listen on its own port for something else"
 
 
 def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:

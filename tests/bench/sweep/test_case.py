@@ -54,7 +54,8 @@ def test_a_case_is_what_its_clients_saw(tmp_path: Path) -> None:
     assert line["all"]["completed"] == N and line["all"]["total_output_tokens"] == 21 * N
     assert line["classes"]["coding"]["slo_attainment"] == 1.0, "20 ms per token, 100 allowed"
     assert line["classes"]["chat"]["slo_attainment"] == 0.0, "1 allowed"
-    assert line["all"]["mean_tpot_ms"] >= 19.5
+    spans_s = [e["chunks"][-1][0] - e["chunks"][0][0] for e in sent]
+    assert line["all"]["mean_tpot_ms"] == pytest.approx(1e3 * sum(spans_s) / N / 20, abs=1.0)
     assert {e["body"]["text"] for e in sent} == {f"prompt {k}" for k in range(N)}
     by_class = {e["headers"]["x-slo-class"]: e for e in sent}
     assert float(by_class["coding"]["headers"]["x-slo-tpot-ms"]) == 100.0
