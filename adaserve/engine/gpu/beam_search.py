@@ -66,6 +66,8 @@ class BeamSearches:
             "scale": search.scale, "spread": search.spread, "keys": search.keys,
         }  # fmt: skip
         found, run = self._run(key, prepared, arrays, kv_lens, first.gap)
+        if first.gap is None:
+            self._parts.buffers.listed = search.pool_rows, kv_lens
         return queued_beams(found, a, len(shape.beams)), run
 
     def rehearse(self, batch: TreeBatch, width: int) -> Run:
