@@ -284,7 +284,8 @@ def windows(shape: TreeShape, extents: Mapping[int, Extent], places: np.ndarray)
     The first step's, at ``places`` [a, q], are text up to the root, where a token sees those up to itself.
     Padding among them sees all, or before a short text it would see nothing, and attention to nothing is NaN.
     Padding behind the a rows sees its one key."""
-    found, (a, first) = {}, places.shape
+    found: Arrays = {}
+    a, first = places.shape
     for q, extent in extents.items():
         before = q - 2 if q == first else 0  # columns of text before the root's
         byte, clear = window_bits(extent, before + shape.width)
