@@ -15,7 +15,7 @@ from adaserve.scheduler.interface import (
     IntArray,
     IterationOutcome,
 )
-from adaserve.scheduler.selection import and_root, parents_flat, row_of
+from adaserve.scheduler.selection import and_root
 from adaserve.scheduler.tables import ClassNumbers, RequestTable
 
 
@@ -84,10 +84,10 @@ def find_tested(outcome: IterationOutcome) -> Tested:
 
 def find_tested_in(seen: Verified) -> Tested:
     """What was tested."""
-    trees, rows = seen.trees, row_of(seen.trees)
+    trees, rows = seen.trees, seen.trees.row
     tested = seen.tested
     if tested is None:
-        tested = seen.keep & and_root(seen.accepted, True).take(parents_flat(trees, rows))
+        tested = seen.keep & and_root(seen.accepted, True).take(trees.above)
     node = np.flatnonzero(tested)
     row = rows[node]
     accepted, depth = seen.accepted.take(node), trees.depth.take(node)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from adaserve.scheduler.interface import DRAFTED, BoolArray, CandidateTrees, FloatArray, IntArray
-from adaserve.scheduler.selection import and_root, parents_flat, row_of
+from adaserve.scheduler.selection import and_root
 from adaserve.scheduler.tables import ClassNumbers, RequestTable
 
 N_BINS = 20  # equal bins of the claimed q: finding a bin is one multiplication
@@ -37,17 +37,9 @@ def group_of(trees: CandidateTrees) -> IntArray | None:
 
 
 def claimed_probability(trees: CandidateTrees) -> FloatArray:
-    """The draft's own one-step probability of every node, [m]."""
-    return step_probability(trees, parents_flat(trees, row_of(trees)))
-
-
-def step_probability(trees: CandidateTrees, parent: IntArray) -> FloatArray:
-    """q(v | path of its parent): the one-step draft probability of every node, [m]; 0 for NaN.
-
-    ``parent`` [m] as ``parents_flat`` gives it.
-    """
+    """q(v | path of its parent): the draft's own one-step probability of every node, [m]; 0 for NaN."""
     with np.errstate(invalid="ignore"):  # two impossible nodes, one below the other
-        step = trees.logprob - and_root(trees.logprob, 0.0).take(parent)
+        step = trees.logprob - and_root(trees.logprob, 0.0).take(trees.above)
     q: FloatArray = np.fmax(np.exp(np.minimum(step, 0.0)), 0.0)
     return q
 
@@ -55,7 +47,7 @@ def step_probability(trees: CandidateTrees, parent: IntArray) -> FloatArray:
 def path_product(p: FloatArray, parent: IntArray, deepest: int) -> FloatArray:
     """Product of ``p`` [m] from the root's child to every node, by pointer doubling: log2(depth) rounds."""
     m = len(p)
-    f, up = and_root(p, 1.0), np.append(parent, m)
+    f, up = and_root(p, 1.0), and_root(parent, m)
     for _ in range(max(0, deepest - 1).bit_length()):
         f, up = f * f.take(up), up.take(up)
     return f[:m]
@@ -117,14 +109,12 @@ class Calibrator:
 
     def path_values(self, trees: CandidateTrees, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
         """Calibrated f(v) of every node, [m]."""
-        row = row_of(trees)
-        parent = parents_flat(trees, row)
-        q = step_probability(trees, parent)
-        place = (q * N_BINS).astype(np.int64) + row * (GROUPS * _PLACES)
+        q = claimed_probability(trees)
+        place = (q * N_BINS).astype(np.int64) + trees.row * (GROUPS * _PLACES)
         if (group := group_of(trees)) is not None:
             place += group * _PLACES
         p = self.batch_factors(rids, classes).take(place)
-        return path_product(np.minimum(p * q, CEILING), parent, int(trees.depth.max(initial=0)))
+        return path_product(np.minimum(p * q, CEILING), trees.above, int(trees.depth.max(initial=0)))
 
     def observe(
         self,

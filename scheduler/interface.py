@@ -20,6 +20,7 @@ values feed SDPA on a CPU, FlashInfer on a GPU and the simulator.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -53,7 +54,7 @@ class Context(NamedTuple):
 NO_CONTEXT = Context()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CandidateTrees:
     """Candidate trees of all rows, flat. Nodes of a row are ordered by depth, parents first."""
 
@@ -78,6 +79,16 @@ class CandidateTrees:
     @property
     def n_nodes(self) -> int:
         return len(self.token)
+
+    @cached_property
+    def row(self) -> IntArray:
+        """Row of every node, [m]."""
+        return np.arange(self.n_rows).repeat(self.row_start[1:] - self.row_start[:-1])
+
+    @cached_property
+    def above(self) -> IntArray:
+        """Index of every node's parent among all nodes, [m]; their number for children of a root."""
+        return np.where(self.parent < 0, self.n_nodes, self.parent + self.row_start[self.row])
 
     @property
     def draft_steps(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, Selection
-from adaserve.scheduler.selection import path_probability, row_of
+from adaserve.scheduler.selection import path_probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def price_nodes(trees: CandidateTrees, f: FloatArray, weight: FloatArray, second
     [most + 1]: of an iteration in which 0 to ``most`` nodes are verified. Of nodes worth the same the first
     are taken.
     """
-    most, row = len(seconds) - 1, row_of(trees)
+    most, row = len(seconds) - 1, trees.row
     value = f * weight[row]
     falling = np.sort(value)[::-1][:most]
     worth = np.empty(most + 1)
@@ -49,7 +49,7 @@ def price_nodes(trees: CandidateTrees, f: FloatArray, weight: FloatArray, second
 
 def best_nodes(trees: CandidateTrees, f: FloatArray, value: FloatArray, count: int) -> Selection:
     """The ``count`` nodes that are worth most, as in ``price_nodes``."""
-    n, row = trees.n_rows, row_of(trees)
+    n, row = trees.n_rows, trees.row
     keep = _best(value, count)
     expected = np.ones(n)
     expected += np.bincount(row, f * keep, n)
@@ -81,6 +81,6 @@ def uncovered(offered: CandidateTrees | None, n: int, levels: int) -> FloatArray
     left = np.ones((n, levels))
     if offered is not None:
         near = offered.depth <= levels
-        place = row_of(offered)[near], offered.depth[near] - 1
+        place = offered.row[near], offered.depth[near] - 1
         np.subtract.at(left, place, path_probability(offered)[near])
     return np.maximum(left, 0.0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from adaserve.scheduler.interface import BoolArray, CandidateTrees, FloatArray, IntArray, Selection
 
-Values = TypeVar("Values", FloatArray, BoolArray)
+Values = TypeVar("Values", FloatArray, IntArray, BoolArray)
 
 INDEX_BITS = 20
 INDEX_MASK = (1 << INDEX_BITS) - 1
@@ -45,19 +45,6 @@ def path_probability(trees: CandidateTrees) -> FloatArray:
     return f
 
 
-def row_of(trees: CandidateTrees) -> IntArray:
-    """Row of every node, [m]."""
-    start = trees.row_start
-    return np.repeat(np.arange(trees.n_rows), start[1:] - start[:-1])
-
-
-def parents_flat(trees: CandidateTrees, row: IntArray) -> IntArray:
-    """Flat index of every node's parent, [m]; the number of nodes for children of a root."""
-    parent = trees.parent + trees.row_start[row]
-    parent[trees.parent < 0] = trees.n_nodes
-    return parent
-
-
 def and_root(x: Values, root: float) -> Values:
     """``x`` [m] followed by ``root``, where children of a root look for their parent."""
     out: Values = np.empty(len(x) + 1, x.dtype)
@@ -68,7 +55,7 @@ def and_root(x: Values, root: float) -> Values:
 
 def never_rising(trees: CandidateTrees, f: FloatArray) -> FloatArray:
     """``f`` [m] with every child pulled down to its parent: a drafter may round it up."""
-    parent = parents_flat(trees, row_of(trees))
+    parent = trees.above
     while True:  # at most once per level
         above = and_root(f, np.inf).take(parent)
         if (f <= above).all():
@@ -78,7 +65,7 @@ def never_rising(trees: CandidateTrees, f: FloatArray) -> FloatArray:
 
 def within_cap(trees: CandidateTrees, f: FloatArray, cap: IntArray | None) -> FloatArray:
     """``f`` [m] with 0 for nodes deeper than their row's ``cap`` [n]; None = no row is limited."""
-    return f if cap is None else np.where(trees.depth > cap[row_of(trees)], 0.0, f)
+    return f if cap is None else np.where(trees.depth > cap[trees.row], 0.0, f)
 
 
 def rank(trees: CandidateTrees, f: FloatArray, cap: IntArray | None = None) -> Ranked:
@@ -90,7 +77,7 @@ def rank(trees: CandidateTrees, f: FloatArray, cap: IntArray | None = None) -> R
     n, m = trees.n_rows, trees.n_nodes
     assert m <= INDEX_MASK, f"{m} candidates exceed {INDEX_MASK}; lower the width"
     f = never_rising(trees, within_cap(trees, f, cap))
-    node, row = np.arange(m), row_of(trees)
+    node, row = np.arange(m), trees.row
     sizes = trees.row_start[1:] - trees.row_start[:-1]
     grid = np.zeros((n, int(sizes.max(initial=0))), np.int64)
     grid[row, node - trees.row_start[row]] = (f.view(np.int64) & ~INDEX_MASK) | (INDEX_MASK - node)
@@ -183,5 +170,5 @@ def equal_share(trees: CandidateTrees, f: FloatArray, budget: int, cap: IntArray
 
 def parent_kept(trees: CandidateTrees, keep: BoolArray) -> BoolArray:
     """Whether every node's parent is the root or in ``keep``, [m]: what makes a kept set a tree."""
-    kept: BoolArray = np.append(keep, True)[parents_flat(trees, row_of(trees))]
+    kept: BoolArray = np.append(keep, True)[trees.above]
     return kept

@@ -23,7 +23,7 @@ from adaserve.engine.policies import ServedPolicies
 from adaserve.engine.requests import Requests
 from adaserve.engine.roots import RootTokens
 from adaserve.engine.sources.source import Drafting, TreeSource
-from adaserve.engine.state import DecodeRows, running_batch
+from adaserve.engine.state import DecodeRows, RequestState, running_batch
 from adaserve.engine.tap import Tap
 from adaserve.engine.times import Times
 from adaserve.engine.trees import verify
@@ -73,6 +73,9 @@ class DecodeLoop:
         self, batch: Any, on_publish: Publish | None, grammar_barrier: Callable[[], None] | None = None
     ) -> GenerationBatchResult:
         """One iteration (docs/architecture.md). Everything is queued; what is read has been waited for."""
+        pool_rows = rows_of_pool(batch)
+        states = self.requests.at(pool_rows.tolist())
+        settings = sampling.Settings.of(batch.reqs, states)
         self._advance()  # what the last iteration accepted, if that comes late (overlap)
         if grammar_barrier is not None:
             grammar_barrier()  # the same for matchers, which SGLang advances
@@ -80,7 +83,7 @@ class DecodeLoop:
             self.learner.look(self.requests.unfinished, time.perf_counter())
         policy = self.policies.current
         start_s, start = time.perf_counter(), self.device.mark()
-        rows, offers = self._offered(self._rows(batch))
+        rows, offers = self._offered(self._rows(batch, pool_rows, states))
         plan = self.agreement.plan(lambda: policy.plan(rows.running, start_s), rows.running)
         drafts = self._draft(plan, rows)
         drafted = self.device.mark()
@@ -91,7 +94,7 @@ class DecodeLoop:
         selection = self.agreement.selection(lambda: policy.select(plan, proposal.trees))
         selected = self.device.mark()
         verified = verify.build(rows, proposal, selection)
-        tensors, draws, logits = self._verify(batch, rows, verified, allowed)
+        tensors, draws, logits = self._verify(batch, rows, settings, verified, allowed)
         acceptance = self.device.accept(tensors, draws, len(rows), verified.deepest, self.stride)
         if logits is not None:
             self.tap.verified(rows, verified, acceptance, logits)
@@ -112,15 +115,12 @@ class DecodeLoop:
             self.settle()
         return result
 
-    def _rows(self, batch: Any) -> DecodeRows:
-        rows = pool_rows(batch)
-        states = self.requests.at(rows.tolist())
-        lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
-        seq_lens = lens.cpu().numpy().astype(np.int64, copy=False)
+    def _rows(self, batch: Any, pool_rows: np.ndarray, states: list[RequestState]) -> DecodeRows:
+        seq_lens = np.array([s.cached for s in states], np.int64)
         running = running_batch(batch.reqs, states, seq_lens, self.deepest, self.lengths)
         seeded = batch.sampling_info.sampling_seed is not None
         grammars = Grammars.of(batch.reqs, batch.sampling_info)
-        return DecodeRows(states, seq_lens, rows, running, noisy=not seeded, grammars=grammars)
+        return DecodeRows(states, seq_lens, pool_rows, running, noisy=not seeded, grammars=grammars)
 
     def _offered(self, rows: DecodeRows) -> tuple[DecodeRows, list[Proposal]]:
         """What sources propose without a forward, which the policy is told before it plans."""
@@ -143,16 +143,21 @@ class DecodeLoop:
         return [drafting for drafting in proposed if drafting is not None]
 
     def _verify(
-        self, batch: Any, rows: DecodeRows, verified: verify.VerifyBatch, allowed: Allowed | None
+        self,
+        batch: Any,
+        rows: DecodeRows,
+        settings: sampling.Settings,
+        verified: verify.VerifyBatch,
+        allowed: Allowed | None,
     ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
         """The verified tokens on the device, the target's draws int64 [T], and logits where there are any."""
         target, info = self.device.target, batch.sampling_info
         tensors = self.device.put({**verified.arrays(), **target.arrays(verified.batch)})
         wanted = batch.return_logprob or self.tap.is_open
-        if allowed is None and not wanted and sampling.is_plain_greedy(info, batch.reqs):
+        if allowed is None and not wanted and sampling.is_plain_greedy(info, settings):
             return tensors, target.argmax(target.run(verified.batch, tensors)), None
         step = sampling.Step(
-            self.device, batch.reqs, rows.states, info, verified, tensors, self._penalties, allowed
+            self.device, batch.reqs, rows.states, settings, info, verified, tensors, self._penalties, allowed
         )
         logits = target.logits(target.run(verified.batch, tensors))
         sampling.adjust_logits(logits, step)
@@ -251,7 +256,7 @@ class DecodeLoop:
             self.recorder.forget(rid)
 
 
-def pool_rows(batch: Any) -> np.ndarray:
+def rows_of_pool(batch: Any) -> np.ndarray:
     """int64 [n]: every request's row of the request pool, from the host's own copy."""
     rows = batch.req_pool_indices if batch.req_pool_indices_cpu is None else batch.req_pool_indices_cpu
     return rows.cpu().numpy().astype(np.int64, copy=False)

@@ -21,7 +21,6 @@ from adaserve.scheduler.interface import (
     Policy,
     Selection,
 )
-from adaserve.scheduler.selection import row_of
 from adaserve.slo.events import IterationSample
 
 
@@ -101,7 +100,7 @@ def counts_by_source(outcome: IterationOutcome) -> dict[str, np.ndarray]:
     if trees.source is None:
         proposed = np.diff(trees.row_start)
         return {"model": np.stack([proposed, outcome.selection.counts, outcome.new_tokens - 1], axis=1)}
-    row = row_of(trees)
+    row = trees.row
     stages = np.stack([np.ones(trees.n_nodes, np.int64), outcome.selection.keep, outcome.accepted], axis=1)
     counts = {}
     for name, bit in SOURCES.items():

@@ -64,6 +64,7 @@ class Requests:
             speculation=asked.speculation,
             osl=asked.osl,
             learn=asked.learn,
+            prompt_tokens=len(req.origin_input_ids),
         )
         old, lost = self.states.get(row), None
         if old is not None and old.rid != req.rid and self._row.get(old.rid) == row:

@@ -8,7 +8,7 @@ whoever is served beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,17 +65,12 @@ class Step:
     device: Device
     reqs: Sequence[Any]
     states: Sequence[RequestState]
+    settings: Settings
     info: SamplingBatchInfo
     verified: VerifyBatch
     tensors: Tensors  # the verified tokens on the device
     penalties: Penalties
     allowed: Allowed | None = None  # by the requests' grammars
-
-    settings: Settings = field(init=False)
-    """Read here, which is before the forward: after it nothing of the requests is in a cache."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "settings", Settings.of(self.reqs, self.states))
 
     def tokens_of(self, rows: np.ndarray) -> np.ndarray:
         """int64: the verified tokens of the requests in a mask [n]."""
@@ -90,13 +85,13 @@ class Step:
         return list(self.device.put(arrays).values())
 
 
-def is_plain_greedy(info: SamplingBatchInfo, reqs: Sequence[Any]) -> bool:
+def is_plain_greedy(info: SamplingBatchInfo, settings: Settings) -> bool:
     """Whether the argmax of the raw logits is the draw of every row, so that no logits are needed."""
     return (
         info.is_all_greedy
         and info.logit_bias is None
         and not info.has_custom_logit_processor
-        and not any(has_penalty(r.sampling_params) for r in reqs)
+        and not settings.penalized.any()
     )
 
 

@@ -32,6 +32,12 @@ class RequestState:
     speculation: int | None = None  # deepest node that its client allows; None = no limit
     osl: int | None = None  # output tokens that its client expects
     learn: bool = True  # whether its client allows that the draft learns from it
+    prompt_tokens: int = 0
+
+    @property
+    def cached(self) -> int:
+        """Its tokens in the KV cache: all but the last one."""
+        return self.prompt_tokens + len(self.generated) - 1
 
     def advance(self, tokens: list[int]) -> None:
         """Takes in what an iteration emitted."""

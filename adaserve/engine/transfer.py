@@ -42,14 +42,19 @@ class _Piece(NamedTuple):
         return flat.bool() if self.is_bool else flat
 
 
-def _pack(arrays: Mapping[str, np.ndarray], device: torch.device) -> tuple[Tensor, list[_Piece]]:
-    """All values in pinned memory, and where they stand."""
+def _pack(
+    arrays: Mapping[str, np.ndarray], device: torch.device, rows: int = 0
+) -> tuple[Tensor, list[_Piece]]:
+    """All values in pinned memory, and where they stand; zeros behind those of fewer than ``rows``."""
     pieces, end = [], 0
     for name, values in arrays.items():
-        kind = _SIGNED.get(values.dtype, values.dtype)
-        pieces.append(_Piece(name, end, values.shape, kind, values.dtype == np.bool_))
-        end += -(-values.nbytes // _ALIGN) * _ALIGN
-    packed = torch.empty(max(end, _ALIGN), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        kind, shape = values.dtype, values.shape
+        if rows > shape[0]:
+            shape = (rows, *shape[1:])
+        pieces.append(_Piece(name, end, shape, _SIGNED.get(kind, kind), kind.kind == "b"))
+        end += -(-math.prod(shape) * kind.itemsize // _ALIGN) * _ALIGN
+    make = torch.zeros if rows else torch.empty
+    packed = make(max(end, _ALIGN), dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = packed.numpy()
     for piece, values in zip(pieces, arrays.values(), strict=True):
         np.ndarray(values.shape, values.dtype, host, piece.start)[...] = values
@@ -91,9 +96,9 @@ class StaticArrays:
         self._there: Tensor | None = None
         self._views: dict[str, Tensor] = {}
 
-    def put(self, arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-        """As ``put``, always into the same memory."""
-        packed, pieces = _pack(arrays, device)
+    def put(self, arrays: Mapping[str, np.ndarray], device: torch.device, rows: int = 0) -> dict[str, Tensor]:
+        """As ``put``, always into the same memory, with zeros behind those of fewer than ``rows``."""
+        packed, pieces = _pack(arrays, device, rows)
         if self._there is None:
             self._there, self._pieces = torch.empty_like(packed, device=device), pieces
             self._views = {piece.name: piece.of(self._there) for piece in pieces}
@@ -130,7 +135,7 @@ class QueuedCopy:
     def _unpack(self, values: np.ndarray) -> dict[str, np.ndarray]:
         out, start = {}, 0
         for name, (shape, dtype) in self._shapes.items():
-            count = int(np.prod(shape))
+            count = math.prod(shape)
             piece = values[start : start + count]
             start += count
             if dtype == torch.float64:

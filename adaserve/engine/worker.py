@@ -18,7 +18,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from adaserve.config import AdaServeConfig, ConfigError, slo_classes
 from adaserve.engine import measure
 from adaserve.engine.agree import Agreement
-from adaserve.engine.decode import DecodeLoop, Publish, pool_rows
+from adaserve.engine.decode import DecodeLoop, Publish, rows_of_pool
 from adaserve.engine.device import Device
 from adaserve.engine.forecast import Forecaster
 from adaserve.engine.host_costs import BASELINE_CONTEXT, HostCosts
@@ -203,7 +203,7 @@ class AdaServeWorker(BaseSpecWorker):
 
     def _start_requests(self, batch: Any, first_tokens: list[int]) -> None:
         now_s = time.perf_counter()
-        for req, row, token in zip(batch.reqs, pool_rows(batch).tolist(), first_tokens, strict=True):
+        for req, row, token in zip(batch.reqs, rows_of_pool(batch).tolist(), first_tokens, strict=True):
             state, lost = self._requests.start(req, row, token, self.ledger.slo(req), now_s)
             if lost is not None:
                 self.loop.forget(lost)

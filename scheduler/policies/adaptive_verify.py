@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve.scheduler.acceptance import find_tested
-from adaserve.scheduler.calibration import claimed_probability, path_product, step_probability
+from adaserve.scheduler.calibration import claimed_probability, path_product
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import (
     BoolArray,
@@ -27,7 +27,7 @@ from adaserve.scheduler.interface import (
 )
 from adaserve.scheduler.policies.base import NO_BUDGET, BasePolicy, Shape
 from adaserve.scheduler.pricing import price_nodes
-from adaserve.scheduler.selection import parents_flat, row_of, within_cap
+from adaserve.scheduler.selection import within_cap
 
 RATE = 0.05
 """Step of the stochastic gradient."""
@@ -75,8 +75,8 @@ class AdaptiveVerifyPolicy(BasePolicy):
         """The prefix of all chains' tokens that promises the most tokens per second."""
         if not trees.n_nodes:
             return Selection.nothing(trees.n_rows)
-        n, parent = trees.n_rows, parents_flat(trees, row_of(trees))
-        q = step_probability(trees, parent)
+        n, parent = trees.n_rows, trees.above
+        q = claimed_probability(trees)
         p = np.where(q > 0, self.acceptance.predict(q, trees.depth), 0.0)  # impossible ones stay so
         f = within_cap(trees, path_product(p, parent, int(trees.depth.max())), plan.cap)
         most, context = max(0, min(plan.budget - n, trees.n_nodes)), self.context(plan.running)

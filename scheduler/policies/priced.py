@@ -25,7 +25,7 @@ from adaserve.scheduler.interface import (
 )
 from adaserve.scheduler.policies.base import NO_BUDGET, BasePolicy, Shape
 from adaserve.scheduler.pricing import Priced, best_nodes, price_nodes, uncovered
-from adaserve.scheduler.selection import never_rising, path_probability, row_of, within_cap
+from adaserve.scheduler.selection import never_rising, path_probability, within_cap
 from adaserve.scheduler.tables import RequestTable
 from adaserve.scheduler.worth import attainment_weight
 
@@ -215,7 +215,7 @@ class PricedPolicy(BasePolicy):
     def _learn_surplus(self, outcome: IterationOutcome, f: FloatArray, priced: Priced) -> None:
         """Moves the surplus table towards what this iteration's draft steps were worth beyond the offers."""
         plan, trees = outcome.plan, outcome.trees
-        n, row, level = len(plan.running), row_of(trees), trees.depth - 1
+        n, row, level = len(plan.running), trees.row, trees.depth - 1
         steps = min(trees.draft_steps, self.config.d_max)
         best = np.zeros((n, int(trees.depth.max(initial=0))))
         np.maximum.at(best, (row, level), f)
@@ -229,7 +229,7 @@ class PricedPolicy(BasePolicy):
     def _learn_levels(
         self, plan: IterationPlan, trees: CandidateTrees, worth: FloatArray, steps: int
     ) -> None:
-        n, w, row = len(plan.running), plan.width, row_of(trees)
+        n, w, row = len(plan.running), plan.width, trees.row
         regime = self._regime(plan.running)
         regime.learned += 1
         surplus, rate = regime.surplus, max(self.config.surplus_rate, 1.0 / (PRIOR_WORTH + regime.learned))

@@ -20,7 +20,7 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.selection import and_root, parents_flat, path_probability, row_of, two_phase
+from adaserve.scheduler.selection import and_root, path_probability, two_phase
 
 
 class TurboSpecPolicy(BasePolicy):
@@ -97,9 +97,9 @@ class TurboSpecPolicy(BasePolicy):
 
 def _on_first_chain(trees: CandidateTrees) -> BoolArray:
     """Nodes that begin their level in their row, below one that does, [m]."""
-    row = row_of(trees)
+    row = trees.row
     first = np.append(True, (row[1:] != row[:-1]) | (trees.depth[1:] != trees.depth[:-1]))[: trees.n_nodes]
-    parent = parents_flat(trees, row)
+    parent = trees.above
     for _ in range(int(trees.depth.max(initial=1)) - 1):
         first &= and_root(first, True).take(parent)
     return first
@@ -109,5 +109,5 @@ def _chains(running: RunningBatch) -> IntArray:
     """Length of every row's first offered chain, [n]."""
     if (trees := running.offered) is None:
         return np.zeros(len(running), np.int64)
-    lengths: IntArray = np.bincount(row_of(trees)[_on_first_chain(trees)], minlength=len(running))
+    lengths: IntArray = np.bincount(trees.row[_on_first_chain(trees)], minlength=len(running))
     return lengths

@@ -17,7 +17,6 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.turbospec import TurboSpecPolicy
-from adaserve.scheduler.selection import row_of
 from adaserve.scheduler.simulator.order import RowOrder, everyone
 from adaserve.scheduler.simulator.replica import Replica, ReplicaConfig
 from adaserve.scheduler.simulator.trees import TreeSampler
@@ -70,7 +69,7 @@ class PlayedReplica(Replica):
         plan = self.policy.plan(running, self.now_s)
         pick = slice(None) if at is None else at
         trees, selection, accepted, draft_s = self._speculate(plan, pick)
-        counts = np.bincount(row_of(trees)[accepted], minlength=len(running))
+        counts = np.bincount(trees.row[accepted], minlength=len(running))
         left = (self.rows.length - self.rows.decoded)[pick]
         new = np.minimum(1 + counts, left)
         tokens = selection.verify_tokens + prefill_tokens

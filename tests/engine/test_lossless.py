@@ -90,7 +90,8 @@ def make_step(
     forward: Any = None  # draws need no model
     tensors = tensors_of(batch.arrays())
     device = CpuDevice(forward, forward)
-    return sampling.Step(device, reqs, states, info, batch, tensors, penalties or Penalties())
+    settings = sampling.Settings.of(reqs, states)
+    return sampling.Step(device, reqs, states, settings, info, batch, tensors, penalties or Penalties())
 
 
 def states_of(rows: int) -> list[RequestState]:

@@ -32,7 +32,6 @@ from adaserve.scheduler.latency import (
 )
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.profile import Profile, load_profile, validate_profile
-from adaserve.scheduler.selection import parents_flat, row_of
 
 TOKENS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512], np.float64)
 
@@ -192,7 +191,7 @@ class TestCalibration:
     def test_path_product_equals_the_loop(self):
         trees = beam_trees(5, 8, 3, seed=4)
         p = np.random.default_rng(0).random(trees.n_nodes)
-        parent = parents_flat(trees, row_of(trees))
+        parent = trees.above
         want = p.copy()
         for i in range(len(p)):
             if parent[i] < len(p):

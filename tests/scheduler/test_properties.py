@@ -20,7 +20,7 @@ from adaserve.scheduler.latency import ForwardCost, LatencyModel, TableCost
 from adaserve.scheduler.policies import build_policy, policy_names
 from adaserve.scheduler.policies.base import BasePolicy
 from adaserve.scheduler.policies.priced import PricedPolicy
-from adaserve.scheduler.selection import parent_kept, path_probability, rank, row_of, take_prefix, two_phase
+from adaserve.scheduler.selection import parent_kept, path_probability, rank, take_prefix, two_phase
 
 NAMES = [n.replace("-K", "-3") for n in policy_names()]
 STEPS = LatencyModel(
@@ -218,7 +218,7 @@ def test_priced_buys_the_best_prefix_of_calibrated_values(rows, data):
         assert policy.values(plan, trees) == pytest.approx(f)
         weight = np.ones(n) if plan.weight is None else plan.weight
         seconds = policy.seconds(plan, trees, trees.n_nodes)
-        value = [float(weight[row] * f[i]) for i, row in enumerate(row_of(trees))]
+        value = [float(weight[row] * f[i]) for i, row in enumerate(trees.row)]
         order = sorted(range(len(f)), key=value.__getitem__, reverse=True)
         worth = [float(weight.sum())]
         worth += [worth[0] + sum(value[i] for i in order[: k + 1]) for k in range(len(order))]

@@ -18,6 +18,7 @@ from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent, gather_slots, unpack
 from adaserve.engine.gpu.tiles import planned_rows, workspace_bytes
 from adaserve.engine.trees.attention import TreeAttentionPlan, attend
+from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 logger = logging.getLogger(__name__)
@@ -29,13 +30,16 @@ Kernel = Literal["sdpa", "flashinfer", "triton"]
 INT_WORKSPACE_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class AttentionBuffers:
-    """Static inputs that all forwards of one model share; each forward reads the front of them."""
+    """Static inputs that all forwards share; each forward reads the front of them."""
 
     kv_indices: Tensor  # int32 [capacity]
     mask: Tensor  # uint8 [capacity]: packed bits, ``layout``
     mask_bytes: Tensor | None = None  # uint8 [capacity, 8]: not 0 where the bit is set, for the Triton kernel
+    listed: tuple[np.ndarray, np.ndarray] | None = None
+    """Requests (rows of the pool, int64 [n]) and numbers of keys, int64 [n], whose slots a draft has left
+    here for the verification that follows."""
 
     @staticmethod
     def allocate(
@@ -48,15 +52,22 @@ class AttentionBuffers:
             mask[:, None].repeat(1, 8) if unpacked else None,
         )
 
+    def has_slots(self, batch: TreeBatch) -> bool:
+        """Whether the batch's slots are here."""
+        listed, wanted = self.listed, (batch.pool_rows, batch.kv_lens)
+        return listed is not None and batch.gap is None and all(map(np.array_equal, listed, wanted))
+
     def set_slots(self, req_to_token: Tensor, lists: Mapping[str, Tensor], total: int, padding: int) -> None:
-        """The ``total`` KV slots of all requests, by ``slot_lists``, then one scratch entry for each of
-        ``padding`` requests."""
+        """The ``total`` KV slots of all requests, by ``slot_lists`` where they are not here already, then one
+        scratch entry for each of ``padding`` requests."""
         if total + padding > self.kv_indices.shape[0]:
             raise RuntimeError(
                 f"{total + padding} KV entries are more than the {self.kv_indices.shape[0]} that are "
                 "reserved: lower --max-running-requests or --context-length"
             )
-        gather_slots(req_to_token, lists, self.kv_indices[:total])
+        if "kv_ends" in lists:
+            gather_slots(req_to_token, lists, self.kv_indices[:total])
+        self.listed = None
         if padding:
             self.kv_indices[total : total + padding].fill_(SCRATCH_SLOT)
 

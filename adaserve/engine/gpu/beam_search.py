@@ -66,6 +66,8 @@ class BeamSearches:
             "scale": search.scale, "spread": search.spread, "keys": search.keys,
         }  # fmt: skip
         found, run = self._run(key, prepared, arrays, kv_lens, first.gap)
+        if first.gap is None:
+            self._parts.buffers.listed = search.pool_rows, kv_lens
         return queued_beams(found, a, len(shape.beams)), run
 
     def rehearse(self, batch: TreeBatch, width: int) -> Run:
@@ -128,14 +130,9 @@ class BeamSearches:
         lists = slot_lists(parts.req_to_token.shape[1], arrays["pool_rows"], kv_lens, gap)
         padded = np.concatenate([kv_lens, np.ones(spare, np.int64)])
         extents = {q: Extent(np.full(key.rows, q), padded) for q in prepared.kernels}
-        bits = _first_window(extents[prepared.first], arrays["places"], prepared.shape.width)
-        for q in set(prepared.shape.beams[:-1]):
-            bits |= _window(q, extents[q], prepared.shape.width, a)
+        bits = windows(prepared.shape, extents, arrays["places"])
         no_gap = dict.fromkeys(("gap_at", "gap_length"), np.zeros(a, np.int64))  # gaps come and go
-        given = {
-            name: padded_rows(values, key.rows) for name, values in {**no_gap, **arrays, **lists}.items()
-        }
-        there = prepared.static.put({**given, **bits}, parts.device)
+        there = prepared.static.put({**no_gap, **arrays, **lists, **bits}, parts.device, key.rows)
         parts.buffers.set_slots(
             parts.req_to_token, {name: there[name][:a] for name in lists}, int(kv_lens.sum()), spare
         )
@@ -280,31 +277,24 @@ def _padding(rows: int, first: int) -> Arrays:
             "scale": ones, "spread": 0 * ones, "keys": none.astype(np.uint64)}  # fmt: skip
 
 
-def _first_window(extent: Extent, places: np.ndarray, width: int) -> Arrays:
-    """``_window`` of the first step, of tokens at ``places`` [a, q]: text up to the root, where a token sees
-    those up to itself. Padding sees all of them, or before a short text it would see nothing, and attention
-    to nothing is NaN."""
-    a, q = places.shape
-    seen = np.arange(q - 2 + width) < np.arange(q)[:, None]
-    seen = np.tile(seen, (len(extent.q_lens), 1))
-    seen[: a * q] |= places.reshape(-1, 1) < 0
-    byte, clear = window_bits(extent, q - 2 + width, _and_padding(seen, a * q))
-    return {"byte-first": byte, "clear-first": clear}
+def windows(shape: TreeShape, extents: Mapping[int, Extent], places: np.ndarray) -> Arrays:
+    """Bytes of the mask that tell of the steps' windows, and what clears their bits. ``extents``: of the
+    steps, by tokens per request.
 
-
-def _window(q: int, extent: Extent, width: int, a: int) -> Arrays:
-    """Bytes of the mask that tell of a step's windows, and what clears their bits. Padding behind the first
-    ``a`` rows sees its one key."""
-    seen = _and_padding(np.zeros((len(extent.q_lens) * q, width), np.bool_), a * q)
-    byte, clear = window_bits(extent, width, seen)
-    return {f"byte-{q}": byte, f"clear-{q}": clear}
-
-
-def _and_padding(seen: np.ndarray, tokens: int) -> np.ndarray:
-    seen[tokens:] = True
-    return seen
-
-
-def padded_rows(values: np.ndarray, rows: int) -> np.ndarray:
-    """With zeros, to so many rows."""
-    return np.concatenate([values, np.zeros((rows - len(values), *values.shape[1:]), values.dtype)])
+    The first step's, at ``places`` [a, q], are text up to the root, where a token sees those up to itself.
+    Padding among them sees all, or before a short text it would see nothing, and attention to nothing is NaN.
+    Padding behind the a rows sees its one key."""
+    found: Arrays = {}
+    a, first = places.shape
+    for q, extent in extents.items():
+        before = q - 2 if q == first else 0  # columns of text before the root's
+        byte, clear = window_bits(extent, before + shape.width)
+        clear[a * q :] = 0
+        if q in shape.beams[:-1]:
+            found |= {f"byte-{q}": byte[:, before:], f"clear-{q}": clear[:, before:]}
+        if q == first:
+            hidden = (np.arange(byte.shape[1]) >= np.arange(q)[:, None]) & (places >= 0)[:, :, None]
+            own = clear.copy()
+            own[: a * q] *= hidden.reshape(-1, own.shape[1])
+            found |= {"byte-first": byte, "clear-first": own}
+    return found

@@ -50,8 +50,10 @@ class GpuForward:
         )
         seen = seen_by(batch)
         byte, clear = window_bits(Extent(batch.q_lens, batch.kv_lens), seen.shape[1], seen)
-        lists = slot_lists(p.req_to_token.shape[1], batch.pool_rows, batch.kv_lens, batch.gap)
-        return {"inputs": inputs, "byte": byte, "clear": clear, **lists}
+        arrays = {"inputs": inputs, "byte": byte, "clear": clear}
+        if not p.buffers.has_slots(batch):
+            arrays |= slot_lists(p.req_to_token.shape[1], batch.pool_rows, batch.kv_lens, batch.gap)
+        return arrays
 
     def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [T, vocab] and their argmax int64 [T], valid until the next forward."""

@@ -54,8 +54,8 @@ def window_bits(extent: Extent, width: int, seen: np.ndarray | None = None) -> t
     lacks get 0, which changes nothing, and so do those in ``seen`` (bool [T, width]).
     """
     kv = np.repeat(extent.kv_lens, extent.q_lens)
-    query = np.arange(len(kv)) - np.repeat(extent.qo_starts[:-1], extent.q_lens)
-    first = np.repeat(8 * extent.byte_starts[:-1], extent.q_lens) + query * kv + kv - width
+    start = 8 * extent.byte_starts[:-1] - (extent.qo_starts[:-1] - 1) * extent.kv_lens - width
+    first = np.repeat(start, extent.q_lens) + np.arange(len(kv)) * kv
     bit = first[:, None] + np.arange(width)
     byte, clear = bit >> 3, _CLEAR[bit & 7]
     if seen is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from adaserve.engine.device import KeepGoing, Ready, Run, Search
-from adaserve.engine.gpu.beam_search import best_children, padded_rows, queued_beams, reading
+from adaserve.engine.gpu.beam_search import best_children, queued_beams, reading
 from adaserve.engine.gpu.heads import keep_states
 from adaserve.engine.gpu.model import Parts
 from adaserve.engine.gpu.sizes import SearchKey
@@ -87,8 +87,7 @@ class GpuMedusa:
             prepared = _Prepared(torch.from_numpy(shape.columns).to(self._parts.device))
             if key in self._parts.sizes.captured:
                 self._prepared[key] = prepared
-        given = {name: padded_rows(values, key.rows) for name, values in arrays.items()}
-        there = prepared.static.put(given, self._parts.device)
+        there = prepared.static.put(arrays, self._parts.device, key.rows)
         return self._parts.run(key, partial(self._search, key.rows, shape, prepared.columns, there))
 
     @torch.no_grad()

@@ -66,7 +66,7 @@ class TreeAttentionPlan:
 def indptr(lengths: np.ndarray) -> np.ndarray:
     """int64 [n + 1]: where each of the consecutive pieces starts, and the end."""
     out = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=out[1:])
+    lengths.cumsum(out=out[1:])
     return out
 
 

@@ -101,44 +101,38 @@ def build(rows: DecodeRows, proposal: Proposal, selection: Selection) -> VerifyB
     is_node = np.ones(len(row), np.bool_)
     is_node[root] = False
 
-    def spread(at_root: np.ndarray | int, at_node: np.ndarray) -> np.ndarray:
-        out = np.empty(len(row), np.int64)
-        out[root], out[is_node] = at_root, at_node
-        return out
-
-    depth = spread(0, trees.depth[node])
-    column = spread(0, proposal.column[node])
-    own = {model: spread(0, there[node]) for model, there in proposal.drafted.items()}
-    held = [column, *(np.where(there > 0, there, depth) for there in own.values())]
+    at = np.flatnonzero(is_node)
     stands_at = np.zeros(trees.n_nodes, np.int64)  # where a candidate stands in this batch
-    stands_at[node] = np.flatnonzero(is_node)
-    above, of = trees.parent[node], row[is_node]
-    parent = spread(
-        root, np.where(above < 0, root[of], stands_at[trees.row_start[of] + np.maximum(above, 0)])
-    )
+    stands_at[node] = at
+    above, of = trees.parent[node], row[at]
+    parent = np.where(above < 0, root[of], stands_at[trees.row_start[of] + np.maximum(above, 0)])
+    drafted = [there[node] for there in proposal.drafted.values()]
+    values = np.zeros((4 + len(drafted), len(row)), np.int64)
+    values[0, root], values[1, root] = rows.roots, root
+    values[:, at] = trees.token[node], parent, trees.depth[node], proposal.column[node], *drafted
+    tokens, parent, depth, column, *own = values
+    held = [column, *(np.where(there > 0, there, depth) for there in own)]
     width = proposal.width if len(node) else 1
     limit = rows.seq_lens[row]
     batch = TreeBatch(
-        tokens=spread(rows.roots, trees.token[node]),
+        tokens=tokens,
         positions=limit + depth,
         places=limit + column,
         pool_rows=rows.pool_rows,
         q_lens=q_lens,
         kv_lens=rows.seq_lens + width,
-        seen=_lineage(depth, parent, column, width) if len(node) else None,
+        seen=_lineage(int(depth.max()), parent, column, width) if len(node) else None,
     )
-    drafted = {model: there > 0 for model, there in own.items()}
-    return VerifyBatch(batch, row, depth, parent, root, node, column, drafted, limit + np.stack(held))
+    made = {model: there > 0 for model, there in zip(proposal.drafted, own, strict=True)}
+    return VerifyBatch(batch, row, depth, parent, root, node, column, made, limit + np.stack(held))
 
 
-def _lineage(depth: np.ndarray, parent: np.ndarray, column: np.ndarray, width: int) -> np.ndarray:
-    """bool [T, width]: each token sees the root's column, those of its ancestors, and its own."""
-    seen = np.zeros((len(depth), width), np.bool_)
-    seen[:, 0] = True
-    for level in range(1, int(depth.max()) + 1):
-        at = np.flatnonzero(depth == level)
-        seen[at] = seen[parent[at]]
-        seen[at, column[at]] = True
+def _lineage(deepest: int, parent: np.ndarray, column: np.ndarray, width: int) -> np.ndarray:
+    """bool [T, width]: each token sees its own column and those of its ancestors, the root included."""
+    seen = column[:, None] == np.arange(width)
+    for _ in range(deepest.bit_length()):  # each round sees twice as many levels
+        seen |= seen[parent]
+        parent = parent[parent]
     return seen
 
 

@@ -161,16 +161,28 @@ SIZES = Sizes(
 
 def graph_device(requests: Requests, target: TinyModel, *drafts: TinyModel) -> GpuDevice:
     """The GPU's parts on a CPU: SDPA over the packed arrays, functions in place of graphs."""
+    buffers = stale_buffers()
     return GpuDevice(
-        device_forward(requests, target, SIZES.verifications()),
-        *(device_forward(requests, draft, SIZES.searches()) for draft in drafts),
+        device_forward(requests, target, SIZES.verifications(), buffers),
+        *(device_forward(requests, draft, SIZES.searches(), buffers) for draft in drafts),
     )
 
 
-def device_forward(requests: Requests, model: TinyModel, captured: Iterable[Key | SearchKey]) -> GpuForward:
+def stale_buffers() -> AttentionBuffers:
+    """What is left of an earlier forward must not matter."""
     buffers = AttentionBuffers.allocate(1 << 14, 1 << 18, CPU)
-    buffers.kv_indices.fill_(7)  # what is left of an earlier forward must not matter
+    buffers.kv_indices.fill_(7)
     buffers.mask.fill_(85)
+    return buffers
+
+
+def device_forward(
+    requests: Requests,
+    model: TinyModel,
+    captured: Iterable[Key | SearchKey],
+    buffers: AttentionBuffers | None = None,
+) -> GpuForward:
+    buffers = buffers or stale_buffers()
     parts = Parts(
         model,
         lambda b, rows, place: SdpaKernel(b),

@@ -142,9 +142,12 @@ class Run:
         row = int(self.requests.pool_rows[r])
         params = SimpleNamespace(
             max_new_tokens=TOKENS, top_k=1, temperature=1.0, frequency_penalty=0.0, presence_penalty=0.0,
-            repetition_penalty=1.0, min_new_tokens=0,
+            repetition_penalty=1.0, min_new_tokens=0, top_p=1.0, min_p=0.0,
         )  # fmt: skip
-        state = RequestState(f"r{r}", "default", 0.02, time.perf_counter(), generated=self.expected[r][:1])
+        state = RequestState(
+            f"r{r}", "default", 0.02, time.perf_counter(), generated=self.expected[r][:1],
+            prompt_tokens=LENGTHS[r],
+        )  # fmt: skip
         self.loop.requests.states[row] = state
         return SimpleNamespace(
             rid=f"r{r}", req_pool_idx=row, sampling_params=params, grammar=None, custom_logit_processor=None,
@@ -159,7 +162,7 @@ class Run:
         )  # fmt: skip
         rows = torch.from_numpy(self.requests.pool_rows)
         return SimpleNamespace(
-            reqs=self.reqs, seq_lens=self.lens, seq_lens_cpu=self.lens.clone(), sampling_info=info,
+            reqs=self.reqs, seq_lens=self.lens, sampling_info=info,
             req_pool_indices=rows, req_pool_indices_cpu=rows, return_logprob=False,
         )  # fmt: skip
 

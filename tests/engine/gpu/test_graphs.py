@@ -182,7 +182,8 @@ def test_padding_before_a_short_text_sees_something(cached: int) -> None:
     base, q, width = np.array([cached]), 6, 4
     places = base[:, None] + np.arange(1 - q, 1)
     extent, buffers = Extent(np.array([q]), base + width), AttentionBuffers.allocate(8, 64, CPU)
-    bits = beam_search._first_window(extent, np.where(places < cached - 1, -1, places), width)
+    shape = tree_shape(1, width - 1, None)
+    bits = beam_search.windows(shape, {q: extent}, np.where(places < cached - 1, -1, places))
     buffers.see_all(int(extent.byte_starts[-1]))
     buffers.hide(*map(torch.from_numpy, bits.values()))
     seen = unpack(buffers.mask, 0, q, cached + width)

@@ -147,3 +147,18 @@ def test_too_much_is_refused_with_the_remedy() -> None:
         buffers.set_slots(torch.zeros(1, 9, dtype=torch.int32), {}, 4, 1)
     with pytest.raises(RuntimeError, match="mask of 3 bytes"):
         buffers.see_all(3)
+
+
+def test_a_draft_leaves_its_slots_to_the_verification() -> None:
+    """But to nothing that comes later: the table may have changed by then."""
+    table, buffers = torch.arange(40, dtype=torch.int32).view(4, 10), AttentionBuffers.allocate(16, 16, CPU)
+    rows, starts, one = np.array([2, 0]), np.array([3, 0]), np.ones(2, np.int64)
+    batch = TreeBatch.causal(np.zeros(2, np.int64), rows, starts, one)
+    assert not buffers.has_slots(batch)
+    buffers.listed = rows, batch.kv_lens
+    assert buffers.has_slots(batch)
+    assert not buffers.has_slots(TreeBatch.causal(batch.tokens, rows, starts + 1, one))
+    assert not buffers.has_slots(TreeBatch.causal(batch.tokens, rows[::-1], starts, one))
+    assert not buffers.has_slots(TreeBatch.causal(batch.tokens, rows, starts, one, Gap(0, 0 * one)))
+    buffers.set_slots(table, {}, int(batch.kv_lens.sum()), 1)
+    assert not buffers.has_slots(batch)

@@ -92,10 +92,8 @@ def test_the_watch_sees_what_waits() -> None:
     assert len(watch.waits) >= 5 and watch.launches >= 5
 
 
-MOST_LAUNCHES = {"none": 22, "adaserve": 67, "chain-3": 54, "priced": 67}
+MOST_LAUNCHES = {"none": 22, "adaserve": 62, "chain-3": 49, "priced": 62}
 """Of one iteration at depth 4 at most, graphs among them. Lower them when you can."""
-MOST_WAITS = 3
-"""SGLang's sequence lengths, the last outcome, the candidates."""
 
 
 @pytest.mark.parametrize("policy", MOST_LAUNCHES)
@@ -109,9 +107,9 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
             read.append(self)
         return inner(self)
 
-    def packed(arrays: Any, device: Any) -> Any:
+    def packed(arrays: Any, *more: Any) -> Any:
         uploads.append(sorted(arrays))
-        return pack(arrays, device)
+        return pack(arrays, *more)
 
     monkeypatch.setattr(QueuedCopy, "read", counted)
     monkeypatch.setattr(transfer, "_pack", packed)
@@ -121,7 +119,6 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = run.loop._arriving is not None and run.loop._arriving.proposal.trees.n_nodes > 0
     assert drafted or policy in ("none", "priced")
     assert len(read) == 1 + drafted, "the last outcome, and the candidates"
-    assert 1 + len(read) <= MOST_WAITS
     assert watch.graphs == 1 + drafted, "a draft with all its steps, and a verification"
     assert watch.launches <= MOST_LAUNCHES[policy]
     assert len(uploads) == 1 + drafted, uploads

@@ -46,7 +46,9 @@ def step_of(device: Device, case: Case, requests: list[Any], seed: int = 0, **in
     v = case.verified
     tensors = device.put({**v.arrays(), **device.target.arrays(v.batch)})
     given: Any = SimpleNamespace(**values)
-    return sampling.Step(device, requests, states(seed), given, v, tensors, Penalties())
+    there = states(seed)
+    settings = sampling.Settings.of(requests, there)
+    return sampling.Step(device, requests, there, settings, given, v, tensors, Penalties())
 
 
 def logits_of(case: Case) -> torch.Tensor:
@@ -204,7 +206,8 @@ def test_draws_take_bounded_memory_and_wait_for_nothing(
               "logit_bias": torch.zeros(n, WIDE) if bias else None}  # fmt: skip
     requests = [sampling_request(**ASKED[asked]) for _ in range(n)]
     info, tensors = SimpleNamespace(**values), case.device.put(batch.arrays())
-    step = sampling.Step(case.device, requests, states(), info, batch, tensors, Penalties())  # type: ignore[arg-type]
+    settings = sampling.Settings.of(requests, states())
+    step = sampling.Step(case.device, requests, states(), settings, info, batch, tensors, Penalties())  # type: ignore[arg-type]
     with Watch() as watch, MostBytes() as memory:
         sampling.adjust_logits(logits, step)
         sampling.draw(logits, step)

@@ -149,8 +149,8 @@ def probed(base: type) -> type:
             policies.choose = rotated
             rotated(self.config.policy)
 
-        def _rows(self, inner: Callable[..., Any], batch: Any) -> Any:
-            rows = inner(batch)
+        def _rows(self, inner: Callable[..., Any], *given: Any) -> Any:
+            rows = inner(*given)
             if options.get("swap"):
                 self._swap(*options["swap"])
             if options.get("hold_back"):
