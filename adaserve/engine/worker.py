@@ -169,6 +169,13 @@ class AdaServeWorker(BaseSpecWorker):
         target = None if draft.kind == "model" else self._target_path
         return Learner(self.config, tap, draft.runner.model, source, draft.path, self.ledger.stats, target)
 
+    @property
+    def spec_v2_attn_backends(self) -> tuple[Any, ...]:
+        """Those that want to know the sequence lengths on the host. SGLang would wait for them before it
+        calls for an iteration, and do on an idle device what it does then. Its log of forward passes reads
+        them."""
+        return (self,) if get_observability().enable_forward_pass_metrics else ()
+
     # -- while it serves ----------------------------------------------------------------------
 
     def forward_batch_generation(
