@@ -12,13 +12,13 @@ from collections import deque
 
 import numpy as np
 
-LATEST = 256
-"""Answers of a class that count."""
+LATEST = 64
+"""Answers of a class that count. More of them would take longer to see that traffic has changed."""
 
 LEAST = 8
 """With fewer answers that ended by themselves nothing is said."""
 
-RENEWED_EVERY = 16
+RENEWED_EVERY = 4
 """Answers, after the first ``LATEST`` of them."""
 
 SURE = 0.75

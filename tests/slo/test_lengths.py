@@ -17,7 +17,7 @@ def known(tokens: list[int], cut: list[bool] | None = None) -> OutputLengths:
 
 
 def test_three_of_four_answers_brought_at_least_as_much() -> None:
-    tokens = np.random.default_rng(3).integers(1, 400, 200)
+    tokens = np.random.default_rng(3).integers(1, 400, LATEST)
     lengths = known(tokens.tolist())
     for decoded in (0, 17, 100, 250, 370):
         longer = np.sort(tokens[tokens > decoded])
@@ -40,12 +40,12 @@ def test_few_answers_say_nothing() -> None:
 
 def test_answers_that_were_cut_would_have_been_longer() -> None:
     assert not known([100] * 50, [True] * 50)
-    ended, cut = list(range(10, 106)), [40] * 96
-    both = known(ended + cut, [False] * 96 + [True] * 96)
+    ended, cut = list(range(10, 42)), [20] * 32
+    both = known(ended + cut, [False] * 32 + [True] * 32)
     naive = known(ended + cut)
-    assert naive.left("chat", 39) == 1, "as if answers liked to end at 40"
-    assert both.left("chat", 39) == known(ended).left("chat", 39) == 17
-    assert both.left("chat", 49) == known(ended).left("chat", 49) == 14
+    assert naive.left("chat", 19) == 1, "as if answers liked to end at 20"
+    assert both.left("chat", 19) == known(ended).left("chat", 19) == 6
+    assert both.left("chat", 25) == known(ended).left("chat", 25) == 4
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -68,3 +68,8 @@ def test_the_latest_answers_count(more: int) -> None:
         lengths.add("chat", 200, cut=False)
     assert lengths.left("chat", 0) == (200 if more else 30)
     assert lengths.left("chat", 30) == 170
+
+
+def test_shorter_answers_are_noticed_after_a_few_dozen() -> None:
+    lengths = known([100] * 500 + [8] * 20)
+    assert lengths.left("chat", 0) == 8
