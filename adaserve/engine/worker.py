@@ -171,9 +171,9 @@ class AdaServeWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
-        """Those that want to know the sequence lengths on the host. SGLang would wait for them before it
-        calls for an iteration, and do on an idle device what it does then. Its log of forward passes reads
-        them."""
+        """Who reads sequence lengths on the host: whatever stands here and does not say otherwise. We count
+        them ourselves, and SGLang would wait for the device to send them before every iteration. Only its
+        log of forward passes needs them."""
         return (self,) if get_observability().enable_forward_pass_metrics else ()
 
     # -- while it serves ----------------------------------------------------------------------
