@@ -381,7 +381,7 @@ def _name_the_field(original: Callable[[Any], str | None], body: Any) -> str | N
 
 def refusal(message: str) -> Any:
     """HTTP 400 with the reason, as SGLang's own routes write it."""
-    from fastapi.responses import ORJSONResponse
+    from fastapi.responses import JSONResponse
 
     error = {"message": message, "type": "BadRequest", "code": int(HTTPStatus.BAD_REQUEST)}
-    return ORJSONResponse(status_code=HTTPStatus.BAD_REQUEST, content={"error": error})
+    return JSONResponse(status_code=HTTPStatus.BAD_REQUEST, content={"error": error})

@@ -94,6 +94,7 @@ class WaitingBatch:
     ttft_slo_s: FloatArray  # inf = none
     prompt_left: IntArray  # tokens still to be prefilled
     started: BoolArray  # part of the prompt is in the cache, or it was retracted after its first token
+    tpot_slo_s: FloatArray  # inf = none, or its answer is one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +283,15 @@ def held_back(
     return held
 
 
+def first_to_start(waiting: WaitingBatch, order: IntArray) -> IntArray:
+    """Of ``order``, what may start while nobody decodes, when the gate has nobody to ask about.
+
+    Of the prompts with a TPOT SLO only the first: the gate judges the others by it, an iteration later. If
+    all that wait started together, none of them would be fast enough."""
+    paced = np.isfinite(waiting.tpot_slo_s[order])
+    return order[~paced | waiting.started[order] | (np.cumsum(paced) == 1)]
+
+
 def rank_of(config: PrefillConfig, arrival_s: Numbers, ttft_slo_s: Numbers, prompt_left: Numbers) -> Numbers:
     """What prompts that have not started are ordered by, of one or [n]: lower comes first."""
     if config.order == "short":
@@ -327,6 +337,8 @@ def plan_prefill(
         order = order[~held | (order == overdue)]
         if overdue is not None:
             order = order[np.argsort((order != overdue) & ~waiting.started[order], kind="stable")]
+    elif config.gate is not None and not n_running:
+        order = first_to_start(waiting, order)
     tokens = config.chunk_tokens
     if config.pacing == "slack" and n_running and pressure is not None:
         tokens = slack_tokens(config, waiting, order, pressure, now_s)

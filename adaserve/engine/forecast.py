@@ -110,6 +110,7 @@ class Forecaster:
                 np.int64
             ),
             started=np.append(queue.started, False),
+            tpot_slo_s=np.append(queue.tpot_slo_s, slo.tpot_s),
         )
         slots = load.slots - (load.joining - rows)
         return predicted_wait_s(situation.rule, with_it, finish_s, slots, now_s, situation.pressure)

@@ -219,7 +219,11 @@ class PrefillPacer:
             ttft_slo_s=np.array([a.ttft_slo_s for a in aims]),
             prompt_left=np.array(left, np.int64),
             started=np.array([r is started or bool(r.output_ids) for r in reqs], np.bool_),
+            tpot_slo_s=np.array([self._tpot_slo_s(r) for r in reqs]),
         )
+
+    def _tpot_slo_s(self, req: Any) -> float:
+        return math.inf if req.sampling_params.max_new_tokens == 1 else self._ledger.slo(req).tpot_s
 
     def _aim(self, req: Any) -> Aim:
         if (found := self._aims.get(req)) is None:

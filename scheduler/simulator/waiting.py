@@ -81,4 +81,5 @@ def waiting_batch(requests: list[SimRequest]) -> WaitingBatch:
         ttft_slo_s=np.array([r.ttft_slo_s for r in requests]),
         prompt_left=np.array([r.prompt_tokens - r.prefilled for r in requests]),
         started=np.array([r.prefilled > 0 for r in requests], np.bool_),
+        tpot_slo_s=np.array([r.tpot_slo_s if r.cap_tokens > 1 else np.inf for r in requests]),
     )

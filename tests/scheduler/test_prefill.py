@@ -36,13 +36,14 @@ SECONDS = 0.015 + 0.001 * SIZES  # 31 ms for 16 tokens, 271 ms for 256
 LEAST = 70  # the least chunk: 15 / 70 + 1 <= 1.15 x (15 / 256 + 1)
 
 
-def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=()):
+def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=(), tpot=math.inf):
     n = len(left)
     return WaitingBatch(
         np.broadcast_to(np.asarray(arrival, np.float64), (n,)),
         np.broadcast_to(np.asarray(ttft, np.float64), (n,)),
         np.asarray(left, np.int64),
         np.isin(np.arange(n), started),
+        np.broadcast_to(np.asarray(tpot, np.float64), (n,)),
     )
 
 
@@ -316,6 +317,14 @@ def test_gate_admits_as_many_as_there_is_room_for():
     assert gated([1.1, 1.0, 0.9], queue, config=replace(GATED, gate=None)) == [0, 1, 2]
 
 
+def test_with_nobody_running_one_prompt_starts_and_the_others_are_judged_by_it():
+    """A queue behind a batch that has just ended: if all started together, all would be slow."""
+    queue = waiting((40, 40, 40, 40), tpot=(math.inf, 0.02, 0.02, 0.2))
+    assert gated([9.0], queue, n_running=0) == [0, 1], "no TPOT is at stake for the first"
+    assert gated([9.0], waiting((40, 40, 40), tpot=0.02, started=(2,)), n_running=0) == [2]
+    assert gated([9.0], queue, n_running=0, config=replace(GATED, gate=None)) == [0, 1, 2, 3]
+
+
 def test_nothing_is_prefilled_while_all_are_held():
     state = replace(pressure(9.0), stakes=stakes([0.5]))
     assert plan_prefill(GATED, waiting((40,)), 3, 0.0, state).tokens == 0
@@ -472,6 +481,7 @@ def test_bad_settings_are_refused(wrong):
             st.one_of(st.just(math.inf), st.floats(0, 20)),
             st.integers(1, 2000),
             st.booleans(),
+            st.one_of(st.just(math.inf), st.floats(0.001, 1)),
         ),
         max_size=8,
     ),
@@ -486,8 +496,8 @@ def test_a_plan_names_each_prompt_once_and_fits_the_chunk(
     rows, n_running, now_s, order, gate, shed, lost_wait_s
 ):
     """Nobody waits, SLOs that have passed, a clock that was set back: a plan follows all the same."""
-    arrival, ttft, left, started = (np.array([r[i] for r in rows]) for i in range(4))
-    queue = WaitingBatch(arrival, ttft, left.astype(np.int64), started.astype(np.bool_))
+    arrival, ttft, left, started, tpot = (np.array([r[i] for r in rows]) for i in range(5))
+    queue = WaitingBatch(arrival, ttft, left.astype(np.int64), started.astype(np.bool_), tpot)
     lost_every_s = 2.0 if order == "deadline" else None
     config = PrefillConfig(256, order, gate, lost_every_s, shed, "slack")
     state = Pressure(
@@ -501,7 +511,11 @@ def test_a_plan_names_each_prompt_once_and_fits_the_chunk(
     assert 0 <= plan.reserved <= plan.tokens <= config.chunk_tokens
     assert plan.tokens == 0 or len(plan.order)
     if not n_running:
-        assert len(plan.order) + len(plan.shed) == len(rows), "nobody holds them back"
+        free = ~np.isin(np.arange(len(rows)), plan.shed) & (queue.started | np.isinf(queue.tpot_slo_s))
+        if gate is None:
+            assert len(plan.order) + len(plan.shed) == len(rows), "nobody holds them back"
+        assert set(np.flatnonzero(free)) <= set(plan.order.tolist())
+        assert len(plan.order) or len(plan.shed) == len(rows), "somebody starts"
 
 
 # -- in the simulator -----------------------------------------------------------------------

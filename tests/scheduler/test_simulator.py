@@ -232,7 +232,7 @@ def test_routers_spread_the_load():
 class TestPrefill:
     def waiting(self):
         return WaitingBatch(np.array([0.0, 1.0, 2.0]), np.array([9.0, 2.0, 9.0]), np.array([50, 40, 30]),
-                            np.array([False, False, True]))  # fmt: skip
+                            np.array([False, False, True]), np.full(3, np.inf))  # fmt: skip
 
     @pytest.mark.parametrize(
         ("order", "want"), [("fcfs", [2, 0, 1]), ("slack", [2, 1, 0]), ("short", [2, 1, 0])]
