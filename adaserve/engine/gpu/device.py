@@ -95,6 +95,7 @@ class GpuDevice:
             most_tokens=most_tokens,
             depth=config.max_depth,
             width=config.max_width,
+            columns=widest,
         )
         kv_entries = max((most_rows + 1) * (context + widest), MEASURED_KEYS)
         # All tokens of the largest forward against the longest list there can be, every request on a byte.

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaserve.engine import transfer
-from adaserve.engine.gpu import device, model, noise
+from adaserve.engine.gpu import attention, device, model, noise
 from adaserve.engine.gpu.device import GpuDevice
 from adaserve.engine.gpu.graphs import EagerGraph
 from adaserve.engine.gpu.sizes import SearchKey
@@ -166,15 +166,16 @@ def test_a_draft_step(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Requests([5, 17])
 
     def of_kernels(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        def launched(*args: Any) -> Any:
+        def launched(*args: Any, **named: Any) -> Any:
             watch.launches += count
             with torch.utils._python_dispatch._disable_current_modes():
-                return function(*args)
+                return function(*args, **named)
 
         return launched
 
     monkeypatch.setattr(noise, "best", of_kernels(2, noise.best))
     monkeypatch.setattr(Levels, "grow", of_kernels(1, Levels.grow))
+    monkeypatch.setattr(attention, "change_windows", of_kernels(1, attention.change_windows))
     launched = []
     for depth in (4, 5):
         forward = device_forward(requests, TinyModel(requests.slots), [])
