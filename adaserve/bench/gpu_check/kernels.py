@@ -161,7 +161,8 @@ def check_layout(rows: int, context: int, width: int, device: torch.device) -> d
     table = torch.from_numpy(rng.permutation(rows * context).reshape(rows, context).astype(np.int32))
     kv_lens, q_lens = rng.integers(width, context // 2, rows), rng.integers(1, 6, rows)
     gap = Gap(3, rng.integers(0, context // 2, rows) * (np.arange(rows) % 3 > 0))
-    lists = torch.from_numpy(slot_lists(rows + 2, rng.permutation(rows), kv_lens, gap))
+    padded = Extent(np.zeros(rows + 2, np.int64), np.append(kv_lens, [1, 1]))
+    lists = torch.from_numpy(slot_lists(padded, rng.permutation(rows), gap))
     extent, wrong = Extent(q_lens, kv_lens), 0
     right, got = (
         AttentionBuffers.allocate(int(kv_lens.sum()) + 2, int(extent.byte_starts[-1]), where, unpacked=True)

@@ -77,8 +77,8 @@ class BeamSearches:
         prepared = self._prepare(key, shape)
         base = np.minimum(batch.kv_lens - batch.q_lens, self._parts.req_to_token.shape[1] - shape.width)
         places = base[:, None] + np.arange(1 - prepared.first, 1)
-        arrays = {**_padding(a, prepared.first), "positions": places, "places": places, "base": base,
-                  "pool_rows": batch.pool_rows}  # fmt: skip
+        padding = _padding(a, prepared.first)
+        arrays = {**padding, "places": places, "base": base, "pool_rows": batch.pool_rows}
         return self._run(key, prepared, arrays, base + shape.width)[1]
 
     def capture(self, key: SearchKey) -> None:
@@ -126,12 +126,12 @@ class BeamSearches:
         """int64 [3, R, nodes], ``Levels.found``. ``arrays``, ``kv_lens`` and ``gap`` are those of a rows."""
         parts, a, spare = self._parts, len(kv_lens), key.rows - len(kv_lens)
         padded = np.concatenate([kv_lens, np.ones(spare, np.int64)])
-        extents = {q: Extent(np.full(key.rows, q), padded) for q in prepared.kernels}
-        ends = {f"ends-{q}": extent.window_ends.reshape(-1, q) for q, extent in extents.items()}
-        for extent, end in zip(extents.values(), ends.values(), strict=True):
+        extents, ends = {q: Extent(np.full(key.rows, q), padded) for q in prepared.kernels}, {}
+        for q, extent in extents.items():
             parts.buffers.require(extent)
+            end = ends[f"ends-{q}"] = extent.window_ends.reshape(-1, q)
             end[a:] = -1  # padding sees its one key
-        lists = slot_lists(key.rows, arrays["pool_rows"], kv_lens, gap)
+        lists = slot_lists(extent, arrays["pool_rows"], gap)  # keys are the same in all steps
         there = prepared.static.put({**arrays, **ends, "lists": lists}, parts.device, key.rows)
         for q, kernel in prepared.kernels.items():
             kernel.plan(extents[q])
@@ -150,7 +150,7 @@ class BeamSearches:
         list_slots(parts.req_to_token, there["lists"], parts.buffers.kv_indices)
         places = torch.where(is_padding, -1, there["places"])
         slots = parts.slots(rows, places)
-        positions = turned(there["positions"])
+        positions = turned(places)  # tokens of a text stand at their positions
         # Padding before a short text sees all, or it would see nothing: attention to nothing is NaN.
         ends = torch.where(places < 0, -1, there[f"ends-{q}"])
         step = _Step(there["tokens"], positions, slots, ends, prepared.seen.expand(key.rows, -1, -1))
@@ -257,20 +257,20 @@ def expanded(shape: TreeShape, rows: int) -> np.ndarray:
 
 
 def at_the_end(batch: TreeBatch, room: int) -> Arrays:
-    """Tokens, positions and places, int64 [n, room], a request's at the end of its row; place -1: none."""
+    """Tokens and places, int64 [n, room], a request's at the end of its row; place -1: none."""
     assert batch.q_lens.max() <= room, "what has no room must be read before"
     row, ends = batch.row, np.cumsum(batch.q_lens)
-    found = np.zeros((3, len(batch.q_lens), room), np.int64)
-    found[2] = -1
-    found[:, row, room - ends[row] + np.arange(len(batch))] = batch.tokens, batch.positions, batch.places
-    return dict(zip(("tokens", "positions", "places"), found, strict=True))
+    found = np.zeros((2, len(batch.q_lens), room), np.int64)
+    found[1] = -1
+    found[:, row, room - ends[row] + np.arange(len(batch))] = batch.tokens, batch.places
+    return {"tokens": found[0], "places": found[1]}
 
 
 def _padding(rows: int, first: int) -> Arrays:
     """Requests without text."""
     none, ones = np.zeros(rows, np.int64), np.ones(rows, np.float32)
     places = np.zeros((rows, first), np.int64)
-    return {"tokens": places, "positions": places, "places": places, "base": none, "pool_rows": none,
+    return {"tokens": places, "places": places, "base": none, "pool_rows": none,
             "scale": ones, "spread": 0 * ones, "keys": none.astype(np.uint64)}  # fmt: skip
 
 

@@ -49,6 +49,7 @@ class GpuForward:
         self._inputs = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._kernels: dict[Key, TreeKernel] = {}
         self._eager: tuple[TreeKernel, Mark] | None = None  # the last forward without a graph, and its end
+        self._laid_out: tuple[TreeBatch, Key, Extent] | None = None  # of the last batch
         self._runs: list[Run] = []
         self._logits: Tensor | None = None  # of all graphs: 16 sizes with 128k tokens would take a gigabyte
 
@@ -56,9 +57,19 @@ class GpuForward:
 
     def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
         """The tokens, padded, where their keys are and what they see of these."""
-        return {"inputs": self._packed(self._key(batch), batch)}
+        return {"inputs": self._packed(batch, *self._layout(batch))}
 
-    def _packed(self, key: Key, batch: TreeBatch) -> np.ndarray:
+    def _layout(self, batch: TreeBatch) -> tuple[Key, Extent]:
+        """The padded size, and its geometry. One request more than can be there holds the padding, which sees
+        its one key."""
+        if self._laid_out is None or self._laid_out[0] is not batch:
+            key, n = self._key(batch), len(batch.q_lens)
+            q_lens, kv_lens = np.zeros(key.rows, np.int64), np.ones(key.rows, np.int64)
+            q_lens[:n], q_lens[n], kv_lens[:n] = batch.q_lens, key.tokens - len(batch), batch.kv_lens
+            self._laid_out = batch, key, Extent(q_lens, kv_lens)
+        return self._laid_out[1:]
+
+    def _packed(self, batch: TreeBatch, key: Key, extent: Extent) -> np.ndarray:
         count, p, seen = len(batch), self.parts, seen_by(batch)
         flat = np.zeros(Packed.size(key), np.int64)
         to = Packed(flat, key, np.bool_)
@@ -66,8 +77,8 @@ class GpuForward:
         to.positions[:count] = np.minimum(batch.positions, p.last_position)
         to.pool_rows[:count] = batch.pool_rows[batch.row]
         to.places[:count], to.places[count:] = batch.places, -1
-        to.ends[:count], to.ends[count:] = Extent(batch.q_lens, batch.kv_lens).window_ends, -1
-        to.lists[:] = slot_lists(key.rows, batch.pool_rows, batch.kv_lens, batch.gap)
+        to.ends[:], to.ends[count:] = extent.window_ends, -1
+        to.lists[:] = slot_lists(extent, batch.pool_rows, batch.gap)
         to.seen[:] = True
         to.seen[0, :count, key.columns - seen.shape[1] :] = seen
         return flat
@@ -81,15 +92,10 @@ class GpuForward:
 
     def _queue(self, batch: TreeBatch, tensors: Mapping[str, Tensor]) -> Any:
         """What ``_forward`` gives, padding included."""
-        key, inputs = self._key(batch), tensors["inputs"]
+        (key, extent), inputs = self._layout(batch), tensors["inputs"]
         if key in self.sizes.captured:
             inputs = self._inputs[: len(inputs)].copy_(inputs)
-        q_lens, kv_lens, spare = batch.q_lens, batch.kv_lens, key.rows - len(batch.q_lens)
-        # One request more than can be there holds the padding, which sees its one key.
-        if spare:
-            q_lens = np.concatenate([q_lens, [key.tokens - len(batch)], np.zeros(spare - 1, np.int64)])
-            kv_lens = np.concatenate([kv_lens, np.ones(spare, np.int64)])
-        return self._replay(key, Extent(q_lens, kv_lens), inputs)
+        return self._replay(key, extent, inputs)
 
     def logits(self, states: tuple[Tensor, Tensor]) -> Tensor:
         logits = states[0]
@@ -118,13 +124,13 @@ class GpuForward:
         if isinstance(key, SearchKey):
             self._searches.capture(key)
             return
-        none = np.zeros(0, np.int64)
-        nothing = self._packed(key, TreeBatch(none, none, none, none, none, none, np.zeros((0, 1), np.bool_)))
-        inputs = self._inputs[: len(nothing)].copy_(torch.from_numpy(nothing))
         each, rest = divmod(key.tokens, key.rows)
         q_lens = np.full(key.rows, each, np.int64)
         q_lens[:rest] += 1  # as when all requests are there: the kernel is chosen for it
-        self._replay(key, Extent(q_lens, np.ones(key.rows, np.int64)), inputs)
+        extent, none = Extent(q_lens, np.ones(key.rows, np.int64)), np.zeros(0, np.int64)
+        nothing = TreeBatch(none, none, none, none, none, none, np.zeros((0, 1), np.bool_))
+        inputs = torch.from_numpy(self._packed(nothing, key, extent))
+        self._replay(key, extent, self._inputs[: len(inputs)].copy_(inputs))
 
     def take_runs(self) -> list[Run]:
         runs, self._runs = self._runs, []

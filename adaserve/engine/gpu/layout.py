@@ -73,15 +73,13 @@ LIST = 5
 """Numbers of each request in ``slot_lists``."""
 
 
-def slot_lists(rows: int, pool_rows: np.ndarray, kv_lens: np.ndarray, gap: Gap | None = None) -> np.ndarray:
-    """int64 [rows, LIST], what ``list_slots`` reads: where a request's slots go, how many they are, its row
-    of the request pool, where its gap is and how long. Padding behind the requests lists one scratch slot
-    each, and its row is -1."""
-    n = len(kv_lens)
-    lists = np.zeros((rows, LIST), np.int64)
-    lists[:, 1], lists[:, 2] = 1, -1
-    lists[:n, 1], lists[:n, 2] = kv_lens, pool_rows
-    lists[1:, 0] = lists[:-1, 1].cumsum()
+def slot_lists(extent: Extent, pool_rows: np.ndarray, gap: Gap | None = None) -> np.ndarray:
+    """int64 [R, LIST], what ``list_slots`` reads: where a request's slots go, how many they are, its row of
+    the request pool, where its gap is and how long. Padding behind the requests has a row of -1, and lists
+    the scratch slot."""
+    lists, n = np.zeros((len(extent.kv_lens), LIST), np.int64), len(pool_rows)
+    lists[:, 0], lists[:, 1], lists[:, 2] = extent.kv_starts[:-1], extent.kv_lens, -1
+    lists[:n, 2] = pool_rows
     if gap is not None:
         lists[:n, 3], lists[:n, 4] = gap.start, gap.length
     return lists

@@ -15,8 +15,8 @@ BLOCK = 1024
 PROGRAMS = 8
 """For each request."""
 
-LEAST_COLUMNS = 16
-"""So that windows of up to 16 columns share one compiled kernel."""
+COLUMNS = 32
+"""Of a window that a program writes at once."""
 
 
 def list_fused(req_to_token: Tensor, lists: Tensor, out: Tensor) -> None:
@@ -27,10 +27,10 @@ def list_fused(req_to_token: Tensor, lists: Tensor, out: Tensor) -> None:
 def change_fused(mask: Tensor, mask_bytes: Tensor | None, ends: Tensor, seen: Tensor, shows: bool) -> None:
     """``mask``: as int32. ``mask_bytes``: the same bits as bytes, where the attention kernel reads these."""
     rows, tokens, width = seen.shape
-    is_unpacked, columns = mask_bytes is not None, max(LEAST_COLUMNS, triton.next_power_of_2(width))
+    is_unpacked = mask_bytes is not None
     _change[(rows, tokens)](
         mask, mask if mask_bytes is None else mask_bytes, ends.contiguous(), seen, *seen.stride(), width,
-        columns, shows, is_unpacked,
+        COLUMNS, shows, is_unpacked,
     )  # fmt: skip
 
 
@@ -57,16 +57,18 @@ def _change(  # type: ignore[no-untyped-def]
     shows: tl.constexpr, is_unpacked: tl.constexpr,
 ):  # fmt: skip
     row, token = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    end, column = tl.load(ends + row * tl.num_programs(1) + token), tl.arange(0, columns)
-    is_column = (column < width) & (end >= 0)
-    there = seen + row * row_stride + token * token_stride + column * column_stride
-    hidden = is_column & (tl.load(there, mask=is_column, other=1) == 0)
-    at = end - width + column
-    word, bit = mask + (at >> 5), 1 << (at & 31).to(tl.int32)
-    # Windows of two tokens may share a word.
-    if shows:
-        tl.atomic_or(word, bit, mask=hidden)
-    else:
-        tl.atomic_and(word, ~bit, mask=hidden)
-    if is_unpacked:
-        tl.store(mask_bytes + at, tl.full((columns,), shows, tl.uint8), mask=hidden)
+    end = tl.load(ends + row * tl.num_programs(1) + token)
+    seen += row * row_stride + token * token_stride
+    for first in range(0, width, columns):
+        column = first + tl.arange(0, columns)
+        is_column = (column < width) & (end >= 0)
+        hidden = is_column & (tl.load(seen + column * column_stride, mask=is_column, other=1) == 0)
+        at = end - width + column
+        word, bit = mask + (at >> 5), 1 << (at & 31).to(tl.int32)
+        # Windows of two tokens may share a word.
+        if shows:
+            tl.atomic_or(word, bit, mask=hidden)
+        else:
+            tl.atomic_and(word, ~bit, mask=hidden)
+        if is_unpacked:
+            tl.store(mask_bytes + at, tl.full((columns,), shows, tl.uint8), mask=hidden)

@@ -86,7 +86,8 @@ def test_gathered_slots() -> None:
 
 
 def gathered(table: torch.Tensor, rows: np.ndarray, kv_lens: np.ndarray, gap: Gap | None = None) -> list[int]:
-    lists, out = slot_lists(len(rows) + 2, rows, kv_lens, gap), torch.full((int(kv_lens.sum()) + 3,), 7).int()
+    extent = Extent(np.zeros(len(rows) + 2, np.int64), np.append(kv_lens, [1, 1]))
+    lists, out = slot_lists(extent, rows, gap), torch.full((int(kv_lens.sum()) + 3,), 7).int()
     list_slots(table, torch.from_numpy(lists), out)
     *slots, one, two, beyond = out.tolist()
     assert (one, two, beyond) == (SCRATCH_SLOT, SCRATCH_SLOT, 7), "padding's"

@@ -13,7 +13,7 @@ from adaserve.bench.gpu_check.kernels import check_layout
 from adaserve.engine.gpu import layout_kernel
 
 for layout_kernel.BLOCK in (1024, 4):  # a list that one program has at once, and one that it has not
-    for sizes in ((1, 40, 3), (5, 90, 17), (4, 70, 16)):
+    for sizes in ((1, 40, 3), (5, 90, 17), (3, 150, 70)):
         found = check_layout(*sizes, torch.device("cpu"))
         assert found["right"], found
 """
@@ -40,7 +40,7 @@ words, table, numbers = (torch.zeros(64, dtype=kind) for kind in (torch.int32, t
 bools = torch.zeros(64, dtype=torch.bool)
 lists = [(table, numbers[start:], words, stride, 0, 1024) for start, stride in ((0, 16), (1, 17))]
 windows = [
-    (words, bools.byte(), numbers[start:], bools[start:], stride, start, 1, width, 16, False, True)
+    (words, bools.byte(), numbers[start:], bools[start:], stride, start, 1, width, 32, False, True)
     for start, stride, width in ((0, 16, 16), (1, 0, 3))
 ]
 print(json.dumps([kinds(_list, *lists), kinds(_change, *windows)]))

@@ -92,7 +92,7 @@ def test_the_watch_sees_what_waits() -> None:
     assert len(watch.waits) >= 5 and watch.launches >= 5
 
 
-MOST_LAUNCHES = {"none": 22, "adaserve": 62, "chain-3": 49, "priced": 62}
+MOST_LAUNCHES = {"none": 13, "adaserve": 52, "chain-3": 39, "priced": 52}
 """Of one iteration at depth 4 at most, graphs among them. Lower them when you can."""
 
 
@@ -157,7 +157,7 @@ def test_a_request_ends(unheard: bool) -> None:
     assert watch.waits == []
 
 
-MOST_LAUNCHES_OF_A_STEP = 7
+MOST_LAUNCHES_OF_A_STEP = 6
 """Of a draft with three beams, besides its model's. Each takes 1 to 2 us, in a step of a millisecond."""
 
 
