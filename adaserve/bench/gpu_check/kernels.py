@@ -296,8 +296,8 @@ def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
         shapes = ((64, 128_256), (512, 151_936)) if device == "cuda" else ((8, 9_000),)
         results = [check_filters(*shape, where) for shape in shapes]
     elif name == "layout":
-        sizes = ((64, 4000, 17), (1, 16_000, 65)) if device == "cuda" else ((5, 90, 17),)
-        results = [check_layout(*size, where) for size in sizes]
+        cases = ((64, 4000, 17), (1, 16_000, 65)) if device == "cuda" else ((5, 90, 17),)
+        results = [check_layout(*case, where) for case in cases]
     elif name == "beams":
         results = [check_beams(*sizes, where) for sizes in ((1, 5, 3), (64, 5, 3), (24, 8, 8))]
         results += [check_search(*sizes, where) for sizes in ((1, 5, 3), (12, 4, 3))]

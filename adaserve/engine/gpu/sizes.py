@@ -71,8 +71,8 @@ class Sizes:
     most_tokens: int  # of any forward
     depth: int = 1  # of the deepest beam search with a graph
     width: int = 1  # and of the widest
-    columns: int = 64  # of the widest window of a verification with a graph
     captured: frozenset[Key | SearchKey] = frozenset()  # what is served often: each has a graph
+    columns: int = 64  # of the widest window of a verification with a graph
 
     def verification(self, tokens: int, rows: int = 0, width: int = 1) -> Key:
         """The padded size for ``tokens`` of ``rows`` requests, with windows of ``width`` columns: one request
