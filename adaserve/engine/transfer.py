@@ -42,10 +42,8 @@ class _Piece(NamedTuple):
         return flat.bool() if self.is_bool else flat
 
 
-def _pack(
-    arrays: Mapping[str, np.ndarray], device: torch.device, rows: int = 0
-) -> tuple[Tensor, list[_Piece]]:
-    """All values in pinned memory, and where they stand; zeros behind those of fewer than ``rows``."""
+def _pieces(arrays: Mapping[str, np.ndarray], rows: int = 0) -> tuple[list[_Piece], int]:
+    """Where arrays stand, those of fewer than ``rows`` with room for as many; and bytes in all."""
     pieces, end = [], 0
     for name, values in arrays.items():
         kind, shape = values.dtype, values.shape
@@ -53,12 +51,18 @@ def _pack(
             shape = (rows, *shape[1:])
         pieces.append(_Piece(name, end, shape, _SIGNED.get(kind, kind), kind.kind == "b"))
         end += -(-math.prod(shape) * kind.itemsize // _ALIGN) * _ALIGN
-    make = torch.zeros if rows else torch.empty
-    packed = make(max(end, _ALIGN), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return pieces, max(end, _ALIGN)
+
+
+def _pack(
+    arrays: Mapping[str, np.ndarray], pieces: Sequence[_Piece], size: int, device: torch.device
+) -> Tensor:
+    """All values in pinned memory, with zeros where there are none."""
+    packed = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = packed.numpy()
     for piece, values in zip(pieces, arrays.values(), strict=True):
         np.ndarray(values.shape, values.dtype, host, piece.start)[...] = values
-    return packed, pieces
+    return packed
 
 
 class Uploaded(Mapping[str, Tensor]):
@@ -84,8 +88,8 @@ class Uploaded(Mapping[str, Tensor]):
 
 def put(arrays: Mapping[str, np.ndarray], device: torch.device) -> Uploaded:
     """Host arrays on the device: packed, and copied once from pinned memory. uint64 arrives as int64."""
-    packed, pieces = _pack(arrays, device)
-    return Uploaded(packed.to(device, non_blocking=True), pieces)
+    pieces, size = _pieces(arrays)
+    return Uploaded(_pack(arrays, pieces, size, device).to(device, non_blocking=True), pieces)
 
 
 class StaticArrays:
@@ -98,11 +102,16 @@ class StaticArrays:
 
     def put(self, arrays: Mapping[str, np.ndarray], device: torch.device, rows: int = 0) -> dict[str, Tensor]:
         """As ``put``, always into the same memory, with zeros behind those of fewer than ``rows``."""
-        packed, pieces = _pack(arrays, device, rows)
         if self._there is None:
-            self._there, self._pieces = torch.empty_like(packed, device=device), pieces
-            self._views = {piece.name: piece.of(self._there) for piece in pieces}
-        assert pieces == self._pieces, "a graph reads these, so they must stay where they are"
+            self._pieces, size = _pieces(arrays, rows)
+            self._there = torch.empty(size, dtype=torch.uint8, device=device)
+            self._views = {piece.name: piece.of(self._there) for piece in self._pieces}
+        for piece, (name, values) in zip(self._pieces, arrays.items(), strict=True):
+            fits = piece.name == name and values.shape[1:] == piece.shape[1:]
+            fits = fits and values.itemsize == piece.kind.itemsize
+            fits = fits and len(values) <= piece.shape[0] == max(rows, len(values))
+            assert fits, "a graph reads these, so they must stay where they are"
+        packed = _pack(arrays, self._pieces, self._there.nbytes, device)
         self._there.copy_(packed, non_blocking=True)
         return self._views
 

@@ -81,7 +81,7 @@ def test_the_first_stages_on_a_cpu(host: Path) -> None:
     assert facts["packages"]["sglang"] and facts["disk_free_gb"] > 0
     assert all(
         kernels[name]["right"] and kernels[name]["cases"]
-        for name in ("triton", "noise", "moves", "beams", "filters")
+        for name in ("triton", "layout", "noise", "moves", "beams", "filters")
     )
 
 

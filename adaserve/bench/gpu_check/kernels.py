@@ -37,15 +37,17 @@ from adaserve.engine.gpu.attention import (
     TritonKernel,
 )
 from adaserve.engine.gpu.head_shape import HeadShape
-from adaserve.engine.gpu.layout import Extent, window_bits
+from adaserve.engine.gpu.layout import Extent, change_windows, list_slots, slot_lists
+from adaserve.engine.gpu.layout_kernel import change_fused, list_fused
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
 from adaserve.engine.levels import Levels
+from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.shape import tree_shape
 from adaserve.engine.trees.verify import SCRATCH_SLOT
 from adaserve.processes import end_children
 
 ATTENTION = ("flashinfer", "triton")
-OTHERS = ("noise", "moves", "beams")
+OTHERS = ("layout", "noise", "moves", "beams")
 OPTIONAL = {
     "filters": "servers sort instead",
     "sglang": "every server computes as wrong; in all stages, set SGLANG_FORCE_FUSED_OP_BACKEND=torch",
@@ -100,9 +102,8 @@ def check(name: str, case: Case, device: torch.device, seed: int = 0) -> dict[st
     buffers = AttentionBuffers.allocate(case.rows * kv, tokens * kv // 8 + case.rows, device, unpacked=True)
     buffers.kv_indices.copy_(torch.randperm(pool - 1, generator=generator) + 1)
     seen = (torch.rand(tokens, case.queries, generator=generator) < 0.5).numpy()
-    buffers.see_all(int(extent.byte_starts[-1]))
-    bits = window_bits(extent, case.queries, seen)
-    buffers.hide(*(torch.from_numpy(values).to(device) for values in bits))
+    ends, there = (torch.from_numpy(x).to(device)[None] for x in (extent.window_ends, seen))
+    change_fused(buffers.mask.view(torch.int32), buffers.mask_bytes, ends, there, shows=False)
     reference, kernel = SdpaKernel(buffers), _kernel(name, case, buffers)
     scaling = case.head_dim**-0.5
     for one in (reference, kernel, kernel):  # a later plan takes another way than the first one
@@ -151,6 +152,35 @@ def _us(run: Callable[[], Any]) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 20 * 1e3
+
+
+def check_layout(rows: int, context: int, width: int, device: torch.device) -> dict[str, Any]:
+    """Slots and bits of the mask that differ from the host's; all are exact. Some requests have a gap, some
+    tokens hide nothing, and there is padding."""
+    rng = np.random.default_rng(0)
+    table = torch.from_numpy(rng.permutation(rows * context).reshape(rows, context).astype(np.int32))
+    kv_lens, q_lens = rng.integers(width, context // 2, rows), rng.integers(1, 6, rows)
+    gap = Gap(3, rng.integers(0, context // 2, rows) * (np.arange(rows) % 3 > 0))
+    padded = Extent(np.zeros(rows + 2, np.int64), np.append(kv_lens, [1, 1]))
+    lists = torch.from_numpy(slot_lists(padded, rng.permutation(rows), gap))
+    extent, wrong = Extent(q_lens, kv_lens), 0
+    right, got = (
+        AttentionBuffers.allocate(int(kv_lens.sum()) + 2, int(extent.byte_starts[-1]), where, unpacked=True)
+        for where in (torch.device("cpu"), device)
+    )
+    list_slots(table, lists, right.kv_indices)
+    list_fused(table.to(device), lists.to(device), got.kv_indices)
+    wrong += int((right.kv_indices != got.kv_indices.cpu()).sum())
+    ends = torch.from_numpy(np.where(np.arange(q_lens.sum()) % 5 == 3, -1, extent.window_ends))[None]
+    seen = torch.from_numpy(rng.random((1, len(ends[0]), width)) < 0.5)
+    words = got.mask.view(torch.int32)
+    for shows in (False, True):
+        change_windows(right.mask, None, ends, seen, shows)
+        change_fused(words, got.mask_bytes, ends.to(device), seen.to(device), shows)
+        assert got.mask_bytes is not None
+        bits = torch.from_numpy(np.unpackbits(right.mask.numpy(), bitorder="little"))
+        wrong += int((right.mask != got.mask.cpu()).sum() + (bits != got.mask_bytes.cpu()).sum())
+    return {"rows": rows, "context": context, "width": width, "wrong": wrong, "right": not wrong}
 
 
 NOISE_BOUND = 2e-5
@@ -265,6 +295,9 @@ def run_one(name: str, device: str, every: bool = False) -> dict[str, Any]:
     elif name == "filters":
         shapes = ((64, 128_256), (512, 151_936)) if device == "cuda" else ((8, 9_000),)
         results = [check_filters(*shape, where) for shape in shapes]
+    elif name == "layout":
+        cases = ((64, 4000, 17), (1, 16_000, 65)) if device == "cuda" else ((5, 90, 17),)
+        results = [check_layout(*case, where) for case in cases]
     elif name == "beams":
         results = [check_beams(*sizes, where) for sizes in ((1, 5, 3), (64, 5, 3), (24, 8, 8))]
         results += [check_search(*sizes, where) for sizes in ((1, 5, 3), (12, 4, 3))]

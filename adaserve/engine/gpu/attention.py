@@ -4,7 +4,8 @@ very same arrays."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -15,11 +16,9 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from adaserve.engine.gpu.head_shape import HeadShape
-from adaserve.engine.gpu.layout import Extent, gather_slots, unpack
+from adaserve.engine.gpu.layout import Extent, change_windows, unpack
 from adaserve.engine.gpu.tiles import planned_rows, workspace_bytes
 from adaserve.engine.trees.attention import TreeAttentionPlan, attend
-from adaserve.engine.trees.batch import TreeBatch
-from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 logger = logging.getLogger(__name__)
 
@@ -30,71 +29,44 @@ Kernel = Literal["sdpa", "flashinfer", "triton"]
 INT_WORKSPACE_BYTES = 8 << 20
 
 
-@dataclass
+@dataclass(frozen=True)
 class AttentionBuffers:
     """Static inputs that all forwards share; each forward reads the front of them."""
 
     kv_indices: Tensor  # int32 [capacity]
-    mask: Tensor  # uint8 [capacity]: packed bits, ``layout``
-    mask_bytes: Tensor | None = None  # uint8 [capacity, 8]: not 0 where the bit is set, for the Triton kernel
-    listed: tuple[np.ndarray, np.ndarray] | None = None
-    """Requests (rows of the pool, int64 [n]) and numbers of keys, int64 [n], whose slots a draft has left
-    here for the verification that follows."""
+    mask: Tensor  # uint8 [capacity]: packed bits, ``layout``; all are set but while a forward hides some
+    mask_bytes: Tensor | None = None  # uint8 [8 * capacity]: 1 where the bit is set, for the Triton kernel
 
     @staticmethod
     def allocate(
         kv_entries: int, mask_bytes: int, device: torch.device, unpacked: bool = False
     ) -> AttentionBuffers:
-        mask = torch.zeros(mask_bytes, dtype=torch.uint8, device=device)
+        mask = torch.full((-(-mask_bytes // 4) * 4,), 255, dtype=torch.uint8, device=device)
         return AttentionBuffers(
             torch.zeros(kv_entries, dtype=torch.int32, device=device),
             mask,
-            mask[:, None].repeat(1, 8) if unpacked else None,
+            torch.ones(8 * len(mask), dtype=torch.uint8, device=device) if unpacked else None,
         )
 
-    def has_slots(self, batch: TreeBatch) -> bool:
-        """Whether the batch's slots are here."""
-        listed, wanted = self.listed, (batch.pool_rows, batch.kv_lens)
-        return listed is not None and batch.gap is None and all(map(np.array_equal, listed, wanted))
-
-    def set_slots(self, req_to_token: Tensor, lists: Mapping[str, Tensor], total: int, padding: int) -> None:
-        """The ``total`` KV slots of all requests, by ``slot_lists`` where they are not here already, then one
-        scratch entry for each of ``padding`` requests."""
-        if total + padding > self.kv_indices.shape[0]:
+    def require(self, extent: Extent) -> None:
+        """Raises RuntimeError with the remedy where a forward has no room."""
+        entries, used = int(extent.kv_starts[-1]), int(extent.byte_starts[-1])
+        remedy = "lower --max-running-requests or --context-length"
+        if entries > len(self.kv_indices):
             raise RuntimeError(
-                f"{total + padding} KV entries are more than the {self.kv_indices.shape[0]} that are "
-                "reserved: lower --max-running-requests or --context-length"
+                f"{entries} KV entries are more than the {len(self.kv_indices)} that are reserved: {remedy}"
             )
-        if "kv_ends" in lists:
-            gather_slots(req_to_token, lists, self.kv_indices[:total])
-        self.listed = None
-        if padding:
-            self.kv_indices[total : total + padding].fill_(SCRATCH_SLOT)
+        if used > len(self.mask):
+            raise RuntimeError(f"a tree mask of {used} bytes exceeds the {len(self.mask)} reserved: {remedy}")
 
-    def see_all(self, used: int) -> None:
-        """Sets the first ``used`` bytes of the mask."""
-        if used > self.mask.shape[0]:
-            raise RuntimeError(
-                f"a tree mask of {used} bytes exceeds the {self.mask.shape[0]} reserved: "
-                "lower --max-running-requests or --context-length"
-            )
-        self.mask[:used].fill_(255)
-        if self.mask_bytes is not None:
-            self.mask_bytes[:used].fill_(1)
-
-    def hide(self, byte: Tensor, clear: Tensor) -> None:
-        """Clears bits of windows that are set (``window_bits``)."""
-        at = byte.flatten()
-        self.mask.index_add_(0, at, clear.flatten())
-        if self.mask_bytes is not None:
-            weight = 1 << torch.arange(8, dtype=torch.uint8, device=at.device)
-            self.mask_bytes[at] = self.mask[at, None] & weight
-
-    def show(self, byte: Tensor) -> None:
-        """Sets all bits of windows again."""
-        self.mask.index_fill_(0, byte.flatten(), 255)
-        if self.mask_bytes is not None:
-            self.mask_bytes.index_fill_(0, byte.flatten(), 1)
+    @contextmanager
+    def hiding(self, ends: Tensor, seen: Tensor) -> Iterator[None]:
+        """What tokens do not see of their windows is hidden meanwhile (``change_windows``)."""
+        change_windows(self.mask, self.mask_bytes, ends, seen, shows=False)
+        try:
+            yield
+        finally:
+            change_windows(self.mask, self.mask_bytes, ends, seen, shows=True)
 
 
 class TreeKernel(Protocol):
@@ -241,8 +213,7 @@ class TritonKernel:
         from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
 
         assert buffers.mask_bytes is not None
-        self._attend, self._buffers = extend_attention_fwd_unified, buffers
-        self._mask = buffers.mask_bytes.view(-1)
+        self._attend, self._buffers, self._mask = extend_attention_fwd_unified, buffers, buffers.mask_bytes
         device = buffers.kv_indices.device
         self._starts = torch.zeros(3, rows + 1, dtype=torch.int64, device=device)
         """Of each request's queries, keys and mask bytes."""

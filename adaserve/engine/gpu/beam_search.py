@@ -19,7 +19,7 @@ from torch import Tensor
 from adaserve.engine.device import Beams, Mark, Ready, Run, Search
 from adaserve.engine.gpu import noise
 from adaserve.engine.gpu.attention import TreeKernel
-from adaserve.engine.gpu.layout import Extent, slot_lists, window_bits
+from adaserve.engine.gpu.layout import Extent, list_slots, slot_lists
 from adaserve.engine.gpu.model import Inputs, Parts
 from adaserve.engine.gpu.sizes import SearchKey
 from adaserve.engine.levels import Levels
@@ -41,6 +41,7 @@ class _Prepared:
     first: int  # tokens per request that the first step has room for
     columns: Tensor  # int64 [nodes]
     inner: Tensor  # int64 [3, R * n]: row, column and depth of the nodes that are expanded, level by level
+    seen: Tensor  # bool [first, columns]: what the first step's tokens see, ``text_seen``
     kernels: dict[int, TreeKernel]  # by tokens per request of a step
     static: StaticArrays = field(default_factory=StaticArrays)
 
@@ -53,7 +54,6 @@ class BeamSearches:
         self._prepared: dict[SearchKey, _Prepared] = {}
         self._kernels: dict[tuple[int, int, int], TreeKernel] = {}  # by rows, tokens per request, place
         self._eager: tuple[_Prepared, Mark] | None = None  # the last search without a graph, and its end
-        self._nothing = torch.zeros((), dtype=torch.uint8, device=parts.device)  # a number would be a kernel
 
     def queue(self, first: TreeBatch, search: Search) -> tuple[Ready, Run]:
         """Queues a whole search; ``first``: its first step, whose gap all steps have."""
@@ -66,8 +66,6 @@ class BeamSearches:
             "scale": search.scale, "spread": search.spread, "keys": search.keys,
         }  # fmt: skip
         found, run = self._run(key, prepared, arrays, kv_lens, first.gap)
-        if first.gap is None:
-            self._parts.buffers.listed = search.pool_rows, kv_lens
         return queued_beams(found, a, len(shape.beams)), run
 
     def rehearse(self, batch: TreeBatch, width: int) -> Run:
@@ -79,8 +77,8 @@ class BeamSearches:
         prepared = self._prepare(key, shape)
         base = np.minimum(batch.kv_lens - batch.q_lens, self._parts.req_to_token.shape[1] - shape.width)
         places = base[:, None] + np.arange(1 - prepared.first, 1)
-        arrays = {**_padding(a, prepared.first), "positions": places, "places": places, "base": base,
-                  "pool_rows": batch.pool_rows}  # fmt: skip
+        padding = _padding(a, prepared.first)
+        arrays = {**padding, "places": places, "base": base, "pool_rows": batch.pool_rows}
         return self._run(key, prepared, arrays, base + shape.width)[1]
 
     def capture(self, key: SearchKey) -> None:
@@ -96,16 +94,16 @@ class BeamSearches:
             # Its kernels go with the next search, and the copies of their plans must be over by then:
             # FlashInfer queues them from memory that no allocator watches.
             self._eager[1].wait()
-        columns, inner = (
-            torch.from_numpy(x).to(parts.device, non_blocking=True)
-            for x in (shape.columns, expanded(shape, key.rows))
-        )
         first, later = parts.first, shape.beams[:-1]
         if later and later[0] * key.rows <= FEW_TOKENS:
             first = max(first, later[0])
+        columns, inner, seen = (
+            torch.from_numpy(x).to(parts.device, non_blocking=True)
+            for x in (shape.columns, expanded(shape, key.rows), text_seen(first, shape.width))
+        )
         queries = dict.fromkeys((first, *later))  # tokens per request of the steps
         kernels = {q: self._kernel(key, q, place) for place, q in enumerate(queries)}
-        prepared = _Prepared(shape, first, columns, inner, kernels)
+        prepared = _Prepared(shape, first, columns, inner, seen, kernels)
         if key in parts.sizes.captured:  # others are not kept: there are too many of them
             self._prepared[key] = prepared
         return prepared
@@ -127,16 +125,14 @@ class BeamSearches:
     ) -> tuple[Tensor, Run]:
         """int64 [3, R, nodes], ``Levels.found``. ``arrays``, ``kv_lens`` and ``gap`` are those of a rows."""
         parts, a, spare = self._parts, len(kv_lens), key.rows - len(kv_lens)
-        lists = slot_lists(parts.req_to_token.shape[1], arrays["pool_rows"], kv_lens, gap)
         padded = np.concatenate([kv_lens, np.ones(spare, np.int64)])
-        extents = {q: Extent(np.full(key.rows, q), padded) for q in prepared.kernels}
-        bits = windows(prepared.shape, extents, arrays["places"])
-        no_gap = dict.fromkeys(("gap_at", "gap_length"), np.zeros(a, np.int64))  # gaps come and go
-        there = prepared.static.put({**no_gap, **arrays, **lists, **bits}, parts.device, key.rows)
-        parts.buffers.set_slots(
-            parts.req_to_token, {name: there[name][:a] for name in lists}, int(kv_lens.sum()), spare
-        )
-        parts.buffers.see_all(max(int(extent.byte_starts[-1]) for extent in extents.values()))
+        extents, ends = {q: Extent(np.full(key.rows, q), padded) for q in prepared.kernels}, {}
+        for q, extent in extents.items():
+            parts.buffers.require(extent)
+            end = ends[f"ends-{q}"] = extent.window_ends.reshape(-1, q)
+            end[a:] = -1  # padding sees its one key
+        lists = slot_lists(extent, arrays["pool_rows"], gap)  # keys are the same in all steps
+        there = prepared.static.put({**arrays, **ends, "lists": lists}, parts.device, key.rows)
         for q, kernel in prepared.kernels.items():
             kernel.plan(extents[q])
         found, run = parts.run(key, partial(self._search, key, prepared, there))
@@ -151,10 +147,13 @@ class BeamSearches:
         levels = Levels(shape, key.rows, prepared.columns)
         turned = partial(torch.clamp, min=0, max=parts.last_position)  # to positions with a rotary angle
         q, rows, is_padding = prepared.first, there["pool_rows"][:, None], base == 0
+        list_slots(parts.req_to_token, there["lists"], parts.buffers.kv_indices)
         places = torch.where(is_padding, -1, there["places"])
         slots = parts.slots(rows, places)
-        positions = turned(there["positions"])
-        step = _Step(there["tokens"], positions, slots, there["byte-first"], there["clear-first"])
+        positions = turned(places)  # tokens of a text stand at their positions
+        # Padding before a short text sees all, or it would see nothing: attention to nothing is NaN.
+        ends = torch.where(places < 0, -1, there[f"ends-{q}"])
+        step = _Step(there["tokens"], positions, slots, ends, prepared.seen.expand(key.rows, -1, -1))
         before = self._before(there, places)
         logits, states = self._step(prepared, step, before, slice(q - 1, None, q))  # of the roots
         logprob, token = best_children(parts, logits, reading(there, 1), base)
@@ -166,12 +165,11 @@ class BeamSearches:
             nodes = levels.level(depth - 1)
             tokens, seen = levels.tokens[:, nodes], levels.visible[:, nodes]
             q = tokens.shape[1]
-            clear = torch.where(seen, self._nothing, there[f"clear-{q}"].view_as(seen))
             at, angle, slot = (
                 every[key.rows * nodes.start : key.rows * nodes.stop].view(-1, q)
                 for every in (positions, angles, slots)
             )
-            step = _Step(tokens, angle, slot, there[f"byte-{q}"], clear)
+            step = _Step(tokens, angle, slot, there[f"ends-{q}"], seen)
             before = self._before_level(states, levels, depth)
             logits, states = self._step(prepared, step, before, slice(None))
             levels.grow(depth, *best_children(parts, logits, readings[q], at))
@@ -197,9 +195,8 @@ class BeamSearches:
             wanted,
             None if before is None else before.flatten(0, 1),
         )
-        parts.buffers.hide(step.byte, step.clear)
-        found = parts.call(inputs, rows, prepared.kernels[q])
-        parts.buffers.show(step.byte)
+        with parts.buffers.hiding(step.ends, step.seen):
+            found = parts.call(inputs, rows, prepared.kernels[q])
         logits, states = found.logits.unflatten(0, (rows, -1)), found.states
         return logits, None if states is None else states.unflatten(0, (rows, -1))
 
@@ -241,13 +238,13 @@ def queued_beams(found: Tensor, a: int, steps: int) -> Ready:
 
 @dataclass(frozen=True)
 class _Step:
-    """Tokens [R, q] of one forward, and what their windows hide."""
+    """Tokens [R, q] of one forward, and what they see of their windows."""
 
     tokens: Tensor
     positions: Tensor  # for the rotary embedding
     slots: Tensor  # where their KV goes
-    byte: Tensor  # int64 [R * q, columns], ``window_bits``
-    clear: Tensor  # uint8, as many
+    ends: Tensor  # of the windows, ``Extent.window_ends``; -1 = sees all
+    seen: Tensor  # bool [R, q, columns]
 
 
 def expanded(shape: TreeShape, rows: int) -> np.ndarray:
@@ -260,41 +257,25 @@ def expanded(shape: TreeShape, rows: int) -> np.ndarray:
 
 
 def at_the_end(batch: TreeBatch, room: int) -> Arrays:
-    """Tokens, positions and places, int64 [n, room], a request's at the end of its row; place -1: none."""
+    """Tokens and places, int64 [n, room], a request's at the end of its row; place -1: none."""
     assert batch.q_lens.max() <= room, "what has no room must be read before"
     row, ends = batch.row, np.cumsum(batch.q_lens)
-    found = np.zeros((3, len(batch.q_lens), room), np.int64)
-    found[2] = -1
-    found[:, row, room - ends[row] + np.arange(len(batch))] = batch.tokens, batch.positions, batch.places
-    return dict(zip(("tokens", "positions", "places"), found, strict=True))
+    found = np.zeros((2, len(batch.q_lens), room), np.int64)
+    found[1] = -1
+    found[:, row, room - ends[row] + np.arange(len(batch))] = batch.tokens, batch.places
+    return {"tokens": found[0], "places": found[1]}
 
 
 def _padding(rows: int, first: int) -> Arrays:
     """Requests without text."""
     none, ones = np.zeros(rows, np.int64), np.ones(rows, np.float32)
     places = np.zeros((rows, first), np.int64)
-    return {"tokens": places, "positions": places, "places": places, "base": none, "pool_rows": none,
+    return {"tokens": places, "places": places, "base": none, "pool_rows": none,
             "scale": ones, "spread": 0 * ones, "keys": none.astype(np.uint64)}  # fmt: skip
 
 
-def windows(shape: TreeShape, extents: Mapping[int, Extent], places: np.ndarray) -> Arrays:
-    """Bytes of the mask that tell of the steps' windows, and what clears their bits. ``extents``: of the
-    steps, by tokens per request.
-
-    The first step's, at ``places`` [a, q], are text up to the root, where a token sees those up to itself.
-    Padding among them sees all, or before a short text it would see nothing, and attention to nothing is NaN.
-    Padding behind the a rows sees its one key."""
-    found: Arrays = {}
-    a, first = places.shape
-    for q, extent in extents.items():
-        before = q - 2 if q == first else 0  # columns of text before the root's
-        byte, clear = window_bits(extent, before + shape.width)
-        clear[a * q :] = 0
-        if q in shape.beams[:-1]:
-            found |= {f"byte-{q}": byte[:, before:], f"clear-{q}": clear[:, before:]}
-        if q == first:
-            hidden = (np.arange(byte.shape[1]) >= np.arange(q)[:, None]) & (places >= 0)[:, :, None]
-            own = clear.copy()
-            own[: a * q] *= hidden.reshape(-1, own.shape[1])
-            found |= {"byte-first": byte, "clear-first": own}
-    return found
+def text_seen(first: int, width: int) -> np.ndarray:
+    """bool [first, first - 2 + width]: the first step's tokens are text up to the root, where a token sees
+    those up to itself. Their windows begin at the second of them, and end as those of later steps, which are
+    ``width`` columns wide."""
+    return np.arange(first - 2 + width) < np.arange(first)[:, None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,29 @@ from torch import Tensor
 from adaserve.engine.device import KeepGoing, Mark, Ready, Run, Search
 from adaserve.engine.gpu.attention import TreeKernel
 from adaserve.engine.gpu.beam_search import BeamSearches
-from adaserve.engine.gpu.layout import Extent, seen_by, slot_lists, window_bits
-from adaserve.engine.gpu.model import Inputs, Parts
+from adaserve.engine.gpu.layout import LIST, Extent, list_slots, seen_by, slot_lists
+from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import Key, SearchKey
 from adaserve.engine.transfer import put
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.engine.trees.verify import SCRATCH_SLOT
+
+
+class Packed:
+    """What a forward of a padded size reads, in one array of int64, on the host or on the device."""
+
+    def __init__(self, flat: Any, key: Key, bools: Any) -> None:
+        t, r = key.tokens, key.rows
+        lists, seen, end = 5 * t, 5 * t + LIST * r, Packed.size(key)
+        self.tokens, self.positions, self.pool_rows, self.places, self.ends = flat[:lists].reshape(5, t)
+        """[tokens] each; ``ends``: ``Extent.window_ends``. Padding has places and ends of -1."""
+        self.lists = flat[lists:seen].reshape(r, LIST)
+        """``slot_lists``."""
+        self.seen = flat[seen:end].view(bools).reshape(1, t, key.columns)
+        """bool: what tokens see of their windows, at the end of the columns."""
+
+    @staticmethod
+    def size(key: Key) -> int:
+        return 5 * key.tokens + LIST * key.rows + key.tokens * key.columns // 8
 
 
 class GpuForward:
@@ -28,32 +44,44 @@ class GpuForward:
         self.parts, self.device, self.most_tokens = parts, parts.device, parts.sizes.most_tokens
         self.sizes, self.table, self.first_tokens = parts.sizes, parts.table, parts.first
         self._searches = BeamSearches(parts)
-        most = self.sizes.tokens.fit(self.most_tokens)
-        self._inputs = torch.zeros(4 * most, dtype=torch.int64, device=self.device)
+        captured = [key for key in self.sizes.captured if isinstance(key, Key)]
+        most = max(map(Packed.size, captured), default=0)
+        self._inputs = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._kernels: dict[Key, TreeKernel] = {}
         self._eager: tuple[TreeKernel, Mark] | None = None  # the last forward without a graph, and its end
+        self._laid_out: tuple[TreeBatch, Key, Extent] | None = None  # of the last batch
         self._runs: list[Run] = []
         self._logits: Tensor | None = None  # of all graphs: 16 sizes with 128k tokens would take a gigabyte
 
     # -- one forward --------------------------------------------------------------------------
 
     def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
-        """The tokens, padded, where their keys are and what hides some of these."""
-        key, p = self._key(batch), self.parts
-        inputs = np.zeros((4, key.tokens), np.int64)
-        inputs[3] = -1
-        inputs[:, : len(batch)] = (
-            np.minimum(batch.tokens, p.last_token),
-            np.minimum(batch.positions, p.last_position),
-            batch.pool_rows[batch.row],
-            batch.places,
-        )
-        seen = seen_by(batch)
-        byte, clear = window_bits(Extent(batch.q_lens, batch.kv_lens), seen.shape[1], seen)
-        arrays = {"inputs": inputs, "byte": byte, "clear": clear}
-        if not p.buffers.has_slots(batch):
-            arrays |= slot_lists(p.req_to_token.shape[1], batch.pool_rows, batch.kv_lens, batch.gap)
-        return arrays
+        """The tokens, padded, where their keys are and what they see of these."""
+        return {"inputs": self._packed(batch, *self._layout(batch))}
+
+    def _layout(self, batch: TreeBatch) -> tuple[Key, Extent]:
+        """The padded size, and its geometry. One request more than can be there holds the padding, which sees
+        its one key."""
+        if self._laid_out is None or self._laid_out[0] is not batch:
+            key, n = self._key(batch), len(batch.q_lens)
+            q_lens, kv_lens = np.zeros(key.rows, np.int64), np.ones(key.rows, np.int64)
+            q_lens[:n], q_lens[n], kv_lens[:n] = batch.q_lens, key.tokens - len(batch), batch.kv_lens
+            self._laid_out = batch, key, Extent(q_lens, kv_lens)
+        return self._laid_out[1:]
+
+    def _packed(self, batch: TreeBatch, key: Key, extent: Extent) -> np.ndarray:
+        count, p, seen = len(batch), self.parts, seen_by(batch)
+        flat = np.zeros(Packed.size(key), np.int64)
+        to = Packed(flat, key, np.bool_)
+        to.tokens[:count] = np.minimum(batch.tokens, p.last_token)
+        to.positions[:count] = np.minimum(batch.positions, p.last_position)
+        to.pool_rows[:count] = batch.pool_rows[batch.row]
+        to.places[:count], to.places[count:] = batch.places, -1
+        to.ends[:], to.ends[count:] = extent.window_ends, -1
+        to.lists[:] = slot_lists(extent, batch.pool_rows, batch.gap)
+        to.seen[:] = True
+        to.seen[0, :count, key.columns - seen.shape[1] :] = seen
+        return flat
 
     def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [T, vocab] and their argmax int64 [T], valid until the next forward."""
@@ -64,18 +92,10 @@ class GpuForward:
 
     def _queue(self, batch: TreeBatch, tensors: Mapping[str, Tensor]) -> Any:
         """What ``_forward`` gives, padding included."""
-        key, count, buffers = self._key(batch), len(batch), self.parts.buffers
-        q_lens, kv_lens, spare = batch.q_lens, batch.kv_lens, key.rows - len(batch.q_lens)
-        self._inputs[: 4 * key.tokens].copy_(tensors["inputs"].flatten())
-        buffers.set_slots(self.parts.req_to_token, tensors, int(kv_lens.sum()), spare)
-        # One request more than can be there holds the padding, which sees its one key.
-        if spare:
-            q_lens = np.concatenate([q_lens, [key.tokens - count], np.zeros(spare - 1, np.int64)])
-            kv_lens = np.concatenate([kv_lens, np.ones(spare, np.int64)])
-        extent = Extent(q_lens, kv_lens)
-        buffers.see_all(int(extent.byte_starts[-1]))
-        buffers.hide(tensors["byte"], tensors["clear"])
-        return self._replay(key, extent)
+        (key, extent), inputs = self._layout(batch), tensors["inputs"]
+        if key in self.sizes.captured:
+            inputs = self._inputs[: len(inputs)].copy_(inputs)
+        return self._replay(key, extent, inputs)
 
     def logits(self, states: tuple[Tensor, Tensor]) -> Tensor:
         logits = states[0]
@@ -104,26 +124,27 @@ class GpuForward:
         if isinstance(key, SearchKey):
             self._searches.capture(key)
             return
-        self._inputs.zero_()
-        buffers = self.parts.buffers
-        buffers.kv_indices[: key.rows].fill_(SCRATCH_SLOT)
-        buffers.see_all(len(buffers.mask))
         each, rest = divmod(key.tokens, key.rows)
         q_lens = np.full(key.rows, each, np.int64)
         q_lens[:rest] += 1  # as when all requests are there: the kernel is chosen for it
-        self._replay(key, Extent(q_lens, np.ones(key.rows, np.int64)))
+        extent, none = Extent(q_lens, np.ones(key.rows, np.int64)), np.zeros(0, np.int64)
+        nothing = TreeBatch(none, none, none, none, none, none, np.zeros((0, 1), np.bool_))
+        inputs = torch.from_numpy(self._packed(nothing, key, extent))
+        self._replay(key, extent, self._inputs[: len(inputs)].copy_(inputs))
 
     def take_runs(self) -> list[Run]:
         runs, self._runs = self._runs, []
         return runs
 
     def _key(self, batch: TreeBatch) -> Key:
-        return self.sizes.verification(len(batch), len(batch.q_lens))
+        width = int(batch.q_lens.max()) if batch.seen is None else batch.seen.shape[1]
+        return self.sizes.verification(len(batch), len(batch.q_lens), width)
 
-    def _replay(self, key: Key, extent: Extent) -> Any:
+    def _replay(self, key: Key, extent: Extent, inputs: Tensor) -> Any:
+        self.parts.buffers.require(extent)
         kernel = self._kernels.get(key) or self._make_kernel(key)
         kernel.plan(extent)
-        output, run = self.parts.run(key, partial(self._forward, key, kernel))
+        output, run = self.parts.run(key, lambda: self._forward(key, kernel, Packed(inputs, key, torch.bool)))
         if key not in self._kernels:
             self._eager = kernel, run[1]
         self._runs.append(run)
@@ -139,12 +160,18 @@ class GpuForward:
             self._kernels[key] = kernel
         return kernel
 
-    def _forward(self, key: Key, kernel: TreeKernel) -> Any:
+    def _forward(self, key: Key, kernel: TreeKernel, packed: Packed) -> Any:
         """Logits and their argmax, of all tokens of the padded size."""
-        tokens, positions, pool_rows, places = self._inputs[: 4 * key.tokens].view(4, -1)
-        slots = self.parts.slots(pool_rows, places)
-        logits = self._shared(key, self.parts.call(Inputs(tokens, positions, slots), key.rows, kernel).logits)
+        slots = self.parts.slots(packed.pool_rows, packed.places)
+        inputs = Inputs(packed.tokens, packed.positions, slots)
+        logits = self._shared(key, self._call(key, kernel, packed, inputs).logits)
         return logits, logits.argmax(dim=-1)
+
+    def _call(self, key: Key, kernel: TreeKernel, packed: Packed, inputs: Inputs) -> Output:
+        buffers = self.parts.buffers
+        list_slots(self.parts.req_to_token, packed.lists, buffers.kv_indices)
+        with buffers.hiding(packed.ends[None], packed.seen):
+            return self.parts.call(inputs, key.rows, kernel)
 
     def _shared(self, key: Key, logits: Tensor) -> Tensor:
         """Logits of a graph in a buffer that all graphs share; those of eager forwards as they are."""

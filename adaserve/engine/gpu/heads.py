@@ -24,7 +24,7 @@ from adaserve.engine.cpu.install import LEAN_ATTRIBUTE
 from adaserve.engine.device import KeepGoing, Ready, Search
 from adaserve.engine.gpu.attention import TreeKernel
 from adaserve.engine.gpu.beam_search import BeamSearches
-from adaserve.engine.gpu.forward import GpuForward
+from adaserve.engine.gpu.forward import GpuForward, Packed
 from adaserve.engine.gpu.model import Inputs, Output, Parts, SGLangCall
 from adaserve.engine.gpu.sizes import Key
 from adaserve.engine.hidden_states import HiddenStates, hidden_states
@@ -101,11 +101,11 @@ class GpuHead(GpuForward):
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
         return super().search(without_first(first), search, keep)
 
-    def _forward(self, key: Key, kernel: TreeKernel) -> None:
-        tokens, positions, pool_rows, places = self._inputs[: 4 * key.tokens].view(4, -1)
-        before = self.hidden.read(self.parts.slots(pool_rows, places - 1))
-        slots = self.parts.slots(pool_rows, places)
-        self.parts.call(Inputs(tokens, positions, slots, slice(0), before), key.rows, kernel)
+    def _forward(self, key: Key, kernel: TreeKernel, packed: Packed) -> None:
+        before = self.hidden.read(self.parts.slots(packed.pool_rows, packed.places - 1))
+        slots = self.parts.slots(packed.pool_rows, packed.places)
+        inputs = Inputs(packed.tokens, packed.positions, slots, slice(0), before)
+        self._call(key, kernel, packed, inputs)
 
 
 def hidden_states_of(target: Any, head: Any) -> HiddenStates:

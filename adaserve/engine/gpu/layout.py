@@ -2,13 +2,12 @@
 
 What a token sees of its request's KV slots is a bit mask, packed as FlashInfer wants it: row-major q x kv
 bits per request, least significant bit first, every request starting on a byte. All but a window at the end
-of the keys is seen anyway. Where the window's bits stand is worked out on the host; what they are may be
+of the keys is seen anyway. Where the windows end is worked out on the host; what is hidden in them may be
 known to the device alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from adaserve.engine.trees.attention import indptr
 from adaserve.engine.trees.batch import Gap, TreeBatch
+from adaserve.engine.trees.verify import SCRATCH_SLOT
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,12 @@ class Extent:
         """int64 [R + 1]: where each request's mask starts."""
         return indptr((self.q_lens * self.kv_lens + 7) // 8)
 
-
-_CLEAR = (256 - (1 << np.arange(8))).astype(np.uint8)
-"""By bit of a byte: what clears it when it is added."""
-
-
-def window_bits(extent: Extent, width: int, seen: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(byte int64, clear uint8) [T, width]: the mask's byte of each window bit, and what clears it.
-
-    Adding 256 - 2^b to a byte in which bit b is set clears that bit. Columns that a request of fewer keys
-    lacks get 0, which changes nothing, and so do those in ``seen`` (bool [T, width]).
-    """
-    kv = np.repeat(extent.kv_lens, extent.q_lens)
-    start = 8 * extent.byte_starts[:-1] - (extent.qo_starts[:-1] - 1) * extent.kv_lens - width
-    first = np.repeat(start, extent.q_lens) + np.arange(len(kv)) * kv
-    bit = first[:, None] + np.arange(width)
-    byte, clear = bit >> 3, _CLEAR[bit & 7]
-    if seen is not None:
-        clear[seen] = 0
-    if kv.min(initial=width) < width:
-        lacks = np.arange(width) < (width - kv)[:, None]
-        byte[lacks] = clear[lacks] = 0
-    return byte, clear
+    @property
+    def window_ends(self) -> np.ndarray:
+        """int64 [T]: the bit of the mask behind each token's window."""
+        before = 8 * self.byte_starts[:-1] - self.qo_starts[:-1] * self.kv_lens
+        kv_lens = self.kv_lens.repeat(self.q_lens)
+        return before.repeat(self.q_lens) + np.arange(1, len(kv_lens) + 1) * kv_lens
 
 
 def seen_by(batch: TreeBatch) -> np.ndarray:
@@ -85,25 +69,45 @@ def unpack(mask: Tensor, byte_start: int, queries: int, keys: int) -> Tensor:
     return bits.flatten()[:count].view(queries, keys).bool()
 
 
-def slot_lists(
-    table_width: int, pool_rows: np.ndarray, kv_lens: np.ndarray, gap: Gap | None = None
-) -> dict[str, np.ndarray]:
-    """Where ``gather_slots`` finds the slots of requests, int64 [n] each; ``table_width``: places in a row
-    of the request pool."""
-    ends = np.cumsum(kv_lens)
-    starts = ends - kv_lens
-    lists = {"kv_ends": ends, "kv_shift": pool_rows * table_width - starts}
+LIST = 5
+"""Numbers of each request in ``slot_lists``."""
+
+
+def slot_lists(extent: Extent, pool_rows: np.ndarray, gap: Gap | None = None) -> np.ndarray:
+    """int64 [R, LIST], what ``list_slots`` reads: where a request's slots go, how many they are, its row of
+    the request pool, where its gap is and how long. Padding behind the requests has a row of -1, and lists
+    the scratch slot."""
+    lists, n = np.zeros((len(extent.kv_lens), LIST), np.int64), len(pool_rows)
+    lists[:, 0], lists[:, 1], lists[:, 2] = extent.kv_starts[:-1], extent.kv_lens, -1
+    lists[:n, 2] = pool_rows
     if gap is not None:
-        lists |= {"gap_at": starts + gap.start, "gap_length": gap.length}
+        lists[:n, 3], lists[:n, 4] = gap.start, gap.length
     return lists
 
 
-def gather_slots(req_to_token: Tensor, lists: Mapping[str, Tensor], out: Tensor) -> None:
-    """Fills ``out`` (int32, as long as the last end): KV slots of each request's leading places, request
-    after request, those in a gap left out."""
-    every = torch.arange(len(out), device=out.device)
-    row = torch.searchsorted(lists["kv_ends"], every, right=True)
-    at = every + lists["kv_shift"][row]
-    if "gap_at" in lists:
-        at += lists["gap_length"][row] * (every >= lists["gap_at"][row])
-    torch.take(req_to_token, at, out=out)
+def list_slots(req_to_token: Tensor, lists: Tensor, out: Tensor) -> None:
+    """Fills ``out`` (int32): KV slots of each request's leading places, those in its gap left out."""
+    if out.is_cuda:
+        from adaserve.engine.gpu.layout_kernel import list_fused
+
+        return list_fused(req_to_token, lists, out)
+    table, slots = req_to_token.numpy(), out.numpy()
+    for start, length, row, gap_at, gap_length in lists.numpy().tolist():
+        places = np.arange(length)
+        places[gap_at:] += gap_length
+        slots[start : start + length] = SCRATCH_SLOT if row < 0 else table[row, places]
+
+
+def change_windows(mask: Tensor, mask_bytes: Tensor | None, ends: Tensor, seen: Tensor, shows: bool) -> None:
+    """Clears, or ``shows`` again, the bits of what tokens do not see of their windows: all columns that are
+    not in ``seen`` bool [R, q, width]. ``ends`` int64 [R, q]: ``Extent.window_ends``; -1 = hides nothing.
+    ``mask_bytes``: the same bits, unpacked, on a GPU only."""
+    if mask.is_cuda:
+        from adaserve.engine.gpu.layout_kernel import change_fused
+
+        return change_fused(mask.view(torch.int32), mask_bytes, ends, seen, shows)
+    width = seen.shape[-1]
+    hidden = ~seen & (ends >= 0)[..., None]
+    at = torch.where(hidden, ends[..., None] + torch.arange(-width, 0), 0)
+    weight = torch.where(hidden, 1 << (at & 7), 0)
+    mask.index_add_(0, (at >> 3).flatten(), (weight if shows else -weight).flatten().to(torch.uint8))

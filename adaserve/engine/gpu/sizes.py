@@ -19,6 +19,7 @@ class Key:
 
     tokens: int
     rows: int
+    columns: int  # of the windows, a multiple of 8
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,13 @@ class Sizes:
     depth: int = 1  # of the deepest beam search with a graph
     width: int = 1  # and of the widest
     captured: frozenset[Key | SearchKey] = frozenset()  # what is served often: each has a graph
+    columns: int = 64  # of the widest window of a verification with a graph
 
-    def verification(self, tokens: int, rows: int = 0) -> Key:
-        """The padded size for ``tokens`` of ``rows`` requests: one request more holds the padding."""
-        padded = self.tokens.fit(tokens)
-        return Key(padded, max(min(padded, self.most_rows), rows) + 1)
+    def verification(self, tokens: int, rows: int = 0, width: int = 1) -> Key:
+        """The padded size for ``tokens`` of ``rows`` requests, with windows of ``width`` columns: one request
+        more holds the padding."""
+        padded, columns = self.tokens.fit(tokens), -(-max(width, self.columns) // 8) * 8
+        return Key(padded, max(min(padded, self.most_rows), rows) + 1, columns)
 
     def verifications(self) -> Iterator[Key]:
         """Sizes that verifications are padded to, the largest first."""

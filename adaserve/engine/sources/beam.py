@@ -7,7 +7,7 @@ and its ancestors. Re-parented beams therefore never move KV.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ from adaserve.engine.sources.draft_cache import DraftCache
 from adaserve.engine.sources.draft_model import DraftModel
 from adaserve.engine.sources.source import Drafting, KeepDrafting, TreeSource
 from adaserve.engine.state import DecodeRows
+from adaserve.engine.trees.attention import indptr
 from adaserve.engine.trees.batch import Gap
 from adaserve.engine.trees.proposal import Proposal
-from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, tree_shape
+from adaserve.engine.trees.shape import ANY_DEPTH, TreeShape, depth_and_column, tree_shape
 from adaserve.engine.trees.verify import VerifyBatch
 from adaserve.scheduler.interface import MODEL, CandidateTrees, IterationPlan
 from adaserve.sharpening import DraftSharpening
@@ -125,7 +126,7 @@ class BeamSource(TreeSource):
 
     def _proposal(self, shape: TreeShape, active: np.ndarray, beams: Beams, n: int) -> Proposal:
         made = proposal(shape, active, beams, n, MODEL << self._number)
-        return replace(made, drafted={self._number: made.column})
+        return Proposal(made.trees, made.column, made.width, {self._number: made.column})
 
     def _catch_up(self, pool_rows: np.ndarray) -> Run | None:
         """Separate from the first step, so that the policy does not count it as the cost of drafting."""
@@ -185,15 +186,15 @@ def proposal(shape: TreeShape, active: np.ndarray, beams: Beams, n: int, source:
     nodes = shape.start[beams.steps]
     counts = np.zeros(n, np.int64)
     counts[active] = nodes
+    depth, column = depth_and_column(shape, beams.steps, len(active))
     trees = CandidateTrees(
-        row_start=np.concatenate([[0], np.cumsum(counts)]),
+        row_start=indptr(counts),
         token=beams.tokens[:, :nodes].ravel(),
         parent=beams.parents[:, :nodes].ravel(),
-        depth=shape.depth[None, :nodes].repeat(len(active), axis=0).ravel(),
+        depth=depth,
         logprob=beams.logprobs[:, :nodes].ravel(),
         source=None if source == MODEL else np.full(counts.sum(), source),
     )
-    column = shape.columns[None, :nodes].repeat(len(active), axis=0).ravel()  # np.tile takes much longer
     return Proposal(trees, column, shape.width)
 
 

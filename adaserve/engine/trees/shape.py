@@ -16,7 +16,7 @@ ANY_DEPTH = 1 << 30
 """Of a source that can draft as deep as it is asked to."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TreeShape:
     """Beams per draft step; node j of a row is (step, beam) in step-major order."""
 
@@ -52,3 +52,13 @@ def tree_shape(depth: int, width: int, branching: tuple[int, ...] | None) -> Tre
         free += count - 1
     depths = np.repeat(np.arange(1, len(beams) + 1), beams)
     return TreeShape(beams, start, columns, depths, branching is not None)
+
+
+@lru_cache(maxsize=256)
+def depth_and_column(shape: TreeShape, steps: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [rows * nodes] each, not to be written: of all nodes that ``steps`` make for so many rows."""
+    nodes = shape.start[steps]
+    made = shape.depth[:nodes], shape.columns[:nodes]
+    depth, column = (np.tile(values, rows) for values in made)
+    depth.flags.writeable = column.flags.writeable = False
+    return depth, column

@@ -81,7 +81,6 @@ class VerifyBatch:
         return {
             "tokens": b.tokens,
             "positions": b.positions,
-            "places": b.places,
             "pool_row": b.pool_rows[self.row],
             "row": self.row,
             "depth": self.depth,
@@ -96,16 +95,15 @@ def build(rows: DecodeRows, proposal: Proposal, selection: Selection) -> VerifyB
     trees, n = proposal.trees, len(rows)
     node = np.flatnonzero(selection.keep)
     q_lens = selection.counts + 1
-    root = np.cumsum(q_lens) - q_lens
-    row = np.repeat(np.arange(n), q_lens)
-    is_node = np.ones(len(row), np.bool_)
-    is_node[root] = False
+    root = q_lens.cumsum() - q_lens
+    row = np.arange(n).repeat(q_lens)
+    of = trees.row[node]
+    at = np.arange(1, 1 + len(node)) + of  # behind the roots of the rows up to its own
 
-    at = np.flatnonzero(is_node)
-    stands_at = np.zeros(trees.n_nodes, np.int64)  # where a candidate stands in this batch
+    stands_at = np.zeros(trees.n_nodes + 1, np.int64)  # where a candidate stands in this batch
     stands_at[node] = at
-    above, of = trees.parent[node], row[at]
-    parent = np.where(above < 0, root[of], stands_at[trees.row_start[of] + np.maximum(above, 0)])
+    above = trees.above[node]
+    parent = np.where(above < trees.n_nodes, stands_at[above], root[of])
     drafted = [there[node] for there in proposal.drafted.values()]
     values = np.zeros((4 + len(drafted), len(row)), np.int64)
     values[0, root], values[1, root] = rows.roots, root

@@ -180,13 +180,11 @@ def test_steps_of_few_requests_share_a_plan(rows: int, width: int, plans: int) -
 def test_padding_before_a_short_text_sees_something(cached: int) -> None:
     """Attention to nothing is NaN, and would be written where other padding reads."""
     base, q, width = np.array([cached]), 6, 4
-    places = base[:, None] + np.arange(1 - q, 1)
+    places = base + np.arange(1 - q, 1)
     extent, buffers = Extent(np.array([q]), base + width), AttentionBuffers.allocate(8, 64, CPU)
-    shape = tree_shape(1, width - 1, None)
-    bits = beam_search.windows(shape, {q: extent}, np.where(places < cached - 1, -1, places))
-    buffers.see_all(int(extent.byte_starts[-1]))
-    buffers.hide(*map(torch.from_numpy, bits.values()))
-    seen = unpack(buffers.mask, 0, q, cached + width)
+    ends = torch.from_numpy(np.where(places < 0, -1, extent.window_ends)[None])
+    with buffers.hiding(ends, torch.from_numpy(beam_search.text_seen(q, width))[None]):
+        seen = unpack(buffers.mask, 0, q, cached + width)
     assert seen.any(1).all()
     assert seen[-1].tolist() == [True] * (cached + 1) + [False] * (width - 1), "the root: up to itself"
     assert seen[-2].tolist() == [True] * cached + [False] * width
@@ -254,7 +252,7 @@ def test_copies() -> None:
 def test_a_graph_is_captured_for_all_requests_at_once() -> None:
     """FlashInfer's tiles follow from the longest request of the first plan."""
     requests, planned = Requests([5, 17]), []
-    forward = device_forward(requests, TinyModel(requests.slots), [key := Key(12, 5)])
+    forward = device_forward(requests, TinyModel(requests.slots), [key := Key(12, 5, 64)])
 
     class Kernel(SdpaKernel):
         def plan(self, extent: Extent) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import numpy as np
 import pytest
 import torch
 
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel
-from adaserve.engine.gpu.layout import Extent, gather_slots, seen_by, slot_lists, unpack, window_bits
+from adaserve.engine.gpu.layout import Extent, list_slots, seen_by, slot_lists, unpack
 from adaserve.engine.trees import attention
 from adaserve.engine.trees.batch import Gap, TreeBatch
+from adaserve.engine.trees.verify import SCRATCH_SLOT
 from tests.engine.gpu.factories import CPU
 
 
@@ -31,17 +34,8 @@ def random_case(seed: int) -> tuple[Extent, np.ndarray, list[np.ndarray]]:
     return Extent(q_lens, prefix + width), seen, masks
 
 
-def write(buffers: AttentionBuffers, extent: Extent, seen: np.ndarray) -> None:
-    """By the host at once, and as the steps of a search do, each of which hides and shows again."""
-    buffers.see_all(int(extent.byte_starts[-1]))
-    byte, clear = (torch.from_numpy(a) for a in window_bits(extent, seen.shape[1]))
-    for visible in (~seen, seen):
-        buffers.show(byte)
-        buffers.hide(byte, torch.where(torch.from_numpy(visible), 0, clear))
-    shown = buffers.mask.clone()
-    buffers.see_all(int(extent.byte_starts[-1]))
-    buffers.hide(*map(torch.from_numpy, window_bits(extent, seen.shape[1], seen)))
-    assert torch.equal(shown, buffers.mask)
+def hiding(buffers: AttentionBuffers, extent: Extent, seen: np.ndarray) -> AbstractContextManager[None]:
+    return buffers.hiding(torch.from_numpy(extent.window_ends)[None], torch.from_numpy(seen)[None])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -49,16 +43,27 @@ def test_packed_as_flashinfer_reads_it(seed: int) -> None:
     """FlashInfer: byte ``indptr[r] + (q * kv + k) // 8``, bit ``(q * kv + k) % 8`` of request r."""
     extent, seen, masks = random_case(seed)
     buffers = AttentionBuffers.allocate(8, 4096, CPU)
-    packed = buffers.mask.fill_(77)
-    for _ in range(2):  # what was there before must not matter
-        write(buffers, extent, seen)
     ends = np.cumsum([0, *((m.size + 7) // 8 for m in masks)])
-    assert extent.byte_starts.tolist() == ends.tolist() and packed[ends[-1] :].eq(77).all()
+    assert extent.byte_starts.tolist() == ends.tolist()
+    for visible in (~seen, seen):
+        with hiding(buffers, extent, visible):
+            packed = buffers.mask.clone()
+        assert buffers.mask.eq(255).all(), "what one forward hides must not matter to the next"
+    assert packed[ends[-1] :].eq(255).all()
     for r, mask in enumerate(masks):
         piece = packed[ends[r] : ends[r + 1]].numpy()
         bits = np.unpackbits(piece, bitorder="little")[: mask.size].reshape(mask.shape)
         assert np.array_equal(bits, mask)
         assert np.array_equal(unpack(packed, int(ends[r]), *mask.shape).numpy(), mask)
+
+
+def test_an_error_leaves_nothing_hidden() -> None:
+    extent, seen, _ = random_case(3)
+    buffers = AttentionBuffers.allocate(8, 4096, CPU)
+    with pytest.raises(MemoryError), hiding(buffers, extent, seen):
+        assert not buffers.mask.eq(255).all()
+        raise MemoryError
+    assert buffers.mask.eq(255).all()
 
 
 def test_causal_batches_of_unequal_requests() -> None:
@@ -67,10 +72,11 @@ def test_causal_batches_of_unequal_requests() -> None:
     batch = TreeBatch.causal(np.arange(6), np.arange(3), starts, q_lens)
     assert batch.positions.tolist() == [2, 3, 4, 3, 0, 1]
     extent, buffers = Extent(q_lens, batch.kv_lens), AttentionBuffers.allocate(8, 16, CPU)
-    write(buffers, extent, seen_by(batch))
+    with hiding(buffers, extent, seen_by(batch)):
+        mask = buffers.mask.clone()
     for r, (q, kv) in enumerate(zip(q_lens.tolist(), batch.kv_lens.tolist(), strict=True)):
         right = torch.ones(q, kv).tril(kv - q).bool()
-        assert torch.equal(unpack(buffers.mask, int(extent.byte_starts[r]), q, kv), right)
+        assert torch.equal(unpack(mask, int(extent.byte_starts[r]), q, kv), right)
 
 
 def test_gathered_slots() -> None:
@@ -80,10 +86,12 @@ def test_gathered_slots() -> None:
 
 
 def gathered(table: torch.Tensor, rows: np.ndarray, kv_lens: np.ndarray, gap: Gap | None = None) -> list[int]:
-    lists = slot_lists(table.shape[1], rows, kv_lens, gap)
-    out = torch.zeros(int(kv_lens.sum()), dtype=torch.int32)
-    gather_slots(table, {name: torch.from_numpy(values) for name, values in lists.items()}, out)
-    return out.tolist()
+    extent = Extent(np.zeros(len(rows) + 2, np.int64), np.append(kv_lens, [1, 1]))
+    lists, out = slot_lists(extent, rows, gap), torch.full((int(kv_lens.sum()) + 3,), 7).int()
+    list_slots(table, torch.from_numpy(lists), out)
+    *slots, one, two, beyond = out.tolist()
+    assert (one, two, beyond) == (SCRATCH_SLOT, SCRATCH_SLOT, 7), "padding's"
+    return slots
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -116,15 +124,11 @@ def test_sdpa_over_flat_arrays_is_masked_attention(seed: int) -> None:
     keys, values = (torch.randn(pool, 2, 8, generator=generator) for _ in range(2))
     q = torch.randn(int(q_lens.sum()), 4, 8, generator=generator)
     buffers = AttentionBuffers.allocate(256, 512, CPU)
-    table = torch.zeros(1, pool, dtype=torch.int32)
-    table[0, : len(slots)] = slots
-    lists = slot_lists(pool, np.zeros(1, np.int64), np.array([len(slots)]))
-    buffers.set_slots(table, {k: torch.from_numpy(v) for k, v in lists.items()}, len(slots), 3)
-    assert buffers.kv_indices[: len(slots) + 3].tolist() == [*slots.tolist(), 0, 0, 0]
-    write(buffers, extent, seen)
+    buffers.kv_indices[: len(slots)] = slots
     kernel = SdpaKernel(buffers)
     kernel.plan(extent)
-    got = kernel.run(q, keys, values, 0.3).view_as(q)
+    with hiding(buffers, extent, seen):
+        got = kernel.run(q, keys, values, 0.3).view_as(q)
     token = first = 0
     for r, mask in enumerate(masks):
         mine = slots[first : first + kv_lens[r]].long()
@@ -142,23 +146,9 @@ def test_sdpa_over_flat_arrays_is_masked_attention(seed: int) -> None:
 
 
 def test_too_much_is_refused_with_the_remedy() -> None:
-    buffers = AttentionBuffers.allocate(4, 2, CPU)
+    buffers = AttentionBuffers.allocate(40, 4, CPU)
+    buffers.require(Extent(np.array([1]), np.array([32])))
     with pytest.raises(RuntimeError, match="max-running-requests"):
-        buffers.set_slots(torch.zeros(1, 9, dtype=torch.int32), {}, 4, 1)
-    with pytest.raises(RuntimeError, match="mask of 3 bytes"):
-        buffers.see_all(3)
-
-
-def test_a_draft_leaves_its_slots_to_the_verification() -> None:
-    """But to nothing that comes later: the table may have changed by then."""
-    table, buffers = torch.arange(40, dtype=torch.int32).view(4, 10), AttentionBuffers.allocate(16, 16, CPU)
-    rows, starts, one = np.array([2, 0]), np.array([3, 0]), np.ones(2, np.int64)
-    batch = TreeBatch.causal(np.zeros(2, np.int64), rows, starts, one)
-    assert not buffers.has_slots(batch)
-    buffers.listed = rows, batch.kv_lens
-    assert buffers.has_slots(batch)
-    assert not buffers.has_slots(TreeBatch.causal(batch.tokens, rows, starts + 1, one))
-    assert not buffers.has_slots(TreeBatch.causal(batch.tokens, rows[::-1], starts, one))
-    assert not buffers.has_slots(TreeBatch.causal(batch.tokens, rows, starts, one, Gap(0, 0 * one)))
-    buffers.set_slots(table, {}, int(batch.kv_lens.sum()), 1)
-    assert not buffers.has_slots(batch)
+        buffers.require(Extent(np.array([0]), np.array([41])))
+    with pytest.raises(RuntimeError, match="mask of 5 bytes"):
+        buffers.require(Extent(np.array([1]), np.array([33])))

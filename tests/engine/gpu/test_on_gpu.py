@@ -14,7 +14,7 @@ from adaserve.engine.gpu.attention import (
     SdpaKernel,
 )
 from adaserve.engine.gpu.head_shape import HeadShape
-from adaserve.engine.gpu.layout import Extent, window_bits
+from adaserve.engine.gpu.layout import Extent, change_windows
 from adaserve.engine.gpu.tiles import WORKSPACE_BYTES
 from adaserve.engine.transfer import put
 from tests.engine.gpu.test_layout import random_case
@@ -41,9 +41,8 @@ def test_flashinfer_reads_our_arrays_as_sdpa_does(seed: int) -> None:
     buffers = AttentionBuffers.allocate(4096, 4096, device)
     used = int(kv_lens[:-2].sum())
     buffers.kv_indices[:used].copy_(torch.randperm(pool, generator=generator, device=device)[:used])
-    byte, clear = window_bits(extent, visible.shape[1], seen)
-    buffers.see_all(int(extent.byte_starts[-1]))
-    buffers.hide(*put({"byte": byte, "clear": clear}, device).values())
+    ends, there = put({"ends": extent.window_ends, "seen": seen}, device).values()
+    change_windows(buffers.mask, None, ends[None], there[None], shows=False)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     integers = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     kernel, reference = (

@@ -288,9 +288,9 @@ def test_masks_go_to_the_device_as_everything_else_does(monkeypatch: pytest.Monk
     uploads, masked = [], []
     pack = transfer._pack
 
-    def packed(arrays: Any, device: torch.device) -> Any:
+    def packed(arrays: Any, *more: Any) -> Any:
         uploads.append(sorted(arrays))
-        return pack(arrays, device)
+        return pack(arrays, *more)
 
     class OnDevice:
         def move_vocab_mask(self, mask: torch.Tensor, device: torch.device) -> torch.Tensor:

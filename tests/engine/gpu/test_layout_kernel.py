@@ -1,0 +1,57 @@
+"""The kernels that list slots and hide windows: in Triton's interpreter against the host's code, and what is
+compiled."""
+
+from __future__ import annotations
+
+import json
+
+from tests.engine.gpu.test_moves import python
+
+CHECK = """
+import torch
+from adaserve.bench.gpu_check.kernels import check_layout
+from adaserve.engine.gpu import layout_kernel
+
+for layout_kernel.BLOCK in (1024, 4):  # a list that one program has at once, and one that it has not
+    for sizes in ((1, 40, 3), (5, 90, 17), (3, 150, 70)):
+        found = check_layout(*sizes, torch.device("cpu"))
+        assert found["right"], found
+"""
+
+
+COMPILED = """
+import inspect, json, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile, make_backend
+from triton.runtime.jit import create_function_from_signature
+from adaserve.engine.gpu.layout_kernel import _change, _list
+
+hopper = GPUTarget("cuda", 90, 32)
+
+def kinds(kernel, *cases):
+    bind = create_function_from_signature(inspect.signature(kernel.fn), kernel.params, make_backend(hopper))
+    found = [bind(*case)[1] for case in cases]
+    fixed = {name: value for name, (kind, value) in zip(kernel.arg_names, found[0]) if kind == "constexpr"}
+    signature = {name: kind for name, (kind, _) in zip(kernel.arg_names, found[0])}
+    assert compile(ASTSource(kernel, signature, fixed), hopper).asm["cubin"]
+    return found
+
+words, table, numbers = (torch.zeros(64, dtype=kind) for kind in (torch.int32, torch.int32, torch.int64))
+bools = torch.zeros(64, dtype=torch.bool)
+lists = [(table, numbers[start:], words, stride, 0, 1024) for start, stride in ((0, 16), (1, 17))]
+windows = [
+    (words, bools.byte(), numbers[start:], bools[start:], stride, start, 1, width, 32, False, True)
+    for start, stride, width in ((0, 16, 16), (1, 0, 3))
+]
+print(json.dumps([kinds(_list, *lists), kinds(_change, *windows)]))
+"""
+
+
+def test_the_same_as_the_host() -> None:
+    python(CHECK, interpret=True)
+
+
+def test_each_kernel_compiles_once() -> None:
+    """And for compute capability 9.0."""
+    for first, second in json.loads(python(COMPILED, interpret=False)):
+        assert first == second
