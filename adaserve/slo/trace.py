@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from adaserve.errors import UserError
-from adaserve.slo.classes import SLO, SLOConfig
+from adaserve.slo.classes import DEFAULT_CLASS, SLO, SLOConfig, times_baseline
 from adaserve.slo.resolve import resolve
 
 
@@ -52,8 +52,9 @@ class TraceRow:
             "slo_tpot_ms": self.slo_tpot_ms,
             "slo_ttft_ms": self.slo_ttft_ms,
         }
-        if self.slo_tpot_ms is None and self.slo_x_baseline is not None and baseline_s is not None:
-            params["slo_tpot_ms"] = self.slo_x_baseline * baseline_s * 1e3
+        if self.slo_tpot_ms is None and self.slo_x_baseline is not None:
+            name = self.slo_class or DEFAULT_CLASS
+            params["slo_tpot_ms"] = times_baseline(self.slo_x_baseline, baseline_s, name) * 1e3
         slo = resolve({}, params, config).at(baseline_s)
         # A server files a client's own milliseconds under "custom"; a trace's classes are trusted.
         return slo if self.slo_class is None else replace(slo, slo_class=config.get(self.slo_class).name)

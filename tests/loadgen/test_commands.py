@@ -22,16 +22,19 @@ from typer.main import get_command
 
 from adaserve.cli import app
 from adaserve.loadgen.agreement import agreement_rows
-from adaserve.loadgen.config import BenchConfig, Endpoint
+from adaserve.loadgen.config import BenchConfig, Endpoint, from_mapping
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.protocol import parse_event, slo_headers
 from adaserve.loadgen.report import group_runs, write_report
 from adaserve.loadgen.results import iter_records
 from adaserve.loadgen.run_folder import default_label, read_run
-from adaserve.loadgen.schedule import PlannedRequest
+from adaserve.loadgen.schedule import PlannedRequest, build_schedule
 from adaserve.loadgen.verdicts import compare
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.metrics import RequestRecord
 from adaserve.slo.resolve import resolve
+from adaserve.slo.trace import TraceRow, write_jsonl
 
 
 def command(*args: str) -> list[str]:
@@ -125,6 +128,23 @@ def test_baseline_is_measured_when_nobody_knows_it(tmp_path: Path) -> None:
     assert done.returncode in (0, 1), done.stderr
     baseline = json.loads((tmp_path / "r/summary.json").read_text())["baseline_ms"]
     assert baseline == pytest.approx(12, rel=0.5)
+
+
+def test_a_trace_may_need_the_baseline_though_no_class_does(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_jsonl(
+        [TraceRow(0.0, 5, 5, "chat", slo_x_baseline=2.0), TraceRow(1.0, 5, 5, "own", slo_x_baseline=3.0)],
+        path,
+    )
+    trace, classes = {"path": str(path), "slo_from": "trace"}, {"chat": {"tpot_ms": 50}}
+    with running_fake(token_ms=12) as fake:
+        config = from_mapping({"server": {"url": fake.url}, "trace": trace, "classes": classes})
+        with pytest.raises(LoadgenError, match="measure it"):
+            build_schedule(config)
+        checked = preflight(config)
+    assert checked.baseline_ms == pytest.approx(12, rel=0.5)
+    tpots_ms = [r.tpot_ms for r in build_schedule(checked).requests]
+    assert tpots_ms == pytest.approx([2 * checked.baseline_ms, 3 * checked.baseline_ms])
 
 
 def test_interrupting_keeps_what_was_measured(tmp_path: Path) -> None:
