@@ -41,13 +41,16 @@ def read(tmp_path: Path, text: str, sort: bool = False) -> Trace:
 
 
 def test_azure(tmp_path: Path) -> None:
-    rows = read(tmp_path, AZURE).rows
+    rows = read(tmp_path, AZURE + "\r\n").rows
     assert [(r.prompt_tokens, r.output_tokens) for r in rows] == [(374, 44), (396, 109)]
     assert rows[1].arrival_s == pytest.approx(4.314579, abs=1e-6)
 
 
-def test_azure_without_fraction_and_with_zone(tmp_path: Path) -> None:
-    text = AZURE.replace(".6805900", "").replace("2023-11-16 18:15:50.9951690", "2023-11-16T18:15:50+00:00")
+@pytest.mark.parametrize(
+    "later", ["18:15:50+00:00", "18:15:50.000Z", "20:15:50.0000000+02:00", "13:15:50-05:00"]
+)
+def test_azure_without_fraction_and_with_zone(later: str, tmp_path: Path) -> None:
+    text = AZURE.replace(".6805900", "").replace("2023-11-16 18:15:50.9951690", f"2023-11-16T{later}")
     assert read(tmp_path, text).rows[1].arrival_s == pytest.approx(4.0)
 
 
