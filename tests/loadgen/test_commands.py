@@ -317,6 +317,8 @@ def test_seeds_are_one_sample_for_percentiles_and_no_proof_where_they_agree(tmp_
     for of in (None, name):
         assert group.percentile_ms("tpot", 99, of) == pytest.approx(np.percentile(tpot_ms, 99))
     assert group.percentile_ms("tpot", 99) > 1.5 * (group.mean("p99_tpot_ms") or 0.0)
+    one, other = (r.summary["mean_tpot_ms"] for r in group.runs)
+    assert group.error("mean_tpot_ms") == pytest.approx(abs(one - other) / 2)
     shares = {r.summary["slo_attainment"] for r in group.runs}
     assert len(shares) == 1 and group.error("slo_attainment") == pytest.approx(0.03, abs=0.01)
 
@@ -333,6 +335,7 @@ def test_the_report_lists_them(tmp_path: Path) -> None:
     (group,) = group_runs([read_run(tmp_path)])
     assert (group.mean("requests"), group.mean("requests", "chat")) == (4, 2)
     assert (group.met("tpot"), group.met("tpot", "chat")) == (0.75, 0.5)
+    assert group.error("mean_tpot_ms") is None, "of one run"
     page = write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
     assert "judged differently" in page and "<td>late7</td>" in page
     assert "10 tokens were made in 298.0 ms and arrived in 303.0 ms" in page

@@ -86,6 +86,7 @@ STREAMS = {
     ),
     "empty chunks": Stream([event(""), event("ab"), event(""), event("c", "stop"), usage(3), DONE], chunks=2),
     "no [DONE]": Stream([*ABC, usage(3)]),
+    "something after it": Stream([*ABC, usage(3), DONE, event("d")]),
     "no usage": Stream([*ABC, DONE], source="chunks"),
     "reasoning": Stream(
         [event(role="assistant", content=""), event(reasoning_content="a"), event(content="bc"),

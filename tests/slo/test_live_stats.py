@@ -163,6 +163,7 @@ def test_ranks_are_added() -> None:
     assert snap.ranks == 2 and snap.running == 8
     assert snap.classes[0].requests == 3 and snap.classes[0].attainment == pytest.approx(2 / 3)
     assert snap.accept_length == pytest.approx(2.5)
+    assert snap.queue == max(filter(None, snap.history.queue)) == 2
 
 
 def test_the_forecast_of_the_best_rank_is_shown() -> None:

@@ -29,7 +29,7 @@ MOONCAKE = (
 ARTIFACT = json.dumps(
     [
         {"emission_time_ms": t, "input_length": 8, "output_length": 256, "prompt": p, "slo_ratio": r}
-        for t, p, r in ((0.0, "a b", -50.0), (250.5, "c", 1.2), (900.0, "d", -70.0))
+        for t, p, r in ((0.0, "a b", -50.0), (250.5, "c", 0.9), (900.0, "d", -70.0))
     ]
 )
 
@@ -68,9 +68,18 @@ def test_mooncake(tmp_path: Path) -> None:
 def test_artifact(tmp_path: Path) -> None:
     rows = read(tmp_path, ARTIFACT).rows
     assert [r.slo_class for r in rows] == ["chat", "coding", "custom"]
-    assert rows[1].slo(SLOConfig(), 0.03).tpot_s == pytest.approx(0.036)
-    assert rows[2].slo(SLOConfig(), 0.03).tpot_s == pytest.approx(0.070)
+    _, coding, custom = (row.slo(SLOConfig(), 0.03) for row in rows)
+    assert coding.slo_class == "coding" and coding.tpot_s == pytest.approx(0.027), "its own, not its class's"
+    assert custom.tpot_s == pytest.approx(0.070)
     assert rows[0].text == "a b"
+
+
+def test_simplified_artifact(tmp_path: Path) -> None:
+    row = {"arrival_s": 0.5, "prompt_tokens": 8, "output_tokens": 9, "category": "chat"}
+    slos = ("x_baseline", 0.9), ("abs_ms", 70.0), (None, None)
+    lines = [json.dumps(row | {"slo_kind": kind, "slo_value": value}) for kind, value in slos]
+    tpots_s = [r.slo(SLOConfig(), 0.03).tpot_s for r in read(tmp_path, "\n".join(lines)).rows]
+    assert tpots_s == pytest.approx([0.027, 0.070, 0.050])
 
 
 def test_round_trip_and_gzip(tmp_path: Path) -> None:
@@ -92,6 +101,8 @@ def test_fitting() -> None:
     assert trace.at_rps(4.0).duration_s == pytest.approx(2.5)
     window = trace.window(3.0, 4.0)
     assert [r.arrival_s for r in window.rows] == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(TraceError, match="no rate to scale"):
+        window.window(1.0, 1.0).at_rps(4.0)
 
 
 def test_mix_is_seeded_and_keeps_given_classes() -> None:
