@@ -103,6 +103,8 @@ def test_fitting() -> None:
     assert [r.arrival_s for r in window.rows] == [0.0, 1.0, 2.0, 3.0]
     with pytest.raises(TraceError, match="no rate to scale"):
         window.window(1.0, 1.0).at_rps(4.0)
+    with pytest.raises(TraceError, match="positive number, not inf"):
+        trace.at_rps(5e-324)
 
 
 def test_mix_is_seeded_and_keeps_given_classes() -> None:
