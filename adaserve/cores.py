@@ -48,9 +48,9 @@ def _quotas(root: Path) -> Iterator[float | None]:
     mounts = [line.split() for line in _read(root / "proc/self/mounts").splitlines()]
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        for _, point, kind, options, *_ in mounts:
+        for _, point, kind, *_ in mounts:
             v2 = kind == "cgroup2" and not controllers
-            v1 = kind == "cgroup" and "cpu" in controllers.split(",") and "cpu" in options.split(",")
+            v1 = kind == "cgroup" and "cpu" in controllers.split(",")
             if not (v1 or v2):
                 continue
             own = PurePosixPath(path.lstrip("/"))

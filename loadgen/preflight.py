@@ -38,7 +38,7 @@ def preflight(config: BenchConfig) -> BenchConfig:
     planned = schedule_before_baseline(config)  # bad input is reported before the server is asked anything
     server = config.server.changed(model=_model(config.server))
     config = config.changed(server=server)
-    if config.baseline_ms is None and config.slo_config().needs_baseline:
+    if config.baseline_ms is None and planned.needs_baseline:
         config = config.changed(baseline_ms=server_baseline_ms(server) or measured_baseline_ms(config))
     if config.server.continuous_usage is None:
         config = config.changed(server=server.changed(continuous_usage=_continuous_usage(config)))

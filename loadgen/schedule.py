@@ -59,6 +59,7 @@ class Schedule:
     requests: tuple[PlannedRequest, ...]
     trace_sha256: str
     prompts_source: str
+    needs_baseline: bool  # a class's SLO or a row's own is a multiple of the baseline latency
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -142,10 +143,12 @@ def _plan(config: BenchConfig, trace: Trace, store: PromptStore) -> Schedule:
     slo_config, turns = config.slo_config(), Counter[str]()
     hang_up = np.random.default_rng([config.seed, _DISCONNECT]).uniform(size=(len(trace.rows), 2))
     requests = []
+    needs_baseline = slo_config.needs_baseline
     for index, row in enumerate(trace.rows):
         c = config.classes.get(row.slo_class or "")
-        slo = _slo(config, slo_config, trace, row)
-        request = _request(index, row, c, slo, store, config)
+        judged = _judged(config, slo_config, trace, row)
+        needs_baseline |= judged.slo_x_baseline is not None
+        request = _request(index, row, c, judged.slo(slo_config, config.baseline_s), store, config)
         if row.session_id is not None:
             request = replace(request, turn=turns[row.session_id])
             turns[row.session_id] += 1
@@ -153,12 +156,12 @@ def _plan(config: BenchConfig, trace: Trace, store: PromptStore) -> Schedule:
             length = request.answer_tokens or request.max_tokens
             request = replace(request, disconnect_after=1 + int(hang_up[index, 1] * length / 2))
         requests.append(request)
-    return Schedule(tuple(requests), trace.sha256, store.source)
+    return Schedule(tuple(requests), trace.sha256, store.source, needs_baseline)
 
 
-def _slo(config: BenchConfig, slo_config: SLOConfig, trace: Trace, row: TraceRow) -> SLO:
-    """That of the row's class, or its own where the configuration says so or does not have the class. Raises
-    LoadgenError where there is none."""
+def _judged(config: BenchConfig, slo_config: SLOConfig, trace: Trace, row: TraceRow) -> TraceRow:
+    """The row with the SLO that counts: its class's, or its own where the configuration says so or does not
+    have the class. Raises LoadgenError where there is none."""
     has_class = row.slo_class in config.classes
     keep_own = config.trace is not None and (config.trace.slo_from == "trace" or not has_class)
     judged = row if keep_own else replace(row, slo_tpot_ms=None, slo_x_baseline=None, slo_ttft_ms=None)
@@ -168,7 +171,7 @@ def _slo(config: BenchConfig, slo_config: SLOConfig, trace: Trace, row: TraceRow
             f"{trace.source}: unknown class {row.slo_class!r} (known are {', '.join(config.classes)}): "
             "name it under classes: in the configuration, or give its rows slo_tpot_ms or slo_ttft_ms"
         )
-    return (judged if known else replace(judged, slo_class=None)).slo(slo_config, config.baseline_s)
+    return judged if known else replace(judged, slo_class=None)
 
 
 def _request(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from adaserve.errors import UserError
-from adaserve.slo.classes import SLO, SLOConfig
+from adaserve.slo.classes import DEFAULT_CLASS, SLO, SLOConfig, times_baseline
 from adaserve.slo.resolve import resolve
 
 
@@ -52,8 +52,9 @@ class TraceRow:
             "slo_tpot_ms": self.slo_tpot_ms,
             "slo_ttft_ms": self.slo_ttft_ms,
         }
-        if self.slo_tpot_ms is None and self.slo_x_baseline is not None and baseline_s is not None:
-            params["slo_tpot_ms"] = self.slo_x_baseline * baseline_s * 1e3
+        if self.slo_tpot_ms is None and self.slo_x_baseline is not None:
+            name = self.slo_class or DEFAULT_CLASS
+            params["slo_tpot_ms"] = times_baseline(self.slo_x_baseline, baseline_s, name) * 1e3
         slo = resolve({}, params, config).at(baseline_s)
         # A server files a client's own milliseconds under "custom"; a trace's classes are trusted.
         return slo if self.slo_class is None else replace(slo, slo_class=config.get(self.slo_class).name)
@@ -102,8 +103,6 @@ class Trace:
 
     def at_rps(self, target_rps: float) -> Trace:
         """Stretched or squeezed to this mean rate; bursts keep their shape."""
-        if not 0 < target_rps < math.inf:
-            raise TraceError(f"the target rate must be a positive number of requests/s, not {target_rps}")
         if self.rps == 0.0:
             raise TraceError("a trace with one arrival time has no rate to scale")
         return self.scaled(self.rps / target_rps)
@@ -154,8 +153,6 @@ def assign_classes(rows: Iterable[TraceRow], mix: Mapping[str, float], seed: int
     """Gives each row without a class one drawn from ``mix`` (class -> weight), reproducibly."""
     names = list(mix)
     weights = np.array([mix[n] for n in names], float)
-    if not names or not (weights >= 0).all() or weights.sum() <= 0:
-        raise TraceError("the class mix needs at least one class with a positive weight")
     rng = np.random.default_rng([seed, 0x5105])
     result = list(rows)
     drawn = rng.choice(len(names), size=len(result), p=weights / weights.sum())

@@ -14,7 +14,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -221,14 +221,12 @@ def _read_azure(text: str, path: str) -> Located:
 
 
 def _azure_time(text: str, where: str) -> float:
-    """Seconds of ``2023-11-16 18:15:46.6805900[+00:00]``: seven digits, which datetime cannot read."""
-    head, _, tail = text.replace("T", " ").partition(".")
-    digits = tail[: len(tail) - len(tail.lstrip("0123456789"))]
+    """Seconds of ``2023-11-16 18:15:46.6805900``, in UTC unless it names another zone."""
     try:
-        whole = datetime.fromisoformat(head.removesuffix("Z") + "+00:00" if "+" not in head else head)
+        time = datetime.fromisoformat(text)
     except ValueError as e:
         raise TraceError(f"{where}: {text!r} is not a time such as 2023-11-16 18:15:46.6805900") from e
-    return whole.timestamp() + (int(digits) / 10 ** len(digits) if digits else 0.0)
+    return time.replace(tzinfo=time.tzinfo or UTC).timestamp()
 
 
 def _read_burstgpt(text: str, path: str) -> Located:

@@ -224,6 +224,10 @@ DAMAGED = {
         GOOD.replace('"server_slo": null', '"server_slo": 5') + "\n" + GOOD + "\n",
         "has server_slo '5'",
     ),
+    "verdict without times": (
+        GOOD.replace('"server_slo": null', '"server_slo": {"met": true}'),
+        "has server_slo",
+    ),
     "negative tokens": (GOOD.replace('"output_tokens": 11', '"output_tokens": -7'), "has output_tokens '-7'"),
     "no time": (GOOD.replace('"sent_s": 0.5', '"sent_s": NaN'), "has sent_s 'nan'"),
     "before the start": (GOOD.replace('"scheduled_s": 0.5', '"scheduled_s": -5'), "has scheduled_s '-5'"),

@@ -22,16 +22,19 @@ from typer.main import get_command
 
 from adaserve.cli import app
 from adaserve.loadgen.agreement import agreement_rows
-from adaserve.loadgen.config import BenchConfig, Endpoint
+from adaserve.loadgen.config import BenchConfig, Endpoint, from_mapping
+from adaserve.loadgen.errors import LoadgenError
+from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.protocol import parse_event, slo_headers
 from adaserve.loadgen.report import group_runs, write_report
 from adaserve.loadgen.results import iter_records
 from adaserve.loadgen.run_folder import default_label, read_run
-from adaserve.loadgen.schedule import PlannedRequest
+from adaserve.loadgen.schedule import PlannedRequest, build_schedule
 from adaserve.loadgen.verdicts import compare
 from adaserve.slo.classes import SLOConfig
 from adaserve.slo.metrics import RequestRecord
 from adaserve.slo.resolve import resolve
+from adaserve.slo.trace import TraceRow, write_jsonl
 
 
 def command(*args: str) -> list[str]:
@@ -125,6 +128,23 @@ def test_baseline_is_measured_when_nobody_knows_it(tmp_path: Path) -> None:
     assert done.returncode in (0, 1), done.stderr
     baseline = json.loads((tmp_path / "r/summary.json").read_text())["baseline_ms"]
     assert baseline == pytest.approx(12, rel=0.5)
+
+
+def test_a_trace_may_need_the_baseline_though_no_class_does(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_jsonl(
+        [TraceRow(0.0, 5, 5, "chat", slo_x_baseline=2.0), TraceRow(1.0, 5, 5, "own", slo_x_baseline=3.0)],
+        path,
+    )
+    trace, classes = {"path": str(path), "slo_from": "trace"}, {"chat": {"tpot_ms": 50}}
+    with running_fake(token_ms=12) as fake:
+        config = from_mapping({"server": {"url": fake.url}, "trace": trace, "classes": classes})
+        with pytest.raises(LoadgenError, match="measure it"):
+            build_schedule(config)
+        checked = preflight(config)
+    assert checked.baseline_ms == pytest.approx(12, rel=0.5)
+    tpots_ms = [r.tpot_ms for r in build_schedule(checked).requests]
+    assert tpots_ms == pytest.approx([2 * checked.baseline_ms, 3 * checked.baseline_ms])
 
 
 def test_interrupting_keeps_what_was_measured(tmp_path: Path) -> None:
@@ -297,6 +317,8 @@ def test_seeds_are_one_sample_for_percentiles_and_no_proof_where_they_agree(tmp_
     for of in (None, name):
         assert group.percentile_ms("tpot", 99, of) == pytest.approx(np.percentile(tpot_ms, 99))
     assert group.percentile_ms("tpot", 99) > 1.5 * (group.mean("p99_tpot_ms") or 0.0)
+    one, other = (r.summary["mean_tpot_ms"] for r in group.runs)
+    assert group.error("mean_tpot_ms") == pytest.approx(abs(one - other) / 2)
     shares = {r.summary["slo_attainment"] for r in group.runs}
     assert len(shares) == 1 and group.error("slo_attainment") == pytest.approx(0.03, abs=0.01)
 
@@ -313,6 +335,7 @@ def test_the_report_lists_them(tmp_path: Path) -> None:
     (group,) = group_runs([read_run(tmp_path)])
     assert (group.mean("requests"), group.mean("requests", "chat")) == (4, 2)
     assert (group.met("tpot"), group.met("tpot", "chat")) == (0.75, 0.5)
+    assert group.error("mean_tpot_ms") is None, "of one run"
     page = write_report([read_run(tmp_path)], tmp_path, png=False).read_text()
     assert "judged differently" in page and "<td>late7</td>" in page
     assert "10 tokens were made in 298.0 ms and arrived in 303.0 ms" in page

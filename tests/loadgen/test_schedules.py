@@ -56,6 +56,7 @@ def test_same_seed_same_schedule() -> None:
     one, two = build_schedule(config), build_schedule(config)
     other = build_schedule(BenchConfig(baseline_ms=30.0, seed=1))
     assert one.requests == two.requests
+    assert build_schedule(config.changed(max_requests=5)).requests == one.requests[:5]
     assert one.trace_sha256 == two.trace_sha256 != other.trace_sha256
 
 

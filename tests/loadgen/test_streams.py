@@ -21,7 +21,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close
 DONE = b"data: [DONE]\n\n"
 
 
-def event(text: str | None = None, reason: str | None = None, **delta: str) -> bytes:
+def event(text: str | None = None, reason: str | None = None, **delta: Any) -> bytes:
     """One event of /v1/completions, or of /v1/chat/completions where there is a ``delta``."""
     said: dict[str, Any] = {"delta": delta} if delta else {"text": text or ""}
     data = {"choices": [{"index": 0, "finish_reason": reason, **said}], "usage": None}
@@ -86,6 +86,7 @@ STREAMS = {
     ),
     "empty chunks": Stream([event(""), event("ab"), event(""), event("c", "stop"), usage(3), DONE], chunks=2),
     "no [DONE]": Stream([*ABC, usage(3)]),
+    "something after it": Stream([*ABC, usage(3), DONE, event("d")]),
     "no usage": Stream([*ABC, DONE], source="chunks"),
     "reasoning": Stream(
         [event(role="assistant", content=""), event(reasoning_content="a"), event(content="bc"),
@@ -95,6 +96,12 @@ STREAMS = {
     "reasoning, as vLLM names it": Stream(
         [event(role="assistant", content=""), event(reasoning="a"), event(content="bc"),
          event("", "stop", content=""), usage(3), DONE],
+        chunks=2, api="chat",
+    ),
+    "a call of a tool": Stream(
+        [event(role="assistant", content=""), event(tool_calls=[{"function": {"name": "a"}}]),
+         event(tool_calls=[{"function": {"arguments": "bc"}}]), event("", "stop", content=""), usage(3),
+         DONE],
         chunks=2, api="chat",
     ),
     "nothing but the end of the text": Stream(

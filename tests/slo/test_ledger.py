@@ -93,6 +93,7 @@ def test_times_are_those_of_the_answer() -> None:
     assert report["tpot_ms"] == pytest.approx(20) and report["ttft_ms"] == pytest.approx(100)
     assert report["tpot_slo_ms"] == pytest.approx(24) and report["met"] is True
     assert counted(books) == {"requests": 1, "failed": 0, "met": 1, "tokens": 11}
+    assert books.stats.state()["stated"] == 1, "it named a class"
 
 
 def test_ttft_counts_from_the_arrival_at_the_http_process() -> None:

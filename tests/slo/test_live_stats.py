@@ -122,8 +122,10 @@ def test_snapshot_figures() -> None:
     assert snap.goodput_tps == pytest.approx(40 / 4) and snap.throughput_tps == pytest.approx(80 / 4)
     assert snap.accept_length == pytest.approx(16 / 8)
     assert snap.calibration_error == pytest.approx(22 / 16 - 1)
-    assert snap.drafts["model"] == {"proposed": 24 / 4, "verified": 12 / 4, "accepted": 5 / 4}
-    assert snap.drafts["suffix"] == {"proposed": 16 / 4, "verified": 4 / 4, "accepted": 4 / 4}
+    assert snap.drafts == {
+        "model": {"proposed": 24 / 4, "verified": 12 / 4, "accepted": 5 / 4},
+        "suffix": {"proposed": 16 / 4, "verified": 4 / 4, "accepted": 4 / 4},
+    }
     assert snap.draft_windows == {"all": 3 / 8, "256": 5 / 8}
     assert snap.iteration_ms == pytest.approx({"draft": 4, "select": 1, "verify": 20, "other": 5})
     assert (snap.depth, snap.width, snap.budget, snap.running, snap.queue) == (1, 2, 24, 4, 1)
@@ -163,6 +165,7 @@ def test_ranks_are_added() -> None:
     assert snap.ranks == 2 and snap.running == 8
     assert snap.classes[0].requests == 3 and snap.classes[0].attainment == pytest.approx(2 / 3)
     assert snap.accept_length == pytest.approx(2.5)
+    assert snap.queue == max(filter(None, snap.history.queue)) == 2
 
 
 def test_the_forecast_of_the_best_rank_is_shown() -> None:

@@ -57,7 +57,7 @@ def test_failures_are_misses_and_hang_ups_are_neither() -> None:
     s = summarize(rs)
     assert (s["requests"], s["failed"], s["disconnected"], s["attained"]) == (3, 1, 1, 1)
     assert s["slo_attainment"] == pytest.approx(1 / 3, abs=1e-6)
-    assert not rs[1].met_ttft
+    assert not rs[1].met_ttft and not rs[1].met_tpot
 
 
 def test_goodput_counts_only_what_attained() -> None:
@@ -66,6 +66,8 @@ def test_goodput_counts_only_what_attained() -> None:
     assert s["token_goodput"] == pytest.approx(22 / 2.3, abs=1e-4)
     assert s["output_throughput"] == pytest.approx(33 / 2.3, abs=1e-4)
     assert s["request_goodput"] == pytest.approx(2 / 2.3, abs=1e-4)
+    assert s["mean_e2el_ms"] == pytest.approx(300)
+    assert s["tpot_ratio_p50"] == pytest.approx(20 / 25) and 19 < s["tpot_ratio_p99"] < 20
 
 
 def test_a_ttft_miss_is_a_miss() -> None:
@@ -89,14 +91,16 @@ def test_warmup_is_left_out() -> None:
 def test_records_survive_json_and_a_cut_file() -> None:
     rs = [record(0, itl_ms=[20.0, 1.5]), record(1, error="x", first_token_s=None, last_token_s=None)]
     lines = [r.to_json() for r in rs]
-    back = list(read_records([*lines, lines[0][:30]]))
-    assert [r.to_json() for r in back] == lines
+    newer = lines[0][:-1] + ', "later": 1}'
+    for written in ([newer, lines[1]], [*lines, lines[0][:30]]):
+        assert [r.to_json() for r in read_records(written)] == lines
     assert json.loads(lines[0])["met_tpot"] is True
 
 
 def test_standard_error_is_never_zero() -> None:
     assert attainment_stderr(50, 100) == pytest.approx(0.05, rel=0.02)
     assert attainment_stderr(100, 100) == pytest.approx(0.005, rel=0.1)
+    assert attainment_stderr(1, 1) == 0.25
     assert attainment_stderr(0, 0) is None
 
 

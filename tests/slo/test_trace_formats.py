@@ -29,7 +29,7 @@ MOONCAKE = (
 ARTIFACT = json.dumps(
     [
         {"emission_time_ms": t, "input_length": 8, "output_length": 256, "prompt": p, "slo_ratio": r}
-        for t, p, r in ((0.0, "a b", -50.0), (250.5, "c", 1.2), (900.0, "d", -70.0))
+        for t, p, r in ((0.0, "a b", -50.0), (250.5, "c", 0.9), (900.0, "d", -70.0))
     ]
 )
 
@@ -41,13 +41,16 @@ def read(tmp_path: Path, text: str, sort: bool = False) -> Trace:
 
 
 def test_azure(tmp_path: Path) -> None:
-    rows = read(tmp_path, AZURE).rows
+    rows = read(tmp_path, AZURE + "\r\n").rows
     assert [(r.prompt_tokens, r.output_tokens) for r in rows] == [(374, 44), (396, 109)]
     assert rows[1].arrival_s == pytest.approx(4.314579, abs=1e-6)
 
 
-def test_azure_without_fraction_and_with_zone(tmp_path: Path) -> None:
-    text = AZURE.replace(".6805900", "").replace("2023-11-16 18:15:50.9951690", "2023-11-16T18:15:50+00:00")
+@pytest.mark.parametrize(
+    "later", ["18:15:50+00:00", "18:15:50.000Z", "20:15:50.0000000+02:00", "13:15:50-05:00"]
+)
+def test_azure_without_fraction_and_with_zone(later: str, tmp_path: Path) -> None:
+    text = AZURE.replace(".6805900", "").replace("2023-11-16 18:15:50.9951690", f"2023-11-16T{later}")
     assert read(tmp_path, text).rows[1].arrival_s == pytest.approx(4.0)
 
 
@@ -65,9 +68,18 @@ def test_mooncake(tmp_path: Path) -> None:
 def test_artifact(tmp_path: Path) -> None:
     rows = read(tmp_path, ARTIFACT).rows
     assert [r.slo_class for r in rows] == ["chat", "coding", "custom"]
-    assert rows[1].slo(SLOConfig(), 0.03).tpot_s == pytest.approx(0.036)
-    assert rows[2].slo(SLOConfig(), 0.03).tpot_s == pytest.approx(0.070)
+    _, coding, custom = (row.slo(SLOConfig(), 0.03) for row in rows)
+    assert coding.slo_class == "coding" and coding.tpot_s == pytest.approx(0.027), "its own, not its class's"
+    assert custom.tpot_s == pytest.approx(0.070)
     assert rows[0].text == "a b"
+
+
+def test_simplified_artifact(tmp_path: Path) -> None:
+    row = {"arrival_s": 0.5, "prompt_tokens": 8, "output_tokens": 9, "category": "chat"}
+    slos = ("x_baseline", 0.9), ("abs_ms", 70.0), (None, None)
+    lines = [json.dumps(row | {"slo_kind": kind, "slo_value": value}) for kind, value in slos]
+    tpots_s = [r.slo(SLOConfig(), 0.03).tpot_s for r in read(tmp_path, "\n".join(lines)).rows]
+    assert tpots_s == pytest.approx([0.027, 0.070, 0.050])
 
 
 def test_round_trip_and_gzip(tmp_path: Path) -> None:
@@ -89,6 +101,10 @@ def test_fitting() -> None:
     assert trace.at_rps(4.0).duration_s == pytest.approx(2.5)
     window = trace.window(3.0, 4.0)
     assert [r.arrival_s for r in window.rows] == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(TraceError, match="no rate to scale"):
+        window.window(1.0, 1.0).at_rps(4.0)
+    with pytest.raises(TraceError, match="positive number, not inf"):
+        trace.at_rps(5e-324)
 
 
 def test_mix_is_seeded_and_keeps_given_classes() -> None:

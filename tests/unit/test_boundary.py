@@ -425,7 +425,7 @@ ORDINARY = [
     r"(([01]?\d|2[0-3]):[0-5]\d(:[0-5]\d)?,?){1,20}", "(yes|no|maybe|never|always){1,20}", "((a|b)+c)*",
     r"(\+?\d{1,3}[- ]?)?(\(?\d{3}\)?[- ]?){2}\d{4}", r"https?://[\w.-]+(/[\w./-]*)?(\?[\w=&%-]*)?",
     r'\{"a": "[^"]{0,300}", "b": (true|false|null|-?\d+(\.\d+)?), "c": \[("[^"]*"(, "[^"]*")*)?\]\}',
-    r"[0-9]{4}-[0-9]{2}-[0-9]{2}T([0-9]{2}:){2}[0-9]{2}",
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}T([0-9]{2}:){2}[0-9]{2}", r"-?(\d*\.?\d*)?",
 ]  # fmt: skip
 
 
@@ -619,6 +619,7 @@ def test_no_value_of_any_field_brings_anything_but_a_refusal(value: Any) -> None
 def test_a_value_is_shown_in_a_few_words() -> None:
     for value in (10**5000, -(10**5000), "x" * 10**6, [0] * 10**6, nested(5), NAN, None, object()):
         assert 0 < len(shown(value)) < 100
+    assert [shown(value) for value in (None, True, 0.5)] == ["None", "True", "0.5"]
 
 
 def test_min_p_is_refused_where_sglang_draws_by_seeds() -> None:

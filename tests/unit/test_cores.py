@@ -73,7 +73,9 @@ def test_quota_of_a_group_above(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("eight_cpus")
 def test_quota_in_a_container_that_shows_the_path_of_the_host(tmp_path: Path) -> None:
-    root = host(tmp_path, 8, V2, "0::/docker/0123\n", {"sys/fs/cgroup/cpu.max": "400000 100000\n"})
+    root = host(
+        tmp_path, 8, V2, "0::/pod.slice:cri-containerd:0123\n", {"sys/fs/cgroup/cpu.max": "400000 100000\n"}
+    )
     assert usable_cores(root) == 4
 
 
@@ -81,7 +83,9 @@ def test_quota_in_a_container_that_shows_the_path_of_the_host(tmp_path: Path) ->
 @pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("500000", 5)])
 def test_quota_of_cgroup_v1(tmp_path: Path, quota: str, cores: int) -> None:
     folder = "sys/fs/cgroup/cpu,cpuacct/job/"
+    others = "sys/fs/cgroup/cpu,cpuacct/elsewhere/"
     files = {folder + "cpu.cfs_quota_us": quota + "\n", folder + "cpu.cfs_period_us": "100000\n"}
+    files |= {others + "cpu.cfs_quota_us": "100000\n", others + "cpu.cfs_period_us": "100000\n"}
     groups = "5:cpuset:/\n4:memory:/elsewhere\n3:cpu,cpuacct:/job\n0::/\n"
     assert usable_cores(host(tmp_path, 8, V1, groups, files)) == cores
 

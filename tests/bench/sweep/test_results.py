@@ -111,7 +111,10 @@ def test_no_violation_left_is_said_and_not_divided_by(tmp_path: Path) -> None:
     results = Results(perfect)
     c = results.against_best(Point(0.3), "priced")
     assert c is not None and math.isinf(c.violations.value)
-    json.loads(json.dumps(summary(results), allow_nan=False))
+    rows = json.loads(json.dumps(summary(results), allow_nan=False))["rows"]
+    (told,) = (r for r in rows if (r["point"], r["policy"]) == ("load0.30", "priced"))
+    assert told["attainment"][0] == 1.0
+    assert told["against_best_baseline"]["violations_ratio"] == [None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -348,9 +351,12 @@ def test_the_table_of_claims_is_put_between_its_marks(store, tmp_path: Path) -> 
     runs = tmp_path / "2026-01-01-simulation" / "paper"
     runs.mkdir(parents=True)
     cells = {"priced": 0.05, "adaserve": 0.1, "chain-4": 0.2, "none": 0.6, "clairvoyant": 0.01}
-    line = {"workload": "w", "token_goodput": 10.0, "accept_length": 2.0}
+    line = {"workload": "w", "accept_length": 2.0}
     (runs / "runs.jsonl").write_text(
-        "".join(json.dumps({**line, "policy": p, "violations": v}) + "\n" for p, v in cells.items())
+        "".join(
+            json.dumps({**line, "policy": p, "violations": v, "token_goodput": 1 - v}) + "\n"
+            for p, v in cells.items()
+        )
     )
     assert len(simulated(tmp_path)) == 5
     fill_readme(path, Results(store))
@@ -362,8 +368,17 @@ def test_the_table_of_claims_is_put_between_its_marks(store, tmp_path: Path) -> 
         if r.startswith("|")
     }
     ours = rows["Fewer SLO violations than the best baseline, largest ratio"]
-    assert ours[0].startswith("up to 4.3x") and "4.00x" in ours[1] and ours[2].endswith(")")
-    assert rows["Our policy against the published rules: fewer violations"][1].startswith("2.00x")
+    assert ours[0].startswith("up to 4.3x") and "4.00x" in ours[1]
+    assert ours[2].startswith("7.33x [") and ours[2].endswith("] (load0.60-urgent0.90)")
+    assert rows["Goodput over the best baseline, largest ratio"][1] == "`priced` 1.19x (w)"
+    highest = rows["The same at the highest load"][2]
+    assert highest.startswith("`priced` 1.42x [1.29, 1.57], `adaserve` 1.26x")
+    better = "`priced` +26.7 points against chain-4: better, `adaserve` +16.7 points against chain-4: better"
+    assert rows["Light load"][2] == f"{better} at load 0.3"
+    assert rows["Violations of plain decoding, over the loads"][1:] == ["60% to 60%", "73% to 73%"]
+    published = rows["Our policy against the published rules: fewer violations"]
+    assert published[1].startswith("2.00x") and published[2].startswith("2.00x [1.31, 3.06] at load 0.3, ")
+    assert rows["Selection"][2] == "0.15% of a decode iteration"
     assert rows["Violations at the limit"][1] == "`priced` 5.0%, told every outcome 1.0% (w)"
     fill_readme(path, Results(store))
     assert path.read_text() == text
