@@ -347,6 +347,26 @@ class TestPriced:
         frontier[~few] = math.nan
         assert policy.keep_drafting(replace(plan, drafting=few), 1, frontier), "others go on"
 
+    def test_rows_that_may_not_speculate_count_for_nothing(self):
+        """A step takes 3 ms of 10: it pays if most of the rows have a use for it."""
+        latency = LatencyModel(ForwardCost(3e-3), ForwardCost(1e-2, per_token_s=1e-6))
+        for on, drafts in ((8, True), (6, True), (1, False)):
+            batch = running(8, tpot_slo_s=math.inf, max_depth=np.where(np.arange(8) < on, 16, 0))
+            plan = build_policy("priced", PolicyConfig(latency=latency)).plan(batch, 1.0)
+            assert (plan.depth > 0) == drafts and plan.drafting_rows == (on if drafts else 8)
+
+    def test_probes_go_on_beside_rows_that_may_not_speculate(self):
+        """However little drafts were worth of late."""
+        latency = LatencyModel(ForwardCost(1e-3, per_token_s=1e-3), ForwardCost(0.01))
+        policy = build_policy("priced", PolicyConfig(latency=latency))
+        assert isinstance(policy, PricedPolicy)
+        batch = running(4, max_depth=[0, 16, 16, 16])
+        policy.plan(batch, 1.0)
+        for regime in policy._regimes.values():
+            regime.surplus[:] = 0.0
+        probes = [p.drafting for p in (policy.plan(batch, 1.0) for _ in range(32)) if p.depth]
+        assert [rows.tolist() for rows in probes] == [[False, True, True, True]]
+
     def test_requests_in_the_balance_weigh_most(self):
         policy = build_policy("priced")
         slo = np.resize([0.03, 1.0], 32)  # tight, safe, tight, ...
