@@ -180,7 +180,6 @@ def test_share_of_a_queue_is_that_of_its_tightest_prefix():
     order = np.arange(2)
     first, both = 0.115 / (1.0 - PERIOD_S), 0.215 / (1.5 - PERIOD_S)
     assert claimed_share(CONFIG, queue, order, pressure(0.0), 0.0) == pytest.approx(max(first, both))
-    assert claimed_share(CONFIG, queue, order[:0], pressure(0.0), 0.0) == 0.0
 
 
 def test_a_short_prompt_takes_a_forward_too():
