@@ -70,7 +70,7 @@ class Calibrator:
         self._sums: FloatArray = np.zeros((3, 0, GROUPS * N_BINS))  # accepted, claimed, tests
         self._factors: FloatArray = np.zeros((0, GROUPS * _PLACES))
         self._requests = RequestTable(2)  # accepted, expected
-        self._batch: tuple[Sequence[str], Sequence[str], FloatArray] | None = None
+        self._batch: tuple[Sequence[str], FloatArray] | None = None  # rids and their factors
 
     def _ids(self, classes: Sequence[str]) -> IntArray:
         numbers = self._numbers.of(classes)
@@ -100,12 +100,12 @@ class Calibrator:
 
     def batch_factors(self, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
         """k_bin x k_req, [n, GROUPS * (N_BINS + 1)]; kept until something was learned or another batch."""
-        if self._batch is None or self._batch[0] != rids or self._batch[1] != classes:
+        if self._batch is None or self._batch[0] != rids:
             ids = self._ids(classes)
             factor = self._factors.take(ids, axis=0)
             factor *= self.request_factors(rids)[:, None]
-            self._batch = (rids, classes, factor)
-        return self._batch[2]
+            self._batch = rids, factor
+        return self._batch[1]
 
     def path_values(self, trees: CandidateTrees, rids: Sequence[str], classes: Sequence[str]) -> FloatArray:
         """Calibrated f(v) of every node, [m]."""

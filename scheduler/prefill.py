@@ -140,14 +140,12 @@ def prefill_s(tokens: IntArray, pressure: Pressure) -> FloatArray:
 def claimed_share(
     config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
 ) -> float:
-    """Share of the time that prefills need for all rows to be done in time, in ``order``; 0 to 1.
+    """Share of the time that prefills need for all of ``order`` (not empty) to be done in time; 0 to 1.
 
     Only a TTFT SLO that can still be met claims more than ``late_share``: one for which even all of the time
     would be too little is lost already. The next decision comes after an iteration: what is left then
     counts.
     """
-    if not len(order):
-        return 0.0
     work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
     left_s = aims_s(config, waiting)[order] - now_s
     firm = np.isfinite(waiting.ttft_slo_s[order]) & (work_s <= left_s)
@@ -159,15 +157,13 @@ def claimed_share(
 def slack_tokens(
     config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
 ) -> int:
-    """Size of the chunk that runs before the next decode iteration; 0 = decode first.
+    """Size of the chunk that ``order`` (not empty) gets before the next decode iteration; 0 = decode first.
 
     As much as the tightest request can bear (``spend`` of its slack), or as much as the waiting prompts
     claim, whichever is more. A chunk too small to be worth a forward, or for a prompt that overtakes, waits
     until more has come together, but for at most ``most_decodes`` iterations: a prompt always makes progress.
     """
     left = int(waiting.prompt_left[order].sum())
-    if left <= 0:
-        return 0
     sizes, seconds = pressure.sizes, pressure.seconds
     least_slack_s = float(np.min(pressure.slack_s, initial=np.inf))
     bearable_s = config.spend * (least_slack_s + pressure.spent_s)
@@ -208,7 +204,7 @@ def _overtakes_first(waiting: WaitingBatch, order: IntArray) -> bool:
 
 def reserved_tokens(waiting: WaitingBatch, order: IntArray, tokens: int) -> int:
     """Of a chunk, what belongs to the prompts that stand before the started one and fit in beside it."""
-    if not len(order) or not _overtakes_first(waiting, order):
+    if not _overtakes_first(waiting, order):
         return 0
     ahead = order[: int(np.argmax(waiting.started[order]))]
     taken = np.cumsum(waiting.prompt_left[ahead])
@@ -339,9 +335,8 @@ def plan_prefill(
             order = order[np.argsort((order != overdue) & ~waiting.started[order], kind="stable")]
     elif config.gate is not None and not n_running:
         order = first_to_start(waiting, order)
-    tokens = config.chunk_tokens
-    if config.pacing == "slack" and n_running and pressure is not None:
+    tokens = config.chunk_tokens if len(order) else 0
+    if tokens and config.pacing == "slack" and n_running and pressure is not None:
         tokens = slack_tokens(config, waiting, order, pressure, now_s)
-    tokens = tokens if len(order) else 0
     reserved = reserved_tokens(waiting, order, tokens)
     return PrefillPlan(tokens, order, np.flatnonzero(shed), overdue is not None and tokens > 0, reserved)

@@ -108,7 +108,7 @@ def slo_counts(ranked: Ranked, need: FloatArray, reach: float, n_max: int | None
     granted = np.zeros(n, np.int64)
     behind = (np.minimum(need, reach) > ENOUGH).nonzero()[0]  # only these rows take part: often few
     most = k if n_max is None else min(n_max, k)
-    if budget <= 0 or not behind.size or not most:
+    if not behind.size:
         return granted
     need = need[behind]
     short = ranked.value[behind, :most].cumsum(axis=1) < (np.minimum(need, reach) - ENOUGH)[:, None]

@@ -217,6 +217,6 @@ def _limit(cap: IntArray, depth: int, deepest: int | None) -> IntArray | None:
 
 def _most_nodes(depth: int, shape: Shape) -> int:
     """Largest candidate tree of one row that one draft model makes, root not counted."""
-    if shape.branching is None or depth <= 0:
-        return max(0, depth) * shape.width
+    if shape.branching is None:
+        return depth * shape.width
     return sum(itertools.accumulate(shape.branching[:depth], operator.mul))

@@ -92,6 +92,7 @@ class PricedPolicy(BasePolicy):
             self._weight, self._weighed = self._weigh(running, context, now_s), running.rids
         deepest = min(self.config.d_max, int(cap.max()))
         left = uncovered(running.offered, len(running), self.config.d_max)
+        left[cap == 0] = 0.0  # nothing is drafted for them
         window = self._best_window(running)
         read = self._draft_context(running, window)
         depth, width = self._best_shape(running, left, read, deepest) if self.config.drafts else (0, 1)
@@ -209,7 +210,8 @@ class PricedPolicy(BasePolicy):
         regime = self._regime(running)
         row_s = self.costs.draft_step_s(2 * n, read) - self.costs.draft_step_s(n, read)
         price = regime.rate.value * max(0.0, row_s) / n * (1 + width * (depth - 1))
-        drafting: BoolArray = left[:, :depth] @ regime.surplus[:depth, :width].sum(axis=1) > price
+        worth = left[:, :depth] @ regime.surplus[:depth, :width].sum(axis=1)
+        drafting: BoolArray = (worth > price) | (left[:, 0] == 1.0)  # nothing is offered: as the whole batch
         return drafting
 
     def _learn_surplus(self, outcome: IterationOutcome, f: FloatArray, priced: Priced) -> None:

@@ -118,6 +118,17 @@ def test_priced_drafts_less_where_offers_are_sure() -> None:
     assert mixed.drafting.tolist() == [False, True] and mixed.drafting_rows == 1
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_probes_leave_out_rows_whose_offers_are_sure(every: int) -> None:
+    latency = LatencyModel(ForwardCost(1e-3), ForwardCost(1e-2, per_token_s=1e-5))
+    policy = build_policy("priced", PolicyConfig(latency=latency, least_gain=50.0))
+    sure = np.arange(32) % every == 0
+    batch = offered_to(32, offers(*([1.0] * 8 if s else [] for s in sure)))
+    probes = [p.drafting for p in (policy.plan(batch, 1.0) for _ in range(64)) if p.depth]
+    assert bool(probes) == (not sure.all())
+    assert all(rows is not None and rows.sum() == 8 and not rows[sure].any() for rows in probes)
+
+
 def joined(drafted: CandidateTrees, bits: list[int]) -> CandidateTrees:
     return replace(drafted, source=np.array(bits))
 

@@ -214,6 +214,19 @@ class TestTurboSpec:
         assert depths[0] < depths[1]
 
 
+def below_the_best(n: int, f: np.ndarray) -> CandidateTrees:
+    """n times the path probabilities ``f`` [depth, width], each level below the best node of the last one."""
+    depth, width = f.shape
+    parent = np.repeat((np.arange(depth) - 1) * width, width)
+    return CandidateTrees(
+        np.arange(n + 1) * f.size,
+        np.zeros(n * f.size, np.int64),
+        np.tile(np.maximum(parent, -1), n),
+        np.tile(np.repeat(np.arange(1, depth + 1), width), n),
+        np.tile(np.log(f).ravel(), n),
+    )
+
+
 class TestPriced:
     def test_cheap_tokens_are_bought_and_dear_ones_are_not(self):
         kept = []
@@ -262,21 +275,36 @@ class TestPriced:
         for i in range(160):
             plan = policy.plan(running(8), 1.0 + i)
             depth, width = min(2, plan.depth), plan.width
-            f = np.full((8, depth, width), 1e-3)
-            f[:, :, 0] = 0.9 ** np.arange(1, depth + 1)
-            parent = np.repeat((np.arange(depth) - 1) * width, width)
-            trees = CandidateTrees(
-                np.arange(9) * depth * width,
-                np.zeros(f.size, np.int64),
-                np.tile(np.maximum(parent, -1), 8),
-                np.tile(np.repeat(np.arange(1, depth + 1), width), 8),
-                np.log(f).ravel(),
-            )
+            f = np.full((depth, width), 1e-3)
+            f[:, 0] = 0.9 ** np.arange(1, depth + 1)
+            trees = below_the_best(8, f)
             selection = policy.select(plan, trees)
             policy.observe(outcome(plan, trees, selection, selection.keep))
             widths.append(width)
         assert max(widths[:16]) > 1, "tried at first"
         assert widths[-32:].count(1) >= 28, "and only probed in the end"
+
+    def test_what_a_level_and_a_beam_are_worth_is_learned_where_they_are(self):
+        latency = LatencyModel(ForwardCost(1e-4), ForwardCost(0.03))  # verify tokens cost nothing
+        config = PolicyConfig(latency=latency, surplus_rate=0.5, calibrate=False, learn_costs=False)
+        policy, f = build_policy("priced", config), np.array([[0.9, 0.3, 0.1], [0.6, 0.2, 0.05]])
+        assert isinstance(policy, PricedPolicy)
+        for _ in range(30):
+            plan = replace(policy.plan(running(16, tpot_slo_s=math.inf), 1.0), depth=2, width=3)
+            trees = below_the_best(16, f)
+            selection = policy.select(plan, trees)
+            policy.observe(outcome(plan, trees, selection, selection.keep))
+        (regime,) = policy._regimes.values()
+        assert plan.weight is not None and regime.surplus[:2] == pytest.approx(f * plan.weight[0], abs=0.01)
+
+    def test_starting_a_draft_has_to_pay_as_well(self):
+        """A start that eight levels pay for and two do not."""
+        latency = LatencyModel(ForwardCost(1e-4), ForwardCost(0.01), draft_first=ForwardCost(0.022))
+        plans = [
+            build_policy("priced", PolicyConfig(latency=latency, d_max=d)).plan(running(1), 0.0)
+            for d in (8, 2)
+        ]
+        assert [plan.depth > 0 for plan in plans] == [True, False]
 
     @pytest.mark.parametrize(("least_gain", "drafts"), [(0.0, True), (50.0, False)])
     def test_little_gain_is_not_worth_a_tree(self, least_gain, drafts):
@@ -305,6 +333,12 @@ class TestPriced:
             policy.select(plan, nothing)
         (regime,) = policy._regimes.values()
         assert regime.rate.value == pytest.approx(plan.weight.sum() / policy.seconds(plan, nothing, 0)[0])
+
+    def test_probes_in_vain_get_rarer_but_never_end(self):
+        latency = LatencyModel(ForwardCost(4e-4), ForwardCost(0.03, per_token_s=1e-5))
+        policy = build_policy("priced", PolicyConfig(latency=latency, least_gain=50.0, early_stop=True))
+        probes = [i for i in range(800) if policy.plan(running(4), 1.0).depth]
+        assert probes[0] == 15 and np.diff(probes).tolist() == [32, 32, 64, 128, 128, 128, 128, 128]
 
     def test_a_probe_in_vain_drafts_for_a_few(self):
         """The draft would have to take in what all of them wrote since the last one."""
@@ -346,6 +380,29 @@ class TestPriced:
         assert not policy.keep_drafting(plan, 1, frontier)
         frontier[~few] = math.nan
         assert policy.keep_drafting(replace(plan, drafting=few), 1, frontier), "others go on"
+
+    def test_rows_that_may_not_speculate_count_for_nothing(self):
+        """A step takes 3 ms of 10: it pays if most of the rows have a use for it."""
+        latency = LatencyModel(ForwardCost(3e-3), ForwardCost(1e-2, per_token_s=1e-6))
+        for on, drafts in ((8, True), (6, True), (1, False)):
+            batch = running(8, tpot_slo_s=math.inf, max_depth=np.where(np.arange(8) < on, 16, 0))
+            plan = build_policy("priced", PolicyConfig(latency=latency)).plan(batch, 1.0)
+            assert (plan.depth > 0) == drafts and plan.drafting_rows == (on if drafts else 8)
+
+    def test_probes_go_on_beside_rows_that_may_not_speculate(self):
+        """However little drafts were worth of late."""
+        latency = LatencyModel(ForwardCost(1e-3, per_token_s=1e-3), ForwardCost(0.01))
+        policy = build_policy("priced", PolicyConfig(latency=latency))
+        assert isinstance(policy, PricedPolicy)
+        batch = running(4, max_depth=[0, 16, 16, 16])
+        policy.plan(batch, 1.0)
+        for regime in policy._regimes.values():
+            regime.surplus[:] = 0.0
+        probes = [p.drafting for p in (policy.plan(batch, 1.0) for _ in range(32)) if p.depth]
+        assert [rows.tolist() for rows in probes] == [[False, True, True, True]]
+
+    def test_one_level_is_drafted_where_no_more_is_allowed(self):
+        assert build_policy("priced").plan(running(4, max_depth=1), 1.0).depth == 1
 
     def test_requests_in_the_balance_weigh_most(self):
         policy = build_policy("priced")

@@ -22,7 +22,7 @@ from adaserve.scheduler.prefill import (
     prefill_s,
     slack_tokens,
 )
-from adaserve.scheduler.pressure import Pressure, Stakes, stakes_of, stall_slack
+from adaserve.scheduler.pressure import Pressure, RecentWork, Stakes, stakes_of, stall_slack
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
@@ -110,6 +110,22 @@ def test_what_was_spent_since_the_last_decode_counts():
     assert tokens(0.4, spent_s=0.1) == 100
 
 
+def test_what_was_spent_is_counted_and_iterations_with_a_chunk_are_not_taken_for_decoding():
+    recent, latency = RecentWork(), LatencyModel(ForwardCost(0.001), ForwardCost(0.01))
+
+    def state():
+        return recent.pressure(latency, running(1), np.ones(1), 1, (SIZES, SECONDS), 1.0)
+
+    for chunk, total_s in ((0, 0.02), (0, 0.02), (64, 0.2)):
+        recent.decoded(np.array([1]), 2.0, chunk, total_s, total_s)
+    assert state().decodes == 0 and state().period_s == pytest.approx(0.02)
+    recent.prefilled(0.1)
+    recent.prefilled(0.2)
+    assert state().spent_s == pytest.approx(0.3)
+    recent.decoded(np.array([1]), 2.0, 0, 0.02, 0.02)
+    assert state().spent_s == 0.0 and state().decodes == 1
+
+
 slacks = st.one_of(st.just(0.0), st.floats(0, 2))
 
 
@@ -181,7 +197,6 @@ def test_share_of_a_queue_is_that_of_its_tightest_prefix():
     order = np.arange(2)
     first, both = 0.115 / (1.0 - PERIOD_S), 0.215 / (1.5 - PERIOD_S)
     assert claimed_share(CONFIG, queue, order, pressure(0.0), 0.0) == pytest.approx(max(first, both))
-    assert claimed_share(CONFIG, queue, order[:0], pressure(0.0), 0.0) == 0.0
 
 
 def test_a_short_prompt_takes_a_forward_too():
@@ -388,7 +403,13 @@ def test_who_would_come_too_late_is_lost_before_the_slo_has_passed():
 
 def test_the_more_are_lost_the_less_is_risked_for_one_more():
     """Those came 2.1 s before the one whose TTFT SLO is near."""
-    for lost, room, starts in ((0, 0.61, True), (2, 0.69, False), (2, 0.71, True), (20, 0.99, False)):
+    for lost, room, starts in (
+        (0, 0.61, True),
+        (2, 0.69, False),
+        (2, 0.71, True),
+        (20, 0.99, False),
+        (20, 1.01, True),
+    ):
         queue = waiting((40,) * (lost + 1), ttft=0.5)
         queue = replace(queue, arrival_s=np.array([-2.1] * lost + [0.0]))
         order = gated([room] * 30, queue, now_s=0.34, config=replace(LOSING, lost_every_s=100.0))
@@ -399,6 +420,13 @@ def test_lost_prompts_wait_behind_the_others_for_room():
     queue = replace(waiting((40, 40, 40), ttft=0.5), arrival_s=np.array([-1.0, 0.2, 0.1]))
     assert gated([2.0, 1.5, 1.3], queue, now_s=0.3, config=LOSING) == [2, 1, 0]
     assert gated([2.0, 1.5, 1.1], queue, now_s=0.3, config=LOSING) == [2, 1]
+
+
+def test_while_nobody_decodes_who_can_still_be_in_time_comes_first():
+    queue = replace(waiting((40, 40, 40), ttft=0.5), arrival_s=np.array([-3.0, 0.2, 0.1]))
+    for state in (None, pressure(())):
+        plan = plan_prefill(LOSING, queue, 0, 0.3, state)
+        assert plan.order.tolist() == [2, 1, 0] and not plan.lost
 
 
 def test_lost_prompts_start_one_by_one_whatever_it_costs():
@@ -414,7 +442,10 @@ def test_lost_prompts_start_one_by_one_whatever_it_costs():
     assert first.order.tolist() == [1] and first.lost and first.tokens > 0
     again = plan(0.6, 1.0)
     assert again.order.tolist() == [] and not again.lost
+    assert not plan_prefill(LOSING, waiting((40,)), 3, 0.0, pressure(9.0)).lost
     assert plan(1.6, 2.0).order.tolist() == [1], "before the one that might still be in time"
+    queue = waiting((40, 40), -3.0, 0.5, started=(0,))
+    assert plan(0.0, math.inf).order.tolist() == [0, 1], "what has begun is not waiting"
 
 
 def test_without_a_ttft_slo_a_prompt_waits_for_room_until_its_patience_ends():

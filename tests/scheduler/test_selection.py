@@ -58,6 +58,12 @@ def test_kept_sets_are_trees_within_budget(rows, data):
         assert (trees.depth[selection.keep] <= deepest[selection.keep]).all()
 
 
+def test_an_equal_share_is_the_same_number_for_every_row():
+    trees = beam_trees(3, 2, 3)
+    for budget, each in ((3, 0), (11, 2), (12, 3), (99, 6)):
+        assert equal_share(trees, path_probability(trees), budget).counts.tolist() == [each] * 3
+
+
 @settings(max_examples=60)
 @given(tree_rows(max_rows=2, max_nodes=5), st.data())
 def test_algorithm_1_is_optimal(rows, data):

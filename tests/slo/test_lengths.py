@@ -40,6 +40,7 @@ def test_few_answers_say_nothing() -> None:
 
 def test_answers_that_were_cut_would_have_been_longer() -> None:
     assert not known([100] * 50, [True] * 50)
+    assert not known([100] * (50 + LATEST), [False] * 50 + [True] * LATEST), "what was known is out of date"
     ended, cut = list(range(10, 42)), [20] * 32
     both = known(ended + cut, [False] * 32 + [True] * 32)
     naive = known(ended + cut)

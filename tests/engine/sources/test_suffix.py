@@ -17,6 +17,7 @@ from adaserve.engine.state import DecodeRows, RequestState
 from adaserve.engine.trees.proposal import Proposal
 from adaserve.noise import gumbel, quantile
 from adaserve.scheduler.interface import RunningBatch
+from tests.engine.trees.factories import paths
 
 ENOUGH = 1_000_000
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -51,7 +52,7 @@ class Server:
         state.generated = [first]
         self.states[row], self.prompts[row] = state, prompt
 
-    def rows(self, *rows: int, temperature: float = 0.0, max_depth: int = 6) -> DecodeRows:
+    def rows(self, *rows: int, temperature: float | list[float] = 0.0, max_depth: int = 6) -> DecodeRows:
         states, n = [self.states[r] for r in rows], len(rows)
         lens = np.array([len(self.prompts[r]) + len(self.states[r].generated) - 1 for r in rows])
         running = RunningBatch(
@@ -104,6 +105,15 @@ def test_what_followed_in_the_output_is_proposed() -> None:
     assert chain(server.offer(0)) == [63, 64, 60, 61, 62, 63]
 
 
+@pytest.mark.parametrize("temperature", [0.0, [0.8, 0.0]])
+def test_a_row_without_a_match_has_no_candidates(temperature: float | list[float]) -> None:
+    server = Server()
+    server.start(0, [50, 51], 60)
+    server.start(1, [*PROMPT, 1, 2], 3)
+    proposal = server.offer(0, 1, temperature=temperature)
+    assert proposal is not None and proposal.trees.row_start.tolist() == [0, 0, 6]
+
+
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_no_deeper_than_a_request_may_go(most: int) -> None:
     server = Server()
@@ -137,14 +147,17 @@ def test_one_tenant_is_never_proposed_what_another_was_served() -> None:
 def test_both_of_two_continuations_are_in_one_tree() -> None:
     server = Server(tenants=True)
     server.start(0, [20, 21, 22, 1, 2, 3, 4, 5], 6)
-    server.emit(0, 7, 8, 9)
+    server.emit(0, 7, 8, 9, 10)
     server.start(1, [30, 31, 32, 1, 2, 3, 4, 70, 71], 72)
     server.emit(1, 73)
     server.start(2, [20, 21, 22, 1, 2, 3], 4)  # six tokens of the first, and the second's are newer
     proposal = server.offer(2)
     assert proposal is not None
     firsts = proposal.trees.token[proposal.trees.depth == 1].tolist()
-    assert firsts == [5, 70]
+    assert firsts == [5, 70] and {(5, 6), (70, 71)} <= set(paths(proposal.trees, 0))
+    assert (np.diff(proposal.trees.depth) >= 0).all() and proposal.trees.n_nodes == 9, (
+        "as many as there may be"
+    )
     columns = proposal.column.tolist()
     assert len(set(columns)) == len(columns) and max(columns) < proposal.width
 
@@ -173,6 +186,20 @@ def test_what_a_retraction_took_back_is_forgotten() -> None:
     assert chain(server.offer(0))[:3] == [5, 6, 7]
 
 
+def test_what_is_told_late_of_a_request_that_has_ended_is_not_of_the_next_one() -> None:
+    """Its row may have another request by then."""
+    server, nothing = Server(), None
+    server.start(0, [*PROMPT, 1, 2], 3)
+    late = server.rows(0)
+    server.states[0].advance([40, 41])
+    server.source.finished(0, False)
+    for tokens in (0, len(PROMPT) + 2):
+        assert server.source.offer(late) is None
+        server.source.advanced(late, nothing, nothing)  # type: ignore[arg-type]
+        assert server.source.tokens == tokens
+        server.start(0, [*PROMPT, 1, 2], 3)
+
+
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     server = Server(memory=100 * BYTES_PER_TOKEN, tenants=True)
     for row in range(6):
@@ -186,15 +213,16 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     assert chain(server.offer(7)) == [211, 212, 213, 214, 215, 216]
 
 
-def test_a_request_too_many_goes_without() -> None:
-    server = Server(memory=20 * BYTES_PER_TOKEN)
+@pytest.mark.parametrize("tenants", [False, True])
+def test_a_request_too_many_goes_without(tenants: bool) -> None:
+    server = Server(memory=20 * BYTES_PER_TOKEN, tenants=tenants)
     server.start(0, PROMPT, 1)
-    server.start(1, [*PROMPT, *PROMPT], 1)
+    server.start(1, list(range(20, 36)), 20)
     assert server.source.tokens <= 20
-    server.emit(0, 2, 3), server.emit(1, 2, 3)
+    server.emit(0, 2, 3), server.emit(1, 21, 22)
     assert chain(server.offer(0))[:2] == [4, 5] and server.offer(1) is None
     server.source.finished(0, False), server.source.finished(1, False)
-    assert server.source.tokens == 0
+    assert server.source.tokens == (len(PROMPT) + 3 if tenants else 0)
 
 
 # -- what a match is worth ----------------------------------------------------------------------

@@ -170,12 +170,13 @@ def by_path(proposal: Proposal, row: int) -> dict[tuple[int, ...], tuple[float, 
 def random_proposal(
     rng: np.random.Generator, n: int, depth: int, source: int, model: int | None = None
 ) -> Proposal:
-    """Few tokens, so that proposals share paths. ``model``: number of the draft model that makes it."""
+    """Few tokens, so that proposals share paths, and none for the last row. ``model``: number of the draft
+    model that makes it."""
     trees, columns = [], []
-    for _ in range(n):
+    for row in range(n):
         nodes: list[tuple[int, int, int, float]] = []
         seen = set()
-        for _ in range(int(rng.integers(0, 9))):
+        for _ in range(int(rng.integers(0, 9)) * (row < n - 1)):
             parents = [-1, *(i for i, node in enumerate(nodes) if node[2] < depth)]
             parent, token = int(rng.choice(parents)), int(rng.integers(0, 3))
             if (parent, token) in seen:
@@ -199,10 +200,10 @@ def random_proposal(
 @pytest.mark.parametrize("seed", range(30))
 def test_merged_proposals_are_one_tree_by_path(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    proposals = [random_proposal(rng, 3, 4, source=1 << k) for k in range(3)]
-    merged = merge(proposals, 3)
+    proposals = [random_proposal(rng, 4, 4, source=1 << k) for k in range(3)]
+    merged = merge(proposals, 4)
     assert merged.trees.source is not None
-    for row in range(3):
+    for row in range(4):
         each = [by_path(p, row) for p in proposals]
         got = by_path(merged, row)
         assert got.keys() == set().union(*each)
@@ -298,6 +299,7 @@ def test_accept_walks_the_tree(seed: int, depth: int, where: str) -> None:
         path = accepted_by_hand(batch, draws, row)
         assert np.flatnonzero(got.accepted.numpy() & (batch.row == row)).tolist() == path
         assert got.count[row] == len(path) - 1 and got.bonus[row] == draws[path[-1]]
+        assert got.length[row] == len(path)
         tokens = [*batch.tokens[path[1:]], draws[path[-1]]]
         assert got.emitted[row].tolist() == tokens + [0] * (stride - len(tokens))
         assert index[row].tolist() == path + [path[0]] * (stride - len(path))
@@ -341,6 +343,7 @@ def test_roots_only() -> None:
     nothing = selection_of(proposal.trees, np.zeros(proposal.trees.n_nodes, np.bool_))
     built = verify.build(rows, proposal, nothing)
     assert built.tokens.tolist() == [1, 2] and built.positions.tolist() == [5, 9] and built.batch.seen is None
+    assert built.batch.kv_lens.tolist() == [6, 10], "a root would see what is in its empty window"
     tensors, draws = tensors_of(built.arrays()), torch.tensor([4, 4])
     for got in (verify.accept(tensors, draws, 2, 0, 3), verify.walk(tensors, draws, 2, 3)):
         assert got.count.tolist() == [0, 0] and got.emitted.tolist() == [[4, 0, 0], [4, 0, 0]]
