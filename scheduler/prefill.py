@@ -261,7 +261,7 @@ def held_back(
     ``gate`` again. One without a TTFT SLO loses nothing by waiting, so it always waits for ``gate``.
     """
     held = np.zeros(len(order), np.bool_)
-    if config.gate is None or pressure.stakes is None:
+    if config.gate is None:
         return held
     left_s = aims_s(config, waiting)[order] - now_s - STARTING_ITERATIONS * pressure.period_s
     work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)

@@ -47,7 +47,8 @@ def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=()):
 
 
 def pressure(slack, decodes=0, spent_s=0.0):
-    return Pressure(np.atleast_1d(np.asarray(slack, np.float64)), PERIOD_S, SIZES, SECONDS, decodes, spent_s)
+    slack_s = np.atleast_1d(np.asarray(slack, np.float64))
+    return Pressure(slack_s, PERIOD_S, SIZES, SECONDS, stakes([9.0]), decodes, spent_s)
 
 
 def tokens(slack, config=CONFIG, queue=None, now_s=0.0, **rest):
@@ -491,7 +492,7 @@ def test_a_plan_names_each_prompt_once_and_fits_the_chunk(
     lost_every_s = 2.0 if order == "deadline" else None
     config = PrefillConfig(256, order, gate, lost_every_s, shed, "slack")
     state = Pressure(
-        np.full(n_running, 0.2), PERIOD_S, SIZES, SECONDS, stakes=stakes(np.ones(9)), lost_wait_s=lost_wait_s
+        np.full(n_running, 0.2), PERIOD_S, SIZES, SECONDS, stakes(np.ones(9)), lost_wait_s=lost_wait_s
     )
     plan = plan_prefill(config, queue, n_running, now_s, state)
     assert len(set(plan.order.tolist())) == len(plan.order) and set(plan.order.tolist()) <= set(
