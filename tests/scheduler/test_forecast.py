@@ -31,7 +31,7 @@ def iteration(classes, tokens, cycle_s, total_s=0.5, kept=0, decoded=1):
     n = len(classes)
     batch = running(n, slo_class=tuple(classes), context_tokens=0, decoded_tokens=decoded)
     trees = trees_from([[(-1, 0.9)] * kept for _ in range(n)])
-    plan = IterationPlan(0, 0.0, batch, np.ones(n), int(kept > 0), 1, n * (1 + kept))
+    plan = IterationPlan(0, 0.0, batch, int(kept > 0), 1, n * (1 + kept))
     counts = np.full(n, kept)
     selection = Selection(np.ones(n * kept, np.bool_), counts, counts, np.ones(n))
     made = outcome(plan, trees, selection, np.zeros(n * kept, np.bool_))
