@@ -18,6 +18,7 @@ from adaserve.scheduler.prefill import (
     WaitingBatch,
     claimed_share,
     least_chunk,
+    looked_at,
     plan_prefill,
     prefill_s,
     slack_tokens,
@@ -259,6 +260,16 @@ def test_a_started_prompt_always_gets_a_part_of_the_chunk(others, slack, decodes
     assert all(ttft[i] < 60 and left[i] < CONFIG.chunk_tokens for i in passed)
     if passed and plan.tokens:
         assert plan.reserved >= left[passed[0]], "the first one that passes has its place"
+
+
+def test_a_decision_looks_at_the_first_prompts_of_each_kind():
+    """A long queue: 30 prompts with a TTFT SLO and 30 without are late, and of either 50 can be in time."""
+    stated = [(float(due_s), 2 * i) for i, due_s in enumerate(range(-30, 50))]
+    patient = [(float(due_s), 2 * i + 1) for i, due_s in enumerate(range(-30, 50))]
+    config = replace(CONFIG, lost_every_s=2.0)
+    expected = sorted(stated[30:62] + patient[30:62]) + patient[:16] + stated[:16]
+    assert looked_at(config, stated, patient, 0.0) == expected
+    assert looked_at(CONFIG, stated, patient, 0.0) == sorted(stated[:32] + patient[:32]), "none is given up"
 
 
 # -- the gate -------------------------------------------------------------------------------
