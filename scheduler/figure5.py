@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from adaserve.scheduler.interface import CandidateTrees, FloatArray, RunningBatch, Selection
-from adaserve.scheduler.selection import path_probability, two_phase
+from adaserve.scheduler.selection import best_anywhere, path_probability, two_phase
 
 BUDGET = 8
 TARGETS = (0.6, 0.8)
@@ -56,5 +56,7 @@ def batch(now_s: float) -> RunningBatch:
 def select(slo_phase: bool = True) -> Selection:
     """AdaServe's choice, or plain greed's."""
     t = trees()
-    need = 1.0 + np.array(TARGETS)
-    return two_phase(t, path_probability(t), need, 5, BUDGET, None, slo_phase=slo_phase)
+    f = path_probability(t)
+    if not slo_phase:
+        return best_anywhere(t, f, BUDGET)
+    return two_phase(t, f, 1.0 + np.array(TARGETS), 5, BUDGET, None)

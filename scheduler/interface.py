@@ -2,7 +2,7 @@
 
 A driver runs one decode iteration like this::
 
-    plan = policy.plan(running, now_s)            # needs A(r), depth, width, budget
+    plan = policy.plan(running, now_s)            # depth, width, budget
     trees = draft(plan)                           # candidate token trees; none when plan.depth == 0
     selection = policy.select(plan, trees)        # which candidates are verified
     outcome = verify(selection)                   # one target forward
@@ -135,7 +135,6 @@ class IterationPlan:
     iteration: int  # counts plans of this policy; echoed in IterationOutcome
     now_s: float
     running: RunningBatch
-    need: FloatArray  # A(r), paper section 3: accepted tokens (bonus included) that row needs now; [n]
     depth: int  # d: draft steps; 0 = draft nothing
     width: int  # w: beams kept per request and step; >= 1 when depth > 0
     budget: int  # B: tokens of the verification forward, roots included
@@ -153,6 +152,22 @@ class IterationPlan:
     """Most recent cached tokens that draft steps read of each row, besides its first ``draft_sinks``, [n];
     0 = all that are cached. None = 0 for every row. At least ``LEAST_WINDOW`` otherwise."""
     draft_sinks: int = 0
+
+    @property
+    def need(self) -> FloatArray:
+        """``A(r) = (l + t_spec) / t_TPOT - o`` (AdaServe section 3, before Eq. 3): tokens, bonus included,
+        that each row needs now, [n]; not capped.
+
+        1 or less: the token that every iteration yields suffices. An SLO of inf gives ``-o``; an SLO of
+        0 or less can't be met and gives +inf. A clock that went backwards counts as no time elapsed.
+        """
+        running = self.running
+        elapsed = np.maximum(self.now_s - running.decode_start_s, 0.0)
+        elapsed += self.t_spec_s
+        need: FloatArray = np.full(len(running), np.inf)
+        np.divide(elapsed, running.tpot_slo_s, out=need, where=running.tpot_slo_s > 0)
+        need -= running.decoded_tokens
+        return need
 
     @property
     def draft_reads(self) -> IntArray:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from adaserve.scheduler.averages import Numbers
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray
 from adaserve.scheduler.pressure import Pressure
+
+Queued = TypeVar("Queued", bound=tuple[Any, ...])
 
 Order = Literal["fcfs", "slack", "short", "deadline"]
 Pacing = Literal["fixed", "slack"]
@@ -258,7 +263,7 @@ def held_back(
     ``gate`` again. One without a TTFT SLO loses nothing by waiting, so it always waits for ``gate``.
     """
     held = np.zeros(len(order), np.bool_)
-    if config.gate is None or pressure.stakes is None:
+    if config.gate is None:
         return held
     left_s = aims_s(config, waiting)[order] - now_s - STARTING_ITERATIONS * pressure.period_s
     work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
@@ -295,6 +300,19 @@ def rank_of(config: PrefillConfig, arrival_s: Numbers, ttft_slo_s: Numbers, prom
     if config.order == "fcfs":
         return arrival_s
     return first_token_due_s(arrival_s, ttft_slo_s, LATER_S if config.order == "slack" else config.patience_s)
+
+
+def looked_at(
+    config: PrefillConfig, stated: Sequence[Queued], patient: Sequence[Queued], now_s: float
+) -> list[Queued]:
+    """What a decision looks at, of prompts with a TTFT SLO and of ``patient`` ones, both sorted: those that
+    come first of all that can be in time, and those of either kind that are late longest.
+
+    A prompt is a tuple of its ``rank_of``, its place in the queue, and what else the caller wants."""
+    late_s = -np.inf if config.lost_every_s is None else now_s
+    lost, late = (bisect_left(queue, late_s, key=itemgetter(0)) for queue in (stated, patient))
+    in_time = sorted([*stated[lost : lost + MOST_WAITING], *patient[late : late + MOST_WAITING]])
+    return [*in_time[:MOST_WAITING], *patient[: min(late, MOST_LATE)], *stated[: min(lost, MOST_LATE)]]
 
 
 def in_order(

@@ -41,9 +41,9 @@ class Pressure:
     period_s: float  # seconds of a decode iteration, prefills not included
     sizes: IntArray  # [k] chunk sizes on offer, rising
     seconds: FloatArray  # [k] predicted seconds of a prefill of that many tokens, rising
+    stakes: Stakes
     decodes: int = 0  # decode iterations since the last chunk
     spent_s: float = 0.0  # seconds of prefill since the last decode iteration
-    stakes: Stakes | None = None  # None = nobody decodes
     lost_wait_s: float = np.inf  # seconds since a lost prompt was started for having waited longest
 
 
@@ -91,12 +91,10 @@ class RecentWork:
         n = max(1, len(running))
         period_s = self._iteration_s.value or latency.iteration_s(n, 0, 1, n)
         slack_s = stall_slack(running, now_s, pace, period_s)
-        stakes = None
-        if len(running):
-            cycle_s = self.cycle_s.value or period_s
-            stakes = stakes_of(latency, running, now_s, self.pace, cycle_s, self._verified.value, joining)
+        cycle_s = self.cycle_s.value or period_s
+        stakes = stakes_of(latency, running, now_s, self.pace, cycle_s, self._verified.value, joining)
         lost_wait_s = now_s - self.lost_at_s
-        return Pressure(slack_s, period_s, *chunks, self.decodes, self.spent_s, stakes, lost_wait_s)
+        return Pressure(slack_s, period_s, *chunks, stakes, self.decodes, self.spent_s, lost_wait_s)
 
 
 def stakes_of(
@@ -115,7 +113,7 @@ def stakes_of(
     its SLO has that time to spare. One that is behind counts as if it were not: drafts bring it back, and if
     all prompts waited for that, they would miss their own SLOs. An SLO that a request could not meet even
     alone holds nobody back."""
-    n = len(running)
+    n = max(1, len(running))
     seconds = latency.verify_s((verified or float(n)) * (1.0 + np.arange(joining + 1) / n))
     ahead = running.tokens_ahead.astype(np.float64)
     spare_s = running.decode_start_s + running.tpot_slo_s * running.decoded_tokens - now_s

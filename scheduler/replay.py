@@ -38,7 +38,7 @@ from adaserve.scheduler.interface import (
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FLUSH_EVERY = 16
 """Iterations after which a compressed recording is written out: more often, it would compress worse."""
 
@@ -170,7 +170,7 @@ def _open(path: Path, mode: str) -> IO[str]:
 _INTS = {"decoded_tokens", "context_tokens", "remaining_tokens", "max_depth", "row_start", "token", "parent"}
 _INTS |= {"depth", "counts", "slo_counts", "new_tokens", "cap", "source", "draft_window"}
 _INTS |= {"likely_tokens"}
-_FLOATS = {"tpot_slo_s", "decode_start_s", "temperature", "need", "weight", "logprob", "expected_tokens"}
+_FLOATS = {"tpot_slo_s", "decode_start_s", "temperature", "weight", "logprob", "expected_tokens"}
 _BOOLS = {"keep", "accepted", "tested", "drafting"}
 
 
@@ -207,6 +207,8 @@ def _events(path: Path) -> Iterator[RecordedIteration | tuple[str, int]]:
                 try:
                     data = json.loads(line)
                     if "schema_version" in data:
+                        if data["schema_version"] != SCHEMA_VERSION:
+                            raise ReplayError(f"{path} is of another version of AdaServe: record it again")
                         continue
                     if "forget" in data:
                         yield data["forget"], int(data["observed"])

@@ -145,19 +145,27 @@ def two_phase(
     budget: int,
     n_max: int | None,
     cap: IntArray | None = None,
-    *,
-    slo_phase: bool = True,
 ) -> Selection:
     """AdaServe's selection (Algorithm 2 lines 9-23). ``budget`` is B, roots included (line 7)."""
     if not trees.n_nodes:
         return Selection.nothing(trees.n_rows)
     nodes = budget - trees.n_rows
     ranked = rank(trees, f, cap)
-    first = np.zeros(trees.n_rows, np.int64)
-    if slo_phase:
-        first = slo_counts(ranked, need, depth + 1.0, n_max, nodes)
+    first = slo_counts(ranked, need, depth + 1.0, n_max, nodes)
     counts = best_counts(ranked, first, nodes - int(first.sum()))
     return take_prefix(ranked, counts, first, trees.n_nodes)
+
+
+def best_anywhere(
+    trees: CandidateTrees, f: FloatArray, budget: int, cap: IntArray | None = None
+) -> Selection:
+    """The throughput phase alone: what ``two_phase`` selects where nobody is behind."""
+    if not trees.n_nodes:
+        return Selection.nothing(trees.n_rows)
+    ranked = rank(trees, f, cap)
+    nobody = np.zeros(trees.n_rows, np.int64)
+    counts = best_counts(ranked, nobody, budget - trees.n_rows)
+    return take_prefix(ranked, counts, nobody, trees.n_nodes)
 
 
 def equal_share(trees: CandidateTrees, f: FloatArray, budget: int, cap: IntArray | None = None) -> Selection:

@@ -13,7 +13,8 @@ from rich.console import Console
 from adaserve.bench.fit import show_fit
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress
-from adaserve.engine.measure import PROFILE_ENV, profile_steps
+from adaserve.engine.kept_costs import PROFILE_ENV
+from adaserve.engine.measure import profile_steps
 from adaserve.server import ServerError, ServerSpec
 
 

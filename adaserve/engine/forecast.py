@@ -54,7 +54,7 @@ class Forecaster:
         situation, finish_s = self._situation(load, now_s)
         stakes, rows = situation.pressure.stakes, situation.queue.prompt_left
         open_to = 1.0
-        if load.paced and situation.rule.gate is not None and stakes is not None:
+        if load.paced and situation.rule.gate is not None:
             left = np.append(rows, round(self._prompt_tokens.value))
             reading_s = float(prefill_s(left, situation.pressure).sum())
             open_to = min(1.0, stakes.headroom(len(left), reading_s) / situation.rule.gate)

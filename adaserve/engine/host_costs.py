@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from adaserve.engine.host_load import OtherProcesses
-from adaserve.engine.measure import save_learned
+from adaserve.engine.kept_costs import save_learned
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.slo.ledger import SLOLedger
 

@@ -24,12 +24,11 @@ from adaserve.scheduler.forecast import Outlook
 from adaserve.scheduler.interface import IntArray, IterationOutcome, RunningBatch
 from adaserve.scheduler.policies import is_slo_aware
 from adaserve.scheduler.prefill import (
-    MOST_LATE,
-    MOST_WAITING,
     PrefillConfig,
     PrefillPlan,
     WaitingBatch,
     first_token_due_s,
+    looked_at,
     plan_prefill,
 )
 from adaserve.scheduler.pressure import NEWEST, Pressure, RecentWork
@@ -179,17 +178,17 @@ class PrefillPacer:
         return Situation(rule, queue, waiting, places, running, batch, pressure)
 
     def _looked_at(self, waiting: Sequence[Any], now_s: float) -> list[int]:
-        """Places in the queue of the prompts that are due first among those that can still be in time, among
-        those that are late without a TTFT SLO, and among the lost ones."""
-        # The first token of a request that was retracted has been out for long.
-        due_s = [-np.inf if r.output_ids else self._aim(r).due_s for r in waiting]
-        in_time, late, lost = list[int](), list[int](), list[int]()
-        for i in sorted(range(len(waiting)), key=due_s.__getitem__):
-            if self._rule.lost_every_s is None or not -np.inf < due_s[i] < now_s:
-                in_time.append(i)
+        """Places in the queue, rising: of retracted requests, whose first token was out long ago, and of what
+        the rule looks at."""
+        places, stated, patient = list[int](), list[tuple[float, int]](), list[tuple[float, int]]()
+        for i, req in enumerate(waiting):
+            if req.output_ids:
+                places.append(i)
             else:
-                (lost if math.isfinite(self._aim(waiting[i]).ttft_slo_s) else late).append(i)
-        return sorted(in_time[:MOST_WAITING]) + late[:MOST_LATE] + lost[:MOST_LATE]
+                aim = self._aim(req)
+                (stated if math.isfinite(aim.ttft_slo_s) else patient).append((aim.due_s, i))
+        places += [i for _, i in looked_at(self._rule, sorted(stated), sorted(patient), now_s)]
+        return sorted(places)
 
     def _holding_up(self, tight: Iterable[Any], held: Iterable[Any]) -> set[str]:
         """Tenants of the ``tight`` requests for whose SLOs a prompt of somebody else is ``held``. Requests

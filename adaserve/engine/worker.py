@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_observability, get_parallel, get_sche
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from adaserve.config import AdaServeConfig, ConfigError, slo_classes
-from adaserve.engine import measure
+from adaserve.engine import kept_costs, measure
 from adaserve.engine.agree import Agreement
 from adaserve.engine.decode import DecodeLoop, Publish, rows_of_pool
 from adaserve.engine.device import Device
@@ -137,9 +137,9 @@ class AdaServeWorker(BaseSpecWorker):
         names = ("itself",) if self.config.has_self else draft_paths(self.config)
         if self.config.medusa is not None:
             names = (self.config.medusa,)
-        meta = measure.fingerprint(self._target_path, names, self.config)
-        profile = measure.save_full_profile(meta, run, saves=saves)
-        return meta, profile, measure.start_model(self.config, meta, lambda: run(measure.QUICK))
+        meta = kept_costs.fingerprint(self._target_path, names, self.config)
+        profile = kept_costs.save_full_profile(meta, run, saves=saves)
+        return meta, profile, kept_costs.start_model(self.config, meta, lambda: run(measure.QUICK))
 
     def _make_ledger(self, speaks: bool) -> SLOLedger:
         """``speaks``: tensor-parallel ranks see the same requests, and Prometheus adds up what processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections import deque
 from dataclasses import dataclass
@@ -27,8 +28,7 @@ from adaserve.scheduler.interface import (
     Selection,
     tokens_read,
 )
-from adaserve.scheduler.need import check_batch, depth_cap, need_tokens
-from adaserve.scheduler.selection import path_probability, two_phase
+from adaserve.scheduler.selection import best_anywhere, path_probability
 from adaserve.scheduler.windows import DraftWindows
 
 NO_BUDGET = 1 << 30
@@ -108,7 +108,6 @@ class BasePolicy:
             iteration=self._iterations,
             now_s=now_s,
             running=running,
-            need=need_tokens(running, now_s, t_spec),
             depth=depth,
             width=shape.width if depth else 1,
             budget=budget,
@@ -155,8 +154,7 @@ class BasePolicy:
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Keeps every usable candidate; the globally best ones if the budget binds."""
-        f = path_probability(trees)
-        return two_phase(trees, f, plan.need, plan.depth, plan.budget, None, plan.cap, slo_phase=False)
+        return best_anywhere(trees, path_probability(trees), plan.budget, plan.cap)
 
     def keep_drafting(self, plan: IterationPlan, step: int, frontier_logprob: FloatArray) -> bool:
         """Whether another draft step pays; the published rules fix the depth beforehand."""
@@ -206,6 +204,25 @@ class BasePolicy:
         if self.windows is not None:
             self.windows.forget(rid)
         self.calibrator.forget(rid)
+
+
+def check_batch(running: RunningBatch) -> None:
+    """Raises ValueError on an empty batch, duplicate rids or NaN; called once per plan."""
+    n = len(running)
+    if n == 0:
+        raise ValueError("plan() needs at least one running request; skip the iteration instead")
+    if len(set(running.rids)) != n:
+        twice = sorted({rid for rid in running.rids if running.rids.count(rid) > 1})
+        raise ValueError(f"duplicate request ids in one batch: {twice[:4]}; every row needs its own rid")
+    # A minimum is NaN as soon as one entry is.
+    if math.isnan(running.tpot_slo_s.min()) or math.isnan(running.decode_start_s.min()):
+        raise ValueError("tpot_slo_s and decode_start_s must not be NaN; use inf for a request without SLO")
+
+
+def depth_cap(running: RunningBatch) -> IntArray:
+    """Deepest node worth keeping per row, [n]: a path of k nodes emits up to k + 1 tokens."""
+    cap: IntArray = np.maximum(np.minimum(running.max_depth, running.remaining_tokens - 1), 0)
+    return cap
 
 
 def _limit(cap: IntArray, depth: int, deepest: int | None) -> IntArray | None:

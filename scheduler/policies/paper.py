@@ -6,7 +6,7 @@ import math
 
 from adaserve.scheduler.interface import CandidateTrees, IntArray, IterationPlan, RunningBatch, Selection
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.selection import equal_share, path_probability, two_phase
+from adaserve.scheduler.selection import best_anywhere, equal_share, path_probability, two_phase
 
 
 def eurosys_shape(
@@ -31,8 +31,6 @@ class AdaServePolicy(BasePolicy):
     (section 6.3).
     """
 
-    slo_phase = True
-
     def shape(self, running: RunningBatch, cap: IntArray, now_s: float) -> Shape:
         """Depth and width from n alone; nothing is drafted when only roots fit (base class)."""
         n, c = len(running), self.config
@@ -50,9 +48,7 @@ class AdaServePolicy(BasePolicy):
         """SLO phase, then throughput phase (Algorithm 2 lines 9-23)."""
         f = path_probability(trees)
         deepest = max(plan.depth, int(trees.depth.max(initial=0)))  # candidates that cost no step are deeper
-        return two_phase(
-            trees, f, plan.need, deepest, plan.budget, plan.n_max, plan.cap, slo_phase=self.slo_phase
-        )
+        return two_phase(trees, f, plan.need, deepest, plan.budget, plan.n_max, plan.cap)
 
 
 class AdaServeV1Policy(AdaServePolicy):
@@ -68,7 +64,9 @@ class AdaServeV1Policy(AdaServePolicy):
 class GlobalGreedyPolicy(AdaServePolicy):
     """Throughput phase only."""
 
-    slo_phase = False
+    def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
+        """The best candidates of all requests."""
+        return best_anywhere(trees, path_probability(trees), plan.budget, plan.cap)
 
 
 class EqualGreedyPolicy(AdaServePolicy):

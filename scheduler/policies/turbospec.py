@@ -20,7 +20,7 @@ from adaserve.scheduler.interface import (
     Selection,
 )
 from adaserve.scheduler.policies.base import BasePolicy, Shape
-from adaserve.scheduler.selection import and_root, path_probability, two_phase
+from adaserve.scheduler.selection import and_root, best_anywhere, path_probability
 
 
 class TurboSpecPolicy(BasePolicy):
@@ -78,7 +78,7 @@ class TurboSpecPolicy(BasePolicy):
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """The first k tokens of every chain."""
         f = np.where(_on_first_chain(trees), path_probability(trees), 0.0)
-        return two_phase(trees, f, plan.need, plan.depth, plan.budget, None, plan.cap, slo_phase=False)
+        return best_anywhere(trees, f, plan.budget, plan.cap)
 
     def wants_draft_prefill(self, n_running: int) -> bool:
         """Whether a new request should get draft KV (TurboSpec section 5.3; Listing 1 inverts the test).

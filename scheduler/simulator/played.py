@@ -36,7 +36,6 @@ class PlayedReplica(Replica):
         "seconds",
         "draft_s",
         "new",
-        "late_rows",
     )
 
     def __init__(
@@ -126,10 +125,9 @@ class PlayedReplica(Replica):
         if not self.config.lag:
             self._settle()
         new, plan, depth = outcome.new_tokens, outcome.plan, int(outcome.trees.depth.max(initial=0))
-        late = int((plan.need > depth + 1).sum())
         self.log.append(
             (self.now_s, len(new), depth, plan.width, outcome.selection.verify_tokens,
-             outcome.prefill_tokens, outcome.total_s, outcome.draft_s, int(new.sum()), late)
+             outcome.prefill_tokens, outcome.total_s, outcome.draft_s, int(new.sum()))
         )  # fmt: skip
 
     def _settle(self) -> None:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain, count
 
 import numpy as np
-from sortedcontainers import SortedKeyList
+from sortedcontainers import SortedList
 
-from adaserve.scheduler.prefill import (
-    MOST_LATE,
-    MOST_WAITING,
-    PrefillConfig,
-    WaitingBatch,
-    rank_of,
-)
+from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch, looked_at, rank_of
 from adaserve.scheduler.simulator.workload import SimRequest
 
 
@@ -24,16 +18,17 @@ class WaitingPrompts:
 
     def __init__(self, config: PrefillConfig) -> None:
         self._config = config
+        self._places = count()
         self._started: list[SimRequest] = []  # part of the prompt is in the cache
-        self._in_time: SortedKeyList = SortedKeyList(key=self._rank)
-        self._late: SortedKeyList = SortedKeyList(key=self._rank)  # they should run by now, but state no SLO
-        self._lost: SortedKeyList = SortedKeyList(key=self._rank)  # their TTFT SLO has passed
+        self._queued: dict[SimRequest, tuple[float, int, SimRequest]] = {}
+        self._stated: SortedList = SortedList()  # of ``_queued``, those with a TTFT SLO
+        self._patient: SortedList = SortedList()  # those without
 
     def __len__(self) -> int:
-        return sum(map(len, (self._started, self._in_time, self._late, self._lost)))
+        return len(self._started) + len(self._queued)
 
     def __iter__(self) -> Iterator[SimRequest]:
-        return chain(self._started, self._in_time, self._late, self._lost)
+        return chain(self._started, self._queued)
 
     @property
     def started(self) -> int:
@@ -42,7 +37,9 @@ class WaitingPrompts:
 
     def add(self, request: SimRequest) -> None:
         """One that has just arrived."""
-        self._in_time.add(request)
+        rank = rank_of(self._config, request.arrival_s, request.ttft_slo_s, float(request.prompt_tokens))
+        self._queued[request] = queued = float(rank), next(self._places), request
+        self._queue(request).add(queued)
 
     def start(self, request: SimRequest) -> None:
         """A first chunk of it runs."""
@@ -57,21 +54,15 @@ class WaitingPrompts:
             self._take(request)
 
     def looked_at(self, now_s: float) -> list[SimRequest]:
-        """The started ones, those that come first of all that can be in time, and those late longest."""
-        gives_up = self._config.lost_every_s is not None  # they are in order of when they are due
-        while gives_up and self._in_time and self._rank(self._in_time[0]) < now_s:
-            request = self._in_time.pop(0)
-            (self._lost if math.isfinite(request.ttft_slo_s) else self._late).add(request)
-        waiting = islice(self._in_time, MOST_WAITING)
-        late = (r for queue in (self._late, self._lost) for r in islice(queue, MOST_LATE))
-        return [*self._started, *waiting, *late]
+        """The started ones, and of the others those that the rule looks at."""
+        looked = looked_at(self._config, self._stated, self._patient, now_s)
+        return [*self._started, *(request for _, _, request in looked)]
 
     def _take(self, request: SimRequest) -> None:
-        next(q for q in (self._in_time, self._late, self._lost) if request in q).remove(request)
+        self._queue(request).remove(self._queued.pop(request))
 
-    def _rank(self, request: SimRequest) -> float:
-        prompt = float(request.prompt_tokens)
-        return float(rank_of(self._config, request.arrival_s, request.ttft_slo_s, prompt))
+    def _queue(self, request: SimRequest) -> SortedList:
+        return self._stated if math.isfinite(request.ttft_slo_s) else self._patient
 
 
 def waiting_batch(requests: list[SimRequest]) -> WaitingBatch:

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from adaserve.config import AdaServeConfig
-from adaserve.engine import host_load, measure
+from adaserve.engine import host_load, kept_costs
 from adaserve.engine.host_costs import BASELINE_CONTEXT, FIRST_LOOK, LOOK_EVERY_S, HostCosts
 from adaserve.engine.host_load import OtherProcesses
+from adaserve.engine.measure import Grid
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.interface import Context
 from adaserve.scheduler.latency import ForwardCost, LatencyModel, TableCost
@@ -51,7 +52,7 @@ def profile(times: float, **meta: str) -> Profile:
 
 def start(times: float, config: AdaServeConfig | None = None) -> LatencyModel:
     """The start of a server whose measurement comes out that many times slower."""
-    return measure.start_model(config or AdaServeConfig(), META, lambda: profile(times))
+    return kept_costs.start_model(config or AdaServeConfig(), META, lambda: profile(times))
 
 
 def one_token_ms(model: LatencyModel) -> float:
@@ -96,20 +97,20 @@ def test_what_was_learned_is_the_start_of_the_next_server() -> None:
 
 
 def test_a_busy_start_trusts_what_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    measure.save_learned(META, KEPT)
+    kept_costs.save_learned(META, KEPT)
     with caplog.at_level(logging.WARNING):
         assert one_token_ms(start(6.0)) == pytest.approx(10.0)
     assert "6.0 times as long as when this host was last known" in caplog.text
 
 
 def test_a_host_that_became_faster_is_measured_anew() -> None:
-    measure.save_learned(META, slower(4.0, KEPT))
+    kept_costs.save_learned(META, slower(4.0, KEPT))
     assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
 
 
 def test_a_profile_that_is_asked_for_is_the_start(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever is kept; it says so when the profile was made elsewhere."""
-    measure.save_learned(META, KEPT)
+    kept_costs.save_learned(META, KEPT)
     profile(3.0, host="elsewhere").save(cache / "p.json")
     with caplog.at_level(logging.WARNING):
         model = start(1.0, AdaServeConfig(profile=str(cache / "p.json")))
@@ -118,23 +119,23 @@ def test_a_profile_that_is_asked_for_is_the_start(cache: Path, caplog: pytest.Lo
 
 
 def test_a_full_profile_replaces_what_was_learned_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure.save_learned(META, KEPT)
-    monkeypatch.setenv(measure.PROFILE_ENV, json.dumps({"ticks": "/dev/null", "out": None}))
-    measure.save_full_profile(META, lambda grid, tick: profile(1.0), saves=True)
-    assert measure.load_learned(measure.learned_path(META)) is None
+    kept_costs.save_learned(META, KEPT)
+    monkeypatch.setenv(kept_costs.PROFILE_ENV, json.dumps({"ticks": "/dev/null", "out": None}))
+    kept_costs.save_full_profile(META, lambda grid, tick: profile(1.0), saves=True)
+    assert kept_costs.load_learned(kept_costs.learned_path(META)) is None
 
 
 def test_of_several_ranks_one_writes_the_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All of them measure, as they run the same forwards."""
     files = {"ticks": str(tmp_path / "ticks"), "out": str(tmp_path / "p.json")}
-    monkeypatch.setenv(measure.PROFILE_ENV, json.dumps(files))
+    monkeypatch.setenv(kept_costs.PROFILE_ENV, json.dumps(files))
 
-    def run(grid: measure.Grid, tick: Callable[[str], None]) -> Profile:
+    def run(grid: Grid, tick: Callable[[str], None]) -> Profile:
         tick("a point")
         return profile(1.0)
 
-    assert measure.save_full_profile(META, run, saves=False) is None and not list(tmp_path.iterdir())
-    assert measure.save_full_profile(META, run, saves=True) == tmp_path / "p.json"
+    assert kept_costs.save_full_profile(META, run, saves=False) is None and not list(tmp_path.iterdir())
+    assert kept_costs.save_full_profile(META, run, saves=True) == tmp_path / "p.json"
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -160,18 +161,18 @@ def test_of_several_ranks_one_writes_the_profile(monkeypatch: pytest.MonkeyPatch
     ids=lambda text: text[:60],
 )
 def test_a_damaged_file_is_no_obstacle(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    path = measure.learned_path(META)
+    path = kept_costs.learned_path(META)
     path.parent.mkdir(parents=True)
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
-        assert measure.load_learned(path) is None
+        assert kept_costs.load_learned(path) is None
     assert "costs are learned from scratch" in caplog.text
     assert one_token_ms(start(1.0)) == pytest.approx(10.0, rel=0.05)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b'{"overhead_s": "x"}', b'{"verify_points": [{}]}'])
 def test_a_damaged_profile_is_no_obstacle(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    path = measure.profile_path(META)
+    path = kept_costs.profile_path(META)
     path.parent.mkdir(parents=True)
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
@@ -220,7 +221,7 @@ def test_a_fixed_baseline_stays() -> None:
 def test_a_busy_host_is_said_and_changes_neither_baseline_nor_file(caplog: pytest.LogCaptureFixture) -> None:
     server = Server(QUIET)
     server.serve(400)
-    quiet_s, path = server.ledger.baseline_s, measure.learned_path(META)
+    quiet_s, path = server.ledger.baseline_s, kept_costs.learned_path(META)
     kept = path.read_text()
     with caplog.at_level(logging.INFO):
         server.serve(400, times=6.0)
@@ -235,7 +236,7 @@ def test_a_busy_host_is_said_and_changes_neither_baseline_nor_file(caplog: pytes
 
 def test_only_the_deciding_rank_saves() -> None:
     Server(QUIET, saves=False).serve(400)
-    assert not measure.learned_path(META).exists()
+    assert not kept_costs.learned_path(META).exists()
 
 
 def test_what_others_use_is_a_share() -> None:
@@ -288,16 +289,16 @@ def test_processes_that_come_and_go_are_no_load_of_others(monkeypatch: pytest.Mo
 def test_a_full_disk_keeps_what_was_kept_and_nothing_else(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure.save_learned(META, KEPT)
-    folder = measure.learned_path(META).parent
+    kept_costs.save_learned(META, KEPT)
+    folder = kept_costs.learned_path(META).parent
     before = {p.name: p.read_text() for p in folder.iterdir()}
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(measure.os, "replace", full)
+    monkeypatch.setattr(kept_costs.os, "replace", full)
     with pytest.raises(OSError, match="no space left"):
-        measure.save_learned(META, slower(2.0, KEPT))
+        kept_costs.save_learned(META, slower(2.0, KEPT))
     assert {p.name: p.read_text() for p in folder.iterdir()} == before
 
 

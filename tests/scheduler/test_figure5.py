@@ -11,7 +11,7 @@ import pytest
 from sched_factories import beam_trees, kept_sets, running
 
 from adaserve.scheduler import figure5
-from adaserve.scheduler.need import need_tokens
+from adaserve.scheduler.interface import IterationPlan
 
 PAGE = Path(__file__).parents[2] / "docs" / "policy.md"
 
@@ -26,8 +26,9 @@ def test_figure_5():
 
 
 def test_figure_5_needs_follow_from_time():
-    need = need_tokens(figure5.batch(100.0), 100.0, figure5.T_SPEC_S)
-    assert need == pytest.approx([1.6, 1.8])
+    batch = figure5.batch(100.0)
+    plan = IterationPlan(0, 100.0, batch, depth=5, width=2, budget=figure5.BUDGET, t_spec_s=figure5.T_SPEC_S)
+    assert plan.need == pytest.approx([1.6, 1.8])
 
 
 def test_greed_alone_would_fail_the_second_request():

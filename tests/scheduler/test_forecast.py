@@ -31,7 +31,7 @@ def iteration(classes, tokens, cycle_s, total_s=0.5, kept=0, decoded=1):
     n = len(classes)
     batch = running(n, slo_class=tuple(classes), context_tokens=0, decoded_tokens=decoded)
     trees = trees_from([[(-1, 0.9)] * kept for _ in range(n)])
-    plan = IterationPlan(0, 0.0, batch, np.ones(n), int(kept > 0), 1, n * (1 + kept))
+    plan = IterationPlan(0, 0.0, batch, int(kept > 0), 1, n * (1 + kept))
     counts = np.full(n, kept)
     selection = Selection(np.ones(n * kept, np.bool_), counts, counts, np.ones(n))
     made = outcome(plan, trees, selection, np.zeros(n * kept, np.bool_))
@@ -118,16 +118,16 @@ def test_recent_iterations_count():
 # -- waiting --------------------------------------------------------------------------------
 
 
-def wait(left=(100,), ttft=np.inf, finish=(), room=None, slots=64, config=CONFIG, arrival=0.0):
+def wait(left=(100,), ttft=np.inf, finish=(), room=9.0, slots=64, config=CONFIG, arrival=0.0):
     """Rows of ``left`` prompt tokens at 1 ms each; the last one has just arrived."""
     n = len(left)
     ttft = np.broadcast_to(np.asarray(ttft, np.float64), (n,))
     queue = WaitingBatch(
         np.full(n, arrival), ttft, np.asarray(left), np.zeros(n, np.bool_), np.full(n, np.inf)
     )
-    stakes = None if room is None else Stakes(np.array([1e6]), np.array([1e6]), np.array([1 / room]))
+    stakes = Stakes(np.array([1e6]), np.array([1e6]), np.array([1 / room]))
     sizes, idle = np.array([1, 100]), np.full(len(finish), np.inf)
-    pressure = Pressure(idle, 0.01, sizes, sizes * 1e-3, stakes=stakes)
+    pressure = Pressure(idle, 0.01, sizes, sizes * 1e-3, stakes)
     return predicted_wait_s(config, queue, np.asarray(finish, np.float64), slots, 0.0, pressure)
 
 

@@ -56,7 +56,9 @@ def test_the_slo_phase_knows_how_deep_offers_are() -> None:
     """Nothing is drafted, and the request that is behind still gets its nodes before the likelier ones."""
     policy = build_policy("adaserve", PolicyConfig(latency=CHEAP, drafts=0, budget=6))
     trees = offers([0.6] * 4, [0.95] * 4)
-    plan = replace(policy.plan(offered_to(2, trees), 1.0), need=np.array([3.0, 0.5]))
+    batch = replace(offered_to(2, trees), decoded_tokens=np.array([10, 13]))
+    plan = policy.plan(batch, 0.65)
+    assert plan.need[0] > 3.0 and plan.need[1] < 1.0
     assert policy.select(plan, trees).slo_counts.tolist() == [plan.n_max, 0] == [3, 0]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sched_factories import running
 
@@ -18,6 +18,7 @@ from adaserve.scheduler.prefill import (
     WaitingBatch,
     claimed_share,
     least_chunk,
+    looked_at,
     plan_prefill,
     prefill_s,
     slack_tokens,
@@ -48,7 +49,8 @@ def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=(), tpot=math.inf):
 
 
 def pressure(slack, decodes=0, spent_s=0.0):
-    return Pressure(np.atleast_1d(np.asarray(slack, np.float64)), PERIOD_S, SIZES, SECONDS, decodes, spent_s)
+    slack_s = np.atleast_1d(np.asarray(slack, np.float64))
+    return Pressure(slack_s, PERIOD_S, SIZES, SECONDS, stakes([9.0]), decodes, spent_s)
 
 
 def tokens(slack, config=CONFIG, queue=None, now_s=0.0, **rest):
@@ -276,6 +278,16 @@ def test_a_started_prompt_always_gets_a_part_of_the_chunk(others, slack, decodes
         assert plan.reserved >= left[passed[0]], "the first one that passes has its place"
 
 
+def test_a_decision_looks_at_the_first_prompts_of_each_kind():
+    """A long queue: 30 prompts with a TTFT SLO and 30 without are late, and of either 50 can be in time."""
+    stated = [(float(due_s), 2 * i) for i, due_s in enumerate(range(-30, 50))]
+    patient = [(float(due_s), 2 * i + 1) for i, due_s in enumerate(range(-30, 50))]
+    config = replace(CONFIG, lost_every_s=2.0)
+    expected = sorted(stated[30:62] + patient[30:62]) + patient[:16] + stated[:16]
+    assert looked_at(config, stated, patient, 0.0) == expected
+    assert looked_at(CONFIG, stated, patient, 0.0) == sorted(stated[:32] + patient[:32]), "none is given up"
+
+
 # -- the gate -------------------------------------------------------------------------------
 
 GATED = replace(CONFIG, gate=1.2, most_decodes=4)
@@ -365,6 +377,7 @@ def test_nobody_is_held_longer_than_the_aim_allows():
     st.one_of(st.just(math.inf), st.floats(0.05, 5)),
     st.integers(2, 40),
 )
+@example(left=[1], room=[0.5] * 6, age=1.74, ttft=math.inf, n_running=3)
 def test_gate_holds_only_whom_it_may(left, room, age, ttft, n_running):
     queue, room = waiting(left, ttft=ttft), sorted(room, reverse=True)
     got = gated(room, queue, now_s=age, n_running=n_running)
@@ -372,7 +385,8 @@ def test_gate_holds_only_whom_it_may(left, room, age, ttft, n_running):
     if age >= due:
         assert sorted(got) == list(range(len(left))), "an aim that has passed holds nobody back"
     if room[0] < 1.2 and got:
-        assert sum(left) * SECONDS[-1] / 256 >= 0.6 * (due - age - 12 * PERIOD_S), "no room and no hurry"
+        work_s = float(prefill_s(np.array(sum(left)), pressure(9.0)))
+        assert work_s >= 0.6 * (due - age - 12 * PERIOD_S), "no room and no hurry"
     if room[len(left) - 1] > 1.201:
         assert len(got) == len(left)
 
@@ -532,7 +546,7 @@ def test_a_plan_names_each_prompt_once_and_fits_the_chunk(
     lost_every_s = 2.0 if order == "deadline" else None
     config = PrefillConfig(256, order, gate, lost_every_s, shed, "slack")
     state = Pressure(
-        np.full(n_running, 0.2), PERIOD_S, SIZES, SECONDS, stakes=stakes(np.ones(9)), lost_wait_s=lost_wait_s
+        np.full(n_running, 0.2), PERIOD_S, SIZES, SECONDS, stakes(np.ones(9)), lost_wait_s=lost_wait_s
     )
     plan = plan_prefill(config, queue, n_running, now_s, state)
     assert len(set(plan.order.tolist())) == len(plan.order) and set(plan.order.tolist()) <= set(

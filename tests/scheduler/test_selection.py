@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sched_factories import PROBABILITY, beam_trees, kept_sets, tree_rows, trees_from
 
 from adaserve.scheduler.selection import (
+    best_anywhere,
     equal_share,
     parent_kept,
     path_probability,
@@ -48,7 +49,7 @@ def test_kept_sets_are_trees_within_budget(rows, data):
     f = path_probability(trees)
     for selection in (
         two_phase(trees, f, need, 3, budget, 2, cap),
-        two_phase(trees, f, need, 3, budget, None, cap, slo_phase=False),
+        best_anywhere(trees, f, budget, cap),
         equal_share(trees, f, budget, cap),
     ):
         assert parent_kept(trees, selection.keep)[selection.keep].all()
@@ -139,10 +140,7 @@ def test_more_budget_never_lowers_expected_tokens(rows, data):
     values = [
         two_phase(trees, f, need, 4, b, 3).expected_tokens.sum() for b in range(n, n + trees.n_nodes + 3)
     ]
-    greedy = [
-        two_phase(trees, f, need, 4, b, None, slo_phase=False).expected_tokens.sum()
-        for b in range(n, n + trees.n_nodes + 3)
-    ]
+    greedy = [best_anywhere(trees, f, b).expected_tokens.sum() for b in range(n, n + trees.n_nodes + 3)]
     assert all(b >= a - 1e-9 for a, b in itertools.pairwise(greedy))
     assert values[-1] == pytest.approx(greedy[-1])
     assert all(v <= g + 1e-6 for v, g in zip(values, greedy, strict=True))
@@ -208,7 +206,7 @@ def test_neediest_request_is_served_first_when_the_budget_is_short():
     trees = trees_from([[(-1, 0.9)], [(-1, 0.5)]])
     selection = two_phase(trees, path_probability(trees), np.array([1.2, 3.0]), 1, 3, None)
     assert selection.keep.tolist() == [False, True]
-    greedy = two_phase(trees, path_probability(trees), np.array([1.2, 3.0]), 1, 3, None, slo_phase=False)
+    greedy = best_anywhere(trees, path_probability(trees), 3)
     assert greedy.keep.tolist() == [True, False]
 
 

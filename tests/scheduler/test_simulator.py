@@ -460,14 +460,15 @@ class TestReplay:
                 line["outcome"]["since_last_s"] *= 2.5
         (tmp_path / "busy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         assert recorded_slowdown(tmp_path / "busy.jsonl", LATENCY) == pytest.approx(2.5 * slowdown)
-        (tmp_path / "empty.jsonl").write_text('{"schema_version": 1}\n')
+        (tmp_path / "empty.jsonl").write_text('{"schema_version": 2}\n')
         with pytest.raises(ValueError, match="holds no iteration"):
             recorded_slowdown(tmp_path / "empty.jsonl", LATENCY)
 
     def test_broken_recordings_are_named(self, tmp_path):
-        (tmp_path / "x.jsonl").write_text('{"schema_version": 1}\n{"iteration": 3}\n')
-        with pytest.raises(ReplayError, match=r"x.jsonl:2 is not a recorded iteration"):
-            list(read_recording(tmp_path / "x.jsonl"))
+        for version, what in ((2, r"x.jsonl:2 is not a recorded iteration"), (1, "another version")):
+            (tmp_path / "x.jsonl").write_text(f'{{"schema_version": {version}}}\n{{"iteration": 3}}\n')
+            with pytest.raises(ReplayError, match=what):
+                list(read_recording(tmp_path / "x.jsonl"))
 
 
 def spy(policy, recorder):

@@ -179,7 +179,7 @@ def test_costs_of_reading_are_learned(wrong: float) -> None:
     truth = latency(2e-7)
     costs, rng = LearnedCosts(latency(2e-7 * wrong)), np.random.default_rng(0)
     batch = running(2, context_tokens=8000)
-    plan = IterationPlan(0, 0.0, batch, np.ones(2), 4, 2, 100)
+    plan = IterationPlan(0, 0.0, batch, 4, 2, 100)
     for i in range(600):
         window = np.array([64, 64]) if i % 2 else None
         p = replace(plan, depth=int(rng.integers(1, 6)), draft_window=window, draft_sinks=4)
@@ -198,7 +198,7 @@ def test_short_contexts_say_nothing_of_long_ones(seed: int) -> None:
     costs = LearnedCosts(truth)
     for _ in range(300):
         batch = running(2, context_tokens=int(rng.integers(50, 400)))
-        plan = IterationPlan(0, 0.0, batch, np.ones(2), int(rng.integers(1, 6)), 2, 100)
+        plan = IterationPlan(0, 0.0, batch, int(rng.integers(1, 6)), 2, 100)
         seconds = truth.draft_s(2, plan.depth, 2, plan.draft_context) * (1 + abs(rng.normal(0, 0.1)))
         costs.observe(drafted(plan, seconds), plan.draft_context)
     long = Context(32_000, 2)

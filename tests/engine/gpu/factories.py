@@ -199,5 +199,4 @@ def device_forward(
 def iteration_plan(
     running: RunningBatch, depth: int, width: int, branching: tuple[int, ...] | None = None
 ) -> IterationPlan:
-    n = len(running)
-    return IterationPlan(0, 0.0, running, np.ones(n), depth, width, 1000, branching)
+    return IterationPlan(0, 0.0, running, depth, width, 1000, branching)

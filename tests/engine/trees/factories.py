@@ -60,7 +60,7 @@ def slot_table(n: int) -> torch.Tensor:
 
 
 def iteration_plan(n: int, depth: int, width: int, branching: tuple[int, ...] | None = None) -> IterationPlan:
-    return IterationPlan(0, 0.0, running(n), np.ones(n), depth, width, 1000, branching)
+    return IterationPlan(0, 0.0, running(n), depth, width, 1000, branching)
 
 
 @dataclass
