@@ -19,13 +19,18 @@ Queued = TypeVar("Queued", bound=tuple[Any, ...])
 Order = Literal["fcfs", "slack", "short", "deadline"]
 Pacing = Literal["fixed", "slack"]
 
-LEAST_HEADROOM = 0.6
+LEAST_HEADROOM = 0.8
 HEADROOM_PER_LATE = 0.05
 """A prompt whose TTFT SLO comes near is given up if the tightest running TPOT SLO would keep less headroom
 than the first, more by the second for every late prompt that waits, and at most 1. With nobody late it may
 be a short burst, which costs the running requests little. With many, the load is too high to serve
 everybody in time, and every further request makes others miss theirs. Tuned on the sweep's traffic, in the
 simulator."""
+
+LOST_HEADROOM = 1.5
+"""A prompt whose TTFT SLO is lost starts with this headroom, or with that of the gate if it is more. It has
+nothing left to win, and with the gate's headroom alone the lost ones would fill up the batch, so that those
+who can still be in time would be lost as well. Tuned likewise."""
 
 GATE = 1.1
 LOST_EVERY_S = 4.0
@@ -260,7 +265,7 @@ def held_back(
 
     Where ``lost_every_s`` is set, a prompt must not make others miss their SLO for the sake of its own: it
     starts only with the headroom of ``LEAST_HEADROOM``, else it waits on, and once it is lost it waits for
-    ``gate`` again. One without a TTFT SLO loses nothing by waiting, so it always waits for ``gate``.
+    ``LOST_HEADROOM``. One without a TTFT SLO loses nothing by waiting, so it always waits for ``gate``.
     """
     held = np.zeros(len(order), np.bool_)
     if config.gate is None:
@@ -268,12 +273,13 @@ def held_back(
     left_s = aims_s(config, waiting)[order] - now_s - STARTING_ITERATIONS * pressure.period_s
     work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
     can_wait = work_s < GATE_CLAIM * left_s
-    least = np.zeros(len(order))
+    least, gate = np.zeros(len(order)), np.full(len(order), config.gate)
     if config.lost_every_s is not None:
-        late = late_prompts(config, waiting, now_s, pressure)
+        late, stated = late_prompts(config, waiting, now_s, pressure), np.isfinite(waiting.ttft_slo_s)
         least[:] = min(1.0, LEAST_HEADROOM + HEADROOM_PER_LATE * int(np.count_nonzero(late)))
-        can_wait |= (late | ~np.isfinite(waiting.ttft_slo_s))[order]
-    least = np.where(waiting.started[order], 0.0, np.where(can_wait, config.gate, least))
+        can_wait |= (late | ~stated)[order]
+        gate[(late & stated)[order]] = max(config.gate, LOST_HEADROOM)
+    least = np.where(waiting.started[order], 0.0, np.where(can_wait, gate, least))
     alone_s = prefill_s(waiting.prompt_left[order], pressure)
     joining, reading_s = int(np.count_nonzero(least == 0.0)), float(alone_s[least == 0.0].sum())
     for i in np.flatnonzero(least).tolist():

@@ -399,8 +399,8 @@ LOSING = replace(GATED, lost_every_s=2.0)
 def test_a_ttft_slo_is_no_licence_to_spoil_others():
     """Near its TTFT SLO a prompt starts with less headroom than the gate asks for, but not with any."""
     near = waiting((40,), ttft=0.5)
-    assert gated([0.61], near, now_s=0.34, config=LOSING) == [0]
-    assert gated([0.59], near, now_s=0.34, config=LOSING) == []
+    assert gated([0.81], near, now_s=0.34, config=LOSING) == [0]
+    assert gated([0.79], near, now_s=0.34, config=LOSING) == []
     assert gated([1.19], near, now_s=0.15, config=LOSING) == [], "it can still wait"
     assert gated([0.1], waiting((40,), ttft=0.5, started=(0,)), now_s=9.0, config=LOSING) == [0]
 
@@ -408,19 +408,21 @@ def test_a_ttft_slo_is_no_licence_to_spoil_others():
 def test_who_would_come_too_late_is_lost_before_the_slo_has_passed():
     """75 ms before it: 55 ms of prefill, and 20 for the first token's way."""
     near = waiting((40,), ttft=0.5)
-    assert gated([0.61], near, now_s=0.424, config=LOSING) == [0]
-    assert gated([0.61], near, now_s=0.426, config=LOSING) == []
-    assert gated([1.21], near, now_s=0.426, config=LOSING) == [0], "with room it starts like anybody"
+    assert gated([0.81], near, now_s=0.424, config=LOSING) == [0]
+    assert gated([0.81], near, now_s=0.426, config=LOSING) == []
+    assert gated([1.51], near, now_s=0.426, config=LOSING) == [0]
+    assert gated([1.49], near, now_s=0.426, config=LOSING) == [], "it has nothing to win"
+    assert gated([1.61], near, now_s=0.426, config=replace(LOSING, gate=1.7)) == [], "no less than the gate"
     late = replace(waiting((40, 40), ttft=0.5), arrival_s=np.array([0.0, 0.1]))
-    assert gated([2.0, 1.5], late, now_s=0.43, config=LOSING) == [1, 0]
+    assert gated([2.0, 1.6], late, now_s=0.43, config=LOSING) == [1, 0]
 
 
 def test_the_more_are_lost_the_less_is_risked_for_one_more():
     """Those came 2.1 s before the one whose TTFT SLO is near."""
     for lost, room, starts in (
-        (0, 0.61, True),
-        (2, 0.69, False),
-        (2, 0.71, True),
+        (0, 0.81, True),
+        (2, 0.89, False),
+        (2, 0.91, True),
         (20, 0.99, False),
         (20, 1.01, True),
     ):
@@ -432,8 +434,8 @@ def test_the_more_are_lost_the_less_is_risked_for_one_more():
 
 def test_lost_prompts_wait_behind_the_others_for_room():
     queue = replace(waiting((40, 40, 40), ttft=0.5), arrival_s=np.array([-1.0, 0.2, 0.1]))
-    assert gated([2.0, 1.5, 1.3], queue, now_s=0.3, config=LOSING) == [2, 1, 0]
-    assert gated([2.0, 1.5, 1.1], queue, now_s=0.3, config=LOSING) == [2, 1]
+    assert gated([2.0, 1.8, 1.6], queue, now_s=0.3, config=LOSING) == [2, 1, 0]
+    assert gated([2.0, 1.8, 1.4], queue, now_s=0.3, config=LOSING) == [2, 1]
 
 
 def test_while_nobody_decodes_who_can_still_be_in_time_comes_first():
@@ -478,7 +480,7 @@ def test_without_a_ttft_slo_a_prompt_waits_for_room_until_its_patience_ends():
 def test_late_prompts_without_a_ttft_slo_are_overload_as_well():
     """Those that state one risk less for their own sake, and do not wait behind prompts for which there is no
     room."""
-    for late, room, starts in ((0, 0.61, True), (2, 0.69, False), (2, 0.71, True)):
+    for late, room, starts in ((0, 0.81, True), (2, 0.89, False), (2, 0.91, True)):
         queue = waiting((40,) * (late + 1), ttft=np.array([math.inf] * late + [0.5]))
         queue = replace(queue, arrival_s=np.array([-2.1] * late + [0.0]))
         state = replace(pressure(9.0), stakes=stakes([room] * 30), lost_wait_s=0.0)
