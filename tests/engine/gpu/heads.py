@@ -46,7 +46,6 @@ def headed_device(made: Setting, head: Head | Mtp, depth: int) -> GpuDevice:
     """Over the target, the head and the hidden states of ``made``."""
     buffers = AttentionBuffers.allocate(1 << 12, 1 << 14, CPU)
     buffers.kv_indices.fill_(7)
-    buffers.mask.fill_(85)
     known = Parts(
         TinyCall(made.reads),
         lambda b, rows, place: SdpaKernel(b),
