@@ -224,10 +224,13 @@ def reserved_tokens(waiting: WaitingBatch, order: IntArray, tokens: int) -> int:
 def late_prompts(
     config: PrefillConfig, waiting: WaitingBatch, now_s: float, pressure: Pressure | None
 ) -> BoolArray:
-    """Which prompts that have not started can't have their first token out when it is due (``aims_s``), [n].
+    """Which prompts that have not started can't have their first token out when it is due (``aims_s``), [n];
+    none where nobody is given up.
 
     Their prefill would come too late even as the next one; an iteration's time is left for the first
     token's way to the client. Without ``pressure``: only those that are overdue."""
+    if config.lost_every_s is None:
+        return np.zeros(len(waiting.started), np.bool_)
     needs_s = np.zeros(len(waiting.started))
     if pressure is not None:
         needs_s = pressure.period_s + prefill_s(waiting.prompt_left, pressure)
@@ -252,10 +255,12 @@ def held_back(
     config: PrefillConfig,
     waiting: WaitingBatch,
     order: IntArray,
+    late: BoolArray,
     pressure: Pressure,
     now_s: float,
 ) -> BoolArray:
-    """Prompts that must not start yet, or a running one would miss its SLO, [len(order)].
+    """Prompts that must not start yet, or a running one would miss its SLO, [len(order)]. ``late``: as
+    ``late_prompts`` gives them.
 
     Running requests stand still while a prompt is read, and iterations get longer with every request that
     joins, so with too many of them nobody meets a tight SLO. Serving fewer at a time does the same work and
@@ -275,7 +280,7 @@ def held_back(
     can_wait = work_s < GATE_CLAIM * left_s
     least, gate = np.zeros(len(order)), np.full(len(order), config.gate)
     if config.lost_every_s is not None:
-        late, stated = late_prompts(config, waiting, now_s, pressure), np.isfinite(waiting.ttft_slo_s)
+        stated = np.isfinite(waiting.ttft_slo_s)
         least[:] = min(1.0, LEAST_HEADROOM + HEADROOM_PER_LATE * int(np.count_nonzero(late)))
         can_wait |= (late | ~stated)[order]
         gate[(late & stated)[order]] = max(config.gate, LOST_HEADROOM)
@@ -294,7 +299,7 @@ def first_to_start(waiting: WaitingBatch, order: IntArray) -> IntArray:
     """Of ``order``, what may start while nobody decodes, when the gate has nobody to ask about.
 
     Of the prompts with a TPOT SLO only the first: the gate judges the others by it, an iteration later. If
-    all that wait started together, none of them would be fast enough."""
+    all that wait started together, all of them could be too slow."""
     paced = np.isfinite(waiting.tpot_slo_s[order])
     return order[~paced | waiting.started[order] | (np.cumsum(paced) == 1)]
 
@@ -321,16 +326,12 @@ def looked_at(
     return [*in_time[:MOST_WAITING], *patient[: min(late, MOST_LATE)], *stated[: min(lost, MOST_LATE)]]
 
 
-def in_order(
-    config: PrefillConfig, waiting: WaitingBatch, now_s: float, pressure: Pressure | None
-) -> IntArray:
-    """All rows, those first that are prefilled first."""
+def in_order(config: PrefillConfig, waiting: WaitingBatch, late: BoolArray) -> IntArray:
+    """All rows, those first that are prefilled first. Lost ones come behind those that can be in time."""
     rank = rank_of(config, waiting.arrival_s, waiting.ttft_slo_s, waiting.prompt_left.astype(np.float64))
+    rank = np.where(late & np.isfinite(waiting.ttft_slo_s), rank + LATER_S, rank)
     passes = np.zeros(len(rank), np.bool_)
     if config.order == "deadline":
-        if config.lost_every_s is not None:  # who can still be in time comes first
-            lost = late_prompts(config, waiting, now_s, pressure) & np.isfinite(waiting.ttft_slo_s)
-            rank = np.where(lost, rank + LATER_S, rank)
         passes = overtaking(config, waiting, rank)
     return np.lexsort((rank, ~waiting.started, ~passes))
 
@@ -348,12 +349,13 @@ def plan_prefill(
     ``deadline``. ``pressure`` is needed for ``pacing="slack"`` and for the gate while requests decode.
     """
     shed = config.shed & (now_s - waiting.arrival_s > waiting.ttft_slo_s) & ~waiting.started
-    order = in_order(config, waiting, now_s, pressure)
+    late = late_prompts(config, waiting, now_s, pressure)
+    order = in_order(config, waiting, late)
     order = order[~shed[order]]
     overdue = None
     if pressure is not None and n_running:
         overdue = most_overdue(config, waiting, order, pressure, now_s)
-        held = held_back(config, waiting, order, pressure, now_s)
+        held = held_back(config, waiting, order, late, pressure, now_s)
         order = order[~held | (order == overdue)]
         if overdue is not None:
             order = order[np.argsort((order != overdue) & ~waiting.started[order], kind="stable")]
