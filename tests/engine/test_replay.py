@@ -46,7 +46,8 @@ def recorded(
             if state["latency_learned"] is not None:
                 break
         stops = {"temperature": 1.0, "max_new_tokens": 40, "stop_token_ids": list(range(0, 512, 8))}
-        run_jobs(server, [Job((7, 9 + k), stops) for k in range(48)])
+        for again in range(2):  # one batch that shows where answers stop, and one that is told
+            run_jobs(server, [Job((7 + again, 9 + k), stops) for k in range(48)])
         latency = LatencyModel.from_json(state["latency"])
         assert LatencyModel.from_json(state["latency_learned"]).learned and not latency.learned
         server.assert_idle_and_clean()
