@@ -168,7 +168,7 @@ def _try_to_redraw(folder: Path, readme: Path | None, console: Console) -> None:
 def minutes_of(plan: SweepPlan) -> float:
     """A first guess of how long a sweep takes."""
     cases = len(plan.blocks_in_order()) + len(plan.check_cases())
-    return (150.0 + cases * Clock().expected_s(plan)) / 60
+    return (210.0 + cases * Clock().expected_s(plan)) / 60
 
 
 def redraw(folder: Path, readme: Path | None, console: Console) -> None:

@@ -15,7 +15,6 @@ import httpx
 from adaserve.bench.client import Ask, send, stream
 from adaserve.bench.servers import running
 from adaserve.bench.sweep.systems import PLAIN, STOCK, System, system
-from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.server import ServerError, ServerProcess, ServerSpec
 from adaserve.slo.replay import ENV as REPLAY_ENV
 
@@ -25,6 +24,8 @@ CAPACITY_REQUESTS, CAPACITY_RUNNING = 64, 16
 WARM_REQUESTS, WARM_RUNNING = 16, 4
 PREFILL_TOKENS, PREFILL_REQUESTS = (16, 48, 128, 384), 5
 IDLE, IDLE_ROUNDS = (PLAIN, STOCK), 6
+SET_UP_ROUNDS = 3
+"""What SLOs and loads follow from is measured so often, in turns: a host has slow minutes."""
 
 IdleRounds = Mapping[str, Mapping[str, Sequence[float]]]
 """Server -> ``tpot_ms`` of one request and ``saturated_rps`` -> a value per round; rounds are paired."""
@@ -146,10 +147,10 @@ def saturated_rps(server: ServerProcess, asks: Sequence[Ask]) -> float:
     return len(asks) / (time.perf_counter() - start_s)
 
 
-def prefill_time(server: ServerProcess, texts: Sequence[tuple[str, int]]) -> PrefillTime:
-    """TTFT of single requests by their prompt's length. ``texts``: prompts with their tokens, roughly; those
-    nearest to each of PREFILL_TOKENS are sent, each once, since a second time it would be cached. Lengths
-    that the server has no room for are left out, but two have to be there."""
+def prefill_times(server: ServerProcess, texts: Sequence[tuple[str, int]]) -> tuple[list[float], list[float]]:
+    """Prompt tokens, and the TTFT of single requests of that length in ms. ``texts``: prompts with their
+    tokens, roughly; those nearest to each of PREFILL_TOKENS are sent, each once, since a second time it would
+    be cached. Lengths that the server has no room for are left out, but two have to be there."""
     tokens: list[float] = []
     times: list[float] = []
     for wanted in PREFILL_TOKENS:
@@ -162,7 +163,7 @@ def prefill_time(server: ServerProcess, texts: Sequence[tuple[str, int]]) -> Pre
             break
         tokens.append(statistics.median(a.prompt_tokens for a in answers))
         times.append(statistics.median(a.ttft_ms for a in answers))
-    return PrefillTime.fitted(tokens, times)
+    return tokens, times
 
 
 def idle_rounds(host: Host, asks: Sequence[Ask]) -> IdleRounds:

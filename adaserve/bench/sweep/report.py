@@ -193,9 +193,11 @@ def _intro(results: Results) -> str:
     lengths = chosen_text(results.store.finished())
     sentences = (
         f"{server['model']}; trees up to {server['max_depth']} deep.",
-        f"Baseline {head['baseline_ms']:.2f} ms per token: one request, plain decoding, seen by its client.",
-        f"Load 1 is {head['capacity_rps']:.2f} requests/s: what plain decoding serves here when 16 requests",
-        "run at any time. A request attains when it meets **both SLOs**.",
+        f"Baseline {head['baseline_ms']:.2f} ms per token{_rounds(head, 'baseline_ms')}: one request, plain",
+        "decoding, seen by its client.",
+        f"Load 1 is {head['capacity_rps']:.2f} requests/s{_rounds(head, 'capacity_rps')}: what plain",
+        "decoding serves here when 16 requests run at any time.",
+        "A request attains when it meets **both SLOs**.",
         f"TPOT: {listed} (first point). TTFT: {rules}; the prefill of a prompt takes",
         f"{prefill['fixed_ms']:.1f} ms + {prefill['per_token_ms']:.2f} ms per token on the idle host.",
         f"{source}; prompts {plan.prompt_scale:g} and",
@@ -209,6 +211,12 @@ def _intro(results: Results) -> str:
         f"Lengths, chosen on another seed: {lengths}." if lengths else "",
     )
     return " ".join(s for s in sentences if s)
+
+
+def _rounds(head: Mapping[str, Any], name: str) -> str:
+    """How far apart the rounds were that a figure is the median of; nothing where there was one."""
+    values = sorted(set(head.get("set_up_rounds", {}).get(name, ())))
+    return f" ({values[0]:.2f} to {values[-1]:.2f} while it was measured)" if len(values) > 1 else ""
 
 
 def _verdict_text(results: Results) -> str:

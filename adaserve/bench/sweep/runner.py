@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -130,12 +130,7 @@ class Sweep:
         if not head.get("capacity_rps") or not self.store.prompts.exists():
             self._say("measuring the baseline, the prompts and the capacity of this host")
             server = self.host.serve(system(PLAIN))
-            self._measure_idle(server)
-            self._find_prompts()
-            self.bar.update(self.task, description="measuring the capacity")
-            server.drain()
-            asks = self._requests().asks(hosts.CAPACITY_REQUESTS)
-            head["capacity_rps"] = self.capacity_rps or round(hosts.saturated_rps(server, asks), 4)
+            self._set_up(server)
             head["latency_model"] = (hosts.report_of(server) or {}).get("latency")
         self.requests = self._requests()
         self.store.write_head(head)
@@ -152,8 +147,8 @@ class Sweep:
         pool, prefill = PromptPool.load(self.store.prompts), PrefillTime(**self.head["prefill"])
         return Requests(self.plan, self.workload, pool, prefill, self.head, self.store.work)
 
-    def _measure_idle(self, server: ServerProcess) -> None:
-        """Baseline, and prefill time by tokens."""
+    def _set_up(self, server: ServerProcess) -> None:
+        """What SLOs and loads follow from: the medians of several rounds, which are kept."""
         from adaserve.pair.prompts import load_prompts
 
         head, every = self.head, [(p.text, p.tokens) for p in load_prompts()]
@@ -166,9 +161,26 @@ class Sweep:
                 "are multiples of the baseline measured now, so results will be off"
             )
         head["baseline_ms"] = self.baseline_ms or round(hosts.unloaded(server, texts), 4)
-        server.drain()
-        line = hosts.prefill_time(server, every)
-        head["prefill"] = {"fixed_ms": line.fixed_ms, "per_token_ms": line.per_token_ms}
+        self._find_prompts()
+        singles_ms, ttfts_ms, rates_rps = [], [], []
+        for k in range(hosts.SET_UP_ROUNDS):
+            self.bar.update(
+                self.task,
+                description=f"measuring baseline and capacity, round {k + 1} of {hosts.SET_UP_ROUNDS}",
+            )
+            server.drain()
+            singles_ms.append(self.baseline_ms or round(hosts.unloaded(server, texts), 4))
+            server.drain()
+            tokens, times_ms = hosts.prefill_times(server, every)
+            ttfts_ms.append(times_ms)
+            head["baseline_ms"] = statistics.median(singles_ms)
+            line = PrefillTime.fitted(tokens, [statistics.median(t) for t in zip(*ttfts_ms, strict=True)])
+            head["prefill"] = asdict(line)
+            server.drain()
+            asks = self._requests().asks(hosts.CAPACITY_REQUESTS)
+            rates_rps.append(self.capacity_rps or round(hosts.saturated_rps(server, asks), 4))
+        head["capacity_rps"] = statistics.median(rates_rps)
+        head["set_up_rounds"] = {"baseline_ms": singles_ms, "capacity_rps": rates_rps}
 
     def _find_prompts(self) -> None:
         head = self.head

@@ -15,10 +15,10 @@ from rich.text import Text
 from adaserve.bench.sweep import runner
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import ClassPrompt, PromptPool
+from adaserve.bench.sweep.report import write_all
 from adaserve.bench.sweep.runner import Sweep
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import STOCK, System
-from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.host import describe_host
 from adaserve.server import ServerSpec
 from tests.bench.sweep.factories import HEAD, case_line, request
@@ -188,15 +188,19 @@ def test_a_sweep_does_not_go_on_on_another_host(world: World, key: str) -> None:
         world.sweep()
 
 
-def test_what_is_measured_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Baseline, prefills, prompts and capacity of a new folder; the blocks are made with them."""
+def test_what_is_measured_before_the_blocks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts once; baseline, prefills and capacity in several rounds, so that one slow minute does not set
+    the SLOs and loads of a whole sweep. The blocks are made with their medians."""
     world.store = Store(world.store.folder.parent / "new")
     pool = PromptPool(tuple(ClassPrompt(c, c, 9) for c in ("coding", "chat", "summarization")))
     asked: list[int] = []
+    singles_ms, ttfts_ms = iter([1.0, 1.0, 10.0, 19.0, 12.0]), iter([9.0, 80.0, 8.0])
+    rates_rps = [5.0, 2.0, 4.0]
+    rates = iter(rates_rps)
     fakes = {
-        "unloaded": lambda _, texts: 12.0,
-        "prefill_time": lambda *_: PrefillTime(7.0, 0.5),
-        "saturated_rps": lambda _, asks: asked.append(len(asks)) or 4.0,
+        "unloaded": lambda _, texts: next(singles_ms),
+        "prefill_times": lambda *_: ([2.0, 102.0], [t := next(ttfts_ms), t + 50.0]),
+        "saturated_rps": lambda _, asks: asked.append(len(asks)) or next(rates),
         "report_of": lambda _: {"latency": {"form": "x"}},
     }
     for name, fake in fakes.items():
@@ -206,12 +210,17 @@ def test_what_is_measured_once(world: World, monkeypatch: pytest.MonkeyPatch) ->
     assert world.sweep()
     head = world.store.head()
     assert (head["baseline_ms"], head["capacity_rps"], head["urgent"]) == (12.0, 4.0, "coding")
-    assert head["prefill"] == {"fixed_ms": 7.0, "per_token_ms": 0.5}
+    assert head["set_up_rounds"] == {"baseline_ms": [10.0, 19.0, 12.0], "capacity_rps": rates_rps}
+    assert head["prefill"] == {"fixed_ms": 8.0, "per_token_ms": 0.5}
     assert head["latency_model"] == {"form": "x"} and asked[0] > 0
     said = world.output.getvalue()
     assert "other programs use 50%" in said and "most outputs of coding repeat themselves" in said
     rows = world.traffic[PLAN.cases()[0].id].rows
     assert {round(r.slo_tpot_ms, 1) for r in rows if r.slo_class == "coding"} == {14.4}
+    write_all(world.store, None, Console(quiet=True))
+    page = (world.store.folder / "README.md").read_text()
+    assert "Baseline 12.00 ms per token (10.00 to 19.00 while it was measured)" in page
+    assert "4.00 requests/s (2.00 to 5.00 while it was measured)" in page
 
 
 def test_a_sweep_keeps_its_baseline_and_capacity(world: World) -> None:
