@@ -10,89 +10,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from scipy.stats import t
 
+from adaserve.bench.sweep.intervals import Interval, Spread, difference, median_interval, ratio, spread_of
 from adaserve.bench.sweep.plan import Point, SweepError, SweepPlan
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store
 from adaserve.bench.sweep.systems import PLAIN, STOCK, default_policy, is_rival
 from adaserve.slo.metrics import RequestRecord, class_summary
 
-DRAWS = 2000
 OBJECTIVES = ("attained", "met_tpot", "met_ttft")
-_HIGH = 0.95
 _OF_ITERATIONS = frozenset({"depth", "running"})
 """Counters of the servers that are means over iterations; the others are means over requests in them."""
 
-FloatArray = npt.NDArray[np.float64]
 Key = tuple[int, int]
 """Of a block: its seed, and its number."""
-
-
 THIRD = 1 / 3
 """Systems are judged at the highest load at which the best rival still attains this."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Sums over the requests of one block. A request attains when it meets both SLOs."""
+    """Sums over the requests of one block, or of several. A request attains when it meets both SLOs."""
 
     requests: float = 0.0
     attained: float = 0.0
     good_tokens: float = 0.0
     met_tpot: float = 0.0
     met_ttft: float = 0.0
+    duration_s: float = 0.0
 
     @classmethod
-    def of(cls, records: Sequence[RequestRecord]) -> Block:
+    def of(cls, records: Sequence[RequestRecord], duration_s: float = 0.0) -> Block:
         return cls(
             len(records),
             sum(r.attained for r in records),
             sum(r.output_tokens for r in records if r.attained),
             sum(r.met_tpot for r in records),
             sum(r.met_ttft for r in records),
+            duration_s,
         )
 
+    @classmethod
+    def total(cls, blocks: Iterable[Block]) -> Block:
+        return cls(*map(sum, zip(*map(astuple, blocks), strict=True)))
 
-@dataclass(frozen=True)
-class Interval:
-    """A figure and its 90% interval; the ends are nan where one block is all there is."""
+    def share(self, objective: str = "attained") -> float:
+        """Of the requests, those that met both SLOs or one."""
+        return float(getattr(self, objective)) / self.requests if self.requests else 0.0
 
-    value: float
-    low: float = math.nan
-    high: float = math.nan
-
-    def to_json(self) -> list[float | None]:
-        return [round(v, 5) if math.isfinite(v) else None for v in (self.value, self.low, self.high)]
-
-    def scaled(self, value: float) -> Interval:
-        """That of a figure which is ``value`` and proportional to this one."""
-        factor = value / self.value if self.value else math.nan
-        return Interval(value, factor * self.low, factor * self.high)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How many times the variance of independent requests a share has, going by blocks (the design effect),
-    and on how many degrees of freedom that is known: 0 with one block."""
-
-    factor: float = 1.0
-    freedom: int = 0
-
-    def share(self, met: float, requests: float) -> Interval:
-        """Wilson's interval of ``met / requests``, of ``requests / factor`` independent ones; with Student's
-        t in place of the normal quantile, since blocks are few."""
-        p, n = met / requests, requests / self.factor
-        if self.freedom < 1:
-            return Interval(p)
-        z = float(t.ppf(_HIGH, self.freedom))
-        middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        low, high = (min(max(end / (1 + z * z / n), 0.0), 1.0) for end in (middle - half, middle + half))
-        return Interval(p, low, high)
+    @property
+    def goodput(self) -> float:
+        """Tokens/s of requests that attained."""
+        return self.good_tokens / self.duration_s
 
 
 @dataclass(frozen=True)
@@ -106,37 +78,20 @@ class Outcome:
     summary: Mapping[str, Any] = field(default_factory=dict)  # `class_summary` of the requests of all blocks
     by_class: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # and of those of each class
     alone: Mapping[str, Spread] = field(default_factory=dict)  # of its shares, by objective
-    apart: Spread = Spread()  # of its attainment, as far as other systems differ on the same blocks
+    apart: Spread = field(default_factory=Spread)  # the same without what a block does to all systems
 
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(sorted({seed for seed, _ in self.blocks}))
 
-    def total(self, name: str, keys: Iterable[Key]) -> float:
-        """Sum over blocks."""
-        return float(sum(getattr(self.blocks[key], name) for key in keys))
-
-    def share(self, spread: Spread, keys: Iterable[Key], objective: str = "attained") -> Interval:
-        """Of the requests of blocks, those that met both SLOs or one."""
-        keys = tuple(keys)
-        return spread.share(self.total(objective, keys), self.total("requests", keys))
-
-    def duration_s(self, keys: Iterable[Key]) -> float:
-        wanted = set(keys)
-        return float(sum(c["duration_s"] for c in self.cases if (c["seed"], c["block"]) in wanted))
-
     def attainment(self, objective: str = "attained") -> Interval:
         """Share of requests that met both SLOs, or one: ``met_tpot``, ``met_ttft``."""
-        return self.share(self.alone.get(objective, Spread()), self.blocks, objective)
+        whole = Block.total(self.blocks.values())
+        return self.alone.get(objective, Spread()).share(getattr(whole, objective), whole.requests)
 
     def goodput(self) -> Interval:
-        """Tokens/s of requests that attained."""
-        return self.goodput_of(self.attainment(), self.blocks)
-
-    def goodput_of(self, share: Interval, keys: Iterable[Key]) -> Interval:
-        """In blocks with this attainment: answers are of similar length, so it varies as that does."""
-        keys = tuple(keys)
-        return share.scaled(self.total("good_tokens", keys) / self.duration_s(keys))
+        """Tokens/s of requests that attained. Answers are alike in length: it varies as attainment does."""
+        return self.attainment().scaled(Block.total(self.blocks.values()).goodput)
 
     def class_attainment(self) -> dict[str, float]:
         """Share of each class's requests that met their SLO."""
@@ -194,15 +149,9 @@ def _spreads(systems: Sequence[Mapping[Key, Block]], objective: str) -> tuple[Sp
     rest = off - np.nansum(off, axis=0) / there
     freedom = int(there.sum()) - len(played) - len(keys) + 1
     return (
-        _spread(off, independent, len(keys) - 1),
-        _spread(rest, independent * (1 - 1 / there), freedom),
+        spread_of(off, independent, len(keys) - 1),
+        spread_of(rest, independent * (1 - 1 / there), freedom),
     )
-
-
-def _spread(off: FloatArray, independent: FloatArray, freedom: int) -> Spread:
-    """Never below that of independent requests: that blocks are alike may be chance."""
-    expected = float(np.nansum(independent))
-    return Spread(max(1.0, float(np.nansum(off * off)) / expected) if expected else 1.0, freedom)
 
 
 @dataclass(frozen=True)
@@ -221,29 +170,6 @@ class Comparison:
         return "better" if self.points.low > 0 else "below" if self.points.high < 0 else "unclear"
 
 
-def _difference(a: Interval, b: Interval) -> Interval:
-    """a - b, by the ends of both (Newcombe 1998)."""
-    value = a.value - b.value
-    down, up = math.hypot(a.value - a.low, b.high - b.value), math.hypot(a.high - a.value, b.value - b.low)
-    return Interval(value, value - down, value + up)
-
-
-def _ratio(a: Interval, b: Interval) -> Interval:
-    """a / b, by logarithms; nan over nothing."""
-    if not a.value or not b.value:
-        return Interval(0.0 if b.value else math.nan)
-    logs = (Interval(*(math.log(v) for v in (x.value, x.low, x.high))) for x in (a, b))
-    d = _difference(*logs)
-    return Interval(math.exp(d.value), math.exp(d.low), math.exp(d.high))
-
-
-def _median_interval(ratios: FloatArray) -> Interval:
-    """The median of paired rounds, and 90% of its bootstrap: one round of six may be far off."""
-    draws = np.median(np.random.default_rng(0).choice(ratios, (DRAWS, len(ratios))), axis=1)
-    low, high = np.percentile(draws, (5.0, 95.0), method="lower")
-    return Interval(float(np.median(ratios)), float(low), float(high))
-
-
 class Results:
     """All finished blocks of a folder that the plan reports, by point and system."""
 
@@ -256,8 +182,9 @@ class Results:
                 "draw it with that version"
             )
         self.plan = SweepPlan.from_json(self.head["plan"])
+        self.lines = store.finished()
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for line in store.finished().values():
+        for line in self.lines.values():
             if line["seed"] not in self.plan.seeds:
                 continue  # lengths were chosen on it
             groups.setdefault((line["point"], line["policy"]), []).append(line)
@@ -267,9 +194,12 @@ class Results:
         self.outcomes = {(o.point, o.policy): o for here in points.values() for o in together(here)}
 
     def _outcome(self, point: Point, policy: str, lines: list[dict[str, Any]]) -> Outcome:
-        records = {(line["seed"], line["block"]): self.store.records(line["id"]) for line in lines}
-        blocks = {key: Block.of(of) for key, of in records.items()}
-        every = [r for of in records.values() for r in of]
+        records = [self.store.records(line["id"]) for line in lines]
+        blocks = {
+            (line["seed"], line["block"]): Block.of(of, line["duration_s"])
+            for line, of in zip(lines, records, strict=True)
+        }
+        every = [r for of in records for r in of]
         duration_s = sum(line["duration_s"] for line in lines)
         by_class = {
             name: class_summary([r for r in every if r.slo_class == name], duration_s)
@@ -332,7 +262,7 @@ class Results:
         if not rounds:
             return None
         ours, theirs = (np.array(rounds[name][key], float) for name in (PLAIN, STOCK))
-        return float(np.median(ours)), float(np.median(theirs)), _median_interval(ours / theirs)
+        return float(np.median(ours)), float(np.median(theirs)), median_interval(ours / theirs)
 
     def against(self, point: Point, policy: str, rival: str) -> Comparison | None:
         here = self.at(point)
@@ -355,10 +285,11 @@ def _against(mine: Outcome, rival: Outcome) -> Comparison | None:
     keys = set(mine.blocks) & set(rival.blocks)
     if not keys:
         return None
-    ours, theirs = (o.share(o.apart, keys) for o in (mine, rival))
+    a, b = (Block.total(o.blocks[key] for key in keys) for o in (mine, rival))
+    ours, theirs = mine.apart.share(a.attained, a.requests), rival.apart.share(b.attained, b.requests)
     missed = (Interval(1 - s.value, 1 - s.high, 1 - s.low) for s in (theirs, ours))
-    violations = _ratio(*missed) if ours.value < 1 else Interval(math.inf if theirs.value < 1 else 1.0)
-    goodput = _ratio(mine.goodput_of(ours, keys), rival.goodput_of(theirs, keys))
-    apart = _difference(ours, theirs)
-    points = Interval(100 * apart.value, 100 * apart.low, 100 * apart.high)
+    violations = ratio(*missed) if ours.value < 1 else Interval(math.inf if theirs.value < 1 else 1.0)
+    goodput = ratio(ours.scaled(a.goodput), theirs.scaled(b.goodput))
+    points = difference(ours, theirs)
+    points = Interval(100 * points.value, 100 * points.low, 100 * points.high)
     return Comparison(mine.policy, rival.policy, points, violations, goodput)

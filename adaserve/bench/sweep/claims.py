@@ -10,7 +10,8 @@ from typing import Any
 
 from adaserve.bench import markdown
 from adaserve.bench.jsonl import read_lines
-from adaserve.bench.sweep.aggregate import Interval, Results
+from adaserve.bench.sweep.aggregate import Results
+from adaserve.bench.sweep.intervals import Interval
 from adaserve.bench.sweep.plan import Point, SweepError
 from adaserve.bench.sweep.systems import PLAIN, is_baseline
 

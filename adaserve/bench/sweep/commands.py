@@ -44,14 +44,15 @@ class Options:
 def plan_of(options: Options, store: Store) -> SweepPlan:
     """The plan that flags and folder give. Raises SweepError."""
     given = {k: v for k, v in options.given.items() if v is not None}
+    plan = SweepPlan.from_json(store.head()["plan"]) if store.exists else SweepPlan()
+    if given.get("traces"):
+        given.setdefault("axes", (*plan.axes, "traces"))
     if store.exists:
-        return merged(SweepPlan.from_json(store.head()["plan"]), given)
+        return merged(plan, given)
     given = {k: tuple(dict.fromkeys(v)) if isinstance(v, tuple) else v for k, v in given.items()}
-    plan = SweepPlan()
     if options.quick:
         plan = replace(
             plan,
-            axes=("load",),
             policies=QUICK_POLICIES,
             side_policies=QUICK_POLICIES,
             loads=(0.6,),
@@ -63,8 +64,6 @@ def plan_of(options: Options, store: Store) -> SweepPlan:
     if "loads" in given and plan.at not in given["loads"]:
         # The other axes share a point with the load axis, unless asked otherwise.
         given.setdefault("at", sorted(given["loads"])[len(given["loads"]) // 2])
-    if given.get("traces"):
-        given.setdefault("axes", (*plan.axes, "traces"))
     return replace(plan, **given)
 
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.bench.sweep.aggregate import Interval, Outcome, Results
+from adaserve.bench.sweep.aggregate import Outcome, Results
+from adaserve.bench.sweep.intervals import FloatArray, Interval
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.systems import GATE, PLAIN, default_policy, slo_aware
 from adaserve.loadgen.figures import bars, color, legend, panels, percent, save
+
+Curve = Callable[[Outcome], Interval]
 
 _COLORS = {
     "none": "#8c8c8c", "sglang": "#8c8c8c", "sglang-priority": "#4d4d4d", "chain": "#67a9cf",
@@ -32,29 +35,27 @@ AXIS_LABELS = {
 
 def draw_all(results: Results, folder: Path) -> dict[str, str]:
     """Writes every figure that has results; returns their titles, by file name."""
-    makers: list[tuple[str, str, Callable[[Results], Any]]] = [
-        (
-            "attainment-load",
+    makers: dict[str, tuple[str, Callable[[Results], Any]]] = {
+        "attainment-load": (
             "Attainment of both SLOs, goodput and TTFT against request rate",
             partial(_against_x, axis="load"),
         ),
-        (
-            "attainment-gate",
+        "attainment-gate": (
             "The same, with the same gate and prefills for all",
             partial(_against_x, axis="load", gated=True),
         ),
-        ("objectives", "Each SLO alone", _objectives),
-        ("attainment-kinds", "Other kinds of traffic", _kinds),
-        ("attainment-share", "Against the share of urgent requests", partial(_against_x, axis="share")),
-        ("attainment-scale", "Against the SLO of urgent requests", partial(_against_x, axis="scale")),
-        ("violations-load", "Violations per class", _violations),
-        ("accepted-tokens", "Accepted tokens per verification", _accepted),
-        ("peaks", "Classes that peak in turn", _peaks),
-        ("time-breakdown", "Where the time goes", _breakdown),
-        ("ablation", "All policies at the highest load", _ablation),
-    ]
+        "objectives": ("Each SLO alone", _objectives),
+        "attainment-kinds": ("Other kinds of traffic", _kinds),
+        "attainment-share": ("Against the share of urgent requests", partial(_against_x, axis="share")),
+        "attainment-scale": ("Against the SLO of urgent requests", partial(_against_x, axis="scale")),
+        "violations-load": ("Violations per class", _violations),
+        "accepted-tokens": ("Accepted tokens per verification", _accepted),
+        "peaks": ("Classes that peak in turn", _peaks),
+        "time-breakdown": ("Where the time goes", _breakdown),
+        "ablation": ("All policies at the highest load", _ablation),
+    }
     titles = {}
-    for name, title, make in makers:
+    for name, (title, make) in makers.items():
         figure = make(results)
         if figure is not None:
             titles[save(figure, folder / f"{name}.png").name] = title
@@ -65,32 +66,32 @@ def color_of(policy: str, number: int = 0) -> str:
     return _COLORS.get(policy.removesuffix(GATE), color(number))
 
 
-def _line(ax: Any, policy: str, number: int, x: Sequence[float], y: Sequence[Interval]) -> None:
-    aware = slo_aware(policy)
-    values = np.array([v.value for v in y])
-    low = np.array([v.value - v.low if math.isfinite(v.low) else 0.0 for v in y]).clip(0)
-    high = np.array([v.high - v.value if math.isfinite(v.high) else 0.0 for v in y]).clip(0)
-    ax.errorbar(
-        x, values, yerr=[low, high], label=policy, color=color_of(policy, number),
-        marker=_MARKERS[number % len(_MARKERS)], markersize=5, capsize=2, elinewidth=0.8,
-        linewidth=2.2 if aware else 1.2, linestyle="-" if aware else "--", zorder=3 if aware else 2,
-    )  # fmt: skip
+def _bars(values: Sequence[Interval]) -> FloatArray:
+    """Lengths of error bars, below and above; 0 without an interval."""
+    ends = np.array([(v.value - v.low, v.high - v.value) for v in values]).T
+    return np.nan_to_num(ends).clip(0)
 
 
-def _curve(
-    results: Results, axis: str, policy: str, of: Callable[[Outcome], Interval]
-) -> tuple[list[float], list[Interval]]:
-    x, y = [], []
-    for value, point in results.on(axis):
-        outcome = results.get(point, policy)
-        if outcome is not None:
-            x.append(_x(axis, value, outcome))
-            y.append(of(outcome))
-    return x, y
-
-
-def _x(axis: str, value: float, outcome: Outcome) -> float:
-    return (outcome.mean("offered_rps") or value) if axis == "load" else value
+def _lines(
+    results: Results, axis: str, policies: Sequence[str], curves: Sequence[Curve], width: float
+) -> Any:
+    """A figure with a panel per curve, and its panels: in each a line per system over an axis."""
+    figure, axes = panels(len(curves), width=width)
+    for ax, of in zip(axes, curves, strict=True):
+        for k, policy in enumerate(policies):
+            found = [(x, o) for x, p in results.on(axis) if (o := results.get(p, policy)) is not None]
+            values, aware = [of(o) for _, o in found], slo_aware(policy)
+            ax.errorbar(
+                [(o.mean("offered_rps") or x) if axis == "load" else x for x, o in found],
+                [v.value for v in values], yerr=_bars(values), label=policy, color=color_of(policy, k),
+                marker=_MARKERS[k % len(_MARKERS)], markersize=5, capsize=2, elinewidth=0.8,
+                linewidth=2.2 if aware else 1.2, linestyle="-" if aware else "--", zorder=3 if aware else 2,
+            )  # fmt: skip
+        ax.set_xlabel(AXIS_LABELS[axis])
+        if axis == "scale":
+            ax.invert_xaxis()
+    legend(figure, axes[0])
+    return figure, axes
 
 
 def _against_x(results: Results, axis: str, gated: bool = False) -> Any:
@@ -98,21 +99,13 @@ def _against_x(results: Results, axis: str, gated: bool = False) -> Any:
     policies = [p for p in results.policies(axis) if _shown(p, gated)]
     if not policies or (gated and not any(p.endswith(GATE) for p in policies)):
         return None
-    figure, (left, middle, right) = panels(3, width=4.6)
-    for k, policy in enumerate(policies):
-        _line(left, policy, k, *_curve(results, axis, policy, Outcome.attainment))
-        _line(middle, policy, k, *_curve(results, axis, policy, Outcome.goodput))
-        _line(right, policy, k, *_curve(results, axis, policy, _mean_ttft))
+    curves = (Outcome.attainment, Outcome.goodput, _mean_ttft)
+    figure, (left, middle, right) = _lines(results, axis, policies, curves, 4.6)
     left.set(ylabel="attainment of both SLOs", ylim=(0, 1.02))
+    percent(left.yaxis)
     middle.set_ylabel("goodput (tokens/s of requests in time)")
     middle.set_ylim(bottom=0)
     right.set(ylabel="mean TTFT (ms)", yscale="log")
-    for ax in (left, middle, right):
-        ax.set_xlabel(AXIS_LABELS[axis])
-        if axis == "scale":
-            ax.invert_xaxis()
-    percent(left.yaxis)
-    legend(figure, left)
     return figure
 
 
@@ -131,15 +124,12 @@ def _objectives(results: Results) -> Any:
     if not policies:
         return None
     titles = {"attained": "both", "met_tpot": "TPOT alone", "met_ttft": "TTFT alone"}
-    figure, axes = panels(3, width=4.6)
-    for ax, (objective, title) in zip(axes, titles.items(), strict=True):
-        share = partial(Outcome.attainment, objective=objective)
-        for k, policy in enumerate(policies):
-            _line(ax, policy, k, *_curve(results, "load", policy, share))
-        ax.set(title=title, xlabel=AXIS_LABELS["load"], ylim=(0, 1.02))
+    curves = [partial(Outcome.attainment, objective=objective) for objective in titles]
+    figure, axes = _lines(results, "load", policies, curves, 4.6)
+    for ax, title in zip(axes, titles.values(), strict=True):
+        ax.set(title=title, ylim=(0, 1.02))
         percent(ax.yaxis)
     axes[0].set_ylabel("attainment")
-    legend(figure, axes[0])
     return figure
 
 
@@ -168,14 +158,11 @@ def _violations(results: Results) -> Any:
     names = sorted({n for o in results.outcomes.values() for n in o.class_attainment()})
     if not policies or not names:
         return None
-    figure, axes = panels(len(names), width=4.2)
+    figure, axes = _lines(results, "load", policies, [partial(_missed, name=n) for n in names], 4.2)
     for ax, name in zip(axes, names, strict=True):
-        for k, policy in enumerate(policies):
-            _line(ax, policy, k, *_curve(results, "load", policy, partial(_missed, name=name)))
-        ax.set(title=name, xlabel=AXIS_LABELS["load"], ylim=(-0.02, 1.02))
+        ax.set(title=name, ylim=(-0.02, 1.02))
         percent(ax.yaxis)
     axes[0].set_ylabel("SLO violations")
-    legend(figure, axes[0])
     return figure
 
 
@@ -189,17 +176,13 @@ def _accepted(results: Results) -> Any:
     drafted = [o for _, p in results.on("load") for n, o in results.at(p).items() if n in policies]
     if all(o.served("tokens_per_verification") is None for o in drafted):
         return None
-    figure, axes = panels(2)
-    for ax, key, label in zip(
-        axes,
-        ("tokens_per_verification", "tree_nodes"),
-        ("tokens per verification (bonus included)", "verified nodes per request (root left out)"),
-        strict=True,
-    ):
-        for k, policy in enumerate(policies):
-            _line(ax, policy, k, *_curve(results, "load", policy, partial(_served, key=key)))
-        ax.set(xlabel=AXIS_LABELS["load"], ylabel=label)
-    legend(figure, axes[0])
+    labels = {
+        "tokens_per_verification": "tokens per verification (bonus included)",
+        "tree_nodes": "verified nodes per request (root left out)",
+    }
+    figure, axes = _lines(results, "load", policies, [partial(_served, key=k) for k in labels], 5.2)
+    for ax, label in zip(axes, labels.values(), strict=True):
+        ax.set_ylabel(label)
     return figure
 
 
@@ -287,9 +270,7 @@ def _ablation(results: Results) -> Any:
     figure, (ax,) = panels(1, width=7.6)
     values = [o.attainment() for o in here.values()]
     colors = [color_of(n, k) for k, n in enumerate(here)]
-    heights = [v.value for v in values]
-    error = np.array([[max(0.0, v.value - v.low), max(0.0, v.high - v.value)] for v in values]).T
-    ax.bar(list(here), heights, color=colors, yerr=np.nan_to_num(error), capsize=3)
+    ax.bar(list(here), [v.value for v in values], color=colors, yerr=_bars(values), capsize=3)
     for k, v in enumerate(values):
         ax.annotate(f"{v.value:.0%}", (k, 0.01), ha="center", fontsize=8, color="white")
     ax.set(ylabel="SLO attainment", title=f"load {point.load:g}", ylim=(0, 1.02))

@@ -16,7 +16,7 @@ import numpy as np
 
 from adaserve.bench.prompts import DISTINCT, distinct_share
 from adaserve.bench.sweep.plan import SweepError
-from adaserve.bench.sweep.workload import Workload
+from adaserve.bench.sweep.workload import MAX_OUTPUT_TOKENS, Workload
 
 PER_CLASS, PER_URGENT_CLASS = 48, 96
 LEAST = 16
@@ -76,7 +76,7 @@ def screened_pool(
         n = round((PER_URGENT_CLASS if name == urgent else PER_CLASS) * min(1.0, size))
         candidates = _candidates(workload, name, max(LEAST, n))
         tried = []
-        _, (longest,) = workload.fit((), (256,))
+        _, (longest,) = workload.fit((), (MAX_OUTPUT_TOKENS,))
         for start in range(0, len(candidates), 32):
             texts = candidates[start : start + 32]
             answers = proceed(texts, workload.temperature, longest)

@@ -13,9 +13,10 @@ from rich.table import Table
 
 from adaserve.bench import markdown
 from adaserve.bench.busy import BUSY, SLOW
-from adaserve.bench.sweep.aggregate import Comparison, Interval, Key, Outcome, Results
+from adaserve.bench.sweep.aggregate import Comparison, Key, Outcome, Results
 from adaserve.bench.sweep.claims import fill_readme
 from adaserve.bench.sweep.figures import draw_all
+from adaserve.bench.sweep.intervals import Interval
 from adaserve.bench.sweep.plan import Point
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import GATE, PLAIN, PUBLISHED, STOCK, is_rival, slo_aware
@@ -142,7 +143,7 @@ def _page(results: Results, figures: Mapping[str, str]) -> str:
     """``README.md`` of the folder: what was run, the verdicts, the numbers, the figures."""
     head = results.head
     every = {c.id for c in (*results.plan.cases(), *results.plan.check_cases())}
-    finished, planned = len(every & set(results.store.finished())), len(every)
+    finished, planned = len(every & set(results.lines)), len(every)
     host = head["host"]
     parts = [
         "# Sweep of policies on a real server",
@@ -179,18 +180,18 @@ def _page(results: Results, figures: Mapping[str, str]) -> str:
 
 
 def _commits(results: Results) -> list[str]:
-    return list(dict.fromkeys(str(c["git_sha"]) for c in results.store.finished().values()))
+    return list(dict.fromkeys(str(c["git_sha"]) for c in results.lines.values()))
 
 
 def _intro(results: Results) -> str:
     head, plan = results.head, results.plan
-    slos = next(iter(results.store.finished().values()))["slo_ms"]
+    slos = next(iter(results.lines.values()))["slo_ms"]
     listed = ", ".join(f"{n} {'none' if v is None else f'{v:.1f} ms'}" for n, v in slos.items())
     rules = "; ".join(f"{n} {TTFT_RULES.get(n, OTHER_RULE)}" for n in slos)
     loops = ", ".join(f"{n} {v:.0%}" for n, v in head["prompts_that_do_not_loop"].items())
     source = f"Arrivals, lengths and classes of {plan.trace}" if plan.trace else "Poisson arrivals"
     server, seeds, prefill = head["server"], ", ".join(map(str, plan.seeds)), head["prefill"]
-    lengths = chosen_text(results.store.finished())
+    lengths = chosen_text(results.lines)
     sentences = (
         f"{server['model']}; trees up to {server['max_depth']} deep.",
         f"Baseline {head['baseline_ms']:.2f} ms per token{_rounds(head, 'baseline_ms')}: one request, plain",

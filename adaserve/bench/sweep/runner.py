@@ -24,12 +24,11 @@ from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
 from adaserve.bench.sweep.requests import Requests, load_workload
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, changed
-from adaserve.bench.sweep.systems import GATE, PLAIN, STOCK, System, family, system
+from adaserve.bench.sweep.systems import PLAIN, STOCK, System, family, length_of, system
 from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.bench.sweep.tuning import concrete
 from adaserve.host import describe_host
 from adaserve.loadgen.results import command_line
-from adaserve.scheduler.policies import chain_length
 from adaserve.server import ServerProcess, ServerSpec
 from adaserve.slo.metrics import RequestRecord
 
@@ -354,6 +353,6 @@ def _one_line(line: dict[str, Any], left_s: float) -> str:
 
 def with_depth(spec: ServerSpec, policies: Sequence[str], lengths: Sequence[int]) -> ServerSpec:
     """The server with trees as deep as the longest chain among the policies."""
-    chains = [k for p in policies if (k := chain_length(p.removesuffix(GATE))) is not None]
+    chains = [k for p in policies if (k := length_of(p)) is not None]
     tried = lengths if any(map(family, policies)) else ()
     return replace(spec, config=spec.config.changed(max_depth=max([spec.config.max_depth, *chains, *tried])))

@@ -49,7 +49,7 @@ def system(name: str) -> System:
     if name in (STOCK, STOCK_PRIORITY):
         return System(name, None, None, name == STOCK_PRIORITY)
     policy = name.removesuffix(GATE)
-    AdaServeConfig(policy=policy, max_depth=chain_length(policy) or 1)  # servers are made as deep as that
+    AdaServeConfig(policy=policy, max_depth=length_of(name) or 1)  # servers are made as deep as that
     ours = policy == default_policy() or name != policy
     return System(name, policy, "slack" if ours else "exclusive")
 
@@ -58,6 +58,11 @@ def family(name: str) -> str | None:
     """The family whose length is to be chosen, for ``chain`` and ``chain+gate``; None for all others."""
     bare = name.removesuffix(GATE)
     return bare if bare in FAMILIES else None
+
+
+def length_of(name: str) -> int | None:
+    """4 for ``chain-4`` and ``chain-4+gate``; None for systems without a length."""
+    return chain_length(name.removesuffix(GATE))
 
 
 def with_length(name: str, length: int) -> str:
@@ -78,7 +83,7 @@ def slo_aware(name: str) -> bool:
 
 def is_baseline(policy: str) -> bool:
     """Whether it is a policy that ignores SLOs, in the simulator's tables (a bound is none)."""
-    known = policy in policy_names() or chain_length(policy) is not None
+    known = policy in policy_names() or length_of(policy) is not None
     return known and not slo_aware(policy)
 
 

@@ -29,21 +29,9 @@ _ARRIVALS, _CLASSES, _LENGTHS, _PROMPTS, _KINDS = 1, 2, 3, 4, 5
 FloatArray = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Log-normal prompt length and generation cap of the paper's artifact, before scaling."""
-
-    prompt: float  # median tokens
-    sigma: float
-    output: int = 256  # cap; its runs ended at 210 on average
-
-
-PAPER_LENGTHS = {
-    "coding": Lengths(119, 0.5),
-    "chat": Lengths(15, 0.55),
-    "summarization": Lengths(703, 0.5),
-}
-OTHER_LENGTHS = Lengths(119, 0.5)
+PAPER_PROMPTS = {"coding": (119, 0.5), "chat": (15, 0.55), "summarization": (703, 0.5)}
+"""Median and sigma of the log-normal prompt lengths of the paper's artifact, before scaling."""
+OTHER_PROMPTS = PAPER_PROMPTS["coding"]
 PAPER_MIX = {"coding": PAPER_SHARE, "chat": 0.2, "summarization": 0.2}
 
 
@@ -92,9 +80,9 @@ class Workload:
         if rows:
             picked = [rows[int(k)] for k in rng.integers(len(rows), size=n)]
             return self.fit([r.prompt_tokens for r in picked], [r.output_tokens for r in picked])
-        spec = PAPER_LENGTHS.get(name, OTHER_LENGTHS)
-        prompts = spec.prompt * np.exp(spec.sigma * rng.standard_normal(n))
-        outputs = spec.output * rng.uniform(0.64, 1.0, n)
+        median, sigma = PAPER_PROMPTS.get(name, OTHER_PROMPTS)
+        prompts = median * np.exp(sigma * rng.standard_normal(n))
+        outputs = MAX_OUTPUT_TOKENS * rng.uniform(0.64, 1.0, n)  # the artifact's cap; it had 210 on average
         return self.fit(prompts.tolist(), outputs.tolist())
 
     def fit(self, prompts: Sequence[float], outputs: Sequence[float]) -> tuple[list[int], list[int]]:

@@ -165,6 +165,10 @@ def test_every_trace_of_a_folder_is_a_point(tmp_path: Path) -> None:
     assert [p.kind for p in points] == ["artifact", "azure"] and plan.axes == ("load", "traces")
     assert plan.trace_of(points[1]) == str(tmp_path / "azure.csv.gz")
     assert plan.trace_of(Point(0.6)) is None is plan.trace_of(Point(0.6, kind="long"))
+    begun = Store(tmp_path / "begun")
+    begun.create()
+    begun.write_head({"plan": SweepPlan(axes=("peaks",)).to_json()})
+    assert plan_of(Options({"traces": plan.traces}), begun).axes == ("peaks", "traces")
     (tmp_path / "empty").mkdir()
     with pytest.raises(SweepError, match="holds no traces"):
         trace_files(tmp_path / "empty")

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from adaserve.bench.jsonl import write_records
 from adaserve.bench.sweep import claims
-from adaserve.bench.sweep.aggregate import Block, Comparison, Interval, Outcome, Results, compare, together
+from adaserve.bench.sweep.aggregate import Block, Comparison, Outcome, Results, compare, together
 from adaserve.bench.sweep.claims import BEGIN, END, fill_readme, simulated
+from adaserve.bench.sweep.intervals import Interval
 from adaserve.bench.sweep.measure import server_figures, settled
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.report import summary, write_all
@@ -143,9 +144,8 @@ def test_bars_come_from_blocks_and_from_requests(tmp_path: Path) -> None:
 
 def played(attained: Sequence[int], of: int = 100) -> Outcome:
     """An outcome with blocks in which that many of the requests attained."""
-    blocks = {(0, k): Block(of, n, 100.0 * n, n, n) for k, n in enumerate(attained)}
-    cases = tuple({"seed": 0, "block": k, "duration_s": 20.0} for k in range(len(attained)))
-    return Outcome(Point(1.0), "some", cases, blocks)
+    blocks = {(0, k): Block(of, n, 100.0 * n, n, n, duration_s=20.0) for k, n in enumerate(attained)}
+    return Outcome(Point(1.0), "some", (), blocks)
 
 
 def compared(*attained: Sequence[int], of: int = 100) -> Comparison:

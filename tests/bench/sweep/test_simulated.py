@@ -11,17 +11,14 @@ import pytest
 
 from adaserve.bench.jsonl import write_records
 from adaserve.bench.sweep.aggregate import Block, Results
+from adaserve.bench.sweep.host_model import as_served, fitted_means, fitted_overhead, prefills_as_served
 from adaserve.bench.sweep.plan import Point, SweepPlan
 from adaserve.bench.sweep.simulated import (
     LIMIT,
     TOLD,
     Agreement,
     Simulator,
-    as_served,
-    fitted_means,
-    fitted_overhead,
     markdown,
-    prefills_as_served,
     sim_requests,
     to_json,
 )
