@@ -11,8 +11,8 @@ import numpy as np
 
 from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import LatencyModel, StepCost
-from adaserve.scheduler.prefill import PrefillConfig, PrefillPlan, plan_prefill
-from adaserve.scheduler.pressure import Pressure, RecentWork
+from adaserve.scheduler.prefill import PrefillConfig, PrefillPlan, Situation, plan_prefill
+from adaserve.scheduler.pressure import NO_PRESSURE, Pressure, RecentWork
 from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.waiting import WaitingPrompts, waiting_batch
 from adaserve.scheduler.simulator.workload import SimRequest
@@ -169,8 +169,9 @@ class Replica(ABC):
     def _plan_prefill(self, looked: list[SimRequest]) -> PrefillPlan:
         config = self.config.prefill
         wanted = config.pacing == "slack" or config.gate is not None
-        pressure = self._pressure(len(looked)) if wanted and len(self.rows) else None
-        return plan_prefill(config, waiting_batch(looked), len(self.rows), self.now_s, pressure)
+        pressure = self._pressure(len(looked)) if wanted and len(self.rows) else NO_PRESSURE
+        situation = Situation(config, waiting_batch(looked), self.now_s, pressure)
+        return plan_prefill(situation, len(self.rows))
 
     def _pressure(self, joining: int) -> Pressure:
         """What chunks would cost the running requests: alone, or riding in their verification (mixed)."""
