@@ -11,7 +11,7 @@ import numpy as np
 
 from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import LatencyModel, StepCost
-from adaserve.scheduler.prefill import PrefillConfig, PrefillPlan, Situation, plan_prefill
+from adaserve.scheduler.prefill import PrefillConfig, Situation, plan_prefill
 from adaserve.scheduler.pressure import NO_PRESSURE, Pressure, RecentWork
 from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.waiting import WaitingPrompts, waiting_batch
@@ -126,7 +126,7 @@ class Replica(ABC):
         if not len(self.waiting):
             return []
         looked = self.waiting.looked_at(self.now_s)
-        plan = self._plan_prefill(looked)
+        plan = plan_prefill(self._situation(looked), len(self.rows))
         if plan.lost:
             self._recent.lost_at_s = self.now_s
         for i in plan.shed.tolist():
@@ -166,12 +166,11 @@ class Replica(ABC):
         self._prompt_left -= request.prompt_tokens
         self.done.append(request)
 
-    def _plan_prefill(self, looked: list[SimRequest]) -> PrefillPlan:
+    def _situation(self, looked: list[SimRequest]) -> Situation:
         config = self.config.prefill
         wanted = config.pacing == "slack" or config.gate is not None
         pressure = self._pressure(len(looked)) if wanted and len(self.rows) else NO_PRESSURE
-        situation = Situation(config, waiting_batch(looked), self.now_s, pressure)
-        return plan_prefill(situation, len(self.rows))
+        return Situation(config, waiting_batch(looked), self.now_s, pressure)
 
     def _pressure(self, joining: int) -> Pressure:
         """What chunks would cost the running requests: alone, or riding in their verification (mixed)."""
