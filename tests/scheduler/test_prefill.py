@@ -18,6 +18,7 @@ from adaserve.scheduler.prefill import (
     Situation,
     WaitingBatch,
     claimed_share,
+    is_paced,
     least_chunk,
     looked_at,
     plan_prefill,
@@ -353,6 +354,10 @@ def test_with_nobody_running_one_prompt_starts_and_the_others_are_judged_by_it()
     assert gated([9.0], queue, n_running=0) == [0, 1], "no TPOT is at stake for the first"
     assert gated([9.0], waiting((40, 40, 40), paced=True, started=(2,)), n_running=0) == [2]
     assert gated([9.0], queue, n_running=0, config=replace(GATED, gate=None)) == [0, 1, 2, 3]
+
+
+def test_an_answer_of_one_token_has_no_tpot():
+    assert is_paced(0.02, 2) and not is_paced(0.02, 1) and not is_paced(math.inf, 2)
 
 
 def test_nothing_is_prefilled_while_all_are_held():
