@@ -17,13 +17,10 @@ from adaserve.scheduler.latency import Latency
 from adaserve.scheduler.prefill import (
     GATE_CLAIM,
     STARTING_ITERATIONS,
-    PrefillConfig,
-    WaitingBatch,
-    aims_s,
+    Situation,
     overtaking,
     plan_prefill,
 )
-from adaserve.scheduler.pressure import Pressure
 
 NEWEST = 0.05
 """Weight of the newest iteration: the last two dozen count."""
@@ -104,33 +101,26 @@ class Outlook:
         return self._latency.iteration_s(rows, depth, width, max(1, round(per_row * n)), context)
 
 
-def predicted_wait_s(
-    config: PrefillConfig,
-    waiting: WaitingBatch,
-    finish_s: FloatArray,
-    slots: int,
-    now_s: float,
-    pressure: Pressure,
-) -> float:
-    """Seconds until the prefill of the last row of ``waiting`` starts.
+def predicted_wait_s(situation: Situation, finish_s: FloatArray, slots: int) -> float:
+    """Seconds until the prefill of the last prompt that waits starts.
 
     ``finish_s`` [n]: seconds until each running request ends, rising. ``slots``: requests that may run at the
     same time. It waits for the prompts that are due before it, for a slot, and while it would take too much
     of the tightest running SLO (``held_back``). Prompts that the cache holds are counted in full.
     """
+    config, waiting, pressure = situation.config, situation.waiting, situation.pressure
     last, n = len(waiting.arrival_s) - 1, len(finish_s)
     token_s = float(pressure.seconds[-1] / pressure.sizes[-1])
-    aims = aims_s(config, waiting)
+    aims = situation.aims_s
     ahead = aims <= aims[last]
     if not overtaking(config, waiting, aims)[last]:
         ahead |= waiting.started
     ahead[last] = False
     work_s = float(waiting.prompt_left[ahead].sum()) * token_s
     wait_s = work_s / (config.late_share if n and config.pacing == "slack" else 1.0)
-    plan = plan_prefill(config, waiting, n, now_s, pressure)
-    if last not in plan.order:
+    if last not in plan_prefill(situation, n).order:
         claim_s = (work_s + float(waiting.prompt_left[last]) * token_s) / GATE_CLAIM
-        latest_s = float(aims[last]) - now_s - STARTING_ITERATIONS * pressure.period_s - claim_s
+        latest_s = float(aims[last]) - situation.now_s - STARTING_ITERATIONS * pressure.period_s - claim_s
         if config.lost_every_s is not None and math.isinf(waiting.ttft_slo_s[last]):
             latest_s = math.inf
         wait_s = max(wait_s, min(latest_s, float(finish_s[min(int(ahead.sum()), n - 1)]) if n else 0.0))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +14,7 @@ import numpy as np
 
 from adaserve.scheduler.averages import Numbers
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray
-from adaserve.scheduler.pressure import Pressure
+from adaserve.scheduler.pressure import NO_PRESSURE, Pressure
 
 Queued = TypeVar("Queued", bound=tuple[Any, ...])
 
@@ -104,7 +106,42 @@ class WaitingBatch:
     ttft_slo_s: FloatArray  # inf = none
     prompt_left: IntArray  # tokens still to be prefilled
     started: BoolArray  # part of the prompt is in the cache, or it was retracted after its first token
-    tpot_slo_s: FloatArray  # inf = none, or its answer is one token
+    paced: BoolArray  # as ``is_paced`` says
+
+    @property
+    def stated(self) -> BoolArray:
+        """Who states a TTFT SLO, [n]."""
+        return np.isfinite(self.ttft_slo_s)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a decision about prefills is based on. ``pressure`` is needed for ``pacing="slack"`` and for the
+    gate while requests decode."""
+
+    config: PrefillConfig
+    waiting: WaitingBatch
+    now_s: float
+    pressure: Pressure = NO_PRESSURE
+
+    @cached_property
+    def aims_s(self) -> FloatArray:
+        """When each first token should be out, [n]: by the TTFT SLO, or after ``patience_s``."""
+        waiting = self.waiting
+        return first_token_due_s(waiting.arrival_s, waiting.ttft_slo_s, self.config.patience_s)
+
+    @cached_property
+    def late(self) -> BoolArray:
+        """Which prompts that have not started can't have their first token out when it is due, [n]; none
+        where nobody is given up.
+
+        Their prefill would come too late even as the next one; an iteration's time is left for the first
+        token's way to the client."""
+        if self.config.lost_every_s is None:
+            return np.zeros(len(self.aims_s), np.bool_)
+        needs_s = self.pressure.period_s + prefill_s(self.waiting.prompt_left, self.pressure)
+        late: BoolArray = ~self.waiting.started & (self.aims_s < self.now_s + needs_s)
+        return late
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +163,9 @@ def least_chunk(sizes: IntArray, seconds: FloatArray, waste: float = 1.15) -> in
     return int(sizes[int(np.argmax(per_token_s <= waste * per_token_s[-1]))])
 
 
-def aims_s(config: PrefillConfig, waiting: WaitingBatch) -> FloatArray:
-    """When each first token should be out, [n]: by the TTFT SLO, or after ``patience_s``."""
-    return first_token_due_s(waiting.arrival_s, waiting.ttft_slo_s, config.patience_s)
+def is_paced(tpot_slo_s: float, most_tokens: int) -> bool:
+    """Whether a request has a TPOT SLO to meet: an answer of one token has no TPOT."""
+    return math.isfinite(tpot_slo_s) and most_tokens != 1
 
 
 def first_token_due_s(arrival_s: Numbers, ttft_slo_s: Numbers, otherwise_s: float) -> Numbers:
@@ -147,37 +184,35 @@ def prefill_s(tokens: IntArray, pressure: Pressure) -> FloatArray:
     return taken
 
 
-def claimed_share(
-    config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
-) -> float:
+def claimed_share(situation: Situation, order: IntArray) -> float:
     """Share of the time that prefills need for all of ``order`` (not empty) to be done in time; 0 to 1.
 
     Only a TTFT SLO that can still be met claims more than ``late_share``: one for which even all of the time
     would be too little is lost already. The next decision comes after an iteration: what is left then
     counts.
     """
+    waiting, pressure = situation.waiting, situation.pressure
     work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
-    left_s = aims_s(config, waiting)[order] - now_s
-    firm = np.isfinite(waiting.ttft_slo_s[order]) & (work_s <= left_s)
+    left_s = situation.aims_s[order] - situation.now_s
+    firm = waiting.stated[order] & (work_s <= left_s)
     later_s = left_s - pressure.period_s
     share = np.divide(work_s, later_s, out=np.full(len(order), np.inf), where=later_s > 0)
-    return float(np.minimum(share, np.where(firm, 1.0, config.late_share)).max())
+    return float(np.minimum(share, np.where(firm, 1.0, situation.config.late_share)).max())
 
 
-def slack_tokens(
-    config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
-) -> int:
+def slack_tokens(situation: Situation, order: IntArray) -> int:
     """Size of the chunk that ``order`` (not empty) gets before the next decode iteration; 0 = decode first.
 
     As much as the tightest request can bear (``spend`` of its slack), or as much as the waiting prompts
     claim, whichever is more. A chunk too small to be worth a forward, or for a prompt that overtakes, waits
     until more has come together, but for at most ``most_decodes`` iterations: a prompt always makes progress.
     """
+    config, waiting, pressure = situation.config, situation.waiting, situation.pressure
     left = int(waiting.prompt_left[order].sum())
     sizes, seconds = pressure.sizes, pressure.seconds
     least_slack_s = float(np.min(pressure.slack_s, initial=np.inf))
     bearable_s = config.spend * (least_slack_s + pressure.spent_s)
-    share = claimed_share(config, waiting, order, pressure, now_s)
+    share = claimed_share(situation, order)
     rounds = max(1, pressure.decodes)
     claimed_s = pressure.period_s * rounds * share / (1 - share) if share < 1 else np.inf
     within = int(np.searchsorted(seconds, max(bearable_s, claimed_s) - pressure.spent_s, side="right"))
@@ -204,7 +239,7 @@ def overtaking(config: PrefillConfig, waiting: WaitingBatch, due_s: FloatArray) 
     """
     if not waiting.started.any():
         return np.zeros(len(due_s), np.bool_)
-    earlier = np.isfinite(waiting.ttft_slo_s) & (due_s < due_s[waiting.started].min())
+    earlier = waiting.stated & (due_s < due_s[waiting.started].min())
     return ~waiting.started & earlier & (waiting.prompt_left < config.chunk_tokens)
 
 
@@ -221,46 +256,21 @@ def reserved_tokens(waiting: WaitingBatch, order: IntArray, tokens: int) -> int:
     return int(taken[taken < tokens].max(initial=0))
 
 
-def late_prompts(
-    config: PrefillConfig, waiting: WaitingBatch, now_s: float, pressure: Pressure | None
-) -> BoolArray:
-    """Which prompts that have not started can't have their first token out when it is due (``aims_s``), [n];
-    none where nobody is given up.
-
-    Their prefill would come too late even as the next one; an iteration's time is left for the first
-    token's way to the client. Without ``pressure``: only those that are overdue."""
-    if config.lost_every_s is None:
-        return np.zeros(len(waiting.started), np.bool_)
-    needs_s = np.zeros(len(waiting.started))
-    if pressure is not None:
-        needs_s = pressure.period_s + prefill_s(waiting.prompt_left, pressure)
-    late: BoolArray = ~waiting.started & (aims_s(config, waiting) < now_s + needs_s)
-    return late
-
-
-def most_overdue(
-    config: PrefillConfig, waiting: WaitingBatch, order: IntArray, pressure: Pressure, now_s: float
-) -> int | None:
+def most_overdue(situation: Situation, order: IntArray) -> int | None:
     """The prompt of ``order`` that is overdue longest, if none was started for this reason for
     ``lost_every_s``. A lost one must have been due for as long, one without a TTFT SLO has been patient."""
-    if not len(order) or config.lost_every_s is None or pressure.lost_wait_s < config.lost_every_s:
+    waiting, every_s = situation.waiting, situation.config.lost_every_s
+    if not len(order) or every_s is None or situation.pressure.lost_wait_s < every_s:
         return None
-    grace_s = np.where(np.isfinite(waiting.ttft_slo_s), config.lost_every_s, 0.0)
-    overdue_s = np.where(waiting.started, -np.inf, now_s - aims_s(config, waiting) - grace_s)[order]
+    grace_s = np.where(waiting.stated, every_s, 0.0)
+    overdue_s = situation.now_s - situation.aims_s - grace_s
+    overdue_s = np.where(waiting.started, -np.inf, overdue_s)[order]
     first = int(np.argmax(overdue_s))
     return int(order[first]) if overdue_s[first] >= 0 else None
 
 
-def held_back(
-    config: PrefillConfig,
-    waiting: WaitingBatch,
-    order: IntArray,
-    late: BoolArray,
-    pressure: Pressure,
-    now_s: float,
-) -> BoolArray:
-    """Prompts that must not start yet, or a running one would miss its SLO, [len(order)]. ``late``: as
-    ``late_prompts`` gives them.
+def held_back(situation: Situation, order: IntArray) -> BoolArray:
+    """Prompts that must not start yet, or a running one would miss its SLO, [len(order)].
 
     Running requests stand still while a prompt is read, and iterations get longer with every request that
     joins, so with too many of them nobody meets a tight SLO. Serving fewer at a time does the same work and
@@ -272,15 +282,16 @@ def held_back(
     starts only with the headroom of ``LEAST_HEADROOM``, else it waits on, and once it is lost it waits for
     ``LOST_HEADROOM``. One without a TTFT SLO loses nothing by waiting, so it always waits for ``gate``.
     """
+    config, waiting, pressure = situation.config, situation.waiting, situation.pressure
     held = np.zeros(len(order), np.bool_)
     if config.gate is None:
         return held
-    left_s = aims_s(config, waiting)[order] - now_s - STARTING_ITERATIONS * pressure.period_s
+    left_s = situation.aims_s[order] - situation.now_s - STARTING_ITERATIONS * pressure.period_s
     work_s = prefill_s(np.cumsum(waiting.prompt_left[order]), pressure)
     can_wait = work_s < GATE_CLAIM * left_s
     least, gate = np.zeros(len(order)), np.full(len(order), config.gate)
     if config.lost_every_s is not None:
-        stated = np.isfinite(waiting.ttft_slo_s)
+        late, stated = situation.late, waiting.stated
         least[:] = min(1.0, LEAST_HEADROOM + HEADROOM_PER_LATE * int(np.count_nonzero(late)))
         can_wait |= (late | ~stated)[order]
         gate[(late & stated)[order]] = max(config.gate, LOST_HEADROOM)
@@ -300,7 +311,7 @@ def first_to_start(waiting: WaitingBatch, order: IntArray) -> IntArray:
 
     Of the prompts with a TPOT SLO only the first: the gate judges the others by it, an iteration later. If
     all that wait started together, all of them could be too slow."""
-    paced = np.isfinite(waiting.tpot_slo_s[order])
+    paced = waiting.paced[order]
     return order[~paced | waiting.started[order] | (np.cumsum(paced) == 1)]
 
 
@@ -326,43 +337,37 @@ def looked_at(
     return [*in_time[:MOST_WAITING], *patient[: min(late, MOST_LATE)], *stated[: min(lost, MOST_LATE)]]
 
 
-def in_order(config: PrefillConfig, waiting: WaitingBatch, late: BoolArray) -> IntArray:
+def in_order(situation: Situation) -> IntArray:
     """All rows, those first that are prefilled first. Lost ones come behind those that can be in time."""
+    config, waiting = situation.config, situation.waiting
     rank = rank_of(config, waiting.arrival_s, waiting.ttft_slo_s, waiting.prompt_left.astype(np.float64))
-    rank = np.where(late & np.isfinite(waiting.ttft_slo_s), rank + LATER_S, rank)
+    rank = np.where(situation.late & waiting.stated, rank + LATER_S, rank)
     passes = np.zeros(len(rank), np.bool_)
     if config.order == "deadline":
         passes = overtaking(config, waiting, rank)
     return np.lexsort((rank, ~waiting.started, ~passes))
 
 
-def plan_prefill(
-    config: PrefillConfig,
-    waiting: WaitingBatch,
-    n_running: int,
-    now_s: float,
-    pressure: Pressure | None = None,
-) -> PrefillPlan:
-    """Pure: the prefill share of one iteration.
+def plan_prefill(situation: Situation, n_running: int) -> PrefillPlan:
+    """Pure: the prefill share of one iteration of ``n_running`` requests.
 
     Started prompts go first (their KV is taken already), but for those that overtake them in the order
-    ``deadline``. ``pressure`` is needed for ``pacing="slack"`` and for the gate while requests decode.
+    ``deadline``.
     """
-    shed = config.shed & (now_s - waiting.arrival_s > waiting.ttft_slo_s) & ~waiting.started
-    late = late_prompts(config, waiting, now_s, pressure)
-    order = in_order(config, waiting, late)
+    config, waiting = situation.config, situation.waiting
+    shed = config.shed & (situation.now_s - waiting.arrival_s > waiting.ttft_slo_s) & ~waiting.started
+    order = in_order(situation)
     order = order[~shed[order]]
     overdue = None
-    if pressure is not None and n_running:
-        overdue = most_overdue(config, waiting, order, pressure, now_s)
-        held = held_back(config, waiting, order, late, pressure, now_s)
-        order = order[~held | (order == overdue)]
+    if n_running:
+        overdue = most_overdue(situation, order)
+        order = order[~held_back(situation, order) | (order == overdue)]
         if overdue is not None:
             order = order[np.argsort((order != overdue) & ~waiting.started[order], kind="stable")]
-    elif config.gate is not None and not n_running:
+    elif config.gate is not None:
         order = first_to_start(waiting, order)
     tokens = config.chunk_tokens if len(order) else 0
-    if tokens and config.pacing == "slack" and n_running and pressure is not None:
-        tokens = slack_tokens(config, waiting, order, pressure, now_s)
+    if tokens and n_running and config.pacing == "slack":
+        tokens = slack_tokens(situation, order)
     reserved = reserved_tokens(waiting, order, tokens)
     return PrefillPlan(tokens, order, np.flatnonzero(shed), overdue is not None and tokens > 0, reserved)

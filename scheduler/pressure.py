@@ -47,6 +47,13 @@ class Pressure:
     lost_wait_s: float = np.inf  # seconds since a lost prompt was started for having waited longest
 
 
+NO_PRESSURE = Pressure(
+    np.zeros(0), 0.0, np.array([1 << 30]), np.zeros(1), Stakes(np.zeros(0), np.zeros(0), np.zeros(1)),
+    lost_wait_s=0.0,
+)  # fmt: skip
+"""Prefills take no time and cost nobody anything."""
+
+
 class RecentWork:
     """How prefills and decode iterations went of late: what a driver keeps for its next ``Pressure``."""
 

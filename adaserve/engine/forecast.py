@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from adaserve.engine.prefill import PrefillPacer, Situation
+from adaserve.engine.prefill import PrefillPacer
 from adaserve.patches.served_worker import Load
 from adaserve.scheduler.averages import MovingAverage
 from adaserve.scheduler.forecast import predicted_wait_s
 from adaserve.scheduler.interface import FloatArray
-from adaserve.scheduler.prefill import WaitingBatch, prefill_s
+from adaserve.scheduler.prefill import Situation, WaitingBatch, prefill_s
 from adaserve.slo.classes import CUSTOM_CLASS, DEFAULT_CLASS, SLO, SLOConfig
 from adaserve.slo.forecast import ClassForecast, Forecast
 from adaserve.slo.ledger import SLOLedger
@@ -52,18 +52,18 @@ class Forecaster:
         """Makes a forecast and publishes it."""
         self._made_s, self._idle = now_s, not (load.running or load.joining)
         situation, finish_s = self._situation(load, now_s)
-        stakes, rows = situation.pressure.stakes, situation.queue.prompt_left
+        stakes, rows = situation.pressure.stakes, situation.waiting.prompt_left
         open_to = 1.0
-        if load.paced and situation.rule.gate is not None:
+        if load.paced and situation.config.gate is not None:
             left = np.append(rows, round(self._prompt_tokens.value))
             reading_s = float(prefill_s(left, situation.pressure).sum())
-            open_to = min(1.0, stakes.headroom(len(left), reading_s) / situation.rule.gate)
+            open_to = min(1.0, stakes.headroom(len(left), reading_s) / situation.config.gate)
         told = {}
         for name in self._classes.labels:
             slo = self._slo(name)
             tpot_s = self._ledger.delivered.predict(name, self._by_load_s(name, load), now_s)
             headroom = slo.tpot_s / tpot_s if np.isfinite(slo.tpot_s) else None
-            wait_s = self._wait_s(slo, self._prompt_tokens.value, situation, finish_s, load, now_s)
+            wait_s = self._wait_s(slo, self._prompt_tokens.value, situation, finish_s, load)
             told[name] = ClassForecast(tpot_s * 1e3, headroom, wait_s * 1e3)
         self.latest = Forecast(open_to, told)
         self._ledger.stats.forecast(self.latest)
@@ -73,7 +73,7 @@ class Forecaster:
         """Predicted seconds from now until the prefill of a request that arrives now starts."""
         situation, finish_s = self._situation(load, now_s)
         tokens = float(len(req.origin_input_ids))
-        return self._wait_s(self._ledger.slo(req), tokens, situation, finish_s, load, now_s)
+        return self._wait_s(self._ledger.slo(req), tokens, situation, finish_s, load)
 
     def _by_load_s(self, slo_class: str, load: Load) -> float:
         """TPOT of one more request if the load stays as it is."""
@@ -87,30 +87,30 @@ class Forecaster:
 
     def _situation(self, load: Load, now_s: float) -> tuple[Situation, FloatArray]:
         """The state of queue and batch, and the seconds until each running request ends, rising."""
-        situation = self._pacer.situation(load, now_s)
+        known, outlook = self._pacer.known(load, now_s), self._pacer.outlook
+        situation, batch = known.situation, known.batch
         if not load.paced:
-            situation = situation._replace(rule=replace(situation.rule, gate=None, pacing="fixed"))
-        batch, outlook = situation.batch, self._pacer.outlook
+            situation = replace(situation, config=replace(situation.config, gate=None, pacing="fixed"))
         n = len(load.running)
         pace = np.array([outlook.pace(name, n) for name in batch.slo_class])
         finish_s: FloatArray = np.sort(batch.tokens_ahead * outlook.cycle_s(n) / pace)
         return situation, finish_s
 
     def _wait_s(
-        self, slo: SLO, tokens: float, situation: Situation, finish_s: FloatArray, load: Load, now_s: float
+        self, slo: SLO, tokens: float, situation: Situation, finish_s: FloatArray, load: Load
     ) -> float:
-        queue = situation.queue
+        queue = situation.waiting
         rows = len(queue.arrival_s)
         # Prompts that were not looked at are like those that were.
         unseen = (load.joining - rows) / rows if rows else 0.0
         with_it = WaitingBatch(
-            arrival_s=np.append(queue.arrival_s, now_s),
+            arrival_s=np.append(queue.arrival_s, situation.now_s),
             ttft_slo_s=np.append(queue.ttft_slo_s, slo.ttft_s),
             prompt_left=np.append(np.round(queue.prompt_left * (1.0 + unseen)), max(1.0, tokens)).astype(
                 np.int64
             ),
             started=np.append(queue.started, False),
-            tpot_slo_s=np.append(queue.tpot_slo_s, slo.tpot_s),
+            paced=np.append(queue.paced, np.isfinite(slo.tpot_s)),
         )
         slots = load.slots - (load.joining - rows)
-        return predicted_wait_s(situation.rule, with_it, finish_s, slots, now_s, situation.pressure)
+        return predicted_wait_s(replace(situation, waiting=with_it), finish_s, slots)

@@ -26,26 +26,26 @@ from adaserve.scheduler.policies import is_slo_aware
 from adaserve.scheduler.prefill import (
     PrefillConfig,
     PrefillPlan,
+    Situation,
     WaitingBatch,
     first_token_due_s,
+    is_paced,
     looked_at,
     plan_prefill,
 )
-from adaserve.scheduler.pressure import NEWEST, Pressure, RecentWork
+from adaserve.scheduler.pressure import NEWEST, RecentWork
 from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
 
 
-class Situation(NamedTuple):
-    """What a decision about prefills is based on."""
+class Known(NamedTuple):
+    """A situation, and whose it is."""
 
-    rule: PrefillConfig
-    queue: WaitingBatch  # the started prompt, if there is one, and those of the queue that are looked at
-    waiting: list[Any]  # its rows
+    situation: Situation
+    waiting: list[Any]  # the started prompt, if there is one, and those of the queue that are looked at
     places: IntArray  # of these, in a list of the started prompt, if there is one, and the whole queue
     running: list[Any]  # the rows of ``batch``
     batch: RunningBatch
-    pressure: Pressure
 
 
 class Aim(NamedTuple):
@@ -141,28 +141,30 @@ class PrefillPacer:
         """How many prompt tokens to prefill before the next decode iteration (0 = none), and in which order.
 
         Row 0 is the started prompt, if there is one, and the further rows are the queue. Rows that the order
-        leaves out have to wait; only those of ``Situation.places`` can be in it.
+        leaves out have to wait; only those of ``Known.places`` can be in it.
         """
-        known = self.situation(load, now_s)
-        plan = plan_prefill(known.rule, known.queue, len(load.running), now_s, known.pressure)
+        known = self.known(load, now_s)
+        situation = known.situation
+        plan = plan_prefill(situation, len(load.running))
         if plan.lost:
             self._recent.lost_at_s = now_s
         admitted = set(plan.order.tolist())
         self._ledger.gate(
             (self._ledger.slo(r).slo_class, now_s - arrived_s)
             for i, (r, arrived_s) in enumerate(
-                zip(known.waiting, known.queue.arrival_s.tolist(), strict=True)
+                zip(known.waiting, situation.waiting.arrival_s.tolist(), strict=True)
             )
             if i not in admitted
         )
         if self._holds.limits:
             starting = admitted if plan.tokens else set()
             held = [r for i, r in enumerate(known.waiting) if i not in starting]
-            tight = [known.running[i] for i in binding_rows(known.pressure.slack_s, known.batch.tpot_slo_s)]
+            binding = binding_rows(situation.pressure.slack_s, known.batch.tpot_slo_s)
+            tight = [known.running[i] for i in binding]
             self._holders = self._holding_up(tight, held)
         return replace(plan, order=known.places[plan.order])
 
-    def situation(self, load: Load, now_s: float) -> Situation:
+    def known(self, load: Load, now_s: float) -> Known:
         """The pressure foresees one request more than those that are looked at."""
         started = [] if load.started is None else [load.started]
         picked = self._looked_at(load.waiting, now_s)
@@ -175,7 +177,7 @@ class PrefillPacer:
         chunks = sizes, np.maximum.accumulate(seconds)
         pressure = self._recent.pressure(self._costs, batch, pace, len(waiting) + 1, chunks, now_s)
         rule, queue = replace(self._rule, chunk_tokens=load.most_tokens), self._waiting(waiting, load.started)
-        return Situation(rule, queue, waiting, places, running, batch, pressure)
+        return Known(Situation(rule, queue, now_s, pressure), waiting, places, running, batch)
 
     def _looked_at(self, waiting: Sequence[Any], now_s: float) -> list[int]:
         """Places in the queue, rising: of retracted requests, whose first token was out long ago, and of what
@@ -218,11 +220,11 @@ class PrefillPacer:
             ttft_slo_s=np.array([a.ttft_slo_s for a in aims]),
             prompt_left=np.array(left, np.int64),
             started=np.array([r is started or bool(r.output_ids) for r in reqs], np.bool_),
-            tpot_slo_s=np.array([self._tpot_slo_s(r) for r in reqs]),
+            paced=np.array(
+                [is_paced(self._ledger.slo(r).tpot_s, r.sampling_params.max_new_tokens) for r in reqs],
+                np.bool_,
+            ),
         )
-
-    def _tpot_slo_s(self, req: Any) -> float:
-        return math.inf if req.sampling_params.max_new_tokens == 1 else self._ledger.slo(req).tpot_s
 
     def _aim(self, req: Any) -> Aim:
         if (found := self._aims.get(req)) is None:

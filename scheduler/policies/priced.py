@@ -77,7 +77,6 @@ class PricedPolicy(BasePolicy):
         super().__init__(name, config)
         self._period_s = MovingAverage(0.1)  # time between verifications, prefill included
         self._pace = MovingAverage(0.05, start=2.0)  # tokens per request and iteration
-        self._level_acceptance = MovingAverage(0.1, start=0.7)
         self._regimes: dict[tuple[int, int], _Regime] = {}  # by the bits of the batch size and the stretch
         self._latest: tuple[RunningBatch, _Regime] | None = None
         self._weight: FloatArray = np.ones(0)
@@ -214,24 +213,19 @@ class PricedPolicy(BasePolicy):
         drafting: BoolArray = (worth > price) | (left[:, 0] == 1.0)  # nothing is offered: as the whole batch
         return drafting
 
-    def _learn_surplus(self, outcome: IterationOutcome, f: FloatArray, priced: Priced) -> None:
-        """Moves the surplus table towards what this iteration's draft steps were worth beyond the offers."""
-        plan, trees = outcome.plan, outcome.trees
-        n, row, level = len(plan.running), trees.row, trees.depth - 1
-        steps = min(trees.draft_steps, self.config.d_max)
-        best = np.zeros((n, int(trees.depth.max(initial=0))))
-        np.maximum.at(best, (row, level), f)
-        if steps:
-            self._learn_levels(plan, trees, np.maximum(priced.value - priced.price, 0.0), steps)
+    def _learn_potential(self, rids: tuple[str, ...], trees: CandidateTrees, f: FloatArray) -> None:
+        best = np.zeros((len(rids), int(trees.depth.max(initial=0))))
+        np.maximum.at(best, (trees.row, trees.depth - 1), f)
         reach = 1.0 + best.sum(axis=1)
-        rows = self._potential.rows(plan.running.rids)
+        rows = self._potential.rows(rids)
         known = self._potential.values[rows, 0]
         self._potential.values[rows, 0] = np.where(known > 0, blend(known, reach, REACH_WEIGHT), reach)
 
-    def _learn_levels(
-        self, plan: IterationPlan, trees: CandidateTrees, worth: FloatArray, steps: int
-    ) -> None:
+    def _learn_surplus(self, plan: IterationPlan, trees: CandidateTrees, worth: FloatArray) -> None:
+        """Moves the surplus table towards what this iteration's draft steps were worth beyond the offers.
+        ``worth``: of every node, beyond its price, [m]."""
         n, w, row = len(plan.running), plan.width, trees.row
+        steps = min(trees.draft_steps, self.config.d_max)
         regime = self._regime(plan.running)
         regime.learned += 1
         surplus, rate = regime.surplus, max(self.config.surplus_rate, 1.0 / (PRIOR_WORTH + regime.learned))
@@ -320,10 +314,13 @@ class PricedPolicy(BasePolicy):
     def observe(self, outcome: IterationOutcome) -> None:
         """Also learns how iterations usually go: period, tokens per request, kept nodes per level."""
         super().observe(outcome)
-        plan = outcome.plan
+        plan, trees = outcome.plan, outcome.trees
         bought = self._bought.pop(plan.iteration, None)
         if bought is not None and (len(plan.running) >= SMALL or plan.iteration % RELAXED == RELAXED - 1):
-            self._learn_surplus(outcome, *bought)
+            f, priced = bought
+            self._learn_potential(plan.running.rids, trees, f)
+            if trees.draft_steps:
+                self._learn_surplus(plan, trees, np.maximum(priced.value - priced.price, 0.0))
         if outcome.cycle_s > 0:
             self._period_s.add(outcome.cycle_s)
         self._pace.add(float(outcome.new_tokens.mean()))

@@ -11,8 +11,8 @@ import numpy as np
 
 from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import LatencyModel, StepCost
-from adaserve.scheduler.prefill import PrefillConfig, PrefillPlan, plan_prefill
-from adaserve.scheduler.pressure import Pressure, RecentWork
+from adaserve.scheduler.prefill import PrefillConfig, Situation, plan_prefill
+from adaserve.scheduler.pressure import NO_PRESSURE, Pressure, RecentWork
 from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.waiting import WaitingPrompts, waiting_batch
 from adaserve.scheduler.simulator.workload import SimRequest
@@ -126,7 +126,7 @@ class Replica(ABC):
         if not len(self.waiting):
             return []
         looked = self.waiting.looked_at(self.now_s)
-        plan = self._plan_prefill(looked)
+        plan = plan_prefill(self._situation(looked), len(self.rows))
         if plan.lost:
             self._recent.lost_at_s = self.now_s
         for i in plan.shed.tolist():
@@ -166,11 +166,11 @@ class Replica(ABC):
         self._prompt_left -= request.prompt_tokens
         self.done.append(request)
 
-    def _plan_prefill(self, looked: list[SimRequest]) -> PrefillPlan:
+    def _situation(self, looked: list[SimRequest]) -> Situation:
         config = self.config.prefill
         wanted = config.pacing == "slack" or config.gate is not None
-        pressure = self._pressure(len(looked)) if wanted and len(self.rows) else None
-        return plan_prefill(config, waiting_batch(looked), len(self.rows), self.now_s, pressure)
+        pressure = self._pressure(len(looked)) if wanted and len(self.rows) else NO_PRESSURE
+        return Situation(config, waiting_batch(looked), self.now_s, pressure)
 
     def _pressure(self, joining: int) -> Pressure:
         """What chunks would cost the running requests: alone, or riding in their verification (mixed)."""

@@ -11,7 +11,7 @@ from sched_factories import outcome, running, trees_from
 from adaserve.scheduler.forecast import Outlook, predicted_wait_s
 from adaserve.scheduler.interface import IterationPlan, Selection
 from adaserve.scheduler.latency import ForwardCost, LatencyModel
-from adaserve.scheduler.prefill import PrefillConfig, WaitingBatch
+from adaserve.scheduler.prefill import PrefillConfig, Situation, WaitingBatch
 from adaserve.scheduler.pressure import Pressure, Stakes
 from adaserve.scheduler.simulator.forecasts import close_share, predict_requests
 from adaserve.scheduler.simulator.hardware import hardware_latency
@@ -123,12 +123,13 @@ def wait(left=(100,), ttft=np.inf, finish=(), room=9.0, slots=64, config=CONFIG,
     n = len(left)
     ttft = np.broadcast_to(np.asarray(ttft, np.float64), (n,))
     queue = WaitingBatch(
-        np.full(n, arrival), ttft, np.asarray(left), np.zeros(n, np.bool_), np.full(n, np.inf)
+        np.full(n, arrival), ttft, np.asarray(left), np.zeros(n, np.bool_), np.zeros(n, np.bool_)
     )
     stakes = Stakes(np.array([1e6]), np.array([1e6]), np.array([1 / room]))
     sizes, idle = np.array([1, 100]), np.full(len(finish), np.inf)
     pressure = Pressure(idle, 0.01, sizes, sizes * 1e-3, stakes)
-    return predicted_wait_s(config, queue, np.asarray(finish, np.float64), slots, 0.0, pressure)
+    situation = Situation(config, queue, 0.0, pressure)
+    return predicted_wait_s(situation, np.asarray(finish, np.float64), slots)
 
 
 def test_an_idle_server_lets_nobody_wait():
