@@ -73,6 +73,13 @@ class Simulator:
         fixed_s, self._row_s = fitted_overhead(results)
         self._latency = replace(self._latency, overhead_s=fixed_s)
 
+    @property
+    def of_text(self) -> str:
+        """Where it knows from how well drafts guess."""
+        if any(text.mean for text in self._text.values()):
+            return "Drafts guess as often as the chains of this sweep did."
+        return "No chain played, so drafts guess as often as the simulator has them by default."
+
     def agreements(self, show: Callable[[str], None] = lambda _: None) -> list[Agreement]:
         """Every outcome that the simulator knows, and LIMIT and TOLD at each point.
 
