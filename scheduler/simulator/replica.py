@@ -169,7 +169,7 @@ class Replica(ABC):
     def _situation(self, looked: list[SimRequest]) -> Situation:
         config = self.config.prefill
         wanted = config.pacing == "slack" or config.gate is not None
-        pressure = self._pressure(len(looked)) if wanted and len(self.rows) else NO_PRESSURE
+        pressure = self._pressure(len(looked)) if wanted else NO_PRESSURE
         return Situation(config, waiting_batch(looked), self.now_s, pressure)
 
     def _pressure(self, joining: int) -> Pressure:
