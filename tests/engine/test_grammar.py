@@ -150,7 +150,7 @@ SAMPLES = 1200
 
 
 def texts(server: Server, samples: int) -> list[str]:
-    params = {"temperature": 0.9, "max_new_tokens": 12, **SHORT}
+    params = {"temperature": 0.9, "max_new_tokens": 16, **SHORT}
     parts = [
         server.generate(input_ids=[PROMPTS[0]] * (samples // 3), sampling_params=params) for _ in range(3)
     ]

@@ -19,6 +19,8 @@ from tests.engine.test_sampling import SMALLEST_P, SUSPICIOUS_P
 
 PROMPT = [5, 17, 33, 99, 250]
 TEMPERATURE, SAMPLES, TOKENS, BINS = 0.7, 250, 6, 20
+MOVES = 20
+"""More nodes than these have to be moved in the KV cache, or that is not tested."""
 
 
 @pytest.fixture
@@ -55,14 +57,17 @@ def test_the_same_two_steps_as_sglang(headed: Served) -> None:
 def test_greedy_is_the_target_alone(headed: Served, target: Any) -> None:
     """Every token of every answer is the target's best one behind those before it."""
     jobs = headed_jobs()
-    answers = run_jobs(headed.server, jobs, speed=2)
-    assert_best(target, jobs, answers)
+    for _ in range(2):  # Medusa's heads, which are random, make 32 moves a round, and sometimes 20
+        answers = run_jobs(headed.server, jobs, speed=2)
+        assert_best(target, jobs, answers)
+        stats = headed.probe.read()
+        if stats["moved"] > MOVES:
+            break
     finished = [a["meta_info"] for a in answers if a is not None]
     assert sum(m["num_retractions"] for m in finished) > 0, "no retractions"
     assert any(m["cached_tokens"] > 0 for m in finished), "no prefix was shared"
-    stats = headed.probe.read()
     assert stats["hidden_audits"] > 50, "hardly any hidden states could be audited"
-    assert stats["moved"] > 20, "compaction was not exercised"
+    assert stats["moved"] > MOVES, "compaction was not exercised"
     assert 1.05 < 1 + stats["accepted"] / stats["rows"] < 4, "heads agree too rarely or too often"
     if headed.name != "medusa":
         assert stats["catch_ups"] > 20, "the head never had to catch up"

@@ -174,7 +174,9 @@ class Hanging(ServerSpec):
     def command(self) -> list[str]:
         lines = [
             "import adaserve.lifetime as l, threading",
-            "def waits_for_the_gpu(): threading.Event().wait(600)",
+            "def waits_for_the_gpu():",
+            "    print('hangs', flush=True)",
+            "    threading.Event().wait(600)",
             "l.heed_where_signal()",
             "waits_for_the_gpu()",
         ]
@@ -183,6 +185,11 @@ class Hanging(ServerSpec):
 
 def test_a_server_that_hangs_says_where(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    with pytest.raises(ServerError, match="did not answer within 4 s"):
-        ServerProcess(Hanging("model", "draft", port=free_port()), log).start(limit_s=4.0)
+
+    def until_it_hangs(_: float) -> None:
+        while "hangs" not in log.read_text().splitlines():
+            time.sleep(0.01)
+
+    with pytest.raises(ServerError, match="did not answer within 1 s"):
+        ServerProcess(Hanging("model", "draft", port=free_port()), log).start(until_it_hangs, limit_s=1.0)
     assert "in waits_for_the_gpu" in log.read_text()
