@@ -93,6 +93,7 @@ def hidden_states(target: Any, head: Any) -> HiddenStates:
     if type(head).__name__ == MTP:
         require_same_sizes(target.model.config, head.config)
         return final_states(target, head.config.hidden_size)
+    require_own_tokens(head)
     pool, layers = target.token_to_kv_pool.k_buffer[0], layers_to_capture(target.model, head)
     size, made = head.config.hidden_size, partial(project, head.model)
     return HiddenStates(pool.shape[0], size, pool.dtype, layers, made, pool.device)
@@ -106,6 +107,23 @@ def require_same_sizes(target: Any, layer: Any) -> None:
         raise ValueError(
             "the MTP layer works with hidden states of {} numbers and {} tokens, and the target with {} and "
             "{}: serve the target whose checkpoint the layer is in".format(*of_layer, *of_target)
+        )
+
+
+def require_own_tokens(head: Any) -> None:
+    """Raises ValueError where two output rows of an EAGLE-3 head stand for one token, or one for none:
+    children of a node must differ, or two of them would be accepted."""
+    ids = getattr(head, "hot_token_id", None)
+    if ids is None:  # every row stands for the token of its number
+        return
+    tokens = head.config.vocab_size
+    rows = getattr(head.config, "draft_vocab_size", None) or tokens
+    known = ids[(ids >= 0) & (ids < tokens)].unique()
+    if len(ids) != rows or len(known) < rows:
+        raise ValueError(
+            f"the EAGLE-3 head has {rows} output rows, and its tensor d2t gives {len(ids)} rows "
+            f"{len(known)} different tokens of {tokens}: each row needs a token of its own. Download the "
+            "head again"
         )
 
 

@@ -70,3 +70,25 @@ def test_every_forward_of_the_target_writes_them() -> None:
 def test_heads_that_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         hidden_states_of(runner(Target()), head(**changes))
+
+
+@pytest.mark.parametrize(
+    ("ids", "wrong"),
+    [
+        ([3, 9, 20, 5], None),
+        ([3, 9, 9, 5], "4 rows 3 different tokens of 30"),
+        ([3, 9, 30, 5], "4 rows 3 different tokens of 30"),
+        ([3, -1, 20, 5], "4 rows 3 different tokens of 30"),
+        ([3, 9, 20], "3 rows 3 different tokens of 30"),
+    ],
+)
+def test_each_output_row_of_a_head_needs_a_token_of_its_own(ids: list[int], wrong: str | None) -> None:
+    """Of two children with one token both would be accepted, and the answer would get a token too many."""
+    draft = head()
+    draft.model.hot_token_id = torch.tensor(ids)
+    draft.model.config = SimpleNamespace(hidden_size=SIZE, vocab_size=30, draft_vocab_size=4)
+    if wrong is None:
+        hidden_states_of(runner(Target()), draft)
+    else:
+        with pytest.raises(ValueError, match=wrong):
+            hidden_states_of(runner(Target()), draft)
