@@ -1,9 +1,11 @@
 """Urgency order as in xLLM: SLOs decide who gets the time of an iteration, not how much is speculated.
 
 Source: xLLM's mix scheduler (``xllm/core/scheduler/mix_scheduler.cpp``). An iteration may take as long as the
-most urgent request that can still be in time has left, and at least 0.65 of the tightest TPOT. Requests are
-taken in the order of the time they have left, each with its whole chain, as long as the iteration stays
-within that. xLLM lets the others wait; in SGLang every running request decodes, so here they get their root.
+most urgent request that can still be in time has left, and at least 0.65 of the tightest TPOT; if there is
+none, there is no limit. Requests are taken in the order of the time they have left, each with its whole
+chain, as long as the iteration stays within that. This is xLLM's strategy ``deadline``. Under its
+``urgency_density`` those that cannot wait for all the others come first, the cheapest of them before the
+rest. xLLM lets the others wait; in SGLang every running request decodes, so here they get their root.
 """
 
 from __future__ import annotations
@@ -48,9 +50,8 @@ class UrgencyPolicy(BasePolicy):
     def latency_budget(self, running: RunningBatch, now_s: float, least_s: float) -> float:
         """Seconds that the iteration may take; ``least_s``: without speculation, so who has less is late."""
         left = time_left(running, now_s)
-        in_time = left[left >= least_s]
-        tightest = LEAST_SHARE * float(running.tpot_slo_s.min())
-        return max(float(in_time.min()), tightest) if len(in_time) else tightest
+        most_urgent = float(left[left >= least_s].min(initial=np.inf))
+        return max(most_urgent, LEAST_SHARE * float(running.tpot_slo_s.min()))
 
     def select(self, plan: IterationPlan, trees: CandidateTrees) -> Selection:
         """Whole chains in the order of urgency, while the iteration's predicted time is within the budget."""

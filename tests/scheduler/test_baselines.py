@@ -103,6 +103,14 @@ def test_who_is_late_already_does_not_set_the_budget() -> None:
     assert policy.latency_budget(batch, 1.0, 0.02) == pytest.approx(0.09)
 
 
+def test_where_everybody_is_late_nobody_limits_the_others() -> None:
+    policy = UrgencyPolicy("urgency-3", CONFIG, K)
+    late = replace(late_and_early(), tpot_slo_s=np.full(3, 0.02))  # 20 ms are less than one iteration
+    plan = policy.plan(late, 1.0)
+    assert policy.latency_budget(late, 1.0, seconds(policy, plan, 0)) == np.inf
+    assert policy.select(plan, chains([[0.9] * K] * 3)).counts.tolist() == [3, 3, 3]
+
+
 def test_names() -> None:
     assert chain_length("urgency-4") == 4 and chain_length("adaptive-verify-12") == 12
     assert chain_length("priced") is None and is_slo_aware("urgency-4") and not is_slo_aware("chain-4")
