@@ -3,7 +3,8 @@
 The rule, on every device: the tokens of a row stand in the order of their logits, the largest first, and
 those with equal logits in the order of their ids. Kept is what all three allow, as in SGLang: the first
 ``top_k``; those before which no more than ``top_p`` of the probability stands (1 keeps all); and those that
-are at least ``min_p`` times as likely as the first.
+are at least ``min_p`` times as likely as the first. (While a request of the batch sets ``min_p``, SGLang's
+FlashInfer sampler takes the share ``top_p`` of what ``top_k`` has left, and so keeps fewer tokens.)
 """
 
 from __future__ import annotations
