@@ -36,7 +36,11 @@ SURE = 1e-4
 
 
 class AcceptanceModel:
-    """p = sigmoid(a + b logit(q) + c (depth - 1)), learned online; it starts as p = q."""
+    """p = sigmoid(a + b logit(q) + c (depth - 1)), learned online; it starts as p = q.
+
+    vLLM's has an a and a b for each depth, goes by how much the draft prefers its best token, and verifies
+    whole chains until it has been fitted a few times.
+    """
 
     def __init__(self) -> None:
         self.weights = np.array([0.0, 1.0, 0.0])
