@@ -181,6 +181,20 @@ def test_where_only_flashinfer_is_wrong_triton_serves(host: Path) -> None:
     assert [folder for folder, _, _ in checks(asked.stdout)] == folders
 
 
+def test_the_large_pair_alone_is_no_reason_to_turn_anything_off(host: Path) -> None:
+    """It may have run out of memory or of time, and the same stages with Triton would again."""
+    unfit = 'case "$*" in *"targets"*) exit 1;; *check-large*) echo "$*"; exit 2;; *) echo "$*";; esac'
+    done = run(host, "adaserve", "standalone", PYTHON=fake_python(host, unfit), PAIR="large")
+    every = checks(done.stdout)
+    assert done.returncode == 2 and "none is turned off" in done.stdout
+    assert [folder for folder, _, _ in every] == ["check-large-auto", "smoke-auto", "check-large-auto"]
+    assert all(stage.startswith("sglang-own") for stage in every[2][2]), "with the time that is left"
+    wrong = fake_python(host, unfit.replace("*check-large*", "*check-large*|*smoke-*"))
+    said = run(host, "adaserve", PYTHON=wrong, PAIR="large").stdout
+    folders = ["check-large-auto", "smoke-auto", "narrow-triton-triton", "check-large-triton", "smoke-triton"]
+    assert [folder for folder, _, _ in checks(said)][:5] == folders
+
+
 def test_the_time_is_up(host: Path) -> None:
     """Before the call's own limit, so that there is time to stop servers and to save."""
     fake = fake_python(host, "exec sleep 60")
