@@ -240,6 +240,12 @@ kernels() {
     remember PAIR small
     say "the large pair could not be made, or not within $LIMIT s, so the stages go on with the small one"
   fi
+  # All servers use these kernels: they would compute as wrong, or end in their first forward.
+  case $(sed -n '/^ "sglang": {/{n;p;}' "$work/kernels.json" 2>/dev/null) in
+    *true*) remember SGLANG_FORCE_FUSED_OP_BACKEND ;;
+    *false*) remember SGLANG_FORCE_FUSED_OP_BACKEND torch
+       say "SGLang's own kernels are not right (kernels.json says why): all stages use torch's operators now" ;;
+  esac
   case $right in
     0) say "the kernels agree with their references. Next: smoke" ;;
     3) remember ATTENTION triton

@@ -356,6 +356,18 @@ def test_without_compilers_sglang_has_torch_s_operators(host: Path) -> None:
         assert f"backend <{backend}>" in run(host, "profile", PYTHON=fake).stdout
 
 
+def test_kernels_of_sglang_that_are_wrong_serve_nobody(host: Path) -> None:
+    """Until they are right: every server would end in its first forward."""
+    found = host / ".local" / "gpu-stages" / "kernels.json"
+    for right, backend in ((False, "torch"), (True, "")):
+        results = {"flashinfer": {"right": not right}, "sglang": {"right": right, "seconds": 1.0}}
+        writes = f"cat >{found} <<END\n{json.dumps(results, indent=1)}\nEND\n"
+        says = 'echo "backend <$SGLANG_FORCE_FUSED_OP_BACKEND>"'
+        fake = fake_python(host, f'case "$*" in *.kernels*) {writes};; *) {says};; esac')
+        assert run(host, "kernels", PYTHON=fake, PAIR="small").returncode == 0
+        assert f"backend <{backend}>" in run(host, "profile", PYTHON=fake).stdout
+
+
 def test_what_is_saved_is_written_by_one_at_a_time(host: Path) -> None:
     """A saver that was ended in the middle leaves a program behind that still writes."""
     (host / ".local").mkdir()
