@@ -15,8 +15,9 @@
 #
 # Minutes are guesses until a GPU has run it, one to three of them for every server that has to start. Of the
 # stages from plain to mixed, those that are named together share their servers: "adaserve profile" starts one.
-# Where AdaServe does not start, or its text is not SGLang's, parts of it are turned off with the small pair
-# until it is right, which says where to look. If only FlashInfer was wrong, Triton serves from there on.
+# Where AdaServe does not start, or its text is not SGLang's, and the small pair is not right either, parts of
+# it are turned off until it is, which says where to look. If only FlashInfer was wrong, Triton serves from
+# there on.
 #
 # The stages end after DEADLINE seconds (560) in all; what was measured by then is saved, and the same command
 # goes on from there. One that fails does not keep the next ones from running, but for assemble and smoke.
@@ -239,6 +240,12 @@ kernels() {
     remember PAIR small
     say "the large pair could not be made, or not within $LIMIT s, so the stages go on with the small one"
   fi
+  # All servers use these kernels: they would compute as wrong, or end in their first forward.
+  case $(sed -n '/^ "sglang": {/{n;p;}' "$work/kernels.json" 2>/dev/null) in
+    *true*) remember SGLANG_FORCE_FUSED_OP_BACKEND ;;
+    *false*) remember SGLANG_FORCE_FUSED_OP_BACKEND torch
+       say "SGLang's own kernels are not right (kernels.json says why): all stages use torch's operators now" ;;
+  esac
   case $right in
     0) say "the kernels agree with their references. Next: smoke" ;;
     3) remember ATTENTION triton
@@ -274,8 +281,12 @@ narrow() { # 0: AdaServe is right with Triton, which all stages use from now on
   [ "$ATTENTION" = triton ] # or the environment says otherwise
 }
 
-smoke() {
+small_is_exact() { # with all parts that serve at present
   gpu_check smoke small sglang:exactness adaserve:exactness
+}
+
+smoke() {
+  small_is_exact
   local found=$?
   if [ $found = 0 ]; then
     say "the small pair is exact. Next: plain"
@@ -324,7 +335,11 @@ together() { # together STAGE...: stages on the pair, each server once
     gpu_check "check-$PAIR" "$PAIR" "${ours[@]}"
     done_or_stop $? "$@" || status=2
     if ! is_exact; then
-      if narrow; then
+      # What is wrong with the large pair alone, such as too little memory, no part of AdaServe is to blame for.
+      if [ "$PAIR" = large ] && small_is_exact; then
+        say "the small pair is exact with the same parts, so none is turned off. What the large one ran into" \
+            "is in $work/check-large-$ATTENTION"
+      elif narrow; then
         together "$@"
         return
       fi

@@ -181,6 +181,20 @@ def test_where_only_flashinfer_is_wrong_triton_serves(host: Path) -> None:
     assert [folder for folder, _, _ in checks(asked.stdout)] == folders
 
 
+def test_the_large_pair_alone_is_no_reason_to_turn_anything_off(host: Path) -> None:
+    """It may have run out of memory or of time, and the same stages with Triton would again."""
+    unfit = 'case "$*" in *"targets"*) exit 1;; *check-large*) echo "$*"; exit 2;; *) echo "$*";; esac'
+    done = run(host, "adaserve", "standalone", PYTHON=fake_python(host, unfit), PAIR="large")
+    every = checks(done.stdout)
+    assert done.returncode == 2 and "none is turned off" in done.stdout
+    assert [folder for folder, _, _ in every] == ["check-large-auto", "smoke-auto", "check-large-auto"]
+    assert all(stage.startswith("sglang-own") for stage in every[2][2]), "with the time that is left"
+    wrong = fake_python(host, unfit.replace("*check-large*", "*check-large*|*smoke-*"))
+    said = run(host, "adaserve", PYTHON=wrong, PAIR="large").stdout
+    folders = ["check-large-auto", "smoke-auto", "narrow-triton-triton", "check-large-triton", "smoke-triton"]
+    assert [folder for folder, _, _ in checks(said)][:5] == folders
+
+
 def test_the_time_is_up(host: Path) -> None:
     """Before the call's own limit, so that there is time to stop servers and to save."""
     fake = fake_python(host, "exec sleep 60")
@@ -339,6 +353,18 @@ def test_without_compilers_sglang_has_torch_s_operators(host: Path) -> None:
     for note, backend in (("nvcc missing: SGLang and", "torch"), ("less than 22 GB free", "")):
         fake = fake_python(host, f'echo "note: {note}" >&2; echo "backend <$SGLANG_FORCE_FUSED_OP_BACKEND>"')
         assert run(host, "facts", PYTHON=fake).returncode == 0
+        assert f"backend <{backend}>" in run(host, "profile", PYTHON=fake).stdout
+
+
+def test_kernels_of_sglang_that_are_wrong_serve_nobody(host: Path) -> None:
+    """Until they are right: every server would end in its first forward."""
+    found = host / ".local" / "gpu-stages" / "kernels.json"
+    for right, backend in ((False, "torch"), (True, "")):
+        results = {"flashinfer": {"right": not right}, "sglang": {"right": right, "seconds": 1.0}}
+        writes = f"cat >{found} <<END\n{json.dumps(results, indent=1)}\nEND\n"
+        says = 'echo "backend <$SGLANG_FORCE_FUSED_OP_BACKEND>"'
+        fake = fake_python(host, f'case "$*" in *.kernels*) {writes};; *) {says};; esac')
+        assert run(host, "kernels", PYTHON=fake, PAIR="small").returncode == 0
         assert f"backend <{backend}>" in run(host, "profile", PYTHON=fake).stdout
 
 

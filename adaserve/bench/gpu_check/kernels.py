@@ -50,7 +50,7 @@ ATTENTION = ("flashinfer", "triton")
 OTHERS = ("layout", "noise", "moves", "beams")
 OPTIONAL = {
     "filters": "servers sort instead",
-    "sglang": "every server computes as wrong; in all stages, set SGLANG_FORCE_FUSED_OP_BACKEND=torch",
+    "sglang": "every server computes as wrong without SGLANG_FORCE_FUSED_OP_BACKEND=torch",
 }
 """What to know where they are wrong. Servers can do without."""
 KERNELS = (*ATTENTION, *OTHERS, *OPTIONAL)
