@@ -106,7 +106,7 @@ class WaitingBatch:
     ttft_slo_s: FloatArray  # inf = none
     prompt_left: IntArray  # tokens still to be prefilled
     started: BoolArray  # part of the prompt is in the cache, or it was retracted after its first token
-    paced: BoolArray  # as ``is_paced`` says
+    has_tpot_slo: BoolArray
 
     @property
     def stated(self) -> BoolArray:
@@ -163,7 +163,7 @@ def least_chunk(sizes: IntArray, seconds: FloatArray, waste: float = 1.15) -> in
     return int(sizes[int(np.argmax(per_token_s <= waste * per_token_s[-1]))])
 
 
-def is_paced(tpot_slo_s: float, most_tokens: int) -> bool:
+def has_tpot_slo(tpot_slo_s: float, most_tokens: int) -> bool:
     """Whether a request has a TPOT SLO to meet: an answer of one token has no TPOT."""
     return math.isfinite(tpot_slo_s) and most_tokens != 1
 
@@ -311,8 +311,8 @@ def first_to_start(waiting: WaitingBatch, order: IntArray) -> IntArray:
 
     Of the prompts with a TPOT SLO only the first: the gate judges the others by it, an iteration later. If
     all that wait started together, all of them could be too slow."""
-    paced = waiting.paced[order]
-    return order[~paced | waiting.started[order] | (np.cumsum(paced) == 1)]
+    bound = waiting.has_tpot_slo[order]
+    return order[~bound | waiting.started[order] | (np.cumsum(bound) == 1)]
 
 
 def rank_of(config: PrefillConfig, arrival_s: Numbers, ttft_slo_s: Numbers, prompt_left: Numbers) -> Numbers:

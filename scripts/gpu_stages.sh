@@ -240,7 +240,7 @@ kernels() {
     remember PAIR small
     say "the large pair could not be made, or not within $LIMIT s, so the stages go on with the small one"
   fi
-  # All servers use these kernels: they would compute as wrong, or end in their first forward.
+  # All servers use these kernels. They would compute wrong numbers, or end in their first forward.
   case $(sed -n '/^ "sglang": {/{n;p;}' "$work/kernels.json" 2>/dev/null) in
     *true*) remember SGLANG_FORCE_FUSED_OP_BACKEND ;;
     *false*) remember SGLANG_FORCE_FUSED_OP_BACKEND torch
@@ -281,7 +281,7 @@ narrow() { # 0: AdaServe is right with Triton, which all stages use from now on
   [ "$ATTENTION" = triton ] # or the environment says otherwise
 }
 
-small_is_exact() { # with all parts that serve at present
+small_is_exact() { # with the parts that are in use
   gpu_check smoke small sglang:exactness adaserve:exactness
 }
 
@@ -335,7 +335,7 @@ together() { # together STAGE...: stages on the pair, each server once
     gpu_check "check-$PAIR" "$PAIR" "${ours[@]}"
     done_or_stop $? "$@" || status=2
     if ! is_exact; then
-      # What is wrong with the large pair alone, such as too little memory, no part of AdaServe is to blame for.
+      # Where the large pair alone fails, memory may be short, and no part of AdaServe is to blame.
       if [ "$PAIR" = large ] && small_is_exact; then
         say "the small pair is exact with the same parts, so none is turned off. What the large one ran into" \
             "is in $work/check-large-$ATTENTION"

@@ -110,7 +110,7 @@ class Forecaster:
                 np.int64
             ),
             started=np.append(queue.started, False),
-            paced=np.append(queue.paced, np.isfinite(slo.tpot_s)),
+            has_tpot_slo=np.append(queue.has_tpot_slo, np.isfinite(slo.tpot_s)),
         )
         slots = load.slots - (load.joining - rows)
         return predicted_wait_s(replace(situation, waiting=with_it), finish_s, slots)

@@ -29,7 +29,7 @@ from adaserve.scheduler.prefill import (
     Situation,
     WaitingBatch,
     first_token_due_s,
-    is_paced,
+    has_tpot_slo,
     looked_at,
     plan_prefill,
 )
@@ -220,8 +220,8 @@ class PrefillPacer:
             ttft_slo_s=np.array([a.ttft_slo_s for a in aims]),
             prompt_left=np.array(left, np.int64),
             started=np.array([r is started or bool(r.output_ids) for r in reqs], np.bool_),
-            paced=np.array(
-                [is_paced(self._ledger.slo(r).tpot_s, r.sampling_params.max_new_tokens) for r in reqs],
+            has_tpot_slo=np.array(
+                [has_tpot_slo(self._ledger.slo(r).tpot_s, r.sampling_params.max_new_tokens) for r in reqs],
                 np.bool_,
             ),
         )

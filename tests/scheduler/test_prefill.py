@@ -18,7 +18,7 @@ from adaserve.scheduler.prefill import (
     Situation,
     WaitingBatch,
     claimed_share,
-    is_paced,
+    has_tpot_slo,
     least_chunk,
     looked_at,
     plan_prefill,
@@ -39,14 +39,14 @@ SECONDS = 0.015 + 0.001 * SIZES  # 31 ms for 16 tokens, 271 ms for 256
 LEAST = 70  # the least chunk: 15 / 70 + 1 <= 1.15 x (15 / 256 + 1)
 
 
-def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=(), paced=False):
+def waiting(left=(200,), arrival=0.0, ttft=math.inf, started=(), tpot_slo=False):
     n = len(left)
     return WaitingBatch(
         np.broadcast_to(np.asarray(arrival, np.float64), (n,)),
         np.broadcast_to(np.asarray(ttft, np.float64), (n,)),
         np.asarray(left, np.int64),
         np.isin(np.arange(n), started),
-        np.broadcast_to(paced, (n,)),
+        np.broadcast_to(tpot_slo, (n,)),
     )
 
 
@@ -350,14 +350,14 @@ def test_gate_admits_as_many_as_there_is_room_for():
 
 def test_with_nobody_running_one_prompt_starts_and_the_others_are_judged_by_it():
     """A queue behind a batch that has just ended: if all started together, all would be slow."""
-    queue = waiting((40, 40, 40, 40), paced=(False, True, True, True))
+    queue = waiting((40, 40, 40, 40), tpot_slo=(False, True, True, True))
     assert gated([9.0], queue, n_running=0) == [0, 1], "no TPOT is at stake for the first"
-    assert gated([9.0], waiting((40, 40, 40), paced=True, started=(2,)), n_running=0) == [2]
+    assert gated([9.0], waiting((40, 40, 40), tpot_slo=True, started=(2,)), n_running=0) == [2]
     assert gated([9.0], queue, n_running=0, config=replace(GATED, gate=None)) == [0, 1, 2, 3]
 
 
 def test_an_answer_of_one_token_has_no_tpot():
-    assert is_paced(0.02, 2) and not is_paced(0.02, 1) and not is_paced(math.inf, 2)
+    assert has_tpot_slo(0.02, 2) and not has_tpot_slo(0.02, 1) and not has_tpot_slo(math.inf, 2)
 
 
 def test_nothing_is_prefilled_while_all_are_held():
@@ -552,9 +552,9 @@ def test_a_plan_names_each_prompt_once_and_fits_the_chunk(
     rows, n_running, now_s, order, gate, shed, lost_wait_s
 ):
     """Nobody waits, SLOs that have passed, a clock that was set back: a plan follows all the same."""
-    arrival, ttft, left, started, paced = (np.array([r[i] for r in rows]) for i in range(5))
+    arrival, ttft, left, started, tpot_slo = (np.array([r[i] for r in rows]) for i in range(5))
     queue = WaitingBatch(
-        arrival, ttft, left.astype(np.int64), started.astype(np.bool_), paced.astype(np.bool_)
+        arrival, ttft, left.astype(np.int64), started.astype(np.bool_), tpot_slo.astype(np.bool_)
     )
     lost_every_s = 2.0 if order == "deadline" else None
     config = PrefillConfig(256, order, gate, lost_every_s, shed, "slack")
@@ -569,7 +569,7 @@ def test_a_plan_names_each_prompt_once_and_fits_the_chunk(
     assert 0 <= plan.reserved <= plan.tokens <= config.chunk_tokens
     assert plan.tokens == 0 or len(plan.order)
     if not n_running:
-        free = ~np.isin(np.arange(len(rows)), plan.shed) & (queue.started | ~queue.paced)
+        free = ~np.isin(np.arange(len(rows)), plan.shed) & (queue.started | ~queue.has_tpot_slo)
         if gate is None:
             assert len(plan.order) + len(plan.shed) == len(rows), "nobody holds them back"
         assert set(np.flatnonzero(free)) <= set(plan.order.tolist())

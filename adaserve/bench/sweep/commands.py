@@ -181,7 +181,7 @@ def replay(folder: Path, console: Console) -> None:
     simulator = Simulator(Results(Store(folder)))
     with console.status("replaying") as status:
         found = simulator.agreements(lambda what: status.update(f"replaying {what}"))
-    text = f"# The simulator on the same requests\n\n{simulator.of_text}\n\n{markdown(found)}\n"
+    text = f"# The simulator on the same requests\n\n{simulator.acceptance}\n\n{markdown(found)}\n"
     (folder / "simulated.md").write_text(text, encoding="utf-8")
     (folder / "simulated.json").write_text(json.dumps(to_json(found), indent=1) + "\n", encoding="utf-8")
     print(text)

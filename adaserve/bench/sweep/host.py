@@ -25,7 +25,7 @@ WARM_REQUESTS, WARM_RUNNING = 16, 4
 PREFILL_TOKENS, PREFILL_REQUESTS = (16, 48, 128, 384), 5
 IDLE, IDLE_ROUNDS = (PLAIN, STOCK), 6
 SET_UP_ROUNDS = 3
-"""What SLOs and loads follow from is measured so often, in turns: a host has slow minutes."""
+"""Baseline, prefills and capacity are measured this often, in turns: a host has slow minutes."""
 
 IdleRounds = Mapping[str, Mapping[str, Sequence[float]]]
 """Server -> ``tpot_ms`` of one request and ``saturated_rps`` -> a value per round; rounds are paired."""

@@ -215,7 +215,7 @@ def _intro(results: Results) -> str:
 
 
 def _rounds(head: Mapping[str, Any], name: str) -> str:
-    """How far apart the rounds were that a figure is the median of; nothing where there was one."""
+    """The range of the rounds whose median a figure is; empty where they do not differ, or there is one."""
     values = sorted(set(head.get("set_up_rounds", {}).get(name, ())))
     return f" ({values[0]:.2f} to {values[-1]:.2f} while it was measured)" if len(values) > 1 else ""
 

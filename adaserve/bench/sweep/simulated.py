@@ -74,11 +74,11 @@ class Simulator:
         self._latency = replace(self._latency, overhead_s=fixed_s)
 
     @property
-    def of_text(self) -> str:
-        """Where it knows from how well drafts guess."""
+    def acceptance(self) -> str:
+        """A sentence on what the acceptance of drafts follows."""
         if any(text.mean for text in self._text.values()):
-            return "Drafts guess as often as the chains of this sweep did."
-        return "No chain played, so drafts guess as often as the simulator has them by default."
+            return "Drafts are accepted as often as the chains of this sweep were."
+        return "No chain played, so the acceptance of drafts is the simulator's default."
 
     def agreements(self, show: Callable[[str], None] = lambda _: None) -> list[Agreement]:
         """Every outcome that the simulator knows, and LIMIT and TOLD at each point.

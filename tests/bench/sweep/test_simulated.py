@@ -143,10 +143,10 @@ def test_acceptance_is_that_of_the_same_kind_of_traffic(tmp_path: Path) -> None:
     assert fitted_means(results, "long")["chat"] == pytest.approx((2 * plain + repeating) / 3, abs=0.05)
 
 
-def test_it_is_said_where_no_chain_shows_how_well_drafts_guess(tmp_path: Path) -> None:
-    assert "chains of this sweep" in Simulator(Results(served(tmp_path / "chains"))).of_text
+def test_it_is_said_where_acceptance_is_the_default(tmp_path: Path) -> None:
+    assert "chains of this sweep" in Simulator(Results(served(tmp_path / "chains"))).acceptance
     bare = served(tmp_path / "bare", replace(PLAN, policies=("adaserve", "priced")))
-    assert "No chain played" in Simulator(Results(bare)).of_text
+    assert "No chain played" in Simulator(Results(bare)).acceptance
 
 
 def test_the_simulator_has_the_requests_of_the_records(tmp_path: Path) -> None:
