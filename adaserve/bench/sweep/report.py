@@ -90,26 +90,26 @@ def _comparison(c: Comparison) -> dict[str, Any]:
     }
 
 
+_VERDICT = ("point", "attained", "best baseline", "points", "fewer violations", "goodput", "verdict")
+
+
+def _verdicts(results: Results) -> list[tuple[str, ...]]:
+    """The default policy against the best of the others as they are, point by point."""
+    return [
+        (p.id, _share(o.attainment()), c.rival, *_cells(c))
+        for p in results.points()
+        if (o := results.get(p, results.default)) is not None
+        and (c := results.against_best(p, results.default)) is not None
+    ]
+
+
 def _verdict_table(results: Results) -> Table:
-    heads = ("point", "in time", "rival", "points", "missed", "goodput", "verdict")
-    made = table(
-        f"{results.default} against the best of the others, as they are", heads, left=("point", "rival")
-    )
-    for point in results.points():
-        c = results.against_best(point, results.default)
-        o = results.get(point, results.default)
-        if c is not None and o is not None:
-            points = f"{c.points.value:+.1f}"
-            ratios = (
-                _ratio(1 / c.violations.value if c.violations.value else math.inf),
-                _ratio(c.goodput.value),
-            )
-            made.add_row(point.id, _share(o.attainment()), c.rival, points, *ratios, c.verdict)
+    """Without the intervals, for which a terminal is too narrow."""
+    title = f"{results.default} against the best of the others, as they are"
+    made = table(title, _VERDICT, left=("point", "best baseline"))
+    for cells in _verdicts(results):
+        made.add_row(*(cell.partition(" [")[0] for cell in cells))
     return made
-
-
-def _ratio(value: float) -> str:
-    return "-" if math.isnan(value) or math.isinf(value) else f"{value:.2f}x"
 
 
 def _cells(c: Comparison) -> tuple[str, str, str, str]:
@@ -142,7 +142,7 @@ def _times(v: Interval) -> str:
 def _page(results: Results, figures: Mapping[str, str]) -> str:
     """``README.md`` of the folder: what was run, the verdicts, the numbers, the figures."""
     head = results.head
-    every = {c.id for c in (*results.plan.cases(), *results.plan.check_cases())}
+    every = {c.id for c in results.plan.cases()}
     finished, planned = len(every & set(results.lines)), len(every)
     host = head["host"]
     parts = [
@@ -154,15 +154,7 @@ def _page(results: Results, figures: Mapping[str, str]) -> str:
         f"{', '.join(_commits(results)) or host['git_sha']}; started {head['started']}.",
         "## Verdict",
         _verdict_text(results),
-        markdown.table(
-            ("point", "attained", "best baseline", "points", "fewer violations", "goodput", "verdict"),
-            [
-                (p.id, _share(o.attainment()), c.rival, *_cells(c))
-                for p in results.points()
-                if (c := results.against_best(p, results.default)) is not None
-                and (o := results.get(p, results.default)) is not None
-            ],
-        ),
+        markdown.table(_VERDICT, _verdicts(results)),
         *_judged(results, gated=False),
         *_judged(results, gated=True),
         *_published(results),
@@ -291,7 +283,7 @@ def _stock(results: Results) -> list[str]:
     for key, label in (("tpot_ms", "one request, ms per token"), ("saturated_rps", "saturated, requests/s")):
         if idle := results.idle(key):
             rows.append((label, f"{idle[0]:.2f}", f"{idle[1]:.2f}", _times(idle[2])))
-    for point in results.plan.check_points() if results.plan.checks_plain else ():
+    for point in results.plan.check_points:
         ours, stock = results.get(point, PLAIN), results.get(point, STOCK)
         if ours is not None and stock is not None:
             for key, label in (("mean_tpot_ms", "mean TPOT, ms"), ("mean_ttft_ms", "mean TTFT, ms")):
