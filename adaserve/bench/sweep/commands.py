@@ -24,6 +24,9 @@ from adaserve.config import AdaServeConfig
 from adaserve.loadgen.results import new_results_dir
 from adaserve.server import ServerSpec, require_models
 
+SET_UP_S, COMPARED_S = 210.0, 270.0
+"""First guesses: until the first block, and of `none` with SGLang on two idle servers."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -166,8 +169,8 @@ def _try_to_redraw(folder: Path, readme: Path | None, console: Console) -> None:
 
 def minutes_of(plan: SweepPlan) -> float:
     """A first guess of how long a sweep takes."""
-    cases = len(plan.blocks_in_order()) + len(plan.check_cases())
-    return (210.0 + cases * Clock().expected_s(plan)) / 60
+    cases_s = len(plan.blocks_in_order()) * Clock(plan.seconds).case_s
+    return (SET_UP_S + (COMPARED_S if plan.check_points else 0.0) + cases_s) / 60
 
 
 def redraw(folder: Path, readme: Path | None, console: Console) -> None:

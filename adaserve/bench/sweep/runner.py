@@ -24,7 +24,7 @@ from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
 from adaserve.bench.sweep.requests import Requests, load_workload
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, changed
-from adaserve.bench.sweep.systems import PLAIN, STOCK, System, family, length_of, system
+from adaserve.bench.sweep.systems import PLAIN, System, family, length_of, system
 from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.bench.sweep.tuning import concrete
 from adaserve.host import describe_host
@@ -38,7 +38,6 @@ PATIENCE_S, PAUSE_S = 40.0, 4.0
 """How long a block waits for a host that is slow right now, and how often it looks. Half as long after a wait
 in vain: a host that stays slow costs little."""
 _FAILURES_IN_A_ROW = 3
-_IDLE_S = 270.0  # first guess of what two more servers take, and what both do idle and saturated
 
 
 @dataclass
@@ -56,7 +55,9 @@ class Sweep:
     attempts: int = ATTEMPTS
     patience_s: float = PATIENCE_S
     head: dict[str, Any] = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.plan.seconds)
 
     def run(self) -> bool:
         """Measures what is missing; True when everything is there. Raises SweepError, ServerError,
@@ -84,8 +85,7 @@ class Sweep:
             self.task = bar.add_task("starting", total=len(self.plan.blocks_in_order()))
             self._prepare()
             self._cases(self.plan.blocks_in_order(), retry=True)
-            self._check()
-        return not self._missing([*self.plan.blocks_in_order(), *self.plan.check_cases()])
+        return not self._missing(self.plan.blocks_in_order())
 
     def _stored_head(self) -> dict[str, Any]:
         """Of the folder that is continued. Raises SweepError where blocks could not be compared."""
@@ -133,6 +133,10 @@ class Sweep:
             head["latency_model"] = (hosts.report_of(server) or {}).get("latency")
         self.requests = self._requests()
         self.store.write_head(head)
+        if self.plan.check_points and "idle_rounds" not in head:
+            self._say("comparing `none` with SGLang without speculation, while both are fresh")
+            head["idle_rounds"] = hosts.idle_rounds(self.host, self.requests.asks(hosts.CAPACITY_REQUESTS))
+            self.store.write_head(head)
         slos = self.workload.slo_ms(Point(self.plan.at), head["baseline_ms"])
         prefill = self.requests.prefill
         self._say(
@@ -159,8 +163,6 @@ class Sweep:
                 f"[yellow]other programs use {head['host_before']['busy']:.0%} of this machine[/]: SLOs "
                 "are multiples of the baseline measured now, so results will be off"
             )
-        head["baseline_ms"] = self.baseline_ms or round(hosts.unloaded(server, texts), 4)
-        self._find_prompts()
         singles_ms, ttfts_ms, rates_rps = [], [], []
         for k in range(hosts.SET_UP_ROUNDS):
             self.bar.update(
@@ -169,10 +171,13 @@ class Sweep:
             )
             server.drain()
             singles_ms.append(self.baseline_ms or round(hosts.unloaded(server, texts), 4))
+            head["baseline_ms"] = statistics.median(singles_ms)
+            head["urgent"] = self.workload.urgent(head["baseline_ms"] / 1e3)
+            if not k:
+                self._find_prompts()
             server.drain()
             tokens, times_ms = hosts.prefill_times(server, every)
             ttfts_ms.append(times_ms)
-            head["baseline_ms"] = statistics.median(singles_ms)
             line = PrefillTime.fitted(tokens, [statistics.median(t) for t in zip(*ttfts_ms, strict=True)])
             head["prefill"] = asdict(line)
             server.drain()
@@ -183,17 +188,12 @@ class Sweep:
 
     def _find_prompts(self) -> None:
         head = self.head
-        head["urgent"] = self.workload.urgent(head["baseline_ms"] / 1e3)
         self.bar.update(self.task, description="looking for prompts whose output does not loop")
         pool, head["prompts_that_do_not_loop"] = screened_pool(
             self.workload, head["urgent"], self._continue, self.plan.seconds / 20.0
         )
         pool.save(self.store.prompts)
-        self._warn_of_loops(head["prompts_that_do_not_loop"])
-
-    def _warn_of_loops(self, shares: Mapping[str, float]) -> None:
-        looping = [n for n, share in shares.items() if share < 0.5]
-        if looping:
+        if looping := [n for n, share in head["prompts_that_do_not_loop"].items() if share < 0.5]:
             self._say(
                 f"[yellow]most outputs of {', '.join(looping)} repeat themselves[/]: drafts guess that "
                 "easily, so speculation looks better than it is; a higher --temperature helps"
@@ -219,10 +219,10 @@ class Sweep:
         in_a_row = 0
         for k, case in enumerate(missing):
             self.bar.update(self.task, completed=len(cases) - len(missing) + k, description=case.id)
-            if not self._in_time(case):
+            if self.deadline_s is not None and time.monotonic() + self.clock.case_s >= self.deadline_s:
                 self._say(f"time is up: {len(missing) - k} blocks are left for another call")
                 return
-            self._plan_ahead(case, len(missing) - k - 1)
+            self.clock.begin(len(missing) - k)
             if self._one(case):
                 in_a_row = 0
             elif (in_a_row := in_a_row + 1) == _FAILURES_IN_A_ROW:
@@ -233,23 +233,6 @@ class Sweep:
         if retry and (failed := self._missing(cases)):
             self._say(f"once more: {len(failed)} blocks that failed")
             self._cases(failed, retry=False)
-
-    def _in_time(self, case: Case) -> bool:
-        if self.deadline_s is None:
-            return True
-        return time.monotonic() + self.clock.expected_s(self.plan) + self._check_s(case) < self.deadline_s
-
-    def _check_s(self, case: Case) -> float:
-        """How long the comparison with SGLang will take after a case; 0 where that is part of it, or done."""
-        if case.policy == STOCK or not self._check_missing():
-            return 0.0
-        return _IDLE_S + 2 * self.clock.expected_s(self.plan)
-
-    def _plan_ahead(self, case: Case, later: int) -> None:
-        """``later``: cases after this one."""
-        expected_s = self.clock.expected_s(self.plan)
-        self.clock.case_end_s = time.monotonic() + expected_s
-        self.clock.later_s = later * expected_s + self._check_s(case)
 
     def _one(self, case: Case) -> bool:
         """Measures a block; a failure is recorded and the servers are started anew for the next one."""
@@ -273,7 +256,7 @@ class Sweep:
             return False
         write_records(self.store.records_path(case.id), answers)
         self.store.add({**line, "setting": setting})
-        self.clock.learn(self.plan.seconds, time.monotonic() - start_s)
+        self.clock.learn(time.monotonic() - start_s)
         self._say(_one_line(line, self.clock.left_s))
         return True
 
@@ -316,25 +299,6 @@ class Sweep:
         """ms per token of single requests: the median of all that was measured around blocks."""
         known = [p for line in self.store.finished().values() for p in line["pace_ms"]]
         return statistics.median([self.head["baseline_ms"], *known, *now_ms])
-
-    # -- SGLang without speculation -----------------------------------------------------------------
-
-    def _check_missing(self) -> bool:
-        idle = self.plan.checks_plain and "idle_rounds" not in self.head
-        return idle or bool(self._missing(self.plan.check_cases()))
-
-    def _check(self) -> None:
-        """What `none` costs beyond SGLang without speculation: both idle, saturated, and under two loads."""
-        if not self._check_missing():
-            return
-        if self.deadline_s is not None and time.monotonic() + _IDLE_S > self.deadline_s:
-            return
-        self.bar.update(self.task, description="comparing with SGLang without speculation")
-        self.clock.case_end_s = time.monotonic() + _IDLE_S
-        asks = self.requests.asks(hosts.CAPACITY_REQUESTS)
-        self.head["idle_rounds"] = hosts.idle_rounds(self.host, asks)
-        self.store.write_head(self.head)
-        self._cases(self.plan.check_cases(), retry=False)
 
     def _say(self, text: str) -> None:
         self.bar.console.print(text, highlight=False, soft_wrap=True)

@@ -150,11 +150,15 @@ def test_defaults_take_about_an_hour() -> None:
 
 
 def test_plain_sglang_is_compared_at_the_ends_of_the_load_axis() -> None:
-    plan = SweepPlan(policies=("none", "priced"), loads=(0.2, 0.4, 0.6))
-    assert [(c.point.load, c.policy) for c in plan.check_cases()] == [(0.2, STOCK), (0.6, STOCK)]
-    assert replace(plan, check_plain=False).check_cases() == []
-    beside = replace(plan, policies=("none", STOCK))
-    assert beside.checks_plain and not beside.check_cases(), "the axis has these blocks already"
+    plan = SweepPlan(policies=("none", "priced"), loads=(0.2, 0.4, 0.6), blocks=2)
+    cases = plan.cases()
+    stock = [k for k, case in enumerate(cases) if case.policy == STOCK]
+    assert [(cases[k].point.load, cases[k].seed, cases[k].block) for k in stock] == [(0.6, 0, 0), (0.2, 0, 0)]
+    for k in stock:
+        beside = Case(cases[k].point, "none", 0)
+        assert abs(cases.index(beside) - k) <= 2, "in turns, and not an hour later"
+    assert not any(c.policy == STOCK for c in replace(plan, check_plain=False).cases())
+    assert replace(plan, policies=("none", STOCK)).cases().count(Case(Point(0.2), STOCK, 0)) == 1
 
 
 def test_every_trace_of_a_folder_is_a_point(tmp_path: Path) -> None:
@@ -194,6 +198,7 @@ def test_traces_keep_names_of_their_own() -> None:
         ("blocks", 0),
         ("lengths", ()),
         ("kinds", ("dreams",)),
+        ("axes", ("traces",)),
         ("max_tokens", -1),
     ],
 )

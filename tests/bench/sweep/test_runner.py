@@ -73,6 +73,7 @@ class World:
         self.fate: dict[str, list[BaseException]] = {}  # what happens to the next attempts of a case
         self.output = io.StringIO()
         self.now_s = 0.0
+        self.compared = 0
         mine = {"host": describe_host(), "plan": PLAN.to_json(), "server_settings": {}}
         head = {**HEAD, "commands": [], **mine}
         self.store.write_head(head)
@@ -83,7 +84,11 @@ class World:
         monkeypatch.setattr(runner, "run_case", self.run_case)
         clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
         monkeypatch.setattr(runner, "time", clock)  # there alone: threads of the progress bar sleep, too
-        monkeypatch.setattr(runner.hosts, "idle_rounds", lambda *_: IDLE)
+        monkeypatch.setattr(runner.hosts, "idle_rounds", self.idle_rounds)
+
+    def idle_rounds(self, *_: object) -> dict[str, dict[str, list[float]]]:
+        self.compared += 1
+        return IDLE
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -194,7 +199,7 @@ def test_what_is_measured_before_the_blocks(world: World, monkeypatch: pytest.Mo
     world.store = Store(world.store.folder.parent / "new")
     pool = PromptPool(tuple(ClassPrompt(c, c, 9) for c in ("coding", "chat", "summarization")))
     asked: list[int] = []
-    singles_ms, ttfts_ms = iter([1.0, 1.0, 10.0, 19.0, 12.0]), iter([9.0, 80.0, 8.0])
+    singles_ms, ttfts_ms = iter([1.0, 10.0, 19.0, 12.0]), iter([9.0, 80.0, 8.0])
     rates_rps = [5.0, 2.0, 4.0]
     rates = iter(rates_rps)
     fakes = {
@@ -240,13 +245,14 @@ def test_no_case_is_begun_that_would_end_too_late(world: World) -> None:
     assert len(world.ran) == 4
 
 
-def test_time_is_kept_for_the_comparison_with_sglang(world: World) -> None:
-    plan = SweepPlan.from_json({**PLAN.to_json(), "check_plain": True, "seeds": [0, 1]})
-    assert not world.sweep(plan, minutes=322 / 60)
-    ran = [c.split(".")[-3] for c in world.ran]
-    assert ran[-2:] == [STOCK, STOCK] and len(ran) == 4 + 2, "eight cases would have left no time for it"
+def test_idle_servers_are_compared_once_and_before_the_blocks(world: World) -> None:
+    plan = replace(PLAN, check_plain=True)
+    world.fate[plan.cases()[0].id] = [KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        world.sweep(plan)
     assert world.store.head()["idle_rounds"] == IDLE
-    assert world.sweep(plan, minutes=10)
+    assert world.sweep(plan) and world.compared == 1
+    assert sum(f".{STOCK}." in name for name in set(world.ran)) == 2
 
 
 def test_a_block_on_a_busy_host_is_measured_again_and_the_quietest_attempt_counts(world: World) -> None:
