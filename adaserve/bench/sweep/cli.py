@@ -125,7 +125,6 @@ def bench_sweep(
     minutes: Annotated[
         float | None, _run("Minutes to run; no block starts that would end later.", min=0.1)
     ] = None,
-    hours: Annotated[float | None, _run("Hours to run, in place of --minutes.", min=0.01)] = None,
     attempts: Annotated[int, _run("Tries per block while other programs disturb it.", min=1)] = 3,
     out: Annotated[
         Path | None,
@@ -174,7 +173,7 @@ def bench_sweep(
             server=dict(model=model, draft=draft, size=size),
             config=dict(cpu_weights=cpu_weights, max_depth=max_depth, budget=budget),
             baseline_ms=baseline_ms, capacity_rps=capacity,
-            minutes=minutes if hours is None else 60 * hours, attempts=attempts, out=out, readme=readme,
+            minutes=minutes, attempts=attempts, out=out, readme=readme,
         )  # fmt: skip
         if plan_only:
             show_plan(options, console)
