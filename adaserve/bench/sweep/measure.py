@@ -47,7 +47,7 @@ class Traffic:
     rows: tuple[TraceRow, ...]
     sha256: str
     slo_ms: Mapping[str, float | None]  # TPOT; the rows have it too, and their TTFT SLO
-    temperatures: Mapping[str, float]
+    temperature: float
     seconds: float
     priorities: Mapping[str, int] | None = None  # of SGLang's scheduling; None = requests carry none
     stated_max_tokens: int | None = None  # None = exactly where the answers end
@@ -62,7 +62,7 @@ class Traffic:
             name: ClassLoad(
                 name=name,
                 tpot_ms=slo,
-                temperature=self.temperatures[name],
+                temperature=self.temperature,
                 priority=None if self.priorities is None else self.priorities[name],
             )
             for name, slo in self.slo_ms.items()
@@ -91,7 +91,7 @@ def run_case(
     Raises KeyboardInterrupt, LoadgenError, httpx errors when the server is gone."""
     shutil.rmtree(work, ignore_errors=True)
     before = report_of(server)
-    start_s = time.monotonic()
+    started, start_s = datetime.now(UTC), time.monotonic()
     others = OtherPrograms()
     with (
         time_limit(traffic.limit_s) as rang,
@@ -110,7 +110,7 @@ def run_case(
         **case.names,
         "status": "timeout" if rang else "ok",
         "error": f"ended after {traffic.limit_s:.0f} s" if rang else None,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": started.isoformat(timespec="seconds"),
         "wall_s": round(wall_s, 2),
         "git_sha": git_sha(),
         "trace_sha256": traffic.sha256,

@@ -236,7 +236,7 @@ class Sweep:
 
     def _one(self, case: Case) -> bool:
         """Measures a block; a failure is recorded and the servers are started anew for the next one."""
-        start_s = time.monotonic()
+        started, start_s = datetime.now(UTC), time.monotonic()
         try:
             setting = concrete(case, self.store.finished(), self.plan.lengths)
             line, answers = self._least_disturbed(system(setting), case)
@@ -248,7 +248,7 @@ class Sweep:
                     **case.names,
                     "status": "failed",
                     "error": self.last_error,
-                    "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                    "started": started.isoformat(timespec="seconds"),
                 }
             )
             self._say(f"[red]{case.id} failed[/]: {escape(self.last_error)}")

@@ -275,6 +275,17 @@ def write_page(store: Any) -> Path:
     return Path(store.folder / "README.md")
 
 
+def test_a_sweep_without_a_finished_block_has_nothing_to_show(tmp_path: Path) -> None:
+    store = finished_sweep(tmp_path / "s", replace(PLAN, policies=("none",), axes=("load",)), tpot_ms)
+    (store.folder / "cases.jsonl").unlink()
+    with pytest.raises(SweepError, match="finished"):
+        write_all(store, None, Console(quiet=True))
+
+
+def test_a_block_whose_requests_were_never_sent_has_no_goodput(tmp_path: Path) -> None:
+    assert Block.of([request(0, 0.0, "coding", 99.0)]).goodput == 0.0
+
+
 def test_an_older_folder_is_refused(tmp_path: Path) -> None:
     store = finished_sweep(tmp_path / "s", PLAN, tpot_ms)
     store.write_head({**store.head(), "schema_version": 1})
