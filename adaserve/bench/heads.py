@@ -9,7 +9,6 @@ tree by tree, and compared by the median of the ratios of neighbours.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from adaserve.bench.walks import HeadPlan, Text, Tree, Walk, kernel_model, over_
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.loadgen.results import provenance
+from adaserve.loadgen.results import provenance, write_json
 from adaserve.pair.evaluate import prompt_batch, write
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.model import TinyLlama, load_hf
@@ -135,6 +134,7 @@ def _standard_error(accepted: Sequence[tuple[int, int]]) -> float | None:
 
 def run_heads(plan: HeadPlan, path: Path, console: Console) -> None:
     """Measures the shipped drafts, prints a table, writes JSON."""
+    made = provenance()
     torch.set_num_threads(plan.threads)
     pair = weights_folder()
     target = load_hf(pair / "target").requires_grad_(False)
@@ -149,8 +149,8 @@ def run_heads(plan: HeadPlan, path: Path, console: Console) -> None:
             verify = Verification(served, batch, plan.storage)
             rows += summarize(in_turns(drafts, plan.trees, verify, lambda: bar.advance(task)), batch)
     path.parent.mkdir(parents=True, exist_ok=True)
-    body = {"schema_version": 1, "kind": "bench heads", "made": provenance(), "plan": asdict(plan)}
-    path.write_text(json.dumps({**body, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    body = {"schema_version": 1, "kind": "bench heads", "made": made, "plan": asdict(plan)}
+    write_json(path, {**body, "rows": [asdict(row) for row in rows]})
     _print(rows, plan)
     console.print(f"written to {path}", soft_wrap=True)
 

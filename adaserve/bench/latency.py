@@ -8,7 +8,6 @@ under every policy, so all of them serve the same texts.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
-from adaserve.loadgen.results import provenance
+from adaserve.loadgen.results import provenance, write_json
 from adaserve.server import ServerProcess, ServerSpec
 
 BASE = "none"
@@ -96,7 +95,7 @@ class Sample:
 
 def run_latency(specs: Mapping[str, ServerSpec], plan: LatencyPlan, path: Path, console: Console) -> None:
     """Starts a server for each kind of draft, measures, prints a table, writes JSON. Raises ServerError."""
-    plan = replace(plan, drafts=len(specs))
+    plan, made = replace(plan, drafts=len(specs)), provenance()
     with ExitStack() as stack:
         servers = {
             kind: stack.enter_context(running(spec, path.with_name(f"server-{kind}.log"), console))
@@ -106,7 +105,7 @@ def run_latency(specs: Mapping[str, ServerSpec], plan: LatencyPlan, path: Path, 
         task = bar.add_task("measuring", total=plan.steps)
         samples = run(servers, plan, lambda what: bar.update(task, advance=1, description=what))
         states = {kind: server.report() for kind, server in servers.items()}
-    save(path, samples, plan, states)
+    save(path, made, samples, plan, states)
     Console(width=None if sys.stdout.isatty() else 130).print(_table(summarize(samples, plan)))
     console.print(f"written to {path}", soft_wrap=True)
 
@@ -261,18 +260,24 @@ def _speedups(base: Sequence[Sample], mine: Sequence[Sample]) -> list[float]:
     return sorted(tpot[s.round] / s.tpot_ms for s in mine)
 
 
-def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, servers: dict[str, Any]) -> None:
+def save(
+    path: Path,
+    made: Mapping[str, Any],
+    samples: Sequence[Sample],
+    plan: LatencyPlan,
+    servers: Mapping[str, Any],
+) -> None:
     """Writes everything that is needed to judge and to repeat the measurement."""
     body = {
         "schema_version": 3,
         "kind": "bench latency",
-        "made": provenance(),
+        "made": made,
         "plan": asdict(plan),
         "latency_models": {kind: report["latency"] for kind, report in servers.items()},
         "summary": summarize(samples, plan),
         "samples": [asdict(s) for s in samples],
     }
-    path.write_text(json.dumps(body, indent=1) + "\n")
+    write_json(path, body)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -21,7 +21,7 @@ from adaserve.bench.sweep.simulated import Simulator, markdown, to_json
 from adaserve.bench.sweep.store import Store, changed, merged
 from adaserve.bench.sweep.systems import family, system, with_length
 from adaserve.config import AdaServeConfig
-from adaserve.loadgen.results import new_results_dir
+from adaserve.loadgen.results import new_results_dir, write_json
 from adaserve.server import ServerSpec, require_models
 
 SET_UP_S, COMPARED_S = 210.0, 270.0
@@ -186,7 +186,7 @@ def replay(folder: Path, console: Console) -> None:
         found = simulator.agreements(lambda what: status.update(f"replaying {what}"))
     text = f"# The simulator on the same requests\n\n{simulator.acceptance}\n\n{markdown(found)}\n"
     (folder / "simulated.md").write_text(text, encoding="utf-8")
-    (folder / "simulated.json").write_text(json.dumps(to_json(found), indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "simulated.json", to_json(found))
     print(text)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from adaserve.bench.sweep.systems import GATE, PLAIN, PUBLISHED, STOCK, is_rival
 from adaserve.bench.sweep.ttft import OTHER_RULE, TTFT_RULES
 from adaserve.bench.sweep.tuning import chosen_text
 from adaserve.bench.terminal import table
+from adaserve.loadgen.results import write_json
 
 _MOST_SHOWN = 1000.0
 _TIMES = (
@@ -33,9 +33,7 @@ _TIMES = (
 def write_all(store: Store, readme: Path | None, console: Console) -> list[str]:
     """Everything that follows from the records; returns what was written. Raises SweepError."""
     results = Results(store)
-    (store.folder / "summary.json").write_text(
-        json.dumps(summary(results), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    write_json(store.folder / "summary.json", summary(results))
     figures = draw_all(results, store.folder)
     (store.folder / "README.md").write_text(_page(results, figures), encoding="utf-8")
     console.print(_verdict_table(results))
