@@ -18,8 +18,8 @@ import psutil
 from rich.console import Console
 
 from adaserve.bench.busy import OtherPrograms
-from adaserve.bench.sweep.host import report_of
 from adaserve.bench.sweep.plan import Case
+from adaserve.bench.sweep.servers import report_of
 from adaserve.host import git_sha
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, TraceSpec

@@ -16,13 +16,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from adaserve.bench.busy import BUSY, SLOW
 from adaserve.bench.client import Ask, batch
 from adaserve.bench.jsonl import write_records
-from adaserve.bench.sweep import host as hosts
+from adaserve.bench.sweep import servers
 from adaserve.bench.sweep.clock import Clock, LeftColumn
-from adaserve.bench.sweep.host import Host
 from adaserve.bench.sweep.measure import host_load, run_case
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
 from adaserve.bench.sweep.requests import Requests, load_workload
+from adaserve.bench.sweep.servers import Servers
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, changed
 from adaserve.bench.sweep.systems import PLAIN, System, family, length_of, system
 from adaserve.bench.sweep.ttft import PrefillTime
@@ -79,9 +79,9 @@ class Sweep:
         )
         with (
             Progress(*columns, console=self.console, refresh_per_second=1, transient=True) as bar,
-            Host(self.spec, self.store.work) as host,
+            Servers(self.spec, self.store.work) as up,
         ):
-            self.bar, self.host = bar, host
+            self.bar, self.servers = bar, up
             self.task = bar.add_task("starting", total=len(self.plan.blocks_in_order()))
             self._prepare()
             self._cases(self.plan.blocks_in_order(), retry=True)
@@ -128,14 +128,16 @@ class Sweep:
         head = self.head
         if not head.get("capacity_rps") or not self.store.prompts.exists():
             self._say("measuring the baseline, the prompts and the capacity of this host")
-            server = self.host.serve(system(PLAIN))
+            server = self.servers.serve(system(PLAIN))
             self._set_up(server)
-            head["latency_model"] = (hosts.report_of(server) or {}).get("latency")
+            head["latency_model"] = (servers.report_of(server) or {}).get("latency")
         self.requests = self._requests()
         self.store.write_head(head)
         if self.plan.check_points and "idle_rounds" not in head:
             self._say("comparing `none` with SGLang without speculation, while both are fresh")
-            head["idle_rounds"] = hosts.idle_rounds(self.host, self.requests.asks(hosts.CAPACITY_REQUESTS))
+            head["idle_rounds"] = servers.idle_rounds(
+                self.servers, self.requests.asks(servers.CAPACITY_REQUESTS)
+            )
             self.store.write_head(head)
         slos = self.workload.slo_ms(Point(self.plan.at), head["baseline_ms"])
         prefill = self.requests.prefill
@@ -156,7 +158,7 @@ class Sweep:
 
         head, every = self.head, [(p.text, p.tokens) for p in load_prompts()]
         texts = [text for text, tokens in every if 20 <= tokens <= 80]
-        hosts.unloaded(server, texts[:2])  # first requests of a server are slow
+        servers.unloaded(server, texts[:2])  # first requests of a server are slow
         head["host_before"] = host_load()
         if head["host_before"]["busy"] > BUSY:
             self._say(
@@ -164,25 +166,25 @@ class Sweep:
                 "are multiples of the baseline measured now, so results will be off"
             )
         singles_ms, ttfts_ms, rates_rps = [], [], []
-        for k in range(hosts.SET_UP_ROUNDS):
+        for k in range(servers.SET_UP_ROUNDS):
             self.bar.update(
                 self.task,
-                description=f"measuring baseline and capacity, round {k + 1} of {hosts.SET_UP_ROUNDS}",
+                description=f"measuring baseline and capacity, round {k + 1} of {servers.SET_UP_ROUNDS}",
             )
             server.drain()
-            singles_ms.append(self.baseline_ms or round(hosts.unloaded(server, texts), 4))
+            singles_ms.append(self.baseline_ms or round(servers.unloaded(server, texts), 4))
             head["baseline_ms"] = statistics.median(singles_ms)
             head["urgent"] = self.workload.urgent(head["baseline_ms"] / 1e3)
             if not k:
                 self._find_prompts()
             server.drain()
-            tokens, times_ms = hosts.prefill_times(server, every)
+            tokens, times_ms = servers.prefill_times(server, every)
             ttfts_ms.append(times_ms)
             line = PrefillTime.fitted(tokens, [statistics.median(t) for t in zip(*ttfts_ms, strict=True)])
             head["prefill"] = asdict(line)
             server.drain()
-            asks = self._requests().asks(hosts.CAPACITY_REQUESTS)
-            rates_rps.append(self.capacity_rps or round(hosts.saturated_rps(server, asks), 4))
+            asks = self._requests().asks(servers.CAPACITY_REQUESTS)
+            rates_rps.append(self.capacity_rps or round(servers.saturated_rps(server, asks), 4))
         head["capacity_rps"] = statistics.median(rates_rps)
         head["set_up_rounds"] = {"baseline_ms": singles_ms, "capacity_rps": rates_rps}
 
@@ -202,7 +204,7 @@ class Sweep:
     def _continue(
         self, texts: Sequence[str], temperature: float, tokens: int
     ) -> list[tuple[int, Sequence[int]]]:
-        server = self.host.serve(system(PLAIN))
+        server = self.servers.serve(system(PLAIN))
         answers = batch(server.url, [Ask(text, tokens, temperature) for text in texts])
         return [(a["meta_info"]["prompt_tokens"], a["output_ids"]) for a in answers]
 
@@ -252,7 +254,7 @@ class Sweep:
                 }
             )
             self._say(f"[red]{case.id} failed[/]: {escape(self.last_error)}")
-            self.host.stop()
+            self.servers.stop()
             return False
         write_records(self.store.records_path(case.id), answers)
         self.store.add({**line, "setting": setting})
@@ -262,15 +264,15 @@ class Sweep:
 
     def _least_disturbed(self, setting: System, case: Case) -> tuple[dict[str, Any], list[RequestRecord]]:
         """The block, again while the host is busy or slow; the attempt that was disturbed least."""
-        warm_up, traffic = self.requests.asks(hosts.WARM_REQUESTS), self.requests.traffic(case)
+        warm_up, traffic = self.requests.asks(servers.WARM_REQUESTS), self.requests.traffic(case)
         texts = [str(a.prompt) for a in warm_up]
         tried: list[tuple[float, dict[str, Any], list[RequestRecord]]] = []
         while len(tried) < self.attempts:
-            server = self.host.serve(setting, warm_up)
+            server = self.servers.serve(setting, warm_up)
             before_ms = self._calm_pace_ms(setting, texts)
             line, answers = run_case(server, case, traffic, self.store.work / "case")
             server.drain()
-            paces_ms = before_ms, self.host.pace_ms(setting, texts)
+            paces_ms = before_ms, self.servers.pace_ms(setting, texts)
             slower = max(paces_ms) / self._usual_pace_ms(paces_ms) - 1.0
             line |= {"pace_ms": [round(p, 4) for p in paces_ms], "slower": round(slower, 4)}
             tried.append((max(line["others"] / BUSY, slower / SLOW), line, answers))
@@ -286,7 +288,7 @@ class Sweep:
     def _calm_pace_ms(self, setting: System, texts: Sequence[str]) -> float:
         """The host's pace right before a block, which waits for it to be as usual, but not for ever."""
         end_s = time.monotonic() + self.patience_s
-        while (pace_ms := self.host.pace_ms(setting, texts)) > self._usual_pace_ms(()) * (1.0 + SLOW):
+        while (pace_ms := self.servers.pace_ms(setting, texts)) > self._usual_pace_ms(()) * (1.0 + SLOW):
             if time.monotonic() >= end_s:
                 self.patience_s /= 2
                 return pace_ms

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from adaserve.bench.sweep.commands import Options, sweep
-from adaserve.bench.sweep.host import IDLE_ROUNDS
+from adaserve.bench.sweep.servers import IDLE_ROUNDS
 from adaserve.bench.sweep.store import Store
 from adaserve.bench.sweep.systems import STOCK
 from tests.engine.pairs import save_pair

@@ -35,7 +35,7 @@ PLAN = SweepPlan(
 IDLE = {name: {"tpot_ms": [1.0, 2.0], "saturated_rps": [4.0, 3.0]} for name in ("none", STOCK)}
 
 
-class FakeHost:
+class FakeServers:
     """Counts what the loop asks of a server."""
 
     def __init__(self, *_: Any) -> None:
@@ -43,7 +43,7 @@ class FakeHost:
         self.stops = 0
         self.paces_ms: list[float] = []  # of single requests, before and after each attempt
 
-    def __enter__(self) -> FakeHost:
+    def __enter__(self) -> FakeServers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,7 +66,7 @@ class World:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store = Store(folder)
         self.store.create()
-        self.host = FakeHost()
+        self.servers = FakeServers()
         self.ran: list[str] = []
         self.traffic: dict[str, Any] = {}
         self.others: dict[str, list[float]] = {}  # share of the host that others use in its attempts
@@ -80,11 +80,11 @@ class World:
         PromptPool(tuple(ClassPrompt(c, c, 9) for c in ("coding", "chat", "summarization"))).save(
             self.store.prompts
         )
-        monkeypatch.setattr(runner, "Host", lambda *_: self.host)
+        monkeypatch.setattr(runner, "Servers", lambda *_: self.servers)
         monkeypatch.setattr(runner, "run_case", self.run_case)
         clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
         monkeypatch.setattr(runner, "time", clock)  # there alone: threads of the progress bar sleep, too
-        monkeypatch.setattr(runner.hosts, "idle_rounds", self.idle_rounds)
+        monkeypatch.setattr(runner.servers, "idle_rounds", self.idle_rounds)
 
     def idle_rounds(self, *_: object) -> dict[str, dict[str, list[float]]]:
         self.compared += 1
@@ -131,7 +131,7 @@ def test_a_failure_is_written_down_the_server_started_anew_and_the_case_tried_ag
     world.fate[second] = [OSError("the server is gone")]
     assert world.sweep()
     assert world.ran == [*(c.id for c in PLAN.cases()), second]
-    assert world.host.stops == 2, "after the failure and at the end"
+    assert world.servers.stops == 2, "after the failure and at the end"
     lines = (world.store.folder / "cases.jsonl").read_text()
     assert lines.count('"status": "failed"') == 1 and "the server is gone" in lines
     assert second in world.store.finished()
@@ -166,7 +166,7 @@ def test_ctrl_c_keeps_what_is_finished(world: World) -> None:
     world.fate[third] = [KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         world.sweep()
-    assert len(world.store.cases()) == 2 and world.host.stops == 1
+    assert len(world.store.cases()) == 2 and world.servers.stops == 1
     assert world.sweep()
     assert world.ran[3:] == [third, PLAN.cases()[3].id]
 
@@ -174,11 +174,11 @@ def test_ctrl_c_keeps_what_is_finished(world: World) -> None:
 def test_a_sweep_that_was_stopped_while_it_prepared_can_be_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Stopped(FakeHost):
+    class Stopped(FakeServers):
         def serve(self, wanted: System, _warm_up: object = ()) -> SimpleNamespace:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "Host", Stopped)
+    monkeypatch.setattr(runner, "Servers", Stopped)
     store = Store(tmp_path / "new")
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -209,7 +209,7 @@ def test_what_is_measured_before_the_blocks(world: World, monkeypatch: pytest.Mo
         "report_of": lambda _: {"latency": {"form": "x"}},
     }
     for name, fake in fakes.items():
-        monkeypatch.setattr(runner.hosts, name, fake)
+        monkeypatch.setattr(runner.servers, name, fake)
     monkeypatch.setattr(runner, "host_load", lambda: {"busy": 0.5, "load1": 1.0})
     monkeypatch.setattr(runner, "screened_pool", lambda *_: (pool, {"coding": 0.3}))
     assert world.sweep()
@@ -269,7 +269,7 @@ def test_a_block_on_a_busy_host_is_measured_again_and_the_quietest_attempt_count
 
 def test_a_block_on_a_slow_host_is_measured_again(world: World) -> None:
     first, second = (c.id for c in PLAN.cases()[:2])
-    world.host.paces_ms = [10.0, 13.0, 10.0, 11.0, 10.1, 10.2]
+    world.servers.paces_ms = [10.0, 13.0, 10.0, 11.0, 10.1, 10.2]
     assert world.sweep()
     assert world.ran[:3] == [first, first, second], "11 ms is within what is usual"
     line = world.store.finished()[first]
@@ -279,7 +279,7 @@ def test_a_block_on_a_slow_host_is_measured_again(world: World) -> None:
 
 def test_a_block_waits_until_the_host_is_as_usual(world: World) -> None:
     first, second = (c.id for c in PLAN.cases()[:2])
-    world.host.paces_ms = [13.0, 13.0, 10.0, 10.1]
+    world.servers.paces_ms = [13.0, 13.0, 10.0, 10.1]
     assert world.sweep()
     assert world.ran[:2] == [first, second], "it was played once"
     line = world.store.finished()[first]
@@ -287,11 +287,11 @@ def test_a_block_waits_until_the_host_is_as_usual(world: World) -> None:
 
 
 def test_a_block_does_not_wait_for_ever_and_ever_less_on_a_host_that_stays_slow(world: World) -> None:
-    world.host.pace_ms = lambda *_: 10.0 if world.ran else 13.0  # type: ignore[method-assign]
+    world.servers.pace_ms = lambda *_: 10.0 if world.ran else 13.0  # type: ignore[method-assign]
     assert world.sweep()
     waited_s = world.now_s - len(world.ran) * (PLAN.seconds + 3.0)
     assert waited_s == pytest.approx(runner.PATIENCE_S, abs=runner.PAUSE_S)
-    world.host.pace_ms = lambda *_: 13.0  # type: ignore[method-assign]
+    world.servers.pace_ms = lambda *_: 13.0  # type: ignore[method-assign]
     played, start_s = len(world.ran), world.now_s
     assert world.sweep(replace(PLAN, seeds=(0, 1)))
     waited_s = world.now_s - start_s - (len(world.ran) - played) * (PLAN.seconds + 3.0)
@@ -308,7 +308,7 @@ def test_lengths_are_tried_first_and_the_best_one_plays(world: World) -> None:
     assert world.ran == [c.id for c in (*plan.tuning_cases(), *plan.cases())] and tuned == 4
     settings = {c["policy"]: c["setting"] for c in world.store.finished().values() if c["seed"] == 0}
     assert settings == {"chain": "chain-2", "priced": "priced"}, "of equal ones the shorter"
-    assert set(world.host.served[:tuned]) == {"chain-2", "chain-4"}
+    assert set(world.servers.served[:tuned]) == {"chain-2", "chain-4"}
 
 
 def test_blocks_have_their_part_of_the_seeds_requests_with_both_slos(world: World) -> None:
