@@ -50,22 +50,17 @@ def written_texts(target: TinyLlama, pair: Path, plan: HeadPlan) -> list[Text]:
     return [text for texts in zip(*by_category, strict=True) for text in texts]
 
 
-class Verification:
+def verification(network: TinyLlama, rows: int, storage: Storage) -> Callable[[], object]:
     """The served target's forward over one token of each of ``rows`` requests."""
-
-    def __init__(self, network: TinyLlama, rows: int, storage: Storage) -> None:
-        table = torch.arange(rows, dtype=torch.int32)[:, None]
-        forward = over_pool(kernel_model(network, 1, storage), network.shape.layers, rows)
-        self._forward = CpuForward(forward, table)
-        zeros, ones = np.zeros(rows, np.int64), np.ones(rows, np.int64)
-        self._batch = TreeBatch.causal(zeros, np.arange(rows), zeros, ones)
-
-    def __call__(self) -> None:
-        self._forward.argmax(self._forward.run(self._batch))
+    table = torch.arange(rows, dtype=torch.int32)[:, None]
+    forward = CpuForward(over_pool(kernel_model(network, 1, storage), network.shape.layers, rows), table)
+    zeros, ones = np.zeros(rows, np.int64), np.ones(rows, np.int64)
+    batch = TreeBatch.causal(zeros, np.arange(rows), zeros, ones)
+    return lambda: forward.argmax(forward.run(batch))
 
 
 def in_turns(
-    drafts: Mapping[Key, Walk], trees: int, verify: Callable[[], None], done: Callable[[], None]
+    drafts: Mapping[Key, Walk], trees: int, verify: Callable[[], object], done: Callable[[], None]
 ) -> dict[Key, list[Tree]]:
     """Some trees that do not count, then ``trees`` rounds, each in the other order than the one before.
     ``verify`` goes before each tree."""
@@ -146,7 +141,7 @@ def run_heads(plan: HeadPlan, path: Path, console: Console) -> None:
         task = bar.add_task("trees", total=plan.trees * len(plan.batches))
         for batch in plan.batches:
             drafts = walks(pair, target, texts, batch, plan)
-            verify = Verification(served, batch, plan.storage)
+            verify = verification(served, batch, plan.storage)
             rows += summarize(in_turns(drafts, plan.trees, verify, lambda: bar.advance(task)), batch)
     path.parent.mkdir(parents=True, exist_ok=True)
     body = {"schema_version": 1, "kind": "bench heads", "made": made, "plan": asdict(plan)}

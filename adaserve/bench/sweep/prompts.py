@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adaserve.bench.prompts import DISTINCT, distinct_share
+from adaserve.bench.prompts import DISTINCT, distinct_share, that_loop_least
 from adaserve.bench.sweep.plan import SweepError
 from adaserve.bench.sweep.workload import MAX_OUTPUT_TOKENS, Workload
 
@@ -84,10 +84,9 @@ def screened_pool(
                 ClassPrompt(name, text, tokens, round(distinct_share(ids), 3))
                 for text, (tokens, ids) in zip(texts, answers, strict=True)
             ]
-        passed = [p for p in tried if p.distinct >= DISTINCT]
-        shares[name] = round(len(passed) / max(1, len(tried)), 3)
-        half = -(-len(tried) // 2)
-        kept += passed if len(passed) >= half else sorted(tried, key=lambda p: -p.distinct)[:half]
+        distinct = [p.distinct for p in tried]
+        shares[name] = round(sum(d >= DISTINCT for d in distinct) / max(1, len(tried)), 3)
+        kept += [tried[k] for k in that_loop_least(distinct, -(-len(tried) // 2))]
     return PromptPool(tuple(kept)), shares
 
 
