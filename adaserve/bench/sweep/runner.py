@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,7 +24,7 @@ from adaserve.bench.sweep.prompts import PromptPool, screened_pool
 from adaserve.bench.sweep.requests import Requests, load_workload
 from adaserve.bench.sweep.servers import Servers
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, changed
-from adaserve.bench.sweep.systems import PLAIN, System, family, length_of, system
+from adaserve.bench.sweep.systems import PLAIN, System, system
 from adaserve.bench.sweep.ttft import PrefillTime
 from adaserve.bench.sweep.tuning import concrete
 from adaserve.host import describe_host
@@ -315,10 +315,3 @@ def _one_line(line: dict[str, Any], left_s: float) -> str:
         + (f" ([yellow]{escape(line['error'])}[/])" if line["error"] else "")
         + f"; about {left_s / 60:.0f} min left"
     )
-
-
-def with_depth(spec: ServerSpec, policies: Sequence[str], lengths: Sequence[int]) -> ServerSpec:
-    """The server with trees as deep as the longest chain among the policies."""
-    chains = [k for p in policies if (k := length_of(p)) is not None]
-    tried = lengths if any(map(family, policies)) else ()
-    return replace(spec, config=spec.config.changed(max_depth=max([spec.config.max_depth, *chains, *tried])))
