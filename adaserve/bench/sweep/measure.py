@@ -118,6 +118,7 @@ def run_case(
         "slo_ms": {k: None if v is None else round(v, 4) for k, v in traffic.slo_ms.items()},
         "others": round(others.share, 4),
         "lag_p99_ms": summary["sched_lag_ms"]["p99"],
+        "invalid_reasons": summary["invalid_reasons"],  # of the load test
         **case_figures(answers),
         "server": server_figures(before, after),
     }

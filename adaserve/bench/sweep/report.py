@@ -362,7 +362,8 @@ def _troubles(results: Results) -> list[str]:
         if case["status"] != "ok":
             lines.append(f"- {case['id']}: {case['status']}: {case['error']}")
             continue
-        busy, lag, failed = case["others"], case["lag_p99_ms"], case["all"]["failed"]
+        busy, lag, failed = case["others"], case["lag_p99_ms"] or 0.0, case["all"]["failed"]
+        late = [f"requests left up to {lag:.0f} ms late (p99)"] if lag > 10 else []
         if failed:
             lines.append(f"- {case['id']}: {failed} of {case['all']['requests']} requests failed")
         if busy > BUSY:
@@ -375,6 +376,6 @@ def _troubles(results: Results) -> list[str]:
                 f"- {case['id']}: the machine was {case['slower']:.0%} slower than usual, in the least "
                 f"disturbed of {case['attempts']} attempts"
             )
-        if lag is not None and lag > 10:
-            lines.append(f"- {case['id']}: requests left up to {lag:.0f} ms late (p99)")
+        # Older sweeps kept only the lag.
+        lines += [f"- {case['id']}: {reason}" for reason in case.get("invalid_reasons", late)]
     return ["## Troubles", "\n".join(lines)] if lines else []

@@ -53,6 +53,7 @@ def test_a_case_is_what_its_clients_saw(tmp_path: Path) -> None:
         sent = fake.log()
     assert line["status"] == "ok" and line["error"] is None and line["server"] is None
     began, ended = datetime.fromisoformat(line["started"]), datetime.now(UTC)
+    assert isinstance(line["invalid_reasons"], list)
     assert began - before < ended - began, "and not when it was over"
     assert line["all"]["completed"] == N and line["all"]["total_output_tokens"] == 21 * N
     assert line["classes"]["coding"]["slo_attainment"] == 1.0, "20 ms per token, 100 allowed"

@@ -282,6 +282,18 @@ def test_a_sweep_without_a_finished_block_has_nothing_to_show(tmp_path: Path) ->
         write_all(store, None, Console(quiet=True))
 
 
+def test_blocks_whose_load_test_was_not_valid_are_named(tmp_path: Path) -> None:
+    store = finished_sweep(tmp_path / "s", replace(PLAN, axes=("load",)), tpot_ms)
+    odd, older, fine, *_ = store.finished().values()
+    store.add({**odd, "lag_p99_ms": 12.0, "invalid_reasons": ["answers were read late"]})
+    store.add({**older, "lag_p99_ms": 13.0})
+    store.add({**fine, "invalid_reasons": []})
+    _, _, troubles = write_page(store).read_text().partition("## Troubles\n\n")
+    assert troubles.splitlines() == [
+        f"- {odd['id']}: answers were read late", f"- {older['id']}: requests left up to 13 ms late (p99)"
+    ]  # fmt: skip
+
+
 def test_a_block_whose_requests_were_never_sent_has_no_goodput(tmp_path: Path) -> None:
     assert Block.of([request(0, 0.0, "coding", 99.0)]).goodput == 0.0
 
