@@ -13,6 +13,7 @@ import numpy as np
 from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.systems import AS_IT_IS, GATED, PLAIN, STOCK, family, with_length
 from adaserve.errors import UserError
+from adaserve.slo.classes import PAPER_MIX
 
 AXES = ("load", "peaks", "share", "scale", "kinds", "traces")
 SIDE_POLICIES = ("chain", "adaptive-verify", "urgency", "turbospec", "adaserve", "priced", STOCK)
@@ -20,7 +21,7 @@ LOAD_POLICIES = AS_IT_IS + GATED
 QUICK_POLICIES = ("turbospec", "priced")
 TUNING_SEED = 1_000_003
 """Lengths are chosen on it; nothing else is measured on it."""
-PAPER_SHARE, PAPER_SCALE = 0.6, 1.2
+PAPER_SHARE, PAPER_SCALE = PAPER_MIX["coding"], 1.2
 """Share of coding requests, and their SLO over the baseline latency."""
 PROMPT_SCALE = 0.11
 """Prompts over those of the paper. There a prompt token costs a 160th of a decode iteration (a 70B model on

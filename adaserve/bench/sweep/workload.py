@@ -17,7 +17,7 @@ import numpy.typing as npt
 from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.plan import PAPER_SHARE, PROMPT_SCALE, Point, SweepError
 from adaserve.bench.sweep.ttft import PrefillTime, ttft_slo_ms
-from adaserve.slo.classes import SLOClass, SLOConfig
+from adaserve.slo.classes import PAPER_MIX, SLOClass, SLOConfig
 from adaserve.slo.trace import Trace, TraceRow, assign_classes
 
 MAX_PROMPT_TOKENS = 768
@@ -32,7 +32,6 @@ FloatArray = npt.NDArray[np.float64]
 PAPER_PROMPTS = {"coding": (119, 0.5), "chat": (15, 0.55), "summarization": (703, 0.5)}
 """Median and sigma of the log-normal prompt lengths of the paper's artifact, before scaling."""
 OTHER_PROMPTS = PAPER_PROMPTS["coding"]
-PAPER_MIX = {"coding": PAPER_SHARE, "chat": 0.2, "summarization": 0.2}
 
 
 @dataclass(frozen=True)
