@@ -76,7 +76,7 @@ def screened_pool(
         n = round((PER_URGENT_CLASS if name == urgent else PER_CLASS) * min(1.0, size))
         candidates = _candidates(workload, name, max(LEAST, n))
         tried = []
-        _, (longest,) = workload.fit((), (MAX_OUTPUT_TOKENS,))
+        _, (longest,) = workload.scaled((), (MAX_OUTPUT_TOKENS,))
         for start in range(0, len(candidates), 32):
             texts = candidates[start : start + 32]
             answers = proceed(texts, workload.temperature, longest)

@@ -111,7 +111,7 @@ def _verdict_table(results: Results) -> Table:
 
 
 def _cells(c: Comparison) -> tuple[str, str, str, str]:
-    return _points(c.points), _times(c.violations), _times(c.goodput), c.verdict
+    return _points(c.points), _ratio(c.violations), _ratio(c.goodput), c.verdict
 
 
 def _share(v: Interval) -> str:
@@ -131,7 +131,7 @@ def _brackets(v: Interval, digits: str, scale: float = 1.0) -> str:
     return f" [{scale * v.low:{digits}}, {high}]"
 
 
-def _times(v: Interval) -> str:
+def _ratio(v: Interval) -> str:
     if not math.isfinite(v.value):
         return "all" if math.isinf(v.value) else "-"
     return f"{v.value:.2f}x{_brackets(v, '.2f')}"
@@ -280,7 +280,7 @@ def _stock(results: Results) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for key, label in (("tpot_ms", "one request, ms per token"), ("saturated_rps", "saturated, requests/s")):
         if idle := results.idle(key):
-            rows.append((label, f"{idle[0]:.2f}", f"{idle[1]:.2f}", _times(idle[2])))
+            rows.append((label, f"{idle[0]:.2f}", f"{idle[1]:.2f}", _ratio(idle[2])))
     for point in results.plan.check_points:
         ours, stock = results.get(point, PLAIN), results.get(point, STOCK)
         if ours is not None and stock is not None:

@@ -26,7 +26,7 @@ from adaserve.bench.sweep.servers import Servers
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, changed
 from adaserve.bench.sweep.systems import PLAIN, System, system
 from adaserve.bench.sweep.ttft import PrefillTime
-from adaserve.bench.sweep.tuning import concrete
+from adaserve.bench.sweep.tuning import setting_of
 from adaserve.host import describe_host
 from adaserve.loadgen.results import command_line
 from adaserve.server import ServerProcess, ServerSpec
@@ -240,7 +240,7 @@ class Sweep:
         """Measures a block; a failure is recorded and the servers are started anew for the next one."""
         started, start_s = datetime.now(UTC), time.monotonic()
         try:
-            setting = concrete(case, self.store.finished(), self.plan.lengths)
+            setting = setting_of(case, self.store.finished(), self.plan.lengths)
             line, answers = self._least_disturbed(system(setting), case)
         except Exception as error:
             # Nobody is watching: any error is written down, and the other blocks still run.

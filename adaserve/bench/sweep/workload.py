@@ -78,13 +78,13 @@ class Workload:
         rows = [r for r in self.trace.rows if r.slo_class in (name, None)] if self.trace else []
         if rows:
             picked = [rows[int(k)] for k in rng.integers(len(rows), size=n)]
-            return self.fit([r.prompt_tokens for r in picked], [r.output_tokens for r in picked])
+            return self.scaled([r.prompt_tokens for r in picked], [r.output_tokens for r in picked])
         median, sigma = PAPER_PROMPTS.get(name, OTHER_PROMPTS)
         prompts = median * np.exp(sigma * rng.standard_normal(n))
         outputs = MAX_OUTPUT_TOKENS * rng.uniform(0.64, 1.0, n)  # the artifact's cap; it had 210 on average
-        return self.fit(prompts.tolist(), outputs.tolist())
+        return self.scaled(prompts.tolist(), outputs.tolist())
 
-    def fit(self, prompts: Sequence[float], outputs: Sequence[float]) -> tuple[list[int], list[int]]:
+    def scaled(self, prompts: Sequence[float], outputs: Sequence[float]) -> tuple[list[int], list[int]]:
         """Lengths times their scales, within what the embedded pair can hold."""
         return (
             [min(MAX_PROMPT_TOKENS, max(4, round(p * self.prompt_scale))) for p in prompts],
@@ -170,7 +170,7 @@ def _sampled(workload: Workload, n: int, seed: int) -> list[TraceRow]:
     """Rows of the trace with lengths that fit; SLOs and sessions of the file are left out."""
     assert workload.trace is not None
     rows = [workload.trace.rows[int(k)] for k in _window(workload, n, seed)]
-    prompts, outputs = workload.fit([r.prompt_tokens for r in rows], [r.output_tokens for r in rows])
+    prompts, outputs = workload.scaled([r.prompt_tokens for r in rows], [r.output_tokens for r in rows])
     return [
         TraceRow(0.0, p, o, slo_class=r.slo_class) for r, p, o in zip(rows, prompts, outputs, strict=True)
     ]

@@ -18,7 +18,7 @@ from adaserve.bench.sweep.plan import (
 )
 from adaserve.bench.sweep.store import Store, merged
 from adaserve.bench.sweep.systems import AS_IT_IS, GATED, STOCK, default_policy, family, is_rival, system
-from adaserve.bench.sweep.tuning import concrete
+from adaserve.bench.sweep.tuning import setting_of
 from adaserve.server import ServerSpec
 
 
@@ -132,7 +132,7 @@ def test_a_family_gets_the_length_that_attained_most_at_the_nearest_load() -> No
     }  # fmt: skip
 
     def played(policy: str, load: float) -> str:
-        return concrete(Case(Point(load), policy, 0), lines, (2, 4))
+        return setting_of(Case(Point(load), policy, 0), lines, (2, 4))
 
     assert played("chain", 0.3) == "chain-4" and played("chain+gate", 0.4) == "chain-4+gate"
     assert played("chain", 0.9) == "chain-2", "and the reported seeds have no say"
