@@ -104,7 +104,8 @@ def _verdicts(results: Results) -> list[tuple[str, ...]]:
 def _verdict_table(results: Results) -> Table:
     """Without the intervals, for which a terminal is too narrow."""
     title = f"{results.default} against the best of the others, as they are"
-    made = table(title, _VERDICT, left=("point", "best baseline"))
+    heads = [head.replace(" ", "\n") for head in _VERDICT]
+    made = table(title, heads, left=("point", "best\nbaseline"))
     for cells in _verdicts(results):
         made.add_row(*(cell.partition(" [")[0] for cell in cells))
     return made
