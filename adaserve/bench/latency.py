@@ -34,8 +34,8 @@ SELF, SELF_WINDOW = "self", 256
 """A kind of draft: the target drafts for itself and reads this many recent tokens."""
 MARGIN = 16
 """Places that a context keeps free after a request's last token, for candidates."""
-SCREENED, LEAST = 128, 16
-"""Prompts tried per temperature, and those that are used even if their outputs loop."""
+SCREENED = 128
+"""Prompts tried per temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _that_do_not_loop(server: ServerProcess, plan: LatencyPlan, temperature: flo
     for start in range(0, len(candidates), 32):
         answers = client.batch(server.url, candidates[start : start + 32])
         outputs += [a["output_ids"] for a in answers]
-    return [candidates[k] for k in that_loop_least([*map(distinct_share, outputs)], LEAST)]
+    return [candidates[k] for k in that_loop_least(outputs)]
 
 
 def _prefill(server: ServerProcess, plan: LatencyPlan, asks: Sequence[Ask], fresh: bool) -> None:

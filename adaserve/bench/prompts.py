@@ -13,6 +13,8 @@ from adaserve.pair.prompts import load_prompts
 
 DISTINCT = 0.9
 """Share of an output's 8-grams that must be distinct for it not to count as a loop."""
+LEAST = 16
+"""Prompts that are used even if their outputs loop."""
 
 
 def held_out(seed: int = 0) -> list[str]:
@@ -28,8 +30,9 @@ def distinct_share(tokens: Sequence[int]) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
-def that_loop_least(shares: Sequence[float], least: int) -> list[int]:
-    """Places of the outputs that do not loop, in order, by their ``distinct_share``. Fewer than ``least`` are
-    filled up with those that loop least."""
+def that_loop_least(outputs: Sequence[Sequence[int]], least: int = LEAST) -> list[int]:
+    """Places of the outputs that do not loop, in order. Where these are fewer than ``least``, so many that
+    loop least."""
+    shares = [distinct_share(tokens) for tokens in outputs]
     usable = max(least, sum(share >= DISTINCT for share in shares))
     return sorted(sorted(range(len(shares)), key=lambda k: -shares[k])[:usable])

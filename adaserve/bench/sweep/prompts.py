@@ -75,18 +75,17 @@ def screened_pool(
     for name in workload.names:
         n = round((PER_URGENT_CLASS if name == urgent else PER_CLASS) * min(1.0, size))
         candidates = _candidates(workload, name, max(LEAST, n))
-        tried = []
+        answers: list[tuple[int, Sequence[int]]] = []
         _, (longest,) = workload.scaled((), (MAX_OUTPUT_TOKENS,))
         for start in range(0, len(candidates), 32):
-            texts = candidates[start : start + 32]
-            answers = proceed(texts, workload.temperature, longest)
-            tried += [
-                ClassPrompt(name, text, tokens, round(distinct_share(ids), 3))
-                for text, (tokens, ids) in zip(texts, answers, strict=True)
-            ]
-        distinct = [p.distinct for p in tried]
-        shares[name] = round(sum(d >= DISTINCT for d in distinct) / max(1, len(tried)), 3)
-        kept += [tried[k] for k in that_loop_least(distinct, -(-len(tried) // 2))]
+            answers += proceed(candidates[start : start + 32], workload.temperature, longest)
+        tried = [
+            ClassPrompt(name, text, tokens, round(distinct_share(ids), 3))
+            for text, (tokens, ids) in zip(candidates, answers, strict=True)
+        ]
+        shares[name] = round(sum(p.distinct >= DISTINCT for p in tried) / max(1, len(tried)), 3)
+        best = that_loop_least([ids for _, ids in answers], -(-len(tried) // 2))
+        kept += [tried[k] for k in best]
     return PromptPool(tuple(kept)), shares
 
 
