@@ -27,14 +27,12 @@ def agreement_rows(run: Run) -> list[dict[str, Any]]:
         return []
     rows = []
     for name, c in run.summary["by_class"].items():
-        theirs = server.get(name, {}).get("all") or {}
-        if not theirs.get("requests") and run.verdicts[name].told:
+        theirs, verdicts = server.get(name, {}).get("all") or {}, run.verdicts[name]
+        if not theirs.get("requests") and verdicts.told:
             # The server counts them under "custom", as all that state milliseconds; the answers give the
             # class.
-            told = run.verdicts[name]
-            theirs = {"requests": told.told, "attainment": told.attainment}
-        if theirs and theirs.get("attainment") is not None and c["slo_attainment"] is not None:
-            verdicts = run.verdicts[name]
+            theirs = {"requests": verdicts.told, "attainment": verdicts.attainment}
+        if theirs.get("attainment") is not None and c["slo_attainment"] is not None:
             rows.append(
                 {
                     "run": run.label,

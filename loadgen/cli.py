@@ -105,6 +105,7 @@ def bench_serve(
     from adaserve.loadgen.config import BenchConfig, load_config
     from adaserve.loadgen.report import write_report
     from adaserve.loadgen.results import new_results_dir
+    from adaserve.loadgen.run_folder import read_run
 
     console = Console(stderr=True)
     _check_share(fail_under_attainment)
@@ -132,7 +133,7 @@ def bench_serve(
     folder = out if out is not None else new_results_dir(Path("results"), tag)
     summary = run_bench(settings, folder, processes, console)
     _print_outcome(summary, folder, console)
-    write_report([_read(str(folder))], folder)
+    write_report([read_run(folder)], folder)
     if not summary["valid"]:
         raise typer.Exit(1)
     check_attainment(summary, fail_under_attainment)
@@ -170,7 +171,8 @@ def _read(text: str) -> Run:
     from adaserve.loadgen.run_folder import read_run
 
     label, separator, folder = text.partition("=")
-    return read_run(Path(folder), label) if separator else read_run(Path(text))
+    named = separator and not Path(text).is_dir()
+    return read_run(Path(folder), label) if named else read_run(Path(text))
 
 
 def _check_share(limit: float | None) -> None:

@@ -15,7 +15,7 @@ from adaserve.checked import shown
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.checks import Amount, Count, Flag, Positive, Setting, Share, Text, Whole, must
 from adaserve.loadgen.errors import LoadgenError, why_unreadable
-from adaserve.slo.classes import TPOT_RANGE_MS, SLOClass, SLOConfig, SLOError, paper_classes
+from adaserve.slo.classes import PAPER_MIX, TPOT_RANGE_MS, SLOClass, SLOConfig, SLOError, paper_classes
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, token
 _MOST_MS = TPOT_RANGE_MS[1]
@@ -78,9 +78,8 @@ def default_classes() -> dict[str, ClassLoad]:
         "chat": Length(median=40, sigma=0.6, low=8, high=200),
         "summarization": Length(median=400, sigma=0.4, low=100, high=900),
     }
-    shares = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
     return {
-        name: ClassLoad(**dict(slo), share=shares[name], prompt_tokens=prompts[name])
+        name: ClassLoad(**dict(slo), share=PAPER_MIX[name], prompt_tokens=prompts[name])
         for name, slo in paper_classes().items()
     }
 

@@ -8,7 +8,6 @@ import gc
 import os
 import resource
 from collections.abc import Callable, Sequence
-from time import perf_counter
 
 import gevent
 from gevent.event import Event
@@ -130,11 +129,6 @@ def _by_session(requests: Sequence[PlannedRequest]) -> list[list[PlannedRequest]
     for r in requests:
         sessions.setdefault(r.conversation, []).append(r)
     return sorted(sessions.values(), key=lambda turns: turns[0].at_s)
-
-
-def start_time(t0_epoch: float, epoch_now: float) -> float:
-    """The perf_counter value that belongs to a wall-clock time (shared between workers)."""
-    return perf_counter() + (t0_epoch - epoch_now)
 
 
 def read_too_late(lag: LogHistogram) -> list[str]:

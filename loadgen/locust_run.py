@@ -20,7 +20,7 @@ from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
 from adaserve.loadgen.config import BenchConfig, Endpoint
-from adaserve.loadgen.dispatch import Dispatcher, read_too_late, start_time
+from adaserve.loadgen.dispatch import Dispatcher, read_too_late
 from adaserve.loadgen.errors import LoadgenError
 from adaserve.loadgen.preflight import preflight
 from adaserve.loadgen.recorder import LogHistogram, Recorder
@@ -65,7 +65,6 @@ class LocalRun:
         self._dispatcher: Dispatcher | None = None
         self._schedule: Schedule | None = None
         self._before: Samples = {}
-        self._t0_epoch = 0.0
         self._finished = False
         self._read_lag = LogHistogram()
 
@@ -73,10 +72,9 @@ class LocalRun:
         """Runs to the end. Raises LoadgenError before anything is sent."""
         schedule = self._prepare()
         self._dispatcher = Dispatcher(Target(self.config.server), schedule.requests, self._record)
-        self._t0_epoch = time.time() + _LEAD_S
         ticker = gevent.spawn(self._tick)
         try:
-            self._dispatcher.run(start_time(self._t0_epoch, time.time()))
+            self._dispatcher.run(time.perf_counter() + _LEAD_S)
         finally:
             ticker.kill()
             self._read_lag = self._dispatcher.read_lag
@@ -129,11 +127,8 @@ class LocalRun:
     def _tick(self) -> None:
         while True:
             gevent.sleep(_FLUSH_S)
-            self._progress("running")
-
-    def _progress(self, state: str) -> None:
-        if self.recorder is not None:
-            self.recorder.write_progress(time.time() - self._t0_epoch, state)
+            if self.recorder is not None:
+                self.recorder.write_progress()
 
     def finish(self) -> None:
         """Closes the files and writes ``summary.json``; once."""
@@ -146,7 +141,7 @@ class LocalRun:
             meta = self._meta(self._schedule)
             reasons = sorted(set(self.reasons)) + read_too_late(self._read_lag)
             summary = write_summary(self.out, self.config.warmup_s, meta, reasons)
-            self._progress("finished" if summary["valid"] else "invalid")
+            self.recorder.write_progress()
             for reason in summary["invalid_reasons"]:
                 logger.warning("this run is not valid: %s", reason)
             logger.info("results: %s", self.out.name)
@@ -204,9 +199,9 @@ class MasterRun(LocalRun):
                 self._send_shard(client, index, schedule.shard(index, len(workers)))
             if not self._all_ready.wait(_WORKER_WAIT_S):
                 raise LoadgenError("some workers did not take their part of the schedule in time")
-            self._t0_epoch = time.time() + _LEAD_S
+            t0_epoch = time.time() + _LEAD_S
             for client in workers:
-                self.runner.send_message("adaserve_go", {"t0": self._t0_epoch}, client)
+                self.runner.send_message("adaserve_go", {"t0": t0_epoch}, client)
             self._wait_for_workers()
         finally:
             ticker.kill()
@@ -282,7 +277,7 @@ class WorkerRun:
         assert self._dispatcher is not None
         flusher = gevent.spawn(self._flush_often)
         try:
-            self._dispatcher.run(start_time(t0_epoch, time.time()))
+            self._dispatcher.run(time.perf_counter() + t0_epoch - time.time())
         finally:
             flusher.kill()
             self._flush()

@@ -109,7 +109,6 @@ class Recorder:
         self.out = out
         self.planned = planned
         self.finished = 0
-        self.lag = LogHistogram()
         self.classes: dict[str, ClassTally] = {}
         self._file = open(out / "requests.jsonl", "w", encoding="utf-8")  # noqa: SIM115
 
@@ -118,8 +117,6 @@ class Recorder:
         self._file.write((line if line is not None else record.to_json()) + "\n")
         self._file.flush()  # into the page cache: safe even when this process is killed
         self.finished += 1
-        if record.turn == 0:
-            self.lag.add(max(0.0, record.lag_s * 1e3))
         self.classes.setdefault(record.slo_class, ClassTally()).add(record)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -138,16 +135,9 @@ class Recorder:
         }
         return [*rows, total]
 
-    def write_progress(self, elapsed_s: float, state: str) -> None:
+    def write_progress(self) -> None:
         """Replaces ``progress.json`` (atomically: readers never see half of it)."""
-        data = {
-            "state": state,
-            "elapsed_s": round(elapsed_s, 3),
-            "planned": self.planned,
-            "finished": self.finished,
-            "lag_p99_ms": self.lag.percentile(99),
-            "by_class": self.rows(),
-        }
+        data = {"planned": self.planned, "finished": self.finished, "by_class": self.rows()}
         part = self.out / "progress.json.part"
         part.write_text(json.dumps(data), encoding="utf-8")
         os.replace(part, self.out / "progress.json")

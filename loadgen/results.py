@@ -55,7 +55,8 @@ def make_results_dir(out: Path) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """What every result says about where it comes from: command, time, machine, versions, commit."""
+    """What every result says about where it comes from: command, time, machine, versions, commit. Call it
+    before what takes long: meanwhile others may commit."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
     return {"command": command_line(), "started": started, **describe_host()}
 
@@ -150,7 +151,7 @@ def _is_verdict(told: Mapping[str, Any]) -> bool:
 
 
 def write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_summary(

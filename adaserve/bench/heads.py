@@ -9,7 +9,6 @@ tree by tree, and compared by the median of the ratios of neighbours.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from adaserve.bench.walks import HeadPlan, Text, Tree, Walk, kernel_model, over_
 from adaserve.engine.cpu.forwards import CpuForward
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.trees.batch import TreeBatch
-from adaserve.loadgen.results import provenance
+from adaserve.loadgen.results import provenance, write_json
 from adaserve.pair.evaluate import prompt_batch, write
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.model import TinyLlama, load_hf
@@ -51,22 +50,17 @@ def written_texts(target: TinyLlama, pair: Path, plan: HeadPlan) -> list[Text]:
     return [text for texts in zip(*by_category, strict=True) for text in texts]
 
 
-class Verification:
+def verification(network: TinyLlama, rows: int, storage: Storage) -> Callable[[], object]:
     """The served target's forward over one token of each of ``rows`` requests."""
-
-    def __init__(self, network: TinyLlama, rows: int, storage: Storage) -> None:
-        table = torch.arange(rows, dtype=torch.int32)[:, None]
-        forward = over_pool(kernel_model(network, 1, storage), network.shape.layers, rows)
-        self._forward = CpuForward(forward, table)
-        zeros, ones = np.zeros(rows, np.int64), np.ones(rows, np.int64)
-        self._batch = TreeBatch.causal(zeros, np.arange(rows), zeros, ones)
-
-    def __call__(self) -> None:
-        self._forward.argmax(self._forward.run(self._batch))
+    table = torch.arange(rows, dtype=torch.int32)[:, None]
+    forward = CpuForward(over_pool(kernel_model(network, 1, storage), network.shape.layers, rows), table)
+    zeros, ones = np.zeros(rows, np.int64), np.ones(rows, np.int64)
+    batch = TreeBatch.causal(zeros, np.arange(rows), zeros, ones)
+    return lambda: forward.argmax(forward.run(batch))
 
 
 def in_turns(
-    drafts: Mapping[Key, Walk], trees: int, verify: Callable[[], None], done: Callable[[], None]
+    drafts: Mapping[Key, Walk], trees: int, verify: Callable[[], object], done: Callable[[], None]
 ) -> dict[Key, list[Tree]]:
     """Some trees that do not count, then ``trees`` rounds, each in the other order than the one before.
     ``verify`` goes before each tree."""
@@ -135,6 +129,7 @@ def _standard_error(accepted: Sequence[tuple[int, int]]) -> float | None:
 
 def run_heads(plan: HeadPlan, path: Path, console: Console) -> None:
     """Measures the shipped drafts, prints a table, writes JSON."""
+    made = provenance()
     torch.set_num_threads(plan.threads)
     pair = weights_folder()
     target = load_hf(pair / "target").requires_grad_(False)
@@ -146,11 +141,11 @@ def run_heads(plan: HeadPlan, path: Path, console: Console) -> None:
         task = bar.add_task("trees", total=plan.trees * len(plan.batches))
         for batch in plan.batches:
             drafts = walks(pair, target, texts, batch, plan)
-            verify = Verification(served, batch, plan.storage)
+            verify = verification(served, batch, plan.storage)
             rows += summarize(in_turns(drafts, plan.trees, verify, lambda: bar.advance(task)), batch)
     path.parent.mkdir(parents=True, exist_ok=True)
-    body = {"schema_version": 1, "kind": "bench heads", "made": provenance(), "plan": asdict(plan)}
-    path.write_text(json.dumps({**body, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    body = {"schema_version": 1, "kind": "bench heads", "made": made, "plan": asdict(plan)}
+    write_json(path, {**body, "rows": [asdict(row) for row in rows]})
     _print(rows, plan)
     console.print(f"written to {path}", soft_wrap=True)
 

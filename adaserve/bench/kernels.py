@@ -6,7 +6,6 @@ hits all alike.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Inputs, LayerWeights, ModelConfig, ModelWeights
 from adaserve.engine.trees.attention import TreeAttentionPlan
-from adaserve.loadgen.results import provenance
+from adaserve.loadgen.results import provenance, write_json
 
 SETS = {4: "baseline", 8: "avx2", 16: "avx512"}
 """Lanes of the kernels' vectors -> the instruction set on x86."""
@@ -184,6 +183,7 @@ def run_kernels(plan: KernelPlan, console: Console) -> None:
 
     Raises BuildError where the kernels cannot be compiled.
     """
+    made = provenance()
     torch.set_num_threads(plan.threads)
     wide, slim = Shape(layers=plan.layers), Shape(intermediate=32)
     batches = [Case(n, 64) for n in plan.tokens]
@@ -202,12 +202,12 @@ def run_kernels(plan: KernelPlan, console: Console) -> None:
         return
     plan.out.mkdir(parents=True, exist_ok=True)
     record = {
-        "made": provenance(), "set": SETS[lanes], "threads": plan.threads, "bytes_per_s": bandwidth,
+        "made": made, "set": SETS[lanes], "threads": plan.threads, "bytes_per_s": bandwidth,
         "shapes": {"products": asdict(wide), "attention": asdict(slim)},
         "products": {s: [asdict(row) for row in rows] for s, rows in products.items()},
         "attention": [asdict(row) for row in attention],
     }  # fmt: skip
-    (plan.out / f"{SETS[lanes]}.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_json(plan.out / f"{SETS[lanes]}.json", record)
     (plan.out / f"{SETS[lanes]}.md").write_text(text)
 
 

@@ -8,10 +8,9 @@ under every policy, so all of them serve the same texts.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -27,7 +26,7 @@ from adaserve.bench.prompts import distinct_share, held_out, that_loop_least
 from adaserve.bench.repetition import repetitive
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
-from adaserve.loadgen.results import provenance
+from adaserve.loadgen.results import provenance, write_json
 from adaserve.server import ServerProcess, ServerSpec
 
 BASE = "none"
@@ -95,25 +94,31 @@ class Sample:
 
 
 def run_latency(specs: Mapping[str, ServerSpec], plan: LatencyPlan, path: Path, console: Console) -> None:
-    """Starts a server for each kind of draft, measures, prints a table, writes JSON. Raises ServerError."""
-    plan = replace(plan, drafts=len(specs))
-    with ExitStack() as stack:
-        servers = {
-            kind: stack.enter_context(running(spec, path.with_name(f"server-{kind}.log"), console))
-            for kind, spec in specs.items()
-        }
-        bar = stack.enter_context(progress(console))
-        task = bar.add_task("measuring", total=plan.steps)
-        samples = run(servers, plan, lambda what: bar.update(task, advance=1, description=what))
-        states = {kind: server.report() for kind, server in servers.items()}
-    save(path, samples, plan, states)
-    Console(width=None if sys.stdout.isatty() else 130).print(_table(summarize(samples, plan)))
-    console.print(f"written to {path}", soft_wrap=True)
+    """Starts a server for each kind of draft, measures, prints a table, writes JSON: of the rounds that were
+    played, whatever ended it. Raises ServerError."""
+    plan, made, samples = replace(plan, drafts=len(specs)), provenance(), list[Sample]()
+    try:
+        with ExitStack() as stack:
+            servers = {
+                kind: stack.enter_context(running(spec, path.with_name(f"server-{kind}.log"), console))
+                for kind, spec in specs.items()
+            }
+            costs = {kind: server.report()["latency"] for kind, server in servers.items()}
+            bar = stack.enter_context(progress(console))
+            task = bar.add_task("measuring", total=plan.steps)
+            for played in run(servers, plan, lambda what: bar.update(task, advance=1, description=what)):
+                samples += played
+    finally:
+        if samples:
+            save(path, made, samples, plan, costs)
+            Console(width=None if sys.stdout.isatty() else 130).print(_table(summarize(samples, plan)))
+            console.print(f"written to {path}", soft_wrap=True)
 
 
-def run(servers: Mapping[str, ServerProcess], plan: LatencyPlan, done: Callable[[str], None]) -> list[Sample]:
-    """Measures everything in ``plan``; ``done`` is told after each batch."""
-    samples = []
+def run(
+    servers: Mapping[str, ServerProcess], plan: LatencyPlan, done: Callable[[str], None]
+) -> Iterator[list[Sample]]:
+    """Measures everything in ``plan``, round by round; ``done`` is told after each batch."""
     for context, temperature in product(plan.contexts, plan.temperatures):
         asks = _asks(next(iter(servers.values())), plan, temperature, context)
         done(f"T={temperature:g}: {len(asks)} prompts")
@@ -121,6 +126,7 @@ def run(servers: Mapping[str, ServerProcess], plan: LatencyPlan, done: Callable[
             # Long prompts take long to read, so all rounds continue the same ones.
             first = 0 if context else turn * 37
             chosen = [asks[(first + i) % len(asks)] for i in range(batch)]
+            played = []
             for kind in _in_turn(tuple(servers), turn):
                 server = servers[kind]
                 _prefill(server, plan, chosen, fresh=not context)
@@ -131,8 +137,8 @@ def run(servers: Mapping[str, ServerProcess], plan: LatencyPlan, done: Callable[
                 plain = made[BASE][1]
                 for sample, texts in made.values():
                     same = sum(a == b for a, b in zip(texts, plain, strict=True)) / len(texts)
-                    samples.append(replace(sample, same=same))
-    return samples
+                    played.append(replace(sample, same=same))
+            yield played
 
 
 def _in_turn(names: tuple[str, ...], turn: int) -> tuple[str, ...]:
@@ -233,6 +239,8 @@ def summarize(samples: Sequence[Sample], plan: LatencyPlan) -> list[dict[str, An
     for context, temperature, batch in product(plan.contexts, plan.temperatures, plan.batches):
         case = (context, temperature, batch)
         of = [s for s in samples if (s.context, s.temperature, s.batch) == case]
+        if not of:
+            continue
         for kind, policy in product(kinds, (BASE, *plan.policies)):
             mine = [s for s in of if s.draft == kind and s.policy == policy]
             ratios = _speedups([s for s in of if s.draft == kind and s.policy == BASE], mine)
@@ -261,18 +269,24 @@ def _speedups(base: Sequence[Sample], mine: Sequence[Sample]) -> list[float]:
     return sorted(tpot[s.round] / s.tpot_ms for s in mine)
 
 
-def save(path: Path, samples: Sequence[Sample], plan: LatencyPlan, servers: dict[str, Any]) -> None:
+def save(
+    path: Path,
+    made: Mapping[str, Any],
+    samples: Sequence[Sample],
+    plan: LatencyPlan,
+    costs: Mapping[str, Any],
+) -> None:
     """Writes everything that is needed to judge and to repeat the measurement."""
     body = {
         "schema_version": 3,
         "kind": "bench latency",
-        "made": provenance(),
+        "made": made,
         "plan": asdict(plan),
-        "latency_models": {kind: report["latency"] for kind, report in servers.items()},
+        "latency_models": costs,
         "summary": summarize(samples, plan),
         "samples": [asdict(s) for s in samples],
     }
-    path.write_text(json.dumps(body, indent=1) + "\n")
+    write_json(path, body)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -30,8 +30,9 @@ def distinct_share(tokens: Sequence[int]) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
-def that_loop_least(outputs: Sequence[Sequence[int]]) -> list[int]:
-    """Places of the outputs that do not loop, in order. Where nearly all do, those LEAST that do so least."""
+def that_loop_least(outputs: Sequence[Sequence[int]], least: int = LEAST) -> list[int]:
+    """Places of the outputs that do not loop, in order. Where these are fewer than ``least``, so many that
+    loop least."""
     shares = [distinct_share(tokens) for tokens in outputs]
-    usable = max(LEAST, sum(share >= DISTINCT for share in shares))
+    usable = max(least, sum(share >= DISTINCT for share in shares))
     return sorted(sorted(range(len(shares)), key=lambda k: -shares[k])[:usable])

@@ -66,6 +66,7 @@ class Turns:
         self._records: dict[str, list[RequestRecord]] = {name: [] for name in settings}
         self._reasons: dict[str, list[str]] = {name: [] for name in settings}
         self._work = folder / "work"
+        self._made = provenance()
 
     def play(self, console: Console) -> dict[str, dict[str, Any]]:
         """Summaries by setting; a folder of results for each. Raises ServerError, LoadgenError."""
@@ -111,10 +112,9 @@ class Turns:
         lines = (r.to_json() + "\n" for r in self._records[name])
         (out / "requests.jsonl").write_text("".join(lines), encoding="utf-8")
         self.config.save(out / "config.yaml")
-        made = provenance()
-        write_json(out / "env.json", made)
+        write_json(out / "env.json", self._made)
         meta = {
-            **{k: made[k] for k in ("command", "git_sha")},
+            **{k: self._made[k] for k in ("command", "git_sha")},
             **plan_figures(self.config, self.schedule),
             "turns": len(self.slices),
             "other_programs": round(self.others[name].share, 3),

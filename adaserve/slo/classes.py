@@ -92,6 +92,10 @@ def times_baseline(x_baseline: float, baseline_s: float | None, slo_class: str) 
     return x_baseline * baseline_s
 
 
+PAPER_MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
+"""Shares of the paper's classes in its traffic."""
+
+
 def paper_classes() -> dict[str, SLOClass]:
     """The paper's artifact: baseline 30 ms; coding 1.2 x baseline, chat 50 ms, summarization 150 ms.
     As multiples, so that they mean the same on any host."""

@@ -122,7 +122,8 @@ class RankState(msgspec.Struct):
     targets: dict[str, float]  # of all labels
     slos: dict[str, tuple[float | None, float | None]]  # class -> TPOT and TTFT SLO of its last request, ms
     totals: dict[str, tuple[int, int]]  # class -> requests and how many met, since the start
-    buckets: list[Bucket]
+    buckets: list[Bucket]  # the last HISTORY_S in which something happened
+    older: Bucket  # all before them, together
     last: IterationSample | None
     last_at: float
     slow: list[SlowRequest]
@@ -160,7 +161,8 @@ class SLOStats:
         self._metrics, self._clock = metrics, clock
         self._targets = {name: config.get(name).target for name in config.labels}
         self._started = clock()
-        self._buckets: deque[Bucket] = deque(maxlen=int(HISTORY_S / BUCKET_S))
+        self._buckets: deque[Bucket] = deque()
+        self._older = Bucket(0)
         self._slow: deque[SlowRequest] = deque(maxlen=SLOW_KEPT)
         self._slos: dict[str, tuple[float | None, float | None]] = {}
         self._totals: dict[str, tuple[int, int]] = {}
@@ -249,6 +251,7 @@ class SLOStats:
             slos=self._slos,
             totals=self._totals,
             buckets=list(self._buckets),
+            older=self._older,
             last=self._last,
             last_at=self._last_at,
             slow=list(self._slow),
@@ -264,6 +267,8 @@ class SLOStats:
         key = int(self._clock() // BUCKET_S)
         if not self._buckets or self._buckets[-1].key != key:
             self._buckets.append(Bucket(key))
+            if len(self._buckets) > HISTORY_S / BUCKET_S:
+                self._older.add(self._buckets.popleft())
         return self._buckets[-1]
 
 

@@ -33,12 +33,16 @@ def test_keys_and_values_of_a_token() -> None:
     assert Shape(layers=6, kv_heads=2, head_dim=64).kv_bytes(10) == 10 * 6 * 2 * (2 * 64 * 4)
 
 
-def test_tables_are_written_for_the_set(tmp_path: Path) -> None:
+def test_tables_are_written_for_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[object] = []
+    monkeypatch.setattr(kernels, "provenance", lambda: {"timed_before": len(timed)})
+    monkeypatch.setattr(kernels, "in_turns", lambda *args: timed.append(args) or in_turns(*args))
     plan = KernelPlan((1, 3), ("fp32", "fp16"), (1, 5), (16, 70), 2, 1, 1, (), build.SOURCES, tmp_path)
     run_kernels(plan, Console(quiet=True))
     (record,), (text,) = tmp_path.glob("*.json"), tmp_path.glob("*.md")
     found = json.loads(record.read_text())
     assert record.stem == text.stem == found["set"]
+    assert found["made"]["timed_before"] == 0 < len(timed), "time and commit are those of the start"
     assert [row["case"]["tokens"] for row in found["products"]["fp16"]] == [1, 3]
     cases = [(row["case"]["context"], row["case"]["tokens"]) for row in found["attention"]]
     assert cases == [(16, 1), (16, 5), (70, 1), (70, 5)]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from adaserve.bench import latency
 from adaserve.bench.client import Ask
-from adaserve.bench.latency import MARGIN, LatencyPlan, Sample, _long, summarize
+from adaserve.bench.latency import MARGIN, LatencyPlan, Sample, _long, run_latency, summarize
+from adaserve.server import ServerSpec
 
 
 def sample(context: int, policy: str, turn: int, tpot_ms: float, same: float = 1.0) -> Sample:
@@ -53,6 +60,26 @@ def test_rounds_are_paired_within_a_context() -> None:
     assert rows[1024, "priced@auto"]["same"] == 1 / 3, "one round of three"
 
 
+def test_rounds_that_were_played_are_kept_whatever_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def played(*_: Any) -> Iterator[list[Sample]]:
+        yield [sample(0, policy, 0, tpot_ms) for policy, tpot_ms in (("none", 20.0), ("priced", 10.0))]
+        raise KeyboardInterrupt
+
+    server = SimpleNamespace(report=lambda: {"latency": {"form": "x"}})
+    monkeypatch.setattr(latency, "running", lambda *_: nullcontext(server))
+    monkeypatch.setattr(latency, "run", played)
+    plan = LatencyPlan(policies=("priced",), batches=(1, 4), temperatures=(0.8,))
+    with pytest.raises(KeyboardInterrupt):
+        run_latency({"model": ServerSpec()}, plan, tmp_path / "latency.json", Console(quiet=True))
+    record = json.loads((tmp_path / "latency.json").read_text())
+    assert [(r["policy"], r["batch"], r["speedup"]) for r in record["summary"]] == [
+        ("none", 1, 1.0), ("priced", 1, 2.0)
+    ]  # fmt: skip
+    assert record["latency_models"] == {"model": {"form": "x"}}
+
+
 def test_nothing_is_always_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes first after the prefills may be slower for that, so plain decoding must not always do so."""
     order: list[tuple[int, str, str]] = []
@@ -68,7 +95,7 @@ def test_nothing_is_always_measured_first(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(latency, "_measure", measured)
     plan = LatencyPlan(policies=("priced",), batches=(1,), temperatures=(0.0,), rounds=2)
     servers: Any = {"model": None, "eagle3": None}
-    samples = latency.run(servers, plan, lambda _: None)
+    samples = [s for played in latency.run(servers, plan, lambda _: None) for s in played]
     assert order[:4] == [(0, k, p) for k in ("model", "eagle3") for p in ("none", "priced")]
     assert order[4:] == [(1, k, p) for k in ("eagle3", "model") for p in ("priced", "none")]
     assert {(s.round, s.policy): s.same for s in samples} == {

@@ -6,7 +6,8 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -39,8 +40,8 @@ from adaserve.bench.soak.invariants import (
     snapshot_faults,
 )
 from adaserve.bench.soak.mix import Mix, greedy_cases
-from adaserve.bench.soak.report import INVARIANTS, Record, markdown
-from adaserve.bench.soak.run import SoakPlan, run_soak
+from adaserve.bench.soak.report import INVARIANTS, Record, held, markdown, record_of
+from adaserve.bench.soak.run import Soak, SoakPlan, _drive, run_soak
 from adaserve.bench.soak.tally import Tally
 
 TEXTS = ("def main(argv):\n    return 0\n", "import os\nimport sys\n", "A manual says what to do, and why.")
@@ -334,10 +335,10 @@ def test_memory_of_a_short_run_is_not_judged() -> None:
 # -- the record ----------------------------------------------------------------------------------
 
 
-def record_of(tally: Tally) -> Record:
+def recorded(tally: Tally) -> Record:
     extra = {"quiet_points": 1, "probes": 1, "longest_probe_s": 0.1, "policy_changes": 1, "retractions": 1}
     made = {"git_sha": "0", "cpu": "some", "usable_cores": 2}
-    return Record.of(
+    return record_of(
         made=made, plan={"seed": 0}, tally=tally, samples=[], seconds=1.0, extra=extra, interrupted=False
     )
 
@@ -346,11 +347,22 @@ def record_of(tally: Tally) -> Record:
 def test_a_violation_reaches_the_report(invariant: str) -> None:
     clients, tally = Tally(), Tally()
     clients.violate(invariant, "what was seen", 0.0)
-    assert record_of(tally).held
+    assert held(recorded(tally))
     tally.add(clients)
-    record = record_of(tally)
-    assert not record.held and record.data["violations"] == {invariant: 1}
+    record = recorded(tally)
+    assert not held(record) and record["violations"] == {invariant: 1}
     assert "what was seen" in markdown(record)
+
+
+def test_no_client_that_waits_to_be_killed_outlives_the_soak(tmp_path: Path) -> None:
+    """Also where the server is gone, so that there is no last quiet point."""
+    killed: list[str] = []
+    server = SimpleNamespace(alive=False, why=lambda: "no memory")
+    control = SimpleNamespace(metrics=dict)
+    others: Any = SimpleNamespace(go=lambda: None, take=Tally)
+    soak = Soak(SoakPlan(requests=1), cast(Any, server), cast(Any, control), others, others, {})
+    soak._victims.append(cast(Any, SimpleNamespace(kill=lambda: killed.append("one"))))
+    assert _drive(soak, tmp_path, Console(quiet=True)) and killed == ["one"]
 
 
 # -- the mix -------------------------------------------------------------------------------------
@@ -381,9 +393,8 @@ def test_a_short_soak_holds_every_invariant(tmp_path: Path) -> None:
         minutes=0.25, workers=2, clients=2, lanes=10, cases=30, quiet_s=10.0, change_s=1.5, kill_s=3.0,
         learn=True,
     )  # fmt: skip
-    record = run_soak(plan, tmp_path, Console(quiet=True))
-    assert record.held, markdown(record)
-    data = record.data
+    data = run_soak(plan, tmp_path, Console(quiet=True))
+    assert held(data), markdown(data)
     assert data["quiet_points"] >= 2 and data["policy_changes"] >= 3 and data["retractions"] > 0
     assert data["requests"] > 100 and data["compared_with_reference"] > 25
     assert data["by_kind"]["client killed"] > 0 and data["ends"]["abort"] > 0

@@ -11,21 +11,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from adaserve.bench import turns
 from adaserve.bench.demo import PLAIN, TEMPERATURE, _caption, _traffic
 from adaserve.bench.turns import Turns, cut
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, Length
-from adaserve.loadgen.results import iter_records
+from adaserve.loadgen.results import iter_records, provenance
 from adaserve.loadgen.run_folder import read_run
 from adaserve.loadgen.schedule import build_schedule
 from tests.loadgen.fake_server import running_fake
 
 
-@pytest.mark.parametrize(("seconds", "turns"), [(5.0, 2), (20.0, 2), (60.0, 6), (61.0, 6), (120.0, 12)])
-def test_turns_are_even_in_number_and_of_some_seconds(seconds: float, turns: int) -> None:
+@pytest.mark.parametrize(("seconds", "count"), [(5.0, 2), (20.0, 2), (60.0, 6), (61.0, 6), (120.0, 12)])
+def test_turns_are_even_in_number_and_of_some_seconds(seconds: float, count: int) -> None:
     at_s = [seconds * k / 100 for k in range(100)]
     slices = cut(at_s, seconds)
-    assert len(slices) == turns and turns % 2 == 0
+    assert len(slices) == count and count % 2 == 0
     assert [s.first for s in slices[1:]] == [s.last for s in slices[:-1]]
     assert (slices[0].first, slices[-1].last) == (0, 100)
     assert all(s.start_s <= at_s[k] < s.start_s + s.seconds for s in slices for k in range(s.first, s.last))
@@ -35,8 +36,12 @@ def test_a_slice_without_requests_is_no_turn() -> None:
     assert [(s.first, s.last) for s in cut([1.0, 2.0, 55.0], 60.0)] == [(0, 2), (2, 3)]
 
 
-def test_every_request_is_served_once_under_each_setting(tmp_path: Path) -> None:
+def test_every_request_is_served_once_under_each_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     played: list[str] = []
+    made = provenance()
+    monkeypatch.setattr(turns, "provenance", lambda: {**made, "played_before": len(played)})
     with running_fake() as fake:
 
         def switch(name: str, token_ms: float) -> None:
@@ -63,7 +68,8 @@ def test_every_request_is_served_once_under_each_setting(tmp_path: Path) -> None
         assert [int(r.id) for r in records] == [r.index for r in planned]
         assert [r.scheduled_s for r in records] == pytest.approx([r.at_s for r in planned], abs=1e-5)
         assert all(r.first_token_s is not None and r.first_token_s > r.scheduled_s for r in records)
-        assert read_run(tmp_path / name).summary["unsent"] == 0
+        run = read_run(tmp_path / name)
+        assert run.summary["unsent"] == run.env["played_before"] == 0, "time and commit are of the start"
     assert {p.name for p in tmp_path.iterdir()} == {"fast", "slow", "schedule.jsonl"}
 
 

@@ -51,23 +51,24 @@ def bench(fake: Fake, out: Path, *args: str) -> subprocess.CompletedProcess[str]
 
 
 def test_bench_then_report(tmp_path: Path) -> None:
+    out = tmp_path / "rps=8"  # a folder may look as if it gave a name
     with running_fake(token_ms=10) as fake:
-        done = bench(fake, tmp_path / "a", "--duration", "3", "--rps", "8", "--seed", "3")
-        again = bench(fake, tmp_path / "a", "--duration", "3")
+        done = bench(fake, out, "--duration", "3", "--rps", "8", "--seed", "3")
+        again = bench(fake, out, "--duration", "3")
     assert done.returncode in (0, 1), done.stderr  # 1: a busy machine made the run invalid
     assert "coding" in done.stdout and "all" in done.stdout
-    summary = json.loads((tmp_path / "a/summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text())
     assert summary["seed"] == 3 and summary["planned_requests"] == summary["requests"] > 5
     assert "bench serve" in summary["command"] and "--seed 3" in summary["command"]
-    html = (tmp_path / "a/report.html").read_text()
+    html = (out / "report.html").read_text()
     assert "bench serve" in html and "<svg" in html
     assert not re.search(r"""(src|href)=["']?https?://""", html)
-    assert (tmp_path / "a/attainment.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "attainment.png").read_bytes().startswith(b"\x89PNG")
     assert again.returncode == 2 and "is not empty" in again.stderr
 
     limits = {"0.0": 0, "1.01": 1}
     for limit, code in limits.items():
-        args = ("report", str(tmp_path / "a"), "--no-png", "--fail-under-attainment", limit)
+        args = ("report", str(out), "--no-png", "--fail-under-attainment", limit)
         assert run(*args).returncode == code
 
 

@@ -228,6 +228,19 @@ def test_history_costs_the_same_after_any_rest() -> None:
     assert len(build_snapshot([s.state()]).history.t) <= HISTORY_S / BUCKET_S
 
 
+def test_nothing_is_forgotten_of_iterations_before_the_history() -> None:
+    """Who looks twice, however far apart, sees all that happened in between."""
+    s, clock = stats()
+    for _ in range(3 * int(HISTORY_S / BUCKET_S)):
+        s.iteration(iteration(new_tokens=2))
+        clock.now += BUCKET_S
+    state = s.state()
+    assert len(state["buckets"]) == HISTORY_S / BUCKET_S
+    every = [state["older"], *state["buckets"]]
+    assert sum(b["iterations"] for b in every) == 3 * HISTORY_S / BUCKET_S
+    assert sum(b["sums"]["new_tokens"] for b in every) == 6 * HISTORY_S / BUCKET_S
+
+
 def test_nothing_tells_whose_request_was_slow() -> None:
     s, _ = stats()
     s.finish(request(tpot_s=0.9))

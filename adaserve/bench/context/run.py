@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from adaserve.engine.cpu.native import NativeBackend
 from adaserve.engine.cpu.params import Inputs
 from adaserve.engine.trees.attention import TreeAttentionPlan
 from adaserve.loadgen.figures import save
-from adaserve.loadgen.results import provenance
+from adaserve.loadgen.results import provenance, write_json
 from adaserve.pair import shape as pair_shape
 from adaserve.pair.folders import weights_folder
 from adaserve.pair.vocabulary import MAX_CONTEXT_TOKENS
@@ -137,6 +138,7 @@ def run_context(plan: ContextPlan, console: Console) -> list[Cell]:
 
     Raises BuildError where the kernels cannot be compiled.
     """
+    made = provenance()
     torch.set_num_threads(plan.threads)
     console.print(f"acceptance on held-out texts of {plan.text.length} tokens", highlight=False)
     modes = plan.modes
@@ -158,7 +160,7 @@ def run_context(plan: ContextPlan, console: Console) -> list[Cell]:
                 mode = next((m for m in modes if m.name == what), Mode(is_self=True, window=0))
                 points[mode.is_self].append((n * tokens, n * mode.reads(context), n, seconds))
     fitted = {is_target: fit_table(np.array(taken)) for is_target, taken in points.items()}
-    _report(plan, cells, agreed, _inflections(plan, agreed, fitted), console)
+    _report(plan, made, cells, agreed, _inflections(plan, agreed, fitted), console)
     return cells
 
 
@@ -176,6 +178,7 @@ def _inflections(plan: ContextPlan, agreed: Mapping[str, Agreement], fitted: dic
 
 def _report(
     plan: ContextPlan,
+    made: Mapping[str, Any],
     cells: Sequence[Cell],
     agreed: Mapping[str, Agreement],
     inflections: str,
@@ -189,12 +192,12 @@ def _report(
         return
     plan.out.mkdir(parents=True, exist_ok=True)
     record = {
-        "made": provenance(), "set": kind, "threads": plan.threads, "storage": plan.storage,
+        "made": made, "set": kind, "threads": plan.threads, "storage": plan.storage,
         "rounds": plan.rounds, "text_tokens": plan.text.length, "temperature": plan.text.temperature,
         "agreement": {name: asdict(how) for name, how in agreed.items()},
         "cells": [cell.record() for cell in cells],
     }  # fmt: skip
-    (plan.out / f"{kind}.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_json(plan.out / f"{kind}.json", record)
     (plan.out / f"{kind}.md").write_text(text + "\n")
     save(figure(cells, f"Widened embedded pair, {kind}"), plan.out / f"{kind}.png")
 

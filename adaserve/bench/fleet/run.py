@@ -7,7 +7,6 @@ would ``adaserve simulate capacity`` have foreseen the attainment?
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -29,7 +28,7 @@ from adaserve.fleet.local import Fleet, ReplicaSpec, RouterSpec
 from adaserve.loadgen.arrivals import Arrivals
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, Endpoint
-from adaserve.loadgen.results import check_results_dir, command_line, iter_records
+from adaserve.loadgen.results import check_results_dir, command_line, iter_records, write_json
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.simulator.forecasts import CLOSE
 from adaserve.server import ServerProcess, ServerSpec, free_port
@@ -130,8 +129,8 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
         fleet.down()
     judged = [r for r in records if r.scheduled_s >= plan.warmup_s]
     classes = sorted({r.slo_class for r in judged})
-    (plan.out / "replicas.json").write_text(json.dumps(reports) + "\n", encoding="utf-8")
-    capacity = _capacity(plan, reports, float(summary["slo_attainment"]))
+    write_json(plan.out / "replicas.json", reports)
+    capacity = _capacity(plan, reports, float(summary["slo_attainment"] or 0.0))
     result = {
         "command": command_line(),
         "headroom": asdict(ranking) | {"share": ranking.share},
@@ -143,7 +142,7 @@ def run_fleet_bench(plan: FleetPlan, console: Console) -> dict[str, Any]:
         "other_programs": round(others.share, 3),
         "valid": summary["valid"],
     }
-    (plan.out / "fleet.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(plan.out / "fleet.json", result)
     return result
 
 

@@ -11,7 +11,6 @@ learning from errors only, text drawn from target and draft, and one draft per d
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections import Counter
@@ -35,7 +34,7 @@ from adaserve.learning.home import home_records
 from adaserve.learning.losses import CHAIN
 from adaserve.learning.records import Record, kept
 from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
-from adaserve.loadgen.results import provenance
+from adaserve.loadgen.results import provenance, write_json
 from adaserve.noise import request_key
 from adaserve.pair.data import load_tokenizer
 from adaserve.pair.folders import weights_folder
@@ -110,15 +109,15 @@ class Outcome:
 
 def run_offline(plan: LearnPlan, variants: Sequence[str], folder: Path, console: Console) -> None:
     """Compares the variants; JSON and a table. Raises ServerError where there are no texts of a domain."""
+    made, outcomes = provenance(), list[Outcome]()
     torch.set_num_threads(1)
-    outcomes: list[Outcome] = []
     with progress(console) as bar:
         study = _Study(plan, bar)
         folder.mkdir(parents=True, exist_ok=True)
         for name in variants:
             outcomes.append(study.run(name))
-            result = {"plan": asdict(plan), "outcomes": [asdict(o) for o in outcomes], **provenance()}
-            (folder / "learn-offline.json").write_text(json.dumps(result, indent=1) + "\n")
+            result = {"plan": asdict(plan), "outcomes": [asdict(o) for o in outcomes], **made}
+            write_json(folder / "learn-offline.json", result)
     Console().print(_table(outcomes))
     console.print(f"written to {folder}", soft_wrap=True)
 

@@ -6,7 +6,6 @@ serve the same texts: what differs is how many tokens are accepted, and the time
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from adaserve.bench.learn.texts import Texts
 from adaserve.bench.servers import running
 from adaserve.bench.terminal import progress, table
 from adaserve.loadgen.figures import color, legend, panels, save
-from adaserve.loadgen.results import provenance
+from adaserve.loadgen.results import provenance, write_json
 from adaserve.server import ServerProcess, ServerSpec
 
 SETTINGS = {
@@ -84,7 +83,7 @@ def run_learn(spec: ServerSpec, plan: LearnPlan, folder: Path, console: Console)
     """Starts a server that learns and plays the stream; JSON after every block, a figure at the end.
 
     Raises ServerError."""
-    texts = {domain: Texts(domain, plan.seed) for _, domain in plan.blocks}
+    made, texts = provenance(), {domain: Texts(domain, plan.seed) for _, domain in plan.blocks}
     with running(spec, folder / "server.log", console) as server, progress(console) as bar:
         task = bar.add_task("serving", total=len(plan.blocks))
         blocks: list[Block] = []
@@ -98,7 +97,7 @@ def run_learn(spec: ServerSpec, plan: LearnPlan, folder: Path, console: Console)
             bar.update(task, advance=1, description=f"{domain}, {blocks[-1].accepted:.2f} accepted")
             learning = server.report()["stats"]["learning"]
             result = {"plan": asdict(plan), "learning": learning, "blocks": [asdict(b) for b in blocks]}
-            (folder / "learn.json").write_text(json.dumps({**result, **provenance()}, indent=1) + "\n")
+            write_json(folder / "learn.json", {**result, **made})
     _draw(blocks, plan, folder / "learn.png")
     Console().print(_table(blocks, plan))
     console.print(f"written to {folder}", soft_wrap=True)

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from adaserve.bench.options import counts, floats, listed, seed_list
 from adaserve.bench.simulate.options import (
@@ -34,6 +33,7 @@ from adaserve.bench.simulate.options import (
     SloConfig,
     TensorParallel,
 )
+from adaserve.bench.terminal import progress
 from adaserve.commands import fail, new_folder
 
 app = typer.Typer(help="Simulate policies, loads and fleets without a GPU.", no_args_is_help=True)
@@ -192,6 +192,7 @@ def capacity(
     from adaserve.bench.simulate.fleet import SimulatedFleet
     from adaserve.bench.simulate.hardware import Hardware
     from adaserve.bench.simulate.traces import read_recorded
+    from adaserve.loadgen.results import write_json
     from adaserve.scheduler.simulator.capacity import min_replicas
     from adaserve.slo.classes import SLOConfig
 
@@ -201,12 +202,11 @@ def capacity(
         cache = kv_tokens or hardware.kv_tokens()
         of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, recorded, cache)
         loaded = read_recorded(trace, seed)
-        with Progress(console=console) as progress:
-            task = progress.add_task(_replicas(1), total=None)
+        with console.status(_replicas(1)) as status:
             attainment = of.attainment(loaded, slos, router)
 
             def attain(n: int) -> float:
-                progress.update(task, description=_replicas(n))
+                status.update(_replicas(n))
                 return attainment(n)
 
             answer = min_replicas(attain, target, most)
@@ -215,7 +215,7 @@ def capacity(
     found = f"{answer.replicas}" if answer.replicas else f"more than {most}"
     print(f"minimum replicas for {100 * target:g}% attainment: {found}")
     if out:
-        out.write_text(json.dumps(asdict(answer), indent=1) + "\n", encoding="utf-8")
+        write_json(out, asdict(answer))
 
 
 def _replicas(n: int) -> str:
@@ -241,6 +241,7 @@ def fleet(
     from adaserve.bench.simulate.fleet import SimulatedFleet
     from adaserve.bench.simulate.hardware import Hardware
     from adaserve.bench.simulate.traces import read_workload
+    from adaserve.loadgen.results import write_json
 
     with _refusing():
         hardware = Hardware(model, gpu, tp, profile)
@@ -248,12 +249,12 @@ def fleet(
         of = SimulatedFleet.of(policy, hardware.latency(), baseline_ms, seed, kv_tokens=cache)
         with console.status("drawing the trace"):
             loaded = read_workload(trace, seed)
-    with Progress(console=console) as progress:
-        task = progress.add_task("requests", total=len(loaded))
-        served = of.serve(loaded, replicas, router, lambda done: progress.update(task, completed=done))
+    with progress(console) as bar:
+        task = bar.add_task("requests", total=len(loaded))
+        served = of.serve(loaded, replicas, router, lambda done: bar.update(task, completed=done))
     print(json.dumps(served, indent=1))
     if out:
-        out.write_text(json.dumps(served, indent=1) + "\n", encoding="utf-8")
+        write_json(out, served)
 
 
 @app.command()
@@ -321,7 +322,7 @@ def context(
     """Simulate speculation at long contexts by data-sheet costs, for any known model and GPU."""
     from adaserve.bench.context.simulated import simulate_context
     from adaserve.loadgen.figures import save
-    from adaserve.loadgen.results import command_line
+    from adaserve.loadgen.results import command_line, write_json
 
     with _refusing():
         found = simulate_context(model, gpu, tp, requests, contexts, window, acceptance, own_acceptance)
@@ -333,6 +334,6 @@ def context(
             "cells": [cell.record() for cell in found.cells],
             "inflection_tokens": found.inflections,
         }
-        (out / "context.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(out / "context.json", record)
         (out / "context.md").write_text(found.text + "\n", encoding="utf-8")
         save(found.figure(), out / "context.png")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import Progress
 
 from adaserve.bench.simulate.hardware import Hardware
 from adaserve.bench.simulate.traces import read_workload
@@ -24,7 +22,8 @@ from adaserve.bench.study import (
     run_case,
     run_grid,
 )
-from adaserve.loadgen.results import command_line
+from adaserve.bench.terminal import progress
+from adaserve.loadgen.results import command_line, write_json
 from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.latency import LatencyModel
 from adaserve.scheduler.policies import build_policy
@@ -138,22 +137,19 @@ def run_and_report(
     cases: list[Case], setting: Setting, out: Path | None, records: bool, console: Console
 ) -> None:
     """Prints a table; with ``out``, writes rows, records of requests and figures there. Raises SLOError."""
-    with Progress(console=console) as progress:
-        task = progress.add_task("simulating", total=len(cases))
+    with progress(console) as bar:
+        task = bar.add_task("simulating", total=len(cases))
 
         def show(i: int, case: Case) -> None:
-            progress.update(
-                task, completed=i, description=f"{case.workload} {case.load:.2f} rps {case.policy}"
-            )
+            what = f"{case.workload} {case.load:.2f} rps {case.policy}"
+            bar.update(task, completed=i, description=what)
 
         rows = run_grid(cases, setting, out, show, records)
     text = markdown(rows)
     print(text)
     if out:
         (out / "table.md").write_text(text + "\n", encoding="utf-8")
-        (out / "summary.json").write_text(
-            json.dumps([r["summary"] for r in rows], indent=1) + "\n", encoding="utf-8"
-        )
+        write_json(out / "summary.json", [r["summary"] for r in rows])
         plot_violations(rows, out / "violations.png")
         _, _, result = run_case(cases[0], setting)
         plot_timeline(result, out / "timeline.png")

@@ -6,10 +6,9 @@ from dataclasses import replace
 from math import inf
 
 from adaserve.scheduler.simulator.workload import synthetic_trace
+from adaserve.slo.classes import PAPER_MIX
 from adaserve.slo.trace import Trace, TraceError, assign_classes
 from adaserve.slo.trace_formats import read_trace
-
-PAPER_MIX = {"coding": 0.6, "chat": 0.2, "summarization": 0.2}
 
 
 def read_workload(spec: str, seed: int) -> Trace:

@@ -48,16 +48,11 @@ FLAVOURS: tuple[tuple[str, ...], ...] = (
 """What a block of calls does without."""
 
 
-class Texts:
-    """Pieces of a few texts, so that some prompts share prefixes."""
-
-    def __init__(self, texts: Sequence[str], rng: random.Random) -> None:
-        self._texts, self._rng = texts, rng
-
-    def draw(self) -> str:
-        text = self._rng.choice(self._texts)
-        start = self._rng.choice((0, 0, self._rng.randrange(len(text) // 2)))
-        return text[start : start + self._rng.choice((6, 25, 60, 120, 240))].strip() or "import os"
+def piece(texts: Sequence[str], rng: random.Random) -> str:
+    """Of one of a few texts, often its beginning, so that some prompts share prefixes."""
+    text = rng.choice(texts)
+    start = rng.choice((0, 0, rng.randrange(len(text) // 2)))
+    return text[start : start + rng.choice((6, 25, 60, 120, 240))].strip() or "import os"
 
 
 def length(rng: random.Random) -> int:
@@ -67,12 +62,11 @@ def length(rng: random.Random) -> int:
 def greedy_cases(texts: Sequence[str], seed: int, count: int = 64) -> list[Call]:
     """Greedy requests of every route and kind whose answers nothing may change."""
     rng = random.Random(seed)
-    draw = Texts(texts, rng).draw
     kinds = (
         _plain, _plain, _logprobs, _penalised, _biased, _stopped, _least, _schema, _regex, _choices, _ids,
         _completion, _completion, _chat, _ollama,
     )  # fmt: skip
-    return [replace(kinds[i % len(kinds)](draw(), rng), case=i) for i in range(count)]
+    return [replace(kinds[i % len(kinds)](piece(texts, rng), rng), case=i) for i in range(count)]
 
 
 def _native(kind: str, text: str, rng: random.Random, **params: Any) -> Call:
@@ -163,7 +157,7 @@ class Mix:
     def __init__(self, seed: int, texts: Sequence[str], cases: Sequence[Call], vocab: int) -> None:
         self._rng = random.Random(seed)
         self._name = f"{seed}"
-        self._texts = Texts(texts, self._rng)
+        self._texts = texts
         self._flavours = random.Random(seed // CLIENTS)  # the same for all clients of a soak
         self._cases = cases
         self._refusals = refusals(vocab)
@@ -193,7 +187,7 @@ class Mix:
     def _sampled(self) -> Call:
         """A call that draws its tokens, or greedy ones of a prompt that is new."""
         rng = self._rng
-        kinds = greedy_cases((self._texts.draw() + " ",), rng.randrange(1 << 30), 15)
+        kinds = greedy_cases((piece(self._texts, rng) + " ",), rng.randrange(1 << 30), 15)
         call = rng.choice([c for c in kinds if c.kind not in self._without])
         body = {**call.body}
         key = {GENERATE: "sampling_params"}.get(call.path, "options" if call.path in OLLAMA else None)
@@ -239,7 +233,7 @@ class Mix:
         end = rng.choice((End.LEFT_EARLY, End.LEFT_AMID, End.ABORTED, End.ABORTED))
         call = self._sampled()
         if end is End.ABORTED or call.path in OLLAMA:
-            call = _native("", self._texts.draw(), rng, max_new_tokens=LONGEST, ignore_eos=True)
+            call = _native("", piece(self._texts, rng), rng, max_new_tokens=LONGEST, ignore_eos=True)
         rid = {"rid": f"soak-{self._name}-{self._drawn}"} if end is End.ABORTED else {}
         body = {**call.body, **rid, "stream": end is End.LEFT_AMID or rng.random() < 0.5}
         if body["stream"] and call.path in (COMPLETIONS, CHAT):
@@ -252,7 +246,7 @@ class Mix:
 
     def _session(self) -> Conversation:
         rng = self._rng
-        turns = [self._dressed(_plain(self._texts.draw()[:60], rng)) for _ in range(rng.randrange(1, 4))]
+        turns = [self._dressed(_plain(piece(self._texts, rng)[:60], rng)) for _ in range(rng.randrange(1, 4))]
         short = [
             replace(
                 turn, kind="session",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,53 +27,47 @@ INVARIANTS = {
 }
 
 
-@dataclass(frozen=True)
-class Record:
-    """All that is written down."""
+Record = dict[str, Any]
+"""All that is written down; JSON values."""
 
-    data: Mapping[str, Any]
 
-    @property
-    def held(self) -> bool:
-        """Whether no invariant was violated."""
-        return not self.data["violations"]
+def record_of(
+    *,
+    made: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    tally: Tally,
+    samples: Sequence[MemorySample],
+    seconds: float,
+    extra: Mapping[str, Any],
+    interrupted: bool,
+) -> Record:
+    return {
+        **made,
+        "plan": dict(plan),
+        "interrupted": interrupted,
+        "seconds": round(seconds, 1),
+        "requests": tally.total,
+        "requests_per_s": round(tally.total / max(seconds, 1e-9), 1),
+        "by_kind": dict(tally.requests.most_common()),
+        "statuses": {str(k): n for k, n in sorted(tally.statuses.items())},
+        "ends": dict(tally.ends.most_common()),
+        "streams": tally.streams,
+        "compared_with_reference": tally.compared,
+        "sequences_by_class": dict(tally.served),
+        "tokens_by_class": dict(tally.served_tokens),
+        "unknown_ends_by_class": dict(tally.maybe),
+        "slowest_answer_s": round(tally.slowest_s, 2),
+        **extra,
+        "memory": [_growth(g) for g in memory_growth(samples)],
+        "memory_samples": len(samples),
+        "violations": dict(tally.violated),
+        "violation_details": [asdict(v) for v in tally.violations],
+    }
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        made: Mapping[str, Any],
-        plan: Mapping[str, Any],
-        tally: Tally,
-        samples: Sequence[MemorySample],
-        seconds: float,
-        extra: Mapping[str, Any],
-        interrupted: bool,
-    ) -> Record:
-        return cls(
-            {
-                **made,
-                "plan": dict(plan),
-                "interrupted": interrupted,
-                "seconds": round(seconds, 1),
-                "requests": tally.total,
-                "requests_per_s": round(tally.total / max(seconds, 1e-9), 1),
-                "by_kind": dict(tally.requests.most_common()),
-                "statuses": {str(k): n for k, n in sorted(tally.statuses.items())},
-                "ends": dict(tally.ends.most_common()),
-                "streams": tally.streams,
-                "compared_with_reference": tally.compared,
-                "sequences_by_class": dict(tally.served),
-                "tokens_by_class": dict(tally.served_tokens),
-                "unknown_ends_by_class": dict(tally.maybe),
-                "slowest_answer_s": round(tally.slowest_s, 2),
-                **extra,
-                "memory": [_growth(g) for g in memory_growth(samples)],
-                "memory_samples": len(samples),
-                "violations": dict(tally.violated),
-                "violation_details": [asdict(v) for v in tally.violations],
-            }
-        )
+
+def held(record: Record) -> bool:
+    """Whether no invariant was violated."""
+    return not record["violations"]
 
 
 def _growth(growth: Growth) -> dict[str, Any]:
@@ -83,14 +77,13 @@ def _growth(growth: Growth) -> dict[str, Any]:
 def write(record: Record, out: Path) -> None:
     """``soak.json`` and ``README.md`` in the folder."""
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "soak.json", dict(record.data))
+    write_json(out / "soak.json", record)
     (out / "README.md").write_text(markdown(record), encoding="utf-8")
 
 
-def markdown(record: Record) -> str:
+def markdown(d: Record) -> str:
     """One page."""
-    d = record.data
-    verdict = "All invariants held." if record.held else "**Invariants were violated**; see below."
+    verdict = "All invariants held." if held(d) else "**Invariants were violated**; see below."
     stopped = " It was stopped before its time." if d["interrupted"] else ""
     lines = [
         "# Soak",
@@ -123,10 +116,8 @@ def markdown(record: Record) -> str:
             [
                 (
                     m["role"],
-                    str(m["first_mib"]),
-                    str(m["last_mib"]),
-                    str(m["mib_per_hour"]),
-                    _yes(m["judged"]),
+                    *(str(m[k]) for k in ("first_mib", "last_mib", "mib_per_hour")),
+                    "yes" if m["judged"] else "too short",
                 )
                 for m in d["memory"]
             ],
@@ -145,10 +136,6 @@ def _learned(learning: Mapping[str, Any] | None) -> str:
         f"times, the last time in {learning['swap_ms']:.1f} ms; {learning['rejected']} candidates were "
         "rejected."
     )
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "too short"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -16,7 +16,6 @@ from rich.console import Console
 from adaserve.bench.prompts import held_out
 from adaserve.bench.servers import running
 from adaserve.bench.soak.clients import Role
-from adaserve.bench.soak.fleet import Fleet, Victim
 from adaserve.bench.soak.invariants import (
     MemorySample,
     ServerCounts,
@@ -28,7 +27,8 @@ from adaserve.bench.soak.invariants import (
     snapshot_faults,
 )
 from adaserve.bench.soak.mix import CLIENTS, greedy_cases
-from adaserve.bench.soak.report import Record, write
+from adaserve.bench.soak.processes import ClientProcesses, Victim
+from adaserve.bench.soak.report import Record, record_of, write
 from adaserve.bench.soak.served import ENVIRONMENT, Control, references, soak_spec
 from adaserve.bench.soak.tally import Tally
 from adaserve.bench.soak.watch import Prober, memory
@@ -76,7 +76,7 @@ class Soak:
     plan: SoakPlan
     server: ServerProcess
     control: Control
-    fleet: Fleet
+    clients: ClientProcesses
     prober: Prober
     made: dict[str, Any] = field(default_factory=provenance)  # the commit that was started from
     tally: Tally = field(default_factory=Tally)
@@ -90,7 +90,7 @@ class Soak:
     def start(self) -> None:
         self.before = ServerCounts.of(self.control.metrics())
         self.started_s = time.monotonic()
-        self.fleet.go()
+        self.clients.go()
 
     @property
     def seconds(self) -> float:
@@ -115,12 +115,12 @@ class Soak:
             return False
         self.quiet_point()
         self.prober.go()
-        self.fleet.go()
+        self.clients.go()
         return True
 
     def collect(self) -> None:
         """Takes in what others have counted."""
-        self.tally.add(self.fleet.take())
+        self.tally.add(self.clients.take())
         self.tally.add(self.prober.take())
 
     def _is_due(self, name: str, every_s: float, at_once: bool = False) -> bool:
@@ -150,11 +150,9 @@ class Soak:
 
     def quiet_point(self) -> None:
         """Lets all requests end and checks that nothing is left of them."""
-        for victim in self._victims:
-            victim.kill()
-        self._victims = []
+        self.end_victims()
         self.prober.pause()
-        if not self.fleet.pause(2 * self.plan.deadline_s):
+        if not self.clients.pause(2 * self.plan.deadline_s):
             self._violate("hang", "a client still waits for an answer after everybody else had theirs")
         self.collect()
         try:
@@ -162,6 +160,11 @@ class Soak:
         except httpx.HTTPError as error:
             self._violate("hang", f"at a quiet point: {error!r}")
         self.quiet_points += 1
+
+    def end_victims(self) -> None:
+        for victim in self._victims:
+            victim.kill()
+        self._victims = []
 
     def _check_quiet(self) -> None:
         control = self.control
@@ -226,8 +229,8 @@ def run_soak(plan: SoakPlan, out: Path, console: Console) -> Record:
             )
             for number in range(plan.clients)
         ]
-        with Fleet(roles) as fleet, Prober(server.url, plan.deadline_s) as prober:
-            soak = Soak(plan, server, control, fleet, prober)
+        with ClientProcesses(roles) as clients, Prober(server.url, plan.deadline_s) as prober:
+            soak = Soak(plan, server, control, clients, prober)
             record = _record(soak, _drive(soak, out, console))
             write(record, out)
             return record
@@ -255,6 +258,8 @@ def _drive(soak: Soak, out: Path, console: Console) -> bool:
         interrupted = True
     except _EndedError:
         return True
+    finally:
+        soak.end_victims()
     try:
         soak.finish()
     except (KeyboardInterrupt, SystemExit):
@@ -280,7 +285,7 @@ def _record(soak: Soak, interrupted: bool) -> Record:
         extra["learning"] = soak.control.snapshot()["learning"]
         extra["retractions"] = soak.control.total("sglang:num_retracted_requests_total")
         extra["server_output_tokens"] = soak.control.total("adaserve:output_tokens_total")
-    return Record.of(
+    return record_of(
         made=soak.made, plan=asdict(soak.plan), tally=soak.tally, samples=soak.samples, seconds=soak.seconds,
         extra=extra, interrupted=interrupted,
     )  # fmt: skip

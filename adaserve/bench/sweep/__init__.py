@@ -4,7 +4,7 @@
 what runs  ``plan`` (points, cases, order), ``systems`` (names), ``tuning`` (lengths of those that have one)
 traffic    ``workload`` (arrivals, classes, lengths), ``kinds``, ``prompts``, ``ttft`` (SLOs); ``requests``
            makes the blocks of all that
-running    ``cli``, ``commands``, ``runner`` (all blocks), ``host`` (servers), ``measure`` (one block),
+running    ``cli``, ``commands``, ``runner`` (all blocks), ``servers``, ``measure`` (one block),
            ``clock`` (time left), ``store`` (the folder)
 results    ``aggregate`` and ``intervals`` (figures), ``report`` and ``figures`` (pages), ``claims``
 simulator  ``simulated`` (replays and compares), ``host_model`` (what it has to know of the host)

@@ -64,7 +64,7 @@ class Block:
     @property
     def goodput(self) -> float:
         """Tokens/s of requests that attained."""
-        return self.good_tokens / self.duration_s
+        return self.good_tokens / self.duration_s if self.duration_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,8 @@ class Results:
             )
         self.plan = SweepPlan.from_json(self.head["plan"])
         self.lines = store.finished()
+        if not self.lines:
+            raise SweepError(f"no block of {store.folder} is finished: there is nothing to show yet")
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for line in self.lines.values():
             if line["seed"] not in self.plan.seeds:

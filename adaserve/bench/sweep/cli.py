@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from adaserve.bench.options import counts, floats, seed_list, words
-from adaserve.commands import fail, new_folder, panel
+from adaserve.commands import new_folder, panel
 
 Text = str | None
 
@@ -125,7 +125,6 @@ def bench_sweep(
     minutes: Annotated[
         float | None, _run("Minutes to run; no block starts that would end later.", min=0.1)
     ] = None,
-    hours: Annotated[float | None, _run("Hours to run, in place of --minutes.", min=0.01)] = None,
     attempts: Annotated[int, _run("Tries per block while other programs disturb it.", min=1)] = 3,
     out: Annotated[
         Path | None,
@@ -154,32 +153,28 @@ def bench_sweep(
     from adaserve.bench.sweep.commands import Options, redraw, replay, show_plan, sweep, trace_files
 
     console = Console(stderr=True)
-    try:
-        if plot_only is not None:
-            redraw(plot_only, readme, console)
-            return
-        if simulate is not None:
-            replay(simulate, console)
-            return
-        of_traces = None if traces is None else trace_files(traces)
-        options = Options(
-            given=dict(
-                axes=axes, policies=policies, side_policies=side_policies, loads=loads, at=at, shares=shares,
-                scales=scales, kinds=kinds, traces=of_traces, lengths=lengths, seeds=seeds, blocks=blocks,
-                seconds=seconds, check_plain=check_plain, trace=trace, slo_config=slo_config,
-                prompt_scale=prompt_scale, output_scale=output_scale, temperature=temperature,
-                max_tokens=max_tokens,
-            ),
-            quick=quick,
-            server=dict(model=model, draft=draft, size=size),
-            config=dict(cpu_weights=cpu_weights, max_depth=max_depth, budget=budget),
-            baseline_ms=baseline_ms, capacity_rps=capacity,
-            minutes=minutes if hours is None else 60 * hours, attempts=attempts, out=out, readme=readme,
-        )  # fmt: skip
-        if plan_only:
-            show_plan(options, console)
-            return
-        done = sweep(options, console)
-    except ValueError as error:
-        fail(str(error))
-    raise typer.Exit(0 if done else 3)
+    if plot_only is not None:
+        redraw(plot_only, readme, console)
+        return
+    if simulate is not None:
+        replay(simulate, console)
+        return
+    of_traces = None if traces is None else trace_files(traces)
+    options = Options(
+        given=dict(
+            axes=axes, policies=policies, side_policies=side_policies, loads=loads, at=at, shares=shares,
+            scales=scales, kinds=kinds, traces=of_traces, lengths=lengths, seeds=seeds, blocks=blocks,
+            seconds=seconds, check_plain=check_plain, trace=trace, slo_config=slo_config,
+            prompt_scale=prompt_scale, output_scale=output_scale, temperature=temperature,
+            max_tokens=max_tokens,
+        ),
+        quick=quick,
+        server=dict(model=model, draft=draft, size=size),
+        config=dict(cpu_weights=cpu_weights, max_depth=max_depth, budget=budget),
+        baseline_ms=baseline_ms, capacity_rps=capacity, minutes=minutes, attempts=attempts, out=out,
+        readme=readme,
+    )  # fmt: skip
+    if plan_only:
+        show_plan(options, console)
+        return
+    raise typer.Exit(0 if sweep(options, console) else 3)

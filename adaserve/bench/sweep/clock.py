@@ -8,32 +8,33 @@ from dataclasses import dataclass
 from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
-from adaserve.bench.sweep.plan import SweepPlan
-
-_OVERHEAD_S = 12.0  # first guess: of a case, beyond its arrivals
-
 
 @dataclass
 class Clock:
-    """How long what is left will take."""
+    """All cases take equally long: their arrivals, and what came on top on average."""
 
-    overhead_s: float = _OVERHEAD_S
+    arrivals_s: float
+    overhead_s: float = 12.0  # a first guess
     seen: int = 0
-    case_end_s: float | None = None  # of the running case, as planned
-    later_s: float = 0.0  # of what comes after it
+    end_s: float = 0.0  # by the monotonic clock; 0 while nothing is known
 
-    def learn(self, planned_s: float, took_s: float) -> None:
+    @property
+    def case_s(self) -> float:
+        """What a case is expected to take."""
+        return self.arrivals_s + self.overhead_s
+
+    def begin(self, cases: int) -> None:
+        """As many are left, one of which begins now."""
+        self.end_s = time.monotonic() + cases * self.case_s
+
+    def learn(self, took_s: float) -> None:
+        """Of a case that has ended."""
         self.seen += 1
-        self.overhead_s += (max(0.0, took_s - planned_s) - self.overhead_s) / self.seen
-
-    def expected_s(self, plan: SweepPlan) -> float:
-        """Of any case."""
-        return plan.seconds + self.overhead_s
+        self.overhead_s += (max(0.0, took_s - self.arrivals_s) - self.overhead_s) / self.seen
 
     @property
     def left_s(self) -> float:
-        running = 0.0 if self.case_end_s is None else max(0.0, self.case_end_s - time.monotonic())
-        return running + self.later_s
+        return max(0.0, self.end_s - time.monotonic())
 
 
 class LeftColumn(ProgressColumn):

@@ -16,13 +16,16 @@ from adaserve.bench.sweep.clock import Clock
 from adaserve.bench.sweep.plan import QUICK_POLICIES, SweepError, SweepPlan
 from adaserve.bench.sweep.report import write_all
 from adaserve.bench.sweep.requests import load_workload
-from adaserve.bench.sweep.runner import ATTEMPTS, Sweep, with_depth
+from adaserve.bench.sweep.runner import ATTEMPTS, Sweep
 from adaserve.bench.sweep.simulated import Simulator, markdown, to_json
 from adaserve.bench.sweep.store import Store, changed, merged
-from adaserve.bench.sweep.systems import family, system, with_length
+from adaserve.bench.sweep.systems import family, length_of, system, with_length
 from adaserve.config import AdaServeConfig
-from adaserve.loadgen.results import new_results_dir
+from adaserve.loadgen.results import new_results_dir, write_json
 from adaserve.server import ServerSpec, require_models
+
+SET_UP_S, COMPARED_S = 210.0, 270.0
+"""First guesses: until the first block, and of `none` with SGLang on two idle servers."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,14 @@ def plan_of(options: Options, store: Store) -> SweepPlan:
 def trace_files(folder: Path) -> tuple[str, ...]:
     """The traces in a folder, in order of their names. Raises SweepError where there are none."""
     files = sorted(folder.iterdir()) if folder.is_dir() else ()
-    found = tuple(str(p) for p in files if p.is_file() and not _is_no_trace(p))
+    found = tuple(
+        str(p)
+        for p in files
+        if p.is_file() and not p.name.startswith(".") and p.suffix.lower() not in (".md", ".rst", ".txt")
+    )
     if not found:
         raise SweepError(f"{folder} holds no traces: put some there (docs/load-testing.md says which)")
     return found
-
-
-def _is_no_trace(path: Path) -> bool:
-    return path.name.startswith(".") or path.suffix.lower() in (".md", ".rst", ".txt")
 
 
 def server_settings(options: Options, store: Store) -> dict[str, dict[str, Any]]:
@@ -97,13 +100,17 @@ def server_settings(options: Options, store: Store) -> dict[str, dict[str, Any]]
 
 
 def server_of(settings: Mapping[str, Mapping[str, Any]], plan: SweepPlan) -> ServerSpec:
-    """The server; refuses unknown policies before anything starts. Raises ConfigError, ServerError."""
+    """The server, with trees as deep as the longest chain among the systems. Raises ConfigError also for an
+    unknown policy, ServerError."""
     names = (*plan.policies, *plan.side_policies)
     for name in names:
         system(name if family(name) is None else with_length(name, plan.lengths[0]))
     config = AdaServeConfig(**settings["config"], slo_config=plan.slo_config)
+    lengths = [k for name in names if (k := length_of(name)) is not None]
+    lengths += plan.lengths if any(map(family, names)) else ()
+    config = config.changed(max_depth=max(config.max_depth, *lengths, 1))
     server = {**settings["server"], "extra": tuple(settings["server"].get("extra", ()))}
-    return with_depth(ServerSpec(config=config, **server), names, plan.lengths)
+    return ServerSpec(config=config, **server)
 
 
 def sweep(options: Options, console: Console) -> bool:
@@ -166,8 +173,8 @@ def _try_to_redraw(folder: Path, readme: Path | None, console: Console) -> None:
 
 def minutes_of(plan: SweepPlan) -> float:
     """A first guess of how long a sweep takes."""
-    cases = len(plan.blocks_in_order()) + len(plan.check_cases())
-    return (210.0 + cases * Clock().expected_s(plan)) / 60
+    cases_s = len(plan.blocks_in_order()) * Clock(plan.seconds).case_s
+    return (SET_UP_S + (COMPARED_S if plan.check_points else 0.0) + cases_s) / 60
 
 
 def redraw(folder: Path, readme: Path | None, console: Console) -> None:
@@ -183,7 +190,7 @@ def replay(folder: Path, console: Console) -> None:
         found = simulator.agreements(lambda what: status.update(f"replaying {what}"))
     text = f"# The simulator on the same requests\n\n{simulator.acceptance}\n\n{markdown(found)}\n"
     (folder / "simulated.md").write_text(text, encoding="utf-8")
-    (folder / "simulated.json").write_text(json.dumps(to_json(found), indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "simulated.json", to_json(found))
     print(text)
 
 

@@ -172,12 +172,12 @@ def _draft_as_served(profile: LatencyModel, results: Results) -> LatencyModel:
     start = profile.draft_first or profile.draft
     return replace(
         profile,
-        draft=_times(profile.draft, later or first),
-        draft_first=_times(start, first or later),
+        draft=_scaled(profile.draft, later or first),
+        draft_first=_scaled(start, first or later),
     )
 
 
-def _times(cost: StepCost, factor: float) -> TableCost:
+def _scaled(cost: StepCost, factor: float) -> TableCost:
     return TableCost(tuple(SIZES.tolist()), tuple((factor * cost.alone(SIZES)).tolist()), *cost.reading)
 
 

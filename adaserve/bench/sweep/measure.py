@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,15 +18,14 @@ import psutil
 from rich.console import Console
 
 from adaserve.bench.busy import OtherPrograms
-from adaserve.bench.sweep.host import report_of
 from adaserve.bench.sweep.plan import Case
+from adaserve.bench.sweep.servers import report_of
 from adaserve.host import git_sha
 from adaserve.loadgen.bench import refuse_what_ended_early, run_bench
 from adaserve.loadgen.config import BenchConfig, ClassLoad, Endpoint, TraceSpec
 from adaserve.loadgen.results import iter_records
 from adaserve.server import ServerProcess
 from adaserve.slo.metrics import RequestRecord, class_summary, run_duration_s
-from adaserve.slo.stats import BUCKET_S
 from adaserve.slo.trace import TraceRow
 
 SILENCE_S = 45.0
@@ -47,7 +47,7 @@ class Traffic:
     rows: tuple[TraceRow, ...]
     sha256: str
     slo_ms: Mapping[str, float | None]  # TPOT; the rows have it too, and their TTFT SLO
-    temperatures: Mapping[str, float]
+    temperature: float
     seconds: float
     priorities: Mapping[str, int] | None = None  # of SGLang's scheduling; None = requests carry none
     stated_max_tokens: int | None = None  # None = exactly where the answers end
@@ -62,7 +62,7 @@ class Traffic:
             name: ClassLoad(
                 name=name,
                 tpot_ms=slo,
-                temperature=self.temperatures[name],
+                temperature=self.temperature,
                 priority=None if self.priorities is None else self.priorities[name],
             )
             for name, slo in self.slo_ms.items()
@@ -91,7 +91,7 @@ def run_case(
     Raises KeyboardInterrupt, LoadgenError, httpx errors when the server is gone."""
     shutil.rmtree(work, ignore_errors=True)
     before = report_of(server)
-    start_s = time.monotonic()
+    started, start_s = datetime.now(UTC), time.monotonic()
     others = OtherPrograms()
     with (
         time_limit(traffic.limit_s) as rang,
@@ -110,7 +110,7 @@ def run_case(
         **case.names,
         "status": "timeout" if rang else "ok",
         "error": f"ended after {traffic.limit_s:.0f} s" if rang else None,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": started.isoformat(timespec="seconds"),
         "wall_s": round(wall_s, 2),
         "git_sha": git_sha(),
         "trace_sha256": traffic.sha256,
@@ -118,6 +118,7 @@ def run_case(
         "slo_ms": {k: None if v is None else round(v, 4) for k, v in traffic.slo_ms.items()},
         "others": round(others.share, 4),
         "lag_p99_ms": summary["sched_lag_ms"]["p99"],
+        "invalid_reasons": summary["invalid_reasons"],  # of the load test
         **case_figures(answers),
         "server": server_figures(before, after),
     }
@@ -205,52 +206,41 @@ def server_figures(before: Report | None, after: Report | None) -> dict[str, Any
     None without an AdaServe server."""
     if before is None or after is None:
         return None
-    times = {k: v - before["times"].get(k, 0.0) for k, v in after["times"].items()}
-    sums = _iteration_sums(before, after)
-    n, rows = sums.get("iterations", 0.0), sums.get("running", 0.0)
-    phases = {k: sums.get(f"{k}_s", 0.0) for k in ("draft", "select", "verify")}
-    parts = {
-        "draft": times.get("draft_s", phases["draft"]),
-        "select": phases["select"],
-        "verify": times.get("target_s", phases["verify"]),
-    }
+    times = {k: v - before["times"][k] for k, v in after["times"].items()}
+    sums = _iteration_sums(after)
+    sums.subtract(_iteration_sums(before))
+    n, rows = sums["iterations"], sums["running"]
+    phases = {k: sums[f"{k}_s"] for k in ("draft", "select", "verify")}
+    parts = {"draft": times["draft_s"], "select": phases["select"], "verify": times["target_s"]}
     seconds = {
         **parts,
-        "other": max(0.0, sums.get("total_s", 0.0) - sum(parts.values())),
-        "prefill": times.get("prefill_s", 0.0),
+        "other": max(0.0, sums["total_s"] - sum(parts.values())),
+        "prefill": times["prefill_s"],
     }
 
     def per(value: float, count: float) -> float | None:
         return round(value / count, 5) if count else None
 
-    loops = times.get("loops", 0.0)
     return {
-        "loop_s": round(times.get("loop_s", 0.0) / loops, 6) if loops else None,
+        "loop_s": round(times["loop_s"] / times["loops"], 6) if times["loops"] else None,
         "seconds": {k: round(v, 4) for k, v in seconds.items()},
         "phases": {k: round(v, 4) for k, v in phases.items()},
-        "iterations": round(times.get("iterations", n)),
+        "iterations": round(times["iterations"]),
         "counted_iterations": round(n),
-        "prefills": round(times.get("prefills", 0.0)),
-        "tokens_per_verification": per(sums.get("new_tokens", 0.0), rows),
-        "tree_nodes": per(sums.get("verify_tokens", 0.0) - rows, rows),
-        "drafted_nodes": per(sums.get("drafted_tokens", 0.0), rows),
-        "expected_tokens": per(sums.get("expected_tokens", 0.0), rows),
-        "depth": per(sums.get("depth", 0.0), n),
-        "width": per(sums.get("width", 0.0), n),
+        "prefills": round(times["prefills"]),
+        "tokens_per_verification": per(sums["new_tokens"], rows),
+        "tree_nodes": per(sums["verify_tokens"] - rows, rows),
+        "drafted_nodes": per(sums["drafted_tokens"], rows),
+        "expected_tokens": per(sums["expected_tokens"], rows),
+        "depth": per(sums["depth"], n),
+        "width": per(sums["width"], n),
         "running": per(rows, n),
     }
 
 
-def _iteration_sums(before: Report, after: Report) -> dict[str, float]:
-    """Sums over the iterations between two reports, from the buckets that the server keeps."""
-    old = {b["key"]: b for b in before["stats"]["buckets"]}
-    first = int(before["stats"]["now"] // BUCKET_S)
-    total: dict[str, float] = {"iterations": 0.0}
-    for bucket in after["stats"]["buckets"]:
-        if bucket["key"] < first:
-            continue
-        was = old.get(bucket["key"], {"iterations": 0, "sums": {}})
-        total["iterations"] += bucket["iterations"] - was["iterations"]
-        for key, value in bucket["sums"].items():
-            total[key] = total.get(key, 0.0) + value - was["sums"].get(key, 0.0)
+def _iteration_sums(report: Report) -> Counter[str]:
+    """Over all iterations since the server's start."""
+    total: Counter[str] = Counter()
+    for bucket in (report["stats"]["older"], *report["stats"]["buckets"]):
+        total.update(iterations=bucket["iterations"], **bucket["sums"])
     return total

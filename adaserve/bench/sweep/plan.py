@@ -13,6 +13,7 @@ import numpy as np
 from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.systems import AS_IT_IS, GATED, PLAIN, STOCK, family, with_length
 from adaserve.errors import UserError
+from adaserve.slo.classes import PAPER_MIX
 
 AXES = ("load", "peaks", "share", "scale", "kinds", "traces")
 SIDE_POLICIES = ("chain", "adaptive-verify", "urgency", "turbospec", "adaserve", "priced", STOCK)
@@ -20,7 +21,7 @@ LOAD_POLICIES = AS_IT_IS + GATED
 QUICK_POLICIES = ("turbospec", "priced")
 TUNING_SEED = 1_000_003
 """Lengths are chosen on it; nothing else is measured on it."""
-PAPER_SHARE, PAPER_SCALE = 0.6, 1.2
+PAPER_SHARE, PAPER_SCALE = PAPER_MIX["coding"], 1.2
 """Share of coding requests, and their SLO over the baseline latency."""
 PROMPT_SCALE = 0.11
 """Prompts over those of the paper. There a prompt token costs a 160th of a decode iteration (a 70B model on
@@ -114,13 +115,11 @@ class SweepPlan:
     max_tokens: int = MAX_TOKENS  # as requests state it; 0: exactly where their answers end
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.axes) - set(AXES)):
-            raise SweepError(f"unknown axis {unknown[0]!r}: known are {', '.join(AXES)}")
         for name, low, high in (("loads", 0, 20), ("shares", 0, 1), ("scales", 0, 100)):
             for value in getattr(self, name):
                 if not low < value <= high:
                     raise SweepError(f"{name}: every value must lie in ({low}, {high}], not {value:g}")
-        self._check_kinds()
+        self._check_axes()
         if TUNING_SEED in self.seeds:
             raise SweepError(f"seed {TUNING_SEED} is the one that lengths are chosen on: take another one")
         for name in ("axes", "policies", "seeds", "loads", "lengths"):
@@ -136,12 +135,17 @@ class SweepPlan:
         if self.blocks < 1 or min(self.lengths) < 1:
             raise SweepError("--blocks and --lengths must be at least 1")
 
-    def _check_kinds(self) -> None:
+    def _check_axes(self) -> None:
+        if unknown := sorted(set(self.axes) - set(AXES)):
+            raise SweepError(f"unknown axis {unknown[0]!r}: known are {', '.join(AXES)}")
         if unknown := sorted(set(self.kinds) - set(KINDS)):
             raise SweepError(f"unknown kind of traffic {unknown[0]!r}: known are {', '.join(KINDS)}")
         names = [*KINDS, *map(trace_name, self.traces)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise SweepError(f"two kinds of traffic are called {twice[0]!r}: rename the trace's file")
+        for axis in self.axes:
+            if not self.points(axis):
+                raise SweepError(f"the axis {axis} has no point: give --{axis}")
 
     @property
     def stated_max_tokens(self) -> int | None:
@@ -190,6 +194,8 @@ class SweepPlan:
                 for _, point in sorted(self.points(axis), key=lambda p: -p[1].load):
                     for block in range(self.blocks_of(point)):
                         names = list(self.policies_of(axis))
+                        if (seed, block) == (self.seeds[0], 0) and point in self.check_points:
+                            names = list(dict.fromkeys((*names, STOCK)))
                         random.Random(f"{seed} {block} {point.id}").shuffle(names)
                         found.update(dict.fromkeys(Case(point, name, seed, block) for name in names))
         return list(found)
@@ -210,19 +216,12 @@ class SweepPlan:
         return [*self.tuning_cases(), *self.cases()]
 
     @property
-    def checks_plain(self) -> bool:
-        """Whether `none` is compared with SGLang without speculation."""
-        return self.check_plain and "load" in self.axes and PLAIN in self.policies
-
     def check_points(self) -> list[Point]:
-        """Where it is compared under load: at both ends of the load axis."""
-        return [Point(load) for load in sorted({min(self.loads), max(self.loads)})]
-
-    def check_cases(self) -> list[Case]:
-        """Blocks of SGLang without speculation that this takes and that no axis has."""
-        if not self.checks_plain or STOCK in self.policies:
+        """Where `none` is compared with SGLang without speculation, which plays a block beside it: at both
+        ends of the load axis. Empty where they are not compared."""
+        if not self.check_plain or "load" not in self.axes or PLAIN not in self.policies:
             return []
-        return [Case(point, STOCK, self.seeds[0]) for point in self.check_points()]
+        return [Point(load) for load in sorted({min(self.loads), max(self.loads)})]
 
     def blocks_of(self, point: Point) -> int:
         """Blocks per seed; where three classes peak in turn, each has its own."""

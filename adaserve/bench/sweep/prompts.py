@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adaserve.bench.prompts import DISTINCT, distinct_share
+from adaserve.bench.prompts import DISTINCT, distinct_share, that_loop_least
 from adaserve.bench.sweep.plan import SweepError
 from adaserve.bench.sweep.workload import MAX_OUTPUT_TOKENS, Workload
 
@@ -75,19 +75,17 @@ def screened_pool(
     for name in workload.names:
         n = round((PER_URGENT_CLASS if name == urgent else PER_CLASS) * min(1.0, size))
         candidates = _candidates(workload, name, max(LEAST, n))
-        tried = []
-        _, (longest,) = workload.fit((), (MAX_OUTPUT_TOKENS,))
+        answers: list[tuple[int, Sequence[int]]] = []
+        _, (longest,) = workload.scaled((), (MAX_OUTPUT_TOKENS,))
         for start in range(0, len(candidates), 32):
-            texts = candidates[start : start + 32]
-            answers = proceed(texts, workload.temperature, longest)
-            tried += [
-                ClassPrompt(name, text, tokens, round(distinct_share(ids), 3))
-                for text, (tokens, ids) in zip(texts, answers, strict=True)
-            ]
-        passed = [p for p in tried if p.distinct >= DISTINCT]
-        shares[name] = round(len(passed) / max(1, len(tried)), 3)
-        half = -(-len(tried) // 2)
-        kept += passed if len(passed) >= half else sorted(tried, key=lambda p: -p.distinct)[:half]
+            answers += proceed(candidates[start : start + 32], workload.temperature, longest)
+        tried = [
+            ClassPrompt(name, text, tokens, round(distinct_share(ids), 3))
+            for text, (tokens, ids) in zip(candidates, answers, strict=True)
+        ]
+        shares[name] = round(sum(p.distinct >= DISTINCT for p in tried) / max(1, len(tried)), 3)
+        best = that_loop_least([ids for _, ids in answers], -(-len(tried) // 2))
+        kept += [tried[k] for k in best]
     return PromptPool(tuple(kept)), shares
 
 

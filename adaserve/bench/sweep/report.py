@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from adaserve.bench.sweep.systems import GATE, PLAIN, PUBLISHED, STOCK, is_rival
 from adaserve.bench.sweep.ttft import OTHER_RULE, TTFT_RULES
 from adaserve.bench.sweep.tuning import chosen_text
 from adaserve.bench.terminal import table
+from adaserve.loadgen.results import write_json
 
 _MOST_SHOWN = 1000.0
 _TIMES = (
@@ -33,9 +33,7 @@ _TIMES = (
 def write_all(store: Store, readme: Path | None, console: Console) -> list[str]:
     """Everything that follows from the records; returns what was written. Raises SweepError."""
     results = Results(store)
-    (store.folder / "summary.json").write_text(
-        json.dumps(summary(results), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    write_json(store.folder / "summary.json", summary(results))
     figures = draw_all(results, store.folder)
     (store.folder / "README.md").write_text(_page(results, figures), encoding="utf-8")
     console.print(_verdict_table(results))
@@ -90,30 +88,31 @@ def _comparison(c: Comparison) -> dict[str, Any]:
     }
 
 
+_VERDICT = ("point", "attained", "best baseline", "points", "fewer violations", "goodput", "verdict")
+
+
+def _verdicts(results: Results) -> list[tuple[str, ...]]:
+    """The default policy against the best of the others as they are, point by point."""
+    return [
+        (p.id, _share(o.attainment()), c.rival, *_cells(c))
+        for p in results.points()
+        if (o := results.get(p, results.default)) is not None
+        and (c := results.against_best(p, results.default)) is not None
+    ]
+
+
 def _verdict_table(results: Results) -> Table:
-    heads = ("point", "in time", "rival", "points", "missed", "goodput", "verdict")
-    made = table(
-        f"{results.default} against the best of the others, as they are", heads, left=("point", "rival")
-    )
-    for point in results.points():
-        c = results.against_best(point, results.default)
-        o = results.get(point, results.default)
-        if c is not None and o is not None:
-            points = f"{c.points.value:+.1f}"
-            ratios = (
-                _ratio(1 / c.violations.value if c.violations.value else math.inf),
-                _ratio(c.goodput.value),
-            )
-            made.add_row(point.id, _share(o.attainment()), c.rival, points, *ratios, c.verdict)
+    """Without the intervals, for which a terminal is too narrow."""
+    title = f"{results.default} against the best of the others, as they are"
+    heads = [head.replace(" ", "\n") for head in _VERDICT]
+    made = table(title, heads, left=("point", "best\nbaseline"))
+    for cells in _verdicts(results):
+        made.add_row(*(cell.partition(" [")[0] for cell in cells))
     return made
 
 
-def _ratio(value: float) -> str:
-    return "-" if math.isnan(value) or math.isinf(value) else f"{value:.2f}x"
-
-
 def _cells(c: Comparison) -> tuple[str, str, str, str]:
-    return _points(c.points), _times(c.violations), _times(c.goodput), c.verdict
+    return _points(c.points), _ratio(c.violations), _ratio(c.goodput), c.verdict
 
 
 def _share(v: Interval) -> str:
@@ -133,7 +132,7 @@ def _brackets(v: Interval, digits: str, scale: float = 1.0) -> str:
     return f" [{scale * v.low:{digits}}, {high}]"
 
 
-def _times(v: Interval) -> str:
+def _ratio(v: Interval) -> str:
     if not math.isfinite(v.value):
         return "all" if math.isinf(v.value) else "-"
     return f"{v.value:.2f}x{_brackets(v, '.2f')}"
@@ -142,7 +141,7 @@ def _times(v: Interval) -> str:
 def _page(results: Results, figures: Mapping[str, str]) -> str:
     """``README.md`` of the folder: what was run, the verdicts, the numbers, the figures."""
     head = results.head
-    every = {c.id for c in (*results.plan.cases(), *results.plan.check_cases())}
+    every = {c.id for c in results.plan.cases()}
     finished, planned = len(every & set(results.lines)), len(every)
     host = head["host"]
     parts = [
@@ -154,15 +153,7 @@ def _page(results: Results, figures: Mapping[str, str]) -> str:
         f"{', '.join(_commits(results)) or host['git_sha']}; started {head['started']}.",
         "## Verdict",
         _verdict_text(results),
-        markdown.table(
-            ("point", "attained", "best baseline", "points", "fewer violations", "goodput", "verdict"),
-            [
-                (p.id, _share(o.attainment()), c.rival, *_cells(c))
-                for p in results.points()
-                if (c := results.against_best(p, results.default)) is not None
-                and (o := results.get(p, results.default)) is not None
-            ],
-        ),
+        markdown.table(_VERDICT, _verdicts(results)),
         *_judged(results, gated=False),
         *_judged(results, gated=True),
         *_published(results),
@@ -290,8 +281,8 @@ def _stock(results: Results) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for key, label in (("tpot_ms", "one request, ms per token"), ("saturated_rps", "saturated, requests/s")):
         if idle := results.idle(key):
-            rows.append((label, f"{idle[0]:.2f}", f"{idle[1]:.2f}", _times(idle[2])))
-    for point in results.plan.check_points() if results.plan.checks_plain else ():
+            rows.append((label, f"{idle[0]:.2f}", f"{idle[1]:.2f}", _ratio(idle[2])))
+    for point in results.plan.check_points:
         ours, stock = results.get(point, PLAIN), results.get(point, STOCK)
         if ours is not None and stock is not None:
             for key, label in (("mean_tpot_ms", "mean TPOT, ms"), ("mean_ttft_ms", "mean TTFT, ms")):
@@ -372,7 +363,8 @@ def _troubles(results: Results) -> list[str]:
         if case["status"] != "ok":
             lines.append(f"- {case['id']}: {case['status']}: {case['error']}")
             continue
-        busy, lag, failed = case["others"], case["lag_p99_ms"], case["all"]["failed"]
+        busy, lag, failed = case["others"], case["lag_p99_ms"] or 0.0, case["all"]["failed"]
+        late = [f"requests left up to {lag:.0f} ms late (p99)"] if lag > 10 else []
         if failed:
             lines.append(f"- {case['id']}: {failed} of {case['all']['requests']} requests failed")
         if busy > BUSY:
@@ -385,6 +377,6 @@ def _troubles(results: Results) -> list[str]:
                 f"- {case['id']}: the machine was {case['slower']:.0%} slower than usual, in the least "
                 f"disturbed of {case['attempts']} attempts"
             )
-        if lag is not None and lag > 10:
-            lines.append(f"- {case['id']}: requests left up to {lag:.0f} ms late (p99)")
+        # Older sweeps kept only the lag.
+        lines += [f"- {case['id']}: {reason}" for reason in case.get("invalid_reasons", late)]
     return ["## Troubles", "\n".join(lines)] if lines else []

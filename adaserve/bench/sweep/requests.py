@@ -104,7 +104,7 @@ class Requests:
             rows=rows,
             sha256=Trace(rows).sha256,
             slo_ms=slo_ms,
-            temperatures=dict.fromkeys(self.workload.names, self.workload.temperature),
+            temperature=self.workload.temperature,
             seconds=self.plan.seconds,
             priorities=by_urgency(slo_ms) if case.policy == STOCK_PRIORITY else None,
             stated_max_tokens=self.plan.stated_max_tokens,

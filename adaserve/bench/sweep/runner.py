@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,17 +16,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from adaserve.bench.busy import BUSY, SLOW
 from adaserve.bench.client import Ask, batch
 from adaserve.bench.jsonl import write_records
-from adaserve.bench.sweep import host as hosts
+from adaserve.bench.sweep import servers
 from adaserve.bench.sweep.clock import Clock, LeftColumn
-from adaserve.bench.sweep.host import Host
 from adaserve.bench.sweep.measure import host_load, run_case
 from adaserve.bench.sweep.plan import Case, Point, SweepError, SweepPlan
 from adaserve.bench.sweep.prompts import PromptPool, screened_pool
 from adaserve.bench.sweep.requests import Requests, load_workload
+from adaserve.bench.sweep.servers import Servers
 from adaserve.bench.sweep.store import SCHEMA_VERSION, Store, changed
-from adaserve.bench.sweep.systems import PLAIN, STOCK, System, family, length_of, system
+from adaserve.bench.sweep.systems import PLAIN, System, system
 from adaserve.bench.sweep.ttft import PrefillTime
-from adaserve.bench.sweep.tuning import concrete
+from adaserve.bench.sweep.tuning import setting_of
 from adaserve.host import describe_host
 from adaserve.loadgen.results import command_line
 from adaserve.server import ServerProcess, ServerSpec
@@ -38,7 +38,6 @@ PATIENCE_S, PAUSE_S = 40.0, 4.0
 """How long a block waits for a host that is slow right now, and how often it looks. Half as long after a wait
 in vain: a host that stays slow costs little."""
 _FAILURES_IN_A_ROW = 3
-_IDLE_S = 270.0  # first guess of what two more servers take, and what both do idle and saturated
 
 
 @dataclass
@@ -56,7 +55,9 @@ class Sweep:
     attempts: int = ATTEMPTS
     patience_s: float = PATIENCE_S
     head: dict[str, Any] = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.plan.seconds)
 
     def run(self) -> bool:
         """Measures what is missing; True when everything is there. Raises SweepError, ServerError,
@@ -78,14 +79,13 @@ class Sweep:
         )
         with (
             Progress(*columns, console=self.console, refresh_per_second=1, transient=True) as bar,
-            Host(self.spec, self.store.work) as host,
+            Servers(self.spec, self.store.work) as up,
         ):
-            self.bar, self.host = bar, host
+            self.bar, self.servers = bar, up
             self.task = bar.add_task("starting", total=len(self.plan.blocks_in_order()))
             self._prepare()
             self._cases(self.plan.blocks_in_order(), retry=True)
-            self._check()
-        return not self._missing([*self.plan.blocks_in_order(), *self.plan.check_cases()])
+        return not self._missing(self.plan.blocks_in_order())
 
     def _stored_head(self) -> dict[str, Any]:
         """Of the folder that is continued. Raises SweepError where blocks could not be compared."""
@@ -128,11 +128,17 @@ class Sweep:
         head = self.head
         if not head.get("capacity_rps") or not self.store.prompts.exists():
             self._say("measuring the baseline, the prompts and the capacity of this host")
-            server = self.host.serve(system(PLAIN))
+            server = self.servers.serve(system(PLAIN))
             self._set_up(server)
-            head["latency_model"] = (hosts.report_of(server) or {}).get("latency")
+            head["latency_model"] = (servers.report_of(server) or {}).get("latency")
         self.requests = self._requests()
         self.store.write_head(head)
+        if self.plan.check_points and "idle_rounds" not in head:
+            self._say("comparing `none` with SGLang without speculation, while both are fresh")
+            head["idle_rounds"] = servers.idle_rounds(
+                self.servers, self.requests.asks(servers.CAPACITY_REQUESTS)
+            )
+            self.store.write_head(head)
         slos = self.workload.slo_ms(Point(self.plan.at), head["baseline_ms"])
         prefill = self.requests.prefill
         self._say(
@@ -152,48 +158,44 @@ class Sweep:
 
         head, every = self.head, [(p.text, p.tokens) for p in load_prompts()]
         texts = [text for text, tokens in every if 20 <= tokens <= 80]
-        hosts.unloaded(server, texts[:2])  # first requests of a server are slow
+        servers.unloaded(server, texts[:2])  # first requests of a server are slow
         head["host_before"] = host_load()
         if head["host_before"]["busy"] > BUSY:
             self._say(
                 f"[yellow]other programs use {head['host_before']['busy']:.0%} of this machine[/]: SLOs "
                 "are multiples of the baseline measured now, so results will be off"
             )
-        head["baseline_ms"] = self.baseline_ms or round(hosts.unloaded(server, texts), 4)
-        self._find_prompts()
         singles_ms, ttfts_ms, rates_rps = [], [], []
-        for k in range(hosts.SET_UP_ROUNDS):
+        for k in range(servers.SET_UP_ROUNDS):
             self.bar.update(
                 self.task,
-                description=f"measuring baseline and capacity, round {k + 1} of {hosts.SET_UP_ROUNDS}",
+                description=f"measuring baseline and capacity, round {k + 1} of {servers.SET_UP_ROUNDS}",
             )
             server.drain()
-            singles_ms.append(self.baseline_ms or round(hosts.unloaded(server, texts), 4))
-            server.drain()
-            tokens, times_ms = hosts.prefill_times(server, every)
-            ttfts_ms.append(times_ms)
+            singles_ms.append(self.baseline_ms or round(servers.unloaded(server, texts), 4))
             head["baseline_ms"] = statistics.median(singles_ms)
+            head["urgent"] = self.workload.urgent(head["baseline_ms"] / 1e3)
+            if not k:
+                self._find_prompts()
+            server.drain()
+            tokens, times_ms = servers.prefill_times(server, every)
+            ttfts_ms.append(times_ms)
             line = PrefillTime.fitted(tokens, [statistics.median(t) for t in zip(*ttfts_ms, strict=True)])
             head["prefill"] = asdict(line)
             server.drain()
-            asks = self._requests().asks(hosts.CAPACITY_REQUESTS)
-            rates_rps.append(self.capacity_rps or round(hosts.saturated_rps(server, asks), 4))
+            asks = self._requests().asks(servers.CAPACITY_REQUESTS)
+            rates_rps.append(self.capacity_rps or round(servers.saturated_rps(server, asks), 4))
         head["capacity_rps"] = statistics.median(rates_rps)
         head["set_up_rounds"] = {"baseline_ms": singles_ms, "capacity_rps": rates_rps}
 
     def _find_prompts(self) -> None:
         head = self.head
-        head["urgent"] = self.workload.urgent(head["baseline_ms"] / 1e3)
         self.bar.update(self.task, description="looking for prompts whose output does not loop")
         pool, head["prompts_that_do_not_loop"] = screened_pool(
             self.workload, head["urgent"], self._continue, self.plan.seconds / 20.0
         )
         pool.save(self.store.prompts)
-        self._warn_of_loops(head["prompts_that_do_not_loop"])
-
-    def _warn_of_loops(self, shares: Mapping[str, float]) -> None:
-        looping = [n for n, share in shares.items() if share < 0.5]
-        if looping:
+        if looping := [n for n, share in head["prompts_that_do_not_loop"].items() if share < 0.5]:
             self._say(
                 f"[yellow]most outputs of {', '.join(looping)} repeat themselves[/]: drafts guess that "
                 "easily, so speculation looks better than it is; a higher --temperature helps"
@@ -202,7 +204,7 @@ class Sweep:
     def _continue(
         self, texts: Sequence[str], temperature: float, tokens: int
     ) -> list[tuple[int, Sequence[int]]]:
-        server = self.host.serve(system(PLAIN))
+        server = self.servers.serve(system(PLAIN))
         answers = batch(server.url, [Ask(text, tokens, temperature) for text in texts])
         return [(a["meta_info"]["prompt_tokens"], a["output_ids"]) for a in answers]
 
@@ -219,10 +221,10 @@ class Sweep:
         in_a_row = 0
         for k, case in enumerate(missing):
             self.bar.update(self.task, completed=len(cases) - len(missing) + k, description=case.id)
-            if not self._in_time(case):
+            if self.deadline_s is not None and time.monotonic() + self.clock.case_s >= self.deadline_s:
                 self._say(f"time is up: {len(missing) - k} blocks are left for another call")
                 return
-            self._plan_ahead(case, len(missing) - k - 1)
+            self.clock.begin(len(missing) - k)
             if self._one(case):
                 in_a_row = 0
             elif (in_a_row := in_a_row + 1) == _FAILURES_IN_A_ROW:
@@ -234,28 +236,11 @@ class Sweep:
             self._say(f"once more: {len(failed)} blocks that failed")
             self._cases(failed, retry=False)
 
-    def _in_time(self, case: Case) -> bool:
-        if self.deadline_s is None:
-            return True
-        return time.monotonic() + self.clock.expected_s(self.plan) + self._check_s(case) < self.deadline_s
-
-    def _check_s(self, case: Case) -> float:
-        """How long the comparison with SGLang will take after a case; 0 where that is part of it, or done."""
-        if case.policy == STOCK or not self._check_missing():
-            return 0.0
-        return _IDLE_S + 2 * self.clock.expected_s(self.plan)
-
-    def _plan_ahead(self, case: Case, later: int) -> None:
-        """``later``: cases after this one."""
-        expected_s = self.clock.expected_s(self.plan)
-        self.clock.case_end_s = time.monotonic() + expected_s
-        self.clock.later_s = later * expected_s + self._check_s(case)
-
     def _one(self, case: Case) -> bool:
         """Measures a block; a failure is recorded and the servers are started anew for the next one."""
-        start_s = time.monotonic()
+        started, start_s = datetime.now(UTC), time.monotonic()
         try:
-            setting = concrete(case, self.store.finished(), self.plan.lengths)
+            setting = setting_of(case, self.store.finished(), self.plan.lengths)
             line, answers = self._least_disturbed(system(setting), case)
         except Exception as error:
             # Nobody is watching: any error is written down, and the other blocks still run.
@@ -265,29 +250,29 @@ class Sweep:
                     **case.names,
                     "status": "failed",
                     "error": self.last_error,
-                    "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                    "started": started.isoformat(timespec="seconds"),
                 }
             )
             self._say(f"[red]{case.id} failed[/]: {escape(self.last_error)}")
-            self.host.stop()
+            self.servers.stop()
             return False
         write_records(self.store.records_path(case.id), answers)
         self.store.add({**line, "setting": setting})
-        self.clock.learn(self.plan.seconds, time.monotonic() - start_s)
+        self.clock.learn(time.monotonic() - start_s)
         self._say(_one_line(line, self.clock.left_s))
         return True
 
     def _least_disturbed(self, setting: System, case: Case) -> tuple[dict[str, Any], list[RequestRecord]]:
         """The block, again while the host is busy or slow; the attempt that was disturbed least."""
-        warm_up, traffic = self.requests.asks(hosts.WARM_REQUESTS), self.requests.traffic(case)
+        warm_up, traffic = self.requests.asks(servers.WARM_REQUESTS), self.requests.traffic(case)
         texts = [str(a.prompt) for a in warm_up]
         tried: list[tuple[float, dict[str, Any], list[RequestRecord]]] = []
         while len(tried) < self.attempts:
-            server = self.host.serve(setting, warm_up)
+            server = self.servers.serve(setting, warm_up)
             before_ms = self._calm_pace_ms(setting, texts)
             line, answers = run_case(server, case, traffic, self.store.work / "case")
             server.drain()
-            paces_ms = before_ms, self.host.pace_ms(setting, texts)
+            paces_ms = before_ms, self.servers.pace_ms(setting, texts)
             slower = max(paces_ms) / self._usual_pace_ms(paces_ms) - 1.0
             line |= {"pace_ms": [round(p, 4) for p in paces_ms], "slower": round(slower, 4)}
             tried.append((max(line["others"] / BUSY, slower / SLOW), line, answers))
@@ -303,7 +288,7 @@ class Sweep:
     def _calm_pace_ms(self, setting: System, texts: Sequence[str]) -> float:
         """The host's pace right before a block, which waits for it to be as usual, but not for ever."""
         end_s = time.monotonic() + self.patience_s
-        while (pace_ms := self.host.pace_ms(setting, texts)) > self._usual_pace_ms(()) * (1.0 + SLOW):
+        while (pace_ms := self.servers.pace_ms(setting, texts)) > self._usual_pace_ms(()) * (1.0 + SLOW):
             if time.monotonic() >= end_s:
                 self.patience_s /= 2
                 return pace_ms
@@ -316,25 +301,6 @@ class Sweep:
         """ms per token of single requests: the median of all that was measured around blocks."""
         known = [p for line in self.store.finished().values() for p in line["pace_ms"]]
         return statistics.median([self.head["baseline_ms"], *known, *now_ms])
-
-    # -- SGLang without speculation -----------------------------------------------------------------
-
-    def _check_missing(self) -> bool:
-        idle = self.plan.checks_plain and "idle_rounds" not in self.head
-        return idle or bool(self._missing(self.plan.check_cases()))
-
-    def _check(self) -> None:
-        """What `none` costs beyond SGLang without speculation: both idle, saturated, and under two loads."""
-        if not self._check_missing():
-            return
-        if self.deadline_s is not None and time.monotonic() + _IDLE_S > self.deadline_s:
-            return
-        self.bar.update(self.task, description="comparing with SGLang without speculation")
-        self.clock.case_end_s = time.monotonic() + _IDLE_S
-        asks = self.requests.asks(hosts.CAPACITY_REQUESTS)
-        self.head["idle_rounds"] = hosts.idle_rounds(self.host, asks)
-        self.store.write_head(self.head)
-        self._cases(self.plan.check_cases(), retry=False)
 
     def _say(self, text: str) -> None:
         self.bar.console.print(text, highlight=False, soft_wrap=True)
@@ -349,10 +315,3 @@ def _one_line(line: dict[str, Any], left_s: float) -> str:
         + (f" ([yellow]{escape(line['error'])}[/])" if line["error"] else "")
         + f"; about {left_s / 60:.0f} min left"
     )
-
-
-def with_depth(spec: ServerSpec, policies: Sequence[str], lengths: Sequence[int]) -> ServerSpec:
-    """The server with trees as deep as the longest chain among the policies."""
-    chains = [k for p in policies if (k := length_of(p)) is not None]
-    tried = lengths if any(map(family, policies)) else ()
-    return replace(spec, config=spec.config.changed(max_depth=max([spec.config.max_depth, *chains, *tried])))

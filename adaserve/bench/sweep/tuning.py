@@ -35,7 +35,7 @@ def _tuned(lines: Lines, policy: str) -> Iterable[tuple[float, Mapping[str, Any]
             yield Point.parse(line["point"]).load, line
 
 
-def concrete(case: Case, lines: Lines, lengths: Sequence[int]) -> str:
+def setting_of(case: Case, lines: Lines, lengths: Sequence[int]) -> str:
     """The system that plays the case: a family's name gets its length."""
     if family(case.policy) is None:
         return case.policy

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from adaserve.bench.sweep.kinds import KINDS
 from adaserve.bench.sweep.plan import PAPER_SHARE, PROMPT_SCALE, Point, SweepError
 from adaserve.bench.sweep.ttft import PrefillTime, ttft_slo_ms
-from adaserve.slo.classes import SLOClass, SLOConfig
+from adaserve.slo.classes import PAPER_MIX, SLOClass, SLOConfig
 from adaserve.slo.trace import Trace, TraceRow, assign_classes
 
 MAX_PROMPT_TOKENS = 768
@@ -32,7 +32,6 @@ FloatArray = npt.NDArray[np.float64]
 PAPER_PROMPTS = {"coding": (119, 0.5), "chat": (15, 0.55), "summarization": (703, 0.5)}
 """Median and sigma of the log-normal prompt lengths of the paper's artifact, before scaling."""
 OTHER_PROMPTS = PAPER_PROMPTS["coding"]
-PAPER_MIX = {"coding": PAPER_SHARE, "chat": 0.2, "summarization": 0.2}
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,13 @@ class Workload:
         rows = [r for r in self.trace.rows if r.slo_class in (name, None)] if self.trace else []
         if rows:
             picked = [rows[int(k)] for k in rng.integers(len(rows), size=n)]
-            return self.fit([r.prompt_tokens for r in picked], [r.output_tokens for r in picked])
+            return self.scaled([r.prompt_tokens for r in picked], [r.output_tokens for r in picked])
         median, sigma = PAPER_PROMPTS.get(name, OTHER_PROMPTS)
         prompts = median * np.exp(sigma * rng.standard_normal(n))
         outputs = MAX_OUTPUT_TOKENS * rng.uniform(0.64, 1.0, n)  # the artifact's cap; it had 210 on average
-        return self.fit(prompts.tolist(), outputs.tolist())
+        return self.scaled(prompts.tolist(), outputs.tolist())
 
-    def fit(self, prompts: Sequence[float], outputs: Sequence[float]) -> tuple[list[int], list[int]]:
+    def scaled(self, prompts: Sequence[float], outputs: Sequence[float]) -> tuple[list[int], list[int]]:
         """Lengths times their scales, within what the embedded pair can hold."""
         return (
             [min(MAX_PROMPT_TOKENS, max(4, round(p * self.prompt_scale))) for p in prompts],
@@ -171,7 +170,7 @@ def _sampled(workload: Workload, n: int, seed: int) -> list[TraceRow]:
     """Rows of the trace with lengths that fit; SLOs and sessions of the file are left out."""
     assert workload.trace is not None
     rows = [workload.trace.rows[int(k)] for k in _window(workload, n, seed)]
-    prompts, outputs = workload.fit([r.prompt_tokens for r in rows], [r.output_tokens for r in rows])
+    prompts, outputs = workload.scaled([r.prompt_tokens for r in rows], [r.output_tokens for r in rows])
     return [
         TraceRow(0.0, p, o, slo_class=r.slo_class) for r, p, o in zip(rows, prompts, outputs, strict=True)
     ]

@@ -90,7 +90,7 @@ def finished_sweep(folder: Path, plan: SweepPlan, tpot_ms: Tpot, n: int = 60) ->
     store.write_head({**HEAD, "plan": plan.to_json()})
     names = list(SLO_MS)
     (folder / "records").mkdir()
-    for case in [*plan.cases(), *plan.check_cases()]:
+    for case in plan.cases():
         records = [
             request(i, plan.seconds * i / n, names[i % 3] if i % 5 > 2 else "coding", tpot_ms(case, i))
             for i in range(n)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,15 +43,18 @@ def traffic(folder: Path, seconds: float = 1.0) -> Traffic:
     )  # fmt: skip
     path = folder / "schedule.jsonl"
     write_jsonl(rows, path)
-    temperatures, priorities = {"coding": 0.0, "chat": 0.7}, {"coding": 0, "chat": 1}
-    return Traffic(path, rows, Trace(rows).sha256, slos, temperatures, seconds, priorities)
+    return Traffic(path, rows, Trace(rows).sha256, slos, 0.7, seconds, {"coding": 0, "chat": 1})
 
 
 def test_a_case_is_what_its_clients_saw(tmp_path: Path) -> None:
     with running_fake(first_ms=50.0, token_ms=20.0) as fake:
+        before = datetime.now(UTC)
         line, answers = run_case(server(fake), CASE, traffic(tmp_path), tmp_path / "work")
         sent = fake.log()
     assert line["status"] == "ok" and line["error"] is None and line["server"] is None
+    began, ended = datetime.fromisoformat(line["started"]), datetime.now(UTC)
+    assert isinstance(line["invalid_reasons"], list)
+    assert began - before < ended - began, "and not when it was over"
     assert line["all"]["completed"] == N and line["all"]["total_output_tokens"] == 21 * N
     assert line["classes"]["coding"]["slo_attainment"] == 1.0, "20 ms per token, 100 allowed"
     assert line["classes"]["chat"]["slo_attainment"] == 0.0, "1 allowed"

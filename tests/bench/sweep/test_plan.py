@@ -18,7 +18,7 @@ from adaserve.bench.sweep.plan import (
 )
 from adaserve.bench.sweep.store import Store, merged
 from adaserve.bench.sweep.systems import AS_IT_IS, GATED, STOCK, default_policy, family, is_rival, system
-from adaserve.bench.sweep.tuning import concrete
+from adaserve.bench.sweep.tuning import setting_of
 from adaserve.server import ServerSpec
 
 
@@ -132,7 +132,7 @@ def test_a_family_gets_the_length_that_attained_most_at_the_nearest_load() -> No
     }  # fmt: skip
 
     def played(policy: str, load: float) -> str:
-        return concrete(Case(Point(load), policy, 0), lines, (2, 4))
+        return setting_of(Case(Point(load), policy, 0), lines, (2, 4))
 
     assert played("chain", 0.3) == "chain-4" and played("chain+gate", 0.4) == "chain-4+gate"
     assert played("chain", 0.9) == "chain-2", "and the reported seeds have no say"
@@ -150,11 +150,15 @@ def test_defaults_take_about_an_hour() -> None:
 
 
 def test_plain_sglang_is_compared_at_the_ends_of_the_load_axis() -> None:
-    plan = SweepPlan(policies=("none", "priced"), loads=(0.2, 0.4, 0.6))
-    assert [(c.point.load, c.policy) for c in plan.check_cases()] == [(0.2, STOCK), (0.6, STOCK)]
-    assert replace(plan, check_plain=False).check_cases() == []
-    beside = replace(plan, policies=("none", STOCK))
-    assert beside.checks_plain and not beside.check_cases(), "the axis has these blocks already"
+    plan = SweepPlan(policies=("none", "priced"), loads=(0.2, 0.4, 0.6), blocks=2)
+    cases = plan.cases()
+    stock = [k for k, case in enumerate(cases) if case.policy == STOCK]
+    assert [(cases[k].point.load, cases[k].seed, cases[k].block) for k in stock] == [(0.6, 0, 0), (0.2, 0, 0)]
+    for k in stock:
+        beside = Case(cases[k].point, "none", 0)
+        assert abs(cases.index(beside) - k) <= 2, "in turns, and not an hour later"
+    assert not any(c.policy == STOCK for c in replace(plan, check_plain=False).cases())
+    assert replace(plan, policies=("none", STOCK)).cases().count(Case(Point(0.2), STOCK, 0)) == 1
 
 
 def test_every_trace_of_a_folder_is_a_point(tmp_path: Path) -> None:
@@ -194,6 +198,7 @@ def test_traces_keep_names_of_their_own() -> None:
         ("blocks", 0),
         ("lengths", ()),
         ("kinds", ("dreams",)),
+        ("axes", ("traces",)),
         ("max_tokens", -1),
     ],
 )
@@ -210,7 +215,7 @@ def test_a_plan_comes_back_from_its_file() -> None:
 
 
 def test_a_sweep_may_grow_but_its_traffic_may_not_change() -> None:
-    old = SweepPlan(loads=(0.3, 0.6), seeds=(0,), policies=("none", "priced"))
+    old = SweepPlan(loads=(0.3, 0.6), seeds=(0,), policies=("none", "priced"), check_plain=False)
     new = merged(old, {"loads": (0.6, 0.9), "seeds": (1,), "policies": ("chain-4",)})
     assert new.loads == (0.3, 0.6, 0.9) and new.seeds == (0, 1)
     assert new.policies == ("none", "priced", "chain-4")

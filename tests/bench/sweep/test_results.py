@@ -208,7 +208,7 @@ def test_a_ratio_of_what_happened_in_one_block_says_little() -> None:
 def test_goodput_over_a_rival_that_had_none_is_no_number(mine: list[int]) -> None:
     c = compared(mine, [0, 0])
     assert math.isnan(c.goodput.value)
-    assert claims._between(c.goodput) == "-"
+    assert claims._shown(c.goodput) == "-"
 
 
 def test_the_published_rules_are_not_silently_left_out(store) -> None:  # type: ignore[no-untyped-def]
@@ -273,6 +273,29 @@ def test_lengths_that_were_tried_are_not_reported(tmp_path: Path) -> None:
 def write_page(store: Any) -> Path:
     write_all(store, None, Console(quiet=True))
     return Path(store.folder / "README.md")
+
+
+def test_a_sweep_without_a_finished_block_has_nothing_to_show(tmp_path: Path) -> None:
+    store = finished_sweep(tmp_path / "s", replace(PLAN, policies=("none",), axes=("load",)), tpot_ms)
+    (store.folder / "cases.jsonl").unlink()
+    with pytest.raises(SweepError, match="finished"):
+        write_all(store, None, Console(quiet=True))
+
+
+def test_blocks_whose_load_test_was_not_valid_are_named(tmp_path: Path) -> None:
+    store = finished_sweep(tmp_path / "s", replace(PLAN, axes=("load",)), tpot_ms)
+    odd, older, fine, *_ = store.finished().values()
+    store.add({**odd, "lag_p99_ms": 12.0, "invalid_reasons": ["answers were read late"]})
+    store.add({**older, "lag_p99_ms": 13.0})
+    store.add({**fine, "invalid_reasons": []})
+    _, _, troubles = write_page(store).read_text().partition("## Troubles\n\n")
+    assert troubles.splitlines() == [
+        f"- {odd['id']}: answers were read late", f"- {older['id']}: requests left up to 13 ms late (p99)"
+    ]  # fmt: skip
+
+
+def test_a_block_whose_requests_were_never_sent_has_no_goodput(tmp_path: Path) -> None:
+    assert Block.of([request(0, 0.0, "coding", 99.0)]).goodput == 0.0
 
 
 def test_an_older_folder_is_refused(tmp_path: Path) -> None:
@@ -358,7 +381,7 @@ def test_the_table_of_claims_is_put_between_its_marks(store, tmp_path: Path) -> 
             for p, v in cells.items()
         )
     )
-    assert len(simulated(tmp_path)) == 5
+    assert {name: set(found) for name, found in simulated(tmp_path).items()} == {"w": set(cells)}
     fill_readme(path, Results(store))
     text = path.read_text()
     assert text.startswith("# before\n") and text.endswith("after\n") and "stale" not in text
@@ -398,32 +421,32 @@ def test_requests_that_were_not_answered_are_violations() -> None:
     assert found[2].slo_ttft_ms == 9.0
 
 
-def report(iterations: int, buckets: list[tuple[int, int, float]], now_s: float) -> dict[str, object]:
+def report(iterations: int, buckets: list[tuple[int, float]]) -> dict[str, object]:
+    """The first of the buckets (iterations, tokens) is all that a server has left of older ones."""
+    older, *kept = (
+        {
+            "iterations": n,
+            "sums": {"running": 2.0 * n, "new_tokens": tokens, "verify_tokens": 8.0 * n,
+                     "depth": 3.0 * n, "draft_s": 0.1 * n, "select_s": 0.01 * n,
+                     "verify_s": 0.5 * n, "total_s": 0.7 * n},
+        }
+        for n, tokens in buckets
+    )  # fmt: skip
     return {
         "times": {"decode_s": 0.7 * iterations, "prefill_s": 0.5 * iterations, "iterations": iterations,
-                  "loop_s": 0.8 * (iterations - 4), "loops": iterations - 4,
+                  "loop_s": 0.8 * (iterations - 4), "loops": iterations - 4, "prefills": 0.0,
                   "target_s": 0.4 * iterations, "draft_s": 0.05 * iterations},
-        "stats": {
-            "now": now_s,
-            "buckets": [
-                {
-                    "key": key,
-                    "iterations": n,
-                    "sums": {"running": 2.0 * n, "new_tokens": tokens, "verify_tokens": 8.0 * n,
-                             "depth": 3.0 * n, "draft_s": 0.1 * n, "select_s": 0.01 * n,
-                             "verify_s": 0.5 * n, "total_s": 0.7 * n},
-                }
-                for key, n, tokens in buckets
-            ],
-        },
+        "stats": {"older": older, "buckets": kept},
     }  # fmt: skip
 
 
-def test_the_servers_counters_are_taken_between_two_reports() -> None:
-    # Bucket 10 was half full when the case began; bucket 9 is older.
-    before = report(14, [(9, 10, 20.0), (10, 4, 8.0)], now_s=21.0)
-    after = report(44, [(9, 10, 20.0), (10, 14, 48.0), (11, 20, 80.0)], now_s=24.0)
-    found = server_figures(before, after)
+@pytest.mark.parametrize(
+    "after", [[(0, 0.0), (10, 20.0), (14, 48.0), (20, 80.0)], [(24, 68.0), (20, 80.0)], [(44, 148.0)]]
+)
+def test_the_servers_counters_are_taken_between_two_reports(after: list[tuple[int, float]]) -> None:
+    """Also where a case takes so long that a server no longer keeps its beginning apart."""
+    before = report(14, [(0, 0.0), (10, 20.0), (4, 8.0)])
+    found = server_figures(before, report(44, after))
     assert found is not None
     assert found["iterations"] == found["counted_iterations"] == 30
     assert found["tokens_per_verification"] == pytest.approx(120 / 60)
@@ -434,7 +457,7 @@ def test_the_servers_counters_are_taken_between_two_reports() -> None:
     assert found["phases"] == pytest.approx({"draft": 3.0, "select": 0.3, "verify": 15.0})
     assert seconds["prefill"] == pytest.approx(15.0)
     assert found["loop_s"] == pytest.approx(0.8)
-    assert server_figures(None, after) is None
+    assert server_figures(None, before) is None
 
 
 def test_records_survive_being_packed(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ PLAN = SweepPlan(
 IDLE = {name: {"tpot_ms": [1.0, 2.0], "saturated_rps": [4.0, 3.0]} for name in ("none", STOCK)}
 
 
-class FakeHost:
+class FakeServers:
     """Counts what the loop asks of a server."""
 
     def __init__(self, *_: Any) -> None:
@@ -43,7 +43,7 @@ class FakeHost:
         self.stops = 0
         self.paces_ms: list[float] = []  # of single requests, before and after each attempt
 
-    def __enter__(self) -> FakeHost:
+    def __enter__(self) -> FakeServers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,24 +66,29 @@ class World:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store = Store(folder)
         self.store.create()
-        self.host = FakeHost()
+        self.servers = FakeServers()
         self.ran: list[str] = []
         self.traffic: dict[str, Any] = {}
         self.others: dict[str, list[float]] = {}  # share of the host that others use in its attempts
         self.fate: dict[str, list[BaseException]] = {}  # what happens to the next attempts of a case
         self.output = io.StringIO()
         self.now_s = 0.0
+        self.compared = 0
         mine = {"host": describe_host(), "plan": PLAN.to_json(), "server_settings": {}}
         head = {**HEAD, "commands": [], **mine}
         self.store.write_head(head)
         PromptPool(tuple(ClassPrompt(c, c, 9) for c in ("coding", "chat", "summarization"))).save(
             self.store.prompts
         )
-        monkeypatch.setattr(runner, "Host", lambda *_: self.host)
+        monkeypatch.setattr(runner, "Servers", lambda *_: self.servers)
         monkeypatch.setattr(runner, "run_case", self.run_case)
         clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
         monkeypatch.setattr(runner, "time", clock)  # there alone: threads of the progress bar sleep, too
-        monkeypatch.setattr(runner.hosts, "idle_rounds", lambda *_: IDLE)
+        monkeypatch.setattr(runner.servers, "idle_rounds", self.idle_rounds)
+
+    def idle_rounds(self, *_: object) -> dict[str, dict[str, list[float]]]:
+        self.compared += 1
+        return IDLE
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -126,7 +131,7 @@ def test_a_failure_is_written_down_the_server_started_anew_and_the_case_tried_ag
     world.fate[second] = [OSError("the server is gone")]
     assert world.sweep()
     assert world.ran == [*(c.id for c in PLAN.cases()), second]
-    assert world.host.stops == 2, "after the failure and at the end"
+    assert world.servers.stops == 2, "after the failure and at the end"
     lines = (world.store.folder / "cases.jsonl").read_text()
     assert lines.count('"status": "failed"') == 1 and "the server is gone" in lines
     assert second in world.store.finished()
@@ -161,7 +166,7 @@ def test_ctrl_c_keeps_what_is_finished(world: World) -> None:
     world.fate[third] = [KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         world.sweep()
-    assert len(world.store.cases()) == 2 and world.host.stops == 1
+    assert len(world.store.cases()) == 2 and world.servers.stops == 1
     assert world.sweep()
     assert world.ran[3:] == [third, PLAN.cases()[3].id]
 
@@ -169,11 +174,11 @@ def test_ctrl_c_keeps_what_is_finished(world: World) -> None:
 def test_a_sweep_that_was_stopped_while_it_prepared_can_be_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Stopped(FakeHost):
+    class Stopped(FakeServers):
         def serve(self, wanted: System, _warm_up: object = ()) -> SimpleNamespace:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "Host", Stopped)
+    monkeypatch.setattr(runner, "Servers", Stopped)
     store = Store(tmp_path / "new")
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -194,7 +199,7 @@ def test_what_is_measured_before_the_blocks(world: World, monkeypatch: pytest.Mo
     world.store = Store(world.store.folder.parent / "new")
     pool = PromptPool(tuple(ClassPrompt(c, c, 9) for c in ("coding", "chat", "summarization")))
     asked: list[int] = []
-    singles_ms, ttfts_ms = iter([1.0, 1.0, 10.0, 19.0, 12.0]), iter([9.0, 80.0, 8.0])
+    singles_ms, ttfts_ms = iter([1.0, 10.0, 19.0, 12.0]), iter([9.0, 80.0, 8.0])
     rates_rps = [5.0, 2.0, 4.0]
     rates = iter(rates_rps)
     fakes = {
@@ -204,7 +209,7 @@ def test_what_is_measured_before_the_blocks(world: World, monkeypatch: pytest.Mo
         "report_of": lambda _: {"latency": {"form": "x"}},
     }
     for name, fake in fakes.items():
-        monkeypatch.setattr(runner.hosts, name, fake)
+        monkeypatch.setattr(runner.servers, name, fake)
     monkeypatch.setattr(runner, "host_load", lambda: {"busy": 0.5, "load1": 1.0})
     monkeypatch.setattr(runner, "screened_pool", lambda *_: (pool, {"coding": 0.3}))
     assert world.sweep()
@@ -240,13 +245,14 @@ def test_no_case_is_begun_that_would_end_too_late(world: World) -> None:
     assert len(world.ran) == 4
 
 
-def test_time_is_kept_for_the_comparison_with_sglang(world: World) -> None:
-    plan = SweepPlan.from_json({**PLAN.to_json(), "check_plain": True, "seeds": [0, 1]})
-    assert not world.sweep(plan, minutes=322 / 60)
-    ran = [c.split(".")[-3] for c in world.ran]
-    assert ran[-2:] == [STOCK, STOCK] and len(ran) == 4 + 2, "eight cases would have left no time for it"
+def test_idle_servers_are_compared_once_and_before_the_blocks(world: World) -> None:
+    plan = replace(PLAN, check_plain=True)
+    world.fate[plan.cases()[0].id] = [KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        world.sweep(plan)
     assert world.store.head()["idle_rounds"] == IDLE
-    assert world.sweep(plan, minutes=10)
+    assert world.sweep(plan) and world.compared == 1
+    assert sum(f".{STOCK}." in name for name in set(world.ran)) == 2
 
 
 def test_a_block_on_a_busy_host_is_measured_again_and_the_quietest_attempt_counts(world: World) -> None:
@@ -263,7 +269,7 @@ def test_a_block_on_a_busy_host_is_measured_again_and_the_quietest_attempt_count
 
 def test_a_block_on_a_slow_host_is_measured_again(world: World) -> None:
     first, second = (c.id for c in PLAN.cases()[:2])
-    world.host.paces_ms = [10.0, 13.0, 10.0, 11.0, 10.1, 10.2]
+    world.servers.paces_ms = [10.0, 13.0, 10.0, 11.0, 10.1, 10.2]
     assert world.sweep()
     assert world.ran[:3] == [first, first, second], "11 ms is within what is usual"
     line = world.store.finished()[first]
@@ -273,7 +279,7 @@ def test_a_block_on_a_slow_host_is_measured_again(world: World) -> None:
 
 def test_a_block_waits_until_the_host_is_as_usual(world: World) -> None:
     first, second = (c.id for c in PLAN.cases()[:2])
-    world.host.paces_ms = [13.0, 13.0, 10.0, 10.1]
+    world.servers.paces_ms = [13.0, 13.0, 10.0, 10.1]
     assert world.sweep()
     assert world.ran[:2] == [first, second], "it was played once"
     line = world.store.finished()[first]
@@ -281,11 +287,11 @@ def test_a_block_waits_until_the_host_is_as_usual(world: World) -> None:
 
 
 def test_a_block_does_not_wait_for_ever_and_ever_less_on_a_host_that_stays_slow(world: World) -> None:
-    world.host.pace_ms = lambda *_: 10.0 if world.ran else 13.0  # type: ignore[method-assign]
+    world.servers.pace_ms = lambda *_: 10.0 if world.ran else 13.0  # type: ignore[method-assign]
     assert world.sweep()
     waited_s = world.now_s - len(world.ran) * (PLAN.seconds + 3.0)
     assert waited_s == pytest.approx(runner.PATIENCE_S, abs=runner.PAUSE_S)
-    world.host.pace_ms = lambda *_: 13.0  # type: ignore[method-assign]
+    world.servers.pace_ms = lambda *_: 13.0  # type: ignore[method-assign]
     played, start_s = len(world.ran), world.now_s
     assert world.sweep(replace(PLAN, seeds=(0, 1)))
     waited_s = world.now_s - start_s - (len(world.ran) - played) * (PLAN.seconds + 3.0)
@@ -302,7 +308,7 @@ def test_lengths_are_tried_first_and_the_best_one_plays(world: World) -> None:
     assert world.ran == [c.id for c in (*plan.tuning_cases(), *plan.cases())] and tuned == 4
     settings = {c["policy"]: c["setting"] for c in world.store.finished().values() if c["seed"] == 0}
     assert settings == {"chain": "chain-2", "priced": "priced"}, "of equal ones the shorter"
-    assert set(world.host.served[:tuned]) == {"chain-2", "chain-4"}
+    assert set(world.servers.served[:tuned]) == {"chain-2", "chain-4"}
 
 
 def test_blocks_have_their_part_of_the_seeds_requests_with_both_slos(world: World) -> None:

@@ -21,8 +21,8 @@ STREAMS = 6
 """Streams that a client holds when it is killed."""
 
 
-class Fleet:
-    """Client processes; a context manager that stops them."""
+class ClientProcesses:
+    """A context manager that stops them."""
 
     def __init__(self, roles: Sequence[Role]) -> None:
         self._tally = Tally()
@@ -38,7 +38,7 @@ class Fleet:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> ClientProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:

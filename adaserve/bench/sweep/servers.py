@@ -40,7 +40,7 @@ class _Running:
     warm: set[str] = field(default_factory=set)  # systems that have served here
 
 
-class Host:
+class Servers:
     """Starts the servers that blocks need, and leaves them up: one that sleeps costs nothing, and turns of
     seconds leave no time for starting. A context manager: what runs at the end is stopped."""
 
@@ -50,7 +50,7 @@ class Host:
         self._servers: dict[str, _Running] = {}  # by System.server
         self.starts = 0
 
-    def __enter__(self) -> Host:
+    def __enter__(self) -> Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,12 +166,12 @@ def prefill_times(server: ServerProcess, texts: Sequence[tuple[str, int]]) -> tu
     return tokens, times
 
 
-def idle_rounds(host: Host, asks: Sequence[Ask]) -> IdleRounds:
+def idle_rounds(servers: Servers, asks: Sequence[Ask]) -> IdleRounds:
     """`none` and SGLang without speculation in turns, idle and saturated, on two servers that are both up."""
     found: dict[str, dict[str, list[float]]] = {n: {"tpot_ms": [], "saturated_rps": []} for n in IDLE}
     for k in range(IDLE_ROUNDS):
         for name in IDLE if k % 2 else IDLE[::-1]:
-            server = host.serve(system(name), asks[:WARM_REQUESTS])
+            server = servers.serve(system(name), asks[:WARM_REQUESTS])
             single_ms = unloaded(server, [str(a.prompt) for a in asks])
             server.drain()
             rate_rps = saturated_rps(server, [a.plain() for a in asks])
