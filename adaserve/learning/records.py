@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -65,6 +66,33 @@ class Record:
             at += states.nbytes
         logprobs = np.frombuffer(data, np.float16, -1, at).reshape(n, -1)
         return cls(tokens, start, logprobs, ids, temperature, key, name, states)
+
+
+@dataclass
+class Newest:
+    """The newest requests, up to some memory."""
+
+    most_bytes: int
+    records: deque[Record] = field(default_factory=deque)
+    nbytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def add(self, record: Record) -> bool:
+        """False where older ones had to go."""
+        self.records.append(record)
+        self.nbytes += record.nbytes
+        fits = self.nbytes <= self.most_bytes
+        while self.nbytes > self.most_bytes:
+            self.take()
+        return fits
+
+    def take(self) -> Record:
+        """The oldest one, which is not kept any longer."""
+        record = self.records.popleft()
+        self.nbytes -= record.nbytes
+        return record
 
 
 def kept(logits: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.ndarray | None]:
