@@ -60,6 +60,7 @@ class _Open:
             self.state.key,
             self.state.slo_class,
             np.concatenate(self.states) if self.states else None,
+            cut,
         )
 
 
