@@ -87,8 +87,8 @@ class Forecaster:
 
     def _situation(self, load: Load, now_s: float) -> tuple[Situation, FloatArray]:
         """The state of queue and batch, and the seconds until each running request ends, rising."""
-        known, outlook = self._pacer.known(load, now_s), self._pacer.outlook
-        situation, batch = known.situation, known.batch
+        view, outlook = self._pacer.view(load, now_s), self._pacer.outlook
+        situation, batch = view.situation, view.batch
         if not load.paced:
             situation = replace(situation, config=replace(situation.config, gate=None, pacing="fixed"))
         n = len(load.running)

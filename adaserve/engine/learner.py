@@ -85,6 +85,7 @@ class Learner:
         self._offer: _Offer | None = None
         self._helper = ThreadPoolExecutor(1, "adaserve-draft")
         self.state = DraftLearning(trainer="starting")
+        self._before = (0, 0, 0)  # requests, tokens and updates of trainers that have ended
 
     def serve(self, name: str) -> None:
         """For comparison, from the next iteration on: the "first" draft, while nothing is recorded but the
@@ -109,6 +110,7 @@ class Learner:
             self.take_in(message)
         if self._tap.ring is not self.link.ring:  # a trainer has ended, or another one was started
             self._tap.ring, self._offer = self.link.ring, None
+            self._before = self.state.requests, self.state.tokens, self.state.updates
             gone = "ended" if self.link.is_over else "restarting"
             self.state.trainer = gone if self.link.ring is None else "starting"
         elif self.link.is_over:  # also where none could be started
@@ -135,7 +137,8 @@ class Learner:
         scores = (message.candidate, message.present, message.first)
         judged = Judged(epoch_s(), *scores, message.verdict, classes)
         state.judged = [*state.judged[1 - MOST_JUDGED :], judged]
-        state.requests, state.tokens, state.updates = message.requests, message.tokens, message.updates
+        counts = zip(self._before, (message.requests, message.tokens, message.updates), strict=True)
+        state.requests, state.tokens, state.updates = map(sum, counts)
         state.rejected += message.verdict == "worse"
         logger.info(
             "AdaServe: on the newest requests the draft in training gets %.3f tokens of 4 accepted, the "

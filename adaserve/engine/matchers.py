@@ -50,6 +50,8 @@ def walk(grammar: Any, tokens: np.ndarray, parents: np.ndarray, masks: Tensor) -
     if not len(tokens):
         grammar.fill_vocab_mask(masks, 0)
         return np.zeros(0, np.bool_)
+    if isinstance(grammar, ReasonerGrammarObject) and grammar._is_generation():
+        grammar = grammar.grammar or grammar  # the reasoning is over: the answer's has all the say
     if isinstance(grammar, XGrammarGrammar):
         return _walk_natively(grammar, tokens, parents, masks)
     return _walk_by_steps(grammar, tokens, parents, masks)

@@ -38,8 +38,8 @@ from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
 
 
-class Known(NamedTuple):
-    """A situation, and whose it is."""
+class View(NamedTuple):
+    """What the rule sees of a scheduler's load, and whose it is."""
 
     situation: Situation
     waiting: list[Any]  # the started prompt, if there is one, and those of the queue that are looked at
@@ -141,10 +141,10 @@ class PrefillPacer:
         """How many prompt tokens to prefill before the next decode iteration (0 = none), and in which order.
 
         Row 0 is the started prompt, if there is one, and the further rows are the queue. Rows that the order
-        leaves out have to wait; only those of ``Known.places`` can be in it.
+        leaves out have to wait; only those of ``View.places`` can be in it.
         """
-        known = self.known(load, now_s)
-        situation = known.situation
+        view = self.view(load, now_s)
+        situation = view.situation
         plan = plan_prefill(situation, len(load.running))
         if plan.lost:
             self._recent.lost_at_s = now_s
@@ -152,19 +152,19 @@ class PrefillPacer:
         self._ledger.gate(
             (self._ledger.slo(r).slo_class, now_s - arrived_s)
             for i, (r, arrived_s) in enumerate(
-                zip(known.waiting, situation.waiting.arrival_s.tolist(), strict=True)
+                zip(view.waiting, situation.waiting.arrival_s.tolist(), strict=True)
             )
             if i not in admitted
         )
         if self._holds.limits:
             starting = admitted if plan.tokens else set()
-            held = [r for i, r in enumerate(known.waiting) if i not in starting]
-            binding = binding_rows(situation.pressure.slack_s, known.batch.tpot_slo_s)
-            tight = [known.running[i] for i in binding]
+            held = [r for i, r in enumerate(view.waiting) if i not in starting]
+            binding = binding_rows(situation.pressure.slack_s, view.batch.tpot_slo_s)
+            tight = [view.running[i] for i in binding]
             self._holders = self._holding_up(tight, held)
-        return replace(plan, order=known.places[plan.order])
+        return replace(plan, order=view.places[plan.order])
 
-    def known(self, load: Load, now_s: float) -> Known:
+    def view(self, load: Load, now_s: float) -> View:
         """The pressure foresees one request more than those that are looked at."""
         started = [] if load.started is None else [load.started]
         picked = self._looked_at(load.waiting, now_s)
@@ -177,7 +177,7 @@ class PrefillPacer:
         chunks = sizes, np.maximum.accumulate(seconds)
         pressure = self._recent.pressure(self._costs, batch, pace, len(waiting) + 1, chunks, now_s)
         rule, queue = replace(self._rule, chunk_tokens=load.most_tokens), self._waiting(waiting, load.started)
-        return Known(Situation(rule, queue, now_s, pressure), waiting, places, running, batch)
+        return View(Situation(rule, queue, now_s, pressure), waiting, places, running, batch)
 
     def _looked_at(self, waiting: Sequence[Any], now_s: float) -> list[int]:
         """Places in the queue, rising: of retracted requests, whose first token was out long ago, and of what

@@ -24,7 +24,7 @@ from adaserve.engine.grammar import Allowed
 from adaserve.engine.logit_reading import Reading
 from adaserve.engine.penalties import Penalties, has_penalty
 from adaserve.engine.portions import portions
-from adaserve.engine.state import RequestState
+from adaserve.engine.state import RequestState, temperature_of
 from adaserve.engine.trees.verify import Tensors, VerifyBatch
 from adaserve.patches.logit_processors import apply_processors
 
@@ -33,7 +33,7 @@ from adaserve.patches.logit_processors import apply_processors
 class Settings:
     """What n requests ask of their draws."""
 
-    temperature: np.ndarray  # float64 [n]: 0 = greedy, which SGLang writes as top_k 1
+    temperature: np.ndarray  # float64 [n]: 0 = greedy
     top_k: np.ndarray  # int64 [n]
     top_p: np.ndarray  # float64 [n]
     min_p: np.ndarray  # float64 [n]
@@ -44,7 +44,7 @@ class Settings:
     def of(cls, reqs: Sequence[Any], states: Sequence[RequestState]) -> Settings:
         asked = [r.sampling_params for r in reqs]
         return cls(
-            np.array([0.0 if p.top_k == 1 else p.temperature for p in asked], np.float64),
+            np.array([temperature_of(p) for p in asked], np.float64),
             np.array([p.top_k for p in asked], np.int64),
             np.array([p.top_p for p in asked], np.float64),
             np.array([p.min_p for p in asked], np.float64),
@@ -55,7 +55,7 @@ class Settings:
     def filtered(self, vocabulary: int) -> np.ndarray:
         """bool [n]: requests that draw from only a part of the vocabulary."""
         less = (self.top_k < vocabulary) | (self.top_p < 1) | (self.min_p > 0)
-        return less & (self.top_k != 1)
+        return less & (self.temperature > 0)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ EXPIRED = "rejected-ttl-expired"
 
 RETRY_RANGE_S = (1, 60)
 
+MOST_JUDGED = 16
+"""Requests that are judged before an iteration: each needs a prediction, and all that run wait for it."""
+
 
 class Shedder:
     """Judges each request once when it has to wait, and again when its TTFT SLO has passed.
@@ -28,9 +31,11 @@ class Shedder:
         self.enabled = enabled
         self._forecaster, self._ledger, self._classes = forecaster, ledger, classes
         self._judged: WeakSet[Any] = WeakSet()
+        self._left = 0  # of ``MOST_JUDGED``
 
     def refusals(self, load: Load, now_s: float) -> list[tuple[Any, Refusal]]:
         """Requests of the queue that are refused now, each with the reason."""
+        self._left = MOST_JUDGED
         refused: list[tuple[Any, Refusal]] = []
         staying: list[Any] = []
         for req in load.waiting:
@@ -46,15 +51,15 @@ class Shedder:
         """``ahead``: the queue before the request."""
         slo = self._ledger.slo(req)
         waited_s = now_s - self._ledger.arrival_s(req)
-        aim = f"the TTFT SLO of {slo.ttft_s * 1e3:.0f} ms"
-        if waited_s > slo.ttft_s:
-            return Refusal(
-                EXPIRED, f"{aim} has passed while the request waited", self._retry_s(req, ahead, now_s)
-            )
-        if req in self._judged:
+        expired = waited_s > slo.ttft_s
+        if not self._left or (req in self._judged and not expired):
             return None
+        self._left -= 1
         self._judged.add(req)
         wait_s = self._forecaster.wait_s(req, ahead, now_s)
+        aim = f"the TTFT SLO of {slo.ttft_s * 1e3:.0f} ms"
+        if expired:
+            return Refusal(EXPIRED, f"{aim} has passed while the request waited", _within(wait_s))
         if waited_s + wait_s > slo.ttft_s:
             late_s = waited_s + wait_s - slo.ttft_s
             says = f"{aim} would be missed: the prompt would wait for about {wait_s:.1f} s"
@@ -74,9 +79,6 @@ class Shedder:
         if mine < most:
             return ""
         return f"class {name!r} has {mine} requests here, its share is {most} while others wait"
-
-    def _retry_s(self, req: Any, load: Load, now_s: float) -> int:
-        return _within(self._forecaster.wait_s(req, load, now_s))
 
 
 def _within(seconds: float) -> int:

@@ -71,6 +71,11 @@ class DecodeRows:
         return np.array([s.key for s in self.states], np.uint64)
 
 
+def temperature_of(params: Any) -> float:
+    """Of SGLang's sampling parameters; 0 = greedy, which SGLang writes as top_k 1 at temperature 1."""
+    return 0.0 if params.top_k == 1 else float(params.temperature)
+
+
 def max_tree_depth(req: Any, state: RequestState) -> int:
     """Deepest useful node that is allowed: 0 for requests whose logits depend on more than their own
     tokens."""
@@ -119,9 +124,6 @@ def running_batch(
         max_depth=np.array(
             [min(deepest, max_tree_depth(r, s)) for r, s in zip(reqs, states, strict=True)], np.int64
         ),
-        # SGLang writes greedy as top_k 1 at temperature 1.
-        temperature=np.array(
-            [0.0 if r.sampling_params.top_k == 1 else r.sampling_params.temperature for r in reqs]
-        ),
+        temperature=np.array([temperature_of(r.sampling_params) for r in reqs]),
         likely_tokens=likely,
     )

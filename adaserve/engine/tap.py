@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adaserve.engine.penalties import has_penalty
-from adaserve.engine.state import DecodeRows, RequestState
+from adaserve.engine.state import DecodeRows, RequestState, temperature_of
 from adaserve.engine.trees.verify import Acceptance, VerifyBatch
 from adaserve.learning.records import Record, kept
 from adaserve.learning.shared import Ring
@@ -60,6 +60,7 @@ class _Open:
             self.state.key,
             self.state.slo_class,
             np.concatenate(self.states) if self.states else None,
+            cut,
         )
 
 
@@ -80,10 +81,8 @@ class Tap:
         """A prompt was prefilled, perhaps once more."""
         self.finished(state.rid)
         if self._may(req, state) and len(self._open) < MOST_OPEN:
-            p = req.sampling_params
-            temperature = 0.0 if p.top_k == 1 else float(p.temperature)
             text = [*req.origin_input_ids, *state.generated]
-            self._open[state.rid] = _Open(state, temperature, text)
+            self._open[state.rid] = _Open(state, temperature_of(req.sampling_params), text)
 
     def _may(self, req: Any, state: RequestState) -> bool:
         """Only requests whose logits are the target's own: the draft knows of nothing else."""

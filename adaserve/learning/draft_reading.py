@@ -69,7 +69,8 @@ def draft(record: Record, logits: Tensor, temperature: float) -> Tensor:
 
 def noise(record: Record, vocabulary: int) -> Tensor:
     """[n, vocabulary]: by which the target drew the record's tokens."""
-    keys, at = np.full(len(record), record.key, np.uint64), np.arange(len(record)) + record.start
+    keys = np.full(len(record), record.key, np.uint64)
+    at = record.cut + record.start + np.arange(len(record))
     return torch.from_numpy(gumbel(keys, at, vocabulary))
 
 

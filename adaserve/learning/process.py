@@ -10,7 +10,6 @@ import logging
 import socket
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -30,7 +29,7 @@ from adaserve.learning.messages import (
     receive,
     send,
 )
-from adaserve.learning.records import Record
+from adaserve.learning.records import Newest, Record
 from adaserve.learning.shared import Ring, memory
 from adaserve.learning.trainer import JUDGED, Judgement, Recipe, Snapshot, Trainer
 from adaserve.learning.versions import Version, Versions
@@ -65,9 +64,8 @@ class Process:
         self._server = socket.socket(fileno=settings.socket)
         self._ring, self._weights = Ring(settings.ring), memory(settings.weights)
         self._versions = None if settings.folder is None else Versions(Path(settings.folder))
-        self._fresh: deque[Record] = deque()
         replay_bytes = settings.memory_mb * 1_000_000 // 2
-        self._most_fresh_bytes, self._fresh_bytes = replay_bytes // 2, 0
+        self._fresh = Newest(replay_bytes // 2)  # not trained on yet
         self._no_room = False  # whether records had to be left out since the last round
         self._offered = 0
         self._answers: dict[int, bool] = {}  # by number of the offer
@@ -98,8 +96,7 @@ class Process:
                 time.sleep(LOOK_S)
                 self._resume()
                 continue
-            unseen = [self._fresh.popleft() for _ in range(min(JUDGED, len(self._fresh)))]
-            self._fresh_bytes -= sum(r.nbytes for r in unseen)
+            unseen = [self._fresh.take() for _ in range(min(JUDGED, len(self._fresh)))]
             self._no_room = False
             self._trainer.round(unseen, self._judged, self._pause)
 
@@ -189,11 +186,7 @@ class Process:
 
     def _listen(self) -> None:
         while (data := self._ring.read()) is not None:
-            record = Record.from_bytes(data)
-            self._fresh.append(record)
-            self._fresh_bytes += record.nbytes
-            while self._fresh_bytes > self._most_fresh_bytes:
-                self._fresh_bytes -= self._fresh.popleft().nbytes
+            if not self._fresh.add(Record.from_bytes(data)):
                 self._no_room = True
         while (message := receive(self._server)) is not None:
             if isinstance(message, Load):

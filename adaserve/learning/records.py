@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -14,8 +15,9 @@ TOP = 32
 LEAST_LOG = -6e4
 """Log-probabilities below this are taken for it: float16 ends near it, and no loss is a number with -inf."""
 
-_HEADER = struct.Struct("<iiiiiidQ")
-"""Tokens, start, positions, columns (0 = whole), width of hidden states (0 = none), bytes of the class."""
+_HEADER = struct.Struct("<iiiiiiidQ")
+"""Tokens, start, positions, columns (0 = whole), width of hidden states (0 = none), bytes of the class, cut;
+temperature and key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Record:
     slo_class: str = ""
     states: np.ndarray | None = None
     """float16 [start + n, H]: hidden states of the target, for heads; of all tokens but the last."""
+    cut: int = 0  # tokens of the text before these
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -44,14 +47,15 @@ class Record:
         n, columns = self.logprobs.shape
         name = self.slo_class.encode()
         width = 0 if self.states is None else self.states.shape[1]
-        header = (len(self.tokens), self.start, n, 0 if self.ids is None else columns, width, len(name))
+        columns = 0 if self.ids is None else columns
+        header = (len(self.tokens), self.start, n, columns, width, len(name), self.cut)
         parts = [_HEADER.pack(*header, self.temperature, self.key), name, self.tokens.tobytes()]
         parts += [a.tobytes() for a in (self.ids, self.states) if a is not None]
         return b"".join([*parts, self.logprobs.tobytes()])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        length, start, n, columns, width, named, temperature, key = _HEADER.unpack_from(data)
+        length, start, n, columns, width, named, cut, temperature, key = _HEADER.unpack_from(data)
         at = _HEADER.size + named
         name = data[_HEADER.size : at].decode()
         tokens = np.frombuffer(data, np.int32, length, at)
@@ -64,7 +68,34 @@ class Record:
             states = np.frombuffer(data, np.float16, (start + n) * width, at).reshape(-1, width)
             at += states.nbytes
         logprobs = np.frombuffer(data, np.float16, -1, at).reshape(n, -1)
-        return cls(tokens, start, logprobs, ids, temperature, key, name, states)
+        return cls(tokens, start, logprobs, ids, temperature, key, name, states, cut)
+
+
+@dataclass
+class Newest:
+    """The newest requests, up to some memory."""
+
+    most_bytes: int
+    records: deque[Record] = field(default_factory=deque)
+    nbytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def add(self, record: Record) -> bool:
+        """False where older ones had to go."""
+        self.records.append(record)
+        self.nbytes += record.nbytes
+        fits = self.nbytes <= self.most_bytes
+        while self.nbytes > self.most_bytes:
+            self.take()
+        return fits
+
+    def take(self) -> Record:
+        """The oldest one, which is not kept any longer."""
+        record = self.records.popleft()
+        self.nbytes -= record.nbytes
+        return record
 
 
 def kept(logits: Tensor, whole: int = FULL_VOCABULARY) -> tuple[np.ndarray, np.ndarray | None]:

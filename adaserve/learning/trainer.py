@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -21,7 +20,7 @@ from adaserve.learning import draft_reading, losses
 from adaserve.learning.draft import DraftCopy
 from adaserve.learning.head import HeadCopy
 from adaserve.learning.messages import ClassScore
-from adaserve.learning.records import Record
+from adaserve.learning.records import Newest, Record
 from adaserve.sharpening import Correction, DraftSharpening
 
 JUDGED = 32
@@ -89,21 +88,6 @@ class Judgement:
         }
 
 
-@dataclass
-class Replay:
-    """The newest requests, up to some memory."""
-
-    most_bytes: int
-    records: deque[Record] = field(default_factory=deque)
-    nbytes: int = 0
-
-    def add(self, record: Record) -> None:
-        self.records.append(record)
-        self.nbytes += record.nbytes
-        while self.nbytes > self.most_bytes:
-            self.nbytes -= self.records.popleft().nbytes
-
-
 class Trainer:
     """One draft and all that it learns from. ``sharpening``: how the first draft is read."""
 
@@ -119,7 +103,7 @@ class Trainer:
         self.draft, self._home, self.recipe, self.sharpening = draft, list(home), recipe, sharpening
         self.first = Snapshot(draft.state(), Correction())
         self.present = self.first  # what is served
-        self.replay = Replay(replay_bytes)
+        self.replay = Newest(replay_bytes)
         self.requests = self.tokens = self.updates = 0
         self._rounds = self._worse = 0
         self._random = random.Random(0)

@@ -232,7 +232,7 @@ MEMBERS = [
             "rollback",
         )
     ),
-    "sglang.srt.constrained.reasoner_grammar_backend.ReasonerGrammarObject",
+    "sglang.srt.constrained.reasoner_grammar_backend.ReasonerGrammarObject._is_generation",
     "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar",
     "sglang.srt.managers.scheduler.Scheduler._advance_pending_grammar",
     "xgrammar.GrammarMatcher.stop_token_ids",

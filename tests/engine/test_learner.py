@@ -1,4 +1,4 @@
-"""A candidate that cannot be served is dropped, whatever is wrong with it."""
+"""A candidate that cannot be served is dropped, whatever is wrong with it; trainers come and go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adaserve.engine.learner import Learner, _Offer
-from adaserve.learning.messages import Answer, Candidate
+from adaserve.learning.messages import Answer, Candidate, Progress
 from adaserve.sharpening import Correction, DraftSharpening
 from adaserve.slo.events import DraftLearning
 
@@ -35,3 +35,21 @@ def test_what_is_wrong_with_a_candidate_ends_nothing(
     learner._swap(_Offer(Candidate(7, 0, 1.5, 1.4, correction), b"", ready))
     assert said == [Answer(7, taken=False)]
     assert learner.state.rejected == 1 and learner.state.swaps == 0
+
+
+def test_what_a_trainer_has_learned_counts_after_its_end() -> None:
+    said: list[Any] = []
+    link = SimpleNamespace(look=lambda *_: [said.pop()] if said else [], ring=1, is_over=False, cpu_s=0.0)
+    learner: Any = Learner.__new__(Learner)
+    learner.state, learner._before, learner._held = DraftLearning(trainer="running"), (0, 0, 0), False
+    learner.link, learner._looked_s, learner._present, learner._offer = link, 0.0, None, None
+    learner._tap = SimpleNamespace(ring=1, recorded=0, dropped=0)
+    learner._stats = SimpleNamespace(learned=lambda _: None)
+    rounds = [(64, 5), (128, 9), None, None, (64, 4)]  # a trainer ends, and another one is started
+    for now_s, counts in enumerate(rounds, start=1):
+        if counts is None:
+            link.ring = None if link.ring else 2
+        else:
+            said.append(Progress(1.0, 1.0, 1.0, "undecided", {}, counts[0], 10 * counts[0], counts[1]))
+        learner.look([], float(now_s))
+    assert (learner.state.requests, learner.state.tokens, learner.state.updates) == (192, 1920, 13)

@@ -17,6 +17,7 @@ from adaserve.engine.trees import verify
 from adaserve.learning import draft_reading
 from adaserve.learning.records import Record
 from adaserve.learning.shared import Ring, allocate
+from adaserve.noise import gumbel
 from tests.engine.trees.factories import (
     FakeModel,
     decode_rows,
@@ -203,9 +204,12 @@ def test_a_long_text_is_cut(ring: tuple[Ring, Ring], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("adaserve.engine.tap.MOST_POSITIONS", 12)
     monkeypatch.setattr("adaserve.engine.tap.MOST_CONTEXT", 2)
     service = Service(ring[0], [[3, 4, 5, 6]])
+    service.states[0].key = 7
     service.start()
     for _ in range(14):
         service.iterate()
     (record,) = read_all(ring[1])
     assert record.start == 2 and record.tokens[:2].tolist() == [5, 6]
     assert 12 <= len(record) < 12 + 5 and record.start + len(record) + 1 == len(record.tokens)
+    drawn_by = gumbel(np.full(len(record), 7, np.uint64), 4 + np.arange(len(record)), 23)
+    assert (draft_reading.noise(record, 23).numpy() == drawn_by).all(), "noise of other positions"

@@ -11,7 +11,8 @@ import torch
 
 from adaserve.learning.draft import DraftCopy, checked, to_bytes
 from adaserve.learning.losses import LOSSES
-from adaserve.learning.trainer import JUDGE_EVERY, Judgement, Recipe, Replay, Trainer, verdict
+from adaserve.learning.records import Newest
+from adaserve.learning.trainer import JUDGE_EVERY, Judgement, Recipe, Trainer, verdict
 from adaserve.sharpening import load_sharpening
 from tests.learning.factories import record, save_drafts, served
 
@@ -132,13 +133,15 @@ def test_verdicts() -> None:
     assert verdict(torch.ones(1)) == "undecided", "one request proves nothing"
 
 
-def test_the_replay_buffer_is_bounded() -> None:
+def test_the_newest_are_kept_within_their_memory() -> None:
     one = record()
-    replay = Replay(5 * one.nbytes)
+    newest = Newest(5 * one.nbytes)
     for seed in range(50):
-        replay.add(record(seed=seed))
-        assert replay.nbytes == sum(r.nbytes for r in replay.records) <= 5 * one.nbytes
-    assert [r.key for r in replay.records] == [45, 46, 47, 48, 49]
+        assert newest.add(record(seed=seed)) == (seed < 5)
+        assert newest.nbytes == sum(r.nbytes for r in newest.records) <= 5 * one.nbytes
+    assert newest.take().key == 45
+    assert newest.add(one) and not newest.add(one)
+    assert [r.key for r in newest.records] == [47, 48, 49, one.key, one.key]
 
 
 def test_what_cannot_be_served_is_refused(target: tuple[torch.nn.Module, str]) -> None:

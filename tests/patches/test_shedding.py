@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
-from adaserve.engine.shedding import Shedder
+from adaserve.engine.shedding import MOST_JUDGED, Shedder
 from adaserve.patches import load_headers
 from adaserve.patches.load_headers import LoadHeaders, as_json, as_text, orca_metrics
 from adaserve.patches.served_worker import Load
@@ -97,6 +97,17 @@ def test_those_refused_no_longer_count_for_those_behind() -> None:
     judge, waiting = shedder(2.5), [Request("bulk") for _ in range(4)]
     gone = [req for req, _ in judge.refusals(load(waiting), NOW)]
     assert gone == waiting[2:]
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 2.0])
+def test_a_burst_is_judged_a_few_at_a_time(waited_s: float) -> None:
+    """Each prediction holds up all that run."""
+    judge, waiting, calls = shedder(2.5), [Request(ttft_s=1.0, waited_s=waited_s) for _ in range(40)], 0
+    while waiting:
+        gone = [req for req, _ in judge.refusals(load(waiting), NOW)]
+        assert gone == waiting[:MOST_JUDGED]
+        waiting, calls = waiting[len(gone) :], calls + 1
+    assert calls == -(-40 // MOST_JUDGED)
 
 
 def test_an_abort_says_why() -> None:

@@ -14,13 +14,14 @@ from adaserve.config import AdaServeConfig
 from adaserve.draft_kind import HEADS
 from adaserve.engine.clock import HostMark
 from adaserve.engine.cpu import gumbel
+from adaserve.engine.cpu.filter import by_selection
 from adaserve.engine.cpu.forwards import CpuForward, cpu_forward
 from adaserve.engine.cpu.heads import HeadForward, head_forward
 from adaserve.engine.cpu.install import store_again
 from adaserve.engine.cpu.lean import draft_storage
 from adaserve.engine.cpu.linear import Storage
 from adaserve.engine.cpu.medusa import MedusaForward, medusa_forward
-from adaserve.engine.filters import Filter, by_sort
+from adaserve.engine.filters import Filter
 from adaserve.engine.logit_reading import Reading
 from adaserve.engine.trees import verify
 
@@ -79,7 +80,7 @@ class CpuDevice:
 
     @property
     def filter(self) -> Filter:
-        return by_sort
+        return by_selection
 
     def draw(self, logits: Tensor, reading: Reading) -> Tensor:
         return gumbel.draw(logits, reading)

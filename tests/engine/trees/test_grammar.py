@@ -16,7 +16,7 @@ import transformers
 
 from adaserve.engine import transfer
 from adaserve.engine.grammar import Grammars, _apply
-from adaserve.engine.matchers import can_walk, forced, is_live
+from adaserve.engine.matchers import can_walk, forced, is_live, walk
 from adaserve.engine.sources.forced import spelling_of
 from adaserve.engine.state import RequestState, max_tree_depth
 from adaserve.engine.trees.proposal import Proposal
@@ -215,6 +215,25 @@ def test_a_search_chooses_among_what_is_allowed(backend: Backend, kind: str) -> 
             exact = replayed(backend, kind, [*text, token])
             if exact is not None:
                 assert ((got == 0).numpy() == allowed_by(exact)).all()
+
+
+def test_behind_its_reasoning_a_grammar_is_walked_in_one_call(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step back of SGLang's copies all that the grammar has read."""
+    from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
+
+    xgrammar = XGrammarGrammarBackend(tokenizer, VOCAB, [tokenizer.eos_token_id])
+    grammar = ReasonerGrammarObject(xgrammar.dispatch_regex("ab|cd"), THINK_END)
+    grammar.maybe_init_reasoning(True)
+    for token in THINK_END:
+        grammar.accept_token(token)
+    monkeypatch.setattr(XGrammarGrammar, "rollback", None)
+    tokens = np.array([tokenizer.encode(letter)[0] for letter in "abd"])
+    masks = grammar.allocate_vocab_mask(VOCAB, 4, "cpu")
+    possible = walk(grammar, tokens, np.array([-1, 0, 0]), masks)
+    assert possible.tolist() == [True, True, False]
 
 
 def forced_by(backend: Backend, kind: str, text: list[int], spelling: list[bytes]) -> list[tuple[int, bool]]:

@@ -1,6 +1,6 @@
 /* Forward of Llama-family models over a paged KV pool: what Python calls. See the headers for the parts. */
+#include "filter.h"
 #include "forward.h"
-#include "sampling.h"
 
 #define WORK_PER_THREAD 2000000 /* half bytes of weights x (rows + 8) */
 
@@ -135,8 +135,29 @@ EXPORT int ada_top_logprobs(model *m, const float *hidden, int rows, const readi
 }
 
 typedef struct {
+    int rows;
+    void (*one)(void *data, int i);
+    void *data;
+} rows_pass;
+
+static void rows_phase(team *t, void *data) {
+    const rows_pass *p = data;
+    team_phase(t, p->rows, (phase_work){NULL, p->one, p->data});
+}
+
+/* Something short with each row of some logits. */
+static void each_row(int rows, int vocab, void (*one)(void *data, int i), void *data, int threads) {
+    rows_pass p = {rows, one, data};
+    threads = rows * vocab < 16384 ? 1 : threads;
+    char *phases = threads > 1 ? aligned_alloc(LINE, phase_bytes(threads, rows)) : NULL;
+    if (phases) memset(phases, 0, phase_bytes(threads, rows));
+    team_run(rows_phase, &p, phases ? threads : 1, phases);
+    free(phases);
+}
+
+typedef struct {
     const float *logits;
-    int rows, vocab;
+    int vocab;
     const reading *read;
     int64_t *tokens;
 } draw_pass;
@@ -146,22 +167,31 @@ static void draw_one(void *data, int i) {
     p->tokens[i] = row_draw(p->logits + (size_t)i * p->vocab, p->vocab, p->read, i);
 }
 
-static void draw_phase(team *t, void *data) {
-    team_phase(t, ((const draw_pass *)data)->rows, (phase_work){NULL, draw_one, data});
-}
-
 /* The best token of every row as `read`: a draw of softmax(scale * logits) where spread is 1. */
 EXPORT void ada_draw(const float *logits, int rows, int vocab, const reading *read, int64_t *tokens, int threads) {
-    draw_pass p = {logits, rows, vocab, read, tokens};
-    threads = rows * vocab < 16384 ? 1 : threads;
-    char *phases = threads > 1 ? aligned_alloc(LINE, phase_bytes(threads, rows)) : NULL;
-    if (phases) memset(phases, 0, phase_bytes(threads, rows));
-    team_run(draw_phase, &p, phases ? threads : 1, phases);
-    free(phases);
+    draw_pass p = {logits, vocab, read, tokens};
+    each_row(rows, vocab, draw_one, &p, threads);
+}
+
+typedef struct {
+    float *logits;
+    int vocab;
+    const int64_t *at;
+    const filters *asked;
+} filter_pass;
+
+static void filter_one(void *data, int i) {
+    const filter_pass *p = data;
+    row_filter(p->logits + (size_t)p->at[i] * p->vocab, p->vocab, p->asked, i);
+}
+
+/* In the rows `at`, -inf for what is not kept. */
+EXPORT void ada_filter(float *logits, int vocab, const int64_t *at, int rows, const filters *asked, int threads) {
+    filter_pass p = {logits, vocab, at, asked};
+    each_row(rows, vocab, filter_one, &p, threads);
 }
 
 #include "beam.h"
-
 
 /* Whether products in 8 bits are faster than others. */
 EXPORT int ada_fast_int8(void) { return FAST_INT8; }

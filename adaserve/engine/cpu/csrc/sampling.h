@@ -86,15 +86,19 @@ static void scale_row(float *logits, int n, float scale) {
     for (; at < n; at++) logits[at] *= scale;
 }
 
-/* The first of the largest, as torch.argmax gives it. */
-static int row_argmax(const float *logits, int n) {
+static float row_max(const float *logits, int n) {
     vf best = splat(-INFINITY);
-    float top;
     int i = 0;
     for (; i + VL <= n; i += VL) best = vmax(load(logits + i), best);
-    top = lane_max(best);
+    float top = lane_max(best);
     for (; i < n; i++) top = logits[i] > top ? logits[i] : top;
-    for (i = 0; i < n; i++)
+    return top;
+}
+
+/* The first of the largest, as torch.argmax gives it. */
+static int row_argmax(const float *logits, int n) {
+    const float top = row_max(logits, n);
+    for (int i = 0; i < n; i++)
         if (logits[i] == top) return i;
     return 0;
 }
