@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from adaserve.patches.served_worker import ServedWorker
+
+_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
+"""What a header can carry, and can be compared with."""
 
 
 class AdaServeAlgorithm(CustomSpecAlgo):
@@ -115,8 +119,9 @@ def refuse_unsupported(args: Any, config: AdaServeConfig) -> None:
             "keys to a proxy",
         ),
         (
-            not all(key.isascii() for key in (args.api_key, args.admin_api_key) if key),
-            "HTTP headers cannot carry such a key: use ASCII characters in --api-key and --admin-api-key",
+            not all(_KEY.fullmatch(key) for key in (args.api_key, args.admin_api_key) if key is not None),
+            "an empty key lets everybody in, and HTTP headers carry ASCII alone, without spaces at the ends: "
+            "give --api-key and --admin-api-key such values, or leave them out",
         ),
         (args.pp_size > 1, "pipeline parallelism is not supported: use --pp-size 1"),
         (args.enable_dp_attention, "data-parallel attention is not supported: remove --enable-dp-attention"),

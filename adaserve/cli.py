@@ -293,7 +293,7 @@ def without_proxy(environ: MutableMapping[str, str]) -> None:
     """
     direct = environ.get("no_proxy") or environ.get("NO_PROXY")
     if direct != "*":  # which stands for all, and only alone
-        environ["no_proxy"] = ",".join([*filter(None, [direct]), "localhost", "127.0.0.1"])
+        environ["no_proxy"] = ",".join([*filter(None, [direct]), "localhost", "127.0.0.1", "::1"])
 
 
 def main() -> None:
@@ -301,6 +301,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     short_spins(os.environ)
     without_proxy(os.environ)
+    # What lies in the folder where a command is called, a queue.py say, is no module of its servers.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     # However a command ends, the servers that it started end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

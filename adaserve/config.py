@@ -401,9 +401,14 @@ class AdaServeConfig(Checked):
     def load(cls) -> Self:
         """The configuration of this process. Raises ConfigError."""
         try:
-            return cls(**json.loads(os.environ.get(ENV) or "{}"))
+            values = json.loads(os.environ.get(ENV) or "{}")
         except json.JSONDecodeError as error:
             raise ConfigError(f"{ENV} is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f'{ENV} is {shown(values)}: it should be an object such as {{"policy": "priced"}}'
+            )
+        return cls(**values)
 
 
 @lru_cache(maxsize=1)

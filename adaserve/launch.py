@@ -11,26 +11,31 @@ import runpy
 import signal
 import sys
 from types import FrameType
+from typing import NoReturn
+
+
+def stop(number: int) -> NoReturn:
+    """Ends this process and what it started, as that signal does: with one line and exit code 130 or 143."""
+    from adaserve.processes import end_children
+
+    end_children(os.getpid())
+    print(f"adaserve: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 def stop_cleanly() -> None:
-    """Makes SIGINT and SIGTERM end this process and what it started at once, with one line and exit code 130
-    or 143. SGLang and uvicorn put handlers of their own in the place of these when they serve."""
+    """Makes SIGINT and SIGTERM end this process and what it started at once. SGLang and uvicorn put handlers
+    of their own in the place of these when they serve."""
     own = os.getpid()
 
-    def stop(number: int, _: FrameType | None) -> None:
-        if os.getpid() != own:  # forked from this process: nobody's to stop but itself
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        from adaserve.processes import end_children
-
-        end_children(own)
-        print(f"adaserve: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
-        os._exit(128 + number)
+    def heed(number: int, _: FrameType | None) -> None:
+        if os.getpid() == own:
+            stop(number)
+        signal.signal(number, signal.SIG_DFL)  # forked from this process: nobody's to stop but itself
+        os.kill(os.getpid(), number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        signal.signal(number, heed)
 
 
 if __name__ == "__main__":

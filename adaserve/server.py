@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shlex
@@ -24,7 +23,7 @@ from adaserve.config import AdaServeConfig, ConfigError
 from adaserve.cores import short_spins, usable_cores
 from adaserve.draft_kind import medusa_folder, medusa_heads
 from adaserve.errors import UserError
-from adaserve.host import FORK_ENV
+from adaserve.host import FORK_ENV, why_not_free
 from adaserve.hub import why_no_model, why_not_on_hub
 from adaserve.lifetime import PARENT_ENV, WHERE_SIGNAL
 from adaserve.pair.shape import parse_size
@@ -53,6 +52,12 @@ def api_key(flags: Sequence[str]) -> str | None:
         if name == "--api-key":
             key = joined if separator else value
     return key or None
+
+
+def url_of(host: str, port: int, *, tls: bool = False) -> str:
+    """Where a server that listens there is asked from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -126,7 +131,12 @@ class ServerSpec:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return url_of(self.host, self.port, tls="--ssl-certfile" in self._given)
+
+    @property
+    def _given(self) -> set[str]:
+        """SGLang's own flags among those that were passed on."""
+        return {word.partition("=")[0] for word in self.extra}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -146,7 +156,7 @@ class ServerSpec:
         if self.embedded:
             flags |= {"--served-model-name": "adaserve-embedded", "--max-total-tokens": "65536"}
             flags |= {"--context-length": str(MAX_CONTEXT_TOKENS)}
-        given = {word.partition("=")[0] for word in self.extra}
+        given = self._given
         words = [w for flag, value in flags.items() if flag not in given for w in (flag, value)]
         switches = ["--enable-metrics", *(["--sleep-on-idle"] if on_cpu() else [])]
         words += [s for s in switches if s not in given]
@@ -213,17 +223,8 @@ def free_port() -> int:
 
 def require_free(host: str, port: int) -> None:
     """Raises ServerError where a server cannot listen there: SGLang would find out half a minute later."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as it will; old connections don't count
-            s.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ServerError(f"port {port} is in use: choose another with --port") from None
-        raise ServerError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port"
-        ) from None
+    if (why := why_not_free(host, port)) is not None:
+        raise ServerError(why)
 
 
 class Spec(Protocol):
@@ -327,7 +328,7 @@ class ServerProcess:
         errors = [
             line
             for line in lines
-            if line.startswith(("ValueError", "RuntimeError", "adaserve.")) or "Error: " in line
+            if line.startswith(("ValueError", "RuntimeError", "adaserve.", "adaserve: ")) or "Error: " in line
         ]
         return "\n".join(errors[-3:] or lines[-15:])
 

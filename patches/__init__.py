@@ -68,6 +68,7 @@ MODULES = {
         "fork_children",
         "gloo_threads",
         "worker_supervisor",
+        "early_stop",
         "http_parts",
     ),
     "in the HTTP process": (

@@ -21,11 +21,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve.asgi import route_path
 from adaserve.patches import wrap_routes
+from adaserve.slo.resolve import came_through_a_proxy
 
 CONTROL_PATH = "/set_internal_state"
 ABORT_PATH = "/abort_request"
-FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
-"""Headers by which a proxy on this machine shows that a request came from elsewhere."""
 
 
 def mount(app: Any) -> None:
@@ -100,7 +99,7 @@ def _from_here(request: Request) -> bool:
     """Sent on this machine, and not by a web page of another origin."""
     if request.client is None or not _loopback(request.client.host):
         return False
-    if any(name in request.headers for name in FORWARDED):
+    if came_through_a_proxy(request.headers):  # on this machine, for somebody elsewhere
         return False
     origin = request.headers.get("origin")  # browsers send it with every POST and PUT
     # A page whose own name points to this machine would have the same origin, under that name.

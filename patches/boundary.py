@@ -5,6 +5,9 @@ vocabulary, counts beyond 32 bits, prompts without a token, and more (``adaserve
 ``sgl.Engine`` meet in ``TokenizerManager.generate_request``: there the fields are checked before SGLang
 looks at them, and the prompt once it is tokenized.
 
+A server that was told to stop waits until no request is left. SGLang takes new ones meanwhile, so it goes on
+for as long as somebody sends any. Here they get 503.
+
 A stream's status is sent before its first output. Chat and completions therefore wait for the first output
 themselves; here the other routes do too, so that a refusal is a status and not an event in a good answer.
 """
@@ -46,6 +49,8 @@ BELIEVED_DELAY_S = 1.0
 
 KEPT_OUTPUT_TOKENS = 2
 """That SGLang takes off what a client of /v1/responses asks for; it would refuse 1 as -1."""
+
+STOPPING = "this server is stopping: send the request to another one, or once more when it is back"
 
 HEALTH_ROUTES = ("/health", "/health_generate")
 
@@ -97,6 +102,8 @@ def _every_request(
     if outputs is not None:
         return outputs
     if applies(self.server_args):
+        if self.gracefully_exit:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, STOPPING)
         check_fields(self, obj, request)
     return original(self, obj, request)
 

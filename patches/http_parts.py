@@ -3,15 +3,20 @@
 Why: SGLang has no place for more routes and middleware. It runs its app in its first process; where there are
 several HTTP processes, each imports an app by its name, and loads no plugins. Servers that run another
 algorithm keep SGLang's.
+
+A server whose port was taken while it started ends here. SGLang would wait two minutes for its own answer, or
+take another server's at that port for it, warm that one up, and say that it is ready.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from adaserve.host import why_not_free
 from adaserve.patches import (
     admin_access,
     costly_answers,
@@ -22,6 +27,7 @@ from adaserve.patches import (
     routes,
 )
 from adaserve.patches.boundary import applies
+from adaserve.processes import end_children
 
 APP, APP_PATH = "adaserve.http_app:app", "SGLANG_HTTP_SERVER_APP_PATH"
 
@@ -37,6 +43,10 @@ def _before_run(server_args: Any, *_: Any, **__: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
     if applies(server_args):
+        if (why := why_not_free(server_args.host, server_args.port)) is not None:
+            end_children(os.getpid())
+            print(f"adaserve: {why}", file=sys.stderr, flush=True)
+            os._exit(1)
         os.environ.setdefault(APP_PATH, APP)
         complete(app)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from adaserve.cores import usable_cores
-from adaserve.server import ServerError, ServerProcess, api_key, bearer
+from adaserve.server import ServerError, ServerProcess, api_key, bearer, require_free, url_of
 
 ROUTERS = {"sglang-router": "sglang_router", "smg": "smg"}
 """Package and module of each router that is known to work."""
@@ -58,7 +58,7 @@ class ReplicaSpec:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return url_of(self.host, self.port)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -101,7 +101,7 @@ class RouterSpec:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return url_of(self.host, self.port)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -159,6 +159,8 @@ class Fleet:
             raise ServerError(
                 f"{replicas} replicas and a router need {replicas + 2} ports: choose a lower --port"
             )
+        if any(flag.startswith("--ssl-") for flag in flags):
+            raise ServerError("the router asks its replicas without TLS: leave out --ssl-...")
         servers = [ReplicaSpec(port + 1 + i, flags) for i in range(replicas)]
         urls = tuple(server.url for server in servers)
         if (key := api_key(flags)) and not api_key(router_flags):
@@ -178,6 +180,8 @@ class Fleet:
 
     def up(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Returns when the router sends to all replicas. Raises ServerError, with nothing left behind."""
+        for process in (*self.replicas, self.router):  # the router starts minutes later
+            require_free(process.spec.host, process.spec.port)
         try:
             # One after the other: each measures how fast it is, and they share the machine.
             for i in range(len(self.replicas)):

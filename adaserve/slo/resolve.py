@@ -65,7 +65,7 @@ TRACE_KEYS = {
     "speculation": HEADER_SPECULATION,
 }
 """What a member of ``tracestate`` may hold, and the header that each stands for."""
-PROXY_HEADERS = ("via", "forwarded", "x-forwarded-for")
+PROXY_HEADERS = ("via", "forwarded", "x-forwarded-for", "x-real-ip")
 KNOWN_HEADERS = (HEADER_CLASS, *HEADER_TPOT, *HEADER_TTFT, HEADER_TPS, HEADER_SPECULATION, HEADER_LEARN)
 _LOOKS_LIKE_OURS = re.compile(r"x-(slo|llm-d-slo|adaserve)(-|$)|x-sgl-(.*-)?slo(-|$)")
 BODY_KEYS = ("slo_class", "slo_tpot_ms", "slo_ttft_ms")
@@ -208,10 +208,14 @@ def _refuse_misspelt(sent: Mapping[str, list[str]]) -> None:
             )
 
 
+def came_through_a_proxy(sent: Iterable[str]) -> bool:
+    """Whether a proxy has put its headers among these names, which are in lower case."""
+    return any(name in PROXY_HEADERS or name.startswith("x-envoy-") for name in sent)
+
+
 def _came_through_a_router(sent: Mapping[str, list[str]]) -> bool:
     """Proxies say so, and SGLang's routers drop the name that every client's library gives."""
-    said = any(name in PROXY_HEADERS or name.startswith("x-envoy-") for name in sent)
-    return said or (bool(sent) and "user-agent" not in sent)
+    return came_through_a_proxy(sent) or (bool(sent) and "user-agent" not in sent)
 
 
 def _traced(sent: Mapping[str, list[str]]) -> list[tuple[str, str]]:
@@ -219,7 +223,7 @@ def _traced(sent: Mapping[str, list[str]]) -> list[tuple[str, str]]:
     members = [m.strip().partition("=") for text in sent.get(HEADER_TRACE, []) for m in text.split(",")]
     found = []
     for pair in (p for key, _, value in members if key == TRACE_MEMBER for p in value.split(";")):
-        name, colon, text = pair.partition(":")
+        name, colon, text = pair.strip().partition(":")
         if not colon or name not in TRACE_KEYS:
             known = ", ".join(f"{key}:..." for key in TRACE_KEYS)
             raise SLOError(

@@ -27,6 +27,7 @@ INTERNAL = f"{MANAGERS}.scheduler_components.internal_state.SchedulerInternalSta
 TARGETS = {
     "sglang.srt.server_args.ServerArgs.add_cli_args": ["parser"],
     "sglang.srt.server_args.ServerArgs.from_cli_args": ["args"],
+    "uvicorn.server.Server.handle_exit": ["self", "sig", "frame"],
     "torch.distributed.new_group": ["ranks", "timeout", "backend"],
     "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode": [],
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": [],
@@ -54,6 +55,7 @@ TARGETS = {
     f"{MANAGERS}.tokenizer_manager.TokenizerManager._handle_abort_finish_reason": [
         "self", "out", "state", "is_stream",
     ],
+    f"{MANAGERS}.scheduler.Scheduler.handle_shutdown": ["self", "recv_req"],
     f"{MANAGERS}.scheduler.Scheduler.init_load_inquirer": ["self"],
     f"{MANAGERS}.scheduler.Scheduler.publish_load_snapshot": ["self", "force"],
     f"{MANAGERS}.scheduler.Scheduler._abort_on_queued_limit": ["self", "recv_req"],

@@ -126,6 +126,8 @@ def test_layers_that_a_head_reads(layers: int, ids: list[int] | None, captured: 
         ({"tokenizer_worker_num": 2, "api_key": "k"}, "--tokenizer-worker-num"),
         ({"tokenizer_worker_num": 2, "admin_api_key": "k"}, "--tokenizer-worker-num"),
         ({"api_key": "clé"}, "ASCII"),
+        ({"api_key": ""}, "an empty key lets everybody in"),
+        ({"admin_api_key": "root "}, "without spaces at the ends"),
         ({"grpc_port": 40000}, "remove --grpc-port"),
         ({"smg_grpc_mode": True}, "--smg-grpc-mode"),
         ({"grpc_mode": True}, "--smg-grpc-mode"),

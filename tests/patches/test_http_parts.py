@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from sglang.srt.entrypoints import http_server
 from adaserve.patches import admin_access, bodies, costly_answers, http_parts
 
 
-def before_run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+def before_run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch, port: int = 0) -> FastAPI:
     app = FastAPI()
     for path in (admin_access.CONTROL_PATH, admin_access.ABORT_PATH, *costly_answers.SERVER_INFO):
         app.add_api_route(path, lambda: None)
@@ -25,7 +26,8 @@ def before_run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> FastAP
     monkeypatch.setattr(http_server, "app", app)
     monkeypatch.delenv(http_parts.APP_PATH, raising=False)
     for _ in range(2):
-        http_parts._before_run(SimpleNamespace(speculative_algorithm=algorithm), None)
+        args = SimpleNamespace(speculative_algorithm=algorithm, host="127.0.0.1", port=port)
+        http_parts._before_run(args, None)
     return app
 
 
@@ -35,6 +37,24 @@ def test_the_page_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TestClient(app).get("/slo").status_code == 200
     assert TestClient(app).post("/slow_down").status_code == 400
     assert os.environ[http_parts.APP_PATH] == http_parts.APP
+
+
+def test_a_server_whose_port_was_taken_meanwhile_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(http_parts, "end_children", ended.append)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit, match="1"):
+            before_run("ADASERVE", monkeypatch, port)
+        before_run(None, monkeypatch, port)
+    assert capsys.readouterr().err == f"adaserve: port {port} is in use: choose another with --port\n"
+    assert ended == [os.getpid()]
 
 
 @pytest.mark.parametrize("algorithm", [None, "EAGLE"])

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import Request
+from fastapi import HTTPException, Request
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.request_headers import apply_header_overrides
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from adaserve.patches.boundary import native_response
+from adaserve.patches.boundary import _every_request, native_response
 
 
 def test_headers_that_override_fields_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +39,25 @@ def test_headers_that_override_fields_are_read_first(monkeypatch: pytest.MonkeyP
     obj = GenerateReqInput(text="a", rid="own", stream=True)
     assert asyncio.run(native_response(original, obj, request)) == "streamed"
     assert started == [("routed", 7)]
+
+
+@pytest.mark.parametrize(("algorithm", "taken"), [("ADASERVE", False), (None, True)])
+def test_a_server_that_stops_takes_no_more_requests(algorithm: str | None, taken: bool) -> None:
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(speculative_algorithm=algorithm), gracefully_exit=True
+    )
+    asked: list[Any] = []
+
+    async def original(_: Any, obj: Any, __: Any) -> Any:
+        asked.append(obj)
+        yield {}
+
+    async def first() -> Any:
+        return await anext(_every_request(original, manager, GenerateReqInput(text="a")))
+
+    if taken:
+        assert asyncio.run(first()) == {}
+    else:
+        with pytest.raises(HTTPException, match="503: this server is stopping"):
+            asyncio.run(first())
+    assert bool(asked) == taken

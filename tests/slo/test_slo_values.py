@@ -187,6 +187,7 @@ def test_what_a_router_forwards_in_tracestate() -> None:
     asked = resolve({"tracestate": TRACED, "user-agent": "x"}, None, CONFIG)
     assert (asked.tpot_s, asked.ttft_s, asked.stated, asked.routed) == (0.040, 0.5, True, False)
     assert ask({"tracestate": "adaserve=class:coding"}).slo_class == "coding"
+    assert ask({"tracestate": "adaserve=tpot-ms:40 ; ttft-ms:500"}).ttft_s == 0.5
     assert resolve({"TraceState": "adaserve=speculation:off"}, None, CONFIG).speculation == 0
     assert ask({"tracestate": "vendor=tpot-ms:1"}).tpot_s == math.inf
     with pytest.raises(SLOError, match="disagree"):
@@ -209,6 +210,7 @@ def test_bad_tracestate(member: str) -> None:
         ({"content-type": "application/json"}, True, False),
         ({"user-agent": "curl", "via": "1.1 proxy", "x-slo-tpot-ms": "40"}, True, True),
         ({"user-agent": "curl", "x-envoy-attempt-count": "1"}, True, False),
+        ({"user-agent": "curl", "X-Real-IP": "10.0.0.7"}, True, False),
     ],
 )
 def test_how_a_request_came(headers: Any, routed: bool, stated: bool) -> None:

@@ -46,12 +46,19 @@ def test_servers_of_this_machine_are_asked_without_a_proxy(direct: str) -> None:
     """A shell may name a proxy and no exceptions; what it names as exceptions stays so."""
     environ = {**os.environ, "http_proxy": "http://127.0.0.1:9", "NO_PROXY": direct}
     environ.pop("no_proxy", None)
-    ask = "print([bool(r.proxy_bypass(h)) for h in ('localhost', '127.0.0.1', 'intra.example')])"
+    ask = "print([bool(r.proxy_bypass(h)) for h in ('localhost', '127.0.0.1', '::1', 'intra.example')])"
     code = f"import urllib.request as r; from adaserve import cli; cli.app = lambda: {ask}; cli.main()"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == str([True, True, bool(direct)])
+    assert done.stdout.strip() == str([True, True, True, bool(direct)])
+
+
+def test_files_of_the_present_folder_are_no_modules_of_what_is_started(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('not ours')")
+    ask = "subprocess.run([sys.executable, '-c', 'import queue'], check=True)"
+    code = f"import subprocess, sys; from adaserve import cli; cli.app = lambda: {ask}; cli.main()"
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True)
 
 
 def test_serve_and_the_settings_have_the_same_defaults() -> None:
@@ -202,6 +209,12 @@ def test_an_address_that_a_server_cannot_have_is_said_at_once() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ServerError, match=f"port {port} is in use"):
             server.require_free("127.0.0.1", port)
+        found = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
+        found += socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
+        with pytest.MonkeyPatch.context() as names:
+            names.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+            with pytest.raises(ServerError, match="in use"):
+                server.require_free("a name of two addresses", port)
     server.require_free("127.0.0.1", port)
     with pytest.raises(ServerError, match=r"cannot listen on no\.such\.host:1"):
         server.require_free("no.such.host", 1)

@@ -102,7 +102,13 @@ def test_export_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "not valid JSON"), ('{"depth": 3}', "unknown setting 'depth'")]
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ('{"depth": 3}', "unknown setting 'depth'"),
+        ("null", "is None: it should be an object"),
+        ("[1]", r"is \[1\]: it should be an object"),
+    ],
 )
 def test_bad_environment(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
     monkeypatch.setenv(ENV, text)

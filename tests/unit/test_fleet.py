@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,6 +33,8 @@ def test_a_router_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_pat
         RouterSpec(("http://127.0.0.1:1",), "smg")
     said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path), "--router", "nginx"])
     assert said.exit_code == 2 and "choose sglang-router or smg" in said.output
+    said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path), "--ssl-certfile=c"])
+    assert said.exit_code == 2 and "leave out --ssl-" in said.output
     said = CliRunner().invoke(app, ["fleet", "up", "--logs", str(tmp_path), "--port", "65533"])
     assert said.exit_code == 2 and "choose a lower --port" in said.output
 
@@ -62,6 +65,16 @@ def test_a_replica_that_cannot_start_ends_the_fleet(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="unknown policy 'nonsense'"):
         fleet.up()
     assert not any(process.alive for process in (*fleet.replicas, fleet.router))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_port_in_use_is_said_before_any_replica_starts(tmp_path: Path) -> None:
+    port = free_port()
+    fleet = Fleet.of(1, (), tmp_path, port=port)
+    for taken in (port, port + 1):
+        with socket.create_server(("127.0.0.1", taken)), pytest.raises(ServerError, match=f"port {taken} is"):
+            fleet.up()
+    assert not list(tmp_path.iterdir())
 
 
 class Guarded(BaseHTTPRequestHandler):

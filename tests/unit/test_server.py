@@ -72,20 +72,41 @@ def test_shared_memory_is_not_left_behind(tmp_path: Path) -> None:
 
 
 class Ending(ServerSpec):
-    """Ends at once."""
+    """Says why, and ends at once."""
 
     __slots__ = ()
 
     def command(self) -> list[str]:
-        return [sys.executable, "-c", "", "--port", str(self.port), *self.extra]
+        return [
+            sys.executable,
+            "-c",
+            "print('loads\\nadaserve: why\\nends')",
+            "--port",
+            str(self.port),
+            *self.extra,
+        ]
 
 
 def test_a_log_holds_no_keys(tmp_path: Path) -> None:
     spec = Ending("model", "draft", port=free_port(), extra=("--api-key", "mine", "--admin-api-key=root's"))
-    with pytest.raises(ServerError, match="ended while it started"):
+    with pytest.raises(ServerError, match=r"ended while it started:\nadaserve: why\n\(full log"):
         ServerProcess(spec, tmp_path / "server.log").start()
     told = (tmp_path / "server.log").read_text()
     assert f"--port {spec.port} --api-key" in told and "mine" not in told and "root" not in told
+
+
+@pytest.mark.parametrize(
+    ("host", "flags", "url"),
+    [
+        ("127.0.0.1", (), "http://127.0.0.1:9"),
+        ("0.0.0.0", (), "http://127.0.0.1:9"),
+        ("::", (), "http://[::1]:9"),
+        ("fd00::7", (), "http://[fd00::7]:9"),
+        ("localhost", ("--ssl-certfile=c", "--ssl-keyfile", "k"), "https://localhost:9"),
+    ],
+)
+def test_where_a_server_is_asked(host: str, flags: tuple[str, ...], url: str) -> None:
+    assert ServerSpec("model", "draft", host=host, port=9, extra=flags).url == url
 
 
 def test_free_ports_are_none_that_connections_or_sglang_get() -> None:
