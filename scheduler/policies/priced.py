@@ -284,15 +284,18 @@ class PricedPolicy(BasePolicy):
             while len(self._bought) > 1:  # under overlap two iterations are not observed yet
                 del self._bought[next(iter(self._bought))]
             self._bought[plan.iteration] = f, priced
-        roots_rate, regime = float(weight.sum() / seconds[0]), self._regime(plan.running)
-        if not trees.draft_steps and priced.rate <= roots_rate * (1.0 + self.config.least_gain):
-            regime.rate.add(roots_rate)
-            return Selection.nothing(n, trees.n_nodes)
+        regime = self._regime(plan.running)
+        if not trees.draft_steps:
+            roots_rate = float(weight.sum() / seconds[0])
+            if priced.rate <= roots_rate * (1.0 + self.config.least_gain):
+                regime.rate.add(roots_rate)
+                return Selection.nothing(n, trees.n_nodes)
         regime.rate.add(priced.rate)
         if regime.in_vain and trees.draft_steps and not priced.selection.keep.any():
             # A probe shows what verification costs, too: if nothing were verified, that could not change.
-            possible = int(np.count_nonzero(priced.value))
-            return best_nodes(trees, f, priced.value, min(n, len(seconds) - 1, possible))
+            falling = np.sort(priced.value)[::-1]
+            possible = int(np.count_nonzero(falling))
+            return best_nodes(trees, f, priced.value, falling, min(n, len(seconds) - 1, possible))
         return priced.selection
 
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:
