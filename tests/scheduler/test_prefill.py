@@ -470,6 +470,11 @@ def test_lost_prompts_start_one_by_one_whatever_it_costs():
     assert plan(1.6, 2.0).order.tolist() == [1], "before the one that might still be in time"
     queue = waiting((40, 40), -3.0, 0.5, started=(0,))
     assert plan(0.0, math.inf).order.tolist() == [0, 1], "what has begun is not waiting"
+    assert plan(0.0, math.inf).lost
+    queue = waiting((5000, 40), -3.0, 0.5, started=(0,))
+    long = plan(0.0, math.inf)
+    assert long.order.tolist() == [0, 1] and long.tokens > 0
+    assert not long.lost, "the chunk is that of the one that has begun, so its turn has not come"
 
 
 def test_without_a_ttft_slo_a_prompt_waits_for_room_until_its_patience_ends():
