@@ -14,7 +14,7 @@ import numpy as np
 
 from adaserve.scheduler.averages import Numbers
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray
-from adaserve.scheduler.pressure import NO_PRESSURE, Pressure
+from adaserve.scheduler.pressure import Pressure
 
 Queued = TypeVar("Queued", bound=tuple[Any, ...])
 
@@ -116,13 +116,12 @@ class WaitingBatch:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a decision about prefills is based on. ``pressure`` is needed for ``pacing="slack"`` and for the
-    gate while requests decode."""
+    """What a decision about prefills is based on."""
 
     config: PrefillConfig
     waiting: WaitingBatch
     now_s: float
-    pressure: Pressure = NO_PRESSURE
+    pressure: Pressure
 
     @cached_property
     def aims_s(self) -> FloatArray:
