@@ -134,7 +134,7 @@ class Calibrator:
         # Correct by class first, then by request: otherwise both would correct the same error.
         believed = q * self._factors[number, bins + groups * _PLACES]
         np.minimum(believed, CEILING, out=believed)
-        self._add((number * GROUPS + groups) * N_BINS + bins, q, accepted)
+        self._add(number, groups * N_BINS + bins, q, accepted)
         n = len(rids)
         due = np.bincount(row, believed, n)
         sums = self._requests.of(rids)
@@ -144,9 +144,11 @@ class Calibrator:
         sums[:, 1] += due
         self._requests.values[rows[seen]] = sums[seen]
 
-    def _add(self, cell: IntArray, q: FloatArray, hit: BoolArray) -> None:
-        flat = self._sums.reshape(3, -1)
-        flat *= 0.5 ** (len(q) / self.HALF_LIFE_TESTS)
+    def _add(self, number: IntArray, cell: IntArray, q: FloatArray, hit: BoolArray) -> None:
+        """Each class forgets by its own tests: beside a busy one, a rare one would have forgotten all."""
+        tests = np.bincount(number, minlength=self._sums.shape[1])
+        self._sums *= 0.5 ** (tests[:, None] / self.HALF_LIFE_TESTS)
+        flat, cell = self._sums.reshape(3, -1), cell + number * (GROUPS * N_BINS)
         size = flat.shape[1]
         flat[0] += np.bincount(cell, hit, size)
         flat[1] += np.bincount(cell, q, size)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from adaserve.scheduler.averages import blend
 from adaserve.scheduler.interface import Context, FloatArray, IterationOutcome
 from adaserve.scheduler.latency import Latency
@@ -20,6 +22,7 @@ from adaserve.scheduler.prefill import (
     Situation,
     overtaking,
     plan_prefill,
+    prefill_s,
 )
 
 NEWEST = 0.05
@@ -110,17 +113,17 @@ def predicted_wait_s(situation: Situation, finish_s: FloatArray, slots: int) -> 
     """
     config, waiting, pressure = situation.config, situation.waiting, situation.pressure
     last, n = len(waiting.arrival_s) - 1, len(finish_s)
-    token_s = float(pressure.seconds[-1] / pressure.sizes[-1])
     aims = situation.aims_s
     ahead = aims <= aims[last]
     if not overtaking(config, waiting, aims)[last]:
         ahead |= waiting.started
     ahead[last] = False
-    work_s = float(waiting.prompt_left[ahead].sum()) * token_s
+    before = int(waiting.prompt_left[ahead].sum())
+    work_s, with_it_s = prefill_s(np.array([before, before + waiting.prompt_left[last]]), pressure).tolist()
     wait_s = work_s / (config.late_share if n and config.pacing == "slack" else 1.0)
     if last not in plan_prefill(situation, n).order:
-        claim_s = (work_s + float(waiting.prompt_left[last]) * token_s) / GATE_CLAIM
-        latest_s = float(aims[last]) - situation.now_s - STARTING_ITERATIONS * pressure.period_s - claim_s
+        latest_s = float(aims[last]) - situation.now_s - STARTING_ITERATIONS * pressure.period_s
+        latest_s -= with_it_s / GATE_CLAIM
         if config.lost_every_s is not None and math.isinf(waiting.ttft_slo_s[last]):
             latest_s = math.inf
         wait_s = max(wait_s, min(latest_s, float(finish_s[min(int(ahead.sum()), n - 1)]) if n else 0.0))

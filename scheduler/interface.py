@@ -90,7 +90,7 @@ class CandidateTrees:
         """Index of every node's parent among all nodes, [m]; their number for children of a root."""
         return np.where(self.parent < 0, self.n_nodes, self.parent + self.row_start[self.row])
 
-    @property
+    @cached_property
     def draft_steps(self) -> int:
         """Draft steps that were run: the depth of the deepest node that one made."""
         depth = self.depth if self.source is None else self.depth[self.source & DRAFTED > 0]

@@ -14,7 +14,7 @@ import numpy as np
 
 from adaserve.scheduler.averages import Numbers
 from adaserve.scheduler.interface import BoolArray, FloatArray, IntArray
-from adaserve.scheduler.pressure import NO_PRESSURE, Pressure
+from adaserve.scheduler.pressure import Pressure
 
 Queued = TypeVar("Queued", bound=tuple[Any, ...])
 
@@ -116,13 +116,12 @@ class WaitingBatch:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a decision about prefills is based on. ``pressure`` is needed for ``pacing="slack"`` and for the
-    gate while requests decode."""
+    """What a decision about prefills is based on."""
 
     config: PrefillConfig
     waiting: WaitingBatch
     now_s: float
-    pressure: Pressure = NO_PRESSURE
+    pressure: Pressure
 
     @cached_property
     def aims_s(self) -> FloatArray:
@@ -358,16 +357,18 @@ def plan_prefill(situation: Situation, n_running: int) -> PrefillPlan:
     shed = config.shed & (situation.now_s - waiting.arrival_s > waiting.ttft_slo_s) & ~waiting.started
     order = in_order(situation)
     order = order[~shed[order]]
-    overdue = None
+    overdue, ahead = None, 0  # tokens of the started prompts, which come before it
     if n_running:
         overdue = most_overdue(situation, order)
         order = order[~held_back(situation, order) | (order == overdue)]
         if overdue is not None:
             order = order[np.argsort((order != overdue) & ~waiting.started[order], kind="stable")]
+            ahead = int(waiting.prompt_left[order[waiting.started[order]]].sum())
     elif config.gate is not None:
         order = first_to_start(waiting, order)
     tokens = config.chunk_tokens if len(order) else 0
     if tokens and n_running and config.pacing == "slack":
         tokens = slack_tokens(situation, order)
     reserved = reserved_tokens(waiting, order, tokens)
-    return PrefillPlan(tokens, order, np.flatnonzero(shed), overdue is not None and tokens > 0, reserved)
+    lost = overdue is not None and ahead < tokens
+    return PrefillPlan(tokens, order, np.flatnonzero(shed), lost, reserved)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve.scheduler.averages import MovingAverage
+from adaserve.scheduler.averages import MovingAverage, blend
 from adaserve.scheduler.interface import FloatArray, IntArray, RunningBatch
 from adaserve.scheduler.latency import Latency
 
@@ -35,7 +36,7 @@ class Stakes:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """What prefills would cost the decoding requests; input of ``pacing="slack"`` and of the gate."""
+    """What prefills would cost the decoding requests, and how long they take."""
 
     slack_s: FloatArray  # [n] as ``stall_slack`` gives it
     period_s: float  # seconds of a decode iteration, prefills not included
@@ -47,13 +48,6 @@ class Pressure:
     lost_wait_s: float = np.inf  # seconds since a lost prompt was started for having waited longest
 
 
-NO_PRESSURE = Pressure(
-    np.zeros(0), 0.0, np.array([1 << 30]), np.zeros(1), Stakes(np.zeros(0), np.zeros(0), np.zeros(1)),
-    lost_wait_s=0.0,
-)  # fmt: skip
-"""Prefills take no time and cost nobody anything."""
-
-
 class RecentWork:
     """How prefills and decode iterations went of late: what a driver keeps for its next ``Pressure``."""
 
@@ -61,9 +55,11 @@ class RecentWork:
         self.decodes, self.spent_s = 0, 0.0  # as in ``Pressure``
         self.lost_at_s = 0.0  # when a lost prompt was last started for having waited longest
         self.cycle_s = MovingAverage(NEWEST)  # from the end of an iteration to that of the next
-        self._iteration_s = MovingAverage(NEWEST)
+        self._iteration_s = MovingAverage(NEWEST)  # of those without prefills in between
+        self._requests = MovingAverage(NEWEST)  # per iteration
         self._verified = MovingAverage(NEWEST)  # tokens per verification
         self._pace = MovingAverage(NEWEST)
+        self._paces: dict[str, float] = {}  # the same of each request of the last iteration
 
     @property
     def pace(self) -> float:
@@ -74,59 +70,73 @@ class RecentWork:
         """A forward of prompts alone."""
         self.decodes, self.spent_s = 0, self.spent_s + seconds
 
-    def decoded(self, new: IntArray, verified: float, chunk: int, total_s: float, cycle_s: float) -> None:
+    def decoded(
+        self, rids: Sequence[str], new: IntArray, verified: float, chunk: int, cycle_s: float
+    ) -> None:
         """An iteration of n requests: ``new`` [n] and ``verified`` tokens, ``chunk`` prompt tokens in its
         verification, and seconds as in ``IterationOutcome``."""
-        if not chunk:
-            self._iteration_s.add(total_s)
+        if not chunk and not self.spent_s:
+            self._iteration_s.add(cycle_s)
         self.cycle_s.add(cycle_s)
+        self._requests.add(float(len(new)))
         self._verified.add(verified)
         self._pace.add(float(new.mean()))
+        known, usual = self._paces, self.pace
+        self._paces = {
+            rid: blend(known.get(rid, usual), float(tokens), NEWEST)
+            for rid, tokens in zip(rids, new.tolist(), strict=True)
+        }
         self.decodes, self.spent_s = 0 if chunk else self.decodes + 1, 0.0
 
     def pressure(
         self,
         latency: Latency,
         running: RunningBatch,
-        pace: FloatArray,
         joining: int,
         chunks: tuple[IntArray, FloatArray],
         now_s: float,
     ) -> Pressure:
-        """``pace``: tokens per iteration of each running request, [n]. ``joining``: the most requests whose
-        start can be asked about. ``chunks``: sizes and seconds as in ``Pressure``."""
+        """``joining``: the most requests whose start can be asked about. ``chunks``: sizes and seconds as in
+        ``Pressure``."""
         n = max(1, len(running))
-        period_s = self._iteration_s.value or latency.iteration_s(n, 0, 1, n)
+        forward_s, longer_s = self._forwards_s(latency, n + np.arange(joining + 1))
+        if self._iteration_s.value:
+            period_s = max(self._iteration_s.value + float(longer_s[0]), float(forward_s[0]))
+        else:
+            period_s = latency.iteration_s(n, 0, 1, n)
+        cycle_s = np.maximum((self.cycle_s.value or period_s) + longer_s, forward_s)
+        pace = np.array([self._paces.get(rid, self.pace) for rid in running.rids])
         slack_s = stall_slack(running, now_s, pace, period_s)
-        cycle_s = self.cycle_s.value or period_s
-        stakes = stakes_of(latency, running, now_s, self.pace, cycle_s, self._verified.value, joining)
+        stakes = stakes_of(latency, running, now_s, self.pace, cycle_s)
         lost_wait_s = now_s - self.lost_at_s
         return Pressure(slack_s, period_s, *chunks, stakes, self.decodes, self.spent_s, lost_wait_s)
 
+    def _forwards_s(self, latency: Latency, requests: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Seconds of a verification for these numbers of requests [k], each with as many tokens as of late,
+        and by how much longer that is than with as many requests as of late, [k]. Averages follow a batch
+        only within a dozen iterations: of one that has shrunk they would say that there is no room."""
+        usual = self._requests.value or float(requests[0])
+        each = self._verified.value / usual or 1.0  # not known: roots alone
+        seconds = latency.verify_s(each * np.append(requests, usual))
+        return seconds[:-1], seconds[:-1] - seconds[-1]
+
 
 def stakes_of(
-    latency: Latency,
-    running: RunningBatch,
-    now_s: float,
-    pace: float,
-    cycle_s: float,
-    verified: float,
-    joining: int,
+    latency: Latency, running: RunningBatch, now_s: float, pace: float, cycle_s: FloatArray
 ) -> Stakes:
-    """What is at stake if up to ``joining`` requests join, each with as many verify tokens as others have.
+    """What is at stake if requests join. ``pace``: tokens per request and iteration. ``cycle_s``: as in
+    ``Stakes``, prefills in between included.
 
-    ``pace``: tokens per request and iteration. ``cycle_s``: seconds of an iteration now, prefills in between
-    included. ``verified``: tokens of a verification; 0 = not known, roots alone. A request that is ahead of
-    its SLO has that time to spare. One that is behind counts as if it were not: drafts bring it back, and if
-    all prompts waited for that, they would miss their own SLOs. An SLO that a request could not meet even
-    alone holds nobody back."""
-    n = max(1, len(running))
-    seconds = latency.verify_s((verified or float(n)) * (1.0 + np.arange(joining + 1) / n))
-    ahead = running.tokens_ahead.astype(np.float64)
-    spare_s = running.decode_start_s + running.tpot_slo_s * running.decoded_tokens - now_s
-    left_s, iterations = running.tpot_slo_s * ahead + np.maximum(spare_s, 0.0), ahead / pace
-    at_stake = np.isfinite(left_s) & (left_s > iterations * latency.iteration_s(1, 0, 1, 1))
-    return Stakes(left_s[at_stake], iterations[at_stake], cycle_s + seconds - seconds[0])
+    A request that is ahead of its SLO has that time to spare. One that is behind counts as if it were not:
+    drafts bring it back, and if all prompts waited for that, they would miss their own SLOs. An SLO that a
+    request could not meet even alone holds nobody back."""
+    slo_s, ahead = running.tpot_slo_s, running.tokens_ahead.astype(np.float64)
+    known = np.isfinite(slo_s)
+    slo_s, iterations = np.where(known, slo_s, 0.0), ahead / pace
+    spare_s = running.decode_start_s + slo_s * running.decoded_tokens - now_s
+    left_s = slo_s * ahead + np.maximum(spare_s, 0.0)
+    at_stake = known & (left_s > iterations * latency.iteration_s(1, 0, 1, 1))
+    return Stakes(left_s[at_stake], iterations[at_stake], cycle_s)
 
 
 def stall_slack(

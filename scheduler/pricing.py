@@ -32,47 +32,44 @@ def price_nodes(trees: CandidateTrees, f: FloatArray, weight: FloatArray, second
     [most + 1]: of an iteration in which 0 to ``most`` nodes are verified. Of nodes worth the same the first
     are taken.
     """
-    most, row = len(seconds) - 1, trees.row
-    value = f * weight[row]
-    falling = np.sort(value)[::-1][:most]
+    most, value = len(seconds) - 1, f * weight[trees.row]
+    falling = np.sort(value)[::-1]
     worth = np.empty(most + 1)
     worth[0] = roots = weight.sum()
-    worth[1:] = roots + falling.cumsum()
+    worth[1:] = roots + falling[:most].cumsum()
     rate = worth / seconds
     best = int(rate.argmax())
     if best and falling[best - 1] <= 0:  # only where the latency falls with tokens
         best = int(rate[: np.count_nonzero(falling) + 1].argmax())
-    last = float(falling[best - 1]) if best else np.inf
-    selection, best_rate = best_nodes(trees, f, value, best), float(rate[best])
-    return Priced(selection, value, best_rate, _token_price(best_rate, seconds, best, trees, last))
+    selection, best_rate = best_nodes(trees, f, value, falling, best), float(rate[best])
+    return Priced(selection, value, best_rate, _token_price(best_rate, seconds, best, trees, falling))
 
 
-def best_nodes(trees: CandidateTrees, f: FloatArray, value: FloatArray, count: int) -> Selection:
-    """The ``count`` nodes that are worth most, as in ``price_nodes``."""
+def best_nodes(
+    trees: CandidateTrees, f: FloatArray, value: FloatArray, falling: FloatArray, count: int
+) -> Selection:
+    """The ``count`` nodes that are worth most; of equals the first, so parents before children. ``falling``
+    [m]: ``value`` [m], sorted."""
     n, row = trees.n_rows, trees.row
-    keep = _best(value, count)
+    least = falling[count - 1] if count else np.inf
+    keep: BoolArray = value >= least
+    if surplus := np.count_nonzero(keep) - count:
+        keep[np.flatnonzero(value == least)[-surplus:]] = False
     expected = np.ones(n)
     expected += np.bincount(row, f * keep, n)
     counts = np.bincount(row[keep], minlength=n)
     return Selection(keep, counts, np.zeros(n, np.int64), expected)
 
 
-def _best(value: FloatArray, count: int) -> BoolArray:
-    """Mask of the ``count`` best of ``value`` [m]; of equals the first, so parents before children."""
-    least = np.sort(value)[-count] if count else np.inf
-    keep: BoolArray = value >= least
-    if surplus := np.count_nonzero(keep) - count:
-        keep[np.flatnonzero(value == least)[-surplus:]] = False
-    return keep
-
-
-def _token_price(rate: float, seconds: FloatArray, best: int, trees: CandidateTrees, last: float) -> float:
-    """What the seconds of one verify token more or less are worth; ``last``: value of the last one bought."""
+def _token_price(
+    rate: float, seconds: FloatArray, best: int, trees: CandidateTrees, falling: FloatArray
+) -> float:
+    """What the seconds of one verify token more or less are worth if ``best`` nodes are bought."""
     most = len(seconds) - 1
     low, high = max(0, best - trees.n_rows), min(most, best + trees.n_rows)
     price = rate * float(seconds[high] - seconds[low]) / max(1, high - low)
     # If B limits the selection, a place costs as much as the last chosen node is worth.
-    return max(price, last) if 0 < best == most < trees.n_nodes else price
+    return max(price, float(falling[best - 1])) if 0 < best == most < trees.n_nodes else price
 
 
 def uncovered(offered: CandidateTrees | None, n: int, levels: int) -> FloatArray:

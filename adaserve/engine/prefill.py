@@ -17,7 +17,6 @@ import numpy as np
 from adaserve.config import AdaServeConfig
 from adaserve.engine.state import RequestState, running_batch
 from adaserve.patches.served_worker import Load
-from adaserve.scheduler.averages import blend
 from adaserve.scheduler.costs import LearnedCosts
 from adaserve.scheduler.fairness import HoldBudget, binding_rows
 from adaserve.scheduler.forecast import Outlook
@@ -33,7 +32,7 @@ from adaserve.scheduler.prefill import (
     looked_at,
     plan_prefill,
 )
-from adaserve.scheduler.pressure import NEWEST, RecentWork
+from adaserve.scheduler.pressure import RecentWork
 from adaserve.slo.classes import ANONYMOUS
 from adaserve.slo.ledger import SLOLedger
 
@@ -86,7 +85,6 @@ class PrefillPacer:
         self._prefills = costs.prefills()
         self.outlook = Outlook(costs)
         self._recent = RecentWork()
-        self._pace: dict[str, float] = {}  # tokens per iteration of those that ran in the last one
         self._holds = HoldBudget(tenant_share, tenant_share * self._rule.patience_s)
         self._holders: set[str] = set()  # tenants for whose SLOs somebody waits in this iteration
         self._aims: WeakKeyDictionary[Any, Aim] = WeakKeyDictionary()
@@ -124,16 +122,11 @@ class PrefillPacer:
 
     def observe(self, outcome: IterationOutcome) -> None:
         """A decode iteration."""
-        verified, chunk = float(outcome.selection.verify_tokens), outcome.prefill_tokens
-        self._recent.decoded(outcome.new_tokens, verified, chunk, outcome.total_s, outcome.cycle_s)
+        rids, verified = outcome.plan.running.rids, float(outcome.selection.verify_tokens)
+        self._recent.decoded(rids, outcome.new_tokens, verified, outcome.prefill_tokens, outcome.cycle_s)
         self._holds.charge(self._holders, outcome.total_s, outcome.end_s)
         self._holders = set()
         self.outlook.observe(outcome)
-        known, usual = self._pace, self._recent.pace
-        self._pace = {
-            rid: blend(known.get(rid, usual), float(new), NEWEST)
-            for rid, new in zip(outcome.plan.running.rids, outcome.new_tokens.tolist(), strict=True)
-        }
 
     # -- deciding -----------------------------------------------------------------------------
 
@@ -171,11 +164,10 @@ class PrefillPacer:
         waiting = [*started, *(load.waiting[i] for i in picked)]
         places = np.array([*range(len(started)), *(len(started) + i for i in picked)], np.int64)
         running, batch = self._decoding(load.running, now_s)
-        pace = np.array([self._pace.get(rid, self._recent.pace) for rid in batch.rids])
         sizes = np.unique(np.linspace(1, load.most_tokens, 128).astype(np.int64))
         seconds = self._prefills.quiet_curve(load.most_tokens)[sizes] * self._costs.slowdown
         chunks = sizes, np.maximum.accumulate(seconds)
-        pressure = self._recent.pressure(self._costs, batch, pace, len(waiting) + 1, chunks, now_s)
+        pressure = self._recent.pressure(self._costs, batch, len(waiting) + 1, chunks, now_s)
         rule, queue = replace(self._rule, chunk_tokens=load.most_tokens), self._waiting(waiting, load.started)
         return View(Situation(rule, queue, now_s, pressure), waiting, places, running, batch)
 

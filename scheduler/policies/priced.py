@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from operator import mul
 
 import numpy as np
 
@@ -164,31 +163,29 @@ class PricedPolicy(BasePolicy):
         otherwise its worth could never be learned.
         """
         n, c = len(left), self.config
-        regime, open_rows = self._regime(running), left.sum(axis=0).tolist()
+        regime = self._regime(running)
         if deepest <= 0:
             return 0, 1
         if not regime.rate.value:  # before the first selection: as if nothing were drafted
             regime.rate.add(self._weight.sum() / self.costs.iteration_s(n, 0, 1, n, self.context(running)))
-        rate = regime.rate.value
+        rate, surplus, open_rows = regime.rate.value, regime.surplus[:deepest], left[:, :deepest].sum(axis=0)
         first_s = self.costs.draft_step_s(n, read)
         row_s = max(0.0, self.costs.draft_step_s(2 * n, read) - first_s)
-        surplus = regime.surplus.tolist()  # small: plain numbers are faster
-        beam_price = rate * row_s * max(0, regime.depth - 1)
-        width, levels = 1, surplus[:deepest]
-        while width < c.w_max and sum(map(mul, open_rows, (lv[width] for lv in levels))) > beam_price:
+        width, beams = 1, (open_rows @ surplus).tolist()
+        while width < c.w_max and beams[width] > rate * row_s * max(0, regime.depth - 1):
             width += 1
         turn, since = divmod(self._iterations, c.probe_every)
         probing = since == c.probe_every - 1
         if probing:
             width = min(c.w_max, width + 1)
-        step_price = rate * (first_s + row_s * (width - 1))
-        depth, gain = 0, -rate * self.costs.draft_start_s(n, read)
-        while depth < deepest:
-            more = open_rows[depth] * sum(surplus[depth][:width]) - (step_price if depth else rate * first_s)
-            if more <= 0:
-                break
-            depth, gain = depth + 1, gain + more
-        if gain <= c.least_gain * self._weight.sum():
+        # No level is worth more than the one above it: one that seems to be was not drafted of late. But the
+        # upper ones may be offered, so that a depth pays whose first levels do not.
+        worth = np.minimum.accumulate(surplus[:, :width].sum(axis=1))
+        steps_s = np.full(deepest, first_s + row_s * (width - 1))
+        steps_s[0] = first_s + self.costs.draft_start_s(n, read)
+        gain = (open_rows * worth - rate * steps_s).cumsum()
+        depth = int(gain.argmax()) + 1
+        if gain[depth - 1] <= c.least_gain * self._weight.sum():
             depth = 0
         if depth:
             regime.in_vain = 0
@@ -284,15 +281,18 @@ class PricedPolicy(BasePolicy):
             while len(self._bought) > 1:  # under overlap two iterations are not observed yet
                 del self._bought[next(iter(self._bought))]
             self._bought[plan.iteration] = f, priced
-        roots_rate, regime = float(weight.sum() / seconds[0]), self._regime(plan.running)
-        if not trees.draft_steps and priced.rate <= roots_rate * (1.0 + self.config.least_gain):
-            regime.rate.add(roots_rate)
-            return Selection.nothing(n, trees.n_nodes)
+        regime = self._regime(plan.running)
+        if not trees.draft_steps:
+            roots_rate = float(weight.sum() / seconds[0])
+            if priced.rate <= roots_rate * (1.0 + self.config.least_gain):
+                regime.rate.add(roots_rate)
+                return Selection.nothing(n, trees.n_nodes)
         regime.rate.add(priced.rate)
         if regime.in_vain and trees.draft_steps and not priced.selection.keep.any():
             # A probe shows what verification costs, too: if nothing were verified, that could not change.
-            possible = int(np.count_nonzero(priced.value))
-            return best_nodes(trees, f, priced.value, min(n, len(seconds) - 1, possible))
+            falling = np.sort(priced.value)[::-1]
+            possible = int(np.count_nonzero(falling))
+            return best_nodes(trees, f, priced.value, falling, min(n, len(seconds) - 1, possible))
         return priced.selection
 
     def seconds(self, plan: IterationPlan, trees: CandidateTrees, most: int) -> FloatArray:

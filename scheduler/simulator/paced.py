@@ -163,7 +163,7 @@ class PacedReplica(Replica):
         self.now_s += total
         continued = self._last_end_s and rows.decoded.any()
         cycle_s = self.now_s - self._last_end_s if continued else total
-        self._decoded(slice(None), new, verified, prefill_tokens, total, cycle_s)
+        self._decoded(slice(None), new, verified, prefill_tokens, cycle_s)
 
     def _usual(self) -> tuple[FloatArray, float, float]:
         """Tokens [n], seconds and verified tokens of an iteration of these requests."""

@@ -93,7 +93,7 @@ class PlayedReplica(Replica):
             prefill_tokens=prefill_tokens,
         )
         self._observe(outcome)
-        self._decoded(pick, new, float(selection.verify_tokens), prefill_tokens, total, outcome.cycle_s)
+        self._decoded(pick, new, float(selection.verify_tokens), prefill_tokens, outcome.cycle_s)
 
     def _speculate(
         self, plan: IterationPlan, pick: slice | IntArray

@@ -12,7 +12,7 @@ import numpy as np
 from adaserve.scheduler.interface import FloatArray, IntArray
 from adaserve.scheduler.latency import LatencyModel, StepCost
 from adaserve.scheduler.prefill import PrefillConfig, Situation, plan_prefill
-from adaserve.scheduler.pressure import NO_PRESSURE, Pressure, RecentWork
+from adaserve.scheduler.pressure import Pressure, RecentWork
 from adaserve.scheduler.simulator.rows import Rows
 from adaserve.scheduler.simulator.waiting import WaitingPrompts, waiting_batch
 from adaserve.scheduler.simulator.workload import SimRequest
@@ -167,17 +167,14 @@ class Replica(ABC):
         self.done.append(request)
 
     def _situation(self, looked: list[SimRequest]) -> Situation:
-        config = self.config.prefill
-        wanted = config.pacing == "slack" or config.gate is not None
-        pressure = self._pressure(len(looked)) if wanted else NO_PRESSURE
-        return Situation(config, waiting_batch(looked), self.now_s, pressure)
+        waiting, pressure = waiting_batch(looked), self._pressure(len(looked))
+        return Situation(self.config.prefill, waiting, self.now_s, pressure)
 
     def _pressure(self, joining: int) -> Pressure:
         """What chunks would cost the running requests: alone, or riding in their verification (mixed)."""
-        n, recent = len(self.rows), self._recent
-        chunks = chunk_costs(self.config, self._drafts, n if self.config.prefill_mode == "mixed" else 0)
-        running, pace = self.rows.batch(None, 0), np.full(n, recent.pace)
-        return recent.pressure(self.config.latency, running, pace, joining, chunks, self.now_s)
+        beside = len(self.rows) if self.config.prefill_mode == "mixed" else 0
+        chunks, running = chunk_costs(self.config, self._drafts, beside), self.rows.batch(None, 0)
+        return self._recent.pressure(self.config.latency, running, joining, chunks, self.now_s)
 
     def _finish_prefill(self, chunk: Chunk) -> None:
         ready = [r for r, _ in chunk if r.prefilled >= r.prompt_tokens]
@@ -204,13 +201,13 @@ class Replica(ABC):
         new: IntArray,
         verified: float,
         prefill_tokens: int,
-        total_s: float,
         cycle_s: float,
     ) -> None:
-        """Accounts for an iteration that has just ended: ``new`` tokens [n] of the rows ``pick``. Times as in
-        ``IterationOutcome``."""
+        """Accounts for an iteration that has just ended: ``new`` tokens [n] of the rows ``pick``. ``cycle_s``
+        as in ``IterationOutcome``."""
         self._last_end_s = self.now_s
-        self._recent.decoded(new, verified, prefill_tokens, total_s, cycle_s)
+        rids = self.rows.rids if isinstance(pick, slice) else [self.rows.rids[i] for i in pick]
+        self._recent.decoded(rids, new, verified, prefill_tokens, cycle_s)
         self._output_left -= int(new.sum())
         for request, tokens, iterations in self.rows.advance(pick, new):
             request.produced, request.iterations = tokens, iterations

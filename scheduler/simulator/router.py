@@ -28,7 +28,7 @@ def slo_aware(replicas: Sequence[Replica], request: SimRequest) -> int:
     """Strict requests go where least work waits; lax ones are packed where they still attain.
 
     A replica's pace is taken from its own recent iterations: a lax request (SLO of at least twice the
-    present time per token) joins the busiest replica that keeps a quarter of headroom for it.
+    present time per token) joins the busiest replica that has no more than 1.5 times the median work.
     """
     load = np.array([r.load_tokens for r in replicas])
     per_token = np.array([r.seconds_per_token for r in replicas])

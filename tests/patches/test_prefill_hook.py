@@ -277,7 +277,7 @@ def full(
     start_s = NOW - 50 * slo_s + 0.1
     paced._states[1] = RequestState("r1", "coding", slo_s, start_s, 50, generated=[1] * 51)  # type: ignore[index]
     paced._states[0].decode_start_s = start_s
-    paced._recent.decoded(np.ones(2, np.int64), 2.0, 0, 0.040, 0.040)
+    paced._recent.decoded(["r0", "r1"], np.ones(2, np.int64), 2.0, 0, 0.040)
     return paced
 
 

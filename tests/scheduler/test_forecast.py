@@ -118,7 +118,12 @@ def test_recent_iterations_count():
 # -- waiting --------------------------------------------------------------------------------
 
 
-def wait(left=(100,), ttft=np.inf, finish=(), room=9.0, slots=64, config=CONFIG, arrival=0.0):
+SIZES = np.array([1, 100])
+
+
+def wait(
+    left=(100,), ttft=np.inf, finish=(), room=9.0, slots=64, config=CONFIG, arrival=0.0, seconds=SIZES * 1e-3
+):
     """Rows of ``left`` prompt tokens at 1 ms each; the last one has just arrived."""
     n = len(left)
     ttft = np.broadcast_to(np.asarray(ttft, np.float64), (n,))
@@ -126,8 +131,7 @@ def wait(left=(100,), ttft=np.inf, finish=(), room=9.0, slots=64, config=CONFIG,
         np.full(n, arrival), ttft, np.asarray(left), np.zeros(n, np.bool_), np.zeros(n, np.bool_)
     )
     stakes = Stakes(np.array([1e6]), np.array([1e6]), np.array([1 / room]))
-    sizes, idle = np.array([1, 100]), np.full(len(finish), np.inf)
-    pressure = Pressure(idle, 0.01, sizes, sizes * 1e-3, stakes)
+    pressure = Pressure(np.full(len(finish), np.inf), 0.01, SIZES, seconds, stakes)
     situation = Situation(config, queue, 0.0, pressure)
     return predicted_wait_s(situation, np.asarray(finish, np.float64), slots)
 
@@ -150,6 +154,14 @@ def test_the_gate_holds_a_prompt_until_its_aim_or_until_one_ends():
     assert wait(finish=[9.0, 9.0], room=1.0) == pytest.approx(3.0 - 0.12 - 0.1 / 0.6)
     assert wait(finish=[0.5, 9.0], room=1.0) == pytest.approx(0.5)
     assert wait(finish=[9.0, 9.0], room=1.2) == 0.0
+
+
+def test_a_short_prompt_takes_a_forward_too():
+    """As the gate reckons: 20 tokens take 40 ms, not a fifth of what 100 take."""
+    seconds = np.array([0.03, 0.08])
+    assert wait(left=[20, 20], seconds=seconds) == pytest.approx(0.0396, abs=1e-4)
+    held_s = wait(left=[20], finish=[9.0], room=1.0, seconds=seconds)
+    assert held_s == pytest.approx(3.0 - 0.12 - 0.0396 / 0.6, abs=1e-3)
 
 
 def test_who_states_no_ttft_slo_waits_for_room_where_others_are_given_up():

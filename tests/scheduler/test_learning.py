@@ -216,6 +216,16 @@ class TestCalibration:
         assert high[0] == pytest.approx(0.9) and high[1] == pytest.approx(0.6, abs=0.05) and high[2] > 100
         assert low[0] == pytest.approx(0.05)
 
+    def test_a_rare_class_is_not_forgotten_beside_a_busy_one(self):
+        """500 requests of one class with two tests each, and one of another; 40% are accepted of both."""
+        calibrator, rids = Calibrator(), tuple(f"r{i}" for i in range(501))
+        classes, row = ("busy",) * 500 + ("rare",), np.arange(501).repeat(2)
+        for i in range(300):
+            hit = (np.arange(1002) + 2 * i) % 5 < 2
+            calibrator.observe(np.full(1002, 0.8), row, hit, rids, classes)
+        f = calibrator.path_values(trees_from([[(-1, 0.8)]] * 2), ("new", "newer"), ("busy", "rare"))
+        assert f == pytest.approx(0.4, abs=0.06)
+
     def test_values_never_rise_along_a_path_and_nan_is_zero(self):
         trees = trees_from([[(-1, 1.0), (0, 1.0), (1, 0.5)]])
         f = Calibrator().path_values(trees, ("r",), ("chat",))

@@ -120,6 +120,26 @@ def test_priced_drafts_less_where_offers_are_sure() -> None:
     assert mixed.drafting.tolist() == [False, True] and mixed.drafting_rows == 1
 
 
+def test_drafting_pays_beyond_sure_offers() -> None:
+    """The first two levels bring nothing, and those behind them pay for all."""
+    batch = replace(running(4, tpot_slo_s=np.inf), offered=offers(*([1.0] * 2 for _ in range(4))))
+    quick = LatencyModel(ForwardCost(4e-4), ForwardCost(1e-2, per_token_s=1e-5), 1e-3)
+    for latency, drafts in ((quick, True), (DEAR, False)):
+        plan = build_policy("priced", PolicyConfig(latency=latency)).plan(batch, 1.0)
+        assert (plan.depth > 2) == drafts and (plan.depth == 0) != drafts
+
+
+def test_a_level_that_was_not_drafted_of_late_pays_for_none_above_it() -> None:
+    """No level is worth more than the one above it, whatever it was worth when it was drafted last."""
+    policy = build_policy("priced", PolicyConfig(latency=CHEAP))
+    assert isinstance(policy, PricedPolicy)
+    batch = running(4, tpot_slo_s=np.inf)
+    assert policy.plan(batch, 1.0).depth > 0
+    for regime in policy._regimes.values():
+        regime.surplus[0] = 0.0
+    assert policy.plan(batch, 1.0).depth == 0
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_probes_leave_out_rows_whose_offers_are_sure(every: int) -> None:
     latency = LatencyModel(ForwardCost(1e-3), ForwardCost(1e-2, per_token_s=1e-5))

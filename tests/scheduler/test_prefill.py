@@ -25,7 +25,7 @@ from adaserve.scheduler.prefill import (
     prefill_s,
     slack_tokens,
 )
-from adaserve.scheduler.pressure import NO_PRESSURE, Pressure, RecentWork, Stakes, stakes_of, stall_slack
+from adaserve.scheduler.pressure import Pressure, RecentWork, Stakes, stakes_of, stall_slack
 from adaserve.scheduler.simulator.hardware import hardware_latency
 from adaserve.scheduler.simulator.replica import ReplicaConfig
 from adaserve.scheduler.simulator.run import SimulationConfig, simulate
@@ -119,16 +119,51 @@ def test_what_was_spent_is_counted_and_iterations_with_a_chunk_are_not_taken_for
     recent, latency = RecentWork(), LatencyModel(ForwardCost(0.001), ForwardCost(0.01))
 
     def state():
-        return recent.pressure(latency, running(1), np.ones(1), 1, (SIZES, SECONDS), 1.0)
+        return recent.pressure(latency, running(1), 1, (SIZES, SECONDS), 1.0)
 
-    for chunk, total_s in ((0, 0.02), (0, 0.02), (64, 0.2)):
-        recent.decoded(np.array([1]), 2.0, chunk, total_s, total_s)
+    for chunk, cycle_s in ((0, 0.02), (0, 0.02), (64, 0.2)):
+        recent.decoded(["r0"], np.array([1]), 2.0, chunk, cycle_s)
     assert state().decodes == 0 and state().period_s == pytest.approx(0.02)
     recent.prefilled(0.1)
     recent.prefilled(0.2)
     assert state().spent_s == pytest.approx(0.3)
-    recent.decoded(np.array([1]), 2.0, 0, 0.02, 0.02)
+    recent.decoded(["r0"], np.array([1]), 2.0, 0, 0.35)
     assert state().spent_s == 0.0 and state().decodes == 1
+    assert state().period_s == pytest.approx(0.02), "prefills are no part of a decode iteration"
+    recent.decoded(["r0"], np.array([1]), 2.0, 0, 0.03)
+    assert state().period_s == pytest.approx(0.021), "what the server does around it is"
+
+
+def test_a_batch_that_shrank_or_grew_takes_as_long_as_its_requests():
+    """From one iteration to the next; averages would say so a dozen iterations later."""
+    latency = LatencyModel(ForwardCost(0.001), ForwardCost(0.01, per_token_s=0.001))
+    for before, after in ((16, 2), (2, 16)):
+        recent = RecentWork()
+        for _ in range(50):  # of two tokens each, with 5 ms around the forward
+            recent.decoded([""] * before, np.ones(before), 2.0 * before, 0, 0.015 + 0.002 * before)
+        now = recent.pressure(latency, running(after), 3, (SIZES, SECONDS), 1.0)
+        assert now.period_s == pytest.approx(0.015 + 0.002 * after)
+        assert now.stakes.cycle_s == pytest.approx(0.015 + 0.002 * (after + np.arange(4)))
+
+
+def test_no_iteration_is_foreseen_to_be_shorter_than_its_forward():
+    """The host became busy, and forwards of the sizes of late take five times what they took."""
+    recent, latency = RecentWork(), LatencyModel(ForwardCost(0.0), ForwardCost(0.01, per_token_s=0.005))
+    for _ in range(50):
+        recent.decoded([""] * 16, np.ones(16), 16.0, 0, 0.03)
+    now = recent.pressure(latency, running(1), 1, (SIZES, SECONDS), 1.0)
+    assert now.period_s == pytest.approx(0.015) and now.stakes.cycle_s == pytest.approx([0.015, 0.02])
+
+
+def test_each_request_is_spared_by_its_own_pace():
+    recent, latency = RecentWork(), LatencyModel(ForwardCost(0.0), ForwardCost(0.01))
+    for _ in range(60):
+        recent.decoded(["r0", "r1"], np.array([1, 3]), 4.0, 0, 0.02)
+    batch = running(3, tpot_slo_s=0.02, decoded_tokens=50)
+    slack_s = recent.pressure(latency, batch, 1, (SIZES, SECONDS), 1.0).slack_s
+    expected = stall_slack(batch, 1.0, np.array([1.0, 3.0, 2.0]), 0.02)
+    assert slack_s == pytest.approx(expected, abs=0.01), "of the third one nothing is known"
+    assert slack_s[0] < 0.05 and slack_s[1] > 0.4
 
 
 slacks = st.one_of(st.just(0.0), st.floats(0, 2))
@@ -219,7 +254,7 @@ def test_order_is_by_deadline_and_nobody_is_overtaken_for_ever():
 
 
 def test_idle_server_and_fixed_pacing_take_the_full_chunk():
-    assert plan_prefill(Situation(CONFIG, waiting(), 0.0), 0).tokens == 256
+    assert plan_prefill(Situation(CONFIG, waiting(), 0.0, pressure(())), 0).tokens == 256
     fixed = replace(CONFIG, pacing="fixed")
     assert plan_prefill(Situation(fixed, waiting(), 0.0, pressure(0.0)), 3).tokens == 256
 
@@ -315,9 +350,12 @@ def test_headroom_by_hand():
         2, tpot_slo_s=np.array([0.02, 0.2]), decoded_tokens=50, decode_start_s=0.0, remaining_tokens=50
     )
 
+    cycle_s = np.array([0.02, 0.03, 0.04, 0.05])
+
     def headroom(now_s, joining, reading_s, slo_s=0.02):
-        tpot_slo_s = np.array([slo_s, math.inf])
-        at_stake = stakes_of(latency, replace(batch, tpot_slo_s=tpot_slo_s), now_s, 2.0, 0.020, 2.0, 3)
+        at_stake = stakes_of(
+            latency, replace(batch, tpot_slo_s=np.array([slo_s, math.inf])), now_s, 2.0, cycle_s
+        )
         return at_stake.headroom(joining, reading_s)
 
     # 100 tokens are due after 2 s. At 1 s one is left, for 25 iterations: 0.5 s.
@@ -331,6 +369,14 @@ def test_headroom_by_hand():
     assert headroom(1.0, 0, 0.0, slo_s=0.0051) == pytest.approx(0.255 / 0.5)
     assert headroom(1.0, 0, 0.0, slo_s=0.0049) == math.inf, "it could not meet this even alone"
     assert headroom(1.0, 0, 0.0, slo_s=math.inf) == math.inf, "it has none"
+
+
+def test_a_request_without_slo_that_has_just_begun_is_no_error():
+    """Infinity times no tokens."""
+    batch = running(2, tpot_slo_s=np.array([math.inf, 0.05]), decoded_tokens=0, remaining_tokens=100)
+    with np.errstate(all="raise"):
+        stakes = stakes_of(LatencyModel(ForwardCost(0.0), ForwardCost(0.01)), batch, 1.0, 2.0, np.ones(1))
+    assert stakes.left_s.tolist() == [5.0] and stakes.iterations.tolist() == [50.0]
 
 
 def test_a_prompt_does_not_start_if_reading_it_takes_what_a_running_request_has_left():
@@ -448,9 +494,8 @@ def test_lost_prompts_wait_behind_the_others_for_room():
 
 def test_while_nobody_decodes_who_can_still_be_in_time_comes_first():
     queue = replace(waiting((40, 40, 40), ttft=0.5), arrival_s=np.array([-3.0, 0.2, 0.1]))
-    for state in (NO_PRESSURE, pressure(())):
-        plan = plan_prefill(Situation(LOSING, queue, 0.3, state), 0)
-        assert plan.order.tolist() == [2, 1, 0] and not plan.lost
+    plan = plan_prefill(Situation(LOSING, queue, 0.3, pressure(())), 0)
+    assert plan.order.tolist() == [2, 1, 0] and not plan.lost
 
 
 def test_lost_prompts_start_one_by_one_whatever_it_costs():
@@ -470,6 +515,11 @@ def test_lost_prompts_start_one_by_one_whatever_it_costs():
     assert plan(1.6, 2.0).order.tolist() == [1], "before the one that might still be in time"
     queue = waiting((40, 40), -3.0, 0.5, started=(0,))
     assert plan(0.0, math.inf).order.tolist() == [0, 1], "what has begun is not waiting"
+    assert plan(0.0, math.inf).lost
+    queue = waiting((5000, 40), -3.0, 0.5, started=(0,))
+    long = plan(0.0, math.inf)
+    assert long.order.tolist() == [0, 1] and long.tokens > 0
+    assert not long.lost, "the chunk is that of the one that has begun, so its turn has not come"
 
 
 def test_without_a_ttft_slo_a_prompt_waits_for_room_until_its_patience_ends():

@@ -16,6 +16,7 @@ from adaserve.scheduler.config import PolicyConfig
 from adaserve.scheduler.interface import Context, IterationPlan, Selection
 from adaserve.scheduler.policies import build_policy
 from adaserve.scheduler.prefill import PrefillConfig, Situation, WaitingBatch, plan_prefill, served_prefill
+from adaserve.scheduler.pressure import RecentWork
 from adaserve.scheduler.replay import FLUSH_EVERY, Recorder, ReplayError, read_recording, replay
 from adaserve.scheduler.simulator.capacity import min_replicas
 from adaserve.scheduler.simulator.hardware import hardware_latency, kv_capacity_tokens
@@ -230,20 +231,23 @@ def test_routers_spread_the_load():
 
 
 class TestPrefill:
-    def waiting(self):
-        return WaitingBatch(np.array([0.0, 1.0, 2.0]), np.array([9.0, 2.0, 9.0]), np.array([50, 40, 30]),
-                            np.array([False, False, True]), np.zeros(3, np.bool_))  # fmt: skip
+    def plan(self, config, now_s):
+        queue = WaitingBatch(np.array([0.0, 1.0, 2.0]), np.array([9.0, 2.0, 9.0]), np.array([50, 40, 30]),
+                             np.array([False, False, True]), np.zeros(3, np.bool_))  # fmt: skip
+        chunks = np.array([1, 512]), np.array([0.03, 0.1])
+        pressure = RecentWork().pressure(LATENCY, running(3), 3, chunks, now_s)
+        return plan_prefill(Situation(config, queue, now_s, pressure), 3)
 
     @pytest.mark.parametrize(
         ("order", "want"), [("fcfs", [2, 0, 1]), ("slack", [2, 1, 0]), ("short", [2, 1, 0])]
     )
     def test_orders_started_prompts_first(self, order, want):
-        plan = plan_prefill(Situation(PrefillConfig(order=order), self.waiting(), 2.5), 3)
+        plan = self.plan(PrefillConfig(order=order), 2.5)
         assert plan.order.tolist() == want and not len(plan.shed)
 
     def test_shedding_is_off_by_default_and_drops_the_lost(self):
-        assert plan_prefill(Situation(PrefillConfig(), self.waiting(), 99.0), 1).shed.tolist() == []
-        assert plan_prefill(Situation(PrefillConfig(shed=True), self.waiting(), 3.5), 1).shed.tolist() == [1]
+        assert self.plan(PrefillConfig(), 99.0).shed.tolist() == []
+        assert self.plan(PrefillConfig(shed=True), 3.5).shed.tolist() == [1]
 
 
 def test_hardware_figures_match_the_published_table():
