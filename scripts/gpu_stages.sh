@@ -16,8 +16,8 @@
 # Minutes are guesses until a GPU has run it, one to three of them for every server that has to start. Of the
 # stages from plain to mixed, those that are named together share their servers: "adaserve profile" starts one.
 # Where AdaServe does not start, or its text is not SGLang's, and the small pair is not right either, parts of
-# it are turned off until it is, which says where to look. If only FlashInfer was wrong, Triton serves from
-# there on.
+# it are turned off until it is, which says where to look: FlashInfer, CUDA graphs, then overlap as well. All
+# stages go on without these.
 #
 # The stages end after DEADLINE seconds (560) in all; what was measured by then is saved, and the same command
 # goes on from there. One that fails does not keep the next ones from running, but for assemble and smoke.
@@ -25,7 +25,8 @@
 #
 # Everything is saved below .local/gpu-stages/. Where $OUT is set, it always holds what there is so far, in at
 # most eight files: gpu-stages.tar.gz with everything but traces, the latest gpu-check.json, and the traces.
-# Settings: PAIR=small for the small pair throughout, ATTENTION=triton to leave FlashInfer out, LIMIT for the
+# Settings: PAIR=small for the small pair throughout, ATTENTION=triton to leave FlashInfer out, FLAGS for more
+# flags of all servers (FLAGS= for none, also of those that an earlier stage has found to be needed), LIMIT for the
 # seconds (240) that compilers, the making of the pair, a server's start and a stage of the check may take each,
 # SIZES="--batches 1,8 ..." for other sizes (the same in all stages), EVERY=1 for kernels that the embedded pairs
 # do not use (bf16, heads of 128 dimensions), PYTHON for the interpreter.
@@ -50,10 +51,11 @@ if [ ! -w "${HOME:-}" ]; then
 fi
 # What an earlier stage found out holds unless the environment says otherwise.
 given_attention=${ATTENTION:-} given_pair=${PAIR:-} given_home=${CUDA_HOME:-}
-given_ops=${SGLANG_FORCE_FUSED_OP_BACKEND:-}
+given_ops=${SGLANG_FORCE_FUSED_OP_BACKEND:-} given_flags=${FLAGS-as before}
 settle() {
-  ATTENTION= PAIR= CUDA_HOME= SGLANG_FORCE_FUSED_OP_BACKEND=
+  ATTENTION= PAIR= CUDA_HOME= SGLANG_FORCE_FUSED_OP_BACKEND= FLAGS=
   [ -f "$work/settings" ] && . "$work/settings"
+  [ "$given_flags" = "as before" ] || FLAGS=$given_flags
   ATTENTION=${given_attention:-${ATTENTION:-auto}} PAIR=${given_pair:-${PAIR:-large}}
   CUDA_HOME=${given_home:-${CUDA_HOME:-}}
   SGLANG_FORCE_FUSED_OP_BACKEND=${given_ops:-${SGLANG_FORCE_FUSED_OP_BACKEND:-}}
@@ -67,7 +69,7 @@ settle() {
 remember() { # remember NAME [VALUE]: for this stage and the later ones; without a value, what was said before goes
   touch "$work/settings"
   sed -i "/^$1=/d" "$work/settings"
-  if [ $# -gt 1 ]; then printf '%s="%s"\n' "$1" "$2" >>"$work/settings"; fi
+  if [ $# -gt 1 ]; then printf '%s=%q\n' "$1" "$2" >>"$work/settings"; fi
   settle
 }
 settle
@@ -116,7 +118,7 @@ keep_alone() {
     small_enough "$OUT/partial" && break
   done
   mv "$OUT/partial" "$OUT/gpu-stages.tar.gz"
-  report=$(ls -t "$work"/check-*/gpu-check.json "$work"/smoke-*/gpu-check.json 2>/dev/null | head -1)
+  report=$({ ls -t "$work"/check-*/gpu-check.json; ls -t "$work"/smoke-*/gpu-check.json; } 2>/dev/null | head -1)
   [ -n "$report" ] && put "$report" gpu-check.json
   # shellcheck disable=SC2012
   ls -t "$work"/*/profiles/*/*.json* 2>/dev/null | head -"$most_traces" | while read -r trace; do
@@ -146,8 +148,13 @@ within() { # within SECONDS COMMAND...: and not beyond the deadline; 124 or 137 
   timeout --signal=INT --kill-after=10 "$((left < most ? left : most))" "$@"
 }
 
-gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...; more_flags: further ones for every server
-  local folder=$1-$ATTENTION size=$2 words=(${AGAIN:+--again})
+folder() { # of the checks that have such a name, with the parts that are in use
+  echo "$1-$ATTENTION${SGLANG_FORCE_FUSED_OP_BACKEND:+-torch}${FLAGS//[ \/]/}"
+}
+
+gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...
+  local folder size=$2 words=(${AGAIN:+--again})
+  folder=$(folder "$1")
   shift 2
   for only in "$@"; do words+=(--only "$only"); done
   local flags="--adaserve-attention $ATTENTION"
@@ -159,7 +166,7 @@ gpu_check() { # gpu_check FOLDER SIZE SERVER:STAGE...; more_flags: further ones 
   fi
   # shellcheck disable=SC2086
   within "$DEADLINE" "$PYTHON" -m adaserve.cli gpu-check --device "$device" --size "$size" \
-    --flags "$flags${more_flags:+ $more_flags}" \
+    --flags "$flags${FLAGS:+ $FLAGS}" \
     --out "$work/$folder" --stage-limit "$LIMIT" "${words[@]}" $sizes
 }
 
@@ -219,6 +226,7 @@ facts() {
 kernels() {
   local making=
   remember ATTENTION # an earlier run of this stage may have chosen, and it may not hold any more
+  remember FLAGS
   remember PAIR
   rm -f "$work/kernels.json"
   if [ "$PAIR" = large ]; then
@@ -250,35 +258,43 @@ kernels() {
     0) say "the kernels agree with their references. Next: smoke" ;;
     3) remember ATTENTION triton
        say "FlashInfer failed (kernels.json says why) and Triton is right: all stages use Triton now. Next: smoke" ;;
-    *) say "attention, noise, moves or beams has no kernel that is right (kernels.json), so AdaServe's figures may be" \
+    *) [ -f "$work/kernels.json" ] || tail -5 "$work/kernels.log"
+       say "attention, noise, moves or beams has no kernel that is right (kernels.json), so AdaServe's figures may be" \
            "wrong. Stay with this stage where there is time. Run one:" \
            "python -m adaserve.bench.gpu_check.kernels --kernel triton --device $device"
        return 2 ;;
   esac
 }
 
-narrow() { # 0: AdaServe is right with Triton, which all stages use from now on
+turn_off() { # turn_off FLAG: for every server
+  [[ " $FLAGS " = *" $1 "* ]] || FLAGS+="${FLAGS:+ }$1"
+}
+
+narrow() { # 0: AdaServe is right with some parts turned off, and all stages go on without these
   [ "$device" = cuda ] || return 1
-  local way more_flags before=$ATTENTION ways=(triton no-graphs nothing)
-  [ "$before" = triton ] && ways=(no-graphs nothing)
+  local way attention=$ATTENTION flags=$FLAGS found
   say "AdaServe did not start, or its text is not SGLang's: the small pair with parts of it turned off"
-  for way in "${ways[@]}"; do
-    ATTENTION=$before more_flags=
+  for way in triton no-graphs nothing; do
+    ATTENTION=$attention FLAGS=$flags
     [ $way = no-graphs ] || ATTENTION=triton
-    [ $way = triton ] || more_flags=--disable-cuda-graph
-    [ $way = nothing ] && more_flags+=" --disable-overlap-schedule"
-    gpu_check "narrow-$way" small sglang:exactness adaserve:exactness
+    [ $way = triton ] || turn_off --disable-cuda-graph
+    [ $way != nothing ] || turn_off --disable-overlap-schedule
+    found="$ATTENTION $FLAGS"
+    [ "$found" != "$attention $flags" ] || continue
+    small_is_exact
     case $? in
-      0) say "right with --adaserve-attention $ATTENTION $more_flags" ;;
-      124 | 137) say "the time was up"; way=; break ;;
-      *) say "not right, or not started, with --adaserve-attention $ATTENTION $more_flags"; continue ;;
+      0) say "right with --adaserve-attention $found, so all stages go on with these." \
+             "Once the fault is mended, ATTENTION=auto FLAGS= before the command turns all parts on again"
+         remember ATTENTION "$ATTENTION"
+         remember FLAGS "${found#* }"
+         [ "$found" = "$ATTENTION $FLAGS" ] # or the environment says otherwise
+         return ;;
+      124 | 137) say "the time was up"; break ;;
+      *) say "not right, or not started, with --adaserve-attention $found" ;;
     esac
-    break
   done
-  ATTENTION=$before
-  [ "$way" = triton ] || return 1
-  remember ATTENTION triton
-  [ "$ATTENTION" = triton ] # or the environment says otherwise
+  settle
+  return 1
 }
 
 small_is_exact() { # with the parts that are in use
@@ -315,17 +331,17 @@ advise() {
     adaserve) say "outside of the models above 8%: profile first. Otherwise: standalone" ;;
     standalone) say "slower than STANDALONE at some batch: profile at that batch. Next: profile" ;;
     profile) say "busy_share below 0.9: the device waits for the host; the trace shows where. Next: mixed" ;;
-    mixed) say "all stages have run; the report is $work/check-$PAIR-$ATTENTION/gpu-check.json" ;;
+    mixed) say "all stages have run; the report is $work/$(folder "check-$PAIR")/gpu-check.json" ;;
   esac
 }
 
 is_exact() { # whether all of AdaServe's outputs were compared, and are SGLang's
   "$PYTHON" -c 'import json, sys; sys.exit(json.load(open(sys.argv[1]))["targets"][0]["met"] is not True)' \
-    "$work/check-$PAIR-$ATTENTION/gpu-check.json" >/dev/null 2>&1
+    "$work/$(folder "check-$PAIR")/gpu-check.json" >/dev/null 2>&1
 }
 
 together() { # together STAGE...: stages on the pair, each server once
-  local stage word words=() ours=() theirs=() status=0
+  local stage word words=() ours=() theirs=() status=0 found
   # shellcheck disable=SC2207
   for stage in "$@"; do words+=($(of_the_check "$stage")); done
   if [[ " ${words[*]} " = *" adaserve:exactness "* ]] && ! is_exact; then
@@ -333,12 +349,14 @@ together() { # together STAGE...: stages on the pair, each server once
       case $word in sglang-own*) theirs+=("$word") ;; *) ours+=("$word") ;; esac
     done
     gpu_check "check-$PAIR" "$PAIR" "${ours[@]}"
-    done_or_stop $? "$@" || status=2
+    found=$?
+    done_or_stop $found "$@" || status=2
+    case $found in 124 | 137) return 2 ;; esac # no part is to blame, and no time is left to look for one
     if ! is_exact; then
       # Where the large pair alone fails, memory may be short, and no part of AdaServe is to blame.
       if [ "$PAIR" = large ] && small_is_exact; then
         say "the small pair is exact with the same parts, so none is turned off. What the large one ran into" \
-            "is in $work/check-large-$ATTENTION"
+            "is in $work/$(folder check-large)"
       elif narrow; then
         together "$@"
         return

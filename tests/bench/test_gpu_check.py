@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from rich.console import Console
 
 from adaserve.bench.gpu_check import answers, shapes
@@ -28,9 +29,10 @@ from adaserve.bench.gpu_check.answers import Answer, Pace
 from adaserve.bench.gpu_check.check import Check, Sections, StageError
 from adaserve.bench.gpu_check.cli import _costs, _plan
 from adaserve.bench.gpu_check.findings import CheckPlan, Findings, resume
-from adaserve.bench.gpu_check.servers import ADASERVE, OWN, PLAIN, Pair, spec_of
+from adaserve.bench.gpu_check.servers import ADASERVE, OWN, PLAIN, Pair, serving, spec_of
 from adaserve.bench.gpu_check.targets import outside_share, targets
 from adaserve.bench.gpu_check.traces import summary
+from adaserve.pair.widen import Width
 from adaserve.server import ServerError
 
 
@@ -359,6 +361,64 @@ def test_a_failing_stage_does_not_cost_the_next(tmp_path: Path, started: list[Fa
     assert runs[4:] == ["dies", "fails"] and report["failed"] == {} and len(report["done"]) == 4
     again = json.loads((tmp_path / "gpu-check.json").read_text())
     assert again["done"] == report["done"] and again["dry_run"]
+
+
+def test_servers_that_die_at_once_take_no_time_from_others(tmp_path: Path, started: list[FakeServer]) -> None:
+    """A second one is started for what is left, and no third."""
+    runs: list[str] = []
+
+    def dies(server: FakeServer) -> None:
+        runs.append("dies")
+        server.stop()
+        raise ServerError("an illegal memory access")
+
+    def works(_: FakeServer) -> None:
+        runs.append("works")
+
+    stages = {**{f"{PLAIN}:{n}": dies for n in "abcd"}, f"{ADASERVE}:e": works, f"{ADASERVE}:f": dies,
+              f"{ADASERVE}:g": dies, f"{ADASERVE}:h": works}  # fmt: skip
+    report = check(tmp_path, stages)
+    assert runs == ["dies", "dies", "works", "dies", "dies", "works"] and len(started) == 2 + 3
+    assert list(report["failed"]) == [f"{PLAIN}:a", f"{PLAIN}:b", f"{ADASERVE}:f", f"{ADASERVE}:g"]
+    assert report["skipped"] == {PLAIN: "2 servers ended, each before any stage was done"}
+
+
+def test_a_server_that_says_something_else_does_not_cost_the_others(
+    tmp_path: Path, started: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeServer, "report", lambda _: {"device": {}})
+    kind = type("Check", (Staged,), {
+        "stages": {f"{ADASERVE}:speed": lambda _: None},
+        "_own": lambda self, kind: {"speed": lambda _: None},
+    })  # fmt: skip
+    report = kind(Pair("t", "d", "cuda"), CheckPlan(), tmp_path, Console(quiet=True)).run()
+    assert report["skipped"] == {ADASERVE: "KeyError: 'latency'"}
+    assert report["done"] == [f"{own}:speed" for own in OWN]
+
+
+def test_results_without_graphs_say_so(tmp_path: Path, started: list[FakeServer]) -> None:
+    for flags, count in ((("--disable-cuda-graph",), 1), ((), 0)):
+        pair = Pair("t", "d", "cuda", flags)
+        kind = type("Check", (Staged,), {"stages": {}})
+        report = kind(pair, CheckPlan(), tmp_path / str(count), Console(quiet=True)).run()
+        assert len(report["does_not_show"]) == count
+
+
+def test_what_a_dead_server_did_not_answer_is_no_goodput(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load test goes on to its end when its server is gone, and finds that no SLO was met."""
+
+    def drain(_: FakeServer) -> None:
+        raise ServerError("gone")
+
+    monkeypatch.setattr("adaserve.bench.gpu_check.check.run_mixed", lambda *_: {"token_goodput": 0.0})
+    monkeypatch.setattr(FakeServer, "drain", drain, raising=False)
+    alone = Check(Pair("t", "d", "cpu"), CheckPlan(), tmp_path, Console(quiet=True))
+    alone.found.tpot_ms, alone.found.done = {PLAIN: {1: 2.0}}, [f"{PLAIN}:speed"]
+    with pytest.raises(ServerError):
+        alone._mixed(FakeServer(), OWN[0])  # type: ignore[arg-type]
+    assert alone.found.mixed == {}
 
 
 def test_results_come_back(tmp_path: Path, started: list[FakeServer]) -> None:
@@ -793,6 +853,45 @@ def test_the_large_pair_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert found[0] == found[1] and made == ["target", "draft"]
 
 
+def test_a_small_pair_does_not_wait_for_a_large_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is what stages go on with where making the large one takes too long."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    is_made, found = threading.Event(), []
+
+    def ensure(_: str, width: Width) -> Path:
+        if width.hidden:
+            assert is_made.wait(10)
+        return tmp_path
+
+    def small() -> None:
+        found.append(shapes.widened_pair(shapes.Cost("100M", 0), None))
+        is_made.set()
+
+    monkeypatch.setattr(shapes, "ensure_widened", ensure)
+    monkeypatch.setattr(shapes, "shipped_draft", lambda: tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        large = pool.submit(shapes.widened_pair, shapes.LARGE_TARGET, shapes.LARGE_DRAFT)
+        pool.submit(small).result()
+        assert large.result() == (tmp_path, tmp_path) and found == [(tmp_path, tmp_path)]
+
+
+def test_a_server_whose_scheduler_died_ends_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """SGLang would wait a minute for a core dump, and each client of a stage with it."""
+    from sglang.srt.environ import envs
+
+    given: dict[str, str] = {}
+
+    def running(*words: Any) -> Any:
+        given.update(words[3])
+        return nullcontext(FakeServer())
+
+    monkeypatch.setattr("adaserve.bench.gpu_check.servers.running", running)
+    with serving(Pair("t", "d", "cuda"), PLAIN, tmp_path / "log", Console(quiet=True), 1.0):
+        pass
+    names = ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_PYSPY_DUMP_BEFORE_CRASH")
+    assert all(hasattr(envs, name) and given[name] == "0" for name in names)
+
+
 def test_a_server_that_hangs_while_it_starts_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -838,3 +937,29 @@ def test_compilers_end_with_the_kernel_that_took_too_long(
     assert {result["error"] for result in results.values()} == {"took longer than 1 s"}
     compilers = list(map(int, (tmp_path / "compilers").read_text().split()))
     assert len(compilers) == len(results) > 1 and not any(map(psutil.pid_exists, compilers))
+
+
+def test_a_kernel_that_was_right_may_fail_while_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries of CUDA do; one that has said nothing has failed before."""
+    from adaserve.bench.gpu_check import kernels
+
+    ends = tmp_path / "python"
+    ends.write_text("""#!/bin/sh
+case "$*" in *moves*) echo "killed" >&2; exit 139;; *) echo '{"right": true}'; exit 139;; esac
+""")
+    ends.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(ends))
+    results = kernels.run_all("cpu", 20.0)
+    assert results.pop("moves") == {"right": False, "error": "killed"}
+    assert all(result == {"right": True} for result in results.values())
+
+
+def test_not_a_number_is_a_difference() -> None:
+    """Of a graph's output, say, where the eager one was right."""
+    from adaserve.bench.gpu_check.kernels import _worst
+
+    right, wrong = torch.zeros(2), torch.tensor([0.0, float("nan")])
+    assert _worst((right, right), (right, right + 1)) == 1.0
+    assert not _worst((right, right), (right, wrong)) < 1.0

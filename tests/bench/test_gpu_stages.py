@@ -131,6 +131,11 @@ def test_kernels_that_are_wrong_do_not_cost_the_rest(host: Path) -> None:
     assert "--only sglang:speed" in done.stdout, "smoke itself went well"
 
 
+def test_kernels_that_could_not_be_looked_at_say_why(host: Path) -> None:
+    broken = fake_python(host, 'case "$*" in *.kernels*) echo "no module named x" >&2; exit 1;; esac')
+    assert "no module named x" in run(host, "kernels", PYTHON=broken, PAIR="small").stdout
+
+
 def test_a_stage_that_fails_ends_the_chain(host: Path) -> None:
     fake = fake_python(host, 'echo "$*"; exit 2')
     done = run(host, "smoke", "plain", PYTHON=fake)
@@ -150,14 +155,18 @@ def checks(said: str) -> list[tuple[str, str, list[str]]]:
     ]
 
 
+WAYS = ("triton", "auto--disable-cuda-graph", "triton--disable-cuda-graph--disable-overlap-schedule")
+"""How parts are turned off, one after the other, as folders of checks name it."""
+
+
 def test_what_is_wrong_is_narrowed_down(host: Path) -> None:
     """A host is given back before anybody has read why its server did not start."""
-    inexact = 'case "$*" in *"targets"*) exit 1;; *narrow-nothing*) echo "$*";; *) echo "$*"; exit 3;; esac'
+    inexact = 'case "$*" in *"targets"*) exit 1;; *) echo "$*"; exit 3;; esac'
     done = run(host, "plain", "adaserve", "standalone", PYTHON=fake_python(host, inexact), PAIR="small")
-    assert done.returncode == 2 and "right with --adaserve-attention triton" in done.stdout
+    assert done.returncode == 2
     every = checks(done.stdout)
-    folders = ["check-small-auto", "narrow-triton-triton", "narrow-no-graphs-auto", "narrow-nothing-triton"]
-    assert [folder for folder, _, _ in every] == [*folders, "check-small-auto"]
+    folders = ["check-small-auto", *(f"smoke-{way}" for way in WAYS), "check-small-auto"]
+    assert [folder for folder, _, _ in every] == folders
     assert [flag for _, flag, _ in every[1:4]] == [
         "triton", "--disable-cuda-graph", "--disable-overlap-schedule",
     ]  # fmt: skip
@@ -165,20 +174,38 @@ def test_what_is_wrong_is_narrowed_down(host: Path) -> None:
     assert all(stage.startswith("sglang-own") for stage in every[4][2]), "with the time that is left"
 
 
-def test_where_only_flashinfer_is_wrong_triton_serves(host: Path) -> None:
-    """At once, with the same stages, unless the environment asked for FlashInfer."""
-    exact = 'case "$*" in -c*-triton/*) ;; -c*) exit 1;; *)'
-    fake = fake_python(host, f'{exact} echo "$*"; case "$*" in *-triton*) ;; *) exit 2;; esac;; esac')
-    stages = "adaserve", "standalone"
+@pytest.mark.parametrize(
+    ("right", "tried"),
+    [("-triton", 1), ("--disable-cuda-graph", 2), ("--disable-overlap-schedule", 3)],
+    ids=["attention", "graphs", "all"],
+)
+def test_stages_go_on_without_what_is_wrong(host: Path, right: str, tried: int) -> None:
+    """At once, with the same stages, until kernels are looked at again or the environment says otherwise."""
+    exact = f'case "$*" in -c*{right}*) ;; -c*) exit 1;; *)'
+    fake = fake_python(host, f'{exact} echo "$*"; case "$*" in *{right}*) ;; *) exit 2;; esac;; esac')
+    stages, way = ("adaserve", "standalone"), WAYS[tried - 1]
+
+    def folders(*words: str, **settings: str) -> list[str]:
+        return [folder for folder, _, _ in checks(run(host, *words, PYTHON=fake, **settings).stdout)]
+
     done = run(host, *stages, PYTHON=fake, PAIR="small")
     assert done.returncode == 0, done.stdout
-    folders = ["check-small-auto", "narrow-triton-triton", "check-small-triton"]
-    assert [folder for folder, _, _ in checks(done.stdout)] == folders
-    assert "--adaserve-attention triton" in run(host, "profile", PYTHON=fake).stdout
-    asked = run(host, *stages, PYTHON=fake, PAIR="small", ATTENTION="flashinfer")
-    assert asked.returncode == 2
-    folders = ["check-small-flashinfer", "narrow-triton-triton", "check-small-flashinfer"]
-    assert [folder for folder, _, _ in checks(asked.stdout)] == folders
+    tries = [f"smoke-{one}" for one in WAYS[:tried]]
+    assert [f for f, _, _ in checks(done.stdout)] == ["check-small-auto", *tries, f"check-small-{way}"]
+    assert folders("profile") == [f"check-large-{way}"]
+    assert folders("profile", ATTENTION="auto", FLAGS="") == ["check-large-auto"]
+    settings = {"PAIR": "small", "ATTENTION": "flashinfer", "FLAGS": ""}
+    asked = [f.replace("-auto", "-flashinfer") for f in ("check-small-auto", *tries, "check-small-auto")]
+    assert folders(*stages, **settings) == asked and run(host, *stages, PYTHON=fake, **settings).returncode
+    fine = fake_python(host, 'echo "$*"')
+    assert run(host, "kernels", PYTHON=fine, PAIR="small").returncode == 0
+    assert folders("profile") == ["check-large-auto"]
+
+
+def test_more_flags_are_another_check(host: Path) -> None:
+    done = run(host, "profile", PYTHON=fake_python(host, 'echo "$*"'), FLAGS="--mem-fraction-static 0.8")
+    ((folder, last, _),) = checks(done.stdout)
+    assert (folder, last) == ("check-large-auto--mem-fraction-static0.8", "0.8")
 
 
 def test_the_large_pair_alone_is_no_reason_to_turn_anything_off(host: Path) -> None:
@@ -189,10 +216,10 @@ def test_the_large_pair_alone_is_no_reason_to_turn_anything_off(host: Path) -> N
     assert done.returncode == 2 and "none is turned off" in done.stdout
     assert [folder for folder, _, _ in every] == ["check-large-auto", "smoke-auto", "check-large-auto"]
     assert all(stage.startswith("sglang-own") for stage in every[2][2]), "with the time that is left"
-    wrong = fake_python(host, unfit.replace("*check-large*", "*check-large*|*smoke-*"))
+    wrong = fake_python(host, unfit.replace("*check-large*", "*check-large*|*smoke-auto*"))
     said = run(host, "adaserve", PYTHON=wrong, PAIR="large").stdout
-    folders = ["check-large-auto", "smoke-auto", "narrow-triton-triton", "check-large-triton", "smoke-triton"]
-    assert [folder for folder, _, _ in checks(said)][:5] == folders
+    folders = ["check-large-auto", "smoke-auto", "smoke-triton", "check-large-triton", "smoke-triton"]
+    assert [folder for folder, _, _ in checks(said)] == folders and "none is turned off" in said
 
 
 def test_the_time_is_up(host: Path) -> None:
@@ -202,8 +229,9 @@ def test_the_time_is_up(host: Path) -> None:
     done = run(host, "plain", PYTHON=fake, DEADLINE="12")
     assert time.monotonic() - start_s < 30
     assert done.returncode == 2 and "the time was up" in done.stdout
-    late = run(host, "plain", PYTHON=fake, DEADLINE="9")
+    late = run(host, "plain", "adaserve", PYTHON=fake_python(host, "exit 1"), DEADLINE="9")
     assert late.returncode == 2 and "the time was up" in late.stdout
+    assert "did not start" not in late.stdout, "AdaServe is not to blame"
 
 
 def test_what_compiles_too_long_does_not_cost_the_others(host: Path) -> None:
@@ -238,6 +266,11 @@ def test_what_is_fetched_is_little_and_flat(host: Path) -> None:
     assert (host / "out" / "gpu-check.json").read_text() == '"check-large-auto"'
     assert (host / "out" / "trace-check-large-auto-batch-32.json.gz").read_bytes() == bytes([32]) * 100
     assert saved(host, "check-small-triton/gpu-check.json") == ['"check-small-triton"']
+    later = work / "smoke-auto" / "gpu-check.json"
+    later.parent.mkdir()
+    later.write_text("{}")
+    run(host, "profile", PYTHON=fake_python(host, "exit 0"))
+    assert (host / "out" / "gpu-check.json").read_text() == '"check-large-auto"', "not what narrowed it down"
 
 
 def test_a_call_that_is_killed_has_saved(host: Path) -> None:
@@ -362,10 +395,13 @@ def test_kernels_of_sglang_that_are_wrong_serve_nobody(host: Path) -> None:
     for right, backend in ((False, "torch"), (True, "")):
         results = {"flashinfer": {"right": not right}, "sglang": {"right": right, "seconds": 1.0}}
         writes = f"cat >{found} <<END\n{json.dumps(results, indent=1)}\nEND\n"
-        says = 'echo "backend <$SGLANG_FORCE_FUSED_OP_BACKEND>"'
+        says = 'echo "$* backend <$SGLANG_FORCE_FUSED_OP_BACKEND>"'
         fake = fake_python(host, f'case "$*" in *.kernels*) {writes};; *) {says};; esac')
         assert run(host, "kernels", PYTHON=fake, PAIR="small").returncode == 0
-        assert f"backend <{backend}>" in run(host, "profile", PYTHON=fake).stdout
+        said = run(host, "profile", PYTHON=fake).stdout
+        assert f"backend <{backend}>" in said
+        ((folder, _, _),) = checks(said)
+        assert folder == ("check-large-auto" if right else "check-large-auto-torch"), "another check"
 
 
 def test_what_is_saved_is_written_by_one_at_a_time(host: Path) -> None:

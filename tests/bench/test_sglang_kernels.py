@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from adaserve.bench.gpu_check.sglang_kernels import HEAD_DIM, HEADS, ROW_BYTES, Operators, check
+from adaserve.bench.gpu_check import sglang_kernels
+from adaserve.bench.gpu_check.sglang_kernels import (
+    HEAD_DIM,
+    HEADS,
+    ROW_BYTES,
+    Operators,
+    check,
+    check_writes,
+)
 
 CPU = torch.device("cpu")
 
@@ -44,26 +54,49 @@ def store_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: T
     k_cache[slots], v_cache[slots] = k, v
 
 
-RIGHT = Operators(rmsnorm, fused_add_rmsnorm, silu_and_mul, rope, store_cache)
+RIGHT = Operators(rmsnorm, fused_add_rmsnorm, silu_and_mul, rope)
 
 
 def test_right_operators_pass() -> None:
     found = check(RIGHT, CPU)
     assert [f["name"] for f in found] == list(vars(RIGHT)) and all(f["right"] for f in found), found
+    assert check_writes(store_cache, CPU)["right"]
 
 
 @pytest.mark.parametrize("name", vars(RIGHT))
 def test_a_wrong_operator_is_named(name: str) -> None:
-    """One that leaves something out: the scale, the sum, the gate, half of the angles, the last row."""
+    """One that leaves something out: the scale, the sum, the gate, half of the angles."""
     wrong: dict[str, Callable[..., Any]] = {
         "rmsnorm": lambda x, weight, epsilon: x.clone(),
         "fused_add_rmsnorm": lambda x, residual, weight, epsilon: x.copy_(rmsnorm(x, weight, epsilon)),
         "silu_and_mul": lambda x, out: out.copy_(x.chunk(2, dim=-1)[1]),
         "rope": lambda *, q, k, **more: rope(q=q, k=k.clone(), **more),
-        "store_cache": lambda k, v, kc, vc, slots: store_cache(k[:-1], v[:-1], kc, vc, slots[:-1]),
     }
     found = check(replace(RIGHT, **{name: wrong[name]}), CPU)
     assert [f["name"] for f in found if not f["right"]] == [name]
+
+
+def test_writes_that_leave_out_a_row_are_wrong() -> None:
+    def short(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        store_cache(k[:-1], v[:-1], k_cache, v_cache, slots[:-1])
+
+    assert not check_writes(short, CPU)["right"]
+
+
+def test_torch_s_operators_are_chosen_for_what_they_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of SGLang's own speculation that do not compile must not slow down every server."""
+    utils, tree = (
+        importlib.import_module(f"sglang.kernels.{n}") for n in ("jit.utils", "ops.speculative.tree")
+    )
+    asked: list[list[Any]] = []
+    monkeypatch.setattr(utils, "parallel_compile", lambda builders: asked.append(list(builders)))
+    monkeypatch.setattr(sglang_kernels, "check", lambda *_: [])
+    monkeypatch.setattr(sglang_kernels, "check_writes", lambda *_: {})
+    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(fused_add_rmsnorm=None, rmsnorm=None))
+    for compared in (sglang_kernels.operators, sglang_kernels.writes):
+        compared(CPU)
+    assert [tree._jit_tree_module in builders for builders in asked] == [False, True]
+    assert [len(builders) for builders in asked] == [3, len(ROW_BYTES) + 1]
 
 
 def test_what_is_compared_is_what_is_compiled() -> None:

@@ -49,10 +49,15 @@ NOT_SHOWN_ON_CPU = (
     "SGLang's own speculation: it needs Triton, so its server does not start and is skipped",
 )
 
+NOT_SHOWN_WITHOUT_GRAPHS = (
+    "speed as it is served: no server had CUDA graphs, so launches may take most of the time",
+)
 MIXED_POLICIES = ("priced", "adaserve", "chain-4", NONE)
 STAGE_LIMIT_S = 900.0
 TIE_NOISE, LEAST_TIE = 3.0, 1e-3
 """A margin below so many times the noise may be a tie, and one below the other bound is."""
+MOST_IDLE = 2
+"""Servers of a kind that may die before any stage was done: the next one would most likely, too."""
 ALONE = 8
 """Prompts that are also asked one by one."""
 MOST_SAID = 600
@@ -122,8 +127,11 @@ class Check:
                 if (stage := f"{kind}:{name}") in self._only
                 and (stage in self._again or stage not in self.found.done)
             }
-            while left and self._on(kind, left):
-                pass
+            idle = 0
+            while left and idle < MOST_IDLE and (done := self._on(kind, left)) is not None:
+                idle += not done
+            if left and idle == MOST_IDLE:
+                self.found.skipped[kind] = f"{idle} servers ended, each before any stage was done"
         return self._save()
 
     @property
@@ -134,9 +142,10 @@ class Check:
         left = self._only - set(self.found.done)
         return sorted(stage for stage in left if stage.partition(":")[0] not in needs_gpu)
 
-    def _on(self, kind: str, left: Sections) -> bool:
-        """Starts a server of ``kind`` and takes stages off ``left`` as they are run; False when no server
-        can be had. Returns early when the server died with a stage."""
+    def _on(self, kind: str, left: Sections) -> int | None:
+        """Starts a server of ``kind`` and takes stages off ``left`` as they are run. How many of them were
+        done, or None when no server can be had. Returns early when the server died with a stage."""
+        done = 0
         self.console.print(f"[bold]{kind}[/]")
         try:
             log = self.out / f"{kind}.log"
@@ -145,18 +154,19 @@ class Check:
                     self._look_at(server)
                 self.found.skipped.pop(kind, None)
                 for name in list(left):
-                    self._stage(f"{kind}:{name}", left.pop(name), server)
+                    done += self._stage(f"{kind}:{name}", left.pop(name), server)
                     self._save()
                     if not server.alive:
                         break
-        except ServerError as error:
+        except Exception as error:  # whatever it is, the next server may still tell something
             self.found.skipped[kind] = _reason(error)
             self.console.print(f"skipped: {self.found.skipped[kind]}", highlight=False, soft_wrap=True)
             self._save()
-            return False
-        return True
+            return None
+        return done
 
-    def _stage(self, stage: str, run: Callable[[ServerProcess], None], server: ServerProcess) -> None:
+    def _stage(self, stage: str, run: Callable[[ServerProcess], None], server: ServerProcess) -> bool:
+        """Whether it is done."""
         start_s = time.monotonic()
         if stage in self._again:  # not before: a server that does not start must not cost what is there
             self._forget(stage)
@@ -179,6 +189,7 @@ class Check:
         finally:
             self._running = None
             timer.cancel()
+        return stage in self.found.done
 
     def _forget(self, stage: str) -> None:
         gone = forget(self.found, stage, self.plan)
@@ -357,9 +368,9 @@ class Check:
                 server, folder, capacity_tps * load, self.plan.mixed_s,
                 plain[idlest], self.plan.seed, self.console,
             )  # fmt: skip
+            server.drain()  # before it counts: what a server that has died did not answer is no result
             self.found.mixed.setdefault(f"{load:g}", {})[name] = summary
             self._save()
-            server.drain()
 
     def _identity(self) -> dict[str, Any]:
         """What results must have in common to belong to one report; JSON values."""
@@ -376,13 +387,14 @@ class Check:
         if self._running is not None:
             self._note_code(self._running)
         dry = self.pair.device == "cpu"
+        lacks_graphs = NOT_SHOWN_WITHOUT_GRAPHS if "--disable-cuda-graph" in self.pair.flags else ()
         found = asdict(self.found)
         kept = {"identity": self._identity(), "found": found}
         write(self.out / STATE_FILE, kept)
         report = {
             "kind": "gpu-check",
             "dry_run": dry,
-            "does_not_show": list(NOT_SHOWN_ON_CPU) if dry else [],
+            "does_not_show": list(NOT_SHOWN_ON_CPU if dry else lacks_graphs),
             "made": provenance(),
             "other_code": [stage for stage, codes in self.found.code.items() if codes != [self._code]],
             **self._identity(),

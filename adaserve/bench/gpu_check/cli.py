@@ -109,7 +109,7 @@ def gpu_check(
         fail(str(error))
     _show(report, Console())
     for sentence in report["does_not_show"]:
-        console.print(f"not shown by a dry run: {sentence}", highlight=False, soft_wrap=True)
+        console.print(f"not shown: {sentence}", highlight=False, soft_wrap=True)
     console.print(f"written to {out}", soft_wrap=True)
     if check.undone:
         said = f"not done: {', '.join(check.undone)} (the same command with --out {out} runs them again)"

@@ -58,5 +58,7 @@ def serving(pair: Pair, kind: str, log: Path, console: Console, limit_s: float) 
     # On a CPU the GPU's worker is asked for, so that a dry run goes through its code.
     env = {"ADASERVE_DEVICE_PATH": "1"} if pair.device == "cpu" else {}
     env[PROFILE_ROUTES_ENV] = "1"
+    # A server whose scheduler has died would keep its clients waiting for a minute before it ends.
+    env |= dict.fromkeys(("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_PYSPY_DUMP_BEFORE_CRASH"), "0")
     with running(spec_of(pair, kind), log, console, env, limit_s) as server:
         yield server

@@ -33,80 +33,96 @@ class Operators:
     fused_add_rmsnorm: Callable[..., None]  # (x, residual, weight, epsilon), in place
     silu_and_mul: Callable[..., Any]  # (x, out)
     rope: Callable[..., None]  # q, k, cos_sin_cache, positions, is_neox, in place
-    store_cache: Callable[..., None]  # (k, v, k_cache, v_cache, slots)
 
 
-def served() -> Operators:
-    """SGLang's on a CUDA device."""
+def operators(device: torch.device) -> tuple[float, list[dict[str, Any]]]:
+    """Compiles and compares those that torch's operators can replace; seconds of compilers, and what was
+    found. Raises RuntimeError with the compiler's words."""
     from sgl_kernel import fused_add_rmsnorm, rmsnorm
-    from sglang.kernels.ops.activation.activation import silu_and_mul
-    from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace
-    from sglang.kernels.ops.kvcache.kvcache import store_cache
-
-    return Operators(rmsnorm, fused_add_rmsnorm, silu_and_mul, apply_rope_with_cos_sin_cache_inplace,
-                     store_cache)  # fmt: skip
-
-
-def compile_all() -> float:
-    """Seconds that it took; next to none for what is there. Raises RuntimeError with the compiler's words."""
-    from sglang.kernels.jit.utils import parallel_compile
-    from sglang.kernels.ops.activation.activation import activation_module
+    from sglang.kernels.ops.activation.activation import activation_module, silu_and_mul
     from sglang.kernels.ops.attention.clamp_position import _jit_clamp_position_module
-    from sglang.kernels.ops.attention.rope import _jit_fused_rope_module
-    from sglang.kernels.ops.kvcache.kvcache import _jit_kvcache_module
-    from sglang.kernels.ops.speculative.tree import _jit_tree_module
+    from sglang.kernels.ops.attention.rope import (
+        _jit_fused_rope_module,
+        apply_rope_with_cos_sin_cache_inplace,
+    )
 
-    start_s = time.perf_counter()
-    parallel_compile([
+    seconds = _compiled(
         partial(activation_module, DTYPE),
         partial(_jit_fused_rope_module, True, HEAD_DIM, DTYPE, DTYPE),
         partial(_jit_clamp_position_module, torch.int64),
-        *(partial(_jit_kvcache_module, size, size, 0) for size in ROW_BYTES),
-        _jit_tree_module,  # of STANDALONE, which has no test here
-    ])  # fmt: skip
+    )
+    served = Operators(rmsnorm, fused_add_rmsnorm, silu_and_mul, apply_rope_with_cos_sin_cache_inplace)
+    return seconds, check(served, device)
+
+
+def writes(device: torch.device) -> tuple[float, list[dict[str, Any]]]:
+    """The same for the others: writes of keys and values, and STANDALONE's trees, which are compiled only."""
+    from sglang.kernels.ops.kvcache.kvcache import _jit_kvcache_module, store_cache
+    from sglang.kernels.ops.speculative.tree import _jit_tree_module
+
+    by_size = (partial(_jit_kvcache_module, size, size, 0) for size in ROW_BYTES)
+    return _compiled(*by_size, _jit_tree_module), [check_writes(store_cache, device)]
+
+
+def _compiled(*builders: Callable[[], Any]) -> float:
+    """Seconds that it took; next to none for what is there. Raises RuntimeError with the compiler's words."""
+    from sglang.kernels.jit.utils import parallel_compile
+
+    start_s = time.perf_counter()
+    parallel_compile(builders)
     return time.perf_counter() - start_s
+
+
+def _random(generator: torch.Generator, device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(device, DTYPE)
+
+
+def _found(name: str, *pairs: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    worst = torch.stack([((a.float() - b).abs() / (1 + b.abs())).max() for a, b in pairs]).max().item()
+    return {"name": name, "difference": worst, "right": worst < BOUND}
 
 
 def check(operators: Operators, device: torch.device) -> list[dict[str, Any]]:
     """The largest difference of each operator from torch in fp32."""
     generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, DTYPE)
-
-    def found(name: str, *pairs: tuple[Tensor, Tensor]) -> dict[str, Any]:
-        worst = max(float(((a.float() - b).abs() / (1 + b.abs())).max()) for a, b in pairs)
-        return {"name": name, "difference": worst, "right": worst < BOUND}
-
+    random = partial(_random, generator, device)
     x, residual, weight = random(ROWS, HIDDEN), random(ROWS, HIDDEN), random(HIDDEN)
     normed = operators.rmsnorm(x, weight, EPSILON)
-    results = [found("rmsnorm", (normed, _norm(x.float(), weight)))]
+    results = [_found("rmsnorm", (normed, _norm(x.float(), weight)))]
     total = x.float() + residual.float()
     operators.fused_add_rmsnorm(x, residual, weight, EPSILON)
-    results.append(found("fused_add_rmsnorm", (x, _norm(total, weight)), (residual, total)))
+    results.append(_found("fused_add_rmsnorm", (x, _norm(total, weight)), (residual, total)))
 
     wide = random(ROWS, 2 * HIDDEN)
     out = torch.empty(ROWS, HIDDEN, dtype=DTYPE, device=device)
     operators.silu_and_mul(wide, out)
     gate, up = wide.float().chunk(2, dim=-1)
-    results.append(found("silu_and_mul", (out, functional.silu(gate) * up)))
+    results.append(_found("silu_and_mul", (out, functional.silu(gate) * up)))
 
     # As a part of wider rows, which is how models compute them.
-    q, k, v = random(ROWS, 3 * HEADS, HEAD_DIM).split(HEADS, dim=1)
+    q, k, _ = random(ROWS, 3 * HEADS, HEAD_DIM).split(HEADS, dim=1)
     angles = torch.rand(SLOTS, HEAD_DIM // 2, generator=generator).to(device) * 6
     positions = torch.randperm(SLOTS, generator=generator)[:ROWS].to(device)
     right = [_rotated(values.float(), angles[positions]) for values in (q, k)]
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
     operators.rope(q=q, k=k, cos_sin_cache=table, positions=positions, is_neox=True)
-    results.append(found("rope", *zip((q, k), right, strict=True)))
+    results.append(_found("rope", *zip((q, k), right, strict=True)))
 
+    return results
+
+
+def check_writes(store_cache: Callable[..., None], device: torch.device) -> dict[str, Any]:
+    """The same for ``store_cache``: (k, v, k_cache, v_cache, slots)."""
+    generator = torch.Generator().manual_seed(0)
+    random = partial(_random, generator, device)
+    # As a part of wider rows, which is how models compute them.
+    k, v = random(ROWS, 2 * HEADS, HEAD_DIM).split(HEADS, dim=1)
     caches = random(SLOTS, HEADS * HEAD_DIM), random(SLOTS, HEADS * HEAD_DIM)
     slots = 1 + torch.randperm(SLOTS - 1, generator=generator)[:ROWS].to(device)
     rows = [values.reshape(ROWS, -1) for values in (k, v)]
     expected = [cache.index_copy(0, slots, new).float() for cache, new in zip(caches, rows, strict=True)]
-    operators.store_cache(*(values.flatten(1) for values in (k, v)), *caches, slots)
-    results.append(found("store_cache", *zip(caches, expected, strict=True)))
-    return results
+    store_cache(*(values.flatten(1) for values in (k, v)), *caches, slots)
+    return _found("store_cache", *zip(caches, expected, strict=True))
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -38,10 +38,11 @@ LARGE_GIB = 30
 def widened_pair(target: Cost, draft: Cost | None) -> tuple[Path, Path]:
     """Folders of a target and a draft with the outputs of the embedded pair and the cost of larger models.
 
-    ``draft`` None: the shipped draft. Waits for another process that makes a pair. Raises PairError.
+    ``draft`` None: the shipped draft. Waits for another process that makes this pair. Raises PairError.
     """
     cache_folder().mkdir(parents=True, exist_ok=True)
-    with (cache_folder() / "widening.lock").open("w") as lock:
+    # A small pair must not wait for a large one, which it may be there to replace.
+    with (cache_folder() / f"widening-{target.size}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         wide = ensure_widened("target", target.width("target"))
         return wide, shipped_draft() if draft is None else ensure_widened("draft", draft.width("draft"))

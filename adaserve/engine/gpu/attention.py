@@ -33,7 +33,7 @@ INT_WORKSPACE_BYTES = 8 << 20
 class AttentionBuffers:
     """Static inputs that all forwards share; each forward reads the front of them."""
 
-    kv_indices: Tensor  # int32 [capacity]
+    kv_indices: Tensor  # [capacity]: int32 for FlashInfer, int64 with ``mask_bytes``
     mask: Tensor  # uint8 [capacity]: packed bits, ``layout``; all are set but while a forward hides some
     mask_bytes: Tensor | None = None  # uint8 [8 * capacity]: 1 where the bit is set, for the Triton kernel
 
@@ -42,8 +42,11 @@ class AttentionBuffers:
         kv_entries: int, mask_bytes: int, device: torch.device, unpacked: bool = False
     ) -> AttentionBuffers:
         mask = torch.full((-(-mask_bytes // 4) * 4,), 255, dtype=torch.uint8, device=device)
+        # Triton's kernel multiplies slots by the size of a row in the slots' own type: 32 bits would overflow
+        # in pools of more than 2^31 numbers per layer.
+        kind = torch.int64 if unpacked else torch.int32
         return AttentionBuffers(
-            torch.zeros(kv_entries, dtype=torch.int32, device=device),
+            torch.zeros(kv_entries, dtype=kind, device=device),
             mask,
             torch.ones(8 * len(mask), dtype=torch.uint8, device=device) if unpacked else None,
         )

@@ -86,7 +86,7 @@ def slot_lists(extent: Extent, pool_rows: np.ndarray, gap: Gap | None = None) ->
 
 
 def list_slots(req_to_token: Tensor, lists: Tensor, out: Tensor) -> None:
-    """Fills ``out`` (int32): KV slots of each request's leading places, those in its gap left out."""
+    """Fills ``out``, of int32 or int64: KV slots of each request's leading places, without its gap."""
     if out.is_cuda:
         from adaserve.engine.gpu.layout_kernel import list_fused
 

@@ -33,13 +33,14 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_reads_our_arrays_as_sdpa_does() -> None:
-    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+    """In Triton's interpreter, which has to be chosen before Triton is imported. The last figure is of a pool
+    that 32 bits cannot address."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.engine.gpu.triton_check", *map(str, range(8))]
     ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    worst = [float(x) for x in ran.stdout.split()]
-    assert len(worst) == 8 and max(worst) < 1e-5
+    *worst, far = [float(x) for x in ran.stdout.split()]
+    assert len(worst) == 8 and max(worst) < 1e-5 and far < 4e-3
 
 
 HEADS = HeadShape(4, 2, 8, 0.5, torch.float32, torch.float32)

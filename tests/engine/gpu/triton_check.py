@@ -10,6 +10,7 @@ import torch
 from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TritonKernel
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.layout_kernel import change_fused
+from tests.engine.gpu.factories import CPU
 from tests.engine.gpu.test_layout import random_case
 
 
@@ -46,5 +47,21 @@ def compare(seed: int, device: torch.device, dtype: torch.dtype = torch.float32)
     return worst
 
 
+def far_slots() -> float:
+    """The largest difference in a pool of more than 2^31 numbers, of which hardly any is ever touched."""
+    far, dim = 1 << 30, 32
+    room = torch.empty(2 * far + dim, dtype=torch.float16)
+    pool, generator = room.as_strided((3, 1, dim), (far, dim, 1)), torch.Generator().manual_seed(0)
+    pool.copy_(torch.randn(3, 1, dim, generator=generator))
+    q = torch.randn(1, 2, dim, generator=generator).half()
+    extent, buffers = Extent(np.ones(1, np.int64), np.full(1, 3)), AttentionBuffers.allocate(3, 1, CPU, True)
+    buffers.kv_indices.copy_(torch.tensor([2, 0, 1]))
+    outputs = []
+    for kernel in (TritonKernel(buffers, 1), SdpaKernel(buffers)):
+        kernel.plan(extent)
+        outputs.append(kernel.run(q, pool, pool, 0.3))
+    return float((outputs[0] - outputs[1]).abs().max())
+
+
 if __name__ == "__main__":
-    print(*(compare(int(seed), torch.device("cpu")) for seed in sys.argv[1:]))
+    print(*(compare(int(seed), CPU) for seed in sys.argv[1:]), far_slots())
