@@ -85,6 +85,7 @@ MODULES = {
         "metric_labels",
         "parsers",
         "response_store",
+        "small_chunks",
         "unread_streams",
         "gone_clients",
     ),

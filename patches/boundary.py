@@ -74,7 +74,7 @@ def register() -> None:
         hook(f"{ollama}.{answer}", _ollama, HookType.AROUND)
     for answer in ("_stream_chat_response", "_stream_generate_response"):
         hook(f"{ollama}.{answer}", _ollama_stream, HookType.AROUND)
-    hook(f"{ollama}._convert_options_to_sampling_params", _ollama_seed, HookType.AFTER)
+    hook(f"{ollama}._convert_options_to_sampling_params", _ollama_options, HookType.AFTER)
     openai = "sglang.srt.entrypoints.openai"
     chat = f"{openai}.serving_chat.OpenAIServingChat._convert_to_internal_request"
     hook(chat, _keep_converted, HookType.AFTER)
@@ -280,10 +280,15 @@ async def _ollama_stream(
     return await original(self, obj, request, *rest)
 
 
-def _ollama_seed(params: dict[str, Any], self: Any, options: Any = None) -> None:
-    """SGLang's sampling parameters have no ``seed``, under which name it passes Ollama's on."""
-    if "seed" in params and applies(self.tokenizer_manager.server_args):
+def _ollama_options(params: dict[str, Any], self: Any, options: Any = None) -> None:
+    """SGLang passes on what its sampling parameters call otherwise: a ``seed``, and the
+    ``num_predict`` of -1 or -2, which is as many tokens as fit."""
+    if not applies(self.tokenizer_manager.server_args):
+        return
+    if "seed" in params:
         params["sampling_seed"] = params.pop("seed")
+    if params.get("max_new_tokens") in (-1, -2):
+        params["max_new_tokens"] = None
 
 
 async def _detokenize(

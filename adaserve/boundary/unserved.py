@@ -41,6 +41,7 @@ def _fields(use: str, *known: str) -> dict[str, str]:
     return INSTEAD | dict.fromkeys([name for name in CONSTRAINTS if name not in known], use)
 
 
+_IMAGES = "use image_url of /v1/chat/completions, with a model that takes images"
 _OPENAI = ("response_format", "regex", "ebnf")
 _CHAT = _fields("use response_format, regex or ebnf", *_OPENAI)
 _ROUTES = {
@@ -51,8 +52,11 @@ _ROUTES = {
     | dict.fromkeys(("conversation", "prompt"), "send all of the input"),
     "/v1/messages": _fields("use output_config.format", "output_config"),
     "/generate": _fields("use json_schema, regex or ebnf in sampling_params"),
-    "/api/chat": _fields("use response_format of /v1/chat/completions"),
-    "/api/generate": _fields("use response_format of /v1/completions"),
+    "/api/chat": _fields("use response_format of /v1/chat/completions")
+    | {"tools": "use tools of /v1/chat/completions"},
+    "/api/generate": _fields("use response_format of /v1/completions")
+    | dict.fromkeys(("context", "template"), "put all of the text into prompt")
+    | {"images": _IMAGES},
 }
 """Route -> field that it ignores -> what to use."""
 
@@ -70,6 +74,10 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
     for name, use in _ROUTES.get(path, {}).items():
         if body.get(name):
             raise RequestError(f"{name} is not served: {use}")
+    if path == "/api/chat" and isinstance(body.get("messages"), list):
+        for i, message in enumerate(body["messages"]):
+            if isinstance(message, Mapping) and message.get("images"):
+                raise RequestError(f"messages[{i}].images is not served: {_IMAGES}")
     best, n = body.get("best_of", 1), body.get("n") or 1
     if is_integer(best) and is_integer(n) and best > n:
         raise RequestError("best_of is not served: ask for as many answers with n, and choose")

@@ -28,6 +28,7 @@ TARGETS = {
     "sglang.srt.server_args.ServerArgs.add_cli_args": ["parser"],
     "sglang.srt.server_args.ServerArgs.from_cli_args": ["args"],
     "uvicorn.server.Server.handle_exit": ["self", "sig", "frame"],
+    "uvicorn.protocols.http.h11_impl.H11Protocol.__init__": ["self"],
     "torch.distributed.new_group": ["ranks", "timeout", "backend"],
     "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode": [],
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": [],

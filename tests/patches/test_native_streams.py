@@ -12,7 +12,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.request_headers import apply_header_overrides
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from adaserve.patches.boundary import _every_request, native_response
+from adaserve.patches.boundary import _every_request, _ollama_options, native_response
 
 
 def test_headers_that_override_fields_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +61,12 @@ def test_a_server_that_stops_takes_no_more_requests(algorithm: str | None, taken
         with pytest.raises(HTTPException, match="503: this server is stopping"):
             asyncio.run(first())
     assert bool(asked) == taken
+
+
+@pytest.mark.parametrize(("asked", "tokens"), [(-1, None), (-2, None), (7, 7), (-3, -3)])
+def test_ollamas_options_have_their_own_meanings(asked: int, tokens: int | None) -> None:
+    args = SimpleNamespace(speculative_algorithm="ADASERVE")
+    serving = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_args=args))
+    params = {"max_new_tokens": asked, "seed": 5}
+    _ollama_options(params, serving)
+    assert params == {"max_new_tokens": tokens, "sampling_seed": 5}

@@ -43,6 +43,10 @@ SCHEMA = {"type": "object"}
         (GENERATE, {"temperature": 0}, "temperature is not served here: put it into sampling_params"),
         (GENERATE, {"guided_json": SCHEMA}, "guided_json is not served: use json_schema, regex or ebnf in"),
         ("/api/chat", {"format": "json"}, "format is not served: use response_format of /v1"),
+        ("/api/chat", {"tools": [{"type": "function"}]}, "tools is not served: use tools of /v1/chat"),
+        ("/api/chat", {"messages": [5, {"images": ["AAAA"]}]}, "messages[1].images is not served: use"),
+        ("/api/generate", {"images": ["AAAA"]}, "images is not served: use image_url of"),
+        ("/api/generate", {"context": [5, 6]}, "context is not served: put all of the text into prompt"),
     ],
 )  # fmt: skip
 def test_what_would_be_ignored_is_refused(path: str, field: dict[str, Any], use: str) -> None:
@@ -64,6 +68,8 @@ def test_what_would_be_ignored_is_refused(path: str, field: dict[str, Any], use:
         (MESSAGES, {"output_config": {"effort": "low"}, "stop_sequences": ["a"], "thinking": {}}),
         (GENERATE, {"sampling_params": {"regex": "a"}, "temperature": None, "watermark": {}}),
         ("/v1/embeddings", {"format": "float"}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": []}], "tools": []}),
+        ("/api/generate", {"images": None, "suffix": "b", "raw": True, "system": "a", "keep_alive": 0}),
     ],
 )  # fmt: skip
 def test_what_is_served_or_harmless_is_not(path: str, fields: dict[str, Any]) -> None:
