@@ -25,7 +25,7 @@ LIVE = (  # picture, width, height, dark
 )
 sys.path[:0] = [str(ROOT / "tests" / "slo")]
 
-from browser import browser  # noqa: E402
+from browser import DRAWN, browser  # noqa: E402
 
 
 def shoot_report(folder: Path) -> None:
@@ -58,7 +58,7 @@ def shoot_server(folder: Path) -> None:
             time.sleep(SHOT_AT_S)
             for page, (name, *_) in zip(live, LIVE, strict=True):
                 page.open(f"{server.url}/slo")
-                page.wait("return document.querySelectorAll('.u-over').length === 6", 60)
+                page.wait(DRAWN, 60)
                 page.screenshot(IMG / f"{name}.png", full=name == "slo-light")
                 page.open("about:blank")
             tab.open(f"http://127.0.0.1:{port}/?tab=slo")
