@@ -16,7 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IMG = ROOT / "docs" / "img"
-TRAFFIC = "duration_s: 150\narrivals: {kind: peak, rps: 0.8, to_rps: 1.8, at: 0.4, width: 0.15}\n"
+TRAFFIC = (  # with milliseconds all requests would be `custom`
+    "duration_s: 150\nserver: {slo_headers: class}\n"
+    "arrivals: {kind: peak, rps: 0.8, to_rps: 1.8, at: 0.4, width: 0.15}\n"
+)
 SHOT_AT_S = 110.0
 LIVE = (  # picture, width, height, dark
     ("slo-light", 1200, 850, False),
