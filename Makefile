@@ -45,7 +45,7 @@ format: env ## Format, and repair what the linter can repair
 bench: env ## Measure TPOT against plain decoding at several batch sizes; JSON under results/
 	@$(BIN)/adaserve bench latency $(ARGS)
 
-sweep: env ## Systems against load on a real server, judged by both SLOs (an hour; ARGS=--quick: minutes)
+sweep: env ## Systems against load on a real server, judged by both SLOs (80 minutes; ARGS=--quick: four)
 	@$(BIN)/adaserve bench sweep $(ARGS)
 
 soak: env ## Random mixes of everything against one server, with invariants checked all the time (MINUTES=10 or REQUESTS=N)

@@ -16,7 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IMG = ROOT / "docs" / "img"
-TRAFFIC = "duration_s: 150\narrivals: {kind: peak, rps: 0.8, to_rps: 1.8, at: 0.4, width: 0.15}\n"
+TRAFFIC = (  # with milliseconds all requests would be `custom`
+    "duration_s: 150\nserver: {slo_headers: class}\n"
+    "arrivals: {kind: peak, rps: 0.8, to_rps: 1.8, at: 0.4, width: 0.15}\n"
+)
 SHOT_AT_S = 110.0
 LIVE = (  # picture, width, height, dark
     ("slo-light", 1200, 850, False),
@@ -25,7 +28,7 @@ LIVE = (  # picture, width, height, dark
 )
 sys.path[:0] = [str(ROOT / "tests" / "slo")]
 
-from browser import browser  # noqa: E402
+from browser import DRAWN, browser  # noqa: E402
 
 
 def shoot_report(folder: Path) -> None:
@@ -58,7 +61,7 @@ def shoot_server(folder: Path) -> None:
             time.sleep(SHOT_AT_S)
             for page, (name, *_) in zip(live, LIVE, strict=True):
                 page.open(f"{server.url}/slo")
-                page.wait("return document.querySelectorAll('.u-over').length === 6", 60)
+                page.wait(DRAWN, 60)
                 page.screenshot(IMG / f"{name}.png", full=name == "slo-light")
                 page.open("about:blank")
             tab.open(f"http://127.0.0.1:{port}/?tab=slo")

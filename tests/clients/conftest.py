@@ -9,9 +9,18 @@ from typing import Any
 import httpx
 import pytest
 
+from adaserve.config import AdaServeConfig
 from adaserve.server import ServerProcess, ServerSpec, free_port
 
 MODEL = "adaserve-embedded"
+SLOTS = 4
+"""Requests that the small server runs at once."""
+SLOS = """
+classes:
+  tight: {tpot_ms: 0.2}
+  chat: {tpot_ms: 60000}
+  bulk: {tpot_ms: 60000, running_share: 0.5}
+"""
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +30,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     extra = ("--tool-call-parser", "qwen25", "--constrained-json-disable-any-whitespace")
     spec = ServerSpec(size="12M", port=free_port(), extra=extra)
     with ServerProcess(spec, log=tmp_path_factory.mktemp("server") / "server.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Few requests at a time; sheds, and sends ORCA's header."""
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "slo.yaml").write_text(SLOS)
+    config = AdaServeConfig(shed=True, orca=True, slo_config=str(folder / "slo.yaml"))
+    spec = ServerSpec(
+        size="12M", port=free_port(), config=config, extra=("--max-running-requests", str(SLOTS))
+    )
+    with ServerProcess(spec, log=folder / "server.log") as running:
         yield running
 
 

@@ -13,7 +13,7 @@ from adaserve.loadgen.run_folder import read_run
 from adaserve.server import ServerProcess
 
 MIX = """
-duration_s: 15
+duration_s: 8
 arrivals: {rps: 4}
 server: {ignore_eos: true}
 classes:

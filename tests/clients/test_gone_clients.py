@@ -5,15 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from adaserve.server import ServerProcess, ServerSpec, free_port
-from tests.clients.conftest import MODEL
+from adaserve.server import ServerProcess
+from tests.clients.conftest import MODEL, SLOTS
 
 PROMPT, LONG = "import os\n", 6000
 GENERATE = {"text": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
@@ -28,14 +27,6 @@ ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 AT_ONCE_S = 2.0
 """Half of what SGLang takes to look for a client."""
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Two requests at a time."""
-    spec = ServerSpec(size="12M", port=free_port(), extra=("--max-running-requests", "2"))
-    with ServerProcess(spec, log=tmp_path_factory.mktemp("small") / "server.log") as running:
-        yield running
 
 
 def ask(server: ServerProcess, route: str, stream: bool) -> http.client.HTTPConnection:
@@ -75,15 +66,19 @@ def text(server: ServerProcess, prompt: str) -> str:
 
 
 def test_requests_that_wait(small: ServerProcess) -> None:
-    """The two that run meanwhile say what they say alone."""
+    """Two that run meanwhile say what they say alone."""
     prompts = (PROMPT, "def main(")
     alone = [text(small, prompt) for prompt in prompts]
     with ThreadPoolExecutor(2) as threads:
+        others = ask(small, "batch", stream=False)
+        until(small, SLOTS - 2, 0)
         both = [threads.submit(text, small, prompt) for prompt in prompts]
-        until(small, 2, 0)
+        until(small, SLOTS, 0)
         waiting = [ask(small, *one) for one in (("generate", False), ("generate", True), ("chat", True))]
-        until(small, 2, 3)
+        until(small, SLOTS, 3)
         for connection in waiting:
             connection.close()
-        until(small, 2, 0, AT_ONCE_S)
+        until(small, SLOTS, 0, AT_ONCE_S)
         assert [one.result() for one in both] == alone
+    others.close()
+    until(small, 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,31 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from adaserve.config import AdaServeConfig
 from adaserve.loadgen.server_metrics import parse_metrics
-from adaserve.server import ServerProcess, ServerSpec, free_port
-from tests.clients.conftest import MODEL
-
-SLOS = """
-classes:
-  tight: {tpot_ms: 0.2}
-  chat: {tpot_ms: 60000}
-  bulk: {tpot_ms: 60000, running_share: 0.5}
-"""
-SLOTS = 4
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Four requests at a time; sheds, and sends ORCA's header."""
-    folder = tmp_path_factory.mktemp("small")
-    (folder / "slo.yaml").write_text(SLOS)
-    config = AdaServeConfig(shed=True, orca=True, slo_config=str(folder / "slo.yaml"))
-    spec = ServerSpec(
-        size="12M", port=free_port(), config=config, extra=("--max-running-requests", str(SLOTS))
-    )
-    with ServerProcess(spec, log=folder / "server.log") as running:
-        yield running
+from adaserve.server import ServerProcess
+from tests.clients.conftest import MODEL, SLOTS
 
 
 def complete(

@@ -85,9 +85,7 @@ def assert_faithful(records: list[RequestRecord], log: list[dict[str, Any]]) -> 
 CASES = {
     # name: (behaviour, requests/s, seconds, tokens)
     "1 ms, one stream": ({"token_ms": 1}, 2, 4, 200),
-    "20 ms, one stream": ({"token_ms": 20}, 1, 6, 40),
     "20 ms, 40 streams": ({"token_ms": 20}, 40, 3, 50),
-    "100 ms": ({"token_ms": 100}, 10, 3, 20),
     "several tokens per chunk": ({"token_ms": 5, "per_chunk": 4}, 10, 3, 81),
     "several tokens in the first chunk": ({"token_ms": 20, "per_chunk": 3, "first_chunk": 5}, 10, 3, 35),
     "slow first token": ({"token_ms": 5, "first_ms": 1500}, 5, 3, 30),
@@ -128,9 +126,7 @@ def test_other_apis(api: str, tmp_path: Path) -> None:
     assert all((r.accept_length is not None) == (api == "generate") for r in records)
 
 
-@pytest.mark.parametrize(
-    "lie", [{"usage_factor": 1.5}, {"usage_factor": 0.5}, {"late_header_ms": 30}], ids=str
-)
+@pytest.mark.parametrize("lie", [{"usage_factor": 0.5}, {"late_header_ms": 30}], ids=str)
 def test_a_fake_that_lies_is_found_out(lie: dict[str, float], tmp_path: Path) -> None:
     with running_fake(token_ms=20, **lie) as fake:
         records = load(fake, tmp_path / "run", 10, 2, 40)
@@ -140,11 +136,11 @@ def test_a_fake_that_lies_is_found_out(lie: dict[str, float], tmp_path: Path) ->
 
 def test_failures_are_misses(tmp_path: Path) -> None:
     with running_fake(token_ms=5, error_after=10) as fake:
-        broken = load(fake, tmp_path / "error", 10, 2, 30)
+        broken = load(fake, tmp_path / "error", 10, 1, 30)
         fake.set(token_ms=5, drop_after=10)
-        dropped = load(fake, tmp_path / "drop", 10, 2, 30)
+        dropped = load(fake, tmp_path / "drop", 10, 1, 30)
         fake.set(status=503)
-        refused = load(fake, tmp_path / "refuse", 10, 2, 30)
+        refused = load(fake, tmp_path / "refuse", 10, 1, 30)
     assert {r.error for r in broken} == {"the fake broke"}
     assert {r.error for r in dropped} == {"connection closed before the end of the answer"}
     assert {r.error for r in refused} == {"HTTP 503: the fake was told to refuse"}
@@ -189,10 +185,10 @@ def test_dispatch_lag_at_200_per_second(tmp_path: Path) -> None:
 
 def test_distributed_runs_send_the_same_schedule(tmp_path: Path) -> None:
     with running_fake(token_ms=5) as fake:
-        alone = load(fake, tmp_path / "one", 20, 3, 20)
+        alone = load(fake, tmp_path / "one", 20, 2, 20)
         bodies = [e["body"] for e in sorted(fake.log(), key=lambda e: int(e["id"][6:]))]
         fake.set(token_ms=5)
-        shared = load(fake, tmp_path / "two", 20, 3, 20, processes=2)
+        shared = load(fake, tmp_path / "two", 20, 2, 20, processes=2)
         shared_bodies = [e["body"] for e in sorted(fake.log(), key=lambda e: int(e["id"][6:]))]
         fake.set(token_ms=5)
         assert len(load(fake, tmp_path / "few", 1, 1, 5, processes=2)) == 1, "one worker has nothing to send"

@@ -53,7 +53,7 @@ def test_head_reads_this_target_and_is_accepted(pair: tuple[TinyLlama, TinyLlama
     written = write(target, prompts, 48, 0.7, seed=5)
     scale, spread = (float(x) for x in sharpening.reading(0.7))
     samples = tree_samples(drafter, written, w=2, tau=1 / scale, every=8, noise=spread / scale)
-    assert mean_accepted(samples) > 1.2
+    assert mean_accepted(samples) > 2.0
 
 
 def test_medusa_heads_read_this_target_and_are_accepted(pair: tuple[TinyLlama, TinyLlama]) -> None:
@@ -65,14 +65,14 @@ def test_medusa_heads_read_this_target_and_are_accepted(pair: tuple[TinyLlama, T
     written = write(target, prompts, 32, 0.7, seed=5)
     scale, spread = (float(x) for x in sharpening.reading(0.7))
     samples = tree_samples(drafter, written, w=3, tau=1 / scale, every=4, noise=spread / scale)
-    assert mean_accepted(samples) > 0.2
+    assert mean_accepted(samples) > 0.35
 
 
 def test_target_has_read_such_text(pair: tuple[TinyLlama, TinyLlama]) -> None:
-    """A uniform guess costs 8.3 nats per token, the draft about 3.8, the target about 2.9."""
+    """A uniform guess costs 8.3 nats per token, the draft 3.65, the target 3.40."""
     tokens = prompt_batch(load_tokenizer(WEIGHTS / "target"), "summarization", 8, odd=False)
     assert next_token_loss(pair[0], tokens).item() < 3.5
-    assert next_token_loss(pair[1], tokens).item() < 4.5
+    assert next_token_loss(pair[1], tokens).item() < 3.8
 
 
 def test_draft_is_accepted_and_its_probabilities_are_right(pair: tuple[TinyLlama, TinyLlama]) -> None:
@@ -80,7 +80,7 @@ def test_draft_is_accepted_and_its_probabilities_are_right(pair: tuple[TinyLlama
     sharpening = load_sharpening(WEIGHTS / "draft")
     assert sharpening.measured
     tokenizer = load_tokenizer(WEIGHTS / "target")
-    for temperature, least in ((0.0, 1.6), (0.7, 0.7)):
+    for temperature, least in ((0.0, 3.1), (0.7, 2.1)):
         written = write(target, prompt_batch(tokenizer, "coding", 24, odd=False), 48, temperature, seed=5)
         scale, spread = (float(x) for x in sharpening.reading(temperature))
         samples = tree_samples(
@@ -89,7 +89,7 @@ def test_draft_is_accepted_and_its_probabilities_are_right(pair: tuple[TinyLlama
         accepted = mean_accepted(samples)
         predicted = torch.cat([torch.stack(t.probability, 1).sum((1, 2)) for t, _ in samples]).mean().item()
         assert accepted > least
-        assert predicted == pytest.approx(accepted, rel=0.35)
+        assert predicted == pytest.approx(accepted, rel=0.2)
 
 
 @torch.no_grad()

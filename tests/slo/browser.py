@@ -17,6 +17,8 @@ from typing import Any
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 AVAILABLE = bool(CHROMIUM and DRIVER)
+DRAWN = "return document.querySelectorAll('.u-over').length === 7"
+"""The live page has all its charts, of a server whose draft does not learn."""
 
 _ARGS = (
     "--headless",
