@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -51,19 +52,23 @@ class Outlook:
         self._paces: dict[tuple[int, str], float] = {}  # the same for each class
 
     def observe(self, outcome: IterationOutcome) -> None:
-        """An iteration."""
-        running, tokens = outcome.plan.running, outcome.new_tokens.tolist()
-        n = len(running)
+        """An iteration. Requests that may not speculate say nothing of what others get."""
+        running, n = outcome.plan.running, len(outcome.plan.running)
+        each = zip(running.slo_class, outcome.new_tokens.tolist(), strict=True)
+        told = list(compress(each, running.max_depth.tolist()))
+        if not told:
+            return
         size = n.bit_length()
         verified, steps = outcome.selection.verify_tokens, outcome.trees.draft_steps
         context = float(running.context_tokens.sum())
         # Plain numbers: for so few of them arrays are slower, and this runs in every iteration.
         quiet_s = outcome.cycle_s / self._latency.slowdown
-        seen = (n, quiet_s, sum(tokens) / n, verified, steps, outcome.plan.width, context)
+        mean = sum(new for _, new in told) / len(told)
+        seen = (n, quiet_s, mean, verified, steps, outcome.plan.width, context)
         known = self._means.get(size, seen)
         self._means[size] = tuple(blend(k, s, NEWEST) for k, s in zip(known, seen, strict=True))
         emitted: dict[str, list[int]] = {}
-        for name, new in zip(running.slo_class, tokens, strict=True):
+        for name, new in told:
             emitted.setdefault(name, []).append(new)
         for name, mine in emitted.items():
             pace = sum(mine) / len(mine)

@@ -137,11 +137,12 @@ class SLOLedger:
         served = not req.rid.startswith(HEALTH_CHECK) and req.sampling_params.max_new_tokens != 0
         if served and (failed or not aborted):
             self.stats.finish(request)
-            self._learn_tpot(request, by_load_s, _last_s(req))
+            asked = RequestSLO.from_params(req.sampling_params.custom_params)
+            if asked.speculation is None:  # others get less than their class does
+                self._learn_tpot(request, by_load_s, _last_s(req))
             if not failed and request.output_tokens:
                 cut = type(req.finished_reason).__name__ == "FINISH_LENGTH"
                 self.lengths.add(request.slo.slo_class, request.output_tokens - 1, cut)
-            asked = RequestSLO.from_params(req.sampling_params.custom_params)
             self.stats.came(asked.routed, asked.stated)
             if self._log is not None:
                 self._log.add(request, self.arrival_s(req), len(req.origin_input_ids))

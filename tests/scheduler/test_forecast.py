@@ -59,6 +59,16 @@ def test_a_class_gets_what_it_got():
     assert seen.tpot_s("coding", 8) == pytest.approx(0.045 / 4)
 
 
+def test_requests_that_may_not_speculate_say_nothing_of_others():
+    both = iteration(["coding", "coding"], [4, 1], cycle_s=0.040)
+    both.plan.running.max_depth[1] = 0
+    alone = iteration(["coding"], [1], cycle_s=0.011)
+    alone.plan.running.max_depth[0] = 0
+    seen = outlook(both, alone)
+    assert seen.tpot_s("coding", 2) == pytest.approx(0.040 / 4)
+    assert seen.tpot_s("coding", 1) == pytest.approx(0.039 / 4)
+
+
 def test_speculation_counts_for_those_that_join():
     seen = outlook(iteration(["chat"] * 4, [2] * 4, cycle_s=0.030, kept=2))
     assert seen.tpot_s("chat", 5) == pytest.approx((0.030 + 3 * 0.001) / 2)

@@ -18,7 +18,7 @@ from adaserve.slo.events import IterationSample
 from adaserve.slo.ledger import SLOLedger
 from adaserve.slo.prometheus import ServerMetrics
 from adaserve.slo.request_log import RequestLog
-from adaserve.slo.resolve import resolve
+from adaserve.slo.resolve import RequestSLO, resolve
 from adaserve.slo.stats import SLOStats
 from adaserve.slo.trace import Trace, TraceError
 from adaserve.slo.trace_formats import read_trace
@@ -320,6 +320,14 @@ def test_predictions_learn_from_what_was_delivered() -> None:
     books.predict(gave_up, 0.040, 0.0)
     books.close(gave_up)
     assert books.delivered.predict("coding", 0.040, 0.0) == pytest.approx(0.020)
+
+
+def test_who_limits_speculation_says_nothing_of_its_class() -> None:
+    books, params = ledger(), RequestSLO("coding", 0.050, speculation=0).in_params(None)
+    req = Req(sampling_params=SimpleNamespace(custom_params=params, max_new_tokens=11))
+    books.predict(req, 0.010, books.arrival_s(req))
+    assert books.close(req)["tpot_predicted_ms"] == pytest.approx(10.0)
+    assert books.delivered.predict("coding", 0.010, 0.0) == pytest.approx(0.010)
 
 
 def test_the_gate_is_noted_for_one_iteration() -> None:

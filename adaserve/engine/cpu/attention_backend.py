@@ -14,12 +14,15 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from adaserve.engine.plain_attention import plain_layers
 from adaserve.engine.trees.attention import TreeAttentionPlan, attend, causal_plan, gather_slots
 
 
 class CpuAttentionBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
+        """Raises ValueError for a model whose text would be another one."""
         super().__init__()
+        plain_layers(runner.model)
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.kv_index_translator = runner.kv_index_translator
@@ -60,8 +63,10 @@ class CpuAttentionBackend(AttentionBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        **_: Any,
+        **more: Any,
     ) -> torch.Tensor:
+        if wanted := sorted(name for name, value in more.items() if value is not None):
+            raise ValueError(f"attention with {', '.join(wanted)} is not supported on a CPU host")
         if save_kv_cache and k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         assert self.plan is not None

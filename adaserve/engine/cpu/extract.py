@@ -89,12 +89,11 @@ def _linear_obstacles(owner: Any) -> Iterator[str]:
 
 
 def _attention_obstacles(attention: Any) -> Iterator[str]:
-    if getattr(attention.attn, "sliding_window_size", -1) not in (-1, None):
-        yield "sliding window attention"
-    if getattr(attention.attn, "logit_cap", 0.0):
-        yield "attention logit cap"
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
+    from adaserve.engine import plain_attention
+
+    yield from plain_attention.obstacles(attention.attn)
     rope = attention.rotary_emb
     cache = getattr(rope, "cos_sin_cache", None)
     # Classes with another forward (multimodal, dual chunk, long/short factors) do more than look up a row.

@@ -22,20 +22,14 @@ class HeadShape:
     @staticmethod
     def of(runner: Any) -> HeadShape:
         """From a ``ModelRunner``. Raises ValueError for attention that a plain mask does not describe."""
-        from sglang.srt.layers.radix_attention import RadixAttention
+        from adaserve.engine.plain_attention import plain_layers
 
-        layers = [m for m in runner.model.modules() if isinstance(m, RadixAttention)]
         shapes = {
-            (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling, a.logit_cap,
-             a.sliding_window_size) for a in layers
-        }  # fmt: skip
+            (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.scaling) for a in plain_layers(runner.model)
+        }
         if len(shapes) != 1:
             raise ValueError(f"layers with different attention are not supported: {sorted(shapes)}")
-        q_heads, kv_heads, dim, v_dim, scaling, cap, window = shapes.pop()
-        if v_dim != dim or cap or window > 0:
-            raise ValueError(
-                "attention with a soft cap, a sliding window or values of another width is not supported"
-            )
+        q_heads, kv_heads, dim, scaling = shapes.pop()
         if getattr(runner.token_to_kv_pool, "use_hnd", False):
             raise ValueError("a KV cache with heads before pages is not supported: use --page-size 1")
         dtype = runner.token_to_kv_pool.dtype

@@ -1,0 +1,60 @@
+"""Attention that our code does not compute is refused, on every device: its text would be another one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+from adaserve.engine.cpu.attention_backend import CpuAttentionBackend
+from adaserve.engine.gpu.head_shape import HeadShape
+
+MORE = {
+    "sliding window": {"sliding_window_size": 128},
+    "scores": {"logit_cap": 50.0},
+    "positions": {"pos_encoding_mode": "ALIBI"},
+    "another width": {"v_head_dim": 4},
+    "later ones": {"attn_type": AttentionType.DECODER_BIDIRECTIONAL},
+    "another text": {"is_cross_attention": True},
+}
+
+
+def runner(*layers: dict[str, Any]) -> SimpleNamespace:
+    model = torch.nn.ModuleList(RadixAttention(4, 8, 0.5, 2, i, **more) for i, more in enumerate(layers))
+    pool = SimpleNamespace(dtype=torch.float32)
+    return SimpleNamespace(
+        model=model,
+        dtype=torch.float32,
+        token_to_kv_pool=pool,
+        req_to_token_pool=None,
+        kv_index_translator=None,
+    )
+
+
+def test_plain_layers_are_served() -> None:
+    assert HeadShape.of(runner({}, {})).q_heads == 4
+    CpuAttentionBackend(runner({}, {}))
+
+
+@pytest.mark.parametrize("what", MORE)
+def test_more_is_refused(what: str) -> None:
+    for takes in (HeadShape.of, CpuAttentionBackend):
+        with pytest.raises(ValueError, match=what):
+            takes(runner({}, MORE[what]))
+
+
+def test_grok_is_refused() -> None:
+    """Its model sets this after the layer was made."""
+    asks = runner({}, {})
+    asks.model[1].xai_temperature_len = 1024
+    for takes in (HeadShape.of, CpuAttentionBackend):
+        with pytest.raises(ValueError, match="positions"):
+            takes(asks)
+
+
+def test_what_a_model_asks_in_its_forward_is_refused() -> None:
+    asked = runner({})
+    backend = CpuAttentionBackend(asked)
+    with pytest.raises(ValueError, match="sinks"):
+        backend.forward_extend(None, None, None, asked.model[0], None, sinks=torch.zeros(4))
