@@ -55,20 +55,20 @@ class Outlook:
         """An iteration. Requests that may not speculate say nothing of what others get."""
         running, n = outcome.plan.running, len(outcome.plan.running)
         each = zip(running.slo_class, outcome.new_tokens.tolist(), strict=True)
-        told = list(compress(each, running.max_depth.tolist()))
-        if not told:
+        speculating = list(compress(each, running.max_depth.tolist()))
+        if not speculating:
             return
         size = n.bit_length()
         verified, steps = outcome.selection.verify_tokens, outcome.trees.draft_steps
         context = float(running.context_tokens.sum())
         # Plain numbers: for so few of them arrays are slower, and this runs in every iteration.
         quiet_s = outcome.cycle_s / self._latency.slowdown
-        mean = sum(new for _, new in told) / len(told)
+        mean = sum(new for _, new in speculating) / len(speculating)
         seen = (n, quiet_s, mean, verified, steps, outcome.plan.width, context)
         known = self._means.get(size, seen)
         self._means[size] = tuple(blend(k, s, NEWEST) for k, s in zip(known, seen, strict=True))
         emitted: dict[str, list[int]] = {}
-        for name, new in told:
+        for name, new in speculating:
             emitted.setdefault(name, []).append(new)
         for name, mine in emitted.items():
             pace = sum(mine) / len(mine)

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def kernels() -> None:
     if build.load_kernels() is None:
-        pytest.skip("no compiler")
+        pytest.skip("no C compiler here")
 
 
 def columns(*asked: Asked) -> list[Tensor]:
