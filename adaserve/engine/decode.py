@@ -152,14 +152,15 @@ class DecodeLoop:
     ) -> tuple[verify.Tensors, torch.Tensor, torch.Tensor | None]:
         """The verified tokens on the device, the target's draws int64 [T], and logits where there are any."""
         target, info = self.device.target, batch.sampling_info
-        tensors = self.device.put({**verified.arrays(), **target.arrays(verified.batch)})
+        states = target.run(verified.batch)  # first: the device waits for it, and not for what follows
+        tensors = self.device.put(verified.arrays())
         wanted = batch.return_logprob or self.tap.is_open
         if allowed is None and not wanted and sampling.is_plain_greedy(info, settings):
-            return tensors, target.argmax(target.run(verified.batch, tensors)), None
+            return tensors, target.argmax(states), None
         step = sampling.Step(
             self.device, batch.reqs, rows.states, settings, info, verified, tensors, self._penalties, allowed
         )
-        logits = target.logits(target.run(verified.batch, tensors))
+        logits = target.logits(states)
         sampling.adjust_logits(logits, step)
         return tensors, sampling.draw(logits, step), logits
 

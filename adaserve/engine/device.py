@@ -114,12 +114,8 @@ class ModelForward(Drafter, Protocol):
         many as there are."""
         ...
 
-    def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
-        """What a forward of ``batch`` needs on the device besides the tokens; for one common upload."""
-        ...
-
-    def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> Any:
-        """Opaque states of the T tokens, whose KV is written. ``tensors``: their arrays, if uploaded."""
+    def run(self, batch: TreeBatch) -> Any:
+        """Opaque states of the T tokens, whose KV is written."""
         ...
 
     def logits(self, states: Any) -> Tensor:

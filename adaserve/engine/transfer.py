@@ -57,8 +57,8 @@ def _pieces(arrays: Mapping[str, np.ndarray], rows: int = 0) -> tuple[list[_Piec
 def _pack(
     arrays: Mapping[str, np.ndarray], pieces: Sequence[_Piece], size: int, device: torch.device
 ) -> Tensor:
-    """All values in pinned memory, with zeros where there are none."""
-    packed = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    """All values in pinned memory."""
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = packed.numpy()
     for piece, values in zip(pieces, arrays.values(), strict=True):
         np.ndarray(values.shape, values.dtype, host, piece.start)[...] = values
@@ -93,27 +93,47 @@ def put(arrays: Mapping[str, np.ndarray], device: torch.device) -> Uploaded:
 
 
 class StaticArrays:
-    """Device memory for arrays of fixed names, types and shapes, which a CUDA graph reads. No bools."""
+    """Device memory for arrays of fixed names, types and shapes, which a CUDA graph reads. No bools.
+
+    They are packed in pinned memory that stays as well, since to ask for some takes longer than to fill it.
+    """
 
     def __init__(self) -> None:
-        self._pieces: list[_Piece] = []
-        self._there: Tensor | None = None
+        self._names: list[str] = []
+        self._places: list[np.ndarray] = []  # of the arrays in pinned memory
         self._views: dict[str, Tensor] = {}
+        self._sent: torch.cuda.Event | None = None  # when the last copy was made
 
     def put(self, arrays: Mapping[str, np.ndarray], device: torch.device, rows: int = 0) -> dict[str, Tensor]:
         """As ``put``, always into the same memory, with zeros behind those of fewer than ``rows``."""
-        if self._there is None:
-            self._pieces, size = _pieces(arrays, rows)
-            self._there = torch.empty(size, dtype=torch.uint8, device=device)
-            self._views = {piece.name: piece.of(self._there) for piece in self._pieces}
-        for piece, (name, values) in zip(self._pieces, arrays.items(), strict=True):
-            fits = piece.name == name and values.shape[1:] == piece.shape[1:]
-            fits = fits and values.itemsize == piece.kind.itemsize
-            fits = fits and len(values) <= piece.shape[0] == max(rows, len(values))
+        if not self._names:
+            self._open(arrays, device, rows)
+        elif self._sent is not None:
+            self._sent.synchronize()  # long over, but where nobody waits for what the graph gives
+        for name, place, (given, values) in zip(self._names, self._places, arrays.items(), strict=True):
+            count = len(values)
+            fits = name == given and values.dtype == place.dtype and values.shape[1:] == place.shape[1:]
+            fits = fits and count <= len(place) == max(rows, count)
             assert fits, "a graph reads these, so they must stay where they are"
-        packed = _pack(arrays, self._pieces, self._there.nbytes, device)
-        self._there.copy_(packed, non_blocking=True)
+            place[:count] = values
+            place[count:] = 0
+        self._there.copy_(self._packed, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
         return self._views
+
+    def _open(self, arrays: Mapping[str, np.ndarray], device: torch.device, rows: int) -> None:
+        pieces, size = _pieces(arrays, rows)
+        is_cuda = device.type == "cuda"
+        self._packed = torch.zeros(size, dtype=torch.uint8, pin_memory=is_cuda)
+        self._there = torch.empty(size, dtype=torch.uint8, device=device)
+        self._names, self._views = [*arrays], {piece.name: piece.of(self._there) for piece in pieces}
+        host = self._packed.numpy()
+        self._places = [
+            np.ndarray(piece.shape, values.dtype, host, piece.start)
+            for piece, values in zip(pieces, arrays.values(), strict=True)
+        ]
+        self._sent = torch.cuda.Event() if is_cuda else None
 
 
 class QueuedCopy:

@@ -35,6 +35,7 @@ from adaserve.engine.gpu.attention import (
     SdpaKernel,
     TreeKernel,
     TritonKernel,
+    set_out,
 )
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent, change_windows, list_slots, slot_lists
@@ -109,7 +110,7 @@ def check(name: str, case: Case, device: torch.device, seed: int = 0) -> dict[st
     reference, kernel = SdpaKernel(buffers), _kernel(name, case, buffers)
     scaling = case.head_dim**-0.5
     for one in (reference, kernel, kernel):  # a later plan takes another way than the first one
-        one.plan(extent)
+        set_out(one, extent, device)
     right = reference.run(q.float(), keys.float(), values.float(), scaling)
     got = {"eager": kernel.run(q, keys, values, scaling)}
     us = None
@@ -144,7 +145,7 @@ def _captured(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = kernel.run(*arguments)
-    kernel.plan(extent)
+    set_out(kernel, extent, out.device)
     return out, _us(graph.replay)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,10 +77,7 @@ class CpuForward:
         """How the weights are stored; "sglang" where SGLang's own forward runs."""
         return self.model.model.storage if isinstance(self.model, LeanForward) else "sglang"
 
-    def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
-        return {}
-
-    def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+    def run(self, batch: TreeBatch) -> Tensor:
         plan = attention_plan(self._req_to_token, batch)
         return self._hidden(self._inputs(batch, plan, self._before(batch)))
 

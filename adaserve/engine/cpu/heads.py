@@ -17,7 +17,7 @@ one more than SGLang's: rotary embeddings see differences only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class HeadForward(CpuForward):
         super().__init__(model, req_to_token)
         self.target_states = hidden
 
-    def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+    def run(self, batch: TreeBatch) -> Tensor:
         return super().run(without_first(batch))
 
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:

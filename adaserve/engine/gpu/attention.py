@@ -75,8 +75,13 @@ class AttentionBuffers:
 class TreeKernel(Protocol):
     """Masked attention over the slots in ``AttentionBuffers``; one per padded size."""
 
-    def plan(self, extent: Extent) -> None:
-        """Prepares the next run; only host values, so it waits for nothing."""
+    def plan(self, extent: Extent) -> np.ndarray:
+        """Prepares the next run; only host values, so it waits for nothing. Returns what the device must be
+        given before: where each request's queries, keys and mask start, one-dimensional, always as long."""
+        ...
+
+    def take(self, starts: Tensor) -> None:
+        """What ``plan`` returned, on the device; a graph does this before it runs the kernel."""
         ...
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
@@ -91,8 +96,12 @@ class SdpaKernel:
         self._buffers = buffers
         self._extent: Extent | None = None
 
-    def plan(self, extent: Extent) -> None:
+    def plan(self, extent: Extent) -> np.ndarray:
         self._extent = extent
+        return np.zeros(0, np.int32)
+
+    def take(self, starts: Tensor) -> None:
+        """It reads the extent."""
 
     @property
     def tree_plan(self) -> TreeAttentionPlan:
@@ -118,10 +127,10 @@ class SdpaKernel:
 class FlashInferKernel:
     """FlashInfer's batch prefill over pages of one slot, with a custom mask, in CUDA graph mode.
 
-    Its planner is given host arrays only. Slots and mask are written into its buffers by us, and in one
-    upload where each request's queries, slots and mask start: the mask's at bytes (the planner would count
-    bits when it is given a packed mask). The first plan has as many tokens as all later ones, and its longest
-    request decides for which tiles (``tiles``).
+    Its planner is given host arrays only. Slots and mask are written into its buffers by us, and where each
+    request's queries, slots and mask start: the mask's at bytes (the planner would count bits when it is
+    given a packed mask). The first plan has as many tokens as all later ones, and its longest request decides
+    for which tiles (``tiles``).
     """
 
     def __init__(
@@ -158,15 +167,15 @@ class FlashInferKernel:
         # the plans in ``integers`` of those that are planned before any of them runs.
         self._wrapper.reset_workspace_buffer(workspace, integers)
 
-    def plan(self, extent: Extent) -> None:
+    def plan(self, extent: Extent) -> np.ndarray:
         is_first = self._wrapper is None
         if is_first:
             self._open(extent)
         h, every = self._heads, self._starts.shape[1]
-        starts = extent.qo_starts, extent.kv_starts, extent.byte_starts
-        host = torch.from_numpy(np.stack([_of_length(s, every) for s in starts]))
-        self._starts.copy_(host.pin_memory() if torch.cuda.is_available() else host, non_blocking=True)
-        queries, slots, _ = host
+        starts = np.empty(self._starts.shape, np.int32)
+        for row, values in zip(starts, (extent.qo_starts, extent.kv_starts, extent.byte_starts), strict=True):
+            row[: len(values)], row[len(values) :] = values, values[-1]
+        queries, slots = torch.from_numpy(starts[:2])
         # Of heads, and a page size of 1.
         shape = h.q_heads, h.kv_heads, h.head_dim, 1
         types = {"q_data_type": h.q_dtype, "kv_data_type": h.kv_dtype, "o_data_type": h.q_dtype}
@@ -177,6 +186,10 @@ class FlashInferKernel:
             )
         else:
             self._plan_again(extent, queries, slots, shape, types)
+        return starts.ravel()
+
+    def take(self, starts: Tensor) -> None:
+        self._starts.copy_(starts.view_as(self._starts))
 
     def _plan_again(
         self, extent: Extent, queries: Tensor, slots: Tensor, shape: tuple[int, ...], types: Any
@@ -185,9 +198,11 @@ class FlashInferKernel:
         arrays. What is there already is given as itself, which copies nothing."""
         from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
 
+        lens = torch.zeros(len(queries) - 1, dtype=torch.int32)
+        lens.numpy()[: len(extent.kv_lens)] = extent.kv_lens
         fast_prefill_plan(
             self._wrapper, self._queries, self._slots, self._no_slots, self._page_lens, *shape, **types,
-            qo_indptr_host=queries, kv_indptr_host=slots, kv_lens_host=slots.diff(),
+            qo_indptr_host=queries, kv_indptr_host=slots, kv_lens_host=lens,
             max_q_len=int(extent.q_lens.max()), max_kv_len=int(extent.kv_lens.max()),
         )  # fmt: skip
 
@@ -198,11 +213,9 @@ class FlashInferKernel:
         return self._wrapper.run(q, (keys.unsqueeze(1), values.unsqueeze(1)), out=out).flatten(1)
 
 
-def _of_length(starts: np.ndarray, length: int) -> np.ndarray:
-    """int32 [length]: behind ``starts`` the last one again and again. ``np.pad`` takes many times as long."""
-    out = np.full(length, starts[-1], np.int32)
-    out[: len(starts)] = starts
-    return out
+def set_out(kernel: TreeKernel, extent: Extent, device: torch.device) -> None:
+    """Plans the next run of a kernel that stands in no graph, and gives the device what it needs for it."""
+    kernel.take(torch.from_numpy(kernel.plan(extent)).to(device))
 
 
 class TritonKernel:
@@ -222,10 +235,11 @@ class TritonKernel:
         """Of each request's queries, keys and mask bytes."""
         self._no_prefix = torch.zeros(rows, dtype=torch.int64, device=device)  # the mask says what is seen
 
-    def plan(self, extent: Extent) -> None:
-        starts = np.stack([extent.qo_starts, extent.kv_starts, 8 * extent.byte_starts])
-        host = torch.from_numpy(starts)
-        self._starts.copy_(host.pin_memory() if torch.cuda.is_available() else host, non_blocking=True)
+    def plan(self, extent: Extent) -> np.ndarray:
+        return np.concatenate([extent.qo_starts, extent.kv_starts, 8 * extent.byte_starts])
+
+    def take(self, starts: Tensor) -> None:
+        self._starts.copy_(starts.view_as(self._starts))
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         queries, slots, mask = self._starts
@@ -272,7 +286,7 @@ def usable(
     """``make`` if its kernel can be planned, which compiles it, and run; else Triton's, with a sentence."""
     try:
         kernel = make(AttentionBuffers.allocate(8, 8, device), 1, 0)
-        kernel.plan(Extent(np.array([1]), np.array([1])))
+        set_out(kernel, Extent(np.array([1]), np.array([1])), device)
         q = torch.zeros(1, heads.q_heads, heads.head_dim, dtype=heads.q_dtype, device=device)
         pool = torch.zeros(1, heads.kv_heads, heads.head_dim, dtype=heads.kv_dtype, device=device)
         kernel.run(q, pool, pool, heads.scaling)

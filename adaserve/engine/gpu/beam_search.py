@@ -126,15 +126,15 @@ class BeamSearches:
         """int64 [3, R, nodes], ``Levels.found``. ``arrays``, ``kv_lens`` and ``gap`` are those of a rows."""
         parts, a, spare = self._parts, len(kv_lens), key.rows - len(kv_lens)
         padded = np.concatenate([kv_lens, np.ones(spare, np.int64)])
-        extents, ends = {q: Extent(np.full(key.rows, q), padded) for q in prepared.kernels}, {}
-        for q, extent in extents.items():
-            parts.buffers.require(extent)
-            end = ends[f"ends-{q}"] = extent.window_ends.reshape(-1, q)
-            end[a:] = -1  # padding sees its one key
-        lists = slot_lists(extent, arrays["pool_rows"], gap)  # keys are the same in all steps
-        there = prepared.static.put({**arrays, **ends, "lists": lists}, parts.device, key.rows)
+        of_steps = {}
         for q, kernel in prepared.kernels.items():
-            kernel.plan(extents[q])
+            extent = Extent(np.full(key.rows, q), padded)
+            parts.buffers.require(extent)
+            end = of_steps[f"ends-{q}"] = extent.window_ends.reshape(-1, q)
+            end[a:] = -1  # padding sees its one key
+            of_steps[f"starts-{q}"] = kernel.plan(extent)
+        lists = slot_lists(extent, arrays["pool_rows"], gap)  # keys are the same in all steps
+        there = prepared.static.put({**arrays, **of_steps, "lists": lists}, parts.device, key.rows)
         found, run = parts.run(key, partial(self._search, key, prepared, there))
         if key not in parts.sizes.captured:
             self._eager = prepared, run[1]
@@ -146,6 +146,8 @@ class BeamSearches:
         parts, shape, base = self._parts, prepared.shape, there["base"][:, None]
         levels = Levels(shape, key.rows, prepared.columns)
         turned = partial(torch.clamp, min=0, max=parts.last_position)  # to positions with a rotary angle
+        for q, kernel in prepared.kernels.items():
+            kernel.take(there[f"starts-{q}"])
         q, rows, is_padding = prepared.first, there["pool_rows"][:, None], base == 0
         list_slots(parts.req_to_token, there["lists"], parts.buffers.kv_indices)
         places = torch.where(is_padding, -1, there["places"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from adaserve.engine.gpu.beam_search import BeamSearches
 from adaserve.engine.gpu.layout import LIST, Extent, list_slots, seen_by, slot_lists
 from adaserve.engine.gpu.model import Inputs, Output, Parts
 from adaserve.engine.gpu.sizes import Key, SearchKey
-from adaserve.engine.transfer import put
+from adaserve.engine.transfer import StaticArrays
 from adaserve.engine.trees.batch import TreeBatch
 
 
@@ -44,32 +43,23 @@ class GpuForward:
         self.parts, self.device, self.most_tokens = parts, parts.device, parts.sizes.most_tokens
         self.sizes, self.table, self.first_tokens = parts.sizes, parts.table, parts.first
         self._searches = BeamSearches(parts)
-        captured = [key for key in self.sizes.captured if isinstance(key, Key)]
-        most = max(map(Packed.size, captured), default=0)
-        self._inputs = torch.zeros(most, dtype=torch.int64, device=self.device)
-        self._kernels: dict[Key, TreeKernel] = {}
+        self._prepared: dict[Key, tuple[TreeKernel, StaticArrays]] = {}
         self._eager: tuple[TreeKernel, Mark] | None = None  # the last forward without a graph, and its end
-        self._laid_out: tuple[TreeBatch, Key, Extent] | None = None  # of the last batch
         self._runs: list[Run] = []
         self._logits: Tensor | None = None  # of all graphs: 16 sizes with 128k tokens would take a gigabyte
 
     # -- one forward --------------------------------------------------------------------------
 
-    def arrays(self, batch: TreeBatch) -> dict[str, np.ndarray]:
-        """The tokens, padded, where their keys are and what they see of these."""
-        return {"inputs": self._packed(batch, *self._layout(batch))}
-
     def _layout(self, batch: TreeBatch) -> tuple[Key, Extent]:
         """The padded size, and its geometry. One request more than can be there holds the padding, which sees
         its one key."""
-        if self._laid_out is None or self._laid_out[0] is not batch:
-            key, n = self._key(batch), len(batch.q_lens)
-            q_lens, kv_lens = np.zeros(key.rows, np.int64), np.ones(key.rows, np.int64)
-            q_lens[:n], q_lens[n], kv_lens[:n] = batch.q_lens, key.tokens - len(batch), batch.kv_lens
-            self._laid_out = batch, key, Extent(q_lens, kv_lens)
-        return self._laid_out[1:]
+        key, n = self._key(batch), len(batch.q_lens)
+        q_lens, kv_lens = np.zeros(key.rows, np.int64), np.ones(key.rows, np.int64)
+        q_lens[:n], q_lens[n], kv_lens[:n] = batch.q_lens, key.tokens - len(batch), batch.kv_lens
+        return key, Extent(q_lens, kv_lens)
 
     def _packed(self, batch: TreeBatch, key: Key, extent: Extent) -> np.ndarray:
+        """The tokens, padded, where their keys are and what they see of these."""
         count, p, seen = len(batch), self.parts, seen_by(batch)
         flat = np.zeros(Packed.size(key), np.int64)
         to = Packed(flat, key, np.bool_)
@@ -83,19 +73,15 @@ class GpuForward:
         to.seen[0, :count, key.columns - seen.shape[1] :] = seen
         return flat
 
-    def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def run(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         """Logits [T, vocab] and their argmax int64 [T], valid until the next forward."""
-        logits, best = self._queue(
-            batch, put(self.arrays(batch), self.device) if tensors is None else tensors
-        )
+        logits, best = self._queue(batch)
         return logits[: len(batch)], best[: len(batch)]
 
-    def _queue(self, batch: TreeBatch, tensors: Mapping[str, Tensor]) -> Any:
+    def _queue(self, batch: TreeBatch) -> Any:
         """What ``_forward`` gives, padding included."""
-        (key, extent), inputs = self._layout(batch), tensors["inputs"]
-        if key in self.sizes.captured:
-            inputs = self._inputs[: len(inputs)].copy_(inputs)
-        return self._replay(key, extent, inputs)
+        key, extent = self._layout(batch)
+        return self._replay(key, extent, self._packed(batch, key, extent))
 
     def logits(self, states: tuple[Tensor, Tensor]) -> Tensor:
         logits = states[0]
@@ -129,8 +115,7 @@ class GpuForward:
         q_lens[:rest] += 1  # as when all requests are there: the kernel is chosen for it
         extent, none = Extent(q_lens, np.ones(key.rows, np.int64)), np.zeros(0, np.int64)
         nothing = TreeBatch(none, none, none, none, none, none, np.zeros((0, 1), np.bool_))
-        inputs = torch.from_numpy(self._packed(nothing, key, extent))
-        self._replay(key, extent, self._inputs[: len(inputs)].copy_(inputs))
+        self._replay(key, extent, self._packed(nothing, key, extent))
 
     def take_runs(self) -> list[Run]:
         runs, self._runs = self._runs, []
@@ -140,25 +125,30 @@ class GpuForward:
         width = int(batch.q_lens.max()) if batch.seen is None else batch.seen.shape[1]
         return self.sizes.verification(len(batch), len(batch.q_lens), width)
 
-    def _replay(self, key: Key, extent: Extent, inputs: Tensor) -> Any:
+    def _replay(self, key: Key, extent: Extent, packed: np.ndarray) -> Any:
         self.parts.buffers.require(extent)
-        kernel = self._kernels.get(key) or self._make_kernel(key)
-        kernel.plan(extent)
-        output, run = self.parts.run(key, lambda: self._forward(key, kernel, Packed(inputs, key, torch.bool)))
-        if key not in self._kernels:
+        kernel, static = self._prepared.get(key) or self._prepare(key)
+        there = static.put({"inputs": packed, "starts": kernel.plan(extent)}, self.device)
+
+        def forward() -> Any:
+            kernel.take(there["starts"])
+            return self._forward(key, kernel, Packed(there["inputs"], key, torch.bool))
+
+        output, run = self.parts.run(key, forward)
+        if key not in self._prepared:
             self._eager = kernel, run[1]
         self._runs.append(run)
         return output
 
-    def _make_kernel(self, key: Key) -> TreeKernel:
-        """Kept for sizes that have a graph: there are too many of the others. One of these must live until
-        its forward is over, since FlashInfer's plan is copied from memory that no allocator watches."""
+    def _prepare(self, key: Key) -> tuple[TreeKernel, StaticArrays]:
+        """Kept for sizes that have a graph: there are too many of the others. A kernel of these must live
+        until its forward is over, since FlashInfer's plan is copied from memory that no allocator watches."""
         if self._eager is not None:
             self._eager[1].wait()
-        kernel = self.parts.make_kernel(self.parts.buffers, key.rows, 0)
+        prepared = self.parts.make_kernel(self.parts.buffers, key.rows, 0), StaticArrays()
         if key in self.sizes.captured:
-            self._kernels[key] = kernel
-        return kernel
+            self._prepared[key] = prepared
+        return prepared
 
     def _forward(self, key: Key, kernel: TreeKernel, packed: Packed) -> Any:
         """Logits and their argmax, of all tokens of the padded size."""

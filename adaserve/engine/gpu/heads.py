@@ -29,7 +29,6 @@ from adaserve.engine.gpu.model import Inputs, Output, Parts, SGLangCall
 from adaserve.engine.gpu.sizes import Key
 from adaserve.engine.hidden_states import HiddenStates, hidden_states
 from adaserve.engine.levels import Levels
-from adaserve.engine.transfer import put
 from adaserve.engine.trees.batch import TreeBatch, without_first
 
 
@@ -93,10 +92,10 @@ class GpuHead(GpuForward):
         super().__init__(parts)
         self.hidden, self._searches = hidden, HeadSearches(parts, hidden)
 
-    def run(self, batch: TreeBatch, tensors: Mapping[str, Tensor] | None = None) -> None:  # type: ignore[override]
+    def run(self, batch: TreeBatch) -> None:  # type: ignore[override]
         batch = without_first(batch)
         if len(batch):
-            self._queue(batch, put(self.arrays(batch), self.device))
+            self._queue(batch)
 
     def search(self, first: TreeBatch, search: Search, keep: KeepGoing | None) -> Ready:
         return super().search(without_first(first), search, keep)

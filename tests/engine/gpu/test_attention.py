@@ -22,6 +22,7 @@ from adaserve.engine.gpu.attention import (
     FlashInferKernel,
     SdpaKernel,
     TritonKernel,
+    set_out,
     usable,
 )
 from adaserve.engine.gpu.head_shape import HeadShape
@@ -192,7 +193,7 @@ def test_requests_of_no_tokens_are_planned(planner: list[list[Any]]) -> None:
     room = torch.empty(1 << 20, dtype=torch.uint8)
     kernel, masks = FlashInferKernel(AttentionBuffers.allocate(99, 99, CPU), 3, LLAMA, room, room), []
     for q_lens, kv_lens in (((3, 3, 3), (9, 5, 7)), ((3, 1, 5), (4, 4, 4))):
-        kernel.plan(Extent(np.array(q_lens), np.array(kv_lens)))
+        set_out(kernel, Extent(np.array(q_lens), np.array(kv_lens)), CPU)
         masks.append(kernel._bytes.tolist())
         assert kernel._queries.tolist() == planner[-1][QUERIES]
         assert kernel._slots.tolist() == planner[-1][SLOTS]
@@ -203,16 +204,17 @@ def test_requests_of_no_tokens_are_planned(planner: list[list[Any]]) -> None:
 
 
 def test_later_plans_are_those_of_flashinfers_wrapper(planner: list[list[Any]]) -> None:
-    """But for what it uploads: only where queries, slots and masks start, in one copy."""
+    """But for what it uploads: nothing, since where queries, slots and masks start comes with the tokens."""
     first, later = Extent(np.array([2, 2]), np.array([9, 5])), Extent(np.array([1, 3]), np.array([700, 41]))
     room, buffers = torch.empty(1 << 20, dtype=torch.uint8), AttentionBuffers.allocate(999, 999, CPU)
     kernel = FlashInferKernel(buffers, 2, LLAMA, room, room)
     kernel.plan(first)
     with Copies() as copies:
-        kernel.plan(later)
-    assert copies.made == 1
+        starts = kernel.plan(later)
+    assert copies.made == 0
+    kernel.take(torch.from_numpy(starts))
     fresh = FlashInferKernel(buffers, 2, LLAMA, room, room)
-    fresh.plan(later)
+    set_out(fresh, later, CPU)
     kernels = [[x for x in args if not isinstance(x, torch.Tensor)] for args in planner[1:]]
     assert kernels[0] == kernels[1] and torch.equal(kernel._starts, fresh._starts)
     # What the next run asks for is there: types, scale and the newest plan.

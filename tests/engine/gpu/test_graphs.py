@@ -166,9 +166,9 @@ def test_steps_of_few_requests_share_a_plan(rows: int, width: int, plans: int) -
     forward = device_forward(requests, TinyModel(requests.slots), [])
 
     class Kernel(SdpaKernel):
-        def plan(self, extent: Extent) -> None:
+        def plan(self, extent: Extent) -> np.ndarray:
             made.append(extent)
-            super().plan(extent)
+            return super().plan(extent)
 
     searches = forward._searches
     searches._parts = dataclasses.replace(searches._parts, make_kernel=lambda buffers, *_: Kernel(buffers))
@@ -255,9 +255,9 @@ def test_a_graph_is_captured_for_all_requests_at_once() -> None:
     forward = device_forward(requests, TinyModel(requests.slots), [key := Key(12, 5, 64)])
 
     class Kernel(SdpaKernel):
-        def plan(self, extent: Extent) -> None:
+        def plan(self, extent: Extent) -> np.ndarray:
             planned.append(extent.q_lens.tolist())
-            super().plan(extent)
+            return super().plan(extent)
 
     forward.parts = dataclasses.replace(forward.parts, make_kernel=lambda buffers, *_: Kernel(buffers))
     forward.capture(key)

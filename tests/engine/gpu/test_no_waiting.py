@@ -22,7 +22,7 @@ from adaserve.engine.gpu.graphs import EagerGraph
 from adaserve.engine.gpu.sizes import SearchKey
 from adaserve.engine.levels import Levels
 from adaserve.engine.sources.draft_cache import DraftCache
-from adaserve.engine.transfer import QueuedCopy
+from adaserve.engine.transfer import QueuedCopy, StaticArrays
 from tests.engine.gpu.factories import Requests, TinyModel, device_forward
 from tests.engine.gpu.test_decode import Run
 
@@ -100,7 +100,7 @@ MOST_LAUNCHES = {"none": 13, "adaserve": 52, "chain-3": 39, "priced": 52}
 def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, read, uploads, watch = Run(policy, overlap=True), [], [], Watch()
     run.step()
-    inner, pack = QueuedCopy.read, transfer._pack
+    inner, pack, put = QueuedCopy.read, transfer._pack, StaticArrays.put
 
     def counted(self: QueuedCopy) -> Any:
         if self._values is None:
@@ -111,8 +111,13 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         uploads.append(sorted(arrays))
         return pack(arrays, *more)
 
+    def static(self: StaticArrays, arrays: Any, *more: Any) -> Any:
+        uploads.append(sorted(arrays))
+        return put(self, arrays, *more)
+
     monkeypatch.setattr(QueuedCopy, "read", counted)
     monkeypatch.setattr(transfer, "_pack", packed)
+    monkeypatch.setattr(StaticArrays, "put", static)
     with as_on_a_gpu(watch, monkeypatch):
         run.loop.decode(run.batch(), None)
     assert watch.waits == []
@@ -121,7 +126,8 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read) == 1 + drafted, "the last outcome, and the candidates"
     assert watch.graphs == 1 + drafted, "a draft with all its steps, and a verification"
     assert watch.launches <= MOST_LAUNCHES[policy]
-    assert len(uploads) == 1 + drafted, uploads
+    assert len(uploads) == 2 + drafted, f"for each graph, and for the walk behind the last one: {uploads}"
+    assert "inputs" in uploads[-2] and "parent" in uploads[-1], "the walk's need not be there before"
 
 
 def test_kv_moves_behind_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from adaserve.engine.gpu.attention import (
     AttentionBuffers,
     FlashInferKernel,
     SdpaKernel,
+    set_out,
 )
 from adaserve.engine.gpu.head_shape import HeadShape
 from adaserve.engine.gpu.layout import Extent, change_windows
@@ -50,7 +51,7 @@ def test_flashinfer_reads_our_arrays_as_sdpa_does(seed: int) -> None:
         SdpaKernel(buffers),
     )
     for one in (kernel, reference):
-        one.plan(extent)
+        set_out(one, extent, device)
     sees = torch.tensor([*np.concatenate([m.any(1) for m in masks]), True, True, True], device=device)
     right = reference.run(q, keys, values, HEADS.scaling)
     torch.testing.assert_close(

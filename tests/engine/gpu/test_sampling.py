@@ -44,7 +44,7 @@ def step_of(device: Device, case: Case, requests: list[Any], seed: int = 0, **in
         "sampling_seed": None,
     } | info  # fmt: skip
     v = case.verified
-    tensors = device.put({**v.arrays(), **device.target.arrays(v.batch)})
+    tensors = device.put(v.arrays())
     given: Any = SimpleNamespace(**values)
     there = states(seed)
     settings = sampling.Settings.of(requests, there)

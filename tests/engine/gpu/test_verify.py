@@ -88,7 +88,7 @@ def test_one_walk(lengths: list[int], seed: int, max_depth: list[int] | None) ->
     case = Case(lengths, seed, max_depth)
     v, n = case.verified, len(lengths)
     for device in (case.host, case.device):
-        tensors = device.put({**v.arrays(), **device.target.arrays(v.batch)})
+        tensors = device.put(v.arrays())
         for name, values in v.arrays().items():
             assert tensors[name].tolist() == values.tolist(), name
         got = device.accept(tensors, case.draws, n, v.deepest, 6)

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import torch
 
-from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TritonKernel
+from adaserve.engine.gpu.attention import AttentionBuffers, SdpaKernel, TritonKernel, set_out
 from adaserve.engine.gpu.layout import Extent
 from adaserve.engine.gpu.layout_kernel import change_fused
 from tests.engine.gpu.factories import CPU
@@ -30,7 +30,7 @@ def compare(seed: int, device: torch.device, dtype: torch.dtype = torch.float32)
     buffers.kv_indices[used : used + 2].zero_()
     words, ends = buffers.mask.view(torch.int32), torch.from_numpy(extent.window_ends)[None].to(device)
     kernel, reference = TritonKernel(buffers, len(extent.q_lens)), SdpaKernel(buffers)
-    kernel.plan(extent)
+    set_out(kernel, extent, device)
     reference.plan(extent)
     worst = 0.0
     for visible in (seen, ~seen):
@@ -58,7 +58,7 @@ def far_slots() -> float:
     buffers.kv_indices.copy_(torch.tensor([2, 0, 1]))
     outputs = []
     for kernel in (TritonKernel(buffers, 1), SdpaKernel(buffers)):
-        kernel.plan(extent)
+        set_out(kernel, extent, CPU)
         outputs.append(kernel.run(q, pool, pool, 0.3))
     return float((outputs[0] - outputs[1]).abs().max())
 
