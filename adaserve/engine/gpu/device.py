@@ -29,7 +29,7 @@ from adaserve.engine.gpu.graphs import GraphTable, capture_all, least_free_bytes
 from adaserve.engine.gpu.heads import GpuHead, gpu_head
 from adaserve.engine.gpu.medusa import GpuMedusa, gpu_medusa
 from adaserve.engine.gpu.model import Parts, SGLangCall
-from adaserve.engine.gpu.sizes import FIRST, Key, SearchKey, Sizes, Tiers
+from adaserve.engine.gpu.sizes import FIRST, READ_AT_ONCE, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.hidden_states import HiddenStates
 from adaserve.engine.logit_reading import Reading
 from adaserve.engine.portions import portions
@@ -50,11 +50,6 @@ MEASURED_KEYS = 1 << 20
 
 LEAST_TOKENS = 512
 """Tokens that forwards have room for, at least."""
-
-READ_AT_ONCE = 256
-"""Tokens of texts in one forward of a draft that catches up, or of a head that reads a prompt: the mask of a
-causal forward is worked out on the host, which takes time and an upload by the square of this (0.1 ms and
-0.1 MB; 0.8 ms and 1.1 MB for 1024)."""
 
 
 class GpuDevice:
@@ -119,11 +114,12 @@ class GpuDevice:
                 last_token=int(runner.model_config.vocab_size) - 1,
             )
 
-        searches, verifications = list(sizes.searches()), list(sizes.verifications())
+        searches, of_drafts = list(sizes.searches()), list(sizes.drafts())
+        verifications = list(sizes.verifications())
         forwards = []
         for draft in drafts:
             # One kernel for all.
-            own = parts_of(draft, kernel_maker(attention, draft, device, *largest)[1], searches)
+            own = parts_of(draft, kernel_maker(attention, draft, device, *largest)[1], of_drafts)
             is_head = type(draft.model).__name__ in HEADS
             forwards.append(gpu_head(own, target, draft, config) if is_head else GpuForward(own))
         medusa = None
@@ -144,8 +140,10 @@ class GpuDevice:
             # Before the first request; those first that take the most memory and are missed the most.
             free = partial(least_free_bytes, get_tp_group())
             capture_all("verification", verifications, parts.target.capture, parts.target.table, free)
-            for drafter in parts.drafters:
-                capture_all("draft", searches, drafter.capture, drafter.table, free)
+            for draft in parts.drafts:
+                capture_all("draft", of_drafts, draft.capture, draft.table, free)
+            if medusa is not None:
+                capture_all("draft", searches, medusa.capture, medusa.table, free)
         logger.info("AdaServe: iterations on %s; %s", device, parts.summary())
         return parts
 

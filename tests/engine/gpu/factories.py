@@ -164,7 +164,7 @@ def graph_device(requests: Requests, target: TinyModel, *drafts: TinyModel) -> G
     buffers = stale_buffers()
     return GpuDevice(
         device_forward(requests, target, SIZES.verifications(), buffers),
-        *(device_forward(requests, draft, SIZES.searches(), buffers) for draft in drafts),
+        *(device_forward(requests, draft, SIZES.drafts(), buffers) for draft in drafts),
     )
 
 

@@ -61,7 +61,7 @@ def headed_device(made: Setting, head: Head | Mtp, depth: int) -> GpuDevice:
         known,
         call=TinyCall(made.drafts.model, head.token_ids),  # type: ignore[arg-type]
         table=GraphTable(capture=False),
-        sizes=dataclasses.replace(SIZES, captured=frozenset(SIZES.searches())),
+        sizes=dataclasses.replace(SIZES, captured=frozenset(SIZES.drafts())),
         first=1 + depth,
         words=head.token_ids,
     )

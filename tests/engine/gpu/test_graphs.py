@@ -25,7 +25,7 @@ from adaserve.engine.gpu.graphs import (
     capture_all,
 )
 from adaserve.engine.gpu.layout import Extent, unpack
-from adaserve.engine.gpu.sizes import Key, SearchKey, Sizes, Tiers
+from adaserve.engine.gpu.sizes import READ_AT_ONCE, Key, SearchKey, Sizes, Tiers
 from adaserve.engine.transfer import QueuedCopy, StaticArrays, put
 from adaserve.engine.trees.batch import TreeBatch
 from adaserve.engine.trees.shape import tree_shape
@@ -195,6 +195,9 @@ def test_keys() -> None:
     keys = list(sizes.searches())
     assert len(keys) == len(set(keys)) == 2 * 5 * 3, "one graph for a whole draft: by rows, depth and width"
     assert keys[0] == SearchKey(4, (3,) * 5), "the largest first, or the smaller ones cannot reuse its memory"
+    assert list(sizes.drafts()) == [*keys, *sizes.verifications()], "a draft reads what it missed, too"
+    long = Sizes(Tiers((1,)), Tiers((1, READ_AT_ONCE, 512)), most_rows=64, most_tokens=512)
+    assert [key.tokens for key in long.drafts() if isinstance(key, Key)] == [READ_AT_ONCE, 1]
     assert sizes.search(tree_shape(2, 3, None), rows=3) == SearchKey(4, (3, 3))
     assert sizes.search(tree_shape(2, 2, (2, 1)), rows=3) not in keys, "others are run without a graph"
     assert sizes.verification(3).tokens == 4 and sizes.verification(3).rows == 5

@@ -71,11 +71,9 @@ def test_logits_and_cache(lengths: list[int], seed: int, max_depth: list[int] | 
     case = Case(lengths, seed, max_depth, share)
     batch, host, device = case.verified.batch, case.host.target, case.device.target
     right = host.logits(host.run(batch))
-    uploaded = case.device.put({**case.verified.arrays(), **device.arrays(batch)})
-    for tensors in (uploaded, None):
-        states = device.run(batch, tensors)
-        torch.testing.assert_close(device.logits(states), right, rtol=1e-4, atol=1e-4)
-        assert torch.equal(device.argmax(states), right.argmax(-1))
+    states = device.run(batch)
+    torch.testing.assert_close(device.logits(states), right, rtol=1e-4, atol=1e-4)
+    assert torch.equal(device.argmax(states), right.argmax(-1))
     for one, two in zip(
         case.models[0].k + case.models[0].v, case.models[1].k + case.models[1].v, strict=True
     ):
@@ -84,7 +82,7 @@ def test_logits_and_cache(lengths: list[int], seed: int, max_depth: list[int] | 
 
 @pytest.mark.parametrize(("lengths", "seed", "max_depth"), CASES)
 def test_one_walk(lengths: list[int], seed: int, max_depth: list[int] | None) -> None:
-    """What one packed upload brings to the device is what the host walks over."""
+    """What a packed upload brings to the device is what the host walks over."""
     case = Case(lengths, seed, max_depth)
     v, n = case.verified, len(lengths)
     for device in (case.host, case.device):
