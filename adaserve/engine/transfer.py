@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaserve.engine.clock import record
+
 _ALIGN = 8
 
 _SIGNED: dict[np.dtype, np.dtype] = {
@@ -119,7 +121,7 @@ class StaticArrays:
             place[count:] = 0
         self._there.copy_(self._packed, non_blocking=True)
         if self._sent is not None:
-            self._sent.record()
+            record(self._sent, self._there.device)
         return self._views
 
     def _open(self, arrays: Mapping[str, np.ndarray], device: torch.device, rows: int) -> None:
@@ -149,7 +151,7 @@ class QueuedCopy:
             self._host = torch.empty(flat.shape, dtype=torch.int64, pin_memory=True)
             self._host.copy_(flat, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            record(self._event, flat.device)
         else:
             self._host = flat
 

@@ -171,39 +171,37 @@ class FlashInferKernel:
         is_first = self._wrapper is None
         if is_first:
             self._open(extent)
-        h, every = self._heads, self._starts.shape[1]
         starts = np.empty(self._starts.shape, np.int32)
         for row, values in zip(starts, (extent.qo_starts, extent.kv_starts, extent.byte_starts), strict=True):
             row[: len(values)], row[len(values) :] = values, values[-1]
-        queries, slots = torch.from_numpy(starts[:2])
-        # Of heads, and a page size of 1.
-        shape = h.q_heads, h.kv_heads, h.head_dim, 1
-        types = {"q_data_type": h.q_dtype, "kv_data_type": h.kv_dtype, "o_data_type": h.q_dtype}
+        queries, slots = torch.from_numpy(starts[:2]).unbind()
         if is_first:
-            lens = torch.ones(every - 1, dtype=torch.int32)
-            self._wrapper.plan(
-                queries, slots, self._no_slots, lens, *shape, sm_scale=h.scaling, non_blocking=True, **types
-            )
+            self._plan_first(queries, slots)
         else:
-            self._plan_again(extent, queries, slots, shape, types)
+            self._plan_again(queries, slots, torch.from_numpy(np.diff(starts[1])))
         return starts.ravel()
 
     def take(self, starts: Tensor) -> None:
         self._starts.copy_(starts.view_as(self._starts))
 
-    def _plan_again(
-        self, extent: Extent, queries: Tensor, slots: Tensor, shape: tuple[int, ...], types: Any
-    ) -> None:
-        """SGLang's way to the same planner, which takes a fraction of the time: the wrapper would upload five
-        arrays. What is there already is given as itself, which copies nothing."""
-        from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
+    def _plan_first(self, queries: Tensor, slots: Tensor) -> None:
+        """Through FlashInfer's wrapper, which compiles what it needs."""
+        h, lens = self._heads, torch.ones(len(self._page_lens), dtype=torch.int32)
+        shape = h.q_heads, h.kv_heads, h.head_dim, 1  # of heads, and a page size of 1
+        types = {"q_data_type": h.q_dtype, "kv_data_type": h.kv_dtype, "o_data_type": h.q_dtype}
+        self._wrapper.plan(
+            queries, slots, self._no_slots, lens, *shape, sm_scale=h.scaling, non_blocking=True, **types
+        )
 
-        lens = torch.zeros(len(queries) - 1, dtype=torch.int32)
-        lens.numpy()[: len(extent.kv_lens)] = extent.kv_lens
-        fast_prefill_plan(
-            self._wrapper, self._queries, self._slots, self._no_slots, self._page_lens, *shape, **types,
-            qo_indptr_host=queries, kv_indptr_host=slots, kv_lens_host=lens,
-            max_q_len=int(extent.q_lens.max()), max_kv_len=int(extent.kv_lens.max()),
+    def _plan_again(self, queries: Tensor, slots: Tensor, lens: Tensor) -> None:
+        """Asks the wrapper's planner alone, as SGLang's ``fast_prefill_plan`` does: the wrapper would upload
+        five arrays."""
+        h, w = self._heads, self._wrapper
+        w._plan_info = w._cached_module.plan(
+            w._float_workspace_buffer, w._int_workspace_buffer, w._pin_memory_int_workspace_buffer,
+            queries, slots, lens, w._max_total_num_rows, len(lens), h.q_heads, h.kv_heads, 1, True,
+            h.head_dim, h.head_dim, False, -1,  # not causal, no window
+            -1, False, 0, 0,  # keys are split as it likes
         )  # fmt: skip
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
