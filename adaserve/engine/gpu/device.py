@@ -85,7 +85,8 @@ class GpuDevice:
         context = int(table.shape[1])
         sizes = Sizes(
             rows=Tiers.up_to(min(most_rows, MOST_CAPTURED_ROWS)),
-            tokens=Tiers.up_to(min(needed, MOST_CAPTURED_TOKENS)),
+            # In smaller steps: from some 150 tokens on a forward takes as long as it has tokens.
+            tokens=Tiers.up_to(min(needed, MOST_CAPTURED_TOKENS), steps=4),
             most_rows=most_rows,
             most_tokens=most_tokens,
             depth=config.max_depth,

@@ -58,11 +58,12 @@ class Tiers:
         return size <= self.sizes[-1]
 
     @staticmethod
-    def up_to(most: int) -> Tiers:
-        """1, 2, 4, 8, then steps that waste a quarter at most, ending at ``most``."""
+    def up_to(most: int, steps: int = 2) -> Tiers:
+        """1, 2, 4, 8, 12, 16, then so many steps, of 8 at least, from each power of two to the next one,
+        ending at ``most``."""
         sizes = [1, 2, 4, 8, 12, 16]
         while sizes[-1] < most:
-            sizes.append(sizes[-1] + max(8, 1 << (sizes[-1].bit_length() - 2)))
+            sizes.append(sizes[-1] + max(8, (1 << (sizes[-1].bit_length() - 1)) // steps))
         return Tiers((*(s for s in sizes if s < most), most))
 
 

@@ -34,13 +34,15 @@ from tests.engine.gpu.factories import CPU, Requests, TinyModel, device_forward,
 
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 64, 100, 512])
 def test_tiers_waste_little(most: int) -> None:
-    tiers = Tiers.up_to(most)
+    tiers, fine = Tiers.up_to(most), Tiers.up_to(most, steps=4)
     assert tiers.sizes[-1] == most
     for size in range(1, most + 1):
         padded = tiers.fit(size)
         assert size <= padded <= most and tiers.captured(padded)
         assert padded <= max(2 * size, 1) if size < 16 else padded <= 1.5 * size
+        assert size < 32 or fine.fit(size) <= 1.25 * size
     assert len(tiers.sizes) <= 6 + 8 * max(1, most.bit_length() - 3), "graphs cost memory and time at start"
+    assert len(fine.sizes) <= 24
 
 
 def test_beyond_the_tiers() -> None:
