@@ -110,8 +110,8 @@ class StaticArrays:
         """As ``put``, always into the same memory, with zeros behind those of fewer than ``rows``."""
         if not self._names:
             self._open(arrays, device, rows)
-        elif self._sent is not None:
-            self._sent.synchronize()  # long over, but where nobody waits for what the graph gives
+        elif self._sent is not None and not self._sent.query():
+            self._sent.synchronize()  # only where nobody has waited for what the graph gave
         for name, place, (given, values) in zip(self._names, self._places, arrays.items(), strict=True):
             count = len(values)
             fits = name == given and values.dtype == place.dtype and values.shape[1:] == place.shape[1:]
