@@ -127,7 +127,7 @@ def test_an_iteration(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.graphs == 1 + drafted, "a draft with all its steps, and a verification"
     assert watch.launches <= MOST_LAUNCHES[policy]
     assert len(uploads) == 2 + drafted, f"for each graph, and for the walk behind the last one: {uploads}"
-    assert "inputs" in uploads[-2] and "parent" in uploads[-1], "the walk's need not be there before"
+    assert "inputs" in uploads[-2] and "root" in uploads[-1], "the walk's need not be there before"
 
 
 def test_kv_moves_behind_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
