@@ -152,7 +152,7 @@ def _draw_seeded(logits: Tensor, step: Step, filtered: np.ndarray) -> Tensor:
         for part in portions(len(at), logits.shape[1]):
             here = where[part]
             probs = (logits[here] / temperature[part, None]).softmax(dim=-1)
-            seed, position = seeds[here], step.tensors["positions"][here]
+            seed, position = seeds[here], step.tensors["places"][0, here]
             if is_filtered:
                 drawn = top_k_top_p_min_p_sampling_from_probs_torch(
                     probs, *(s[part] for s in settings), wants_min_p, seed, position

@@ -41,16 +41,16 @@ def tree_batch(children: list[list[int]], repeat: int) -> verify.VerifyBatch:
     parent = np.array([0, *(first[d] for d, level in enumerate(children) for _ in level)])
     size = len(tokens)
     rows, column = np.arange(repeat), np.arange(size)
-    batch = TreeBatch(
-        tokens=np.tile(tokens, repeat), positions=np.tile(depth, repeat), places=np.tile(column, repeat),
-        pool_rows=rows, q_lens=np.full(repeat, size), kv_lens=np.full(repeat, size),
-    )  # fmt: skip
-    return verify.VerifyBatch(
-        batch=batch, row=np.repeat(rows, size), depth=np.tile(depth, repeat),
-        parent=np.tile(parent, repeat) + np.repeat(rows * size, size), root=rows * size,
-        node=np.arange(repeat * (size - 1)), column=np.tile(column, repeat),
-        drafted={}, held_at=np.tile(column, repeat)[None],
-    )  # fmt: skip
+    path = [column, parent]
+    while len(path) <= len(children):
+        path.append(path[-1][parent])
+    tree = np.tile([tokens, depth, 0 * depth, *path], repeat)
+    row, places = np.repeat(rows, size), np.tile([depth, column], repeat)
+    tree[3:] += row * size
+    tree[2] = row
+    batch = TreeBatch(*tree[:1], *places, rows, np.full(repeat, size), np.full(repeat, size))
+    nodes = np.arange(repeat * (size - 1))
+    return verify.VerifyBatch(batch, tree, row, rows * size, nodes, drafted={}, places=places)
 
 
 def accept(batch: verify.VerifyBatch, draws: torch.Tensor) -> verify.Acceptance:
@@ -112,8 +112,7 @@ def draw_rows(children: list[list[int]], **settings: Any) -> list[tuple[int, ...
 
 def at_step(alone: verify.VerifyBatch, step: int) -> verify.VerifyBatch:
     """Plain decoding of the token that follows ``step`` others."""
-    positions = np.full(len(alone), step)
-    return replace(alone, batch=replace(alone.batch, positions=positions))
+    return replace(alone, places=np.full_like(alone.places, step))
 
 
 def test_tree_sampling_has_the_targets_distribution() -> None:

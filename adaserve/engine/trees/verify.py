@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,38 +27,55 @@ from adaserve.scheduler.interface import Selection
 SCRATCH_SLOT = 0
 """SGLang's KV pools keep slot 0 free for what padded tokens write."""
 
+NOTHING = -1
+"""No token."""
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyBatch:
     """Each row's root, then its kept nodes, parents first: T tokens of n rows, in host arrays."""
 
     batch: TreeBatch
+    tree: np.ndarray
+    """int64 [4 + deepest, T]: tokens, depths (0 for roots), rows of the request pool, then each token's way up:
+    its own index in this batch, its parent's, and so on. Roots are their own parents."""
     row: np.ndarray  # int64 [T]: row of each token
-    depth: np.ndarray  # int64 [T]: 0 for roots
-    parent: np.ndarray  # int64 [T]: index of the parent in this batch; roots point at themselves
     root: np.ndarray  # int64 [n]: index of each row's root
     node: np.ndarray  # int64 [T - n]: candidate that stands at each non-root token, in token order
-    column: np.ndarray  # int64 [T]: window column of each token, 0 for roots
     drafted: Mapping[int, np.ndarray]  # bool [T]: nodes that each draft model made, by its number
-    held_at: np.ndarray
-    """int64 [1 + models, T]: places of the tokens' KV in the pools of the target and of the models in
-    ``drafted``, at ``positions`` or later. What a pool does not have stands where it would be committed, so
-    that nothing moves."""
+    places: np.ndarray
+    """int64 [2 + models, T]: where the tokens' KV belongs if they are accepted, which is at their positions; and
+    where it is in the pools of the target and of the models in ``drafted``, there or later. What a pool does not
+    have stands where it would be committed, so that nothing moves."""
 
     def __len__(self) -> int:
         return len(self.row)
 
     @property
     def tokens(self) -> np.ndarray:
-        return self.batch.tokens
+        return self.tree[0]
+
+    @property
+    def depth(self) -> np.ndarray:
+        return self.tree[1]
+
+    @property
+    def parent(self) -> np.ndarray:
+        """int64 [T]: index of each token's parent."""
+        return self.tree[min(4, len(self.tree) - 1)]
 
     @property
     def positions(self) -> np.ndarray:
-        return self.batch.positions
+        return self.places[0]
+
+    @property
+    def held_at(self) -> np.ndarray:
+        """int64 [1 + models, T]: where the KV is."""
+        return self.places[1:]
 
     @property
     def deepest(self) -> int:
-        return int(self.depth.max())
+        return len(self.tree) - 4
 
     @property
     def in_place(self) -> bool:
@@ -77,61 +95,50 @@ class VerifyBatch:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What the walk needs on the device."""
-        b = self.batch
-        return {
-            "tokens": b.tokens,
-            "positions": b.positions,
-            "pool_row": b.pool_rows[self.row],
-            "row": self.row,
-            "depth": self.depth,
-            "parent": self.parent,
-            "root": self.root,
-            "held_at": self.held_at,
-        }
+        return {"tree": self.tree, "row": self.row, "root": self.root, "places": self.places}
 
 
 def build(rows: DecodeRows, proposal: Proposal, selection: Selection) -> VerifyBatch:
     """What ``selection`` keeps of ``proposal``, with the roots."""
     trees, n = proposal.trees, len(rows)
-    node = np.flatnonzero(selection.keep)
+    node = selection.keep.nonzero()[0]
     q_lens = selection.counts + 1
     root = q_lens.cumsum() - q_lens
     row = np.arange(n).repeat(q_lens)
-    of = trees.row[node]
+    of, depths = trees.row[node], trees.depth[node]
     at = np.arange(1, 1 + len(node)) + of  # behind the roots of the rows up to its own
 
-    stands_at = np.zeros(trees.n_nodes + 1, np.int64)  # where a candidate stands in this batch
-    stands_at[node] = at
-    above = trees.above[node]
-    parent = np.where(above < trees.n_nodes, stands_at[above], root[of])
-    drafted = [there[node] for there in proposal.drafted.values()]
-    values = np.zeros((4 + len(drafted), len(row)), np.int64)
-    values[0, root], values[1, root] = rows.roots, root
-    values[:, at] = trees.token[node], parent, trees.depth[node], proposal.column[node], *drafted
-    tokens, parent, depth, column, *own = values
-    held = [column, *(np.where(there > 0, there, depth) for there in own)]
-    width = proposal.width if len(node) else 1
-    limit = rows.seq_lens[row]
-    batch = TreeBatch(
-        tokens=tokens,
-        positions=limit + depth,
-        places=limit + column,
-        pool_rows=rows.pool_rows,
-        q_lens=q_lens,
-        kv_lens=rows.seq_lens + width,
-        seen=_lineage(int(depth.max()), parent, column, width) if len(node) else None,
-    )
-    made = {model: there > 0 for model, there in zip(proposal.drafted, own, strict=True)}
-    return VerifyBatch(batch, row, depth, parent, root, node, column, made, limit + np.stack(held))
+    tree = np.zeros((4 + int(depths.max(initial=0)), len(row)), np.int64)
+    tokens, depth, pool_rows, own, *above = tree
+    tokens[root], tokens[at], depth[at] = rows.roots, trees.token[node], depths
+    pool_rows[:], own[:] = rows.pool_rows[row], np.arange(len(row))
+    if above:
+        stands_at = np.zeros(trees.n_nodes + 1, np.int64)  # where a candidate stands in this batch
+        stands_at[node] = at
+        # A root stands before all that hang from it, and is found nowhere.
+        parent = above[0]
+        parent[root], parent[at] = root, np.maximum(stands_at[trees.above[node]], root[of])
+        for below, higher in pairwise(above):
+            higher[:] = below[parent]
 
-
-def _lineage(deepest: int, parent: np.ndarray, column: np.ndarray, width: int) -> np.ndarray:
-    """bool [T, width]: each token sees its own column and those of its ancestors, the root included."""
-    seen = column[:, None] == np.arange(width)
-    for _ in range(deepest.bit_length()):  # each round sees twice as many levels
-        seen |= seen[parent]
-        parent = parent[parent]
-    return seen
+    places = np.zeros((2 + len(proposal.drafted), len(row)), np.int64)
+    positions, held, *models = places
+    positions[:], held[at] = depth, proposal.column[node]
+    width, seen = 1, None
+    if above:
+        width = proposal.width
+        seen = np.zeros((len(row), width), np.bool_)
+        seen[:, 0] = seen[own, held[tree[3:-1]]] = True
+    drafted = {}
+    for number, there in proposal.drafted.items():
+        column = there[node]
+        made = column > 0
+        models[len(drafted)][at] = np.where(made, column, depths)
+        drafted[number] = np.zeros(len(row), np.bool_)
+        drafted[number][at] = made
+    places += rows.seq_lens[row]
+    batch = TreeBatch(tokens, positions, held, rows.pool_rows, q_lens, rows.seq_lens + width, seen)
+    return VerifyBatch(batch, tree, row, root, node, drafted, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,32 +162,31 @@ def accept(t: Tensors, draws: Tensor, n: int, deepest: int, stride: int) -> Acce
         emitted = torch.nn.functional.pad(draws[:, None], (0, stride - 1))
         one = torch.ones_like(draws)
         return Acceptance(one.bool(), torch.zeros_like(draws), one, draws, emitted)
-    depth, parent, row, tokens = t["depth"], t["parent"], t["row"], t["tokens"]
-    is_node = depth > 0
-    # Every round a token learns of one ancestor more. The last one is the root, which is always accepted.
-    accepted = (tokens == draws[parent]) | ~is_node
-    for _ in range(deepest - 1):
-        accepted = accepted & accepted[parent]
-    length = torch.zeros(n, dtype=torch.int64, device=draws.device).index_add_(0, row, accepted.long())
-    count = length - 1
-    # Accepted tokens of a row stand in depth order, so the deepest is as far after the root as it is deep
-    # among the accepted: the largest index of them.
-    index = torch.where(accepted, torch.arange(len(tokens), device=draws.device), -1)
-    last = torch.full((n,), -1, device=draws.device).scatter_reduce(0, row, index, "amax")
-    bonus = draws[last]
-    # One column more takes what is not emitted.
-    emitted = torch.zeros(n, stride + 1, dtype=torch.int64, device=draws.device)
-    emitted[row, torch.where(accepted & is_node, depth - 1, stride)] = tokens
-    emitted = emitted[:, :stride].contiguous().scatter_(1, count[:, None], bonus[:, None])
-    return Acceptance(accepted, count, length, bonus, emitted)
+    tree = t["tree"]
+    tokens, path = tree[0], tree[3:-1]
+    right = (tokens == draws[tree[4]]).index_fill_(0, t["root"], True)
+    accepted = right[path].all(dim=0)
+    # A draw at an accepted token is the next accepted one, or the bonus.
+    drawn = torch.full((n, 2 * stride), NOTHING, dtype=torch.int64, device=draws.device)
+    drawn[t["row"], _place(t, accepted, stride)] = draws
+    emitted = drawn[:, stride:]
+    length = (emitted > NOTHING).sum(dim=1)
+    bonus = drawn[:, stride - 1 :].gather(1, length[:, None])[:, 0]
+    return Acceptance(accepted, length - 1, length, bonus, emitted.clamp(min=0))
+
+
+def _place(t: Tensors, accepted: Tensor, stride: int) -> Tensor:
+    """int64 [T]: a token's place among ``2 * stride`` of its row, counted from the end: accepted ones by depth in
+    the second half, all others in the first. ``stride``: more than any depth."""
+    return torch.add(t["tree"][1], accepted, alpha=-stride)
 
 
 def walk(t: Tensors, draws: Tensor, n: int, stride: int) -> Acceptance:
     """The same where nothing is launched or waited for. Some twenty operators on a few tokens each would take
     a millisecond on a host, since their code is in no cache after a forward."""
-    drawn, tokens, parent, depth, row = (
-        x.tolist() for x in (draws, t["tokens"], t["parent"], t["depth"], t["row"])
-    )
+    drawn, row = draws.tolist(), t["row"].tolist()
+    tokens, depth, _, own, *above = t["tree"].tolist()
+    parent = above[0] if above else own
     accepted, count, bonus = [False] * len(drawn), [0] * n, [0] * n
     emitted = np.zeros((n, stride), np.int64)
     for i, draw in enumerate(drawn):  # parents first
@@ -206,17 +212,17 @@ def moves(
     columns of the window are never smaller than depths. Entries that no node takes move the scratch slot
     onto itself.
     """
-    depth, row = t["depth"], t["row"]
-    taken = torch.where(acceptance.accepted & (depth > 0), depth - 1, deepest)
-    places = torch.cat([t["positions"][None], t["held_at"]])
-    slots = torch.full((len(places), n, deepest + 1), SCRATCH_SLOT, dtype=torch.int64, device=depth.device)
-    slots[:, row, taken] = req_to_token[t["pool_row"], places].long()
-    return slots[0, :, :deepest], slots[1:, :, :deepest]
+    room = deepest + 1
+    slots = torch.full(
+        (len(t["places"]), n, 2 * room), SCRATCH_SLOT, dtype=torch.int64, device=req_to_token.device
+    )
+    slots[:, t["row"], _place(t, acceptance.accepted, room)] = req_to_token[t["tree"][2], t["places"]].long()
+    return slots[0, :, room + 1 :], slots[1:, :, room + 1 :]
 
 
 def path_index(t: Tensors, acceptance: Acceptance, stride: int) -> Tensor:
     """int64 [n, stride]: the verified token that drew each emitted one; elsewhere the root's index."""
-    index = t["root"][:, None].repeat(1, stride + 1)
-    column = torch.where(acceptance.accepted, t["depth"], stride)
-    index[t["row"], column] = torch.arange(len(column), device=column.device)
-    return index[:, :stride].contiguous()
+    index = t["root"][:, None].repeat(1, 2 * stride)
+    place = _place(t, acceptance.accepted, stride)
+    index[t["row"], place] = torch.arange(len(place), device=place.device)
+    return index[:, stride:].contiguous()

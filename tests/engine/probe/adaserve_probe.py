@@ -206,7 +206,7 @@ def probed(base: type) -> type:
             if iteration is None:
                 return
             accepted, verified = iteration.accepted(), iteration.verified
-            self.stats["moved"] += int((accepted & (verified.column != verified.depth)).sum())
+            self.stats["moved"] += int((accepted & (verified.held_at[0] != verified.positions)).sum())
             self._audits += 1
             if self._audits % options.get("audit_every", 1 << 30) == 0:
                 lengths = iteration.rows.seq_lens + [len(tokens) for tokens in iteration.emitted()]

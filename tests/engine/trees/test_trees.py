@@ -307,7 +307,9 @@ def test_accept_walks_the_tree(seed: int, depth: int, where: str) -> None:
         for step in range(batch.deepest):
             if step + 1 < len(path):
                 assert targets[row, step] == slots[length + step + 1]
-                assert (sources[:, row, step] == slots[length + batch.column[path[step + 1]]]).all()
+                assert (
+                    sources[:, row, step] == slots[length + proposal.column[batch.candidate[path[step + 1]]]]
+                ).all()
             else:
                 assert (sources[:, row, step] == targets[row, step]).all()
                 assert targets[row, step] == verify.SCRATCH_SLOT
@@ -324,7 +326,7 @@ def test_built_batch(seed: int) -> None:
         row = int(built.row[i])
         length, pool_row = int(rows.seq_lens[row]), table[rows.pool_rows[row]]
         assert built.positions[i] == length + built.depth[i]
-        assert slots[i] == pool_row[length + built.column[i]]
+        assert slots[i] == pool_row[length + [0, *proposal.column][1 + built.candidate[i]]]
         kv = plan.kv_indices[plan.kv_indptr[row] : plan.kv_indptr[row + 1]]
         lineage, node = [i], i
         while built.depth[node]:
